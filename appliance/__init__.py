@@ -1,0 +1,1 @@
+"""What a person touches: boot, configuration, store, controller, gateway, CLI."""

@@ -1,0 +1,105 @@
+"""Frames on a leash: a 4-byte big-endian length, then that many bytes of UTF-8 JSON.
+
+One connected AF_UNIX stream socket joins a supervisor and the process forked for it. It carries requests down,
+answers and events up, and its end of file is the signal that the other side is dead, which the kernel delivers
+even after kill -9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import struct
+import threading
+from typing import Any
+
+from runtime.errors import ChannelClosed, FrameTooLarge
+
+MAX_FRAME_BYTES = 64 * 2**20
+_LENGTH = struct.Struct(">I")
+
+
+def encode(message: dict[str, Any]) -> bytes:
+    body = json.dumps(message, separators=(",", ":"), default=_plain).encode()
+    if len(body) > MAX_FRAME_BYTES:
+        raise FrameTooLarge(len(body), MAX_FRAME_BYTES)
+    return _LENGTH.pack(len(body)) + body
+
+
+def _plain(value: Any) -> Any:
+    if hasattr(value, "__fspath__"):
+        return str(value)
+    if hasattr(value, "item"):  # numpy and torch scalars
+        return value.item()
+    raise TypeError(f"{type(value).__name__} cannot travel on a leash; send numbers, strings, lists and dicts")
+
+
+def _length(head: bytes) -> int:
+    (length,) = _LENGTH.unpack(head)
+    if length > MAX_FRAME_BYTES:
+        raise FrameTooLarge(length, MAX_FRAME_BYTES)
+    return length
+
+
+class BlockingChannel:
+    """The child's end: used by plain threads. `send` may be called from any thread."""
+
+    def __init__(self, sock: socket.socket):
+        self.sock = sock
+        self._send_lock = threading.Lock()
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Raises ChannelClosed when the peer is gone."""
+        frame = encode(message)
+        try:
+            with self._send_lock:
+                self.sock.sendall(frame)
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ChannelClosed("the supervisor is gone") from error
+
+    def receive(self) -> dict[str, Any]:
+        """Next message; raises ChannelClosed at end of file."""
+        return json.loads(self._exactly(_length(self._exactly(_LENGTH.size))))
+
+    def _exactly(self, count: int) -> bytes:
+        parts = bytearray()
+        while len(parts) < count:
+            try:
+                part = self.sock.recv(min(count - len(parts), 1 << 20))
+            except ConnectionResetError as error:
+                raise ChannelClosed("the supervisor is gone") from error
+            if not part:
+                raise ChannelClosed("the supervisor is gone")
+            parts += part
+        return bytes(parts)
+
+
+class AsyncChannel:
+    """The supervisor's end: used inside one asyncio loop."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self._reader, self._writer = reader, writer
+
+    @classmethod
+    async def connect(cls, path: str) -> AsyncChannel:
+        return cls(*await asyncio.open_unix_connection(path))
+
+    async def send(self, message: dict[str, Any]) -> None:
+        """Raises ChannelClosed when the peer is gone."""
+        try:
+            self._writer.write(encode(message))
+            await self._writer.drain()
+        except (BrokenPipeError, ConnectionResetError) as error:
+            raise ChannelClosed("the process is gone") from error
+
+    async def receive(self) -> dict[str, Any]:
+        """Next message; raises ChannelClosed at end of file."""
+        try:
+            head = await self._reader.readexactly(_LENGTH.size)
+            return json.loads(await self._reader.readexactly(_length(head)))
+        except (asyncio.IncompleteReadError, ConnectionResetError) as error:
+            raise ChannelClosed("the process is gone") from error
+
+    def close(self) -> None:
+        self._writer.close()

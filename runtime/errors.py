@@ -1,0 +1,55 @@
+"""Errors of the process layer.
+
+RuntimeLayerError
+├── ChannelClosed      the other end of a leash is gone
+├── FrameTooLarge      a frame's length is over the limit: the peer does not speak this protocol
+├── WarmParentError    the warm parent could not be reached or could not fork
+├── ChildDied          the forked process ended while something was asked of it
+├── ChildTimeout       the forked process did not answer in time
+└── ChildError         the forked process answered with an exception of its own
+"""
+
+from __future__ import annotations
+
+
+class RuntimeLayerError(Exception):
+    """Base of everything raised by `runtime`."""
+
+
+class ChannelClosed(RuntimeLayerError):
+    """The socket reached end of file: the peer process ended or closed it."""
+
+
+class FrameTooLarge(RuntimeLayerError):
+    """A frame announces more bytes than any message of ours has."""
+
+    def __init__(self, length_bytes: int, limit_bytes: int):
+        super().__init__(
+            f"frame of {length_bytes} bytes refused, the limit is {limit_bytes}: "
+            "the peer does not speak the leash protocol"
+        )
+
+
+class WarmParentError(RuntimeLayerError):
+    """The warm parent did not fork a process for us; the message says why and where its log is."""
+
+
+class ChildDied(RuntimeLayerError):
+    """The forked process ended before it answered."""
+
+    def __init__(self, name: str, pid: int, log_path: str, log_tail: str = ""):
+        tail = f"; the log ends with:\n{log_tail}" if log_tail else ""
+        super().__init__(f"process {name} (pid {pid}) died; its log is {log_path}{tail}")
+        self.name, self.pid, self.log_path, self.log_tail = name, pid, log_path, log_tail
+
+
+class ChildTimeout(RuntimeLayerError):
+    """The forked process is alive but did not answer within the time given."""
+
+
+class ChildError(RuntimeLayerError):
+    """An exception raised inside the forked process, carried over by name and message."""
+
+    def __init__(self, type_name: str, message: str, data: dict | None = None):
+        super().__init__(f"{type_name}: {message}")
+        self.type, self.message, self.data = type_name, message, data or {}

@@ -1,0 +1,73 @@
+"""The few kernel calls that tie lifetimes together."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from pathlib import Path
+
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def die_with_parent(sig: int = signal.SIGKILL) -> None:
+    """Ask the kernel to send `sig` to this process when the thread that created it ends (prctl(2)).
+
+    The request is lost on exec of a set-uid program and after fork, so every process asks for itself. A parent
+    that died before the call would never be noticed, hence the check of the parent pid.
+    """
+    parent = os.getppid()
+    if _libc.prctl(_PR_SET_PDEATHSIG, sig) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        os.kill(os.getpid(), sig)
+
+
+def kill_group(pgid: int) -> None:
+    """SIGKILL every process of a group; a group that is gone already is what we wanted."""
+    try:
+        os.killpg(pgid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def rss_bytes(pid: int) -> int:
+    """Proportional resident memory of one process in bytes (shared pages divided by their sharers), 0 if gone."""
+    try:
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Pss:"):
+                return int(line.split()[1]) * 1024
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return 0
+    return 0
+
+
+def group_rss_bytes(pgid: int) -> int:
+    """Proportional resident memory of all processes of a group, in bytes."""
+    return sum(rss_bytes(pid) for pid in group_pids(pgid))
+
+
+def group_pids(pgid: int) -> list[int]:
+    """Pids of the living (not zombie) processes of a group, from /proc."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            fields = (entry / "stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if int(fields[2]) == pgid and fields[0] != "Z":
+            found.append(int(entry.name))
+    return sorted(found)
+
+
+def tail(path: str | Path, limit_bytes: int = 2000) -> str:
+    """Last bytes of a log as text, empty when there is none."""
+    try:
+        with open(path, "rb") as log:
+            log.seek(max(0, log.seek(0, os.SEEK_END) - limit_bytes))
+            return log.read().decode(errors="replace").strip()
+    except FileNotFoundError:
+        return ""

@@ -1,0 +1,44 @@
+"""Entry functions that the tests fork from a warm parent; importing this module is the preload."""
+
+import concurrent.futures
+import os
+import threading
+import time
+
+PRELOADED_IN = os.getpid()
+
+
+def echo(leash, args):
+    stop = threading.Event()
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+
+    def fail(message):
+        raise ValueError(message)
+
+    leash.serve(
+        {
+            "echo": lambda **kw: {"args": args, "got": kw, "pid": os.getpid(), "preloaded_in": PRELOADED_IN},
+            "env": lambda name: os.environ.get(name),
+            "fail": fail,
+            "later": lambda value: pool.submit(lambda: value * 2),
+            "emit": lambda n: [leash.emit("tick", i=i) for i in range(n)] and None,
+            "fork": _fork_sleeper,
+            "hang": lambda: time.sleep(3600),
+            "stop": stop.set,
+            "set": lambda: {1, 2},
+        }
+    )
+    stop.wait()
+    return 0
+
+
+def _fork_sleeper():
+    pid = os.fork()
+    if pid == 0:
+        time.sleep(3600)
+        os._exit(0)
+    return pid
+
+
+def crash(leash, args):
+    raise RuntimeError("boom at start")

@@ -1,0 +1,125 @@
+"""The warm parent, the leash and the child, with real processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from runtime.child import Child
+from runtime.errors import ChildDied, ChildError, ChildTimeout, WarmParentError
+from runtime.process import group_pids, group_rss_bytes
+
+ENTRY = "tests.unit.runtime.entries"
+
+
+@pytest.fixture(scope="module")
+def warm(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("warm")
+    socket_path = folder / "warm.sock"
+    parent = subprocess.Popen(
+        [sys.executable, "-m", "runtime.warm_parent", "--socket", str(socket_path), "--preload", ENTRY,
+         "--log", str(folder / "warm.log")]
+    )
+    while not socket_path.exists():
+        assert parent.poll() is None, (folder / "warm.log").read_text()
+    yield socket_path
+    parent.terminate()
+    assert parent.wait(10) == 0
+
+
+async def spawn(warm, tmp_path, entry="echo", **kw):
+    return await Child.spawn(
+        warm, f"{ENTRY}:{entry}", kw.pop("args", {"x": 1}), log_path=tmp_path / "child.log", name="child", **kw
+    )
+
+
+async def test_forks_a_process_that_has_the_preload_already(warm, tmp_path):
+    child = await spawn(warm, tmp_path, env={"SPAWN_TEST": "yes"})
+    answer = await child.call("echo", a=[1, "ü"])
+    assert answer["pid"] == child.pid != os.getpid()
+    assert answer["preloaded_in"] != child.pid
+    assert answer["args"] == {"x": 1} and answer["got"] == {"a": [1, "ü"]}
+    assert await child.call("env", name="SPAWN_TEST") == "yes"
+    assert group_rss_bytes(child.pid) > 0
+    assert os.stat(warm).st_mode & 0o777 == 0o600
+    assert os.stat(tmp_path / "child.log").st_mode & 0o777 == 0o600
+    assert await child.stop(10)
+    assert not child.alive
+
+
+async def test_exceptions_futures_and_events_travel(warm, tmp_path):
+    child = await spawn(warm, tmp_path)
+    with pytest.raises(ChildError, match="ValueError: no good") as caught:
+        await child.call("fail", message="no good")
+    assert caught.value.type == "ValueError"
+    with pytest.raises(ChildError, match="no such call 'absent'"):
+        await child.call("absent")
+    with pytest.raises(ChildError, match="set cannot travel"):
+        await child.call("set")
+    assert await child.call("later", value=21) == 42
+    await child.call("emit", n=3)
+    assert [(await child.next_event())["i"] for _ in range(3)] == [0, 1, 2]
+    await child.kill_and_wait()
+    assert await child.next_event() is None
+
+
+async def test_kill_takes_the_whole_group_and_pending_calls_fail(warm, tmp_path):
+    child = await spawn(warm, tmp_path)
+    grandchild = await child.call("fork")
+    assert sorted(group_pids(child.pid)) == sorted([child.pid, grandchild])
+    with pytest.raises(ChildTimeout):
+        await child.call("hang", timeout_s=0.05)
+    pending = asyncio.create_task(child.call("echo"))
+    await child.kill_and_wait()
+    with pytest.raises(ChildDied, match="child.log"):
+        await pending
+    assert group_pids(child.pid) == []
+
+
+async def test_a_child_killed_from_outside_is_noticed_though_its_own_child_lives(warm, tmp_path):
+    child = await spawn(warm, tmp_path)
+    await child.call("fork")
+    os.kill(child.pid, signal.SIGKILL)
+    await asyncio.wait_for(child.closed(), 10)
+    await child.kill_and_wait()
+    assert group_pids(child.pid) == []
+
+
+async def test_an_entry_that_raises_reports_why(warm, tmp_path):
+    child = await spawn(warm, tmp_path, entry="crash")
+    await asyncio.wait_for(child.closed(), 10)
+    assert child.fatal["message"] == "boom at start"
+    with pytest.raises(ChildDied, match="boom at start"):
+        await child.call("echo")
+
+
+def test_a_child_dies_with_its_supervisor(warm, tmp_path):
+    script = (
+        "import asyncio, os, sys\n"
+        "from runtime.child import Child\n"
+        "async def go():\n"
+        f"    c = await Child.spawn({str(warm)!r}, '{ENTRY}:echo', {{}}, log_path={str(tmp_path / 'c.log')!r}, name='c')\n"
+        "    print(c.pid, await c.call('fork'), flush=True)\n"
+        "    await asyncio.sleep(3600)\n"
+        "asyncio.run(go())\n"
+    )
+    supervisor = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    pid, grandchild = map(int, supervisor.stdout.readline().split())
+    assert group_pids(pid) == sorted([pid, grandchild])
+    supervisor.kill()
+    supervisor.wait()
+    supervisor.stdout.close()
+    for _ in range(1000):
+        if not group_pids(pid):
+            break
+        os.sched_yield()
+        subprocess.run(["sleep", "0.01"], check=True)
+    assert group_pids(pid) == []
+
+
+async def test_no_warm_parent_is_a_named_error(tmp_path):
+    with pytest.raises(WarmParentError, match="did not fork"):
+        await spawn(tmp_path / "absent.sock", tmp_path)
