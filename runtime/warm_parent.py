@@ -92,8 +92,9 @@ def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]
 
 
 def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
+    # Not tied to the warm parent's life: the leash ties it to its supervisor, and a lost warm parent is just
+    # started anew while engines and ranks go on.
     os.setsid()
-    die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(message["env"])
@@ -131,15 +132,19 @@ def _resolve(entry: str) -> Callable[[Leash, dict], int | None]:
 
 
 def _listen(path: str) -> socket.socket:
-    if os.path.exists(path):
-        os.unlink(path)
+    # Bound under another name and renamed once it listens: a path that exists can be connected to.
+    unborn = f"{path}.unborn"
+    for stale in (path, unborn):
+        if os.path.exists(stale):
+            os.unlink(stale)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
     previous = os.umask(0o177)
     try:
-        listener.bind(path)
+        listener.bind(unborn)
     finally:
         os.umask(previous)
     listener.listen(64)
+    os.rename(unborn, path)
     return listener
 
 
