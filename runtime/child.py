@@ -147,8 +147,9 @@ class Child:
         if answer is None or answer.done():  # the caller gave up waiting
             return
         if "error" in message:
-            answer.set_exception(ChildError(message["error"]["type"], message["error"]["message"],
-                                            message["error"].get("data")))
+            answer.set_exception(
+                ChildError(message["error"]["type"], message["error"]["message"], message["error"].get("data"))
+            )
         else:
             answer.set_result(message["ok"])
 

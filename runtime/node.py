@@ -54,9 +54,7 @@ class NodeAgent:
     async def status(self) -> dict:
         return {
             "node_pid": os.getpid(),
-            "warm": {
-                name: {"pid": self._pids.get(name), "ready": self._ready[name].is_set()} for name in self._specs
-            },
+            "warm": {name: {"pid": self._pids.get(name), "ready": self._ready[name].is_set()} for name in self._specs},
         }
 
     async def stop(self) -> None:

@@ -42,7 +42,9 @@ async def test_a_preload_that_cannot_be_imported_is_reported_with_its_log(tmp_pa
     agent = NodeAgent([spec(tmp_path, preload="no_such_module_at_all")])
     await agent.start()
     async with asyncio.timeout(20):
-        while "no_such_module_at_all" not in (tmp_path / "w.log").read_text() if (tmp_path / "w.log").exists() else True:
+        while (
+            "no_such_module_at_all" not in (tmp_path / "w.log").read_text() if (tmp_path / "w.log").exists() else True
+        ):
             await asyncio.sleep(0.01)
     with pytest.raises(WarmParentError, match="No module named 'no_such_module_at_all'"):
         await agent.wait_warm("t", 0.01)

@@ -20,8 +20,17 @@ def warm(tmp_path_factory):
     folder = tmp_path_factory.mktemp("warm")
     socket_path = folder / "warm.sock"
     parent = subprocess.Popen(
-        [sys.executable, "-m", "runtime.warm_parent", "--socket", str(socket_path), "--preload", ENTRY,
-         "--log", str(folder / "warm.log")]
+        [
+            sys.executable,
+            "-m",
+            "runtime.warm_parent",
+            "--socket",
+            str(socket_path),
+            "--preload",
+            ENTRY,
+            "--log",
+            str(folder / "warm.log"),
+        ]
     )
     while not socket_path.exists():
         assert parent.poll() is None, (folder / "warm.log").read_text()

@@ -1,0 +1,221 @@
+"""The box's main process: boot, watch, end in order.
+
+    python -m appliance.main up --config-json JSON
+
+Story: lock the data directory, clear what a killed run left, start Ray, the controller and the gateway, print the
+endpoint, and keep all three running until told to stop. Ending goes the other way: the gateway finishes its
+requests, the controller suspends jobs and writes what only memory holds to disk, Ray ends, shared memory is given back.
+Every process below has asked the kernel to be killed with this one, so `kill -9` of it leaves nothing behind but the
+versions and snapshots in shared memory, which the next `up` finds again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import httpx
+
+from appliance import ray_head
+from appliance.box_state import BoxState
+from appliance.config import BoxConfig, load_resolved
+from appliance.paths import BoxPaths
+from appliance.supervised import BOX_VARIABLE, Supervised, kill_leftovers
+from runtime.process import die_with_parent, tail
+from scheduler.discovery import discover_devices
+
+CONTROLLER_START_S = 120.0
+GATEWAY_START_S = 30.0
+GATEWAY_END_S, CONTROLLER_END_S, RAY_END_S = 30.0, 120.0, 20.0
+
+
+class BoxError(RuntimeError):
+    """The box could not start; the message says why and what to do."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="appliance.main", description=__doc__)
+    parser.add_argument("command", choices=["up"])
+    parser.add_argument("--config-json", required=True, help="the resolved configuration, JSON")
+    options = parser.parse_args(argv)
+    config = load_resolved(options.config_json)
+    paths = BoxPaths.of(Path(config.box.data_dir))
+    paths.create()
+    state = BoxState(paths.state_file)
+    with open(paths.lock_file, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"a box already runs on {paths.data_dir}; `appliance down` stops it", file=sys.stderr)
+            return 5
+        try:
+            return asyncio.run(_run(config, paths, state))
+        except (BoxError, ray_head.RayStartError) as error:
+            state.update(state="failed", message=str(error))
+            print(f"the box did not start: {error}", file=sys.stderr)
+            return 1
+
+
+async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: _ask_to_stop(stop, state))
+
+    url = f"http://{config.box.host}:{config.box.port}"
+    state.begin(pid=os.getpid(), url=url, controller_socket=str(paths.controller_socket))
+    box = Box(config, paths, state)
+    ended_well = False
+    try:
+        starting = asyncio.create_task(box.start())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            await stopping
+        else:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+    finally:
+        ended_well = await box.end()
+        state.end(clean=ended_well)
+    return 0 if ended_well else 1
+
+
+def _ask_to_stop(stop: asyncio.Event, state: BoxState) -> None:
+    if stop.is_set():
+        # Asked twice: the person does not want to wait. The kernel ends everything below with this process.
+        state.update(state="killed", message="killed by a second signal; `appliance up` continues from here")
+        os.kill(os.getpid(), signal.SIGKILL)
+    stop.set()
+
+
+class Box:
+    """Ray, the controller and the gateway of one box, each a supervised process."""
+
+    def __init__(self, config: BoxConfig, paths: BoxPaths, state: BoxState):
+        self._config, self._paths, self._state = config, paths, state
+        self._environment = {
+            **os.environ, **ray_head.environment(paths), BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        self._ray = Supervised("ray", self._start_ray, self._on_ray_change)
+        self._controller = Supervised("controller", self._start_controller, self._say)
+        self._gateway = Supervised("gateway", self._start_gateway, self._say)
+
+    async def start(self) -> None:
+        """Returns when the endpoint answers. Raises BoxError or RayStartError."""
+        left = kill_leftovers(self._paths.box_id)
+        if left:
+            self._say(f"ended {len(left)} processes that an earlier run left behind")
+        self._say("starting Ray")
+        await self._ray.begin()
+        self._say("starting the controller")
+        await self._controller.begin()
+        await self._wait_for("controller", str(self._paths.controller_socket), "http://box", CONTROLLER_START_S)
+        first_key = await self._first_key()
+        self._say("starting the gateway")
+        await self._gateway.begin()
+        await self._wait_for("gateway", None, f"http://{self._local_host()}:{self._config.box.port}", GATEWAY_START_S)
+        self._state.ready(first_key)
+        self._announce(first_key)
+
+    async def end(self) -> bool:
+        """Stop everything in order and give shared memory back; True if nothing had to be forced."""
+        self._state.update(state="stopping", message="finishing requests")
+        well = await self._gateway.end(GATEWAY_END_S)
+        self._state.update(state="stopping", message="suspending jobs and saving what only memory holds")
+        saved = await self._controller.end(CONTROLLER_END_S)
+        self._state.update(state="stopping", message="stopping Ray")
+        await self._ray.end(RAY_END_S)
+        kill_leftovers(self._paths.box_id)
+        ray_head.remove_files(self._paths)
+        if saved:
+            shutil.rmtree(self._paths.shm_root, ignore_errors=True)
+        else:
+            shutil.rmtree(self._paths.run, ignore_errors=True)
+            print(f"the controller did not save everything; {self._paths.shm_root} is kept for the next `up`",
+                  file=sys.stderr)  # fmt: skip
+        return well and saved
+
+    async def _start_ray(self) -> asyncio.subprocess.Process:
+        devices = discover_devices(self._config.box.devices)
+        return await ray_head.start(self._paths, [device.id for device in devices], self._paths.logs / "ray.log",
+                                    self._environment)  # fmt: skip
+
+    async def _start_controller(self) -> asyncio.subprocess.Process:
+        return await self._python("controller", "-m", "appliance.controller.main",
+                                  "--config-json", self._config.model_dump_json(),
+                                  "--ray-address", ray_head.address(self._paths) or "")  # fmt: skip
+
+    async def _start_gateway(self) -> asyncio.subprocess.Process:
+        gateway = self._config.gateway.model_copy(update={
+            "host": self._config.box.host, "port": self._config.box.port,
+            "controller_socket": str(self._paths.controller_socket), "bus_socket": str(self._paths.bus_socket),
+        })  # fmt: skip
+        return await self._python("gateway", "-m", "appliance.gateway.main", "--config-json", gateway.model_dump_json())
+
+    async def _python(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
+        with open(self._paths.logs / f"{name}.log", "ab") as log:
+            return await asyncio.create_subprocess_exec(
+                sys.executable, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+                env=self._environment, start_new_session=True, preexec_fn=die_with_parent,
+            )  # fmt: skip
+
+    def _on_ray_change(self, message: str) -> None:
+        # The actors died with Ray; the controller starts again from the database, as after any crash.
+        self._say(message)
+        self._controller.restart()
+
+    async def _wait_for(self, name: str, socket_path: str | None, base_url: str, timeout_s: float) -> None:
+        supervised = {"controller": self._controller, "gateway": self._gateway}[name]
+        transport = httpx.AsyncHTTPTransport(uds=socket_path, retries=0)
+        async with httpx.AsyncClient(transport=transport, base_url=base_url) as client:
+            deadline = time.monotonic() + timeout_s
+            while True:
+                try:
+                    if (await client.get("/health", timeout=5)).status_code == 200:
+                        return
+                except httpx.TransportError:
+                    pass  # not listening yet
+                if time.monotonic() > deadline or supervised.restarts >= 3:
+                    log = self._paths.logs / f"{name}.log"
+                    raise BoxError(
+                        f"the {name} did not come up within {timeout_s:.0f} s; {log} ends with:\n{tail(log)}"
+                    )
+                await asyncio.sleep(0.05)
+
+    async def _first_key(self) -> str | None:
+        """The first key of a box that has none; shown once, by `up`."""
+        transport = httpx.AsyncHTTPTransport(uds=str(self._paths.controller_socket))
+        async with httpx.AsyncClient(transport=transport, base_url="http://box", timeout=30) as client:
+            keys = (await client.get("/admin/v1/keys")).raise_for_status().json()["data"]
+            if keys:
+                return None
+            made = await client.post(
+                "/admin/v1/keys", json={"name": "first", "scopes": ["inference", "fine_tuning", "admin"]}
+            )
+            return made.raise_for_status().json()["key"]
+
+    def _local_host(self) -> str:
+        return "127.0.0.1" if self._config.box.host in ("0.0.0.0", "::") else self._config.box.host
+
+    def _announce(self, first_key: str | None) -> None:
+        print(json.dumps({"state": "ready", "url": f"http://{self._local_host()}:{self._config.box.port}/v1",
+                          "first_key": first_key}), flush=True)  # fmt: skip
+
+    def _say(self, message: str) -> None:
+        self._state.update(message=message)
+        print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,97 @@
+"""Where a box keeps what: one data directory on disk, one root in shared memory."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+SHM_MOUNT = Path("/dev/shm")
+UNIX_PATH_LIMIT_BYTES = 107
+
+
+@dataclass(frozen=True)
+class BoxPaths:
+    """All paths of one box. Sockets live in shared memory because a Unix socket's path may have 107 bytes only,
+    and a data directory can lie arbitrarily deep."""
+
+    data_dir: Path
+    shm_root: Path
+
+    @classmethod
+    def of(cls, data_dir: Path, shm_mount: Path = SHM_MOUNT) -> BoxPaths:
+        """The same data directory always gets the same shared-memory root, so a restart finds its versions."""
+        resolved = data_dir.expanduser().resolve()
+        return cls(resolved, shm_mount / f"appliance-{hashlib.sha256(bytes(resolved)).hexdigest()[:8]}")
+
+    @property
+    def box_id(self) -> str:
+        return self.shm_root.name.removeprefix("appliance-")
+
+    @property
+    def state_file(self) -> Path:
+        return self.data_dir / "box.json"
+
+    @property
+    def lock_file(self) -> Path:
+        return self.data_dir / "box.lock"
+
+    @property
+    def database(self) -> Path:
+        return self.data_dir / "appliance.db"
+
+    @property
+    def ray_token(self) -> Path:
+        return self.data_dir / "ray.token"
+
+    @property
+    def files(self) -> Path:
+        return self.data_dir / "files"
+
+    @property
+    def models(self) -> Path:
+        return self.data_dir / "models"
+
+    @property
+    def jobs(self) -> Path:
+        return self.data_dir / "jobs"
+
+    @property
+    def logs(self) -> Path:
+        return self.data_dir / "logs"
+
+    @property
+    def run(self) -> Path:
+        return self.shm_root / "run"
+
+    @property
+    def controller_socket(self) -> Path:
+        return self.run / "controller.sock"
+
+    @property
+    def bus_socket(self) -> Path:
+        return self.run / "bus.sock"
+
+    @property
+    def warm_serve_socket(self) -> Path:
+        return self.run / "warm-serve.sock"
+
+    @property
+    def warm_train_socket(self) -> Path:
+        return self.run / "warm-train.sock"
+
+    def replica_socket(self, replica_id: str) -> Path:
+        return self.run / "r" / f"{replica_id}.sock"
+
+    def create(self) -> None:
+        """Make every directory, 0700, and the Ray token, 0600."""
+        for folder in (self.data_dir, self.files, self.models, self.jobs, self.logs,
+                       self.shm_root, self.run, self.run / "r"):  # fmt: skip
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.shm_root.chmod(0o700)
+        if not self.ray_token.exists():
+            handle = os.open(self.ray_token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with os.fdopen(handle, "w") as token:
+                token.write(secrets.token_hex(32))

@@ -1,0 +1,88 @@
+"""The box's own Ray: one head node on loopback with a token, fencing exact devices by name."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from appliance.paths import BoxPaths
+from runtime.process import die_with_parent, tail
+
+NAMESPACE = "appliance"
+OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; weights never travel through the object store
+START_TIMEOUT_S = 90.0
+
+
+class RayStartError(RuntimeError):
+    """Ray's head did not come up; the message holds the end of its log."""
+
+
+def temp_dir(paths: BoxPaths) -> Path:
+    """Ray's session directory. Short, because Ray keeps Unix sockets (107 bytes at most) below it."""
+    return Path(tempfile.gettempdir()) / f"appliance-{paths.box_id}"
+
+
+def environment(paths: BoxPaths) -> dict[str, str]:
+    """Settings every process that joins this Ray needs.
+
+    Token authentication: Ray's servers bind all interfaces, whatever the node address says. Workers are not
+    started ahead, since actors are few and each idle worker costs about 90 MB.
+    """
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(paths.ray_token),
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray hides GPUs from actors that reserve none; ours fence devices by custom resource instead.
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    }
+
+
+async def start(
+    paths: BoxPaths, device_ids: Sequence[str], log_path: Path, env: Mapping[str, str]
+) -> asyncio.subprocess.Process:
+    """Start `ray start --head --block`; returns once other processes can join it.
+
+    Raises RayStartError when it exits or does not answer within 90 s.
+    """
+    folder = temp_dir(paths)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    resources = {f"device:{device_id}": 1 for device_id in device_ids}
+    with open(log_path, "ab") as log:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0",
+            "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats",
+            "--num-cpus=2", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}",
+            f"--temp-dir={folder}", f"--resources={json.dumps(resources)}",
+            stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+            env=dict(env), start_new_session=True, preexec_fn=die_with_parent,
+        )  # fmt: skip
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while address(paths) is None:
+                if process.returncode is not None:
+                    raise RayStartError(f"ray start exited with {process.returncode}:\n{tail(log_path)}")
+                await asyncio.sleep(0.05)
+    except TimeoutError as error:
+        raise RayStartError(f"ray did not start within {START_TIMEOUT_S} s:\n{tail(log_path)}") from error
+    return process
+
+
+def address(paths: BoxPaths) -> str | None:
+    """Host and port of the running head, None before it is up."""
+    try:
+        return (temp_dir(paths) / "ray_current_cluster").read_text().strip() or None
+    except FileNotFoundError:
+        return None
+
+
+def remove_files(paths: BoxPaths) -> None:
+    """Delete Ray's session directory; call it when Ray has ended."""
+    shutil.rmtree(temp_dir(paths), ignore_errors=True)

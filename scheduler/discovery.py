@@ -1,0 +1,87 @@
+"""Which devices this node has: NVIDIA GPUs through NVML, else logical CPU devices."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pynvml
+
+from scheduler.inventory import Device
+
+DEFAULT_LOGICAL_DEVICES = 8
+HEAD_NODE = "n0"
+
+
+def discover_devices(setting: str | int = "auto", node: str = HEAD_NODE) -> tuple[Device, ...]:
+    """Devices of this node, by index.
+
+    `setting`: "auto" takes every NVIDIA GPU, or 8 logical CPU devices where there is none; a number asks for that
+    many logical CPU devices, so that a machine without GPUs runs the same code. NUMA node and NVLink peers are read
+    where the driver tells them (NVML API reference, nvmlDeviceGetNumaNodeId and nvmlDeviceGetNvLinkRemotePciInfo).
+    """
+    if setting == "auto":
+        return nvidia_devices(node) or logical_devices(DEFAULT_LOGICAL_DEVICES, node)
+    return logical_devices(int(setting), node)
+
+
+def logical_devices(count: int, node: str = HEAD_NODE) -> tuple[Device, ...]:
+    """`count` CPU devices that share the host's cores and memory in equal parts."""
+    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    return tuple(
+        Device(id=f"{node}/{index}", node=node, index=index, kind="cpu", name="logical CPU device",
+               memory_bytes=pages * page_bytes // count)
+        for index in range(count)
+    )  # fmt: skip
+
+
+def nvidia_devices(node: str = HEAD_NODE) -> tuple[Device, ...]:
+    """Every NVIDIA GPU the driver shows, none when there is no driver."""
+    try:
+        pynvml.nvmlInit()
+    except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded, pynvml.NVMLError_NoPermission):
+        return ()
+    try:
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        by_bus = {_bus_id(pynvml.nvmlDeviceGetPciInfo(handle)): index for index, handle in enumerate(handles)}
+        return tuple(_nvidia_device(node, index, handle, by_bus) for index, handle in enumerate(handles))
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _nvidia_device(node: str, index: int, handle, by_bus: dict[str, int]) -> Device:
+    bus = _bus_id(pynvml.nvmlDeviceGetPciInfo(handle))
+    return Device(
+        id=f"{node}/{index}",
+        node=node,
+        index=index,
+        kind="cuda",
+        name=pynvml.nvmlDeviceGetName(handle),
+        memory_bytes=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
+        numa_node=_numa_node(bus),
+        nvlink_peers=frozenset(f"{node}/{by_bus[peer]}" for peer in _nvlink_peers(handle) if peer in by_bus),
+    )
+
+
+def _bus_id(pci) -> str:
+    raw = pci.busId if isinstance(pci.busId, str) else pci.busId.decode()
+    return raw.lower()[-12:]  # NVML writes the domain with 8 digits, sysfs with 4
+
+
+def _numa_node(bus: str) -> int | None:
+    try:
+        number = int(Path(f"/sys/bus/pci/devices/{bus}/numa_node").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+    return number if number >= 0 else None
+
+
+def _nvlink_peers(handle) -> set[str]:
+    peers = set()
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            if pynvml.nvmlDeviceGetNvLinkState(handle, link) == pynvml.NVML_FEATURE_ENABLED:
+                peers.add(_bus_id(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link)))
+        except pynvml.NVMLError:
+            break  # no NVLink, or no more links
+    return peers

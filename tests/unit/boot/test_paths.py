@@ -1,0 +1,44 @@
+"""Where a box keeps what."""
+
+import json
+import os
+from pathlib import Path
+
+from appliance.box_state import BoxState
+from appliance.paths import UNIX_PATH_LIMIT_BYTES, BoxPaths
+
+
+def test_the_same_data_directory_always_has_the_same_shared_memory_root(tmp_path):
+    one, again = BoxPaths.of(tmp_path / "a"), BoxPaths.of(tmp_path / "b" / ".." / "a")
+    other = BoxPaths.of(tmp_path / "b")
+    assert one.shm_root == again.shm_root != other.shm_root
+    assert one.box_id == one.shm_root.name.removeprefix("appliance-") and len(one.box_id) == 8
+
+
+def test_sockets_fit_a_unix_address_however_deep_the_data_directory_lies():
+    deep = BoxPaths.of(Path("/x" * 200))
+    for socket in (deep.controller_socket, deep.bus_socket, deep.warm_serve_socket, deep.replica_socket("r" * 40)):
+        assert len(bytes(socket)) <= UNIX_PATH_LIMIT_BYTES
+
+
+def test_everything_is_private_and_the_token_is_made_once(tmp_path):
+    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path / "shm")
+    paths.create()
+    token = paths.ray_token.read_text()
+    paths.create()
+    assert paths.ray_token.read_text() == token and len(bytes.fromhex(token)) == 32
+    assert os.stat(paths.ray_token).st_mode & 0o777 == 0o600
+    for folder in (paths.data_dir, paths.shm_root, paths.run, paths.jobs):
+        assert os.stat(folder).st_mode & 0o777 == 0o700
+
+
+def test_the_state_file_is_replaced_whole_and_private(tmp_path):
+    state = BoxState(tmp_path / "box.json")
+    state.begin(pid=7, url="http://127.0.0.1:1", controller_socket="/s")
+    state.ready("sk-first")
+    written = json.loads((tmp_path / "box.json").read_text())
+    assert (written["state"], written["first_key"], written["pid"]) == ("ready", "sk-first", 7)
+    assert os.stat(tmp_path / "box.json").st_mode & 0o777 == 0o600
+    state.end(clean=True)
+    assert json.loads((tmp_path / "box.json").read_text())["state"] == "stopped"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["box.json"]

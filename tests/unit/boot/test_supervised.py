@@ -1,0 +1,86 @@
+"""Supervised processes of the main process, with real small processes."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from appliance import supervised
+from appliance.supervised import BOX_VARIABLE, Supervised, kill_leftovers
+from runtime.process import group_pids
+
+SLEEPER = "import time; print('up', flush=True); time.sleep(3600)"
+STUBBORN = (
+    "import signal,time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(3600)"
+)
+POLITE = (
+    "import signal,sys,time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print('up', flush=True);"
+    "time.sleep(3600)"
+)
+
+
+def starter(code):
+    async def start():
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", code, stdout=asyncio.subprocess.PIPE, start_new_session=True
+        )
+        await process.stdout.readline()
+        return process
+
+    return start
+
+
+async def test_a_killed_process_is_started_again_and_said(monkeypatch):
+    monkeypatch.setattr(supervised, "_FIRST_PAUSE_S", 0.0)
+    said = []
+    one = Supervised("worker", starter(SLEEPER), said.append)
+    await one.begin()
+    first = one.pid
+    os.kill(first, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        while one.restarts == 0 or one.pid in (None, first):
+            await asyncio.sleep(0.005)
+    assert said == ["worker ended with -9; starting it again in 0.0 s"]
+    second = one.pid
+    assert not await one.end(10)  # a sleeper has no SIGTERM handler: it did not end with 0
+    assert group_pids(second) == []
+
+
+async def test_a_polite_process_ends_well_and_a_stubborn_one_is_killed():
+    polite, said = Supervised("polite", starter(POLITE), lambda _: None), []
+    stubborn = Supervised("stubborn", starter(STUBBORN), said.append)
+    await polite.begin()
+    await stubborn.begin()
+    pid = stubborn.pid
+    assert await polite.end(10)
+    assert not await stubborn.end(0.1)
+    assert said == ["stubborn did not end within 0 s: killed"]
+    assert group_pids(pid) == []
+
+
+async def test_what_the_first_start_raises_reaches_the_caller():
+    async def start():
+        raise OSError("no such program")
+
+    one = Supervised("absent", start, lambda _: None)
+    with pytest.raises(OSError, match="no such program"):
+        await one.begin()
+    assert await one.end(1)
+
+
+def test_leftovers_of_this_box_and_of_no_other_are_killed():
+    def sleeper(box):
+        return subprocess.Popen([sys.executable, "-c", SLEEPER], env={**os.environ, BOX_VARIABLE: box},
+                                stdout=subprocess.PIPE)  # fmt: skip
+
+    mine, other = sleeper("cafe0001"), sleeper("cafe0002")
+    mine.stdout.readline(), other.stdout.readline()
+    assert kill_leftovers("cafe0001") == [mine.pid]
+    assert not psutil.pid_exists(mine.pid) and other.poll() is None
+    other.kill()
+    other.wait()
+    mine.stdout.close(), other.stdout.close()
