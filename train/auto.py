@@ -1,0 +1,205 @@
+"""Resolve OpenAI's hyperparameters ("auto" or a number) and our extras into fields of a TrainSpec. Pure.
+
+The rules for "auto" are ours (OpenAI does not publish its own); each stands beside its function with its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from train.errors import InvalidHyperparameter
+
+LORA_FROM_PARAMETERS = 1_000_000_000
+ZERO3_FROM_PARAMETERS = 13_000_000_000
+ZERO2_FROM_PARAMETERS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class DatasetStats:
+    """Of the training file; tokens may be estimates (data_check)."""
+
+    n_examples: int
+    n_tokens: int
+    longest_example_tokens: int
+
+
+@dataclass(frozen=True)
+class ModelStats:
+    """Of the base model. `max_position_embeddings` is its context in tokens."""
+
+    n_parameters: int
+    max_position_embeddings: int
+    device_kind: str = "cpu"
+
+
+def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int) -> dict:
+    """Fields of a TrainSpec. Raises InvalidHyperparameter for an unknown name or a value out of range."""
+    given = _Given(hyperparameters)
+    fields: dict[str, Any] = {}
+
+    fields["full"] = _full(given, model)
+    fields["lora_rank"] = given.integer("lora_rank", 1, 1024, auto=16)
+    fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
+    fields["lora_dropout"] = given.number("lora_dropout", 0, 0.9, auto=0.0)
+    fields["lora_targets"] = tuple(given.names("lora_targets"))
+    fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16")
+    fields["offload"] = given.choice("offload", ("none", "optimizer", "parameters"), auto="none")
+    fields["zero_stage"] = _zero_stage(given, model, fields)
+    fields["activation_checkpointing"] = given.flag(
+        "activation_checkpointing", auto=model.n_parameters >= LORA_FROM_PARAMETERS
+    )
+
+    fields["packing"] = given.flag("packing", auto=True)
+    fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings,
+                                         auto=_max_length(dataset, model))  # fmt: skip
+    fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=_n_epochs(dataset))
+    fields |= _batch(given, dataset, fields, max_devices)
+
+    fields["learning_rate"] = _learning_rate(given, model, fields["full"])
+    fields["warmup_ratio"] = given.number("warmup_ratio", 0, 0.9, auto=0.03)
+    fields["weight_decay"] = given.number("weight_decay", 0, 1, auto=0.0)
+    fields["max_grad_norm"] = given.number("max_grad_norm", 0, 1e6, auto=1.0)
+    fields["publish"] = given.choice("publish", ("end", "epoch"), auto="end")
+    fields["snapshot_every_s"] = given.number("snapshot_every_s", 0, 86400, auto=300.0)
+    given.refuse_unread()
+    return fields
+
+
+def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1) -> list[int]:
+    """World sizes a run may have: each rank takes the same whole number of micro-batches of every step."""
+    micro_batches = batch_size // micro_batch
+    return [size for size in range(1, max_devices + 1) if micro_batches % size == 0]
+
+
+def _full(given: _Given, model: ModelStats) -> bool:
+    # LoRA above a size where the optimizer's 12 bytes per parameter hurt; asking for a rank asks for LoRA.
+    lora_asked = given.is_set("lora_rank") or given.is_set("lora_alpha")
+    return given.flag("full", auto=not lora_asked and model.n_parameters < LORA_FROM_PARAMETERS)
+
+
+def _zero_stage(given: _Given, model: ModelStats, fields: dict) -> int:
+    # Stage 1 reduces gradients once per step, 2 and 3 once per micro-batch: partition only what is large.
+    trained = model.n_parameters if fields["full"] else 0
+    auto = 1
+    if trained >= ZERO2_FROM_PARAMETERS:
+        auto = 2
+    if model.n_parameters >= ZERO3_FROM_PARAMETERS or fields["offload"] == "parameters":
+        auto = 3
+    stage = given.integer("zero_stage", 0, 3, auto=auto)
+    if fields["offload"] == "parameters" and stage != 3:
+        raise InvalidHyperparameter("zero_stage", stage, "3, because offload is 'parameters'")
+    return stage
+
+
+def _max_length(dataset: DatasetStats, model: ModelStats) -> int:
+    # Long enough for every example (estimates are off by a third at times), no longer than the device likes.
+    preferred = 512 if model.device_kind == "cpu" else 4096
+    longest = 2 ** math.ceil(math.log2(max(32, 1.3 * dataset.longest_example_tokens)))
+    return max(32, min(model.max_position_embeddings, max(preferred, min(longest, 4 * preferred))))
+
+
+def _n_epochs(dataset: DatasetStats) -> int:
+    # Few examples need repeating to be learnt at all, many need not.
+    for examples, epochs in ((50, 10), (200, 5), (2000, 3), (20000, 2)):
+        if dataset.n_examples < examples:
+            return epochs
+    return 1
+
+
+def _batch(given: _Given, dataset: DatasetStats, fields: dict, max_devices: int) -> dict[str, int]:
+    micro = given.integer("micro_batch", 1, 1024, auto=1)
+    accumulation = given.integer("gradient_accumulation", 1, 4096, auto=0)
+    if accumulation and not given.is_set("batch_size"):
+        given.integer("batch_size", 1, 4096, auto=1)
+        return {"batch_size": micro * accumulation * max_devices, "micro_batch": micro}
+    batch = given.integer("batch_size", 1, 4096, auto=_batch_size(dataset, fields, micro, max_devices))
+    if accumulation:
+        if batch % (accumulation * max_devices):
+            raise InvalidHyperparameter("gradient_accumulation", accumulation,
+                                        f"a divisor of batch_size {batch} / {max_devices} devices")  # fmt: skip
+        micro = batch // (accumulation * max_devices)
+    if batch % micro:
+        raise InvalidHyperparameter("micro_batch", micro, f"a divisor of batch_size {batch}")
+    return {"batch_size": batch, "micro_batch": micro}
+
+
+def _batch_size(dataset: DatasetStats, fields: dict, micro: int, max_devices: int) -> int:
+    # A power of two, so that 1, 2, 4 ... devices can share it; about fifty steps at least; and, if the data allows
+    # ten steps, one sequence for every device, or some would have to stand idle.
+    per_epoch = dataset.n_tokens / fields["max_length"] if fields["packing"] else dataset.n_examples
+    sequences = max(1.0, per_epoch * fields["n_epochs"])
+    batch = 2 ** max(0, min(6, math.floor(math.log2(max(1.0, sequences / 50)))))
+    widest = 2 ** math.floor(math.log2(max(1, max_devices)))
+    if sequences / widest >= 10:
+        batch = max(batch, widest)
+    return batch * micro
+
+
+def _learning_rate(given: _Given, model: ModelStats, full: bool) -> float:
+    # 1e-5 suits full tuning of 7e9 parameters; smaller models bear more, roughly with the root of the size.
+    # LoRA wants about ten times as much (Schulman et al., "LoRA Without Regret", 2025).
+    base = 1e-5 * math.sqrt(7e9 / max(model.n_parameters, 1))
+    base = min(base, 1e-3) if full else min(10 * base, 2e-3)
+    multiplier = given.number("learning_rate_multiplier", 1e-6, 1e4, auto=1.0)
+    return given.number("learning_rate", 1e-9, 1.0, auto=base) * multiplier
+
+
+class _Given:
+    """The hyperparameters as given; remembers which were read, so that a misspelt one is an error."""
+
+    def __init__(self, values: dict[str, Any]):
+        self._values = {key: value for key, value in values.items() if value is not None}
+        self._read: set[str] = set()
+
+    def is_set(self, name: str) -> bool:
+        return self._values.get(name, "auto") != "auto"
+
+    def integer(self, name: str, low: int, high: int, *, auto: int) -> int:
+        value = self._value(name, auto)
+        if value is auto:
+            return auto
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise InvalidHyperparameter(name, value, f"'auto' or a whole number from {low} to {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float, *, auto: float) -> float:
+        value = self._value(name, auto)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise InvalidHyperparameter(name, value, f"'auto' or a number from {low} to {high}")
+        return float(value)
+
+    def flag(self, name: str, *, auto: bool) -> bool:
+        value = self._value(name, auto)
+        if not isinstance(value, bool):
+            raise InvalidHyperparameter(name, value, "true or false")
+        return value
+
+    def choice(self, name: str, options: tuple[str, ...], *, auto: str) -> str:
+        value = self._value(name, auto)
+        if value not in options:
+            raise InvalidHyperparameter(name, value, f"one of {', '.join(options)}")
+        return value
+
+    def names(self, name: str) -> list[str]:
+        value = self._value(name, [])
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        if not isinstance(value, (list, tuple)) or not all(isinstance(part, str) for part in value):
+            raise InvalidHyperparameter(name, value, "a list of layer names, e.g. ['q_proj', 'v_proj']")
+        return list(value)
+
+    def refuse_unread(self) -> None:
+        unknown = sorted(set(self._values) - self._read)
+        if unknown:
+            raise InvalidHyperparameter(
+                unknown[0], self._values[unknown[0]], f"a known name: one of {', '.join(sorted(self._read))}"
+            )
+
+    def _value(self, name: str, auto: Any) -> Any:
+        self._read.add(name)
+        value = self._values.get(name, "auto")
+        return auto if isinstance(value, str) and value == "auto" else value

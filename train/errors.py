@@ -1,0 +1,70 @@
+"""Errors of training.
+
+TrainError
+├── InvalidHyperparameter   a hyperparameter is unknown or out of range (param, given, expected)
+├── InvalidTrainingData     a data file cannot be trained on; carries the line numbers and reasons
+├── InvalidSpec             a TrainSpec does not describe a run that can be started
+├── UnsupportedModel        the base model, its tokenizer or its chat template cannot be trained here
+├── SnapshotMismatch        a snapshot belongs to another model, job or batch plan
+├── TrainingDiverged        the loss is not a number any more
+└── RankFailed              a rank died, hung or raised; the run can be continued from its newest snapshot
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class TrainError(Exception):
+    """Base of everything raised by `train` because of what it was given."""
+
+
+class InvalidHyperparameter(TrainError):
+    """A hyperparameter is unknown or out of range."""
+
+    def __init__(self, param: str, given: Any, expected: str):
+        super().__init__(f"hyperparameter {param!r} is {given!r}; expected {expected}")
+        self.param, self.given, self.expected = param, given, expected
+        self.data = {"param": param, "given": given, "expected": expected}
+
+
+class InvalidTrainingData(TrainError):
+    """A data file cannot be trained on: `errors` are (line, reason) pairs, the first of `n_errors`."""
+
+    def __init__(self, path: str, errors: list[tuple[int, str]], n_errors: int):
+        shown = "; ".join(f"line {line}: {reason}" for line, reason in errors[:5])
+        more = f" and {n_errors - 5} more" if n_errors > 5 else ""
+        super().__init__(f"{path} cannot be trained on: {shown}{more}")
+        self.errors, self.n_errors = errors, n_errors
+        self.data = {"errors": errors, "n_errors": n_errors}
+
+
+class InvalidSpec(TrainError):
+    """A TrainSpec does not describe a run that can be started; the message names the field."""
+
+
+class UnsupportedModel(TrainError):
+    """The base model, its tokenizer or its chat template cannot be trained here; the message says why."""
+
+
+class SnapshotMismatch(TrainError):
+    """A snapshot does not fit the run that should continue from it."""
+
+
+class TrainingDiverged(TrainError):
+    """Loss or gradient norm is not finite: continuing would only write broken weights."""
+
+    def __init__(self, step: int, loss: float, grad_norm: float):
+        super().__init__(
+            f"training diverged at step {step} (loss {loss}, gradient norm {grad_norm}); "
+            "lower learning_rate_multiplier, or check the data for broken examples"
+        )
+        self.data = {"step": step}
+
+
+class RankFailed(TrainError):
+    """A rank died, hung or raised. `retryable` says whether starting again from a snapshot can help."""
+
+    def __init__(self, rank: int, reason: str, *, retryable: bool):
+        super().__init__(f"rank {rank} {reason}")
+        self.rank, self.reason, self.retryable = rank, reason, retryable
