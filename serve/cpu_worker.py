@@ -1,0 +1,83 @@
+"""A CPU worker that sleeps and wakes for real.
+
+vLLM's CPUWorker ignores `sleep` while its engine reports itself asleep. This one gives the memory of weights and KV
+cache back to the machine and keeps all else (process, imports, tokenizer, compiled kernels). vLLM's own sequence
+applies: sleep(level=2), wake_up(["weights"]), a weight transfer, wake_up(["kv_cache"]).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+
+import torch
+from vllm.v1.worker.cpu_worker import CPUWorker
+
+from serve.direct_load import drop_packed, drop_weights
+from serve.shm_transfer import ShmWeightTransferEngine
+
+_libc = ctypes.CDLL(None)
+# malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
+_INT_MAX = 2**31 - 1
+
+
+class ShmCPUWorker(CPUWorker):
+    """Chosen with `--worker-cls`: vLLM lets an extension class add methods but not replace them."""
+
+    weight_transfer_engine: ShmWeightTransferEngine
+
+    def init_device(self) -> None:
+        _keep_freed_memory()
+        super().init_device()
+        self._asleep: dict[int, tuple[torch.UntypedStorage, int, str]] = {}
+
+    def sleep(self, level: int = 1) -> None:
+        """Free weights and KV cache. The level is not looked at: what a level-1 sleep would keep in host memory
+        is in the shared version directory already."""
+        self.weight_transfer_engine.drop_staged()
+        # The layerwise reload writes into the parameters it finds, so those keep their shapes.
+        drop = drop_weights if self.weight_transfer_engine.layerwise_reason is None else drop_packed
+        for module in self.model_runner.model.modules():
+            drop(module)
+        for parameter in self.model_runner.model.parameters():
+            self._put_to_sleep(parameter, "weights")
+        for tensor in _tensors(self.model_runner.kv_caches):
+            self._put_to_sleep(tensor, "kv_cache")
+        gc.collect()
+        _libc.malloc_trim(0)
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Allocate again what the tags name. Weights hold garbage until the next weight transfer; KV is zeroed."""
+        for key, (storage, nbytes, tag) in list(self._asleep.items()):
+            if tags is not None and tag not in tags:
+                continue
+            storage.resize_(nbytes)
+            if tag == "kv_cache":
+                torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
+            del self._asleep[key]
+
+    def _put_to_sleep(self, tensor: torch.Tensor, tag: str) -> None:
+        storage = tensor.untyped_storage()
+        if storage.nbytes() and storage._cdata not in self._asleep:
+            self._asleep[storage._cdata] = (storage, storage.nbytes(), tag)
+            storage.resize_(0)
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    """All tensors in nested lists (hybrid models keep several per layer)."""
+    if isinstance(value, torch.Tensor):
+        return [value]
+    if isinstance(value, list | tuple):
+        return [tensor for item in value for tensor in _tensors(item)]
+    return []
+
+
+def _keep_freed_memory() -> None:
+    """Let malloc serve large blocks from its heap and keep them when freed.
+
+    By default each large tensor is mapped anew and its pages are faulted in one by one, which halves the rate of an
+    in-place load: it frees and allocates the same sizes over and over. `sleep` gives all back with malloc_trim.
+    """
+    _libc.mallopt(_M_MMAP_MAX, 0)
+    _libc.mallopt(_M_TRIM_THRESHOLD, _INT_MAX)

@@ -1,0 +1,283 @@
+"""Loading a version straight into the form that the kernels read.
+
+vLLM loads a checkpoint into plain parameters and then converts each layer (on the CPU: packs it for the matrix
+kernels and drops the plain form). Its own reload repeats all of it through deferred weight loaders. Here each
+layer's plain form is taken from the mapped bytes, as a view where the layout allows, and converted by the very
+`process_weights_after_loading` that the first load used: about twice as fast, and it can be done beside the
+serving weights (`stage`), leaving only pointers to exchange while the engine is paused (`flip`).
+
+What is known about vLLM 0.32, each reproduced:
+- tied embeddings: `lm_head` packs its own copy of the embedding, which a reload of the embedding leaves stale;
+- MoE experts are packed by the kernel object, not by the quant method, on every load after the first;
+- `bias` is converted to float32 in place by the small-matrix kernel, so it has to start from the stored dtype;
+- an embedding that no head uses is packed all the same: memory and time for nothing, skipped here.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from vllm.model_executor.layers.attention import is_deferred_attention_layer
+from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
+
+from serve.load_plan import LoadPlan, Target
+from serve.shm_source import VersionSource
+
+
+@dataclass
+class Ready:
+    """One module's new tensors, complete but not yet visible to the model."""
+
+    module: torch.nn.Module
+    parameters: dict[str, torch.nn.Parameter] = field(default_factory=dict)
+    attributes: dict[str, object] = field(default_factory=dict)
+    copied: dict[str, torch.Tensor] = field(default_factory=dict)
+    exchanged: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class DirectLoader:
+    """Replays a plan into one model. `refusal` says why a model cannot be loaded this way (None: it can)."""
+
+    def __init__(self, model: torch.nn.Module, plan: LoadPlan, device: torch.device):
+        self.model, self.plan, self.device = model, plan, device
+        self._scratch: dict[str, torch.Tensor] = {}
+        self._heads = _head_ids(model)
+        self.refusal = self._why_not()
+
+    @torch.no_grad()
+    def load(self, source: VersionSource) -> None:
+        """Load module by module, each one's old weights freed first so that their memory is used again."""
+        if self.device.type != "cpu":
+            self._copy_to_device(source)
+            return
+        for module in self._modules():
+            drop_weights(module)
+            flip(self._build(module, source, staged=False))
+        self._scratch.clear()
+
+    @torch.no_grad()
+    def stage(self, source: VersionSource) -> Iterator[Ready]:
+        """Build the new form of all modules beside the old one; the caller flips them all later."""
+        for module in self._modules():
+            yield self._build(module, source, staged=True)
+        self._scratch.clear()
+
+    def _modules(self) -> Iterator[torch.nn.Module]:
+        owners = {module_id for module_id, _ in self.plan.targets}
+        for module in self.model.modules():
+            if id(module) in owners:
+                yield module
+
+    def _why_not(self) -> str | None:
+        if not self.plan.complete:
+            return f"not all parameters are filled by plain copies: {', '.join(self.plan.unplanned[:4])}"
+        if hasattr(self.model, "process_weights_after_loading"):
+            return f"{type(self.model).__name__} has a post-load step of its own"
+        for name, module in self.model.named_modules():
+            if is_deferred_attention_layer(module) and isinstance(module, MLAAttention):
+                return f"{name} absorbs projections into its attention"
+            method = getattr(module, "quant_method", None)
+            if not isinstance(method, QuantizeMethodBase) or is_deferred_attention_layer(module):
+                continue
+            plain = isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
+            experts = isinstance(method, UnquantizedFusedMoEMethod)
+            if experts and (self.device.type != "cpu" or hasattr(module, "w13_bias")):
+                return f"{name}: experts are re-laid out for the device's kernel"
+            if not plain and not experts:
+                return f"{name} is quantised ({type(method).__name__})"
+        return None
+
+    def _build(self, module: torch.nn.Module, source: VersionSource, *, staged: bool) -> Ready:
+        ready = Ready(module)
+        names = [name for name in (*module._parameters, *module._buffers) if (id(module), name) in self.plan.targets]
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod):
+            self._build_packed(module, method, names, source, ready)
+            return ready
+        for name in names:
+            target = self.plan.targets[id(module), name]
+            plain = self._plain(target, source, name)
+            if isinstance(method, UnquantizedEmbeddingMethod) and name == "weight" and id(module) in self._heads:
+                shadow = _shadow(module)
+                shadow.weight = torch.nn.Parameter(plain, requires_grad=False)
+                method.process_weights_after_loading(shadow)
+                ready.attributes["cpu_linear"] = shadow.cpu_linear
+            if staged:
+                ready.exchanged[name] = plain.to(target.dtype, copy=True)
+            else:
+                ready.copied[name] = plain
+        return ready
+
+    def _build_packed(self, module, method, names: list[str], source: VersionSource, ready: Ready) -> None:
+        shadow = _shadow(module)
+        for name in names:
+            plain = self._plain(self.plan.targets[id(module), name], source, name)
+            if plain.ndim < 2:
+                plain = plain.clone()
+            setattr(shadow, name, torch.nn.Parameter(plain, requires_grad=False))
+        if isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel.fused_experts.process_weights_after_loading(shadow)
+        else:
+            method.process_weights_after_loading(shadow)
+        for name in names:
+            parameter = shadow._parameters[name]
+            ready.parameters[name] = torch.nn.Parameter(
+                self._kept(parameter.data, source), requires_grad=False
+            )
+        if "cpu_linear" in shadow.__dict__:
+            ready.attributes["cpu_linear"] = shadow.cpu_linear
+
+    def _plain(self, target: Target, source: VersionSource, slot: str) -> torch.Tensor:
+        """The checkpoint form of a target: a view of the mapping if its bytes lie there as needed, else gathered.
+
+        What is gathered stays valid until the next gathering into the same `slot`.
+        """
+        view = _adjacent(target, source)
+        if view is not None:
+            return view
+        count = 1
+        for extent in target.shape:
+            count *= extent
+        need_bytes = count * target.dtype.itemsize
+        scratch = self._scratch.get(slot)
+        if scratch is None or scratch.nbytes < need_bytes:
+            scratch = self._scratch[slot] = torch.empty(need_bytes, dtype=torch.uint8)
+        flat = scratch[:need_bytes].view(target.dtype)
+        _fill(target, flat, source)
+        return flat.view(target.shape)
+
+    def _kept(self, tensor: torch.Tensor, source: VersionSource) -> torch.Tensor:
+        """What a packed module keeps must be memory of its own, not the mapping nor the scratch buffer."""
+        borrowed = source.holds(tensor) or any(_shares(tensor, scratch) for scratch in self._scratch.values())
+        return tensor.clone() if borrowed else tensor
+
+    def _copy_to_device(self, source: VersionSource) -> None:
+        seen: set[int] = set()
+        for module in self._modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                target = self.plan.targets.get((id(module), name))
+                if target is None or tensor.data_ptr() in seen:
+                    continue
+                seen.add(tensor.data_ptr())
+                _fill(target, tensor.data.view(-1), source)
+        torch.cuda.synchronize(self.device)
+
+
+def flip(ready: Ready) -> Ready:
+    """Make a built module visible and return what it replaced, for the caller to free when there is time.
+
+    Parameters that others hold references to (tied heads, compiled graphs) stay the same objects.
+    """
+    module, replaced = ready.module, Ready(ready.module)
+    for name, parameter in ready.parameters.items():
+        replaced.parameters[name] = module._parameters[name]
+        module._parameters[name] = parameter
+    for name, value in ready.attributes.items():
+        replaced.attributes[name] = module.__dict__.get(name)
+        setattr(module, name, value)
+    for name, value in ready.copied.items():
+        _tensor(module, name).data.copy_(value)
+    for name, value in ready.exchanged.items():
+        tensor = _tensor(module, name)
+        replaced.exchanged[name] = tensor.data
+        tensor.data = value
+    return replaced
+
+
+def skip_unused_packing(model: torch.nn.Module) -> None:
+    """Drop the packed copy of input embeddings that no output head multiplies with."""
+    heads = _head_ids(model)
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedEmbeddingMethod) and id(module) not in heads:
+            drop_packed(module)
+
+
+def _head_ids(model: torch.nn.Module) -> set[int]:
+    heads = set()
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            heads.add(id(module))
+        head = getattr(module, "lm_head", None)
+        if isinstance(head, torch.nn.Module):
+            heads.add(id(head))
+    return heads
+
+
+def drop_weights(module: torch.nn.Module) -> None:
+    """Free a module's packed weights. A forward pass before the next load fails on the empty shapes."""
+    drop_packed(module)
+    if isinstance(getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                parameter.data = torch.empty(0, dtype=parameter.dtype)
+
+
+def drop_packed(module: torch.nn.Module) -> None:
+    """Free the packed copy of a linear or embedding layer."""
+    if "cpu_linear" in module.__dict__:
+        module.cpu_linear = torch.nn.functional.linear
+
+
+def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
+    return module._parameters[name] if name in module._parameters else module._buffers[name]
+
+
+def _shadow(module: torch.nn.Module) -> torch.nn.Module:
+    """A twin with its own attribute and parameter tables: converting it leaves the serving module alone."""
+    shadow = copy.copy(module)
+    shadow.__dict__ = dict(module.__dict__)
+    for table in ("_parameters", "_buffers", "_modules"):
+        shadow.__dict__[table] = dict(module.__dict__[table])
+    return shadow
+
+
+def _adjacent(target: Target, source: VersionSource) -> torch.Tensor | None:
+    """The target as one view of the mapping, when its pieces lie there unbroken, in order and in its dtype.
+
+    Writers that store q, k, v and gate, up next to each other save the gathering copy.
+    """
+    if target.zeroed:
+        return None
+    filled, expected_address, first = 0, None, None
+    for piece in target.pieces:
+        described = source.described[piece.name]
+        if not source.aligned(piece.name) or described.dtype != target.dtype or not piece.target.dense or not piece.source.dense:
+            return None
+        tensor = source.tensor(piece.name)
+        address = tensor.data_ptr() + piece.source.offset * described.dtype.itemsize
+        if piece.target.offset != filled or (expected_address is not None and address != expected_address):
+            return None
+        if first is None:
+            first = (tensor, piece.source.offset)
+        filled += piece.target.numel
+        expected_address = address + piece.source.numel * described.dtype.itemsize
+    if first is None:
+        return None
+    tensor, offset = first
+    strides, step = [], 1
+    for extent in reversed(target.shape):
+        strides.append(step)
+        step *= extent
+    if step != filled:
+        return None
+    return tensor.as_strided(target.shape, tuple(reversed(strides)), tensor.storage_offset() + offset)
+
+
+def _fill(target: Target, flat: torch.Tensor, source: VersionSource) -> None:
+    for region in target.zeroed:
+        region.view(flat).zero_()
+    for piece in target.pieces:
+        stored = source.tensor(piece.name).reshape(-1)
+        piece.target.view(flat).copy_(piece.source.view(stored), non_blocking=True)
+
+
+def _shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and tensor.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()

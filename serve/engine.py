@@ -1,0 +1,132 @@
+"""The forked engine process: vLLM's own OpenAI server on a Unix socket, controlled over the leash.
+
+`main` is the entry that runtime.warm_parent calls in the child. It builds vLLM's engine and FastAPI application from
+vLLM's own command line, loads the version from shared memory, checks its canary, and serves. No control route of
+vLLM is enabled; swap, sleep and wake come over the leash (serve.engine_control).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import torch
+import uvicorn
+import uvloop
+from runtime.leash import Leash
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client_from_engine_args
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import NoSignalServer
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from serve import vllm_patches, vllm_plugin
+from serve.arguments import engine_arguments, engine_environment
+from serve.engine_control import EngineControl
+from serve.errors import WrongState
+from serve.spec import ReplicaSpec
+from serve.version_check import read_chat_template, read_config
+
+# Building vLLM's parser inspects every config class: done once in the warm parent, inherited by each fork.
+PARSER = make_arg_parser(FlexibleArgumentParser(description="engine"))
+DEAD_ENGINE_POLL_S = 0.2
+# In-flight streams get vLLM's error event before the process ends.
+DEAD_ENGINE_GRACE_S = 0.5
+
+
+def main(leash: Leash, args: dict[str, Any]) -> int:
+    """Serve until `stop` or until the engine dies. `args`: `{"spec": ReplicaSpec as JSON, "limits": {...}}`."""
+    started_s = time.perf_counter()
+    spec = ReplicaSpec.from_json(args["spec"])
+    limits = args["limits"]
+    os.environ.update(engine_environment(spec, int(limits["max_sequences_per_request"])))
+    torch.set_num_threads(spec.threads_per_worker)
+    vllm_patches.apply()
+    vllm_plugin.register()
+    return uvloop.run(_serve(leash, spec, limits, started_s))
+
+
+async def _serve(leash: Leash, spec: ReplicaSpec, limits: dict[str, Any], started_s: float) -> int:
+    template = read_chat_template(spec.version_path)
+    options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template))
+    validate_parsed_serve_args(options)
+    engine_args = AsyncEngineArgs.from_cli_args(options)
+    parsed_s = time.perf_counter()
+    async with build_async_engine_client_from_engine_args(engine_args) as llm:
+        engine_s = time.perf_counter()
+        tasks = await llm.get_supported_tasks()
+        app = build_app(options, tasks, llm.model_config)
+        await init_app_state(llm, app.state, options, tasks)
+        control = EngineControl(llm, app.state, spec, limits, os.getpgid(0))
+        canary = await control.first_canary()
+        app_s = time.perf_counter()
+        listener = _listen(spec.socket_path)
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, http="httptools", loop="none", timeout_keep_alive=3600
+        )
+        server = NoSignalServer(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.001)
+        leash.serve(_handlers(control, server))
+        leash.emit(
+            "ready",
+            fingerprint=canary,
+            seconds={
+                "arguments": parsed_s - started_s,
+                "engine": engine_s - parsed_s,
+                "application": app_s - engine_s,
+                "total": time.perf_counter() - started_s,
+            },
+        )
+        watching = asyncio.create_task(_watch(llm, server))
+        await asyncio.wait([serving, watching], return_when=asyncio.FIRST_COMPLETED)
+        os.unlink(spec.socket_path)
+        if llm.errored:
+            # vLLM's shutdown would wait for the dead core; the supervisor kills what is left of the group.
+            os._exit(70)
+        watching.cancel()
+        await serving
+    return 0
+
+
+def _handlers(control: EngineControl, server: uvicorn.Server) -> dict[str, Callable[..., Any]]:
+    loop = asyncio.get_running_loop()
+
+    def on_loop(method: Callable[..., Any]) -> Callable[..., Future]:
+        return lambda **args: asyncio.run_coroutine_threadsafe(method(**args), loop)
+
+    async def stop() -> None:
+        server.should_exit = True
+        server.force_exit = True
+
+    calls = (control.status, control.swap, control.sleep, control.wake, control.fingerprint, stop)
+    return {call.__name__: on_loop(call) for call in calls}
+
+
+async def _watch(llm: AsyncLLM, server: uvicorn.Server) -> None:
+    """Returns shortly after the engine core died; vLLM's own watchdog looks every 5 s only."""
+    while not llm.errored:
+        await asyncio.sleep(DEAD_ENGINE_POLL_S)
+    await asyncio.sleep(DEAD_ENGINE_GRACE_S)
+    server.should_exit = True
+
+
+def _listen(path: str) -> socket.socket:
+    if os.path.exists(path):
+        raise WrongState(f"{path} exists: another engine has this socket, or a dead one left it")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    previous = os.umask(0o177)
+    try:
+        listener.bind(path)
+    finally:
+        os.umask(previous)
+    return listener

@@ -1,0 +1,273 @@
+"""What can be done to a running engine, from inside its API process: swap, sleep, wake, canary.
+
+The choreography of a swap, top to bottom:
+
+    check       configuration, tokenizer and every tensor against the engine       (nothing touched yet)
+    stage       build the new weights beside the old ones, where memory allows     (requests go on)
+    pause       keep requests, clear the prefix cache: what it holds was computed with other weights
+    transfer    vLLM's start_weight_update, update_weights, finish_weight_update
+    canary      one forward pass, compared with the version's recorded fingerprint
+    rename      the served model name and version become the new ones
+    resume
+
+Rules
+- Between pause and resume nothing but the canary runs: no token is computed by unverified or mixed weights.
+- An error after pause brings the old version back by the same transfer, canary included, and resumes; if that
+  fails too the engine stays paused for ever and EngineFailed tells the supervisor to kill it.
+- One operation at a time (`_lock`); a sleeping engine takes only `wake`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from runtime.process import group_rss_bytes
+from serve.errors import BY_NAME, EngineFailed, FingerprintMismatch, ServeError, SwapFailed, WrongState
+from serve.fingerprint import Fingerprint, FingerprintBook, canary_prompt, version_key
+from serve.spec import ReplicaSpec
+from serve.version_check import check_same_model
+
+STAGE_POLL_S = 0.005
+DRAIN_GRACE_S = 2.0
+
+
+class EngineControl:
+    """Owns the engine's state: `ready`, `asleep` or `failed`, and which version it serves."""
+
+    def __init__(self, llm: AsyncLLM, app_state: Any, spec: ReplicaSpec, limits: dict[str, float], group: int):
+        self.llm, self.spec = llm, spec
+        self.model, self.version, self.path = spec.model, spec.version, spec.version_path
+        self.state = "ready"
+        self._app_state, self._limits, self._group = app_state, limits, group
+        self._book = FingerprintBook(spec.shm_root)
+        self._lock = asyncio.Lock()
+
+    # -- calls over the leash --------------------------------------------------------------------------------
+
+    async def first_canary(self) -> dict[str, Any]:
+        """Fingerprint of the engine's first load, before it serves anything."""
+        return await self._verify(self.path, "load")
+
+    async def status(self) -> dict[str, Any]:
+        """State, version, memory in bytes, and requests in the engine."""
+        return {
+            "state": "dead" if self.llm.errored else self.state,
+            "model": self.model,
+            "version": self.version,
+            "rss_bytes": await asyncio.to_thread(group_rss_bytes, self._group),
+            "running": self.llm.output_processor.get_num_unfinished_requests(),
+            "waiting": 0 if self.state == "ready" else self.llm.output_processor.get_num_unfinished_requests(),
+        }
+
+    async def fingerprint(self) -> dict[str, Any]:
+        """Compute the canary of the weights as they are now and compare it with the record. Pauses the engine."""
+        async with self._lock:
+            self._require("ready", "fingerprint")
+            await self._pause()
+            try:
+                return await self._verify(self.path, "transfer")
+            finally:
+                await self.llm.resume_generation()
+
+    async def swap(self, model: str, version: str, version_path: str, stage: bool | None = None) -> dict[str, Any]:
+        """Serve another version of the same architecture under the name `model`.
+
+        `stage` None decides by free memory. Returns seconds by phase, `pause_s` (no token computed meanwhile),
+        `bytes_read` over all workers and `how`. Raises VersionError (untouched), SwapFailed (old version back),
+        EngineFailed (kill the engine).
+        """
+        async with self._lock:
+            self._require("ready", "swap")
+            began_s = time.perf_counter()
+            await asyncio.to_thread(check_same_model, self.path, version_path)
+            facts = await self._check(version_path)
+            checked_s = time.perf_counter()
+            staged, why = self._stage_choice(stage, facts)
+            if staged:
+                await self._stage(version_path)
+            staged_s = time.perf_counter()
+            await self._pause()
+            paused_s = time.perf_counter()
+            try:
+                reports = await self._transfer(version, version_path)
+                transferred_s = time.perf_counter()
+                canary = await self._verify(version_path, "transfer")
+            except EngineDeadError as error:
+                self.state = "failed"
+                raise EngineFailed(f"the engine died while {version_path} was loaded into it") from error
+            except Exception as error:  # noqa: BLE001 - whatever failed, the old version has to come back first
+                await self._bring_back(error)
+                raise SwapFailed(
+                    f"{self.model} {self.version} is back and serving; {version_path} failed to load: {error}"
+                ) from error
+            verified_s = time.perf_counter()
+            self._rename(model, version, version_path)
+            await self.llm.resume_generation()
+            resumed_s = time.perf_counter()
+            await self.llm.collective_rpc("shm_release_retired")
+            return {
+                "model": model,
+                "version": version,
+                "how": reports[0]["how"],
+                "why": why if staged or facts["layerwise_reason"] is None else facts["layerwise_reason"],
+                "bytes": facts["bytes"],
+                "bytes_read": [report["bytes_read"] for report in reports],
+                "check_s": checked_s - began_s,
+                "stage_s": staged_s - checked_s,
+                "pause_s": resumed_s - staged_s,
+                "transfer_s": transferred_s - paused_s,
+                "load_s": max(report["load_s"] for report in reports),
+                "canary_s": verified_s - transferred_s,
+                "fingerprint": canary,
+            }
+
+    async def sleep(self) -> dict[str, Any]:
+        """Give weights and KV memory back. The caller has drained the engine; requests still in it are refused
+        with WrongState after a short grace."""
+        async with self._lock:
+            self._require("ready", "sleep")
+            deadline_s = time.perf_counter() + DRAIN_GRACE_S
+            while unfinished := self.llm.output_processor.get_num_unfinished_requests():
+                # vLLM's engine dies when it sleeps with decodes in flight (vllm#45520).
+                if time.perf_counter() > deadline_s:
+                    raise WrongState(f"engine still has {unfinished} requests; drain it before sleep")
+                await asyncio.sleep(0.01)
+            before = await asyncio.to_thread(group_rss_bytes, self._group)
+            began_s = time.perf_counter()
+            await self.llm.sleep(level=2)
+            self.state = "asleep"
+            seconds = time.perf_counter() - began_s
+            after = await asyncio.to_thread(group_rss_bytes, self._group)
+            return {"seconds": seconds, "rss_before_bytes": before, "rss_after_bytes": after}
+
+    async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:
+        """Wake with the weights of `version_path`, which may be another version than before the sleep.
+
+        Nothing is served before its fingerprint agreed. Raises VersionError (still asleep) or EngineFailed.
+        """
+        async with self._lock:
+            self._require("asleep", "wake")
+            began_s = time.perf_counter()
+            if version_path != self.path and Path(self.path).exists():
+                await asyncio.to_thread(check_same_model, self.path, version_path)
+            await self._check(version_path)
+            try:
+                await self.llm.wake_up(tags=["weights"])
+                reports = await self._transfer(version, version_path)
+                transferred_s = time.perf_counter()
+                await self.llm.engine_core.call_utility_async("shm_wake_kv_paused")
+                canary = await self._verify(version_path, "transfer")
+            except Exception as error:  # noqa: BLE001 - no old weights to go back to: the engine is lost
+                self.state = "failed"
+                raise EngineFailed(f"{version_path} failed to load into the waking engine: {error}") from error
+            self._rename(model, version, version_path)
+            self.state = "ready"
+            await self.llm.resume_generation()
+            return {
+                "model": model,
+                "version": version,
+                "seconds": time.perf_counter() - began_s,
+                "transfer_s": transferred_s - began_s,
+                "how": reports[0]["how"],
+                "bytes_read": [report["bytes_read"] for report in reports],
+                "fingerprint": canary,
+            }
+
+    # --------------------------------------------------------------------------------------------------------
+
+    def _require(self, state: str, call: str) -> None:
+        if self.state != state:
+            raise WrongState(f"{call} needs a {state} engine, this one is {self.state}")
+
+    async def _check(self, path: str) -> dict[str, Any]:
+        answers = await self.llm.collective_rpc("shm_check", args=(path,))
+        for answer in answers:
+            if "refused" in answer:
+                name, text = answer["refused"]
+                raise BY_NAME.get(name, ServeError)(text)
+        return answers[0]
+
+    def _stage_choice(self, wanted: bool | None, facts: dict[str, Any]) -> tuple[bool, str]:
+        if not facts["stageable"]:
+            return False, facts["layerwise_reason"] or "engines on a GPU are updated in place"
+        if wanted is not None:
+            return wanted, "asked for"
+        need = int(facts["bytes"] * self._limits["stage_memory_factor"])
+        free = _available_bytes()
+        if free >= need:
+            return True, f"{free} bytes free, {need} needed"
+        return False, f"{free} bytes free, {need} needed to stage"
+
+    async def _stage(self, path: str) -> None:
+        try:
+            await self.llm.collective_rpc("shm_stage", args=(path,))
+            while not all(await self.llm.collective_rpc("shm_staged")):
+                await asyncio.sleep(STAGE_POLL_S)
+        except BaseException:
+            await self.llm.collective_rpc("shm_drop_staged")
+            raise
+
+    async def _pause(self) -> None:
+        # AsyncLLM.pause_generation also sleeps 20 ms, "not required for correctness", which is most of the pause
+        # of a small model.
+        await self.llm.renderer.clear_mm_cache_async()
+        await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+
+    async def _transfer(self, version: str, path: str) -> list[dict[str, Any]]:
+        await self.llm.start_weight_update()
+        await self.llm.update_weights(WeightTransferUpdateRequest(update_info={"path": path}))
+        await self.llm.finish_weight_update(weight_version=version)
+        return await self.llm.collective_rpc("shm_report")
+
+    async def _bring_back(self, cause: Exception) -> None:
+        try:
+            await self._transfer(self.version, self.path)
+            await self._verify(self.path, "transfer")
+        except Exception as error:  # noqa: BLE001 - both versions failed; only a new engine helps
+            self.state = "failed"
+            raise EngineFailed(
+                f"swap failed ({cause}) and {self.path}, served before, cannot be brought back: {error}"
+            ) from error
+        await self.llm.resume_generation()
+
+    async def _verify(self, path: str, origin: str) -> dict[str, Any]:
+        vocabulary = self.llm.model_config.get_vocab_size()
+        task = "embed" if self.spec.task == "embed" else None
+        answer = await self.llm.engine_core.call_utility_async("shm_run_canary", canary_prompt(vocabulary), task)
+        fingerprint = Fingerprint.from_canary(origin, answer)
+        key = await asyncio.to_thread(
+            version_key,
+            path,
+            dtype=self.spec.dtype,
+            kind=self.spec.kind,
+            tensor_parallel=self.spec.tensor_parallel,
+            task=self.spec.task,
+        )
+        verdict = self._book.verify(key, fingerprint, self._limits["canary_logprob_tolerance"], what=path)
+        return {"digest": fingerprint.digest, "verdict": verdict}
+
+    def _rename(self, model: str, version: str, path: str) -> None:
+        """Answer under the new name. The list is shared by vLLM's model registry, so it is changed in place."""
+        self._app_state.openai_serving_models.base_model_paths[:] = [BaseModelPath(name=model, model_path=path)]
+        for handler in vars(self._app_state)["_state"].values():
+            if getattr(handler, "system_fingerprint", None) is not None:
+                handler.system_fingerprint = version
+        self.model, self.version, self.path = model, version, path
+
+
+def _available_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+__all__ = ["EngineControl", "FingerprintMismatch"]

@@ -1,0 +1,110 @@
+"""Requests kept while no replica of their model can take them. Pure state: bounded, first in first out by model.
+
+The caller tells the time and owns what is held; this file only decides who may wait, who is next and whose
+time is up.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class Refusal(enum.Enum):
+    """Why a request may not wait."""
+
+    REQUESTS = "too many requests are waiting"
+    MODEL_REQUESTS = "too many requests are waiting for this model"
+    BYTES = "the waiting requests are too large together"
+    DEADLINE = "no replica became ready in time"
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """requests: over all models. body_bytes: sum of the bodies held."""
+
+    requests: int
+    requests_per_model: int
+    body_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class Ticket(Generic[T]):
+    """A place in a model's queue; hand it to `Holds.remove` if its owner goes away."""
+
+    model: str
+    item: T
+    body_bytes: int
+    deadline_s: float
+    serial: int = field(default=0)
+
+
+class Holds(Generic[T]):
+    """The queues. Invariant: count and body_bytes equal the sums over all queues."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self.count = 0
+        self.body_bytes = 0
+        self._serial = 0
+        self._queues: dict[str, OrderedDict[int, Ticket[T]]] = {}
+
+    def add(self, model: str, item: T, body_bytes: int, deadline_s: float, now_s: float) -> Ticket[T] | Refusal:
+        """Queue `item` until `deadline_s`, or say why not."""
+        if deadline_s <= now_s:
+            return Refusal.DEADLINE
+        if self.count >= self.bounds.requests:
+            return Refusal.REQUESTS
+        if self.held(model) >= self.bounds.requests_per_model:
+            return Refusal.MODEL_REQUESTS
+        if self.body_bytes + body_bytes > self.bounds.body_bytes:
+            return Refusal.BYTES
+        self._serial += 1
+        ticket = Ticket(model, item, body_bytes, deadline_s, self._serial)
+        self._queues.setdefault(model, OrderedDict())[ticket.serial] = ticket
+        self.count += 1
+        self.body_bytes += body_bytes
+        return ticket
+
+    def remove(self, ticket: Ticket[T]) -> bool:
+        """Take a ticket out; False if it was not (or no longer) queued."""
+        queue = self._queues.get(ticket.model)
+        if queue is None or queue.pop(ticket.serial, None) is None:
+            return False
+        self._forget(ticket, queue)
+        return True
+
+    def first(self, model: str) -> Ticket[T] | None:
+        """The longest waiting ticket of a model, left in its place."""
+        queue = self._queues.get(model)
+        return next(iter(queue.values())) if queue else None
+
+    def held(self, model: str) -> int:
+        queue = self._queues.get(model)
+        return len(queue) if queue else 0
+
+    def models(self) -> list[str]:
+        """Models that have someone waiting."""
+        return list(self._queues)
+
+    def expired(self, now_s: float) -> list[Ticket[T]]:
+        """Take out and return every ticket whose deadline has passed."""
+        late = [ticket for ticket in self if ticket.deadline_s <= now_s]
+        for ticket in late:
+            self.remove(ticket)
+        return late
+
+    def __iter__(self) -> Iterator[Ticket[T]]:
+        for queue in list(self._queues.values()):
+            yield from list(queue.values())
+
+    def _forget(self, ticket: Ticket[T], queue: OrderedDict[int, Ticket[T]]) -> None:
+        self.count -= 1
+        self.body_bytes -= ticket.body_bytes
+        if not queue:
+            del self._queues[ticket.model]

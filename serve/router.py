@@ -1,0 +1,167 @@
+"""Which replica answers a request. Pure state: no sockets, no clock of its own, no asyncio.
+
+The rule is bounded-load affinity: requests that begin alike prefer the same replica (its prefix cache is warm),
+unless it already carries clearly more outstanding tokens than the least loaded one. Rendezvous hashing
+(Thaler and Ravishankar 1998) names the preferred replica, so that adding one moves only its share; the bound
+follows "Consistent Hashing with Bounded Loads" (Mirrokni et al. 2016).
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+OPEN, DRAINING = "open", "draining"
+
+# How far above the least loaded replica the preferred one may stand: factor, and tokens of slack so that
+# affinity holds at low load, where the cache is worth more than balance.
+AFFINITY_FACTOR = 1.25
+AFFINITY_SLACK_TOKENS = 4096
+
+SUSPECT_FIRST_S = 0.25
+SUSPECT_MAX_S = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """One replica as one model's row of the routing table names it."""
+
+    id: str
+    socket: str
+    version: str
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """One model's row of the routing table. hold_s: how long its requests may wait for a replica."""
+
+    name: str
+    version: str
+    state: str
+    task: str
+    hold_s: float
+    replicas: tuple[Replica, ...] = ()
+
+
+@dataclass(slots=True)
+class Load:
+    """What this gateway has outstanding on one replica. tokens: estimated prompt plus completion tokens."""
+
+    inflight: int = 0
+    streams: int = 0
+    tokens: int = 0
+    failures: int = 0
+    suspect_until_s: float = 0.0
+
+
+@dataclass(slots=True)
+class Choice:
+    """A request placed on a replica; give it back to `Router.end` exactly once."""
+
+    model: str
+    replica: Replica
+    tokens: int
+    stream: bool
+    load: Load = field(repr=False)
+
+
+class Router:
+    """Routing table plus outstanding work.
+
+    A replica may serve several models (adapters on one base), so load is counted by replica id. Load of a
+    replica that left the table is kept until its last request ends: the controller waits for that zero.
+    """
+
+    def __init__(self, *, max_inflight: int) -> None:
+        self.max_inflight = max_inflight
+        self.models: dict[str, Model] = {}
+        self.loads: dict[str, Load] = {}
+        self._states: dict[str, tuple[str, str]] = {}
+
+    def apply(self, models: Iterable[Model]) -> None:
+        """Replace the table. A replica that changed state, version or socket is no longer suspect."""
+        self.models = {model.name: model for model in models}
+        states: dict[str, tuple[str, str]] = {}
+        seen: dict[str, set[tuple[str, str, str]]] = {}
+        for model in self.models.values():
+            for replica in model.replicas:
+                seen.setdefault(replica.id, set()).add((replica.socket, replica.version, replica.state))
+        for replica_id, rows in seen.items():
+            described = (str(sorted(rows)), DRAINING if all(row[2] != OPEN for row in rows) else OPEN)
+            states[replica_id] = described
+            load = self.loads.setdefault(replica_id, Load())
+            if self._states.get(replica_id) != described:
+                load.failures, load.suspect_until_s = 0, 0.0
+        self._states = states
+        self.loads = {key: load for key, load in self.loads.items() if key in states or load.inflight}
+
+    def choose(self, name: str, tokens: int, stream: bool, prefix: int, now_s: float) -> Choice | None:
+        """Place a request, or None when no replica of the model can take it now. Raises KeyError: unknown model."""
+        best: Replica | None = None
+        best_load: Load | None = None
+        usable: list[tuple[Replica, Load]] = []
+        for replica in self.models[name].replicas:
+            if replica.state != OPEN:
+                continue
+            load = self.loads[replica.id]
+            if load.inflight >= self.max_inflight or load.suspect_until_s > now_s:
+                continue
+            usable.append((replica, load))
+            if best_load is None or load.tokens < best_load.tokens:
+                best, best_load = replica, load
+        if best is None or best_load is None:
+            return None
+        if len(usable) > 1:
+            preferred, preferred_load = max(usable, key=lambda pair: _score(pair[0].id, prefix))
+            if preferred_load.tokens <= best_load.tokens * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS:
+                best, best_load = preferred, preferred_load
+        best_load.inflight += 1
+        best_load.streams += stream
+        best_load.tokens += tokens
+        return Choice(name, best, tokens, stream, best_load)
+
+    def end(self, choice: Choice) -> bool:
+        """Take a request off its replica. True if a replica that takes nothing new has just become idle."""
+        load = choice.load
+        load.inflight -= 1
+        load.streams -= choice.stream
+        load.tokens -= choice.tokens
+        if load.inflight:
+            return False
+        replica_id = choice.replica.id
+        if replica_id not in self._states:
+            self.loads.pop(replica_id, None)
+            return True
+        return self._states[replica_id][1] == DRAINING
+
+    def fail(self, choice: Choice, now_s: float) -> None:
+        """The replica did not answer: leave it alone for a moment, longer each time it happens again."""
+        load = choice.load
+        load.suspect_until_s = now_s + min(SUSPECT_FIRST_S * 2**load.failures, SUSPECT_MAX_S)
+        load.failures = min(load.failures + 1, 16)
+
+    def succeed(self, choice: Choice) -> None:
+        """The replica answered: forget earlier failures."""
+        choice.load.failures = 0
+
+    def suspects(self, name: str, now_s: float) -> float | None:
+        """Earliest time (s) at which a suspect open replica of the model may be tried again, None if there is none."""
+        times = [
+            self.loads[replica.id].suspect_until_s
+            for replica in self.models[name].replicas
+            if replica.state == OPEN and self.loads[replica.id].suspect_until_s > now_s
+        ]
+        return min(times) if times else None
+
+    def report(self) -> Mapping[str, dict[str, int]]:
+        """Outstanding work by replica id, as the bus reports it."""
+        return {
+            key: {"inflight": load.inflight, "streams": load.streams, "waiting_tokens": load.tokens}
+            for key, load in self.loads.items()
+        }
+
+
+def _score(replica_id: str, prefix: int) -> int:
+    return zlib.crc32(replica_id.encode(), prefix)

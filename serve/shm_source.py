@@ -1,0 +1,179 @@
+"""A version's files as torch tensors over one private mapping per file, nothing copied.
+
+The mappings are MAP_PRIVATE and writable on the host: vLLM's loaders and torch both assume they may write to a
+tensor, and a store into a read-only or shared page would kill the engine or corrupt the version for everybody.
+For a GPU the mapping is shared and page-locked once, so that copies run at the link's rate.
+"""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from weights.errors import WeightsError
+from weights.layout import Layout, Placed
+from weights.torch_views import torch_dtype
+
+from serve.errors import VersionUnreadable
+
+MADV_POPULATE_READ = 22  # linux/mman.h; not yet a constant of Python's mmap module
+
+
+@dataclass(frozen=True)
+class Described:
+    """Name, dtype and shape of one stored tensor, without its bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class VersionSource:
+    """The tensors of one version directory. Close it when no view is in use any more.
+
+    Raises VersionUnreadable when the directory is missing or is not a valid safetensors checkpoint: nothing is
+    mapped before its headers have been checked.
+    """
+
+    def __init__(self, path: str | Path, *, page_lock: bool = False):
+        self.path = Path(path)
+        try:
+            self.layout = Layout.read(self.path)
+        except (OSError, WeightsError) as error:
+            raise VersionUnreadable(f"version directory {self.path} cannot be read: {error}") from error
+        self._maps: dict[str, _MappedFile] = {}
+        self._page_lock = page_lock
+        self.described: dict[str, Described] = {}
+        for placed in self.layout:
+            name = placed.spec.name
+            self.described[name] = Described(name, _dtype(self.path, placed), tuple(placed.spec.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(placed.nbytes for placed in self.layout)
+
+    def map(self) -> VersionSource:
+        """Map all files and fault their pages in. Done before a pause, because fresh mappings read at half rate."""
+        for file in self.layout.files:
+            if file.name not in self._maps:
+                self._maps[file.name] = _MappedFile(self.path / file.name, page_lock=self._page_lock)
+        return self
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A view, shape and dtype as stored, of the mapped bytes."""
+        placed = self.layout.find(name)
+        described = self.described[name]
+        flat = self._maps[placed.file].bytes[placed.start : placed.end]
+        if flat.data_ptr() % described.dtype.itemsize:
+            flat = flat.clone()
+        return flat.view(described.dtype).view(described.shape)
+
+    def aligned(self, name: str) -> bool:
+        """Whether `tensor(name)` is a view; foreign files may hold tensors at odd offsets, which are copied."""
+        placed = self.layout.find(name)
+        return (self._maps[placed.file].bytes.data_ptr() + placed.start) % self.described[name].dtype.itemsize == 0
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's bytes lie in one of the mappings."""
+        if not tensor.numel():
+            return False
+        storage = tensor.untyped_storage().data_ptr()
+        return any(mapped.bytes.untyped_storage().data_ptr() == storage for mapped in self._maps.values())
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors in file order, which keeps the tensors of one layer together."""
+        for name in self.described:
+            yield name, self.tensor(name)
+
+    def locator(self) -> Locator:
+        """Finds the stored tensor that an address lies in."""
+        starts, names = [], []
+        for name in self.described:
+            tensor = self.tensor(name)
+            if tensor.numel():
+                starts.append(tensor.data_ptr())
+                names.append(name)
+        order = sorted(range(len(starts)), key=starts.__getitem__)
+        return Locator([starts[i] for i in order], [names[i] for i in order], self)
+
+    def close(self) -> None:
+        """Unmap. Views still in use keep their file mapped until they are gone."""
+        for mapped in self._maps.values():
+            mapped.close()
+        self._maps.clear()
+
+
+class Locator:
+    """From an address inside the mappings to (tensor name, element offset)."""
+
+    def __init__(self, starts: list[int], names: list[str], source: VersionSource):
+        self._starts, self._names, self._source = starts, names, source
+
+    def find(self, address: int) -> tuple[str, int] | None:
+        """The tensor holding `address` and the offset into it in elements; None when no tensor holds it."""
+        index = bisect_right(self._starts, address) - 1
+        if index < 0:
+            return None
+        described = self._source.described[self._names[index]]
+        elements = 1
+        for extent in described.shape:
+            elements *= extent
+        offset_bytes = address - self._starts[index]
+        if offset_bytes >= elements * described.dtype.itemsize:
+            return None
+        return described.name, offset_bytes // described.dtype.itemsize
+
+
+def _dtype(path: Path, placed: Placed) -> torch.dtype:
+    try:
+        return torch_dtype(placed.spec.dtype)
+    except WeightsError as error:
+        raise VersionUnreadable(f"{path / placed.file}: tensor {placed.spec.name}: {error}") from error
+
+
+class _MappedFile:
+    def __init__(self, path: Path, *, page_lock: bool):
+        descriptor = os.open(path, (os.O_RDWR if page_lock else os.O_RDONLY) | os.O_CLOEXEC)
+        try:
+            size = os.fstat(descriptor).st_size
+            share = mmap.MAP_SHARED if page_lock else mmap.MAP_PRIVATE
+            mapping = mmap.mmap(descriptor, size, flags=share, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(descriptor)
+        _fault_in(mapping)
+        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._locked = page_lock and _page_lock(self.bytes)
+
+    def close(self) -> None:
+        if self._locked:
+            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
+            self._locked = False
+        # The tensor holds the mapping's buffer: the pages go when the last view does.
+        del self.bytes
+
+
+def _fault_in(mapping: mmap.mmap) -> None:
+    """Make all pages present for reading, in one kernel call where there is one (Linux 5.14).
+
+    MAP_POPULATE would not do: on a private writable mapping it faults for writing and so copies every page.
+    """
+    try:
+        mapping.madvise(MADV_POPULATE_READ)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        for offset in range(0, len(mapping), mmap.PAGESIZE):
+            mapping[offset]
+
+
+def _page_lock(tensor: torch.Tensor) -> bool:
+    """cudaHostRegister the tensor's pages; False where the driver refuses, copies then are merely slower."""
+    status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
+    return int(status) == 0

@@ -1,0 +1,218 @@
+"""Weight-transfer backend `shm` of vLLM's weight-transfer framework (vllm/distributed/weight_transfer).
+
+One `update_weights` call loads one whole version from its directory in shared memory. Three ways, chosen per call:
+
+    staged      a thread built the new form beside the serving one; the call exchanges pointers
+    in-place    layer by layer, each old layer's memory freed first (serve.direct_load)
+    layerwise   vLLM's own reload, for models whose layout the recorded plan cannot describe (serve.layerwise_load)
+
+Rules
+- A version is checked against the recorded plan before the first byte of the model changes (`check`).
+- An error once loading has begun leaves a model of mixed weights: `dirty` stays set and only another whole load
+  clears it. The engine stays paused until then.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import CompilationMode, VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from serve.direct_load import DirectLoader, Ready, flip
+from serve.errors import WrongState
+from serve.layerwise_load import load_layerwise
+from serve.load_plan import LoadPlan
+from serve.shm_loader import PLAN_ATTRIBUTE
+from serve.shm_source import VersionSource
+
+STAGING_NICENESS = 10
+
+
+@dataclass
+class ShmInitInfo(WeightTransferInitInfo):
+    """Nothing to rendezvous: the version's directory is the whole protocol."""
+
+
+@dataclass
+class ShmUpdateInfo(WeightTransferUpdateInfo):
+    """`path`: the version directory."""
+
+    path: str
+
+
+@dataclass
+class Staging:
+    """A version being built beside the serving one by a thread of low priority."""
+
+    path: str
+    source: VersionSource
+    thread: threading.Thread | None = None
+    ready: list[Ready] | None = None
+    error: Exception | None = None
+    cancelled: bool = False
+    seconds: float = 0.0
+
+
+class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+    """Lives in each worker beside its model."""
+
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        plan = getattr(model, PLAN_ATTRIBUTE, None)
+        if plan is None:
+            raise WrongState("weight transfer backend shm needs a model loaded with --load-format shm")
+        self.plan: LoadPlan = plan
+        self.dirty = False
+        self.report: dict[str, Any] = {}
+        self._direct = DirectLoader(model, plan, device)
+        self._staging: Staging | None = None
+        self._retired: list[Ready] = []
+        compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
+        self.layerwise_reason = self._direct.refusal
+        if self.layerwise_reason is None and device.type == "cpu" and compiled:
+            self.layerwise_reason = "compiled graphs hold the packed weights of the first load"
+
+    # -- before a pause ------------------------------------------------------------------------------------
+
+    def check(self, path: str) -> dict[str, Any]:
+        """Compare a version with the model. Raises VersionUnreadable or VersionMismatch; changes nothing."""
+        source = VersionSource(path)
+        self.plan.check(source)
+        return {
+            "bytes": source.nbytes,
+            "bytes_read": self._bytes_read(source),
+            "stageable": self.layerwise_reason is None and self.device.type == "cpu",
+            "layerwise_reason": self.layerwise_reason,
+        }
+
+    def stage(self, path: str) -> None:
+        """Begin to build `path` beside the serving weights. Poll `staged`; `update_weights` of the same path uses it."""
+        self.drop_staged()
+        source = self._open(path)
+        staging = self._staging = Staging(path, source)
+        staging.thread = threading.Thread(target=self._stage, args=(staging,), name="stage", daemon=True)
+        staging.thread.start()
+
+    def staged(self) -> bool:
+        """Whether the staged version is complete. Raises what the building thread raised."""
+        staging = self._staging
+        if staging is None:
+            raise WrongState("no version is being staged")
+        if staging.error is not None:
+            self.drop_staged()
+            raise staging.error
+        return staging.ready is not None
+
+    def drop_staged(self) -> None:
+        """Forget a staged version and free its memory, waiting for its thread to notice."""
+        staging, self._staging = self._staging, None
+        self._retired.clear()
+        if staging is not None:
+            staging.cancelled = True
+            staging.thread.join()
+            staging.source.close()
+
+    # -- vLLM's protocol -----------------------------------------------------------------------------------
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        """Nothing to do: there is no peer."""
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare: the whole version comes in one `update_weights`."""
+
+    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+        """Load the version at `update_info.path`. Raises VersionError with the model untouched, or any error of
+        the load itself with `dirty` set."""
+        staging = self._staging
+        if staging is not None and staging.path == update_info.path and staging.ready is not None:
+            self._flip(staging)
+            return
+        self.drop_staged()
+        started_s = time.perf_counter()
+        source = self._open(update_info.path)
+        mapped_s = time.perf_counter()
+        try:
+            self.dirty = True
+            if self.layerwise_reason is None:
+                self._direct.load(source)
+            else:
+                load_layerwise(self.model, self.model_config, source, self.device)
+            self.dirty = False
+        finally:
+            bytes_read = self._bytes_read(source)
+            source.close()
+        self.report = {
+            "how": "in-place" if self.layerwise_reason is None else "layerwise",
+            "reason": self.layerwise_reason,
+            "bytes_read": bytes_read,
+            "map_s": mapped_s - started_s,
+            "load_s": time.perf_counter() - mapped_s,
+        }
+
+    def finish_weight_update(self) -> None:
+        """Nothing left to do: `receive_weights` returned with the weights in place."""
+
+    def release_retired(self) -> None:
+        """Free what a staged swap replaced. Called after the engine resumed: freeing gigabytes takes its time."""
+        self._retired.clear()
+
+    def shutdown(self) -> None:
+        self.drop_staged()
+
+    # --------------------------------------------------------------------------------------------------------
+
+    def _open(self, path: str) -> VersionSource:
+        source = VersionSource(path, page_lock=self.device.type == "cuda")
+        self.plan.check(source)
+        return source.map()
+
+    def _bytes_read(self, source: VersionSource) -> int:
+        return self.plan.bytes_read(source) if self.plan.complete else source.nbytes
+
+    def _stage(self, staging: Staging) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STAGING_NICENESS)
+        started_s = time.perf_counter()
+        ready = []
+        try:
+            for module in self._direct.stage(staging.source):
+                if staging.cancelled:
+                    return
+                ready.append(module)
+        except Exception as error:  # noqa: BLE001 - carried to `staged`, which raises it
+            staging.error = error
+            return
+        staging.seconds = time.perf_counter() - started_s
+        staging.ready = ready
+
+    def _flip(self, staging: Staging) -> None:
+        started_s = time.perf_counter()
+        self.dirty = True
+        self._retired = [flip(ready) for ready in staging.ready]
+        self.dirty = False
+        self.report = {
+            "how": "staged",
+            "reason": None,
+            "bytes_read": self._bytes_read(staging.source),
+            "stage_s": staging.seconds,
+            "map_s": 0.0,
+            "load_s": time.perf_counter() - started_s,
+        }
+        self._staging = None
+        staging.source.close()

@@ -1,0 +1,90 @@
+"""What one replica is: a value that travels as JSON from the scheduler to the forked engine."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from serve.errors import InvalidReplicaSpec
+
+KINDS = ("cpu", "cuda")
+TASKS = ("generate", "embed")
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+# struct sockaddr_un.sun_path holds 108 bytes including the final NUL.
+MAX_SOCKET_PATH_BYTES = 107
+
+
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """One vLLM engine on one or more devices.
+
+    `devices` are local device indexes on the replica's node; `tensor_parallel` of them are used.
+    `kv_cache_bytes` is per worker, always given: vLLM's own fraction of memory means something else on every
+    version. `max_model_len` None takes the model's own. `version_path` is a HF checkpoint directory on tmpfs.
+    Raises InvalidReplicaSpec.
+    """
+
+    replica_id: str
+    model: str
+    version: str
+    version_path: str
+    socket_path: str
+    devices: tuple[int, ...]
+    kind: str
+    shm_root: str
+    kv_cache_bytes: int
+    tensor_parallel: int = 1
+    dtype: str = "bfloat16"
+    max_model_len: int | None = None
+    max_num_seqs: int = 32
+    task: str = "generate"
+    threads_per_worker: int = 1
+    extra_args: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for field in ("replica_id", "model", "version"):
+            value = getattr(self, field)
+            if not isinstance(value, str) or not value:
+                raise InvalidReplicaSpec(field, value, "a non-empty string")
+        for field in ("version_path", "socket_path", "shm_root"):
+            if not Path(getattr(self, field)).is_absolute():
+                raise InvalidReplicaSpec(field, getattr(self, field), "an absolute path")
+        if len(self.socket_path.encode()) > MAX_SOCKET_PATH_BYTES:
+            raise InvalidReplicaSpec(
+                "socket_path", self.socket_path, f"at most {MAX_SOCKET_PATH_BYTES} bytes (a Unix socket's limit)"
+            )
+        for field, allowed in (("kind", KINDS), ("task", TASKS), ("dtype", DTYPES)):
+            if getattr(self, field) not in allowed:
+                raise InvalidReplicaSpec(field, getattr(self, field), f"one of {', '.join(allowed)}")
+        for field in ("tensor_parallel", "max_num_seqs", "kv_cache_bytes", "threads_per_worker"):
+            value = getattr(self, field)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise InvalidReplicaSpec(field, value, "a whole number of at least 1")
+        if self.max_model_len is not None and self.max_model_len < 1:
+            raise InvalidReplicaSpec("max_model_len", self.max_model_len, "a whole number of at least 1, or null")
+        if len(self.devices) < self.tensor_parallel or len(set(self.devices)) != len(self.devices):
+            raise InvalidReplicaSpec(
+                "devices", self.devices, f"at least {self.tensor_parallel} different indexes (one per worker)"
+            )
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> ReplicaSpec:
+        """Inverse of `to_json`. Raises InvalidReplicaSpec on unknown or missing fields."""
+        known = {field.name for field in fields(cls)}
+        unknown = sorted(set(data) - known)
+        if unknown:
+            raise InvalidReplicaSpec(unknown[0], data[unknown[0]], f"only the fields {', '.join(sorted(known))}")
+        values = dict(data)
+        for field in ("devices", "extra_args"):
+            if field in values:
+                values[field] = tuple(values[field])
+        try:
+            return cls(**values)
+        except TypeError as error:
+            raise InvalidReplicaSpec("fields", sorted(data), str(error)) from error
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON values only."""
+        return {**asdict(self), "devices": list(self.devices), "extra_args": list(self.extra_args)}

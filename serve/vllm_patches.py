@@ -1,0 +1,113 @@
+"""Everything this project changes inside vLLM 0.32, in one place, each with its reason.
+
+Applied once in the forked engine process, before its engine core is forked from it; the core and its workers
+inherit the patched modules. Written against the pinned version; tests/unit/serve/test_vllm_contract.py fails when
+an upgrade moves what is touched here.
+"""
+
+from __future__ import annotations
+
+import functools
+import multiprocessing
+from typing import Any
+
+from runtime.process import die_with_parent
+from vllm.pooling_params import PoolingParams
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.engine import utils as engine_utils
+from vllm.v1.engine.core import EngineCore, EngineCoreProc
+from vllm.v1.executor import multiproc_executor
+
+CANARY_REQUEST = "appliance-canary"
+_applied: list[bool] = []
+
+
+def apply() -> None:
+    """Idempotent."""
+    if _applied:
+        return
+    _applied.append(True)
+
+    # vLLM spawns its processes on the CPU platform and wherever it suspects threads, and so imports itself anew in
+    # each (12 s). This process was forked from a parent without threads or CUDA: forking again is sound.
+    engine_utils.get_mp_context = _fork_context
+    multiproc_executor.get_mp_context = _fork_context
+
+    # A killed API process leaves vLLM's engine core running with the devices' memory until it next uses its socket.
+    EngineCoreProc.run_engine_core = staticmethod(_dies_with_parent(EngineCoreProc.run_engine_core))
+    multiproc_executor.WorkerProc.worker_main = staticmethod(
+        _dies_with_parent(multiproc_executor.WorkerProc.worker_main)
+    )
+
+    # `wake_up(["kv_cache"])` resumes scheduling at once, so requests queued during the sleep would be answered by
+    # weights whose fingerprint nobody has looked at. And a paused scheduler runs no canary request, while resuming
+    # it would run the held ones too.
+    EngineCore.shm_wake_kv_paused = _wake_kv_paused
+    EngineCore.shm_run_canary = _run_canary
+
+
+def _fork_context() -> multiprocessing.context.BaseContext:
+    return multiprocessing.get_context("fork")
+
+
+def _dies_with_parent(function):
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any):
+        die_with_parent()
+        return function(*args, **kwargs)
+
+    return run
+
+
+def _wake_kv_paused(core: EngineCore) -> None:
+    """The KV half of EngineCore.wake_up without its resume_scheduler."""
+    core.model_executor.wake_up(["kv_cache"])
+
+
+def _run_canary(core: EngineCore, token_ids: list[int], pooling_task: str | None) -> dict[str, Any]:
+    """One forward pass over `token_ids` on the model as it is now, past the scheduler.
+
+    Only for an engine that is paused with its caches cleared, or idle: the pass writes into the first KV blocks,
+    which then belong to nobody. Returns `{"tokens": [...], "logprobs": [...]}`: for each position the token the
+    model ranks first and its log-probability in nats; or `{"embedding": [...]}` for a pooling model.
+    """
+    if core.scheduler.pause_state.name == "UNPAUSED" and core.scheduler.has_unfinished_requests():
+        raise RuntimeError("the canary needs a paused or idle engine")
+    request = NewRequestData(
+        req_id=CANARY_REQUEST,
+        prompt_token_ids=list(token_ids),
+        mm_features=[],
+        sampling_params=None,
+        pooling_params=None,
+        block_ids=tuple([1] for _ in core.scheduler.kv_cache_config.kv_cache_groups),
+        num_computed_tokens=0,
+        lora_request=None,
+        prefill_token_ids=list(token_ids),
+    )
+    if pooling_task is None:
+        request.sampling_params = SamplingParams(
+            temperature=0.0, max_tokens=1, prompt_logprobs=1, logprobs=1, skip_reading_prefix_cache=True
+        )
+    else:
+        request.pooling_params = PoolingParams(task=pooling_task)
+    step = SchedulerOutput.make_empty()
+    step.scheduled_new_reqs = [request]
+    step.num_scheduled_tokens = {CANARY_REQUEST: len(token_ids)}
+    step.total_num_scheduled_tokens = len(token_ids)
+    try:
+        output = core.model_executor.execute_model(step)
+        if output is None:
+            output = core.model_executor.sample_tokens(None)
+    finally:
+        forget = SchedulerOutput.make_empty()
+        forget.finished_req_ids = {CANARY_REQUEST}
+        core.model_executor.execute_model(forget)
+    if pooling_task is not None:
+        return {"embedding": output.pooler_output[0].float().flatten().tolist()}
+    # Column 0 of prompt_logprobs is the prompt's own next token, column 1 the one ranked first.
+    prompt = output.prompt_logprobs_dict[CANARY_REQUEST]
+    return {
+        "tokens": prompt.logprob_token_ids[:, 1].tolist() + [int(output.sampled_token_ids[0][0])],
+        "logprobs": prompt.logprobs[:, 1].tolist() + [float(output.logprobs.logprobs[0][0])],
+    }
