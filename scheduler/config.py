@@ -1,0 +1,76 @@
+"""Settings of the scheduler; `appliance.config` composes them into the box's one TOML file."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Seconds = Annotated[float, Field(gt=0)]
+
+
+class SchedulerConfig(BaseModel):
+    """Every dwell, timeout and bound of the decisions, with its unit in the name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    # --- deciding
+    target_inflight: int = Field(32, ge=1)
+    """Requests one replica carries before another one is wanted, where no engine rate has been measured."""
+    give_back_after_s: Seconds = 45.0
+    """How long demand must stay lower before serving gives a device back: the hysteresis of `auto`."""
+    job_dwell_s: Seconds = 30.0
+    """A running job is not grown again before this long after its last (re)start. Shrinking is never delayed."""
+    turn_s: Seconds = 30.0
+    """With more models asked for than devices to serve them, how long a model keeps its turn."""
+    await_sleep_s: Seconds = 10.0
+    """How long a model that wants a replica waits for one of its own that is falling asleep, before starting anew."""
+    max_resident_asleep: int = Field(8, ge=0)
+    """Sleeping replicas kept as processes; the least recently used beyond this many are stopped."""
+
+    # --- doing
+    drain_timeout_s: Seconds = 600.0
+    sleep_timeout_s: Seconds = 60.0
+    wake_timeout_s: Seconds = 120.0
+    start_replica_timeout_s: Seconds = 600.0
+    swap_timeout_s: Seconds = 120.0
+    start_group_timeout_s: Seconds = 600.0
+    suspend_timeout_s: Seconds = 300.0
+    stop_timeout_s: Seconds = 60.0
+    lease_timeout_s: Seconds = 60.0
+    open_timeout_s: Seconds = 30.0
+
+    # --- giving up
+    backoff_first_s: Seconds = 1.0
+    backoff_max_s: Seconds = 60.0
+    release_attempts: int = Field(5, ge=1)
+    """Tries of a release inside one hand-over; afterwards the lease stays in the ledger and a later round retries."""
+    suspend_attempts: int = Field(3, ge=1)
+    """Failed suspends of one group before it is stopped by force and resumed from its last snapshot."""
+    job_attempts: int = Field(3, ge=1)
+    """Failures of a job without a step of progress between them before the job is failed."""
+    replica_attempts: int = Field(3, ge=1)
+    """Failures of a model's replicas in a row before the deployment is marked failed."""
+    replica_stable_s: Seconds = 60.0
+    """A replica that stayed open this long wipes its model's failures."""
+
+    # --- looking
+    observe_every_s: Seconds = 30.0
+    """Level trigger: how often the truth is read again without any event asking for it."""
+
+    def timeout_s(self, verb: str) -> float:
+        """The time limit of one verb of the Effects protocol."""
+        return {
+            "acquire": self.lease_timeout_s,
+            "release": self.lease_timeout_s,
+            "start_replica": self.start_replica_timeout_s,
+            "stop_replica": self.stop_timeout_s,
+            "open_replica": self.open_timeout_s,
+            "drain_replica": self.drain_timeout_s,
+            "sleep_replica": self.sleep_timeout_s,
+            "wake_replica": self.wake_timeout_s,
+            "swap_replica": self.swap_timeout_s,
+            "start_group": self.start_group_timeout_s,
+            "suspend_group": self.suspend_timeout_s,
+            "stop_group": self.stop_timeout_s,
+        }[verb]

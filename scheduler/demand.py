@@ -1,0 +1,120 @@
+"""How many replicas each model should have, and whose turn it is when there are too few devices.
+
+Growing is at once, shrinking only after demand stayed lower for `give_back_after_s`: so a model's count falls at most
+once per that time, which bounds the hand-overs its traffic can cause.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from scheduler.config import SchedulerConfig
+from scheduler.workload import DeploymentView, ModelMemory, ReplicaView
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A wish for one awake replica: the `nth` (from 0) of its model."""
+
+    model: str
+    nth: int
+    tensor_parallel: int
+    wanted: bool
+    """False: nothing asks for it; it fills devices that belong to serving anyway."""
+
+
+def usable(deployment: DeploymentView, now_s: float) -> bool:
+    """Whether new replicas may be started for it. Open ones stay open while it backs off or after giving up."""
+    return not deployment.failed_reason and deployment.not_before_s <= now_s and deployment.max_replicas > 0
+
+
+def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int:
+    """Replicas that the present demand asks for, without memory."""
+    demand = deployment.demand
+    target = deployment.target_inflight or config.target_inflight
+    count = ceil(demand.requests / target)
+    if demand.last_request_s is not None and now_s - demand.last_request_s < _linger_s(deployment, config):
+        count = max(count, 1)  # short requests come and go between two looks
+    return min(max(count, deployment.floor_replicas), deployment.max_replicas)
+
+
+def _linger_s(deployment: DeploymentView, config: SchedulerConfig) -> float:
+    if deployment.idle_sleep_s is None:
+        return config.give_back_after_s
+    return min(deployment.idle_sleep_s, config.give_back_after_s)
+
+
+def required(
+    deployment: DeploymentView, memory: ModelMemory, now_s: float, config: SchedulerConfig
+) -> tuple[ModelMemory, float | None]:
+    """The replicas this model should have now (in the memory answered), and when to look again by the clock alone."""
+    want = wanted_now(deployment, now_s, config)
+    review_s = None
+    last = deployment.demand.last_request_s
+    if last is not None and (end_s := last + _linger_s(deployment, config)) > now_s:
+        review_s = end_s
+    if want >= memory.replicas:
+        return replace(memory, replicas=want, low_since_s=None, low_peak=0), review_s
+    since_s = now_s if memory.low_since_s is None else memory.low_since_s
+    peak = max(memory.low_peak, want)
+    wait_s = _linger_s(deployment, config)
+    if now_s - since_s >= wait_s:
+        # The highest count asked for meanwhile, not the one of this instant.
+        still_low = None if peak == want else now_s
+        return replace(memory, replicas=peak, low_since_s=still_low, low_peak=want), review_s
+    review_s = min(since_s + wait_s, review_s or since_s + wait_s)
+    return replace(memory, low_since_s=since_s, low_peak=peak), review_s
+
+
+def idle(deployment: DeploymentView, now_s: float) -> bool:
+    """Whether the model's own idle time says its replicas should sleep although nobody wants their devices."""
+    if deployment.idle_sleep_s is None or deployment.demand.requests:
+        return False
+    last = deployment.demand.last_request_s
+    return last is not None and now_s - last >= deployment.idle_sleep_s
+
+
+def slots(
+    deployments: Sequence[DeploymentView],
+    replicas: Iterable[ReplicaView],
+    memory: Mapping[str, ModelMemory],
+    now_s: float,
+    config: SchedulerConfig,
+) -> list[Slot]:
+    """Every wish for a replica, most pressing first: each model's first before anybody's second.
+
+    Among first replicas: pinned; models in their turn; models that waited longer than a turn (longest first); models
+    whose turn is over; models that began to wait; models that nothing asks for but their minimum.
+    """
+    open_since: dict[str, float] = {}
+    opened: dict[str, int] = {}
+    for replica in replicas:
+        if replica.state == "open" or (replica.busy == "coming"):
+            opened[replica.model] = opened.get(replica.model, 0) + 1
+            open_since[replica.model] = min(replica.since_s, open_since.get(replica.model, replica.since_s))
+
+    def first_rank(d: DeploymentView) -> tuple[int, float, str]:
+        asked = d.demand.requests > 0
+        waiting_s = memory[d.model].waiting_since_s
+        if d.pinned:
+            return 0, 0.0, d.model
+        if not asked:
+            return (5, 0.0, d.model) if d.model in open_since else (6, 0.0, d.model)
+        if d.model in open_since:
+            return (1 if now_s - open_since[d.model] < config.turn_s else 3), open_since[d.model], d.model
+        if waiting_s is not None and now_s - waiting_s >= config.turn_s:
+            return 2, waiting_s, d.model
+        return 4, now_s if waiting_s is None else waiting_s, d.model
+
+    most = {d.model: d.max_replicas if usable(d, now_s) else opened.get(d.model, 0) for d in deployments}
+    able = sorted((d for d in deployments if most[d.model]), key=first_rank)
+    out: list[Slot] = []
+    for nth in range(max(most.values(), default=0)):
+        # A model that asks for nothing gets no replica; one that asks may fill what belongs to serving anyway.
+        round_ = [d for d in able if nth < most[d.model] and memory[d.model].replicas > 0]
+        if not round_:
+            break
+        out += [Slot(d.model, nth, d.tensor_parallel, nth < memory[d.model].replicas) for d in round_]
+    return out

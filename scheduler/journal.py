@@ -1,0 +1,105 @@
+"""The record of every hand-over, written before and after each step.
+
+A journal write returns when it is durable. The loop does not need the journal to know what is (it observes) nor what
+should be (it plans); it needs it to close what a crash left open, to never use a number twice, and for people to read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+StepState = Literal["planned", "doing", "done", "failed", "skipped"]
+HandoverState = Literal["running", "done", "undone", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """One step, or one step of an undo. `seq` numbers the steps of a hand-over from 0; undo steps are added at the
+    end with `undoes` naming the step whose failure asked for them."""
+
+    seq: int
+    chain: str
+    verb: str
+    target: str
+    state: StepState = "planned"
+    started_s: float | None = None
+    ended_s: float | None = None
+    detail: Mapping[str, Any] = field(default_factory=dict)
+    undoes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverRecord:
+    """done: every chain reached what was wanted. undone: some chain failed and was taken back. failed: some undo
+    failed too, what remains is repaired by later rounds."""
+
+    id: int
+    reason: str
+    state: HandoverState
+    started_s: float
+    ended_s: float | None = None
+    steps: tuple[StepRecord, ...] = ()
+    error: str = ""
+
+
+class Journal(Protocol):
+    """Where hand-overs are recorded. Only the loop writes."""
+
+    def last_id(self) -> int:
+        """The highest hand-over number ever begun; 0 if none."""
+
+    def begin(self, record: HandoverRecord) -> None:
+        """Durably record a new hand-over with all its planned steps, before the first of them is done."""
+
+    def step(self, handover_id: int, record: StepRecord) -> None:
+        """Durably insert or replace the step with this `seq`."""
+
+    def end(self, handover_id: int, state: HandoverState, ended_s: float, error: str = "") -> None:
+        """Durably close a hand-over."""
+
+    def unfinished(self) -> tuple[HandoverRecord, ...]:
+        """Hand-overs in state "running", oldest first: after a start, those that a crash interrupted."""
+
+    def get(self, handover_id: int) -> HandoverRecord | None: ...
+
+    def recent(self, limit: int) -> tuple[HandoverRecord, ...]:
+        """The newest hand-overs, newest first."""
+
+
+class MemoryJournal:
+    """A journal that lives as long as its object: for the simulator and for tests."""
+
+    def __init__(self, keep: int = 1000) -> None:
+        self._records: dict[int, HandoverRecord] = {}
+        self._last_id, self._keep = 0, keep
+
+    def last_id(self) -> int:
+        return self._last_id
+
+    def begin(self, record: HandoverRecord) -> None:
+        self._records[record.id] = record
+        self._last_id = max(self._last_id, record.id)
+        if len(self._records) > self._keep:
+            oldest = next(iter(self._records))
+            if self._records[oldest].state != "running":
+                del self._records[oldest]
+
+    def step(self, handover_id: int, record: StepRecord) -> None:
+        old = self._records[handover_id]
+        steps = {s.seq: s for s in old.steps} | {record.seq: record}
+        self._records[handover_id] = replace(old, steps=tuple(steps[n] for n in sorted(steps)))
+
+    def end(self, handover_id: int, state: HandoverState, ended_s: float, error: str = "") -> None:
+        old = self._records[handover_id]
+        self._records[handover_id] = replace(old, state=state, ended_s=ended_s, error=error)
+
+    def unfinished(self) -> tuple[HandoverRecord, ...]:
+        return tuple(r for r in self._records.values() if r.state == "running")
+
+    def get(self, handover_id: int) -> HandoverRecord | None:
+        return self._records.get(handover_id)
+
+    def recent(self, limit: int) -> tuple[HandoverRecord, ...]:
+        return tuple(sorted(self._records.values(), key=lambda r: -r.id)[:limit])

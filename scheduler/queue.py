@@ -1,0 +1,91 @@
+"""How many devices each training job gets, and one sentence for each that gets none.
+
+Strict order: priority, then submission. In that order every job takes the largest size it may run at, so a job is
+never passed over for one behind it while it could run, and what it leaves is used by those behind it (backfill).
+Because running jobs are preemptible unless said otherwise, the head of the queue never starves behind backfilled ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from scheduler.workload import JobView
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """sizes: job id to devices, only jobs that get some. waiting: job id to the reason it gets none."""
+
+    sizes: dict[str, int]
+    waiting: dict[str, str]
+    review_at_s: float | None
+
+
+def order(jobs: Sequence[JobView]) -> list[JobView]:
+    return sorted(jobs, key=lambda j: (-j.priority, j.submitted_s, j.id))
+
+
+def runnable(jobs: Sequence[JobView], now_s: float) -> bool:
+    return any(j.wants_devices(now_s) or (j.busy == "coming") for j in jobs)
+
+
+def allot(jobs: Sequence[JobView], budget: int, total: int, now_s: float, dwell_s: float, why: str) -> Queue:
+    """Sizes within `budget` devices.
+
+    Args:
+        budget: devices that training may have. Jobs that must not be preempted keep theirs even beyond it.
+        total: devices of the box that work.
+        dwell_s: a running job is not grown before this long after its last start.
+        why: what holds the other devices, e.g. "mode serve gives training no devices".
+    """
+    sizes: dict[str, int] = {}
+    waiting: dict[str, str] = {}
+    reviews: list[float] = []
+    left = budget
+    ordered = order(jobs)
+    for job in ordered:
+        if job.busy == "coming" or (job.phase == "running" and job.devices and not job.preemptible and not job.busy):
+            if job.busy == "coming" or (job.wants_devices(now_s)):
+                sizes[job.id] = len(job.devices)
+                left -= len(job.devices)
+    ahead = ""
+    for job in ordered:
+        if job.id in sizes:
+            ahead = ahead or job.id
+            continue
+        if job.phase == "paused":
+            waiting[job.id] = "Paused by request; `appliance job resume` puts it back into the queue."
+            continue
+        if job.held:
+            waiting[job.id] = "Held by an operator; release it to let it run."
+            continue
+        if job.not_before_s > now_s:
+            waiting[job.id] = f"Failed a moment ago; tries again in {job.not_before_s - now_s:.0f} s."
+            reviews.append(job.not_before_s)
+            continue
+        if job.busy == "leaving":
+            waiting[job.id] = "Is being suspended."
+            continue
+        size = job.largest_within(max(left, 0))
+        now = len(job.devices) if job.phase == "running" else 0
+        grown_again_s = job.since_s + dwell_s
+        if size > now > 0 and now in job.sizes and grown_again_s > now_s:
+            size = now
+            reviews.append(grown_again_s)
+        if size:
+            sizes[job.id] = size
+            left -= size
+            ahead = ahead or job.id
+            continue
+        least = job.sizes[0]
+        if least > total:
+            waiting[job.id] = f"Needs {least} devices; only {total} of the box work."
+        elif least > budget:
+            waiting[job.id] = f"Needs {least} device{'s' * (least > 1)}: {why}."
+        else:
+            waiting[job.id] = (
+                f"Needs {least} device{'s' * (least > 1)}; {max(left, 0)} of training's {budget} are left by job {ahead} "
+                "and others ahead of it."
+            )
+    return Queue(sizes, waiting, min(reviews, default=None))

@@ -1,0 +1,274 @@
+"""A world of fake devices, engines and groups that survives the death of the loop that moves it.
+
+It checks, at every verb, what the real world would not forgive: two holders of a device, an engine put to sleep while it
+has requests, a release under somebody's feet. A violation is an AssertionError, never an EffectFailed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from scheduler.effects import (
+    Event,
+    GroupEnded,
+    GroupObserved,
+    Observed,
+    ReplicaDied,
+    ReplicaObserved,
+    ReplicaOrder,
+)
+from scheduler.errors import EffectFailed
+from scheduler.inventory import Device, Lease
+from scheduler.workload import Demand, DeploymentView, JobView, Policy, Workload
+
+SECONDS = {
+    "acquire": 0.01,
+    "release": 0.01,
+    "start_replica": 1.5,
+    "stop_replica": 0.05,
+    "open_replica": 0.01,
+    "drain_replica": 0.4,
+    "sleep_replica": 0.1,
+    "wake_replica": 0.7,
+    "swap_replica": 0.15,
+    "start_group": 1.0,
+    "suspend_group": 0.5,
+    "stop_group": 0.05,
+}
+
+
+class Crash(BaseException):
+    """The controller is killed here. Not an Exception: nothing may catch it on the way."""
+
+
+@dataclass
+class FakeReplica:
+    id: str
+    model: str
+    version: str
+    state: str
+    devices: tuple[str, ...]
+
+
+@dataclass
+class FakeGroup:
+    job_id: str
+    lease_id: str
+    devices: tuple[str, ...]
+    ended: GroupEnded | None = None
+
+
+def box_of(count: int, nodes: int = 1) -> tuple[Device, ...]:
+    return tuple(
+        Device(f"n{n}/{i}", f"n{n}", i, numa_node=i * 2 // count) for n in range(nodes) for i in range(count)
+    )
+
+
+@dataclass
+class World:
+    """The truth: devices, leases, processes. Shared by the loops that come and go."""
+
+    devices: tuple[Device, ...]
+    leases: dict[str, Lease] = field(default_factory=dict)
+    replicas: dict[str, FakeReplica] = field(default_factory=dict)
+    groups: dict[str, FakeGroup] = field(default_factory=dict)
+    steps_trained: dict[str, int] = field(default_factory=dict)
+    verbs_done: list[tuple[str, str]] = field(default_factory=list)
+
+    def check(self) -> None:
+        held = [d for lease in self.leases.values() for d in lease.device_ids]
+        assert len(held) == len(set(held)), f"a device has two holders: {self.leases}"
+        for replica in self.replicas.values():
+            if replica.state in ("starting", "ready", "open", "draining"):
+                assert set(replica.devices) <= self.devices_of("replica", replica.id), f"{replica} runs unleased"
+        for group in self.groups.values():
+            assert set(group.devices) <= self.devices_of("job", group.job_id), f"{group} runs unleased"
+
+    def devices_of(self, kind: str, holder_id: str) -> set[str]:
+        leases = (le for le in self.leases.values() if (le.holder.kind, le.holder.id) == (kind, holder_id))
+        return {d for lease in leases for d in lease.device_ids}
+
+    def observed(self) -> Observed:
+        return Observed(
+            devices=self.devices,
+            leases=tuple(self.leases.values()),
+            replicas=tuple(
+                ReplicaObserved(r.id, r.model, r.version, r.state, r.devices) for r in self.replicas.values()
+            ),
+            groups=tuple(GroupObserved(g.job_id, g.devices, g.lease_id, g.ended) for g in self.groups.values()),
+        )
+
+
+class FakeEffects:
+    """The verbs on a `World`, taking virtual time. `hook(when, verb, target)` is called "before" the effect begins,
+    "in" (after it took place, before its time is over) and "after"; it may raise EffectFailed or Crash."""
+
+    def __init__(self, world: World, hook: Callable[[str, str, str], None] = lambda when, verb, target: None):
+        self.world, self.hook = world, hook
+        self.seconds = dict(SECONDS)
+        self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.under_way: set[str] = set()
+
+    async def _verb(self, verb: str, target: str, effect: Callable[[], None]) -> dict[str, float]:
+        assert target not in self.under_way, f"{verb} {target} while another verb for it is under way"
+        self.under_way.add(target)
+        try:
+            self.hook("before", verb, target)
+            await asyncio.sleep(self.seconds[verb] / 2)
+            effect()
+            self.world.check()
+            self.world.verbs_done.append((verb, target))
+            self.hook("in", verb, target)
+            await asyncio.sleep(self.seconds[verb] / 2)
+            self.hook("after", verb, target)
+        finally:
+            self.under_way.discard(target)
+        return {"seconds": self.seconds[verb]}
+
+    def _replica(self, verb: str, replica_id: str) -> FakeReplica:
+        replica = self.world.replicas.get(replica_id)
+        if replica is None or replica.state == "dead":
+            raise EffectFailed(verb, replica_id, "the engine is dead")
+        return replica
+
+    async def acquire(self, lease: Lease) -> dict[str, float]:
+        def effect() -> None:
+            if self.world.leases.get(lease.id, lease) != lease:
+                raise EffectFailed("acquire", lease.id, "known with other devices")
+            others = {d for le in self.world.leases.values() if le.id != lease.id for d in le.device_ids}
+            assert not others & set(lease.device_ids), f"{lease} overlaps {self.world.leases}"
+            self.world.leases[lease.id] = lease
+
+        return await self._verb("acquire", lease.id, effect)
+
+    async def release(self, lease_id: str) -> dict[str, float]:
+        return await self._verb("release", lease_id, lambda: self.world.leases.pop(lease_id, None) and None)
+
+    async def start_replica(self, order: ReplicaOrder, lease_id: str) -> dict[str, float]:
+        def effect() -> None:
+            if order.id in self.world.replicas:
+                assert self.world.replicas[order.id].state == "ready"
+            self.world.replicas[order.id] = FakeReplica(order.id, order.model, order.version, "ready", order.devices)
+
+        return await self._verb("start_replica", order.id, effect)
+
+    async def stop_replica(self, replica_id: str) -> dict[str, float]:
+        return await self._verb("stop_replica", replica_id, lambda: self.world.replicas.pop(replica_id, None) and None)
+
+    async def open_replica(self, replica_id: str) -> dict[str, float]:
+        def effect() -> None:
+            replica = self._replica("open_replica", replica_id)
+            if replica.state == "asleep":
+                raise EffectFailed("open_replica", replica_id, "it sleeps")
+            replica.state = "open"
+
+        return await self._verb("open_replica", replica_id, effect)
+
+    async def drain_replica(self, replica_id: str) -> dict[str, float]:
+        def effect() -> None:
+            self._replica("drain_replica", replica_id).state = "draining"
+
+        return await self._verb("drain_replica", replica_id, effect)
+
+    async def sleep_replica(self, replica_id: str) -> dict[str, float]:
+        def effect() -> None:
+            replica = self._replica("sleep_replica", replica_id)
+            assert replica.state in ("draining", "ready", "asleep"), f"{replica} put to sleep with requests"
+            replica.state = "asleep"
+
+        return await self._verb("sleep_replica", replica_id, effect)
+
+    async def wake_replica(self, replica_id: str, model: str, version: str, lease_id: str) -> dict[str, float]:
+        def effect() -> None:
+            replica = self._replica("wake_replica", replica_id)
+            assert set(self.world.leases[lease_id].device_ids) == set(replica.devices), "woken away from home"
+            replica.state, replica.model, replica.version = "ready", model, version
+
+        return await self._verb("wake_replica", replica_id, effect)
+
+    async def swap_replica(self, replica_id: str, model: str, version: str) -> dict[str, float]:
+        def effect() -> None:
+            replica = self._replica("swap_replica", replica_id)
+            replica.model, replica.version = model, version
+
+        return await self._verb("swap_replica", replica_id, effect)
+
+    async def start_group(self, job_id: str, lease: Lease) -> dict[str, float]:
+        def effect() -> None:
+            group = self.world.groups.get(job_id)
+            assert group is None or group.lease_id == lease.id, f"{job_id} would train twice"
+            self.world.groups[job_id] = FakeGroup(job_id, lease.id, lease.device_ids)
+
+        return await self._verb("start_group", job_id, effect)
+
+    async def suspend_group(self, job_id: str) -> dict[str, float]:
+        def effect() -> None:
+            group = self.world.groups.pop(job_id, None)
+            if group is not None:
+                self.world.steps_trained[job_id] = self.world.steps_trained.get(job_id, 0) + 1
+
+        return await self._verb("suspend_group", job_id, effect)
+
+    async def stop_group(self, job_id: str) -> dict[str, float]:
+        return await self._verb("stop_group", job_id, lambda: self.world.groups.pop(job_id, None) and None)
+
+    async def observe(self) -> Observed:
+        return self.world.observed()
+
+    async def next_event(self) -> Event:
+        return await self.events.get()
+
+    # --- things that happen by themselves
+
+    def kill_replica(self, replica_id: str, reason: str = "killed") -> None:
+        self.world.replicas[replica_id].state = "dead"
+        self.events.put_nowait(ReplicaDied(replica_id, reason))
+
+    def end_group(self, job_id: str, outcome: str, *, step: int = 0, error: str = "", retryable: bool = True) -> None:
+        group = self.world.groups[job_id]
+        group.ended = GroupEnded(job_id, group.lease_id, outcome, step, error, retryable)
+        self.events.put_nowait(group.ended)
+
+
+class FakeStore:
+    """A store of workloads, changed by the test."""
+
+    def __init__(
+        self,
+        policy: Policy = Policy("auto"),  # noqa: B008 (frozen)
+        jobs: tuple[JobView, ...] = (),
+        deployments: tuple[DeploymentView, ...] = (),
+    ):
+        self.policy = policy
+        self.jobs = {j.id: j for j in jobs}
+        self.deployments = {d.model: d for d in deployments}
+        self.cordoned: frozenset[str] = frozenset()
+        self.ended: dict[str, tuple[str, str]] = {}
+        self.reasons: dict[str, str] = {}
+        self.failed_models: dict[str, str] = {}
+
+    def load(self) -> Workload:
+        return Workload(self.policy, tuple(self.jobs.values()), tuple(self.deployments.values()), self.cordoned)
+
+    def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
+        if job_id in self.jobs:
+            self.jobs[job_id] = replace(self.jobs[job_id], phase="running")
+
+    def job_waiting(self, job_id: str, reason: str, suspended: bool) -> None:
+        self.reasons[job_id] = reason
+        if job_id in self.jobs and self.jobs[job_id].phase == "running":
+            self.jobs[job_id] = replace(self.jobs[job_id], phase="suspended")
+
+    def job_ended(self, job_id: str, outcome: str, error: str) -> None:
+        self.jobs.pop(job_id, None)
+        self.ended[job_id] = (outcome, error)
+
+    def deployment_failed(self, model: str, version: str, reason: str) -> None:
+        self.failed_models[model] = reason
+
+    def ask(self, model: str, *, inflight: int = 0, held: int = 0, now_s: float | None = None) -> None:
+        old = self.deployments[model]
+        last = now_s if now_s is not None else old.demand.last_request_s
+        self.deployments[model] = replace(old, demand=Demand(inflight, held, last_request_s=last))
