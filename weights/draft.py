@@ -1,0 +1,236 @@
+"""A version being written: reserved, invisible, filled by any number of processes, then committed or gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from weights import segment
+from weights.checksums import checksum, checksum_all, compare
+from weights.errors import DraftNotFound, HandleClosed, VersionExists
+from weights.layout import Layout
+from weights.lease import StoredVersion
+from weights.locks import DirectoryLock
+from weights.manifest import FileRecord, Manifest
+from weights.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, encode_name
+from weights.pool import Pool
+from weights.removal import dismantle
+
+
+class Draft:
+    """Made by `WeightStore.reserve` or `WeightStore.attach`. A context manager: leaving it uncommitted aborts
+    it where it was reserved, and lets go of it where it was attached.
+
+    Every process that has it open holds a shared lock on its directory. When all are gone without a commit,
+    a sweep removes it. `path` is what other processes attach to.
+    """
+
+    def __init__(
+        self, root: Path, path: Path, layout: Layout, lock: DirectoryLock, *, kind: str, model: str, version: str,
+        owner: bool,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.layout = layout
+        self.kind = kind
+        self.model = model
+        self.version = version
+        self._root = root
+        self._owner = owner
+        self._lock: DirectoryLock | None = lock
+        self._windows: dict[str, memoryview] = {}
+
+    @property
+    def closed(self) -> bool:
+        return self._lock is None or not self._lock.held
+
+    def view(self, name: str) -> memoryview:
+        """Writable bytes of tensor `name` (uint8, 1-D), shared with every process that has the draft open.
+
+        What is written is in the version at once; writers of disjoint ranges need no coordination but that
+        all are done before `commit`. Raises UnknownTensor, HandleClosed.
+        """
+        placed = self.layout.find(name)
+        return self._window(placed.file)[placed.start : placed.end]
+
+    def populate(self, views: Iterable[memoryview] | None = None) -> None:
+        """Takes the page faults of `views` (default: everything) now, so that writing them runs at memcpy
+        rate. Worth it ahead of time for a draft whose segments are new."""
+        if views is None:
+            views = [self._window(file.name) for file in self.layout.files]
+        for view in views:
+            segment.populate(view, write=True)
+
+    def commit(
+        self,
+        *,
+        meta: Mapping[str, Any],
+        checksums: bool = True,
+        checksum_threads: int = 1,
+        pinned: bool = True,
+        expected_checksums: Mapping[str, str | None] | None = None,
+    ) -> StoredVersion:
+        """Makes the version visible, all at once, and closes the draft.
+
+        `checksums=False` leaves the hot path at memcpy rate; `WeightStore.seal` adds them later. A `pinned`
+        version is not evicted until `tiers.persist` or `WeightStore.unpin`: eviction never takes a last copy.
+        With `expected_checksums` (tensor name -> checksum) a version whose bytes differ is never published.
+        Raises VersionExists, ChecksumMismatch (the draft stays open), ManifestInvalid if `meta` is not JSON.
+        """
+        lock = self._open_lock()
+        target = self._target()
+        if target.exists():
+            raise VersionExists(
+                f"{self.kind} {self.model!r} {self.version!r} exists; commit under another version or remove it"
+            )
+        digests = None
+        if checksums:
+            views = {placed.spec.name: self.view(placed.spec.name) for placed in self.layout}
+            digests = checksum_all(views, threads=checksum_threads)
+            del views
+            compare(digests, expected_checksums or {}, self.layout, path=self.path)
+        manifest = Manifest.describe(
+            self.layout,
+            kind=self.kind,
+            model=self.model,
+            version=self.version,
+            created_s=time.time(),
+            meta=meta,
+            aux_files=self._aux_records(),
+            checksums=digests,
+        )
+        write_file(lock.fd, MANIFEST_FILE, manifest.to_bytes())
+        if pinned:
+            write_file(lock.fd, PINNED_FILE, b"")
+        self._unlist(lock)
+        self._publish(target)
+        self._lock = None
+        self._windows = {}
+        return StoredVersion(self.kind, self.model, self.version, target, manifest.nbytes, manifest)
+
+    def abort(self) -> None:
+        """Gives the draft's memory back; nothing of it was ever visible. Safe to call twice and after commit.
+
+        Where other processes or views still hold the draft, the last of them to close it cleans up, or a
+        sweep after they died.
+        """
+        lock, self._lock, self._windows = self._lock, None, {}
+        if lock is None or not lock.held:
+            return
+        self._unlist(lock)
+        lock = None  # noqa: F841 - the last reference closes the descriptor
+        self._dismantle_if_last()
+
+    def close(self) -> None:
+        """Lets go of an attached draft without deciding about it; on the reserving handle this aborts."""
+        if self._owner:
+            self.abort()
+            return
+        lock, self._lock, self._windows = self._lock, None, {}
+        if lock is None or not lock.held:
+            return
+        lock = None  # noqa: F841 - the last reference closes the descriptor
+        if not (self.path / DRAFT_FILE).exists():
+            self._dismantle_if_last()
+
+    def __enter__(self) -> Draft:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _open_lock(self) -> DirectoryLock:
+        if self._lock is None or not self._lock.held:
+            raise HandleClosed(
+                f"the draft {self.path} was committed, aborted, or lost in a fork; a forked child attaches anew"
+            )
+        return self._lock
+
+    def _window(self, file: str) -> memoryview:
+        lock = self._open_lock()
+        if file not in self._windows:
+            self._windows[file] = segment.window(self.path / file, self.layout.file(file).nbytes, "write", lock)
+        return self._windows[file]
+
+    def _target(self) -> Path:
+        return version_path(self._root, self.kind, self.model, self.version)
+
+    def _aux_records(self) -> dict[str, FileRecord]:
+        index = self.layout.index_file()
+        own = {file.name for file in self.layout.files} | {MANIFEST_FILE, PINNED_FILE, DRAFT_FILE}
+        records = {}
+        for name in sorted(set(os.listdir(self.path)) - own):
+            data = (self.path / name).read_bytes()
+            records[name] = FileRecord(len(data), checksum(data))
+        assert index is None or index[0] in records
+        return records
+
+    def _publish(self, target: Path) -> None:
+        while True:
+            target.parent.mkdir(mode=0o700, exist_ok=True)
+            try:
+                os.rename(self.path, target)
+                return
+            except FileNotFoundError:
+                # The model's directory was removed as empty between mkdir and rename: make it again. If the
+                # draft itself is gone, nothing will bring it back.
+                if not self.path.exists():
+                    raise DraftNotFound(f"the draft {self.path} is gone: swept or already committed") from None
+            except OSError as error:
+                if target.exists():
+                    raise VersionExists(
+                        f"{self.kind} {self.model!r} {self.version!r} was committed by another writer"
+                    ) from error
+                raise
+
+    def _unlist(self, lock: DirectoryLock) -> None:
+        try:
+            os.unlink(DRAFT_FILE, dir_fd=lock.fd)
+        except FileNotFoundError:
+            pass
+
+    def _dismantle_if_last(self) -> None:
+        exclusive = DirectoryLock.try_exclusive(self.path)
+        if exclusive is not None:
+            try:
+                dismantle(self.path, Pool(self._root / "pool"))
+            finally:
+                exclusive.close()
+
+
+def describe_draft(directory_fd: int, *, kind: str, model: str, version: str) -> None:
+    """Lists the draft for `attach`; written last, so that an attach never sees half a draft."""
+    body = json.dumps({"kind": kind, "model": model, "version": version})
+    write_file(directory_fd, DRAFT_FILE, body.encode())
+
+
+def attach_draft(root: Path, path: Path) -> Draft:
+    """The draft at `path`, in this process. Raises DraftNotFound, IntegrityError."""
+    lock = DirectoryLock.try_shared(path) if path.parent == root / "staging" else None
+    gone = DraftNotFound(f"no draft at {path}: it was committed, aborted or swept, or is of another store")
+    if lock is None:
+        raise gone
+    try:
+        body = json.loads((path / DRAFT_FILE).read_bytes())
+    except FileNotFoundError:
+        raise gone from None
+    return Draft(
+        root, path, Layout.read(path), lock, kind=body["kind"], model=body["model"], version=body["version"],
+        owner=False,
+    )  # fmt: skip
+
+
+def version_path(root: Path, kind: str, model: str, version: str) -> Path:
+    """Where a version of this name stands once committed. Raises InvalidName."""
+    return root / f"{kind}s" / encode_name(model) / encode_name(version)
+
+
+def write_file(directory_fd: int, name: str, data: bytes) -> None:
+    """Writes a small file, 0600, replacing what was there."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o600, dir_fd=directory_fd)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)

@@ -1,0 +1,155 @@
+"""What can go wrong with weights, most general first.
+
+WeightsError
+├── InvalidLayout            tensors that cannot be laid out as asked (also ValueError)
+├── UnknownTensor            a tensor name that the layout does not have (also KeyError)
+├── InvalidName              a model, version or file name that no store may hold (also ValueError)
+├── InvalidSlice             a shard or range that does not fit its tensor (also ValueError)
+├── StoreError
+│   ├── StoreUnsafe          the root is not a private directory of this user
+│   ├── StoreFull            no room within the budget or the file system; carries the numbers
+│   ├── VersionExists        commit onto a name that is taken
+│   ├── VersionNotFound      no such version, or it was removed meanwhile
+│   ├── VersionLeased        somebody reads it, so it stays
+│   ├── DraftNotFound        attach to a draft that was committed, aborted or swept
+│   └── HandleClosed         use of a draft or lease after its end, or in a forked child
+├── TierExists               the destination of a disk copy is taken
+└── IntegrityError           bytes that are not what they claim; carries path, file and tensor
+    ├── HeaderInvalid        a safetensors header that breaks the format; the file is never mapped
+    ├── ManifestInvalid      manifest.json is missing, malformed or disagrees with the files
+    ├── ChecksumMismatch     bytes differ from their recorded checksum
+    ├── NotSealed            no checksums were recorded, so nothing can be verified
+    └── UnsafeFile           a symlink, device, foreign owner or unsafe name inside a version
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class WeightsError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class InvalidLayout(WeightsError, ValueError):
+    """Tensors that cannot be laid out as asked."""
+
+
+class UnknownTensor(WeightsError, KeyError):
+    """A tensor name that the layout does not have."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        head = ", ".join(names[:3])
+        super().__init__(f"no tensor named {name!r}; the layout has {len(names)} tensors ({head}, ...)")
+
+    def __str__(self) -> str:  # KeyError would show the repr of the message
+        return str(self.args[0])
+
+
+class InvalidName(WeightsError, ValueError):
+    """A model, version or file name that no store may hold."""
+
+
+class InvalidSlice(WeightsError, ValueError):
+    """A shard or range that does not fit its tensor."""
+
+
+class StoreError(WeightsError):
+    """Base of what goes wrong in the store itself, not in the bytes."""
+
+
+class StoreUnsafe(StoreError):
+    """The root is not a private directory of this user."""
+
+
+class StoreFull(StoreError):
+    """No room within the budget or the file system. Nothing was left behind.
+
+    All attributes are bytes; `budget_bytes` is None for a store without a budget, `free_bytes` is what the
+    file system had free.
+    """
+
+    def __init__(
+        self,
+        *,
+        needed_bytes: int,
+        used_bytes: int,
+        budget_bytes: int | None,
+        free_bytes: int,
+        leased_bytes: int = 0,
+        pinned_bytes: int = 0,
+        draft_bytes: int = 0,
+    ) -> None:
+        self.needed_bytes = needed_bytes
+        self.used_bytes = used_bytes
+        self.budget_bytes = budget_bytes
+        self.free_bytes = free_bytes
+        self.leased_bytes = leased_bytes
+        self.pinned_bytes = pinned_bytes
+        self.draft_bytes = draft_bytes
+        budget = "none" if budget_bytes is None else f"{budget_bytes} bytes"
+        super().__init__(
+            f"no room for {needed_bytes} bytes: budget {budget}, in use {used_bytes} bytes "
+            f"(leased {leased_bytes}, without a copy on disk {pinned_bytes}, being written {draft_bytes}), "
+            f"free on the file system {free_bytes} bytes. Release or remove a version, persist one so that "
+            "it can be evicted, or raise the memory budget"
+        )
+
+
+class VersionExists(StoreError):
+    """Commit onto a name that is taken."""
+
+
+class VersionNotFound(StoreError):
+    """No such version, or it was removed meanwhile."""
+
+
+class VersionLeased(StoreError):
+    """Somebody reads the version, so it stays."""
+
+
+class DraftNotFound(StoreError):
+    """Attach to a draft that was committed, aborted or swept."""
+
+
+class HandleClosed(StoreError):
+    """Use of a draft or lease after its end, or in a child forked while it was held."""
+
+
+class TierExists(WeightsError):
+    """The destination of a disk copy is taken."""
+
+
+class IntegrityError(WeightsError):
+    """Bytes that are not what they claim. `path`, `file` and `tensor` say where; `reason` says what."""
+
+    def __init__(self, reason: str, *, path: object, file: str | None = None, tensor: str | None = None) -> None:
+        self.reason = reason
+        self.path = str(path)
+        self.file = file
+        self.tensor = tensor
+        where = self.path if file is None else f"{self.path}/{file}" if self.path != file else file
+        if tensor is not None:
+            where += f", tensor {tensor!r}"
+        super().__init__(f"{where}: {reason}")
+
+
+class HeaderInvalid(IntegrityError):
+    """A safetensors header that breaks the format. The file is never mapped."""
+
+
+class ManifestInvalid(IntegrityError):
+    """manifest.json is missing, malformed or disagrees with the files."""
+
+
+class ChecksumMismatch(IntegrityError):
+    """Bytes differ from their recorded checksum."""
+
+
+class NotSealed(IntegrityError):
+    """No checksums were recorded, so nothing can be verified. Seal the version first."""
+
+
+class UnsafeFile(IntegrityError):
+    """A symlink, device, foreign owner or unsafe name inside a version."""

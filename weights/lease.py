@@ -1,0 +1,152 @@
+"""Stored versions and the leases that keep them. A lease is a shared file lock that dies with its process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weights import segment
+from weights.errors import HandleClosed, VersionNotFound
+from weights.layout import Layout
+from weights.locks import DirectoryLock
+from weights.manifest import Manifest
+from weights.names import PINNED_FILE
+
+
+@dataclass(frozen=True)
+class StoredVersion:
+    """A committed version: `path` is its HF-style directory, `nbytes` the bytes of its files.
+
+    Plain data: it keeps nothing alive. Take a lease to read the bytes.
+    """
+
+    kind: str
+    model: str
+    version: str
+    path: Path
+    nbytes: int
+    manifest: Manifest = field(repr=False)
+
+    @property
+    def sealed(self) -> bool:
+        """Whether checksums of all tensors are recorded."""
+        return self.manifest.sealed
+
+    @property
+    def pinned(self) -> bool:
+        """Whether eviction must pass by because no other tier has the bytes yet."""
+        return (self.path / PINNED_FILE).exists()
+
+    @classmethod
+    def read(cls, path: Path) -> StoredVersion:
+        """The version at `path`. Raises ManifestInvalid or UnsafeFile; opens no tensor file."""
+        manifest = Manifest.read(path)
+        return cls(manifest.kind, manifest.model, manifest.version, path, manifest.nbytes, manifest)
+
+
+class Lease:
+    """The right to read a version: while it or any view taken from it lives, the bytes stay as they are.
+
+    Use `take_lease` or `WeightStore.lease`. `path` is the directory, `layout` the validated layout,
+    `manifest` the current manifest. A context manager; `release` is safe to call twice. A process forked
+    meanwhile does not hold the lease and must take its own.
+    """
+
+    def __init__(
+        self, path: Path, layout: Layout, manifest: Manifest, lock: DirectoryLock, *, copy_on_write: bool
+    ) -> None:
+        self.path = path
+        self.layout = layout
+        self.manifest = manifest
+        self._lock: DirectoryLock | None = lock
+        self._access: segment.Access = "private" if copy_on_write else "read"
+        self._windows: dict[str, memoryview] = {}
+
+    @property
+    def released(self) -> bool:
+        return self._lock is None or not self._lock.held
+
+    def view(self, name: str) -> memoryview:
+        """Bytes of tensor `name` (uint8, 1-D). Raises UnknownTensor, HandleClosed.
+
+        Read-only and shared, or with `copy_on_write` writable and private. The view keeps the version from
+        being removed until it is gone, even after `release`.
+        """
+        placed = self.layout.find(name)
+        return self._window(placed.file)[placed.start : placed.end]
+
+    def views(self) -> Mapping[str, memoryview]:
+        """All tensors by name, in file order."""
+        return {placed.spec.name: self.view(placed.spec.name) for placed in self.layout}
+
+    def populate(self) -> None:
+        """Maps every page now, so that a later copy (in a pause, say) takes no page fault."""
+        for file in self.layout.files:
+            segment.populate(self._window(file.name), write=False)
+
+    def release(self) -> None:
+        """Gives the lease back; living views keep the version until they are gone."""
+        self._lock = None
+        self._windows = {}
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    def _window(self, file: str) -> memoryview:
+        if self._lock is None or not self._lock.held:
+            raise HandleClosed(f"the lease on {self.path} was released or lost in a fork; take a new one")
+        if file not in self._windows:
+            self._windows[file] = segment.window(
+                self.path / file, self.layout.file(file).nbytes, self._access, self._lock
+            )
+        return self._windows[file]
+
+
+def take_lease(stored: StoredVersion, *, copy_on_write: bool = False) -> Lease:
+    """A lease on `stored`, after its headers and manifest were validated against each other.
+
+    With `copy_on_write` the views are writable and private to this process, for libraries that write into
+    what they are given. Raises VersionNotFound if it was removed or replaced meanwhile, and IntegrityError
+    before anything is mapped.
+    """
+    lock = DirectoryLock.try_shared(stored.path)
+    if lock is None:
+        raise VersionNotFound(f"{stored.kind} {stored.model!r} {stored.version!r} is no longer at {stored.path}")
+    manifest = Manifest.read(stored.path)
+    if (manifest.kind, manifest.model, manifest.version) != (stored.kind, stored.model, stored.version) or (
+        manifest.created_s != stored.manifest.created_s
+    ):
+        raise VersionNotFound(f"{stored.path} holds another version now than the one asked for; find it again")
+    layout = Layout.read(stored.path)
+    manifest.check_layout(layout, path=stored.path)
+    os.utime(lock.fd)  # the directory's mtime is "last used", the order of eviction
+    return Lease(stored.path, layout, manifest, lock, copy_on_write=copy_on_write)
+
+
+def unpin(stored: StoredVersion) -> None:
+    """Lets eviction take `stored`, because another tier has its bytes. Safe to call twice."""
+    lock = DirectoryLock.try_shared(stored.path)
+    if lock is None:
+        raise VersionNotFound(f"{stored.kind} {stored.model!r} {stored.version!r} is no longer at {stored.path}")
+    try:
+        os.unlink(PINNED_FILE, dir_fd=lock.fd)
+    except FileNotFoundError:
+        pass
+    finally:
+        lock.close()
+
+
+def pin(stored: StoredVersion) -> None:
+    """Forbids eviction of `stored`, across restarts, until `unpin`. Safe to call twice."""
+    lock = DirectoryLock.try_shared(stored.path)
+    if lock is None:
+        raise VersionNotFound(f"{stored.kind} {stored.model!r} {stored.version!r} is no longer at {stored.path}")
+    try:
+        os.close(os.open(PINNED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=lock.fd))
+    finally:
+        lock.close()

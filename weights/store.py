@@ -1,0 +1,420 @@
+"""The store: reserve -> write -> commit -> lease -> evict, safe against kill -9 at any point.
+
+Rules, and why each holds, stand in docs/weight-store.md. Directory locks decide who may remove what; one
+mutex file serialises the counting of space; a rename is the only way in or out of visibility.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weights import segment
+from weights.checksums import checksum_all
+from weights.draft import Draft, attach_draft, describe_draft, version_path, write_file
+from weights.errors import (
+    IntegrityError,
+    InvalidName,
+    StoreFull,
+    StoreUnsafe,
+    VersionExists,
+    VersionLeased,
+    VersionNotFound,
+)
+from weights.layout import Layout
+from weights.lease import Lease, StoredVersion, pin, take_lease, unpin
+from weights.locks import DirectoryLock, StoreMutex
+from weights.manifest import KINDS
+from weights.names import MANIFEST_FILE, check_aux_name
+from weights.pool import Pool
+from weights.removal import dismantle, hide
+from weights.source import copy_tensors, read_source
+from weights.space import Held, Usage, choose_evictions, directories, held_at
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """What a sweep removed, and the committed versions it found damaged (left in place)."""
+
+    removed: tuple[Path, ...]
+    freed_bytes: int
+    damaged: tuple[IntegrityError, ...]
+
+
+class WeightStore:
+    """Versions and snapshots under `root`. Any number of processes may hold one on the same root.
+
+    `budget_bytes` bounds everything the store holds, pool and drafts included; None means no bound but the
+    file system's. `pool_bytes` bounds the pool of freed segments (default: only by the budget). The root is
+    made if it is absent. Raises StoreUnsafe if it is a symlink, belongs to another user or is open to others.
+    """
+
+    def __init__(self, root: Path | str, *, budget_bytes: int | None, pool_bytes: int | None = None) -> None:
+        for what, value in (("budget_bytes", budget_bytes), ("pool_bytes", pool_bytes)):
+            if value is not None and value < 0:
+                raise ValueError(f"{what} must be at least 0 or None, got {value}")
+        self.root = Path(root)
+        self.budget_bytes = budget_bytes
+        self.pool_bytes = pool_bytes
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(self.root)
+        self._staging = self.root / "staging"
+        for directory in (*(self.root / f"{kind}s" for kind in KINDS), self._staging, self.root / "pool"):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        self._pool = Pool(self.root / "pool")
+
+    # Writing
+
+    def reserve(
+        self, layout: Layout, *, kind: str, model: str, version: str, aux_files: Mapping[str, bytes] | None = None
+    ) -> Draft:
+        """A draft with all its memory allocated, headers and `aux_files` written, tensors undefined.
+
+        `kind` is "version" or "snapshot". Evicts unleased, unpinned versions if the budget asks for it. The
+        tensors' bytes are undefined (segments are re-used): write every byte before the commit. Raises
+        StoreFull (nothing left behind), VersionExists, InvalidName.
+        """
+        aux_files = dict(aux_files or {})
+        for name in aux_files:
+            check_aux_name(name)
+        if version_path(self.root, _check_kind(kind), model, version).exists():
+            raise VersionExists(f"{kind} {model!r} {version!r} exists; choose another version name or remove it")
+        index = layout.index_file()
+        if index is not None:
+            aux_files[index[0]] = index[1]
+        needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
+        path, lock = self._stake(layout, needed_bytes)
+        try:
+            self._allocate(layout, lock.fd, needed_bytes)
+            for file in layout.files:
+                with open(os.open(file.name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=lock.fd), "wb") as out:
+                    out.write(file.header)
+            for name, data in aux_files.items():
+                write_file(lock.fd, name, data)
+            describe_draft(lock.fd, kind=kind, model=model, version=version)
+        except BaseException as error:
+            lock.close()
+            self._discard(path)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                raise self._full(needed_bytes) from error
+            raise
+        return Draft(
+            self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True
+        )  # fmt: skip
+
+    def attach(self, path: Path | str) -> Draft:
+        """The draft that another process reserved at `path`. Raises DraftNotFound, IntegrityError."""
+        return attach_draft(self.root, Path(path))
+
+    def import_dir(
+        self,
+        src_dir: Path | str,
+        *,
+        model: str,
+        version: str,
+        kind: str = "version",
+        meta: Mapping[str, Any] | None = None,
+        checksums: bool = True,
+        checksum_threads: int = 1,
+    ) -> StoredVersion:
+        """A committed, evictable copy of a checkpoint directory: same tensor files byte for byte.
+
+        `meta` defaults to that of the source's manifest. A source with a manifest is compared with its
+        checksums before anything becomes visible, unless `checksums` is False. Raises IntegrityError,
+        InvalidLayout, StoreFull, VersionExists.
+        """
+        source = read_source(Path(src_dir))
+        with self.reserve(
+            source.layout, kind=kind, model=model, version=version, aux_files=source.aux_files
+        ) as draft:
+            copy_tensors(source, draft.path)
+            return draft.commit(
+                meta=source.meta if meta is None else meta,
+                checksums=checksums,
+                checksum_threads=checksum_threads,
+                pinned=False,
+                expected_checksums=source.checksums,
+            )
+
+    # Reading
+
+    def find(self, kind: str, model: str, version: str) -> StoredVersion | None:
+        """The committed version of this name, or None. Raises ManifestInvalid if it is damaged."""
+        path = version_path(self.root, _check_kind(kind), model, version)
+        try:
+            return StoredVersion.read(path) if path.exists() else None
+        except IntegrityError:
+            if path.exists():
+                raise
+            return None  # removed while we read it
+
+    def list(self, kind: str) -> list[StoredVersion]:
+        """All readable versions of `kind`, oldest first. Damaged ones are reported by `sweep`, not here."""
+        found = []
+        for path in self._committed(_check_kind(kind)):
+            try:
+                found.append(StoredVersion.read(path))
+            except IntegrityError:
+                continue
+        return sorted(found, key=lambda stored: stored.manifest.created_s)
+
+    def lease(self, stored: StoredVersion, *, copy_on_write: bool = False) -> Lease:
+        """The right to read `stored`; see `weights.lease.take_lease`."""
+        return take_lease(stored, copy_on_write=copy_on_write)
+
+    # Keeping
+
+    def seal(self, stored: StoredVersion, *, threads: int = 1) -> StoredVersion:
+        """Computes and records the checksums that `commit(checksums=False)` left out; returns the sealed one.
+
+        Runs beside readers; the manifest is replaced in one step. Raises VersionNotFound, IntegrityError.
+        """
+        with self.lease(stored) as lease:
+            if lease.manifest.sealed:
+                return StoredVersion.read(stored.path)
+            sealed = lease.manifest.with_checksums(checksum_all(lease.views(), threads=threads))
+            # Under the mutex, because a sweep removes stray files from staging.
+            with self._mutex():
+                draft = self._staging / f"manifest-{uuid.uuid4().hex}"
+                staging_fd = os.open(self._staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    write_file(staging_fd, draft.name, sealed.to_bytes())
+                finally:
+                    os.close(staging_fd)
+                os.rename(draft, stored.path / MANIFEST_FILE)
+        return StoredVersion.read(stored.path)
+
+    def pin(self, stored: StoredVersion) -> None:
+        """Forbids eviction of `stored`, across restarts, until `unpin`. Raises VersionNotFound."""
+        pin(stored)
+
+    def unpin(self, stored: StoredVersion) -> None:
+        """Allows eviction of `stored`: the caller knows another copy. Raises VersionNotFound."""
+        unpin(stored)
+
+    # Removing
+
+    def remove(self, stored: StoredVersion) -> None:
+        """Removes a version, pinned or not; its segments go to the pool.
+
+        Raises VersionLeased while anybody reads it, VersionNotFound if it is gone.
+        """
+        name = f"{stored.kind} {stored.model!r} {stored.version!r}"
+        lock = DirectoryLock.try_exclusive(stored.path)
+        if lock is None:
+            if stored.path.exists():
+                raise VersionLeased(f"{name} is being read; it can be removed when its last lease is released")
+            raise VersionNotFound(f"{name} is no longer at {stored.path}")
+        self._take_down(stored.path, lock)
+        if self.budget_bytes is not None or self.pool_bytes is not None:
+            with self._mutex():
+                self._trim(0)
+
+    def evict(self, bytes_needed: int) -> int:
+        """Frees at least `bytes_needed` bytes if it can: the pool first, then unleased, unpinned versions,
+        least recently used first. Returns the bytes freed."""
+        with self._mutex():
+            before = self.usage()
+            self._pool.trim(max(0, before.pool_bytes - bytes_needed))
+            if before.pool_bytes < bytes_needed:
+                self._evict_some(bytes_needed - before.pool_bytes)
+                self._pool.trim(0)
+            return before.used_bytes - self.usage().used_bytes
+
+    def sweep(self) -> SweepReport:
+        """Removes what dead processes left: drafts nobody holds, half-removed versions, stray files.
+
+        Never touches what a living process holds, nor a committed version.
+        """
+        with self._mutex():
+            removed, freed = self._sweep_staging()
+        damaged = []
+        for kind in KINDS:
+            for path in self._committed(kind):
+                try:
+                    stored = StoredVersion.read(path)
+                    if version_path(self.root, stored.kind, stored.model, stored.version) != path:
+                        raise IntegrityError(
+                            f"the manifest names {stored.model!r} {stored.version!r}, not this directory", path=path
+                        )
+                    stored.manifest.check_layout(Layout.read(path), path=path)
+                except IntegrityError as error:
+                    if path.exists():
+                        damaged.append(error)
+        return SweepReport(tuple(removed), freed, tuple(damaged))
+
+    def trim_pool(self, keep_bytes: int = 0) -> int:
+        """Gives freed segments back to the system until the pool holds at most `keep_bytes`; bytes freed."""
+        with self._mutex():
+            return self._pool.trim(keep_bytes)
+
+    def usage(self) -> Usage:
+        """What the store holds now, in bytes of file sizes (reserved counts as held)."""
+        return Usage(
+            committed_bytes=sum(held.nbytes for held in self._all_committed()),
+            draft_bytes=sum(
+                held.nbytes for path in directories(self._staging) if (held := held_at(path)) is not None
+            ),
+            pool_bytes=sum(pooled.nbytes for pooled in self._pool.files()),
+            budget_bytes=self.budget_bytes,
+        )
+
+    def _mutex(self) -> StoreMutex:
+        return StoreMutex(self.root / ".mutex")
+
+    def _committed(self, kind: str) -> list[Path]:
+        return [path for model in directories(self.root / f"{kind}s") for path in directories(model)]
+
+    def _all_committed(self) -> list[Held]:
+        found = (held_at(path) for kind in KINDS for path in self._committed(kind))
+        return [held for held in found if held is not None]
+
+    def _stake(self, layout: Layout, needed_bytes: int) -> tuple[Path, DirectoryLock]:
+        """A locked draft directory whose files have their sizes, counted against the budget."""
+        path = self._staging / uuid.uuid4().hex
+        with self._mutex():
+            if self.budget_bytes is not None:
+                self._make_room(needed_bytes)
+            path.mkdir(mode=0o700)
+            lock = DirectoryLock.try_shared(path)
+            assert lock is not None, "nobody else removes drafts while we hold the mutex"
+            try:
+                for file in layout.files:
+                    if not self._pool.claim(file.nbytes, path / file.name):
+                        segment.create(lock.fd, file.name, file.nbytes)
+                self._trim(needed_bytes - layout.nbytes)
+            except BaseException:
+                lock.close()
+                self._discard(path)
+                raise
+        return path, lock
+
+    def _make_room(self, needed_bytes: int) -> None:
+        assert self.budget_bytes is not None
+        for attempt in range(2):
+            usage = self.usage()
+            excess = usage.committed_bytes + usage.draft_bytes + needed_bytes - self.budget_bytes
+            if excess <= 0:
+                return
+            # Dead drafts hold budget too, and cost nothing to lose.
+            self._evict_some(excess) if attempt else self._sweep_staging()
+        usage = self.usage()
+        if usage.committed_bytes + usage.draft_bytes + needed_bytes > self.budget_bytes:
+            raise self._full(needed_bytes)
+
+    def _evict_some(self, excess_bytes: int) -> None:
+        candidates = self._all_committed()
+        while excess_bytes > 0 and (chosen := choose_evictions(candidates, excess_bytes)):
+            for held in chosen:
+                candidates.remove(held)
+                lock = DirectoryLock.try_exclusive(held.path)
+                if lock is None:
+                    continue
+                now = held_at(held.path)
+                if now is None or now.pinned:  # pinned between the scan and the lock
+                    lock.close()
+                    continue
+                self._take_down(held.path, lock)
+                excess_bytes -= held.nbytes
+
+    def _take_down(self, path: Path, lock: DirectoryLock) -> None:
+        try:
+            dismantle(hide(path, self._staging), self._pool)
+        finally:
+            lock.close()
+
+    def _sweep_staging(self) -> tuple[list[Path], int]:
+        removed, freed = [], 0
+        for entry in list(os.scandir(self._staging)):
+            path = Path(entry.path)
+            if not entry.is_dir(follow_symlinks=False):
+                os.unlink(path)
+                removed.append(path)
+                continue
+            lock = DirectoryLock.try_exclusive(path)
+            if lock is None:
+                continue
+            held = held_at(path)
+            try:
+                dismantle(path, None)
+            finally:
+                lock.close()
+            removed.append(path)
+            freed += held.nbytes if held is not None else 0
+        return removed, freed
+
+    def _trim(self, upcoming_bytes: int) -> None:
+        """Cuts the pool to what budget and pool bound leave beside the rest and `upcoming_bytes`."""
+        if self.budget_bytes is None and self.pool_bytes is None:
+            return
+        usage = self.usage()
+        keep = usage.pool_bytes if self.pool_bytes is None else self.pool_bytes
+        if self.budget_bytes is not None:
+            keep = min(keep, self.budget_bytes - usage.committed_bytes - usage.draft_bytes - upcoming_bytes)
+        self._pool.trim(max(0, keep))
+
+    def _allocate(self, layout: Layout, directory_fd: int, needed_bytes: int) -> None:
+        for file in layout.files:
+            try:
+                segment.allocate(directory_fd, file.name)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                # The file system is fuller than the budget knows: give it the pool and evictable versions.
+                with self._mutex():
+                    self._evict_some(needed_bytes)
+                    self._pool.trim(0)
+                segment.allocate(directory_fd, file.name)
+
+    def _discard(self, path: Path) -> None:
+        lock = DirectoryLock.try_exclusive(path)
+        if lock is not None:
+            try:
+                dismantle(path, None)
+            finally:
+                lock.close()
+
+    def _full(self, needed_bytes: int) -> StoreFull:
+        usage = self.usage()
+        committed = self._all_committed()
+        leased = 0
+        for held in committed:
+            lock = DirectoryLock.try_exclusive(held.path)
+            if lock is None:
+                leased += held.nbytes
+            else:
+                lock.close()
+        return StoreFull(
+            needed_bytes=needed_bytes,
+            used_bytes=usage.used_bytes,
+            budget_bytes=self.budget_bytes,
+            free_bytes=shutil.disk_usage(self.root).free,
+            leased_bytes=leased,
+            pinned_bytes=sum(held.nbytes for held in committed if held.pinned),
+            draft_bytes=usage.draft_bytes,
+        )
+
+
+def _check_kind(kind: str) -> str:
+    if kind not in KINDS:
+        raise InvalidName(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    return kind
+
+
+def _check_private(root: Path) -> None:
+    status = os.lstat(root)
+    if not stat.S_ISDIR(status.st_mode):
+        raise StoreUnsafe(f"{root} must be a real directory, not a symlink or file")
+    if status.st_uid != os.geteuid():
+        raise StoreUnsafe(f"{root} belongs to user {status.st_uid}, this process runs as {os.geteuid()}")
+    if status.st_mode & 0o077:
+        raise StoreUnsafe(
+            f"{root} is open to other users (mode {stat.S_IMODE(status.st_mode):o}); make it 0700: chmod 700 {root}"
+        )
