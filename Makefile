@@ -1,0 +1,51 @@
+# `make demo` and `make test` need nothing but Linux and Python 3.11 to 3.13: both set the environment up first.
+VENV ?= .venv
+PY := $(VENV)/bin/python
+PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+RUFF := $(PY) -m ruff
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-unit test-property e2e fault soak bench sdk-conformance lint lock clean
+
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
+
+setup: ## virtual environment with the pinned packages for CPU or CUDA, as detected (instant when nothing changed)
+	@VENV="$(VENV)" images/install.sh
+
+demo: setup ## the whole loop with visible progress: fine-tune, publish, chat, switch modes under load
+	@$(PY) -m appliance.demo
+
+test: setup ## everything that must pass: lint, then unit, property, fault and end-to-end tests with the time of each
+	@images/run-tests.sh "$(PY)"
+
+test-unit: setup ## unit tests only
+	$(PYTEST) tests/unit
+
+test-property: setup ## property tests only
+	$(PYTEST) tests/property
+
+e2e: setup ## end-to-end tests only: real box, real engines, real training
+	$(PYTEST) tests/e2e
+
+fault: setup ## fault tests only: processes killed at every point
+	$(PYTEST) tests/fault
+
+soak: setup ## the long runs
+	$(PYTEST) -m soak --timeout 7200 tests
+
+bench: setup ## one figure per claim, into benchmarks/results
+	$(PY) -m benchmarks
+
+sdk-conformance: setup ## openai-python's own tests against a running box
+	$(PY) -m tests.conformance
+
+lint: setup ## ruff
+	$(RUFF) check .
+
+lock: ## resolve images/requirements/*.in anew into cpu.txt and cuda.txt
+	images/lock.sh
+
+clean: ## remove the environment, caches and demo data
+	rm -rf $(VENV) $(VENV).lock .demo .benchmarks .pytest_cache .hypothesis .ruff_cache build *.egg-info
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -1,0 +1,208 @@
+#!/usr/bin/env bash
+# Installs the appliance and everything it needs into a virtual environment. Bare metal, the Dockerfiles, the systemd
+# unit, `make setup` and the tests all go through this one script.
+#
+#   images/install.sh [--venv DIR] [--build cpu|cuda] [--python PYTHON] [--no-compile] [--print-commands]
+#
+#   VENV, APPLIANCE_BUILD, PYTHON   the same as the options; an option wins
+#
+# The set of packages is the full lock file images/requirements/<build>.txt, installed by plain pip with --no-deps,
+# so every pip setting of the user counts: pip.conf, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_CERT, ...
+# (uv would be faster, but reads none of them). Packages come from package registries alone.
+#
+# A second run with nothing changed ends at once; an interrupted run continues where it stopped.
+set -euo pipefail
+
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+project=$(dirname "$here")
+venv=${VENV:-$project/.venv}
+build=${APPLIANCE_BUILD:-}
+wanted_python=${PYTHON:-}
+compile=1
+dry=0
+
+say() { printf 'install: %s\n' "$*" >&2; }
+die() { printf 'install: error: %s\n' "$*" >&2; exit 1; }
+run() { if [ "$dry" = 1 ]; then printf '%q ' "$@"; printf '\n'; else "$@"; fi; }
+
+while [ $# -gt 0 ]; do
+    case $1 in
+        --venv) venv=${2:?--venv needs a directory}; shift 2 ;;
+        --build) build=${2:?--build needs cpu or cuda}; shift 2 ;;
+        --python) wanted_python=${2:?--python needs an interpreter}; shift 2 ;;
+        --compile) compile=1; shift ;;
+        --no-compile) compile=0; shift ;;
+        --print-commands) dry=1; shift ;;
+        -h | --help) sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        *) die "unknown option $1; see --help" ;;
+    esac
+done
+case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
+
+# --- which build ---------------------------------------------------------------------------------------------------
+if [ -z "$build" ]; then
+    if [ -e /dev/nvidia0 ] || { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }; then
+        build=cuda
+    else
+        build=cpu
+    fi
+fi
+lock=$here/requirements/$build.txt
+case $build in
+    cpu) need_gb=6 torch_index=https://download.pytorch.org/whl/cpu ;;
+    cuda) need_gb=20 torch_index= ;;
+    *) die "APPLIANCE_BUILD or --build is '$build'; expected cpu or cuda" ;;
+esac
+[ "$(uname -s)" = Linux ] || die "this is $(uname -s); the appliance needs Linux (shared memory, process groups)"
+
+# --- which Python --------------------------------------------------------------------------------------------------
+fits() { "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; }
+python=
+for candidate in ${wanted_python:-python3 python3.12 python3.11 python3.13 python}; do
+    if fits "$candidate"; then python=$(command -v "$candidate"); break; fi
+done
+if [ -z "$python" ]; then
+    found=$(for c in ${wanted_python:-python3}; do "$c" --version 2>&1 || true; done)
+    die "no Python 3.11, 3.12 or 3.13 found (${wanted_python:-python3} is: ${found:-absent}). Install one, for example" \
+        "'apt-get install python3.11 python3.11-venv', or name it with PYTHON=/path/to/python3.11"
+fi
+
+# --- already done? -------------------------------------------------------------------------------------------------
+digest() { cat "$@" | sha256sum | cut -c1-64; }
+stamp=$venv/.appliance-installed
+project_stamp="$(digest "$project/pyproject.toml") $project"
+if [ -x "$venv/bin/python" ] && ! fits "$venv/bin/python"; then
+    say "$venv has no working Python 3.11 to 3.13 (its interpreter was removed or is another version); making it anew"
+    run rm -rf -- "$venv"
+fi
+# The lock counts without its comments: regenerating it with the same versions installs nothing.
+lock_stamp="$build $(grep -vE '^ *#' "$lock" | sha256sum | cut -c1-64)"
+done_lock='' done_project=''
+if [ -f "$stamp" ]; then { IFS= read -r done_lock && IFS= read -r done_project; } <"$stamp" || true; fi
+if [ "$dry" = 0 ] && [ "$done_lock" = "$lock_stamp" ] && [ "$done_project" = "$project_stamp" ]; then
+    exit 0
+fi
+
+# --- what the system must have -------------------------------------------------------------------------------------
+has_library() { "$python" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "$1" 2>/dev/null; }
+if [ "$build" = cpu ] && ! has_library libnuma.so.1; then
+    die "libnuma.so.1 is missing, vLLM's CPU build needs it: 'apt-get install libnuma1' or 'dnf install numactl-libs'"
+fi
+if [ "$build" = cuda ]; then
+    if ! command -v cc >/dev/null && ! command -v gcc >/dev/null; then
+        die "no C compiler (cc or gcc): Triton compiles GPU kernels with it when models load: 'apt-get install gcc'"
+    fi
+    headers=$("$python" -c 'import sysconfig; print(sysconfig.get_path("include"))')
+    [ -f "$headers/Python.h" ] ||
+        die "$headers/Python.h is missing, Triton needs it: 'apt-get install python3-dev' for the version of $python"
+    driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1 | cut -d. -f1 || true)
+    case $driver in
+        '' | *[!0-9]*) ;;
+        *) [ "$driver" -ge 580 ] ||
+            say "warning: NVIDIA driver $driver found; the CUDA 13 build of torch wants 580 or newer" ;;
+    esac
+fi
+
+# Two runs at once (`make demo` beside `make test`) must not write into one environment.
+if [ "$dry" = 0 ]; then
+    mkdir -p "$(dirname "$venv")" || die "cannot create $(dirname "$venv")"
+    exec 9>"$venv.lock" || die "cannot write $venv.lock"
+    if command -v flock >/dev/null && ! flock -n 9; then
+        say "another installation into $venv is running; waiting for it"
+        flock 9
+        # What stands there has changed since it was looked at above: begin again.
+        exec env VENV="$venv" APPLIANCE_BUILD="$build" PYTHON="$python" "${BASH_SOURCE[0]}" \
+            "$([ $compile = 1 ] && echo --compile || echo --no-compile)"
+    fi
+    if [ "$done_lock" != "$lock_stamp" ]; then
+        free_kb=$(df -Pk "$(dirname "$venv")" | awk 'NR == 2 {print $4}')
+        used_kb=$( (du -sk "$venv" 2>/dev/null || echo 0) | awk 'NR == 1 {print $1}')
+        [ $(((free_kb + used_kb) / 1048576)) -ge "$need_gb" ] ||
+            die "$(dirname "$venv") has $((free_kb / 1048576)) GB free; the $build build needs about $need_gb GB"
+    fi
+fi
+
+# --- environment ---------------------------------------------------------------------------------------------------
+if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+    say "making $venv with $python ($("$python" --version 2>&1))"
+    if "$python" -c 'import venv, ensurepip' 2>/dev/null; then
+        run "$python" -m venv "$venv"
+    elif "$python" -c 'import venv, pip' 2>/dev/null; then
+        # Debian splits ensurepip off; a system pip can put one into the environment instead.
+        run "$python" -m venv --without-pip "$venv"
+        run "$python" -m pip --python "$venv/bin/python" install --quiet pip
+    else
+        version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+        die "$python cannot make virtual environments: 'apt-get install python$version-venv' (Debian, Ubuntu)"
+    fi
+fi
+
+# `user = true` in a pip.conf is about other environments and would fail in this one.
+pip=("$venv/bin/python" -m pip --disable-pip-version-check install --no-user --no-deps --no-compile)
+
+# pip's two thousand lines as one line that counts (on a terminal) or a line now and then; its errors stay on stderr.
+progress() {
+    local terminal=0
+    [ ! -t 2 ] || terminal=1
+    awk -v total="$1" -v terminal="$terminal" '
+        function show(text) { printf(terminal ? "\r\033[Kinstall:   %s" : "install:   %s\n", text) >"/dev/stderr" }
+        /^(Collecting|Requirement already satisfied)/ { n++; if (terminal || n % 50 == 0) show(n " of " total) }
+        /^Building wheel/ { show($0) }
+        /^Installing collected packages/ { show("unpacking") }
+        END { if (terminal) printf("\r\033[K") >"/dev/stderr" }'
+}
+pip_install() {
+    local total=$1
+    shift
+    if [ "$dry" = 1 ]; then run "${pip[@]}" "$@"; else "${pip[@]}" "$@" 2> >(quieter >&2) | progress "$total"; fi
+}
+# An index on a file system may lack directories; pip says so once per package and index.
+quieter() { grep -v 'is ignored: it is neither a file nor a directory' || true; }
+
+if [ "$done_lock" != "$lock_stamp" ]; then
+    [ "$dry" = 1 ] || rm -f "$stamp"
+    # A run killed while pip was unpacking leaves metadata without its RECORD; pip would take that for installed.
+    if [ "$dry" = 0 ]; then
+        for metadata in "$venv"/lib/python3*/site-packages/*.dist-info; do
+            [ ! -d "$metadata" ] || [ -f "$metadata/RECORD" ] || rm -rf -- "$metadata"
+        done
+    fi
+
+    torch=$(sed -nE 's/^torch==([^ ;]+).*/\1/p' "$lock" | head -n 1)
+    [ -n "$torch" ] || die "$lock has no line 'torch==...'; 'make lock' writes it"
+    say "installing the $build build: torch $torch"
+    # torch first, by string equality: a CPU build (+cpu) in the user's find-links would otherwise win over the CUDA
+    # build of the same version.
+    if ! pip_install 1 "torch===$torch"; then
+        [ -n "$torch_index" ] ||
+            die "torch $torch could not be installed from your package index (see pip's message above)"
+        say "torch $torch is not to be had from your package index; trying $torch_index"
+        pip_install 1 --extra-index-url "$torch_index" "torch===$torch" ||
+            die "torch $torch was found neither in your index, your find-links nor at $torch_index." \
+                "Put its wheel for $("$venv/bin/python" --version) into a directory and set PIP_FIND_LINKS to it"
+    fi
+    say "installing the other packages of $(basename "$lock"); this takes a minute or two"
+    pip_install "$(grep -E '^[A-Za-z0-9]' "$lock" | grep -vc "'never'")" -r "$lock" || die "pip could not install $lock (see its message above); a second run continues here"
+fi
+
+say "installing the appliance itself"
+pip_install 1 --no-build-isolation --editable "$project" || die "pip could not install $project (see above)"
+
+# --- byte-compile --------------------------------------------------------------------------------------------------
+# Without .pyc files the first start of a box takes 15 to 20 s longer. Tests and the hundreds of model families that a
+# box never imports are left to be compiled when first used.
+if [ "$compile" = 1 ] && [ "$done_lock" != "$lock_stamp" ]; then
+    say "byte-compiling"
+    run "$venv/bin/python" -m compileall -q -j 0 \
+        -x '/(tests?|testing|test_.*)/|/transformers/models/(?!(auto|llama|qwen2|qwen3|mistral)/)|/vllm/model_executor/models/[a-km-pr-z]|/(sympy|matplotlib|tensorboard|triton/backends/(amd|intel))/|/torch/(_inductor|onnx|ao)/|/ray/(rllib|tune|data|train|serve)/' \
+        "$venv"/lib/python3*/site-packages >/dev/null || true
+fi
+
+# --- does it work? -------------------------------------------------------------------------------------------------
+if [ "$dry" = 0 ]; then
+    failure=$("$venv/bin/python" -c 'import torch, ray, safetensors, openai' 2>&1) ||
+        die "the environment in $venv was installed but does not import: $(printf '%s' "$failure" | tail -n 3)"
+    printf '%s\n%s\n' "$lock_stamp" "$project_stamp" >"$stamp.partial"
+    mv -f "$stamp.partial" "$stamp"
+    say "done: $venv ($build build)"
+fi

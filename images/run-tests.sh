@@ -1,0 +1,28 @@
+#!/usr/bin/env bash
+# `make test`: every suite runs even if one before it failed; the times of all stand at the end.
+#
+#   images/run-tests.sh PYTHON
+set -uo pipefail
+python=${1:?usage: images/run-tests.sh PYTHON}
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+export OMP_NUM_THREADS=1
+summary='' failed=0
+
+suite() {
+    local name=$1 started=$SECONDS code=0
+    shift
+    printf '\n== %s\n' "$name"
+    "$@" || code=$?
+    # pytest answers 5 when a suite has no tests to run (all of them deselected).
+    [ "$code" = 5 ] && code=0
+    [ "$code" = 0 ] || failed=1
+    summary+=$(printf '%-10s %5d s   %s' "$name" $((SECONDS - started)) "$([ "$code" = 0 ] && echo ok || echo "FAILED ($code)")")$'\n'
+    [ "$code" != 130 ] || { printf '%s' "$summary"; exit 130; }
+}
+
+suite lint "$python" -m ruff check .
+for name in unit property fault e2e; do
+    [ ! -d "tests/$name" ] || suite "$name" "$python" -m pytest -m 'not soak' --durations 5 "tests/$name"
+done
+printf '\n%s%-10s %5d s\n' "$summary" total "$SECONDS"
+exit "$failed"
