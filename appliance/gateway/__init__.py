@@ -1,0 +1,1 @@
+"""The public HTTP endpoint: a process of its own that authenticates, holds, routes and relays bytes."""

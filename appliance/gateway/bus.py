@@ -1,0 +1,104 @@
+"""The gateway's end of the bus: JSON lines over the controller's Unix socket, tables in, load reports out.
+
+While the controller is away the last table stays in force. After each (re)connection the controller sends a
+whole table; the report that follows tells it which generation is applied.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+import orjson
+
+from .errors import TableInvalid
+from .gateway import Gateway
+from .table import parse_table
+
+log = logging.getLogger("appliance.gateway")
+
+LINE_BYTES = 64 * 1024 * 1024
+BACKOFF_S = (0.05, 0.1, 0.2, 0.5, 1.0)
+HEARTBEAT_S = 5.0
+
+
+class BusClient:
+    """Keeps one connection to the controller for as long as `run` runs."""
+
+    def __init__(self, gateway: Gateway, *, on_table: Callable[[], None] | None = None) -> None:
+        self._gateway = gateway
+        self._on_table = on_table or (lambda: None)
+        self._writer: asyncio.StreamWriter | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        gateway.on_change = self.changed
+
+    @property
+    def connected(self) -> bool:
+        return self._writer is not None
+
+    async def run(self) -> None:
+        """Connect, read, reconnect; returns only when cancelled."""
+        attempt = 0
+        path = self._gateway.config.bus_socket
+        while True:
+            try:
+                reader, writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES)
+            except OSError as error:
+                if attempt == 0:
+                    log.info("bus: controller is away (%s), serving from the last table", error.strerror)
+            else:
+                attempt = 0
+                self._writer = writer
+                try:
+                    await self._read(reader)
+                except (OSError, ValueError) as error:
+                    log.warning("bus: connection given up: %s", error)
+                finally:
+                    self._writer = None
+                    writer.close()
+            await asyncio.sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)])
+            attempt += 1
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        """Apply tables until the connection ends. Raises ValueError on a line that is too long or not JSON."""
+        while True:
+            try:
+                async with asyncio.timeout(HEARTBEAT_S):
+                    line = await reader.readline()
+            except TimeoutError:
+                self.send()
+                continue
+            if not line:
+                return
+            message = orjson.loads(line)
+            if not isinstance(message, dict) or message.get("type") != "table":
+                continue  # a newer controller may say more than we know
+            try:
+                table = parse_table(message, default_hold_s=self._gateway.config.holds.hold_s)
+            except TableInvalid as error:
+                log.error("bus: table refused, the last one stays in force: %s", error)
+                continue
+            self._gateway.apply(table)
+            self._on_table()
+
+    def changed(self, urgent: bool) -> None:
+        """A report is due: now if urgent, else within the report interval."""
+        if urgent:
+            self.send()
+        elif self._timer is None and self._writer is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._gateway.config.report_s, self.send)
+
+    def send(self) -> None:
+        """Send a report if the controller is there and keeps up; a skipped one is made good by the next."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        writer = self._writer
+        if writer is None or writer.is_closing():
+            return
+        if writer.transport.get_write_buffer_size() > LINE_BYTES // 64:
+            log.warning("bus: the controller does not read, reconnecting")
+            writer.transport.abort()
+            return
+        writer.write(orjson.dumps(self._gateway.report(), option=orjson.OPT_APPEND_NEWLINE))

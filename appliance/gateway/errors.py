@@ -1,0 +1,214 @@
+"""What can go wrong in the gateway, and how every error looks to a client: OpenAI's error object.
+
+    GatewayError
+    ├── ConfigInvalid    the process was started with settings it cannot use
+    ├── TableInvalid     the controller sent a routing table that cannot be applied
+    └── ApiError         an answer to a client: status and {"error": {"message", "type", "param", "code"}}
+
+Shapes after https://platform.openai.com/docs/guides/error-codes and the behaviour of the `openai` client:
+it retries 408, 409, 429 and 5xx, obeys Retry-After up to 120 s and `x-should-retry`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+
+MAX_RETRY_AFTER_S = 120
+
+
+class GatewayError(Exception):
+    """Base of all errors of this package."""
+
+
+class ConfigInvalid(GatewayError):
+    """Settings the gateway cannot start with; the message names the key, the value and what is expected."""
+
+
+class TableInvalid(GatewayError):
+    """A routing table of the wrong shape; the last good one stays in force."""
+
+
+class ApiError(GatewayError):
+    """An error answered to a client.
+
+    status: HTTP status. retry_after_s: sent as Retry-After, at most 120 s. should_retry: sent as
+    `x-should-retry` when not None. close: the connection cannot be used any more after it.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+        should_retry: bool | None = None,
+        close: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.retry_after_s = None if retry_after_s is None else min(max(retry_after_s, 1), MAX_RETRY_AFTER_S)
+        self.should_retry = should_retry
+        self.close = close
+
+    def body(self) -> bytes:
+        return error_object(self.message, self.kind, self.param, self.code)
+
+
+def error_object(message: str, kind: str, param: str | None, code: str | None) -> bytes:
+    return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
+
+
+def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def protocol_error(message: str, status: int = 400) -> ApiError:
+    """The bytes are not HTTP we accept: nothing after them on this connection can be trusted."""
+    return ApiError(status, message, code="bad_http_request", close=True)
+
+
+def unknown_url(method: str, path: str) -> ApiError:
+    return ApiError(
+        404,
+        f"Unknown request URL: {method} {path}. Please check the URL for typos, "
+        "or see the documentation of this server for the routes it has.",
+        code="unknown_url",
+    )
+
+
+def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
+    return ApiError(405, f"Not allowed to {method} on {path}. Allowed: {allowed}.", code="method_not_supported")
+
+
+def missing_key() -> ApiError:
+    return ApiError(
+        401,
+        "You didn't provide an API key. You need to provide your API key in an Authorization header using "
+        "Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
+        code="missing_api_key",
+    )
+
+
+def invalid_key() -> ApiError:
+    return ApiError(401, "Incorrect API key provided, or the key was revoked.", code="invalid_api_key")
+
+
+def key_revoked() -> ApiError:
+    return ApiError(401, "The API key of this request was revoked while it ran.", code="invalid_api_key", close=True)
+
+
+def missing_scope(needed: str) -> ApiError:
+    return ApiError(
+        403,
+        f"You have insufficient permissions for this operation. The API key needs the scope: {needed}.",
+        code="insufficient_permissions",
+    )
+
+
+def model_not_found(model: str) -> ApiError:
+    shown = model if len(model) <= 200 else model[:200] + "…"
+    return ApiError(
+        404,
+        f"The model `{shown}` does not exist or you do not have access to it.",
+        param="model",
+        code="model_not_found",
+    )
+
+
+def wrong_task(model: str, route: str) -> ApiError:
+    return ApiError(400, f"The model `{model}` does not support {route}.", param="model", code="model_not_supported")
+
+
+def body_too_large(limit_bytes: int) -> ApiError:
+    return ApiError(
+        413,
+        f"The request body is larger than the {limit_bytes} bytes allowed here.",
+        code="request_too_large",
+        close=True,
+    )
+
+
+def unavailable(message: str, code: str, retry_after_s: int) -> ApiError:
+    return ApiError(503, message, kind="server_error", code=code, retry_after_s=retry_after_s)
+
+
+def engine_failed(status: int = 502) -> ApiError:
+    what = "did not answer in time" if status == 504 else "failed while answering"
+    return ApiError(
+        status,
+        f"The engine serving this model {what}. The request can be sent again.",
+        kind="server_error",
+        code="engine_timeout" if status == 504 else "engine_failed",
+    )
+
+
+def kind_of_status(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def from_upstream(status: int, body: bytes) -> ApiError:
+    """Turn an error answer of the engine or the controller into ours.
+
+    Known shapes: OpenAI's own object; vLLM's with integer `code`; {"error": "text"};
+    FastAPI's {"detail": "text" | [{"loc", "msg"}]}; anything else keeps only its status.
+    """
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        data = None
+    error = data.get("error") if isinstance(data, dict) else None
+    detail = data.get("detail") if isinstance(data, dict) else None
+    if isinstance(error, dict) and isinstance(error.get("message"), str):
+        message, param, code = error["message"], error.get("param"), error.get("code")
+        kind = error.get("type")
+        known = isinstance(code, str) or (code is None and isinstance(kind, str) and kind.endswith("_error"))
+        return ApiError(
+            status,
+            message,
+            kind=kind if known and isinstance(kind, str) else kind_of_status(status),
+            param=param if isinstance(param, str) else None,
+            code=code if isinstance(code, str) else _code_from_message(status, message),
+        )
+    if isinstance(error, str):
+        return ApiError(status, error, kind=kind_of_status(status))
+    if isinstance(detail, str):
+        return ApiError(status, detail, kind=kind_of_status(status))
+    if isinstance(detail, list) and detail and isinstance(detail[0], dict):
+        return ApiError(status, *_validation(detail))
+    return ApiError(status, f"The request failed with status {status}.", kind=kind_of_status(status))
+
+
+def event_code(data: Any) -> int | None:
+    """HTTP-like status inside an error event of vLLM's stream, or None if `data` is no error event."""
+    if not isinstance(data, dict) or not isinstance(data.get("error"), dict):
+        return None
+    code = data["error"].get("code")
+    return code if isinstance(code, int) and not isinstance(code, bool) and 400 <= code <= 599 else 500
+
+
+def _code_from_message(status: int, message: str) -> str | None:
+    if status == 404 and "does not exist" in message:
+        return "model_not_found"
+    if "maximum context length" in message or "max_model_len" in message:
+        return "context_length_exceeded"
+    return None
+
+
+def _validation(detail: list[Any]) -> tuple[str]:
+    parts = []
+    for item in detail[:5]:
+        if isinstance(item, dict):
+            where = ".".join(str(p) for p in item.get("loc", ()) if p != "body")
+            parts.append(f"{where}: {item.get('msg', 'invalid')}" if where else str(item.get("msg", "invalid")))
+    return ("; ".join(parts),)

@@ -1,0 +1,345 @@
+"""The state of one gateway process and what happens to it: tables in, requests through, reports out.
+
+Everything runs on one event loop thread, so nothing here is locked. Time-driven work of all connections is done
+in one sweep a few times a second instead of a timer per request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import logging
+import secrets
+import ssl
+import time
+from collections.abc import Callable
+from typing import Any
+
+import orjson
+
+from serve.holds import Bounds, Holds, Refusal
+from serve.router import Choice, Router
+
+from . import errors, wire
+from .config import GatewayConfig, Limits
+from .errors import ApiError
+from .inference import Exchange
+from .logs import AccessLog
+from .metrics import Metrics
+from .relay import Relay
+from .request_check import check_body
+from .routes import ADMIN, Kind
+from .server import ClientConnection, Handler
+from .table import Principal, Table
+from .upstream import UpstreamPool
+from .wire import Request
+
+log = logging.getLogger("appliance.gateway")
+
+_JSON = b"application/json"
+_PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
+# Placing thousands of held requests in one go would stall every open stream for as long.
+_PLACED_AT_ONCE = 128
+
+
+class Gateway:
+    """One process's worth. `on_change(urgent)` is called when a load report is due."""
+
+    def __init__(self, config: GatewayConfig, *, on_change: Callable[[bool], None] | None = None) -> None:
+        self.config = config
+        self.limits: Limits = config.limits
+        self.on_change = on_change or (lambda urgent: None)
+        self.connections: set[ClientConnection] = set()
+        self.metrics = Metrics()
+        self.pool = UpstreamPool()
+        self.router = Router(max_inflight=config.limits.replica_inflight)
+        holds = config.holds
+        self.holds: Holds[Exchange] = Holds(Bounds(holds.requests, holds.requests_per_model, holds.body_bytes))
+        self.access_log = AccessLog(config.log_path if config.access_log else None)
+        self.keys: dict[str, Principal] = {}
+        self.generation = -1
+        self.stopping = False
+        self.started_s = time.time()
+        self._buffered_bytes = 0
+        self._id_prefix = b"req_" + secrets.token_hex(8).encode()
+        self._id_serial = 0
+        self._servers: list[asyncio.Server] = []
+        self._sweeper: asyncio.Task[None] | None = None
+
+    # -- life
+
+    async def listen(self, host: str, port: int, *, reuse_port: bool = False) -> int:
+        """Accept clients on host:port (0: any port) and return the port."""
+        loop = asyncio.get_running_loop()
+        server = await loop.create_server(
+            lambda: ClientConnection(self), host, port, ssl=self._ssl(), reuse_port=reuse_port, backlog=2048
+        )
+        self._servers.append(server)
+        if self._sweeper is None:
+            self._sweeper = loop.create_task(self._sweep_forever())
+        return server.sockets[0].getsockname()[1]
+
+    async def close_listeners(self) -> None:
+        """Stop accepting; open connections stay."""
+        for server in self._servers:
+            server.close()
+        self._servers.clear()
+
+    async def stop(self, deadline_s: float) -> None:
+        """Refuse new requests, let those in flight finish for `deadline_s` seconds, then end the rest with an error."""
+        self.stopping = True
+        await self.close_listeners()
+        until = time.monotonic() + deadline_s
+        for conn in list(self.connections):
+            conn.stop()
+        while self.connections and time.monotonic() < until:
+            await asyncio.sleep(0.02)
+        for conn in list(self.connections):
+            if conn.active is not None:
+                conn.active.cancel(errors.unavailable("The server is shutting down.", "shutting_down", 2))
+        if self.connections:
+            await asyncio.sleep(0.05)
+        for conn in list(self.connections):
+            conn.abort()
+        if self._sweeper is not None:
+            self._sweeper.cancel()
+        self.pool.close()
+        self.access_log.close()
+
+    def _ssl(self) -> ssl.SSLContext | None:
+        if self.config.tls_cert_path is None:
+            return None
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_cert_chain(self.config.tls_cert_path, self.config.tls_key_path)
+        except (OSError, ssl.SSLError) as error:
+            raise errors.ConfigInvalid(
+                f"tls_cert_path {self.config.tls_cert_path!r}, tls_key_path {self.config.tls_key_path!r}: "
+                f"cannot be used ({error}), expected a PEM certificate chain and its unencrypted key"
+            ) from error
+        return context
+
+    # -- the controller's side
+
+    def apply(self, table: Table) -> None:
+        """Put a routing table into force at once: revoked keys end here, held requests start here."""
+        revoked = self.keys.keys() - table.keys.keys()
+        gone = {self.keys[digest].id for digest in revoked} - {owner.id for owner in table.keys.values()}
+        self.keys = dict(table.keys)
+        known = {f.name: type(getattr(self.config.limits, f.name)) for f in dataclasses.fields(Limits)}
+        changed = {name: known[name](value) for name, value in table.limits.items() if name in known}
+        if changed != {name: getattr(self.limits, name) for name in changed}:
+            self.limits = dataclasses.replace(self.config.limits, **changed)
+        self.router.max_inflight = self.limits.replica_inflight
+        self.router.apply(table.models)
+        self.metrics.forget_models(self.router.models)
+        self.generation = table.generation
+        if gone:
+            for conn in list(self.connections):
+                request = conn.active_request
+                if request is not None and request.principal is not None and request.principal.id in gone:
+                    if conn.active is not None:
+                        self.metrics.events["revoked_in_flight"] += 1
+                        conn.active.cancel(errors.key_revoked())
+        for name in self.holds.models():
+            self.place_held(name)
+        self.on_change(True)
+
+    def report(self) -> dict[str, Any]:
+        """The load report of the bus.
+
+        last_request_s: Unix time, None before the first; ttft_p95_s: of the last minute, None without requests.
+        """
+        now = time.monotonic()
+        inflight: dict[str, int] = {}
+        for conn in self.connections:
+            if conn.active is not None and isinstance(conn.active, Exchange):
+                name = conn.active.checked.model
+                inflight[name] = inflight.get(name, 0) + 1
+        return {
+            "type": "load",
+            "generation": self.generation,
+            "gateway": self.config.name,
+            "replicas": self.router.report(),
+            "models": {
+                name: {
+                    "inflight": inflight.get(name, 0) - self.holds.held(name),
+                    "held": self.holds.held(name),
+                    "last_request_s": self.metrics.last_request_s.get(name),
+                    "ttft_p95_s": self.metrics.ttft_p95_s(name, now),
+                }
+                for name in self.router.models
+            },
+        }
+
+    def changed(self) -> None:
+        self.on_change(False)
+
+    def held(self, model: str) -> None:
+        """A request began to wait. The controller must hear at once: a sleeping model wakes on it."""
+        self.on_change(self.holds.held(model) == 1)
+
+    def ended(self, choice: Choice) -> None:
+        """A request left its replica."""
+        self.on_change(self.router.end(choice))
+        if self.holds.count and self.holds.held(choice.model):
+            asyncio.get_running_loop().call_soon(self.place_held, choice.model)
+
+    def place_held(self, model: str) -> None:
+        """Let waiting requests go for as long as some replica takes them."""
+        for _ in range(_PLACED_AT_ONCE):
+            ticket = self.holds.first(model)
+            if ticket is None:
+                return
+            ticket.item.place()
+            if self.holds.first(model) is ticket:
+                return
+        asyncio.get_running_loop().call_soon(self.place_held, model)
+
+    # -- requests
+
+    def new_request_id(self) -> bytes:
+        self._id_serial += 1
+        return b"%b%06x" % (self._id_prefix, self._id_serial)
+
+    def request_id(self, headers: wire.Headers) -> bytes:
+        return wire.accepted_request_id(headers) or self.new_request_id()
+
+    def admit(self, request: Request) -> None:
+        """Everything that can be said of a request from its head. Raises ApiError."""
+        route, headers = request.route, request.headers
+        assert route is not None
+        if route.kind is not Kind.HEALTH:
+            self._authenticate(request)
+        expect = headers.get(b"expect")
+        if expect is not None and expect.lower() != b"100-continue":
+            raise errors.ApiError(417, "Only Expect: 100-continue is understood.", code="expectation_failed")
+        length, limit = request.content_length, self.body_limit(request)
+        if length is not None and length > limit:
+            raise errors.body_too_large(limit)
+        coding = headers.get(b"content-encoding")
+        if coding is not None and coding.lower() != b"identity":
+            # A compressed body says nothing about what it costs to read.
+            raise ApiError(415, "Compressed request bodies are not accepted.", code="unsupported_content_encoding")
+        if route.kind is Kind.INFERENCE:
+            kind = headers.get(b"content-type")
+            if kind is not None and not kind.lower().startswith(_JSON):
+                raise ApiError(
+                    415, "Unsupported content type, expected application/json.", code="unsupported_content_type"
+                )
+
+    def _authenticate(self, request: Request) -> None:
+        headers, route = request.headers, request.route
+        assert route is not None
+        value = headers.get(b"authorization")
+        if value is not None:
+            scheme, _, key = value.partition(b" ")
+            key = key.strip() if scheme.lower() == b"bearer" else b""
+        else:
+            key = headers.get(b"x-api-key", b"")
+        if not key:
+            raise errors.missing_key()
+        if self.generation < 0:
+            raise errors.unavailable("The gateway has no routing table yet. Please retry.", "starting", 2)
+        principal = self.keys.get(hashlib.sha256(key).hexdigest())
+        if principal is None:
+            self.metrics.events["bad_key"] += 1
+            raise errors.invalid_key()
+        request.principal = principal
+        if ADMIN not in principal.scopes and not (route.scopes & principal.scopes):
+            raise errors.missing_scope(" or ".join(sorted(route.scopes)))
+
+    def body_limit(self, request: Request) -> int:
+        route = request.route
+        if route is None or route.kind is Kind.INFERENCE:
+            return self.limits.inference_body_bytes
+        if route.kind is not Kind.CONTROL:
+            return 0
+        return self.limits.upload_body_bytes if route.upload else self.limits.control_body_bytes
+
+    def take_body(self, request: Request, nbytes: int) -> None:
+        """Account for body bytes kept in memory. Raises ApiError 503 when all bodies together are too large."""
+        if self._buffered_bytes + nbytes > self.limits.buffered_body_bytes:
+            raise errors.unavailable("The server is busy with other large requests. Please retry.", "overloaded", 2)
+        self._buffered_bytes += nbytes
+        request.buffered_bytes += nbytes
+
+    def release_body(self, request: Request) -> None:
+        self._buffered_bytes -= request.buffered_bytes
+        request.buffered_bytes = 0
+        request.chunks = []
+
+    def handler(self, client: ClientConnection, request: Request) -> Handler:
+        """Who answers this request. Raises ApiError if its body rules it out."""
+        route = request.route
+        assert route is not None
+        if route.kind is Kind.CONTROL:
+            return Relay(self, client, request)
+        chunks = request.chunks
+        if len(chunks) != 1:
+            request.chunks = chunks = [b"".join(chunks)]
+        checked = check_body(route, chunks[0], self.limits)
+        model = self.router.models.get(checked.model)
+        if model is None:
+            raise errors.model_not_found(checked.model)
+        if model.task != route.task:
+            raise errors.wrong_task(checked.model, route.name)
+        request.model = checked.model
+        self.metrics.last_request_s[checked.model] = time.time()
+        return Exchange(self, client, request, checked)
+
+    def own_answer(self, request: Request) -> tuple[int, bytes, bytes]:
+        """/health and /metrics: status, content type, body."""
+        assert request.route is not None
+        if request.route.kind is Kind.METRICS:
+            return 200, _PROMETHEUS, self.metrics.render(self._gauges())
+        ready = self.generation >= 0 and not self.stopping
+        return (200 if ready else 503), _JSON, orjson.dumps({"status": "ok" if ready else "starting"})
+
+    def finished(self, request: Request) -> None:
+        """A response is complete (or its client is gone)."""
+        self.release_body(request)
+        metrics = self.metrics
+        metrics.requests[request.route_name, request.status] += 1
+        metrics.response_bytes += request.sent_bytes
+        if self.access_log.enabled:
+            self.access_log.add(request)
+
+    def _gauges(self) -> list[tuple[str, str, dict[str, str], float]]:
+        rows: list[tuple[str, str, dict[str, str], float]] = [
+            ("appliance_gateway_connections", "Open client connections.", {}, len(self.connections)),
+            ("appliance_gateway_table_generation", "Routing table in force, -1 before the first.", {}, self.generation),
+            ("appliance_gateway_buffered_body_bytes", "Request bodies in memory.", {}, self._buffered_bytes),
+            ("appliance_gateway_start_time_seconds", "Unix time of the start.", {}, self.started_s),
+        ]
+        rows += [
+            ("appliance_gateway_held", "Requests waiting for a replica.", {"model": name}, self.holds.held(name))
+            for name in self.router.models
+        ]
+        rows += [
+            ("appliance_gateway_inflight", "Requests on a replica.", {"replica": name}, load.inflight)
+            for name, load in self.router.loads.items()
+        ]
+        return rows
+
+    # -- time
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.sweep_s)
+            self.sweep(time.monotonic())
+
+    def sweep(self, now_s: float) -> None:
+        """Deadlines, keep-alive comments, stalled clients, idle upstream connections, the access log."""
+        for ticket in self.holds.expired(now_s):
+            ticket.item.hold_refused(Refusal.DEADLINE)
+        for name in self.holds.models():
+            self.place_held(name)
+        for conn in list(self.connections):
+            conn.tick(now_s)
+        wanted = {replica.socket for model in self.router.models.values() for replica in model.replicas}
+        wanted.add(self.config.controller_socket)
+        self.pool.sweep(now_s, wanted)
+        self.access_log.flush()

@@ -1,0 +1,149 @@
+"""The gateway process: `python -m appliance.gateway.main --config-json PATH_OR_JSON`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ctypes
+import dataclasses
+import logging
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Sequence
+
+import uvloop
+
+from .bus import BusClient
+from .config import GatewayConfig, load_config
+from .errors import ConfigInvalid
+from .gateway import Gateway
+
+log = logging.getLogger("appliance.gateway")
+
+EXIT_USAGE = 2
+_PR_SET_PDEATHSIG = 1
+_WORKER_RESTART_S = 0.5
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the gateway until SIGTERM or SIGINT. Returns the exit status: 0 stopped as asked, 1 failed, 2 bad settings.
+
+    Prints one line "listening HOST PORT" on stdout for each address it starts to accept on.
+    """
+    parser = argparse.ArgumentParser(prog="python -m appliance.gateway.main", description=__doc__)
+    parser.add_argument("--config-json", required=True, metavar="PATH_OR_JSON", help="a resolved GatewayConfig")
+    arguments = parser.parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    try:
+        config = load_config(arguments.config_json)
+        _raise_file_limit(config.limits.max_connections)
+        if config.workers == 1:
+            return _run(config, reuse_port=False)
+        return _supervise(config)
+    except ConfigInvalid as error:
+        log.error("%s", error)
+        return EXIT_USAGE
+
+
+def _run(config: GatewayConfig, *, reuse_port: bool) -> int:
+    try:
+        return uvloop.run(serve(config, reuse_port=reuse_port))
+    except OSError as error:
+        log.error("cannot listen on %s:%d: %s", config.host, config.port, error.strerror or error)
+        return 1
+
+
+async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
+    """One worker, from first listen to last response."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    gateway = Gateway(config)
+    keyed = asyncio.Event()
+    bus = BusClient(gateway, on_table=lambda: keyed.set() if gateway.keys else None)
+    bus_task = loop.create_task(bus.run())
+    port = await gateway.listen(config.host if config.is_loopback else "127.0.0.1", config.port, reuse_port=reuse_port)
+    print(f"listening {config.host if config.is_loopback else '127.0.0.1'} {port}", flush=True)
+    waiting = [loop.create_task(stop.wait())]
+    if not config.is_loopback:
+        # The network sees this box only once somebody holds a key to it.
+        waiting.append(loop.create_task(keyed.wait()))
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            await gateway.close_listeners()
+            await gateway.listen(config.host, port, reuse_port=reuse_port)
+            print(f"listening {config.host} {port}", flush=True)
+    await stop.wait()
+    log.info("stopping: %d connections", len(gateway.connections))
+    await gateway.stop(config.shutdown_s)
+    bus.send()
+    for task in (bus_task, *waiting):
+        task.cancel()
+    await asyncio.gather(bus_task, *waiting, return_exceptions=True)
+    return 0
+
+
+def _supervise(config: GatewayConfig) -> int:
+    """Several workers on one port (SO_REUSEPORT); one that dies is replaced."""
+    workers: dict[int, int] = {}
+    stopping = False
+
+    def stop(number: int, _frame: object) -> None:
+        nonlocal stopping
+        stopping = True
+        for pid in workers:
+            os.kill(pid, signal.SIGTERM)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, stop)
+    for index in range(config.workers):
+        workers[_fork_worker(config, index)] = index
+    failed = False
+    while workers:
+        pid, status = os.wait()
+        index = workers.pop(pid, None)
+        if index is None or stopping:
+            continue
+        code = os.waitstatus_to_exitcode(status)
+        if code in (1, EXIT_USAGE):
+            failed = True
+            stop(signal.SIGTERM, None)
+        else:
+            log.error("worker %d ended with %d, starting another", index, code)
+            time.sleep(_WORKER_RESTART_S)
+            if not stopping:
+                workers[_fork_worker(config, index)] = index
+    return 1 if failed else 0
+
+
+def _fork_worker(config: GatewayConfig, index: int) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    own = dataclasses.replace(
+        config,
+        name=f"{config.name}-{index}",
+        log_path=None if config.log_path is None else f"{config.log_path}.{index}",
+    )
+    os._exit(_run(own, reuse_port=True))
+
+
+def _raise_file_limit(connections: int) -> None:
+    """Each client may need an upstream connection of its own."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * connections + 512
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,275 @@
+"""What an inference body may ask for. Pure: bytes in, the few facts the gateway needs out, or an ApiError.
+
+The body is parsed once, by orjson, which refuses NaN, infinities, lone surrogates, invalid UTF-8 and nesting
+past 1024 levels. Its raw bytes go on to the engine, which reads them with the same last-key-wins rule.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import zlib
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from . import errors
+from .config import Limits
+from .errors import ApiError
+from .routes import Route
+
+MODEL_NAME_CHARS = 512
+DEFAULT_COMPLETION_TOKENS = 256
+PREFIX_CHARS = 512
+
+# Fields that make the engine render foreign templates, unpickle tensors, fetch or transform media, reuse
+# another request's identity or talk to other engines.
+FORBIDDEN = frozenset(
+    {
+        "chat_template",
+        "media_io_kwargs",
+        "mm_processor_kwargs",
+        "prompt_embeds",
+        "kv_transfer_params",
+        "vllm_xargs",
+        "request_id",
+    }
+)
+
+# Where a URL may stand in a message: OpenAI's, vLLM's short forms, Anthropic's `source.url`, tool servers.
+_MEDIA_KEYS = frozenset(
+    {"image_url", "video_url", "audio_url", "file_url", "server_url", "image_embeds", "audio_embeds", "image_pil"}
+)
+# A URL key can only be spelt with "url", "embeds" or "pil" in clear, or with a JSON escape.
+_MAY_HOLD_MEDIA = re.compile(rb"url|embeds|_pil|\\u", re.IGNORECASE)
+_DATA_IMAGE = re.compile(r"data:image/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
+_DATA_AUDIO = re.compile(r"data:audio/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
+
+_INT64 = (1 << 63) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """tokens: estimate of prompt plus completion, for routing only. prefix: same for requests that begin alike."""
+
+    model: str
+    stream: bool
+    tokens: int
+    prefix: int
+
+
+def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
+    """Check one inference request body (JSON text in bytes).
+
+    Raises ApiError 400 naming the parameter, what was given and what is expected.
+    """
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise errors.bad_request(
+            f"We could not parse the JSON body of your request: {error}", code="invalid_json"
+        ) from None
+    if not isinstance(data, dict):
+        raise errors.bad_request(f"The request body is a JSON {_kind(data)}, expected an object.", code="invalid_json")
+    model = data.get("model")
+    if not isinstance(model, str) or not model:
+        raise errors.bad_request("You must provide a model parameter: a non-empty string.", param="model")
+    if len(model) > MODEL_NAME_CHARS:
+        raise errors.model_not_found(model)
+    stream = data.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise _bad("stream", stream, "true or false")
+
+    number_rules = _rules(limits)
+    for key, value in data.items():
+        if key in FORBIDDEN:
+            if value is not None:
+                raise errors.bad_request(
+                    f"The parameter `{key}` is not accepted by this server.", param=key, code="unsupported_parameter"
+                )
+        elif key in number_rules:
+            if value is not None:
+                _number(key, value, *number_rules[key])
+    _template_kwargs(data.get("chat_template_kwargs"))
+    # Depth can only exceed the limit if there are that many opening brackets; most bodies have fewer.
+    deep = body.count(b"{") + body.count(b"[") > limits.json_depth
+    if deep or _MAY_HOLD_MEDIA.search(body) is not None:
+        _walk(data, limits.json_depth)
+    count = _inputs(route, data, limits)
+    completion = _completion_tokens(data)
+    sequences = count * max(data.get("n") or 1, data.get("best_of") or 1)
+    if sequences > limits.sequences:
+        raise errors.bad_request(
+            f"The request asks for {sequences} sequences (inputs × n), at most {limits.sequences} are allowed.",
+            param="n",
+        )
+    return Checked(model, bool(stream), len(body) // 4 + min(completion, 4096) * sequences, zlib.crc32(_prefix(data)))
+
+
+_RULES_OF: dict[int, tuple[Limits, dict[str, tuple[type, float, float]]]] = {}
+
+
+def _rules(limits: Limits) -> dict[str, tuple[type, float, float]]:
+    """(type, lowest, highest) by field; built once per Limits object."""
+    cached = _RULES_OF.get(id(limits))
+    if cached is not None and cached[0] is limits:
+        return cached[1]
+    rules: dict[str, tuple[type, float, float]] = {
+        "n": (int, 1, limits.n),
+        "best_of": (int, 1, limits.n),
+        "max_tokens": (int, 1, limits.max_tokens),
+        "max_completion_tokens": (int, 1, limits.max_tokens),
+        "max_output_tokens": (int, 1, limits.max_tokens),
+        "min_tokens": (int, 0, limits.max_tokens),
+        "top_logprobs": (int, 0, limits.top_logprobs),
+        "prompt_logprobs": (int, 0, limits.top_logprobs),
+        "temperature": (float, 0, 2),
+        "top_p": (float, 0, 1),
+        "min_p": (float, 0, 1),
+        "top_k": (int, -1, 1 << 31),
+        "frequency_penalty": (float, -2, 2),
+        "presence_penalty": (float, -2, 2),
+        "repetition_penalty": (float, 0, 10),
+        "length_penalty": (float, -10, 10),
+        "seed": (int, -_INT64 - 1, _INT64),
+        "dimensions": (int, 1, 1 << 20),
+        "truncate_prompt_tokens": (int, -1, 1 << 31),
+        "priority": (int, 0, 0),
+    }
+    _RULES_OF.clear()
+    _RULES_OF[id(limits)] = (limits, rules)
+    return rules
+
+
+def _number(name: str, value: Any, kind: type, low: float, high: float) -> None:
+    right_type = isinstance(value, int) or (kind is float and isinstance(value, float))
+    if not right_type or isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
+        what = "an integer" if kind is int else "a number"
+        raise _bad(name, value, f"{what} from {low} to {high}")
+
+
+def _template_kwargs(kwargs: Any) -> None:
+    if kwargs is None:
+        return
+    if not isinstance(kwargs, dict):
+        raise _bad("chat_template_kwargs", kwargs, "an object")
+    if "chat_template" in kwargs:
+        raise errors.bad_request(
+            "The parameter `chat_template_kwargs.chat_template` is not accepted by this server.",
+            param="chat_template_kwargs.chat_template",
+            code="unsupported_parameter",
+        )
+
+
+def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
+    """Number of separate inputs the body asks about."""
+    logprobs = data.get("logprobs")
+    if route.name == "completions":
+        if logprobs is not None:
+            _number("logprobs", logprobs, int, 0, limits.top_logprobs)
+    elif logprobs is not None and not isinstance(logprobs, bool):
+        raise _bad("logprobs", logprobs, "true or false")
+    if route.name in ("chat.completions", "messages"):
+        messages = data.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise _bad("messages", messages, "a non-empty array of messages")
+        if not all(isinstance(message, dict) for message in messages):
+            raise _bad("messages", messages, "an array of objects")
+        return 1
+    if route.name == "responses":
+        if not isinstance(data.get("input"), str | list):
+            raise _bad("input", data.get("input"), "a string or an array of items")
+        return 1
+    name = "input" if route.name == "embeddings" else "prompt"
+    value = data.get(name)
+    if name == "input" and value is None and isinstance(data.get("messages"), list):
+        return 1
+    if isinstance(value, str):
+        return 1
+    if not isinstance(value, list) or not value:
+        raise _bad(name, value, "a string, or a non-empty array of strings, tokens or token arrays")
+    if isinstance(value[0], int):
+        return 1
+    if name == "input":
+        if len(value) > limits.embedding_inputs:
+            raise errors.bad_request(
+                f"{len(value)} inputs given, at most {limits.embedding_inputs} are allowed.", param="input"
+            )
+        return 1
+    return len(value)
+
+
+def _completion_tokens(data: dict[str, Any]) -> int:
+    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+        value = data.get(name)
+        if value is not None:
+            return int(value)
+    return DEFAULT_COMPLETION_TOKENS
+
+
+def _prefix(data: dict[str, Any]) -> bytes:
+    """The beginning of the conversation: system prompt and first question, however it is spelt."""
+    source = data.get("messages") or data.get("prompt") or data.get("input") or ""
+    if isinstance(source, list):
+        parts = []
+        for item in source[:2]:
+            text = item.get("content") if isinstance(item, dict) else item
+            parts.append(text[:PREFIX_CHARS] if isinstance(text, str) else repr(text)[:PREFIX_CHARS])
+        source = "\n".join(parts)
+    text = source[:PREFIX_CHARS] if isinstance(source, str) else repr(source)[:PREFIX_CHARS]
+    return text.encode("utf-8", "replace")
+
+
+def _walk(root: Any, max_depth: int) -> None:
+    """Depth and media over the whole body, without recursion: the body's depth is the attacker's to choose."""
+    stack: list[tuple[Any, int]] = [(root, 1)]
+    while stack:
+        node, depth = stack.pop()
+        if depth > max_depth:
+            raise errors.bad_request(f"The request body is nested deeper than {max_depth} levels.", code="invalid_json")
+        if isinstance(node, dict):
+            for key, value in node.items():
+                if key in _MEDIA_KEYS:
+                    _media(key, value)
+                elif key == "url" and node.get("type") == "url":
+                    raise _remote("source.url")
+                if isinstance(value, dict | list):
+                    stack.append((value, depth + 1))
+        else:
+            stack.extend((value, depth + 1) for value in node if isinstance(value, dict | list))
+
+
+def _media(key: str, value: Any) -> None:
+    url = value.get("url") if isinstance(value, dict) else value
+    if url is None:
+        return
+    # A JSON schema may well have a property called "image_url": its value is a schema, an object without "url".
+    if isinstance(value, dict) and not isinstance(url, str):
+        return
+    if isinstance(url, str):
+        if key == "image_url" and _DATA_IMAGE.match(url):
+            return
+        if key == "audio_url" and _DATA_AUDIO.match(url):
+            return
+    raise _remote(key)
+
+
+def _remote(param: str) -> ApiError:
+    return errors.bad_request(
+        f"`{param}`: only inline images and audio (data:image/…, data:audio/…) are accepted; "
+        "this server fetches nothing, opens no files and decodes no video.",
+        param=param,
+        code="remote_media_refused",
+    )
+
+
+def _bad(name: str, value: Any, expected: str) -> ApiError:
+    shown = repr(value)
+    if len(shown) > 80:
+        shown = shown[:80] + "…"
+    return errors.bad_request(f"Invalid value for `{name}`: {shown} given, expected {expected}.", param=name)
+
+
+def _kind(value: Any) -> str:
+    return {list: "array", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")

@@ -1,0 +1,123 @@
+"""The routing table as the controller sends it over the bus: JSON checked into typed rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from serve.router import DRAINING, OPEN, Model, Replica
+
+from .errors import TableInvalid
+
+_SHA256 = re.compile(r"[0-9a-f]{64}\Z")
+_TASKS = ("generate", "embed")
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Who a request comes from."""
+
+    id: str
+    name: str
+    scopes: frozenset[str]
+    scopes_header: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """One generation of the routing table. keys: SHA-256 of the key (lower-case hex) -> its owner."""
+
+    generation: int
+    models: tuple[Model, ...]
+    keys: Mapping[str, Principal]
+    limits: Mapping[str, int | float]
+
+
+def parse_table(data: Mapping[str, Any], *, default_hold_s: float) -> Table:
+    """Check a "table" message. Raises TableInvalid naming the path of what is wrong; nothing is applied then."""
+    generation = data.get("generation")
+    if not isinstance(generation, int) or isinstance(generation, bool):
+        raise TableInvalid(f"generation: {generation!r} given, expected an integer")
+    models = _object(data.get("models", {}), "models")
+    keys = _object(data.get("keys", {}), "keys")
+    limits = _object(data.get("limits", {}), "limits")
+    return Table(
+        generation,
+        tuple(_model(name, row, default_hold_s) for name, row in models.items()),
+        {digest: _principal(digest, row) for digest, row in keys.items()},
+        {k: v for k, v in limits.items() if isinstance(v, int | float) and not isinstance(v, bool) and v > 0},
+    )
+
+
+def _model(name: str, row: Any, default_hold_s: float) -> Model:
+    where = f"models.{name}"
+    row = _object(row, where)
+    task = row.get("task") or "generate"
+    if task not in _TASKS:
+        raise TableInvalid(f"{where}.task: {task!r} given, expected one of {', '.join(_TASKS)}")
+    hold_s = row.get("hold_s")
+    if hold_s is None:
+        hold_s = default_hold_s
+    if not isinstance(hold_s, int | float) or isinstance(hold_s, bool) or not hold_s >= 0:
+        raise TableInvalid(f"{where}.hold_s: {hold_s!r} given, expected seconds >= 0")
+    replicas = row.get("replicas") or []
+    if not isinstance(replicas, list):
+        raise TableInvalid(f"{where}.replicas: {type(replicas).__name__} given, expected a list")
+    version = _text(row.get("version") or "", f"{where}.version")
+    return Model(
+        name,
+        version,
+        _text(row.get("state") or "cold", f"{where}.state"),
+        task,
+        float(hold_s),
+        tuple(_replica(f"{where}.replicas.{i}", item, version) for i, item in enumerate(replicas)),
+    )
+
+
+def _replica(where: str, row: Any, model_version: str) -> Replica:
+    row = _object(row, where)
+    state = row.get("state")
+    if state not in (OPEN, DRAINING):
+        raise TableInvalid(f"{where}.state: {state!r} given, expected {OPEN} or {DRAINING}")
+    socket = _text(row.get("socket"), f"{where}.socket")
+    if not socket.startswith("/"):
+        raise TableInvalid(f"{where}.socket: {socket!r} given, expected an absolute path")
+    version = row.get("version")
+    return Replica(
+        _text(row.get("id"), f"{where}.id"),
+        socket,
+        model_version if version is None else _text(version, f"{where}.version"),
+        state,
+    )
+
+
+def _principal(digest: str, row: Any) -> Principal:
+    where = f"keys.{digest[:8]}…"
+    if not _SHA256.match(digest):
+        raise TableInvalid(f"{where}: expected 64 lower-case hex digits of a SHA-256")
+    row = _object(row, where)
+    scopes = row.get("scopes") or []
+    if not isinstance(scopes, list):
+        raise TableInvalid(f"{where}.scopes: {type(scopes).__name__} given, expected a list")
+    names = [_text(scope, f"{where}.scopes") for scope in scopes]
+    return Principal(
+        _text(row.get("id"), f"{where}.id"),
+        str(row.get("name") or ""),
+        frozenset(names),
+        ",".join(names).encode(),
+    )
+
+
+def _object(value: Any, where: str) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TableInvalid(f"{where}: {type(value).__name__} given, expected an object")
+    return value
+
+
+def _text(value: Any, where: str) -> str:
+    # These end up in header lines: a control character here would be a header injection.
+    if not isinstance(value, str) or not value.isprintable() or not value.isascii():
+        raise TableInvalid(f"{where}: {value!r} given, expected printable ASCII text")
+    return value

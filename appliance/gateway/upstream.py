@@ -1,0 +1,279 @@
+"""Client side towards engines and controller: HTTP/1.1 over Unix sockets, pooled, one response at a time.
+
+One `upstream_data` call per read of the socket, whatever number of chunks it held, so that one read becomes one
+write to the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import httptools
+
+CONNECT_TIMEOUT_S = 5.0
+FULL_BACKLOG_RETRY_S = 0.01
+RESPONSE_HEAD_BYTES = 64 * 1024
+
+
+class Owner(Protocol):
+    """Whoever waits for a response."""
+
+    def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
+        """The head is in (`conn.status`, `conn.headers`); `body` is new, possibly empty; `done`: response complete."""
+
+    def upstream_lost(self, conn: UpstreamConnection) -> None:
+        """The connection ended before the response was complete."""
+
+    def upstream_paused(self, paused: bool) -> None:
+        """The upstream's send buffer is full (or has drained again)."""
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection. Invariant: it is in the pool exactly when it has no owner and is open."""
+
+    __slots__ = (
+        "_pool",
+        "path",
+        "transport",
+        "_parser",
+        "owner",
+        "status",
+        "headers",
+        "_chunks",
+        "_head_done",
+        "_done",
+        "_head_bytes",
+        "_keep_alive",
+        "reused",
+        "answered",
+        "idle_since_s",
+        "_paused",
+    )
+
+    def __init__(self, pool: UpstreamPool, path: str) -> None:
+        self._pool = pool
+        self.path = path
+        self.transport: asyncio.Transport | None = None
+        self._parser: httptools.HttpResponseParser | None = None
+        self.owner: Owner | None = None
+        self.status = 0
+        self.headers: dict[bytes, bytes] = {}
+        self._chunks: list[bytes] = []
+        self._head_done = False
+        self._done = False
+        self._head_bytes = 0
+        self._keep_alive = False
+        self.reused = False
+        self.answered = False
+        self.idle_since_s = 0.0
+        self._paused = False
+
+    # -- for the owner
+
+    def start(self, owner: Owner, data: bytes) -> None:
+        """Send a request (its head and whatever of the body is there) on behalf of `owner`."""
+        assert self.owner is None and self.transport is not None
+        self.owner = owner
+        self.headers = {}
+        self._head_done = self._done = self.answered = False
+        self._head_bytes = 0
+        self.transport.write(data)
+
+    def write(self, data: bytes) -> None:
+        if self.transport is not None:
+            self.transport.write(data)
+
+    def abort(self) -> None:
+        """Drop the connection now: the only way HTTP/1.1 has to tell an engine that nobody wants the rest."""
+        self.owner = None
+        if self.transport is not None:
+            self.transport.abort()
+
+    def pause_reading(self) -> None:
+        if self.transport is not None and not self._paused and not self.transport.is_closing():
+            self._paused = True
+            self.transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.transport is not None and self._paused:
+            self._paused = False
+            if not self.transport.is_closing():
+                self.transport.resume_reading()
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        self._parser = httptools.HttpResponseParser(self)
+
+    def data_received(self, data: bytes) -> None:
+        owner = self.owner
+        if owner is None or self._parser is None:
+            # Bytes that nobody asked for: what they belong to is unknowable.
+            self.abort()
+            return
+        self.answered = True
+        if not self._head_done:
+            self._head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._lost(owner)
+            return
+        if not self._head_done:
+            if self._head_bytes > RESPONSE_HEAD_BYTES:
+                self._lost(owner)
+            return
+        chunks = self._chunks
+        if not chunks:
+            body = b""
+        elif len(chunks) == 1:
+            body = chunks[0]
+            self._chunks = []
+        else:
+            body = b"".join(chunks)
+            self._chunks = []
+        if not self._done:
+            owner.upstream_data(self, body, False)
+            return
+        self.owner = None
+        self.resume_reading()
+        if self._keep_alive:
+            self._pool.put(self)
+        elif self.transport is not None:
+            self.transport.close()
+        owner.upstream_data(self, body, True)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self._parser = None
+        self._pool.forget(self)
+        owner, self.owner = self.owner, None
+        if owner is not None:
+            owner.upstream_lost(self)
+
+    def pause_writing(self) -> None:
+        if self.owner is not None:
+            self.owner.upstream_paused(True)
+
+    def resume_writing(self) -> None:
+        if self.owner is not None:
+            self.owner.upstream_paused(False)
+
+    def _lost(self, owner: Owner) -> None:
+        self.abort()
+        owner.upstream_lost(self)
+
+    # -- httptools callbacks
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._head_done:
+            self.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        if self._done:
+            raise ValueError("a second response to one request")
+        self.status = self._parser.get_status_code()
+        # 1xx answers precede the real head; llhttp starts over with the next message.
+        self._head_done = self.status >= 200
+        # Asked now: once the message is complete, llhttp has forgotten.
+        self._keep_alive = self._parser.should_keep_alive()
+        if not self._head_done:
+            self.headers = {}
+
+    def on_body(self, data: bytes) -> None:
+        self._chunks.append(data)
+
+    def on_message_complete(self) -> None:
+        self._done = self._head_done
+
+
+class UpstreamPool:
+    """Idle connections by socket path, youngest first; the server's keep-alive must be longer than `idle_s`."""
+
+    def __init__(self, *, idle_s: float = 4.0, max_idle: int = 256) -> None:
+        self._idle_s = idle_s
+        self._max_idle = max_idle
+        self._idle: dict[str, list[UpstreamConnection]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def acquire(self, path: str) -> UpstreamConnection | None:
+        """An idle connection, or None: then `connect`."""
+        idle = self._idle.get(path)
+        while idle:
+            conn = idle.pop()
+            if conn.transport is not None and not conn.transport.is_closing():
+                conn.reused = True
+                return conn
+        return None
+
+    def connect(
+        self, path: str, done: Callable[[UpstreamConnection | OSError], None], *, wait_s: float = 0.0
+    ) -> asyncio.Task[None]:
+        """Open a connection and call `done` with it or with the OSError; cancel the task to lose interest.
+
+        wait_s: for so long a refused or missing socket is tried again (a server that restarts).
+        """
+        task = asyncio.get_running_loop().create_task(self._connect(path, done, wait_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _connect(self, path: str, done: Callable[[UpstreamConnection | OSError], None], wait_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        started = time.monotonic()
+        pause_s = FULL_BACKLOG_RETRY_S
+        while True:
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    _, conn = await loop.create_unix_connection(lambda: UpstreamConnection(self, path), path)
+            except OSError as error:
+                waited = time.monotonic() - started
+                # A full listen backlog (EAGAIN) is a busy server, not a dead one.
+                patience = CONNECT_TIMEOUT_S if error.errno == errno.EAGAIN else wait_s
+                if waited >= patience:
+                    done(error)
+                    return
+            else:
+                done(conn)
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, 0.25)
+
+    def put(self, conn: UpstreamConnection) -> None:
+        idle = self._idle.setdefault(conn.path, [])
+        if len(idle) >= self._max_idle:
+            conn.abort()
+            return
+        conn.idle_since_s = time.monotonic()
+        idle.append(conn)
+
+    def forget(self, conn: UpstreamConnection) -> None:
+        idle = self._idle.get(conn.path)
+        if idle and conn in idle:
+            idle.remove(conn)
+
+    def sweep(self, now_s: float, wanted: set[str]) -> None:
+        """Close connections idle for too long or to sockets that are not wanted any more."""
+        for path in list(self._idle):
+            idle = self._idle[path]
+            keep = [c for c in idle if path in wanted and now_s - c.idle_since_s < self._idle_s]
+            gone = [c for c in idle if c not in keep] if len(keep) != len(idle) else []
+            self._idle[path] = keep
+            for conn in gone:
+                conn.abort()
+            if not keep:
+                del self._idle[path]
+
+    def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        for idle in list(self._idle.values()):
+            for conn in list(idle):
+                conn.abort()
+        self._idle.clear()

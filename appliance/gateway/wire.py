@@ -1,0 +1,226 @@
+"""Requests as parsed and heads as written: header hygiene in both directions. Pure.
+
+RFC 9110 (semantics) and RFC 9112 (HTTP/1.1 framing). Nothing a client sent is copied into an engine's request
+head; towards the controller headers are copied less those that are ours, hop-by-hop or about framing.
+"""
+
+from __future__ import annotations
+
+import http
+import re
+from collections.abc import Iterable, Mapping
+
+from .errors import ApiError
+from .routes import Kind, Route
+from .table import Principal
+
+Headers = Mapping[bytes, bytes]
+
+LAST_CHUNK = b"0\r\n\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+STATUS_LINE = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
+
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+_NOT_UPSTREAM = _HOP_BY_HOP | {
+    b"authorization",
+    b"x-api-key",
+    b"content-length",
+    b"cookie",
+    b"expect",
+    b"forwarded",
+    b"host",
+    b"x-forwarded-for",
+    b"x-forwarded-host",
+    b"x-forwarded-prefix",
+    b"x-forwarded-proto",
+    b"x-real-ip",
+    b"x-request-id",
+}
+_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", b"date", b"server", b"x-request-id", b"set-cookie"}
+
+# `_` and `-` become one character in some servers' header tables: a client's x_appliance_scopes must not pass either.
+_OURS = re.compile(rb"x[-_]appliance[-_]")
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+
+
+class Request:
+    """One request as the client connection parsed it. `chunks` is the body received but not yet passed on."""
+
+    __slots__ = (
+        "method",
+        "target",
+        "path",
+        "headers",
+        "version",
+        "keep_alive",
+        "content_length",
+        "chunked",
+        "route",
+        "principal",
+        "request_id",
+        "received_s",
+        "chunks",
+        "body_bytes",
+        "buffered_bytes",
+        "complete",
+        "refusal",
+        "status",
+        "sent_bytes",
+        "model",
+        "first_byte_s",
+    )
+
+    def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes], version: str) -> None:
+        self.method = method
+        self.target = target
+        self.path = target.partition(b"?")[0]
+        self.headers = headers
+        self.version = version
+        self.keep_alive = False
+        self.content_length: int | None = None
+        self.chunked = False
+        self.route: Route | None = None
+        self.principal: Principal | None = None
+        self.request_id = b""
+        self.received_s = 0.0
+        self.chunks: list[bytes] = []
+        self.body_bytes = 0
+        self.buffered_bytes = 0
+        self.complete = False
+        self.refusal: ApiError | None = None
+        self.status = 0
+        self.sent_bytes = 0
+        self.model = ""
+        self.first_byte_s = 0.0
+
+    @property
+    def route_name(self) -> str:
+        return self.route.name if self.route is not None else "unknown"
+
+    @property
+    def buffered(self) -> bool:
+        """Whether the body is gathered whole before anything is done with it."""
+        return self.route is None or self.route.kind is not Kind.CONTROL
+
+
+def accepted_request_id(headers: Headers) -> bytes | None:
+    """The client's own request id if it is short and harmless, else None."""
+    value = headers.get(b"x-request-id")
+    return value if value is not None and _REQUEST_ID.match(value) else None
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def engine_head(path: bytes, request_id: bytes, length: int) -> bytes:
+    return (
+        b"POST %b HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\nx-request-id: %b\r\n"
+        b"content-length: %d\r\n\r\n" % (path, request_id, length)
+    )
+
+
+def controller_head(request: Request) -> bytes:
+    """Request head for the controller: the client's headers without ours or hop-by-hop ones, plus identity."""
+    nominated = _nominated(request.headers)
+    lines = [b"%b %b HTTP/1.1\r\nhost: appliance\r\n" % (request.method, request.target)]
+    for name, value in request.headers.items():
+        if name not in _NOT_UPSTREAM and name not in nominated and not _OURS.match(name):
+            lines.append(b"%b: %b\r\n" % (name, value))
+    if request.chunked:
+        lines.append(b"transfer-encoding: chunked\r\n")
+    elif request.content_length is not None:
+        lines.append(b"content-length: %d\r\n" % request.content_length)
+    principal = request.principal
+    assert principal is not None, "a control request is relayed only after authentication"
+    lines.append(
+        b"x-request-id: %b\r\nx-appliance-key-id: %b\r\nx-appliance-scopes: %b\r\n\r\n"
+        % (request.request_id, principal.id.encode(), principal.scopes_header)
+    )
+    return b"".join(lines)
+
+
+def controller_response_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """What of the controller's response head goes to the client."""
+    nominated = _nominated(headers)
+    return [
+        (name, value)
+        for name, value in headers.items()
+        if name not in _NOT_DOWNSTREAM and name not in nominated and not _OURS.match(name)
+    ]
+
+
+def response_head(
+    status: int,
+    request_id: bytes,
+    *,
+    content_type: bytes | None = None,
+    length: int | None = None,
+    chunked: bool = False,
+    close: bool = False,
+    version: bytes | None = None,
+    processing_s: float | None = None,
+    extra: Iterable[tuple[bytes, bytes]] = (),
+) -> bytes:
+    """A response head. version: weight version that answers. length None and not chunked: ends with the connection."""
+    line = STATUS_LINE.get(status) or b"HTTP/1.1 %d Status\r\n" % status
+    parts = [line]
+    if request_id:
+        parts.append(b"x-request-id: %b\r\n" % request_id)
+    if content_type is not None:
+        parts.append(b"content-type: %b\r\n" % content_type)
+    if version is not None:
+        parts.append(b"x-appliance-model-version: %b\r\n" % version)
+    if processing_s is not None:
+        parts.append(b"openai-processing-ms: %d\r\n" % (processing_s * 1000))
+    for name, value in extra:
+        parts.append(b"%b: %b\r\n" % (name, value))
+    if chunked:
+        parts.append(b"transfer-encoding: chunked\r\n")
+    elif length is not None:
+        parts.append(b"content-length: %d\r\n" % length)
+    if close:
+        parts.append(b"connection: close\r\n")
+    parts.append(b"\r\n")
+    return b"".join(parts)
+
+
+def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
+    extra: list[tuple[bytes, bytes]] = []
+    if error.retry_after_s is not None:
+        extra.append((b"retry-after", b"%d" % error.retry_after_s))
+    # 409 is retried by the `openai` client unless told not to, and a conflict does not go away by itself.
+    should_retry = False if error.should_retry is None and error.status == 409 else error.should_retry
+    if should_retry is not None:
+        extra.append((b"x-should-retry", b"true" if should_retry else b"false"))
+    if error.status == 401:
+        extra.append((b"www-authenticate", b"Bearer"))
+    return extra
+
+
+def sse_error(error: ApiError) -> bytes:
+    return b"data: %b\n\n" % error.body()
+
+
+def retry_after_s(headers: Headers) -> int | None:
+    """Retry-After of an upstream answer in seconds (the date form is not used by ours)."""
+    value = headers.get(b"retry-after", b"")
+    return int(value) if value.isdigit() and len(value) < 10 else None
+
+
+def _nominated(headers: Headers) -> frozenset[bytes]:
+    value = headers.get(b"connection")
+    return frozenset(part.strip().lower() for part in value.split(b",")) if value else frozenset()

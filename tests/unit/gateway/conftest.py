@@ -1,0 +1,238 @@
+"""A gateway in the test's own loop, with an engine and a controller that do what the test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import json
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvloop
+
+from appliance.gateway.config import GatewayConfig
+from appliance.gateway.gateway import Gateway
+from appliance.gateway.table import parse_table
+
+from .upstreams import DummyUpstream, Script, answer_chat
+
+KEY = "sk-test-all"
+KEYS = {
+    KEY: ("key_all", ["inference", "fine_tuning", "admin"]),
+    "sk-test-inference": ("key_inference", ["inference"]),
+    "sk-test-tuning": ("key_tuning", ["fine_tuning"]),
+    "sk-test-admin": ("key_admin", ["admin"]),
+}
+
+
+@pytest.fixture
+def event_loop_policy() -> Any:
+    return uvloop.EventLoopPolicy()
+
+
+@dataclass
+class Response:
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    raw: bytes
+
+    @property
+    def error(self) -> dict[str, Any]:
+        """The error object; fails unless it has exactly OpenAI's shape."""
+        data = json.loads(self.body)
+        assert set(data) == {"error"}
+        error = data["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert isinstance(error["message"], str) and error["message"]
+        assert isinstance(error["type"], str)
+        assert error["code"] is None or isinstance(error["code"], str)
+        return error
+
+
+class Wire:
+    """A client that writes bytes and reads bytes."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    async def send(self, data: bytes) -> None:
+        self.writer.write(data)
+        await self.writer.drain()
+
+    async def head(self) -> tuple[int, dict[str, str], bytes]:
+        raw = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 10)
+        first, *lines = raw[:-4].decode("latin-1").split("\r\n")
+        headers = {}
+        for line in lines:
+            name, _, value = line.partition(": ")
+            assert name not in headers, f"{name} answered twice"
+            headers[name] = value
+        return int(first.split(" ")[1]), headers, raw
+
+    async def chunk(self) -> bytes:
+        """One chunk of a chunked body; empty at its end."""
+        size = int((await asyncio.wait_for(self.reader.readuntil(b"\r\n"), 10))[:-2], 16)
+        return (await asyncio.wait_for(self.reader.readexactly(size + 2), 10))[:-2]
+
+    async def response(self) -> Response:
+        status, headers, raw = await self.head()
+        body = b""
+        if headers.get("transfer-encoding") == "chunked":
+            while data := await self.chunk():
+                body += data
+        elif "content-length" in headers:
+            body = await asyncio.wait_for(self.reader.readexactly(int(headers["content-length"])), 10)
+        return Response(status, headers, body, raw + body)
+
+    async def eof(self) -> bytes:
+        """Everything up to the end of the connection."""
+        return await asyncio.wait_for(self.reader.read(-1), 10)
+
+    def close(self) -> None:
+        self.writer.transport.abort()
+
+
+def request_bytes(
+    method: str, target: str, body: bytes | dict[str, Any] | None = None, *, key: str | None = KEY, headers: str = ""
+) -> bytes:
+    data = json.dumps(body).encode() if isinstance(body, dict) else body
+    head = f"{method} {target} HTTP/1.1\r\nHost: box\r\n"
+    if key is not None:
+        head += f"Authorization: Bearer {key}\r\n"
+    if data is not None:
+        head += f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
+    return (head + headers + "\r\n").encode() + (data or b"")
+
+
+def chat(model: str = "m", **more: Any) -> dict[str, Any]:
+    return {"model": model, "messages": [{"role": "user", "content": "hi"}], **more}
+
+
+@dataclass
+class Box:
+    """A gateway, its upstreams and its table."""
+
+    gateway: Gateway
+    port: int
+    folder: Path
+    engines: dict[str, DummyUpstream] = field(default_factory=dict)
+    controller: DummyUpstream | None = None
+    generation: int = 0
+    models: dict[str, Any] = field(default_factory=dict)
+    keys: dict[str, Any] = field(default_factory=dict)
+    changes: list[bool] = field(default_factory=list)
+    wires: list[Wire] = field(default_factory=list)
+
+    async def engine(self, name: str, script: Script = answer_chat) -> DummyUpstream:
+        self.engines[name] = await DummyUpstream(str(self.folder / f"{name}.sock"), script).start()
+        return self.engines[name]
+
+    async def control(self, script: Script) -> DummyUpstream:
+        self.controller = await DummyUpstream(self.gateway.config.controller_socket, script).start()
+        return self.controller
+
+    def serve(self, model: str = "m", *replicas: str, task: str = "generate", hold_s: float = 30.0, **states: str) -> None:
+        """Put a model on replicas (engine names), optionally with states (name=draining), and apply the table."""
+        names = replicas or tuple(states)
+        self.models[model] = {
+            "version": "v1",
+            "state": "ready" if names else "waking",
+            "task": task,
+            "hold_s": hold_s,
+            "replicas": [
+                {
+                    "id": name,
+                    "socket": str(self.folder / f"{name}.sock"),
+                    "version": "v1",
+                    "state": states.get(name, "open"),
+                }
+                for name in names
+            ],
+        }
+        self.apply()
+
+    def table(self) -> dict[str, Any]:
+        self.generation += 1
+        return {"type": "table", "generation": self.generation, "models": self.models, "keys": self.keys, "limits": {}}
+
+    def apply(self) -> None:
+        self.gateway.apply(parse_table(self.table(), default_hold_s=30.0))
+
+    async def connect(self) -> Wire:
+        wire = Wire(*await asyncio.open_connection("127.0.0.1", self.port))
+        self.wires.append(wire)
+        return wire
+
+    async def ask(
+        self, method: str, target: str, body: Any = None, *, key: str | None = KEY, headers: str = ""
+    ) -> Response:
+        wire = await self.connect()
+        await wire.send(request_bytes(method, target, body, key=key, headers=headers))
+        return await wire.response()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that no event tells of."""
+        async with asyncio.timeout(10):
+            while not condition():
+                await asyncio.sleep(0.002)
+
+
+Start = Callable[..., Awaitable[Box]]
+
+
+@pytest.fixture
+async def start_box() -> AsyncIterator[Start]:
+    """Start a box; keyword arguments override fields of its config."""
+    boxes: list[Box] = []
+    folder = Path(tempfile.mkdtemp(prefix="gw-", dir="/tmp"))  # short: a Unix socket's path has 107 bytes
+
+    async def start(**overrides: Any) -> Box:
+        config = GatewayConfig.from_mapping(
+            {
+                "controller_socket": str(folder / "controller.sock"),
+                "bus_socket": str(folder / "bus.sock"),
+                "port": 0,
+                "sweep_s": 0.01,
+                "report_s": 0.01,
+                **overrides,
+            }
+        )
+        config = dataclasses.replace(config)
+        gateway = Gateway(config)
+        box = Box(gateway, await gateway.listen(config.host, 0), folder)
+        gateway.on_change = box.changes.append
+        box.keys = {
+            hashlib.sha256(key.encode()).hexdigest(): {"id": id, "name": id, "scopes": scopes}
+            for key, (id, scopes) in KEYS.items()
+        }
+        box.apply()
+        boxes.append(box)
+        return box
+
+    yield start
+    for box in boxes:
+        for wire in box.wires:
+            wire.close()
+        await box.gateway.stop(0)
+        for upstream in [*box.engines.values(), box.controller]:
+            if upstream is not None:
+                await upstream.stop()
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+async def box(start_box: Start) -> Box:
+    """A box with one engine "e0" that serves the model "m"."""
+    box = await start_box()
+    await box.engine("e0")
+    box.serve("m", "e0")
+    return box

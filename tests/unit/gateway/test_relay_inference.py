@@ -1,0 +1,187 @@
+"""Good requests: bytes go through unchanged, heads are ours."""
+
+from __future__ import annotations
+
+import asyncio
+
+from .conftest import Box, Start, chat, request_bytes
+from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events
+
+
+async def test_plain_answer_is_byte_exact_and_head_is_ours(box: Box) -> None:
+    body = b'{"id": "x",   "odd spacing":  1}'
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json(body, headers="x-engine-secret: 1\r\nset-cookie: a=b\r\n")
+
+    box.engines["e0"].script = script
+    sent = b'{"model":"m","messages":[{"role":"user","content":"\xc3\xbc"}],  "seed":1}'
+    response = await box.ask("POST", "/v1/chat/completions", sent, headers="X-Appliance-Scopes: admin\r\nCookie: a\r\n")
+    assert response.status == 200
+    assert response.body == body
+    assert response.headers["x-appliance-model-version"] == "v1"
+    assert response.headers["openai-processing-ms"].isdigit()
+    assert response.headers["x-request-id"].startswith("req_")
+    assert not {"x-engine-secret", "set-cookie", "server"} & set(response.headers)
+    seen = box.engines["e0"].requests[0]
+    assert seen.body == sent
+    assert set(seen.headers) == {"host", "content-type", "content-length", "x-request-id"}
+
+
+async def test_stream_is_byte_exact_over_odd_chunk_borders(box: Box) -> None:
+    whole = b"".join(chat_events(*"abcdefgh"))
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        for start in range(0, len(whole), 7):
+            await reply.chunk(whole[start : start + 7])
+            await asyncio.sleep(0)
+        await reply.end()
+
+    box.engines["e0"].script = script
+    response = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
+    assert response.status == 200
+    assert response.body == whole
+    assert response.headers["content-type"].startswith("text/event-stream")
+    assert response.headers["transfer-encoding"] == "chunked"
+    assert response.headers["x-appliance-model-version"] == "v1"
+
+
+async def test_first_token_is_not_kept_back(box: Box) -> None:
+    go_on = asyncio.Event()
+    first, *rest = chat_events("a", "b")
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await reply.chunk(first)
+        await go_on.wait()
+        for event in rest:
+            await reply.chunk(event)
+        await reply.end()
+
+    box.engines["e0"].script = script
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    assert (await wire.head())[0] == 200
+    assert await wire.chunk() == first
+    go_on.set()
+    got = b""
+    while data := await wire.chunk():
+        got += data
+    assert got == b"".join(rest)
+
+
+async def test_large_plain_answer_with_content_length_and_chunked(box: Box) -> None:
+    big = b'{"x": "' + b"y" * 3_000_000 + b'"}'
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        if request.json["seed"] == 1:
+            await reply.json(big)
+            return
+        await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ntransfer-encoding: chunked\r\n\r\n")
+        for start in range(0, len(big), 100_000):
+            await reply.chunk(big[start : start + 100_000])
+        await reply.end()
+
+    box.engines["e0"].script = script
+    for seed in (1, 2):
+        response = await box.ask("POST", "/v1/chat/completions", chat(seed=seed))
+        assert response.body == big
+
+
+async def test_keep_alive_reuses_both_sides(box: Box) -> None:
+    wire = await box.connect()
+    for _ in range(5):
+        await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
+        assert (await wire.response()).status == 200
+    assert box.engines["e0"].connections == 1
+    assert len(box.gateway.connections) == 1
+
+
+async def test_pipelined_requests_are_answered_in_order(box: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json({"seed": request.json["seed"]})
+
+    box.engines["e0"].script = script
+    wire = await box.connect()
+    await wire.send(b"".join(request_bytes("POST", "/v1/chat/completions", chat(seed=i)) for i in range(5)))
+    for i in range(5):
+        assert (await wire.response()).body == b'{"seed": %d}' % i
+
+
+async def test_request_bodies_may_be_chunked_and_arrive_byte_by_byte(box: Box) -> None:
+    body = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\n"
+    data = (head + "Transfer-Encoding: chunked\r\n\r\n").encode()
+    data += b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    wire = await box.connect()
+    for byte in data:
+        wire.writer.write(bytes([byte]))
+        await asyncio.sleep(0)
+    assert (await wire.response()).status == 200
+    assert box.engines["e0"].requests[0].body == body
+
+
+async def test_expect_continue(box: Box) -> None:
+    body = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
+    whole = request_bytes("POST", "/v1/chat/completions", body, headers="Expect: 100-continue\r\n")
+    wire = await box.connect()
+    await wire.send(whole[: -len(body)])
+    assert (await wire.head())[0] == 100
+    await wire.send(body)
+    assert (await wire.response()).status == 200
+
+
+async def test_http_1_0_gets_no_chunks(box: Box) -> None:
+    data = request_bytes("POST", "/v1/chat/completions", chat(stream=True)).replace(b"HTTP/1.1", b"HTTP/1.0")
+    wire = await box.connect()
+    await wire.send(data)
+    status, headers, _ = await wire.head()
+    assert status == 200 and "transfer-encoding" not in headers and headers["connection"] == "close"
+    assert await wire.eof() == b"".join(chat_events("hel", "lo"))
+
+
+async def test_own_request_ids_and_the_clients_if_harmless(box: Box) -> None:
+    for given, taken in (("abc-1.2_3", True), ("x" * 65, False), ("a b", False), ("a{b}", False), ("-a", False)):
+        response = await box.ask("POST", "/v1/chat/completions", chat(), headers=f"X-Request-Id: {given}\r\n")
+        assert (response.headers["x-request-id"] == given) is taken
+        assert box.engines["e0"].requests[-1].headers["x-request-id"].startswith("req_")
+
+
+async def test_two_replicas_share_load_and_affinity_keeps_a_conversation_together(start_box: Start) -> None:
+    box = await start_box()
+    for name in ("e0", "e1"):
+        await box.engine(name)
+    box.serve("m", "e0", "e1")
+    for i in range(20):
+        message = [{"role": "user", "content": f"conversation {i % 4}"}]
+        assert (await box.ask("POST", "/v1/chat/completions", {"model": "m", "messages": message})).status == 200
+    seen = {
+        name: {request.json["messages"][0]["content"] for request in engine.requests}
+        for name, engine in box.engines.items()
+    }
+    assert not seen["e0"] & seen["e1"]
+    assert sum(len(engine.requests) for engine in box.engines.values()) == 20
+
+
+async def test_load_is_counted_and_given_back(box: Box) -> None:
+    go_on = asyncio.Event()
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await go_on.wait()
+        await reply.json(chat_answer())
+
+    box.engines["e0"].script = script
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(max_tokens=100)))
+    await box.until(lambda: bool(box.engines["e0"].requests))
+    report = box.gateway.report()
+    assert report["replicas"]["e0"]["inflight"] == 1
+    assert report["replicas"]["e0"]["waiting_tokens"] > 100
+    assert report["models"]["m"]["inflight"] == 1 and report["models"]["m"]["held"] == 0
+    go_on.set()
+    assert (await wire.response()).status == 200
+    report = box.gateway.report()
+    assert report["replicas"]["e0"] == {"inflight": 0, "streams": 0, "waiting_tokens": 0}
+    assert report["models"]["m"]["ttft_p95_s"] > 0
+    assert box.gateway._buffered_bytes == 0
