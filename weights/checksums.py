@@ -55,9 +55,7 @@ def is_checksum(text: object) -> bool:
     return isinstance(text, str) and _FORM.fullmatch(text) is not None
 
 
-def compare(
-    found: Mapping[str, str], expected: Mapping[str, str | None], layout: Layout, *, path: object
-) -> None:
+def compare(found: Mapping[str, str], expected: Mapping[str, str | None], layout: Layout, *, path: object) -> None:
     """Raises ChecksumMismatch naming the first tensor whose expected checksum is known and differs."""
     for name, text in expected.items():
         if text is not None and found[name] != text:

@@ -12,11 +12,12 @@ from typing import Any
 from weights import segment
 from weights.checksums import checksum, checksum_all, compare
 from weights.errors import DraftNotFound, HandleClosed, VersionExists
+from weights.files import write_file
 from weights.layout import Layout
 from weights.lease import StoredVersion
 from weights.locks import DirectoryLock
 from weights.manifest import FileRecord, Manifest
-from weights.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, encode_name
+from weights.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, version_path
 from weights.pool import Pool
 from weights.removal import dismantle
 
@@ -221,16 +222,3 @@ def attach_draft(root: Path, path: Path) -> Draft:
         root, path, Layout.read(path), lock, kind=body["kind"], model=body["model"], version=body["version"],
         owner=False,
     )  # fmt: skip
-
-
-def version_path(root: Path, kind: str, model: str, version: str) -> Path:
-    """Where a version of this name stands once committed. Raises InvalidName."""
-    return root / f"{kind}s" / encode_name(model) / encode_name(version)
-
-
-def write_file(directory_fd: int, name: str, data: bytes) -> None:
-    """Writes a small file, 0600, replacing what was there."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(name, flags, 0o600, dir_fd=directory_fd)
-    with os.fdopen(fd, "wb") as file:
-        file.write(data)

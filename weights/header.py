@@ -108,23 +108,23 @@ def build_header(
     return struct.pack("<Q", padded) + text.ljust(padded, b" ")
 
 
-def header_bytes_needed(prefix: bytes, *, file: str, file_bytes: int) -> int:
+def header_bytes_needed(prefix: bytes, *, path: object, file: str, file_bytes: int) -> int:
     """Total header size (length prefix included) that the first 8 bytes announce. Raises HeaderInvalid."""
     if len(prefix) < LENGTH_BYTES:
-        raise HeaderInvalid(f"file of {file_bytes} bytes is too short for a header", path=file, file=file)
+        raise HeaderInvalid(f"file of {file_bytes} bytes is too short for a header", path=path, file=file)
     (length,) = struct.unpack_from("<Q", prefix)
     if length > MAX_HEADER_BYTES:
         raise HeaderInvalid(
-            f"announces a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed", path=file, file=file
+            f"announces a header of {length} bytes, at most {MAX_HEADER_BYTES} are allowed", path=path, file=file
         )
     if length < 2 or LENGTH_BYTES + length > file_bytes:
         raise HeaderInvalid(
-            f"announces a header of {length} bytes in a file of {file_bytes} bytes", path=file, file=file
+            f"announces a header of {length} bytes in a file of {file_bytes} bytes", path=path, file=file
         )
     return LENGTH_BYTES + length
 
 
-def parse_header(raw: bytes, *, file: str, file_bytes: int) -> list[tuple[TensorSpec, int, int]]:
+def parse_header(raw: bytes, *, path: object, file: str, file_bytes: int) -> list[tuple[TensorSpec, int, int]]:
     """Tensors as (spec, start, end), absolute in the file and in file order, from a complete header.
 
     Refuses with HeaderInvalid everything the format forbids: duplicate names, unknown dtypes or fields,
@@ -133,9 +133,9 @@ def parse_header(raw: bytes, *, file: str, file_bytes: int) -> list[tuple[Tensor
     """
 
     def fault(reason: str, tensor: str | None = None) -> HeaderInvalid:
-        return HeaderInvalid(reason, path=file, file=file, tensor=tensor)
+        return HeaderInvalid(reason, path=path, file=file, tensor=tensor)
 
-    body = _load_json(raw[LENGTH_BYTES:], file)
+    body = _load_json(raw[LENGTH_BYTES:], path, file)
     metadata = body.pop(METADATA_KEY, {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise fault(f"{METADATA_KEY} must map strings to strings")
@@ -170,28 +170,26 @@ def parse_header(raw: bytes, *, file: str, file_bytes: int) -> list[tuple[Tensor
     return [(spec, base + start, base + end) for start, end, spec in found]
 
 
-def _load_json(text: bytes, file: str) -> dict[str, Any]:
+def _load_json(text: bytes, path: object, file: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):
             seen: set[str] = set()
             twice = next(name for name, _ in pairs if name in seen or seen.add(name))
-            raise HeaderInvalid("the name stands twice in the header", path=file, file=file, tensor=twice)
+            raise HeaderInvalid("the name stands twice in the header", path=path, file=file, tensor=twice)
         return made
 
     def no_float(number: str) -> Any:
-        raise HeaderInvalid(f"holds the number {number[:40]}, only integers are allowed", path=file, file=file)
+        raise HeaderInvalid(f"holds the number {number[:40]}, only integers are allowed", path=path, file=file)
 
     if not text.startswith(b"{"):
-        raise HeaderInvalid("the header does not begin with '{'", path=file, file=file)
+        raise HeaderInvalid("the header does not begin with '{'", path=path, file=file)
     try:
-        body = json.loads(
-            text.decode("utf-8"), object_pairs_hook=unique, parse_float=no_float, parse_constant=no_float
-        )
+        body = json.loads(text.decode("utf-8"), object_pairs_hook=unique, parse_float=no_float, parse_constant=no_float)
     except HeaderInvalid:
         raise
     except RecursionError as error:
-        raise HeaderInvalid("the header is nested too deeply", path=file, file=file) from error
+        raise HeaderInvalid("the header is nested too deeply", path=path, file=file) from error
     except ValueError as error:  # malformed UTF-8 or JSON, or an integer of thousands of digits
-        raise HeaderInvalid(f"the header is not valid JSON: {str(error)[:120]}", path=file, file=file) from error
+        raise HeaderInvalid(f"the header is not valid JSON: {str(error)[:120]}", path=path, file=file) from error
     return body

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import os
-import stat
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
-from weights.errors import HeaderInvalid, InvalidLayout, InvalidName, ManifestInvalid, UnknownTensor, UnsafeFile
+from weights.errors import HeaderInvalid, InvalidLayout, InvalidName, ManifestInvalid, UnknownTensor
+from weights.files import open_regular
 from weights.header import LENGTH_BYTES, TensorSpec, build_header, header_bytes_needed, parse_header
 from weights.names import INDEX_SUFFIX, TENSOR_SUFFIX, check_file_name
 
@@ -163,9 +163,7 @@ class Layout:
         if metadata is None:
             metadata = {"format": "pt"}
         return cls(
-            tuple(
-                _plan_file(name, group, metadata, align_bytes) for name, group in zip(names, groups, strict=True)
-            )
+            tuple(_plan_file(name, group, metadata, align_bytes) for name, group in zip(names, groups, strict=True))
         )
 
     @classmethod
@@ -196,9 +194,7 @@ class Layout:
         return cls(files)
 
 
-def _plan_file(
-    name: str, specs: list[TensorSpec], metadata: Mapping[str, str], align_bytes: int
-) -> FileLayout:
+def _plan_file(name: str, specs: list[TensorSpec], metadata: Mapping[str, str], align_bytes: int) -> FileLayout:
     def alignment(spec: TensorSpec) -> int:
         size = spec.nbytes
         return align_bytes if size == 0 else min(size & -size, align_bytes)
@@ -210,9 +206,7 @@ def _plan_file(
         position += spec.nbytes
     header = build_header(offsets, metadata=metadata, align_bytes=align_bytes)
     base = len(header)
-    return FileLayout(
-        name, header, tuple(Placed(spec, name, base + start, base + end) for spec, start, end in offsets)
-    )
+    return FileLayout(name, header, tuple(Placed(spec, name, base + start, base + end) for spec, start, end in offsets))
 
 
 def _files_of(directory: Path) -> tuple[list[str], dict[str, str] | None]:
@@ -256,28 +250,10 @@ def _read_index(directory: Path, name: str) -> dict[str, str]:
 def _read_file(directory: Path, name: str) -> FileLayout:
     with open_regular(directory, name) as fd:
         size = os.fstat(fd.fileno()).st_size
-        needed = header_bytes_needed(fd.read(LENGTH_BYTES), file=name, file_bytes=size)
+        needed = header_bytes_needed(fd.read(LENGTH_BYTES), path=directory, file=name, file_bytes=size)
         fd.seek(0)
         header = fd.read(needed)
     if len(header) < needed:
         raise HeaderInvalid("the file shrank while it was read", path=directory, file=name)
-    tensors = parse_header(header, file=name, file_bytes=size)
+    tensors = parse_header(header, path=directory, file=name, file_bytes=size)
     return FileLayout(name, header, tuple(Placed(spec, name, start, end) for spec, start, end in tensors))
-
-
-def open_regular(directory: Path, name: str):
-    """Binary reader of a regular file directly inside `directory`; symlinks and devices raise UnsafeFile."""
-    try:
-        check_file_name(name)
-        # O_NONBLOCK so that a FIFO planted here cannot hang the reader.
-        fd = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
-    except InvalidName as error:
-        raise UnsafeFile(str(error), path=directory) from error
-    except FileNotFoundError as error:
-        raise ManifestInvalid("the file is missing", path=directory, file=name) from error
-    except OSError as error:
-        raise UnsafeFile(f"cannot be opened: {error.strerror}", path=directory, file=name) from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise UnsafeFile("not a regular file", path=directory, file=name)
-    return os.fdopen(fd, "rb", buffering=0)

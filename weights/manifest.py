@@ -14,8 +14,9 @@ from typing import Any
 
 from weights.checksums import checksum, is_checksum
 from weights.errors import InvalidName, ManifestInvalid
+from weights.files import open_regular
 from weights.header import spec_fault
-from weights.layout import Layout, open_regular
+from weights.layout import Layout
 from weights.names import MANIFEST_FILE, check_file_name, encode_name
 
 FORMAT = 1

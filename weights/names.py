@@ -5,6 +5,7 @@ Pure. A name is percent-encoded (RFC 3986) so that `ft:starter:acme/x:1` is one 
 
 from __future__ import annotations
 
+from pathlib import Path
 from urllib.parse import quote, unquote
 
 from weights.errors import InvalidName
@@ -70,3 +71,8 @@ def check_aux_name(name: str) -> str:
     if name == MANIFEST_FILE or name.endswith((TENSOR_SUFFIX, INDEX_SUFFIX)):
         raise InvalidName(f"{name!r} is written by the store itself and cannot be an auxiliary file")
     return name
+
+
+def version_path(root: Path, kind: str, model: str, version: str) -> Path:
+    """Where a version of this name stands in the store at `root` once committed. Raises InvalidName."""
+    return root / f"{kind}s" / encode_name(model) / encode_name(version)

@@ -10,7 +10,8 @@ from typing import Any
 
 from weights.checksums import checksum
 from weights.errors import ChecksumMismatch, HeaderInvalid, ManifestInvalid, UnsafeFile
-from weights.layout import Layout, open_regular
+from weights.files import open_regular
+from weights.layout import Layout
 from weights.manifest import Manifest
 from weights.names import INDEX_SUFFIX, MANIFEST_FILE
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from weights import segment
 from weights.checksums import checksum_all
-from weights.draft import Draft, attach_draft, describe_draft, version_path, write_file
+from weights.draft import Draft, attach_draft, describe_draft
 from weights.errors import (
     IntegrityError,
     InvalidName,
@@ -28,11 +28,12 @@ from weights.errors import (
     VersionLeased,
     VersionNotFound,
 )
+from weights.files import write_file
 from weights.layout import Layout
 from weights.lease import Lease, StoredVersion, pin, take_lease, unpin
 from weights.locks import DirectoryLock, StoreMutex
 from weights.manifest import KINDS
-from weights.names import MANIFEST_FILE, check_aux_name
+from weights.names import MANIFEST_FILE, check_aux_name, version_path
 from weights.pool import Pool
 from weights.removal import dismantle, hide
 from weights.source import copy_tensors, read_source
@@ -131,9 +132,7 @@ class WeightStore:
         InvalidLayout, StoreFull, VersionExists.
         """
         source = read_source(Path(src_dir))
-        with self.reserve(
-            source.layout, kind=kind, model=model, version=version, aux_files=source.aux_files
-        ) as draft:
+        with self.reserve(source.layout, kind=kind, model=model, version=version, aux_files=source.aux_files) as draft:
             copy_tensors(source, draft.path)
             return draft.commit(
                 meta=source.meta if meta is None else meta,
@@ -259,9 +258,7 @@ class WeightStore:
         """What the store holds now, in bytes of file sizes (reserved counts as held)."""
         return Usage(
             committed_bytes=sum(held.nbytes for held in self._all_committed()),
-            draft_bytes=sum(
-                held.nbytes for path in directories(self._staging) if (held := held_at(path)) is not None
-            ),
+            draft_bytes=sum(held.nbytes for path in directories(self._staging) if (held := held_at(path)) is not None),
             pool_bytes=sum(pooled.nbytes for pooled in self._pool.files()),
             budget_bytes=self.budget_bytes,
         )
