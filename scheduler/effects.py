@@ -114,7 +114,7 @@ class Effects(Protocol):
     """The verbs. All but `observe` and `next_event` are steps of a hand-over."""
 
     async def acquire(self, lease: Lease) -> Detail:
-        """Fence exactly these devices for this holder. Held by another lease: EffectFailed. Same id again: no change."""
+        """Fence exactly these devices for this holder. Held by another lease: EffectFailed. Again: no change."""
 
     async def release(self, lease_id: str) -> Detail:
         """Give the devices back. Unknown id: no change. Never called while the holder uses them."""

@@ -85,7 +85,7 @@ def allot(jobs: Sequence[JobView], budget: int, total: int, now_s: float, dwell_
             waiting[job.id] = f"Needs {least} device{'s' * (least > 1)}: {why}."
         else:
             waiting[job.id] = (
-                f"Needs {least} device{'s' * (least > 1)}; {max(left, 0)} of training's {budget} are left by job {ahead} "
-                "and others ahead of it."
+                f"Needs {least} device{'s' * (least > 1)}; {max(left, 0)} of training's {budget} are left by "
+                f"job {ahead} and others ahead of it."
             )
     return Queue(sizes, waiting, min(reviews, default=None))

@@ -1,12 +1,13 @@
 """A world of fake devices, engines and groups that survives the death of the loop that moves it.
 
-It checks, at every verb, what the real world would not forgive: two holders of a device, an engine put to sleep while it
-has requests, a release under somebody's feet. A violation is an AssertionError, never an EffectFailed.
+It checks, at every verb, what the real world would not forgive: two holders of a device, an engine put to sleep while
+it has requests, a release under somebody's feet. A violation is an AssertionError, never an EffectFailed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -110,19 +111,41 @@ class FakeEffects:
         self.seconds = dict(SECONDS)
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.under_way: set[str] = set()
+        self.not_yet: dict[str, Callable[[], None]] = {}
+        self.alive = True
+
+    def _hook(self, when: str, verb: str, target: str) -> None:
+        if not self.alive:
+            raise Crash
+        try:
+            self.hook(when, verb, target)
+        except Crash:
+            self.alive = False
+            raise
+
+    def finish_orphans(self) -> None:
+        """What the dead controller had asked for happens all the same."""
+        for effect in self.not_yet.values():
+            with contextlib.suppress(EffectFailed):
+                effect()
+        self.world.check()
 
     async def _verb(self, verb: str, target: str, effect: Callable[[], None]) -> dict[str, float]:
         assert target not in self.under_way, f"{verb} {target} while another verb for it is under way"
         self.under_way.add(target)
         try:
-            self.hook("before", verb, target)
+            self._hook("before", verb, target)
+            self.not_yet[target] = effect
             await asyncio.sleep(self.seconds[verb] / 2)
+            if not self.alive:
+                raise Crash
+            del self.not_yet[target]
             effect()
             self.world.check()
             self.world.verbs_done.append((verb, target))
-            self.hook("in", verb, target)
+            self._hook("in", verb, target)
             await asyncio.sleep(self.seconds[verb] / 2)
-            self.hook("after", verb, target)
+            self._hook("after", verb, target)
         finally:
             self.under_way.discard(target)
         return {"seconds": self.seconds[verb]}

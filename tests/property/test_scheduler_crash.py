@@ -1,0 +1,296 @@
+"""Kill the controller before, in and after every step, and again at every step of the recovery; fail every step.
+
+Every life shares the world (devices, processes), the store and the journal, as they would be after a kill -9. After
+each the same script of mode changes goes on, and the end must be the end of the undisturbed run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from scheduler import virtual_time
+from scheduler.config import SchedulerConfig
+from scheduler.errors import EffectFailed
+from scheduler.journal import MemoryJournal
+from scheduler.loop import SchedulerLoop
+from scheduler.workload import DeploymentView, JobView, Policy
+from tests.unit.scheduler.fakes import Crash, FakeEffects, FakeStore, World, box_of
+
+CONFIG = SchedulerConfig(replica_attempts=5, job_attempts=5)
+Hook = Callable[[str, str, str], None]
+
+
+def nothing(when: str, verb: str, target: str) -> None:
+    pass
+
+
+@dataclass
+class Scenario:
+    """A script of changes to the store; after each the box settles."""
+
+    script: tuple[Callable[[FakeStore], None], ...]
+    store: Callable[[], FakeStore]
+    world: World = field(default_factory=lambda: World(box_of(4)))
+
+
+def mode(policy: Policy) -> Callable[[FakeStore], None]:
+    return lambda store: setattr(store, "policy", policy)
+
+
+def version(model: str, name: str) -> Callable[[FakeStore], None]:
+    def change(store: FakeStore) -> None:
+        store.deployments[model] = replace(store.deployments[model], version=name)
+
+    return change
+
+
+def drop(job_id: str) -> Callable[[FakeStore], None]:
+    return lambda store: store.jobs.pop(job_id, None) and None
+
+
+def there_and_back() -> Scenario:
+    """Serve -> train -> serve with one resizable job, two engines and a new version between."""
+    return Scenario(
+        script=(
+            mode(Policy("split", 2)),
+            mode(Policy("train")),
+            version("a", "v2"),
+            mode(Policy("split", 2)),
+            mode(Policy("serve")),
+        ),
+        store=lambda: FakeStore(
+            Policy("serve"),
+            (JobView("j1", 1, 4, (1, 2, 4)),),
+            (DeploymentView("a", "v1", min_replicas=1, max_replicas=2),),
+        ),
+    )
+
+
+def short() -> Scenario:
+    """A swap under load, then everything to training and back: every verb once, few enough for all pairs."""
+    return Scenario(
+        script=(version("a", "v2"), mode(Policy("train")), mode(Policy("serve"))),
+        store=lambda: FakeStore(
+            Policy("split", 1), (JobView("j1", 1, 2),), (DeploymentView("a", "v1", min_replicas=1),)
+        ),
+        world=World(box_of(2)),
+    )
+
+
+def several() -> Scenario:
+    """Two jobs (one is cancelled while it runs), two models, one of them tensor-parallel, a device cordoned."""
+
+    def cordon(store: FakeStore) -> None:
+        store.cordoned = frozenset({"n0/1"})
+
+    return Scenario(
+        script=(mode(Policy("auto")), mode(Policy("train")), drop("j1"), mode(Policy("serve")), cordon),
+        store=lambda: FakeStore(
+            Policy("serve"),
+            (JobView("j1", 1, 2, submitted_s=1.0), JobView("j2", 1, 2, submitted_s=2.0)),
+            (
+                DeploymentView("a", "v1", tensor_parallel=2, min_replicas=1, max_replicas=1),
+                DeploymentView("b", "v1", min_replicas=1, max_replicas=1),
+            ),
+        ),
+    )
+
+
+@dataclass
+class Run:
+    """One run of a scenario through one or more lives."""
+
+    scenario: Scenario
+    hooks: list[Hook]
+    orphans_finish: bool = False
+    hook_calls: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.world, self.store, self.journal = self.scenario.world, self.scenario.store(), MemoryJournal()
+        self.now_s, self.at = 0.0, -1
+
+    def go(self) -> Run:
+        while self.at < len(self.scenario.script):
+            hook = self.hooks.pop(0) if self.hooks else nothing
+            self.hook_calls.append(0)
+
+            def counted(when: str, verb: str, target: str, hook: Hook = hook) -> None:
+                self.hook_calls[-1] += 1
+                hook(when, verb, target)
+
+            effects = FakeEffects(self.world, counted)
+            virtual_time.run(self._life(effects), self.now_s)
+            if not effects.alive and self.orphans_finish:
+                effects.finish_orphans()
+        self.check()
+        return self
+
+    async def _life(self, effects: FakeEffects) -> None:
+        journal = _JournalOf(effects, self.journal)
+        clock = virtual_time.VirtualClock()
+        loop = SchedulerLoop(effects, self.store, journal, clock, CONFIG)
+        task = asyncio.create_task(loop.run())
+        try:
+            while self.at < len(self.scenario.script):
+                if self.at >= 0:
+                    self.scenario.script[self.at](self.store)
+                settled = asyncio.create_task(loop.wait_settled(loop.nudge()))
+                await asyncio.wait({task, settled}, return_when=asyncio.FIRST_COMPLETED)
+                if task.done():
+                    settled.cancel()
+                    task.result()
+                    raise AssertionError("the loop ended by itself")
+                await asyncio.sleep(200.0)  # let backoffs and dwells pass
+                settled = asyncio.create_task(loop.wait_settled(loop.nudge()))
+                await asyncio.wait({task, settled}, return_when=asyncio.FIRST_COMPLETED)
+                if task.done():
+                    settled.cancel()
+                    task.result()
+                self.at += 1
+        except Crash:
+            pass
+        finally:
+            self.now_s = clock.now_s() + 1.0
+            loop.stop()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def check(self) -> None:
+        world, store = self.world, self.store
+        world.check()
+        assert not store.ended, f"a job was lost: {store.ended}"
+        holders = {(le.holder.kind, le.holder.id) for le in world.leases.values()}
+        alive = {("replica", r.id) for r in world.replicas.values() if r.state != "asleep"}
+        alive |= {("job", g.job_id) for g in world.groups.values()}
+        assert holders == alive, "a lease without holder, or a holder without lease"
+        assert len(world.leases) == len(holders), f"a holder with two leases: {world.leases}"
+        assert {r.state for r in world.replicas.values()} <= {"open", "asleep"}
+        assert not self.journal.unfinished()
+        for record in self.journal.recent(1000):
+            assert record.state in ("done", "undone", "failed") and record.ended_s is not None
+
+    def end(self) -> tuple[object, ...]:
+        """What must be the same whatever happened on the way: models served and job sizes, not replica names."""
+        return (
+            sorted((r.model, r.version, len(r.devices)) for r in self.world.replicas.values() if r.state == "open"),
+            sorted((g.job_id, len(g.devices)) for g in self.world.groups.values()),
+        )
+
+
+class _JournalOf(MemoryJournal):
+    """The journal as a dead controller sees it: it writes nothing any more."""
+
+    def __init__(self, effects: FakeEffects, inner: MemoryJournal):
+        self.__dict__ = inner.__dict__
+        self._effects_of_life = effects
+
+    def _guard(self) -> None:
+        if not self._effects_of_life.alive:
+            raise Crash
+
+    def begin(self, record):  # noqa: ANN001, ANN201
+        self._guard()
+        super().begin(record)
+
+    def step(self, handover_id, record):  # noqa: ANN001, ANN201
+        self._guard()
+        super().step(handover_id, record)
+
+    def end(self, *args):  # noqa: ANN002, ANN201
+        self._guard()
+        super().end(*args)
+
+
+def crash_at(n: int) -> Hook:
+    left = n
+
+    def hook(when: str, verb: str, target: str) -> None:
+        nonlocal left
+        if left == 0:
+            left = -1
+            raise Crash
+        left -= 1
+
+    return hook
+
+
+def fail_at(*points: int) -> Hook:
+    count = -1
+
+    def hook(when: str, verb: str, target: str) -> None:
+        nonlocal count
+        count += 1
+        if count in points:
+            raise EffectFailed(verb, target, f"injected {when}")
+
+    return hook
+
+
+SCENARIOS = [short, there_and_back, several]
+
+
+@pytest.mark.parametrize("make", SCENARIOS)
+def test_undisturbed(make: Callable[[], Scenario]) -> None:
+    run = Run(make(), []).go()
+    assert run.hook_calls[0] > 20
+    assert {r.state for r in run.journal.recent(1000)} == {"done"}
+
+
+@pytest.mark.parametrize("orphans_finish", [False, True])
+@pytest.mark.parametrize("make", SCENARIOS)
+def test_crash_at_every_point(make: Callable[[], Scenario], orphans_finish: bool) -> None:
+    reference = Run(make(), []).go()
+    for n in range(reference.hook_calls[0]):
+        run = Run(make(), [crash_at(n)], orphans_finish).go()
+        assert len(run.hook_calls) == 2, f"no crash at point {n}"
+        assert run.end() == reference.end(), f"crash at point {n}"
+
+
+def explore_pairs(make: Callable[[], Scenario], orphans_finish: bool) -> int:
+    """A crash at every point and, for each, another at every point of the life after it. Answers how many."""
+    reference = Run(make(), []).go()
+    explored = 0
+    for first in range(reference.hook_calls[0]):
+        for second in range(10_000):
+            run = Run(make(), [crash_at(first), crash_at(second)], orphans_finish).go()
+            assert run.end() == reference.end(), f"crashes at points {first} and {second}"
+            if len(run.hook_calls) == 2:
+                break  # the second life ran through before its point
+            explored += 1
+    return explored
+
+
+@pytest.mark.parametrize("orphans_finish", [False, True])
+def test_crash_at_every_pair_of_points(orphans_finish: bool) -> None:
+    explored = explore_pairs(short, orphans_finish)
+    print(f"crash schedules explored: {explored}")
+    assert explored > 500
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("orphans_finish", [False, True])
+@pytest.mark.parametrize("make", SCENARIOS)
+def test_crash_at_every_pair_of_points_of_every_scenario(make: Callable[[], Scenario], orphans_finish: bool) -> None:
+    explored = explore_pairs(make, orphans_finish)
+    print(f"crash schedules explored: {explored}")
+    assert explored > 2000
+
+
+@pytest.mark.parametrize("make", SCENARIOS)
+def test_every_verb_fails_once(make: Callable[[], Scenario]) -> None:
+    reference = Run(make(), []).go()
+    for n in range(reference.hook_calls[0]):
+        run = Run(make(), [fail_at(n)]).go()
+        assert run.end() == reference.end(), f"failure at point {n}"
+
+
+def test_every_pair_of_failures_nearby() -> None:
+    """A second failure within the next twelve points: in the undo of the first, in its retry, in a neighbour."""
+    reference = Run(short(), []).go()
+    for n in range(reference.hook_calls[0]):
+        for m in range(n + 1, n + 13):
+            run = Run(short(), [fail_at(n, m)]).go()
+            assert run.end() == reference.end(), f"failures at points {n} and {m}"

@@ -1,0 +1,261 @@
+"""Who gets what under each policy. Every allocation is also turned into a ledger, which refuses two holders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from scheduler.config import SchedulerConfig
+from scheduler.errors import InvalidWorkload
+from scheduler.plan import Allocation, plan
+from scheduler.workload import (
+    Demand,
+    DeploymentView,
+    JobView,
+    ModelMemory,
+    Policy,
+    ReplicaView,
+    Snapshot,
+)
+from tests.unit.scheduler.fakes import box_of
+
+EIGHT = box_of(8)
+SIZES = (1, 2, 4, 8)
+CONFIG = SchedulerConfig(target_inflight=4, give_back_after_s=60, job_dwell_s=30, turn_s=30)
+
+
+def planned(now_s: float = 1000.0, **snapshot) -> Allocation:  # noqa: ANN003
+    snapshot.setdefault("devices", EIGHT)
+    snapshot.setdefault("policy", Policy("auto"))
+    found = Snapshot(**snapshot)
+    allocation = plan(found, now_s, CONFIG)
+    allocation.ledger(tuple(d.id for d in found.devices))
+    return allocation
+
+
+def sizes(allocation: Allocation) -> dict[str, int]:
+    return {g.job_id: len(g.devices) for g in allocation.groups}
+
+
+def awake(allocation: Allocation) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for replica in allocation.open_replicas:
+        counts[replica.model] = counts.get(replica.model, 0) + 1
+    return counts
+
+
+def job(name: str = "j1", **fields) -> JobView:  # noqa: ANN003
+    return JobView(name, **{"min_devices": 1, "max_devices": 8, "allowed_sizes": SIZES, **fields})
+
+
+def opened(name: str, device: int, **fields) -> ReplicaView:  # noqa: ANN003
+    return ReplicaView(name, **{"model": "m", "version": "v1", "state": "open", "devices": (f"n0/{device}",), **fields})
+
+
+M = DeploymentView("m", "v1", max_replicas=8)
+
+
+def test_serve_gives_training_nothing_and_fills_up() -> None:
+    a = planned(policy=Policy("serve"), jobs=(job(),), deployments=(replace(M, min_replicas=1, max_replicas=3),))
+    assert sizes(a) == {} and awake(a) == {"m": 3}
+    assert a.waiting["j1"] == "Needs 1 device: mode serve gives training no devices."
+
+
+def test_train_takes_all_but_the_floor() -> None:
+    hot = replace(M, demand=Demand(inflight=3, held=2, last_request_s=999))
+    assert sizes(planned(policy=Policy("train"), jobs=(job(),), deployments=(hot,))) == {"j1": 8}
+    a = planned(policy=Policy("train", serving_floor=1), jobs=(job(),), deployments=(hot,))
+    assert sizes(a) == {"j1": 4} and awake(a) == {"m": 2}, "7 are left: 4 fit the job, the rest is lent to demand"
+
+
+def test_split_bounds_training() -> None:
+    a = planned(policy=Policy("split", 6), jobs=(job(allowed_sizes=()),), deployments=(replace(M, min_replicas=1),))
+    assert sizes(a) == {"j1": 6} and awake(a) == {"m": 2}
+    assert sizes(planned(policy=Policy("split", 0), jobs=(job(),))) == {}
+
+
+def test_auto_gives_training_what_serving_does_not_need() -> None:
+    a = planned(jobs=(job(allowed_sizes=()),), deployments=(replace(M, demand=Demand(inflight=9)),))
+    assert awake(a) == {"m": 3} and sizes(a) == {"j1": 5}, "9 requests at 4 each want 3 replicas"
+
+
+def test_auto_without_jobs_leaves_engines_open() -> None:
+    a = planned(deployments=(M,), replicas=tuple(opened(f"r{i}", i) for i in range(5)))
+    assert awake(a) == {"m": 5}
+
+
+def test_auto_takes_idle_engines_when_a_job_waits() -> None:
+    replicas = tuple(opened(f"r{i}", i) for i in range(8))
+    idle = replace(M, min_replicas=1, demand=Demand(last_request_s=100.0))
+    a = planned(deployments=(idle,), replicas=replicas, jobs=(job(),))
+    assert sizes(a) == {"j1": 4} and awake(a) == {"m": 4}, "7 devices: the job runs at 4, the others stay open"
+    assert {r.state for r in a.replicas if r.id not in {o.id for o in a.open_replicas}} == {"asleep"}
+
+
+def test_shrinking_waits_and_uses_the_peak_meanwhile() -> None:
+    memory = {"m": ModelMemory(replicas=4)}
+    low = replace(M, demand=Demand(inflight=2, last_request_s=1000.0))
+    first = planned(deployments=(low,), jobs=(job(),), memory=memory)
+    assert awake(first) == {"m": 4} and first.review_at_s is not None
+    middle = replace(low, demand=Demand(inflight=9, last_request_s=1030.0))
+    second = planned(1030.0, deployments=(middle,), jobs=(job(),), memory=first.memory)
+    third = planned(1061.0, deployments=(low,), jobs=(job(),), memory=second.memory)
+    assert third.memory["m"].replicas == 3, "the peak of the last minute, not the present"
+
+
+def test_growing_is_at_once() -> None:
+    running = job(phase="running", devices=tuple(d.id for d in EIGHT), since_s=999.0)
+    a = planned(jobs=(running,), deployments=(replace(M, demand=Demand(held=1)),))
+    assert sizes(a) == {"j1": 4} and awake(a) == {"m": 1}
+    assert set(a.groups[0].devices) < set(running.devices)
+
+
+def test_a_model_with_demand_and_no_engine_comes_before_a_second_engine() -> None:
+    busy = replace(M, demand=Demand(inflight=100))
+    cold = DeploymentView("cold", "v1", demand=Demand(held=1))
+    a = planned(policy=Policy("serve"), devices=box_of(2), deployments=(busy, cold))
+    assert awake(a) == {"m": 1, "cold": 1}
+
+
+def test_more_models_than_devices_take_turns() -> None:
+    names = ("a", "b")
+    deployments = tuple(DeploymentView(n, "v1", demand=Demand(held=1)) for n in names)
+    one = box_of(1)
+    replicas: tuple[ReplicaView, ...] = ()
+    memory: dict[str, ModelMemory] = {}
+    served = []
+    for now_s in range(0, 200, 10):
+        a = planned(float(now_s), devices=one, deployments=deployments, replicas=replicas, memory=memory, epoch=now_s)
+        (winner,) = a.open_replicas
+        served.append(winner.model)
+        old = {r.id: r for r in replicas}
+        replicas = tuple(
+            old[r.id] if r.id in old and old[r.id].state == r.state
+            else ReplicaView(r.id, r.model, r.version, r.state, r.devices, since_s=float(now_s))
+            for r in a.replicas
+        )
+        memory = a.memory
+    turns = [n for i, n in enumerate(served) if i == 0 or served[i - 1] != n]
+    assert turns[:4] == ["a", "b", "a", "b"]
+    assert 4 <= len(turns) <= 200 / CONFIG.turn_s + 1, f"each keeps its turn: {served}"
+
+
+def test_jobs_in_order_of_priority_then_submission_with_reasons() -> None:
+    late_but_urgent = job("z", priority=1, submitted_s=9.0, max_devices=4)
+    a = planned(jobs=(job("a", submitted_s=1.0, min_devices=4, max_devices=4), late_but_urgent, job("b", submitted_s=2.0)))
+    assert sizes(a) == {"z": 4, "a": 4}
+    assert a.waiting == {"b": "Needs 1 device; 0 of training's 8 are left by job z and others ahead of it."}
+
+
+def test_reasons_for_paused_held_and_impossible_jobs() -> None:
+    a = planned(
+        jobs=(
+            job("p", phase="paused", devices=("n0/0",)),
+            job("h", held=True),
+            job("x", min_devices=16, max_devices=16, allowed_sizes=()),
+            job("f", not_before_s=1004.0),
+        )
+    )
+    assert sizes(a) == {}
+    assert a.waiting["p"].startswith("Paused") and a.waiting["h"].startswith("Held")
+    assert a.waiting["x"] == "Needs 16 devices; only 8 of the box work."
+    assert "tries again in 4 s" in a.waiting["f"] and a.review_at_s == 1004.0
+
+
+def test_backfill_but_the_head_preempts() -> None:
+    big = job("big", min_devices=8, submitted_s=1.0)
+    small = job("small", submitted_s=2.0, phase="running", devices=("n0/0",))
+    assert sizes(planned(jobs=(big, small))) == {"big": 8}
+    stubborn = replace(small, preemptible=False)
+    a = planned(jobs=(big, stubborn))
+    assert sizes(a) == {"small": 1} and "big" in a.waiting
+
+
+def test_a_running_job_does_not_grow_in_its_dwell_but_shrinks() -> None:
+    young = job(phase="running", devices=("n0/0", "n0/1"), since_s=990.0)
+    a = planned(jobs=(young,))
+    assert sizes(a) == {"j1": 2} and a.review_at_s == 1020.0
+    assert sizes(planned(1020.0, jobs=(young,))) == {"j1": 8}
+    assert sizes(planned(policy=Policy("train"), jobs=(young,))) == {"j1": 8}, "a person's mode takes hold at once"
+
+
+def test_a_sleeping_engine_wakes_where_it_sleeps() -> None:
+    asleep = opened("r7", 5, state="asleep", version="v0")
+    a = planned(deployments=(replace(M, demand=Demand(held=1)),), replicas=(asleep,), jobs=(job(),))
+    (replica,) = a.open_replicas
+    assert (replica.id, replica.devices, replica.version) == ("r7", ("n0/5",), "v1"), "with the active version"
+
+
+def test_least_recently_used_sleepers_are_stopped() -> None:
+    config = replace_config(max_resident_asleep=2)
+    replicas = tuple(opened(f"r{i}", i, state="asleep", model=f"m{i}") for i in range(4))
+    deployments = tuple(DeploymentView(f"m{i}", "v1", demand=Demand(last_request_s=float(i))) for i in range(4))
+    a = plan(Snapshot(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas), 1000.0, config)
+    assert {r.id for r in a.replicas} == {"r2", "r3"}
+
+
+def replace_config(**fields) -> SchedulerConfig:  # noqa: ANN003
+    return SchedulerConfig(**{**CONFIG.model_dump(), **fields})
+
+
+def test_idle_time_puts_to_sleep_even_if_nobody_waits() -> None:
+    d = replace(M, idle_sleep_s=300.0, demand=Demand(last_request_s=1000.0))
+    early = planned(1100.0, deployments=(d,), replicas=(opened("r0", 0),))
+    assert awake(early) == {"m": 1} and early.review_at_s == 1300.0
+    assert awake(planned(1300.0, deployments=(d,), replicas=(opened("r0", 0),), memory=early.memory)) == {}
+
+
+def test_failed_devices_are_left_and_holders_move() -> None:
+    broken = (replace(EIGHT[0], health="failed"), *EIGHT[1:])
+    running = job(phase="running", devices=("n0/0", "n0/1"), since_s=0.0, max_devices=2)
+    a = planned(devices=broken, jobs=(running,), deployments=(M,), replicas=(opened("r0", 0),))
+    assert "n0/0" not in a.groups[0].devices and len(a.groups[0].devices) == 2
+    assert a.replicas == (), "an engine on a broken device is stopped, not put to sleep"
+
+
+def test_tensor_parallel_stays_in_one_node_and_moves_jobs_for_it() -> None:
+    two = box_of(4, nodes=2)
+    scattered = tuple(
+        job(f"j{n}", max_devices=1, phase="running", devices=(d,), submitted_s=n)
+        for n, d in enumerate(("n0/0", "n1/0"))
+    )
+    wide = DeploymentView("wide", "v1", tensor_parallel=4, min_replicas=1)
+    a = planned(devices=two, jobs=scattered, deployments=(wide,))
+    (replica,) = a.open_replicas
+    assert len({d.split("/")[0] for d in replica.devices}) == 1 and len(replica.devices) == 4
+    assert len(a.groups) == 2
+
+
+def test_a_model_given_up_on_keeps_what_is_open() -> None:
+    failed = replace(M, version="v2", failed_reason="fingerprint differs", demand=Demand(inflight=50))
+    a = planned(deployments=(failed,), replicas=(opened("r0", 0),))
+    assert [(r.id, r.version) for r in a.open_replicas] == [("r0", "v1")]
+
+
+def test_an_allocation_is_a_fixed_point() -> None:
+    deployments = (replace(M, min_replicas=1, demand=Demand(inflight=6, last_request_s=1000.0)),)
+    first = planned(jobs=(job("a"), job("b", submitted_s=2.0)), deployments=deployments, epoch=1)
+    by_job = {g.job_id: g.devices for g in first.groups}
+    second = planned(
+        jobs=tuple(
+            job(n, submitted_s=s, phase="running" if n in by_job else "wanted", devices=by_job.get(n, ()))
+            for n, s in (("a", 0.0), ("b", 2.0))
+        ),
+        deployments=deployments,
+        replicas=tuple(ReplicaView(r.id, r.model, r.version, r.state, r.devices) for r in first.replicas),
+        memory=first.memory,
+        epoch=2,
+    )
+    assert (second.replicas, second.groups) == (first.replicas, first.groups)
+
+
+def test_contradictions_are_named() -> None:
+    with pytest.raises(InvalidWorkload, match="train_devices of policy split: None given"):
+        Policy("split")
+    with pytest.raises(InvalidWorkload, match="1 <= min_devices <= max_devices"):
+        JobView("j", min_devices=3, max_devices=2)
+    with pytest.raises(InvalidWorkload, match="allowed_sizes of job j"):
+        JobView("j", min_devices=3, max_devices=4, allowed_sizes=(1, 2))
+    with pytest.raises(InvalidWorkload, match="policy"):
+        Policy("sometimes")  # type: ignore[arg-type]
