@@ -234,7 +234,9 @@ class SchedulerLoop:
         """Take over the truth for every holder but those whose chains changed them while it was read."""
         now_s, old = self._clock.now_s(), self.box
         truth = Box.of(observed, now_s)
-        replicas, groups = dict(truth.replicas), dict(truth.groups)
+        replicas = dict(truth.replicas)
+        # "ended" means ended and told to the store: the events below tell those that were not.
+        groups = {job_id: replace(group, ended=False) for job_id, group in truth.groups.items()}
         for replica in old.replicas.values():
             seen = replicas.get(replica.id)
             if Holder("replica", replica.id) in busy:
@@ -265,12 +267,13 @@ class SchedulerLoop:
 
     async def _pump(self) -> None:
         while True:
-            self._events.append(await self._effects.next_event())
+            event = await self._effects.next_event()
+            self._events.append(event)
             self._wake.set()
 
     def _take_events(self) -> None:
         """Apply every event whose holder is not being moved; the others wait for their chain to end."""
-        later: deque[Event] = deque()
+        later: list[Event] = []
         while self._events:
             event = self._events.popleft()
             match event:
@@ -291,7 +294,7 @@ class SchedulerLoop:
                 case InventoryChanged():
                     self._failed_devices.clear()
                     self._look_again_s = 0.0
-        self._events = later
+        self._events.extend(later)
 
     def _put(self, replica: ReplicaView) -> None:
         self.box = replace(self.box, replicas={**self.box.replicas, replica.id: replica})

@@ -142,8 +142,9 @@ def test_more_models_than_devices_take_turns() -> None:
 
 
 def test_jobs_in_order_of_priority_then_submission_with_reasons() -> None:
-    late_but_urgent = job("z", priority=1, submitted_s=9.0, max_devices=4)
-    a = planned(jobs=(job("a", submitted_s=1.0, min_devices=4, max_devices=4), late_but_urgent, job("b", submitted_s=2.0)))
+    urgent = job("z", priority=1, submitted_s=9.0, max_devices=4)
+    early = job("a", submitted_s=1.0, min_devices=4, max_devices=4)
+    a = planned(jobs=(early, urgent, job("b", submitted_s=2.0)))
     assert sizes(a) == {"z": 4, "a": 4}
     assert a.waiting == {"b": "Needs 1 device; 0 of training's 8 are left by job z and others ahead of it."}
 

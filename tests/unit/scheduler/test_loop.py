@@ -1,0 +1,380 @@
+"""The loop on a fake world in virtual time: failing things, dying things, and when it gives up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+
+import pytest
+
+from scheduler import virtual_time
+from scheduler.config import SchedulerConfig
+from scheduler.effects import DeviceFailed, InventoryChanged
+from scheduler.errors import EffectFailed, Stopped
+from scheduler.journal import MemoryJournal
+from scheduler.loop import SchedulerLoop
+from scheduler.workload import Demand, DeploymentView, JobView, Policy
+from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of
+
+
+class Rig:
+    """World, effects, store, journal and a running loop."""
+
+    def __init__(self, store: FakeStore, devices: int = 4, **config):  # noqa: ANN003
+        self.world, self.store, self.journal = World(box_of(devices)), store, MemoryJournal()
+        self.effects = FakeEffects(self.world)
+        self.config = SchedulerConfig(**config)
+
+    async def __aenter__(self) -> Rig:
+        self.loop = SchedulerLoop(self.effects, self.store, self.journal, virtual_time.VirtualClock(), self.config)
+        self.task = asyncio.create_task(self.loop.run())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.loop.stop()
+        await self.task
+
+    async def settle(self) -> None:
+        await self.loop.wait_settled(self.loop.nudge())
+
+    @property
+    def now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def states(self) -> list[str]:
+        return sorted(r.state for r in self.world.replicas.values())
+
+    def jobs(self) -> dict[str, int]:
+        return {g.job_id: len(g.devices) for g in self.world.groups.values()}
+
+
+def go(test: Callable[[], Awaitable[None]]) -> None:
+    virtual_time.run(test(), start_s=1000.0)
+
+
+JOB = JobView("j1", 1, 4, (1, 2, 4))
+MODEL = DeploymentView("m", "v1", min_replicas=1, max_replicas=1)
+
+
+def failing(times: int, verb: str, when: str = "in") -> Callable[[str, str, str], None]:
+    left = [times]
+
+    def hook(at: str, what: str, target: str) -> None:
+        if at == when and what == verb and left[0]:
+            left[0] -= 1
+            raise EffectFailed(verb, target, "injected")
+
+    return hook
+
+
+def test_ten_switches_in_a_row() -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+            await rig.settle()
+            for n in range(10):
+                rig.store.policy = Policy("train" if n % 2 == 0 else "serve")
+                await rig.settle()
+                assert rig.jobs() == ({"j1": 4} if n % 2 == 0 else {})
+                assert rig.states() == (["asleep"] if n % 2 == 0 else ["open"])
+            starts = [v for v, _ in rig.world.verbs_done if v == "start_replica"]
+            assert len(starts) == 1, "the process is kept"
+
+    go(test)
+
+
+def test_a_job_that_finishes_leaves_its_devices() -> None:
+    async def test() -> None:
+        jobs = (replace(JOB, submitted_s=1.0), replace(JOB, id="j2", submitted_s=2.0))
+        async with Rig(FakeStore(Policy("train"), jobs)) as rig:
+            await rig.settle()
+            assert rig.jobs() == {"j1": 4} and "ahead of it" in rig.store.reasons["j2"]
+            rig.effects.end_group("j1", "succeeded", step=100)
+            await asyncio.sleep(5)
+            await rig.settle()
+            assert rig.jobs() == {"j2": 4}
+            assert rig.store.ended == {"j1": ("succeeded", "")}
+
+    go(test)
+
+
+def test_a_job_that_fails_without_progress_is_given_up_with_the_reason() -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+            for _ in range(3):
+                await rig.settle()
+                await asyncio.sleep(10)
+                rig.effects.end_group("j1", "failed", step=7, error="loss is not a number")
+                await asyncio.sleep(10)
+            await rig.settle()
+            outcome, error = rig.store.ended["j1"]
+            assert outcome == "failed" and error.startswith("loss is not a number (failed 3 times")
+            assert rig.world.leases == {}
+
+    go(test)
+
+
+def test_progress_between_failures_keeps_a_job_alive() -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+            for n in range(8):
+                await rig.settle()
+                await asyncio.sleep(10)
+                rig.effects.end_group("j1", "failed", step=n + 1, error="a rank was killed")
+                await asyncio.sleep(10)
+            await rig.settle()
+            assert rig.store.ended == {} and rig.jobs() == {"j1": 4}
+
+    go(test)
+
+
+def test_what_cannot_succeed_is_not_tried_again() -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+            await rig.settle()
+            rig.effects.end_group("j1", "failed", error="bad data", retryable=False)
+            await asyncio.sleep(5)
+            assert rig.store.ended == {"j1": ("failed", "bad data")}
+
+    go(test)
+
+
+def test_an_end_that_nobody_heard_is_read_from_the_world() -> None:
+    async def test() -> None:
+        rig = Rig(FakeStore(Policy("train"), (JOB,)))
+        async with rig:
+            await rig.settle()
+        rig.effects.end_group("j1", "succeeded")
+        rig.effects = FakeEffects(rig.world)  # a new controller: the event is lost
+        async with rig:
+            await rig.settle()
+            assert rig.store.ended == {"j1": ("succeeded", "")} and rig.world.leases == {}
+
+    go(test)
+
+
+def test_a_dead_engine_is_replaced_and_a_hopeless_model_given_up() -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+            await rig.settle()
+            for n in range(3):
+                (replica,) = rig.world.replicas.values()
+                rig.effects.kill_replica(replica.id, "CUDA error")
+                await asyncio.sleep(30)
+                assert rig.states() == (["open"] if n < 2 else [])
+            assert "CUDA error" in rig.store.failed_models["m"]
+            rig.store.deployments["m"] = replace(MODEL, version="v2")
+            await rig.settle()
+            assert rig.states() == ["open"], "another version gets another chance"
+
+    go(test)
+
+
+def test_deaths_far_apart_are_forgiven() -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+            for _ in range(6):
+                await rig.settle()
+                await asyncio.sleep(300)
+                (replica,) = rig.world.replicas.values()
+                rig.effects.kill_replica(replica.id)
+                await asyncio.sleep(30)
+            assert rig.store.failed_models == {} and rig.states() == ["open"]
+
+    go(test)
+
+
+def test_a_failed_swap_keeps_the_old_version_serving() -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+            await rig.settle()
+            rig.effects.hook = failing(100, "swap_replica", when="before")
+            rig.store.deployments["m"] = replace(MODEL, version="v2")
+            await asyncio.sleep(600)
+            await rig.settle()
+            assert [(r.version, r.state) for r in rig.world.replicas.values()] == [("v1", "open")]
+            assert "injected" in rig.store.failed_models["m"]
+            swaps = [s for h in rig.journal.recent(100) for s in h.steps if s.verb == "swap_replica"]
+            assert len(swaps) == 3
+
+    go(test)
+
+
+def test_a_suspend_that_keeps_failing_ends_by_force_from_the_last_snapshot() -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("train"), (JOB,), (MODEL,))) as rig:
+            await rig.settle()
+            rig.effects.hook = failing(100, "suspend_group", when="before")
+            rig.store.policy = Policy("serve")
+            await rig.settle()
+            assert rig.jobs() == {} and rig.states() == ["open"] and rig.store.ended == {}
+            verbs = [v for v, t in rig.world.verbs_done if t == "j1"]
+            assert verbs[-1] == "stop_group"
+            rig.store.policy = Policy("train")
+            await rig.settle()
+            assert rig.jobs() == {"j1": 4}
+
+    go(test)
+
+
+def test_a_failed_suspend_leaves_the_previous_state_until_the_retry() -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("train"), (JOB,), (MODEL,)), backoff_first_s=50) as rig:
+            await rig.settle()
+            rig.effects.hook = failing(1, "suspend_group", when="before")
+            rig.store.policy = Policy("serve")
+            rig.loop.nudge()
+            await asyncio.sleep(20)
+            assert rig.jobs() == {"j1": 4} and rig.states() == []
+            assert rig.journal.recent(1)[0].state in ("running", "undone")
+            await rig.settle()
+            assert rig.jobs() == {} and rig.states() == ["open"]
+
+    go(test)
+
+
+def test_an_engine_that_cannot_sleep_is_stopped() -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+            await rig.settle()
+            rig.effects.hook = failing(1, "sleep_replica", when="before")
+            rig.store.policy = Policy("train")
+            await rig.settle()
+            assert rig.jobs() == {"j1": 4} and rig.states() == []
+            (last,) = rig.journal.recent(1)
+            assert last.state == "done"
+            forced = [s for s in last.steps if s.undoes is not None]
+            assert [s.verb for s in forced] == ["stop_replica"]
+
+    go(test)
+
+
+def test_a_hung_step_ends_at_its_limit() -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("serve"), (), (MODEL,)), start_replica_timeout_s=60) as rig:
+            rig.effects.seconds["start_replica"] = 10_000.0
+            began_s = rig.now_s
+            await asyncio.sleep(75)
+            assert rig.now_s - began_s == 75
+            last = rig.journal.recent(5)[-1]
+            assert last.state == "undone" and "longer than its limit of 60 s" in last.error
+            rig.effects.seconds["start_replica"] = 1.0
+            await asyncio.sleep(100)
+            assert rig.states() == ["open"]
+
+    go(test)
+
+
+def test_a_slow_holder_does_not_delay_the_others() -> None:
+    async def test() -> None:
+        two = (MODEL, DeploymentView("other", "v1", max_replicas=1))
+        async with Rig(FakeStore(Policy("auto"), (replace(JOB, max_devices=2),), two)) as rig:
+            rig.effects.seconds["start_group"] = 500.0
+            rig.loop.nudge()
+            await asyncio.sleep(5)
+            assert rig.states() == ["open"]
+            rig.store.ask("other", held=1, now_s=rig.now_s)
+            rig.loop.nudge()
+            await asyncio.sleep(5)
+            assert rig.states() == ["open", "open"], "while the job's ranks are still starting"
+            assert rig.loop.status()["handovers"], "the first hand-over is still under way"
+
+    go(test)
+
+
+def test_a_failed_device_is_left_and_not_used_again_until_it_recovers() -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+            await rig.settle()
+            rig.effects.events.put_nowait(DeviceFailed("n0/2", "Xid 79"))
+            await asyncio.sleep(5)
+            assert rig.jobs() == {"j1": 2}
+            assert all("n0/2" not in g.devices for g in rig.world.groups.values())
+            status = {d["id"]: d["health"] for d in rig.loop.status()["devices"]}
+            assert status["n0/2"] == "failed"
+            rig.effects.events.put_nowait(InventoryChanged())
+            await asyncio.sleep(5)
+            assert rig.jobs() == {"j1": 4}
+
+    go(test)
+
+
+def test_paused_and_cancelled_jobs_leave() -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+            await rig.settle()
+            rig.store.jobs["j1"] = replace(rig.store.jobs["j1"], phase="paused")
+            await rig.settle()
+            assert rig.jobs() == {} and ("suspend_group", "j1") in rig.world.verbs_done
+            rig.store.jobs["j1"] = replace(rig.store.jobs["j1"], phase="suspended")
+            await rig.settle()
+            assert rig.jobs() == {"j1": 4}
+            del rig.store.jobs["j1"]
+            await rig.settle()
+            assert rig.jobs() == {} and rig.world.verbs_done[-2][0] == "stop_group" and rig.world.leases == {}
+
+    go(test)
+
+
+def test_waiting_for_a_loop_that_ends_raises() -> None:
+    async def test() -> None:
+        rig = Rig(FakeStore(Policy("train"), (JOB,)))
+        async with rig:
+            rig.effects.seconds["start_group"] = 500.0
+            await asyncio.sleep(1)
+            waiting = asyncio.create_task(rig.loop.wait_settled(rig.loop.nudge()))
+            await asyncio.sleep(1)
+            rig.loop.stop()
+            with pytest.raises(Stopped):
+                await waiting
+
+    go(test)
+
+
+def test_a_bug_in_the_effects_ends_the_loop() -> None:
+    async def test() -> None:
+        rig = Rig(FakeStore(Policy("serve"), (), (MODEL,)))
+
+        def hook(when: str, verb: str, target: str) -> None:
+            raise ZeroDivisionError("not an EffectFailed")
+
+        rig.effects.hook = hook
+        rig.loop = SchedulerLoop(rig.effects, rig.store, rig.journal, virtual_time.VirtualClock(), rig.config)
+        with pytest.raises(ZeroDivisionError):
+            await rig.loop.run()
+
+    go(test)
+
+
+def test_every_step_is_in_the_journal_with_its_times() -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+            await rig.settle()
+            rig.store.policy = Policy("train")
+            await rig.settle()
+            (last,) = rig.journal.recent(1)
+            assert [s.verb for s in last.steps] == [
+                "drain_replica", "sleep_replica", "release", "acquire", "start_group",
+            ]  # fmt: skip
+            assert all(s.state == "done" and s.ended_s > s.started_s for s in last.steps)
+            assert last.steps[3].started_s >= last.steps[2].ended_s
+            assert last.steps[0].detail["seconds"] == rig.effects.seconds["drain_replica"]
+            assert last.reason.startswith("mode train: replica r1-0 finishes its requests")
+
+    go(test)
+
+
+def test_held_requests_of_a_sleeping_model_wake_it() -> None:
+    async def test() -> None:
+        model = replace(MODEL, min_replicas=0)
+        async with Rig(FakeStore(Policy("auto"), (JOB,), (model,))) as rig:
+            await rig.settle()
+            assert rig.jobs() == {"j1": 4} and rig.states() == []
+            rig.store.deployments["m"] = replace(model, demand=Demand(held=1, last_request_s=rig.now_s))
+            await rig.settle()
+            assert rig.jobs() == {"j1": 2} and rig.states() == ["open"]
+            rig.store.deployments["m"] = replace(model, demand=Demand(last_request_s=rig.now_s))
+            await asyncio.sleep(120)
+            assert rig.jobs() == {"j1": 4} and rig.states() == ["asleep"]
+
+    go(test)
