@@ -59,6 +59,8 @@ class TrainSpec:
 
     snapshot_every_s: float = 300.0  # 0: only when asked
     keep_snapshots: int = 2
+    shm_budget_bytes: int | None = None  # of the whole weight store; None: what tmpfs has
+    serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights
     validation_batches: int = 0  # 0: the whole validation file
 
     def __post_init__(self) -> None:

@@ -1,0 +1,82 @@
+"""Tiny random models and a byte-level tokenizer with a ChatML template, made in a second, for tests of training."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "{% if message.get('tool_calls') %}{% for call in message['tool_calls'] %}"
+    "<tool>{{ call['function'] | tojson }}</tool>{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+VOCABULARY = 384
+
+
+def tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
+    text = ["the quick brown fox jumps over the lazy dog and says hello to everyone", "1 + 2 = 3, how many are left"]
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
+    )  # fmt: skip
+    made.train_from_iterator(text, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|pad|>",
+                                   chat_template=template)  # fmt: skip
+
+
+def make_model_dir(path: Path, *, family: str = "llama", tied: bool = False, seed: int = 0,
+                   dtype: torch.dtype = torch.bfloat16, **config) -> Path:  # fmt: skip
+    """A random model in a Hugging Face directory. Odd sizes on purpose: partitions then cut through parameters."""
+    torch.manual_seed(seed)
+    settings = {
+        "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+        "tie_word_embeddings": tied, "initializer_range": 0.1, "eos_token_id": 2, "pad_token_id": 0,
+        "bos_token_id": None,
+    } | config  # fmt: skip
+    made = {"llama": lambda: LlamaForCausalLM(LlamaConfig(**settings)),
+            "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**settings))}[family]()  # fmt: skip
+    made.to(dtype).save_pretrained(path)
+    tokenizer().save_pretrained(path)
+    return path
+
+
+def write_chat_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
+    """Sums to learn: short chats of different lengths."""
+    draw = random.Random(seed)
+    with open(path, "w") as file:
+        for _ in range(n_examples):
+            a, b = draw.randrange(100), draw.randrange(100)
+            fill = " please" * draw.randrange(8)
+            messages = [{"role": "user", "content": f"how many are {a} and {b}{fill}"},
+                        {"role": "assistant", "content": f"{a} and {b} are {a + b}" + "!" * draw.randrange(4)}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def shared_data() -> Path:
+    """Directory of real data sets; skips the test where it is absent."""
+    root = Path(os.environ.get("APPLIANCE_TEST_DATA", Path(__file__).parents[3] / "shared" / "data"))
+    if not root.is_dir():
+        pytest.skip(f"no data sets at {root}; set APPLIANCE_TEST_DATA")
+    return root
+
+
+def gsm8k(path: Path, split: str, n_examples: int) -> Path:
+    """The first examples of GSM8K as it is published (question, answer)."""
+    with gzip.open(shared_data() / "finetune" / f"gsm8k_{split}.jsonl.gz", "rt") as source:
+        lines = [line for line, _ in zip(source, range(n_examples), strict=False)]
+    path.write_text("".join(lines))
+    return path

@@ -1,0 +1,163 @@
+"""The training set as tokens on disk: tokenised once by all ranks together, mapped by each, kept for resumes.
+
+A set is a directory `<run_dir>/tokens/<key>/` with tokens.npy (int32), learnt.npy (bool) and offsets.npy (int64,
+n + 1). The key names everything it was made from, so a changed file, tokenizer or length makes a new one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from train.chat import ChatEncoder
+from train.errors import InvalidTrainingData
+from train.formats import BadRecord
+from train.packing import Row, build_row, plan_packs
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+_MAX_LISTED_ERRORS = 20
+
+
+class TokenSet:
+    """Examples as tokens, grouped into packs. Read-only, shared through the page cache by all ranks of a node."""
+
+    def __init__(self, directory: Path, *, max_length: int, packing: bool, pad_id: int):
+        self._tokens = np.load(directory / "tokens.npy", mmap_mode="r")
+        self._learnt = np.load(directory / "learnt.npy", mmap_mode="r")
+        self._offsets = np.load(directory / "offsets.npy")
+        self._max_length, self._packing, self._pad_id = max_length, packing, pad_id
+        self.n_dropped, self.n_truncated = np.load(directory / "skipped.npy").tolist()
+        self.packs = plan_packs(np.diff(self._offsets), max_length, packing=packing)
+        self._labels = np.array([self._n_labels(pack) for pack in self.packs], dtype=np.int64)
+
+    @property
+    def n_examples(self) -> int:
+        return len(self._offsets) - 1
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self._offsets[-1])
+
+    def labels_in(self, packs: np.ndarray) -> int:
+        """Number of learnt tokens in these packs: the denominator of a step's loss, known to every rank."""
+        return int(self._labels[packs].sum())
+
+    def tokens_in(self, packs: np.ndarray) -> int:
+        """Number of tokens in these packs, padding not counted."""
+        return sum(int(self._offsets[i + 1] - self._offsets[i]) for pack in packs for i in self.packs[pack])
+
+    def row(self, packs: np.ndarray) -> Row:
+        """One micro-batch of these packs."""
+        examples = [[self._example(index) for index in self.packs[pack]] for pack in packs]
+        return build_row(examples, self._max_length, self._pad_id, packing=self._packing)
+
+    def _example(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        start, end = self._offsets[index], self._offsets[index + 1]
+        return self._tokens[start:end], self._learnt[start:end]
+
+    def _n_labels(self, pack: np.ndarray) -> int:
+        return sum(int(self._example(index)[1][1:].sum()) for index in pack)
+
+
+def open_token_set(
+    path: str | Path, encoder: ChatEncoder, cache_dir: Path, *, max_length: int, packing: bool,
+    rank: int, world_size: int, barrier: Callable[[], None],
+) -> TokenSet:  # fmt: skip
+    """Tokenise `path` (chat JSONL) unless `cache_dir` has it, all ranks sharing the work, and open the result.
+
+    Examples longer than `max_length` tokens are cut; those with nothing to learn left are dropped. Raises
+    InvalidTrainingData, on every rank, when the chat template refuses an example or nothing is left.
+    """
+    pad_id = encoder.tokenizer.pad_token_id
+    pad_id = encoder.tokenizer.eos_token_id if pad_id is None else pad_id
+    directory = Path(cache_dir) / _key(Path(path), encoder, max_length)
+    # Rank 0 alone could create the directory between two ranks' looks at it, hence the barrier around the look.
+    complete = directory.exists()
+    barrier()
+    if not complete:
+        shards = Path(f"{directory}.shards")
+        shards.mkdir(parents=True, exist_ok=True)
+        _write_shard(Path(path), encoder, shards, max_length, rank, world_size)
+        barrier()
+        _raise_if_bad(Path(path), shards, world_size)
+        if rank == 0:
+            _merge(shards, directory, world_size)
+        barrier()
+    tokens = TokenSet(directory, max_length=max_length, packing=packing, pad_id=pad_id or 0)
+    if not tokens.packs:
+        raise InvalidTrainingData(
+            str(path), [(1, f"no example has anything to learn within max_length {max_length}")], 1
+        )
+    return tokens
+
+
+def _key(path: Path, encoder: ChatEncoder, max_length: int) -> str:
+    digest = hashlib.sha256()
+    stat = path.stat()
+    digest.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}:{max_length}".encode())
+    for name in _TOKENIZER_FILES:
+        file = Path(encoder.tokenizer.name_or_path) / name
+        if file.exists():
+            digest.update(name.encode() + file.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _write_shard(path: Path, encoder: ChatEncoder, shards: Path, max_length: int, rank: int, world_size: int) -> None:
+    lines = path.read_bytes().splitlines()
+    begin, end = (len(lines) * part // world_size for part in (rank, rank + 1))
+    tokens, learnt, lengths, errors = [], [], [], []
+    n_dropped = n_truncated = 0
+    for number in range(begin, end):
+        if not lines[number].strip():
+            continue
+        try:
+            ids, mask = encoder.encode(orjson.loads(lines[number]))
+        except BadRecord as bad:
+            errors.append((number + 1, str(bad)))
+            continue
+        n_truncated += len(ids) > max_length
+        ids, mask = ids[:max_length], mask[:max_length]
+        if not mask[1:].any():
+            n_dropped += 1
+            continue
+        tokens.append(ids)
+        learnt.append(mask)
+        lengths.append(len(ids))
+    np.savez(
+        shards / f"{rank}.npz",
+        tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
+        learnt=np.concatenate(learnt) if learnt else np.zeros(0, bool),
+        lengths=np.array(lengths, np.int64), skipped=np.array([n_dropped, n_truncated]),
+        errors=np.frombuffer(orjson.dumps([len(errors), errors[:_MAX_LISTED_ERRORS]]), np.uint8),
+    )  # fmt: skip
+
+
+def _raise_if_bad(path: Path, shards: Path, world_size: int) -> None:
+    listed: list[tuple[int, str]] = []
+    total = 0
+    for part in range(world_size):
+        count, errors = orjson.loads(np.load(shards / f"{part}.npz")["errors"].tobytes())
+        total += count
+        listed += [(line, reason) for line, reason in errors]
+    if total:
+        raise InvalidTrainingData(str(path), listed[:_MAX_LISTED_ERRORS], total)
+
+
+def _merge(shards: Path, directory: Path, world_size: int) -> None:
+    parts = [np.load(shards / f"{part}.npz") for part in range(world_size)]
+    partial = Path(f"{directory}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    np.save(partial / "tokens.npy", np.concatenate([part["tokens"] for part in parts]))
+    np.save(partial / "learnt.npy", np.concatenate([part["learnt"] for part in parts]))
+    lengths = np.concatenate([part["lengths"] for part in parts])
+    np.save(partial / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+    np.save(partial / "skipped.npy", sum(part["skipped"] for part in parts))
+    shutil.rmtree(shards)
+    os.rename(partial, directory)

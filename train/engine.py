@@ -1,0 +1,96 @@
+"""The DeepSpeed engine of one rank, and the distributed world it lives in."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm
+from torch.distributed import distributed_c10d
+
+from train import fragments
+from train.errors import InvalidSpec
+from train.objectives import SupervisedObjective
+from train.spec import TrainSpec
+
+COLLECTIVE_TIMEOUT_S = 600.0
+MAX_BUCKET_ELEMENTS = 50_000_000
+
+
+def init_world(device_kind: str, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+    """Join the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+
+    `timeout_s` bounds every collective of every group. DeepSpeed gives it to the first group only; the others take
+    torch's default of 30 minutes, in which a hung peer would go unnoticed, so the default is replaced.
+    """
+    timeout = timedelta(seconds=timeout_s)
+    distributed_c10d._get_default_timeout = lambda backend: timeout
+    backend = "nccl" if device_kind == "cuda" else "gloo"
+    deepspeed.init_distributed(dist_backend=backend, timeout=timeout, auto_mpi_discovery=False, verbose=False)
+
+
+def build_engine(objective: SupervisedObjective, spec: TrainSpec) -> Any:
+    """A DeepSpeedEngine around `objective`. Collective. Raises InvalidSpec if the world size does not fit."""
+    world_size = comm.get_world_size()
+    if (spec.batch_size // spec.micro_batch) % world_size:
+        raise InvalidSpec(
+            f"batch_size {spec.batch_size} in micro-batches of {spec.micro_batch} cannot be shared by {world_size} "
+            "ranks; see train.auto.allowed_sizes"
+        )
+    trained = [p for p in objective.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(_groups(trained, spec), lr=spec.learning_rate, betas=spec.adam_betas, fused=True)
+    engine, *_ = deepspeed.initialize(
+        model=objective, optimizer=optimizer, config=_config(spec, world_size, trained), dist_init_required=False
+    )
+    fragments.sum_gradients(engine)
+    return engine
+
+
+def accumulation_steps(spec: TrainSpec, world_size: int) -> int:
+    """Micro-batches one rank computes per optimizer step."""
+    return spec.batch_size // (spec.micro_batch * world_size)
+
+
+def _groups(trained: list[torch.nn.Parameter], spec: TrainSpec) -> list[dict[str, Any]]:
+    # Norms and biases are not decayed (the convention since GPT-2). Without decay one group: fewer partitions.
+    if spec.weight_decay == 0:
+        return [{"params": trained, "weight_decay": 0.0}]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter]) -> dict[str, Any]:
+    # Stage 0 differs from 1 only in that every rank keeps all optimizer state; in bf16 DeepSpeed has no fp32 master
+    # weights there. Stage 1 computes the same in less memory.
+    stage = max(1, spec.zero_stage)
+    elements = sum(p.numel() for p in trained)
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": spec.device_kind == "cuda",
+        # The default of 5e8 elements is allocated anew in every backward pass.
+        "reduce_bucket_size": max(max(p.numel() for p in trained), min(elements, MAX_BUCKET_ELEMENTS)) + 1,
+        "allgather_bucket_size": 2 * MAX_BUCKET_ELEMENTS,
+    }
+    if spec.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": spec.device_kind == "cuda"}
+    if spec.offload == "parameters":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": spec.device_kind == "cuda"}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": spec.micro_batch,
+        "gradient_accumulation_steps": accumulation_steps(spec, world_size),
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": spec.max_grad_norm,
+        # Reduced and accumulated in fp32: then the loss curve does not depend on the number of ranks.
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+    }
+    if spec.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    return config

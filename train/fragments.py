@@ -1,0 +1,175 @@
+"""Which part of which parameter this rank owns under ZeRO, as plain tensors. The only file that knows DeepSpeed's
+private attributes (pinned: 0.19.8; tests/unit/train/test_deepspeed_contract.py notices when they change).
+
+ZeRO cuts parameters without regard to their shapes, so a fragment is a range of the flattened parameter. The
+fragments of all ranks together cover every parameter exactly once; snapshot and publish are copies of fragments
+and need no collective.
+
+Three optimizers hide behind three stages:
+- stage 1 in bf16 with fp32 accumulation is BF16_Optimizer, everything else of stages 1 and 2 is
+  DeepSpeedZeroOptimizer; both map each parameter to its fragment in `_hp_mapping`;
+- stage 3 keeps `ceil(numel / world)` elements of each parameter per rank, the last ones padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed import comm
+
+from train.model import checkpoint_name
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_WRAPPER = "model."  # objectives.SupervisedObjective holds the model under this name
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the model: `name` as in its checkpoint, `shape` whole, whatever ZeRO left of the tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+    tensor: torch.nn.Parameter
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, start + numel) of the flattened parameter `name`.
+
+    weights: (numel,), the fp32 master if trained, else the frozen weights in the precision of the run.
+    moments: exp_avg and exp_avg_sq, (numel,) float32; empty if frozen or before the first step.
+    """
+
+    name: str
+    start: int
+    weights: torch.Tensor
+    moments: dict[str, torch.Tensor]
+
+    @property
+    def numel(self) -> int:
+        return self.weights.numel()
+
+
+def parameters(engine: Any) -> list[Parameter]:
+    """All parameters in model order, tied ones once, the same list on every rank."""
+    found = []
+    for name, tensor in engine.module.named_parameters():
+        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+        found.append(Parameter(checkpoint_name(name.removeprefix(_WRAPPER)), shape, tensor.requires_grad, tensor))
+    return found
+
+
+def trained_fragments(engine: Any) -> list[Fragment]:
+    """This rank's fragments of the trained parameters, as views of the optimizer's own memory."""
+    optimizer = engine.optimizer
+    if is_zero3(engine):
+        return list(_zero3_fragments(engine))
+    if has_moments(engine):
+        optimizer._lazy_init_hp_params_optimizer_state()
+    fragments = []
+    for parameter in parameters(engine):
+        mapping = getattr(parameter.tensor, "_hp_mapping", None)
+        if mapping is None:
+            continue
+        moments = {key: mapping.optim_fragment[key] for key in MOMENTS} if mapping.optim_fragment else {}
+        fragments.append(Fragment(parameter.name, mapping.lp_fragment_address.start,
+                                  mapping.hp_fragment.detach(), moments))  # fmt: skip
+    return fragments
+
+
+def frozen_fragments(engine: Any) -> list[Fragment]:
+    """This rank's share of the frozen parameters: its partition under ZeRO-3, else an even cut of the replica."""
+    fragments = []
+    rank, world_size = comm.get_rank(), comm.get_world_size()
+    for parameter in parameters(engine):
+        if parameter.trained:
+            continue
+        if is_zero3(engine):
+            part = parameter.tensor.ds_tensor
+            start = part.ds_numel * rank
+            valid = max(0, min(part.ds_numel, parameter.numel - start))
+            weights = part.data.view(-1).narrow(0, 0, valid)
+        else:
+            start, end = (parameter.numel * edge // world_size for edge in (rank, rank + 1))
+            weights = parameter.tensor.detach().view(-1)[start:end]
+        if weights.numel():
+            fragments.append(Fragment(parameter.name, start, weights, {}))
+    return fragments
+
+
+def is_zero3(engine: Any) -> bool:
+    return hasattr(engine.optimizer, "fp32_partitioned_groups_flat")
+
+
+def has_moments(engine: Any) -> bool:
+    """Whether the optimizer has its state, that is, after the first step or `create_moments`."""
+    return all(flat in engine.optimizer.optimizer.state for flat in _flat_masters(engine))
+
+
+def create_moments(engine: Any, step: int) -> None:
+    """Give the optimizer zeroed Adam state as it is after `step` steps, for fragments to be copied into."""
+    state = engine.optimizer.optimizer.state
+    for flat in _flat_masters(engine):
+        state[flat] = {"step": torch.tensor(float(step), dtype=torch.float32)}
+        state[flat] |= {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
+    if not is_zero3(engine):
+        engine.optimizer._lazy_init_hp_params_optimizer_state()
+
+
+def refresh_low_precision(engine: Any) -> None:
+    """Make the weights the model computes with those of the master: a collective, after masters were written."""
+    optimizer = engine.optimizer
+    if not is_zero3(engine):
+        optimizer.update_lp_params()
+        return
+    for group in range(len(optimizer.fp32_partitioned_groups_flat)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(group)
+    persistent = optimizer.persistent_parameters
+    if persistent:
+        persistent[0].all_gather(persistent)
+
+
+def sum_gradients(engine: Any) -> None:
+    """Make the engine add the ranks' gradients instead of averaging them.
+
+    The loss carries 1 / (learnt tokens of the global step) already. Dividing by the world size in bf16 would be
+    exact for powers of two only, and the loss curve would depend on the number of devices.
+    """
+    engine.gradient_average = False
+    if is_zero3(engine):
+        engine.optimizer._gradient_averaging_world_size = lambda params, partition_world_size: 1
+    else:
+        engine.optimizer.gradient_average = False
+
+
+def _flat_masters(engine: Any) -> list[torch.Tensor]:
+    optimizer = engine.optimizer
+    for attribute in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(optimizer, attribute):
+            return getattr(optimizer, attribute)
+    raise TypeError(f"{type(optimizer).__name__} keeps its master weights where this version does not know")
+
+
+def _zero3_fragments(engine: Any) -> Iterator[Fragment]:
+    optimizer = engine.optimizer
+    for parameter in parameters(engine):
+        if not parameter.trained:
+            continue
+        tensor = parameter.tensor
+        group, offset, size = optimizer.grad_position[optimizer.get_param_id(tensor)]
+        flat = optimizer.fp32_partitioned_groups_flat[group]
+        start = size * optimizer._get_param_partition_rank(tensor)
+        valid = max(0, min(size, tensor.ds_numel - start))
+        if not valid:
+            continue
+        state = optimizer.optimizer.state.get(flat) or {}
+        moments = {key: state[key].narrow(0, offset, valid) for key in MOMENTS if key in state}
+        yield Fragment(parameter.name, start, flat.detach().narrow(0, offset, valid), moments)

@@ -1,0 +1,266 @@
+"""All ranks of a job as one thing: started together, watched, stopped together.
+
+Events handed to `on_event` (all have "event" and "job"):
+  message     level, text
+  started     step, devices, seconds {start, join, prepare}
+  metrics     step, total_steps, epoch, loss, grad_norm, learning_rate, tokens_per_s, tokens, devices
+  validation  step, loss
+  snapshot    step, path, nbytes, seconds
+  published   version, path, step, epoch, nbytes, seconds
+  finished    outcome, step, error
+
+Rules
+- The world lives and dies as one: whatever happens to a rank (death, exception, silence, a phase that does not
+  end) kills all of them, because the others would wait in a collective for ever.
+- Nothing is repaired here. The outcome says whether starting again from the newest snapshot can help.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+from runtime.errors import ChildDied, ChildTimeout, RuntimeLayerError
+from train import errors
+from train.errors import RankFailed
+from train.spec import TrainSpec
+
+# Exceptions that mean "another rank is gone": never the reason themselves.
+_SYMPTOMS = ("DistBackendError", "DistNetworkError", "DistStoreError", "RuntimeError", "ConnectionError")
+_OWN_RANK_GRACE_S = 0.5
+_INTERNAL_EVENTS = ("ready", "done", "fatal")
+
+
+class Host(Protocol):
+    """What a group needs of a RankHost; a Ray actor handle behind a thin adapter will do."""
+
+    async def start(self, spec: dict, rank: int, world_size: int, master_addr: str, master_port: int, device: str,
+                    snapshot: str | None = None) -> dict: ...  # fmt: skip
+    async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any: ...
+    async def next_event(self) -> dict | None: ...
+    async def kill(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Watch:
+    """When a rank counts as hung. `ping` goes to a thread of its own: silence means the process is stopped."""
+
+    ping_every_s: float = 1.0
+    ping_timeout_s: float = 5.0
+    phase_limit_s: float = 900.0  # of one micro-batch, one validation, one tokenisation ...
+
+
+@dataclass(frozen=True)
+class SuspendReport:
+    """`snapshot_path` is None if the job had not done a step yet. seconds: agree (to the step boundary), snapshot,
+    exit (until the devices are free), total."""
+
+    step: int
+    snapshot_path: str | None
+    bytes: int
+    seconds: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a group ended. `error` is {"code", "message", "retryable"} when failed."""
+
+    outcome: Literal["succeeded", "failed", "suspended", "cancelled"]
+    step: int = 0
+    error: dict[str, Any] | None = None
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+class Group:
+    """One world of one job, once: make another Group to continue it."""
+
+    def __init__(self, on_event: Callable[[dict[str, Any]], None] = lambda event: None, watch: Watch | None = None):
+        self._on_event, self._watch = on_event, watch or Watch()
+        self._hosts: list[Host] = []
+        self._job_id = ""
+        self._step = 0
+        self._tasks: list[asyncio.Task] = []
+        self._ready: dict[int, dict] = {}
+        self._done: dict[int, dict] = {}
+        self._fatal: dict[int, dict] = {}
+        self._ended: asyncio.Future[Outcome] | None = None
+        self._failing: asyncio.Task | None = None
+        self._started_s = 0.0
+
+    async def start(
+        self, spec: TrainSpec, hosts: Sequence[Host], devices: Sequence[str], snapshot: str | None = None, *,
+        master_addr: str = "127.0.0.1", master_port: int | None = None,
+    ) -> None:  # fmt: skip
+        """Fork one rank per host and return when all are training. `devices[i]` is "cpu" or a CUDA index.
+
+        Raises RankFailed if the world does not come up; nothing is left running then.
+        """
+        assert len(hosts) == len(devices) and hosts, "one device per host"
+        self._started_s = time.monotonic()
+        self._hosts, self._job_id = list(hosts), spec.job_id
+        self._ended = asyncio.get_running_loop().create_future()
+        port = master_port or free_port(master_addr)
+        plain = asdict(spec)
+        starts = [host.start(plain, rank, len(hosts), master_addr, port, device, snapshot)
+                  for rank, (host, device) in enumerate(zip(hosts, devices, strict=True))]  # fmt: skip
+        results = await asyncio.gather(*starts, return_exceptions=True)
+        for rank, result in enumerate(results):
+            if isinstance(result, BaseException):
+                await self._kill_all()
+                raise RankFailed(rank, f"was not started: {result}", retryable=True) from result
+        for rank in range(len(hosts)):
+            self._tasks.append(asyncio.create_task(self._listen(rank), name=f"{spec.job_id} events {rank}"))
+            self._tasks.append(asyncio.create_task(self._watch_rank(rank), name=f"{spec.job_id} watch {rank}"))
+        while len(self._ready) < len(hosts) and not self._ended.done():
+            await asyncio.wait([self._ended], timeout=0.01)
+        if self._ended.done() and (outcome := self._ended.result()).outcome == "failed":
+            error = outcome.error or {}
+            raise RankFailed(error["rank"], error["message"], retryable=error["retryable"])
+
+    async def suspend(self) -> SuspendReport | None:
+        """Snapshot at the next step boundary and leave the devices; returns when no process is left.
+
+        None if the job ended otherwise meanwhile (it was in its last step, or failed): `wait` tells how.
+        """
+        started = time.monotonic()
+        outcome = await self._wish("suspend")
+        if outcome.outcome != "suspended":
+            return None
+        total = time.monotonic() - started
+        snapshot_s = outcome.detail["seconds"]["snapshot"]
+        agree_s = max(0.0, outcome.detail["left_s"] - started - snapshot_s)
+        seconds = {"agree": agree_s, "snapshot": snapshot_s, "exit": total - agree_s - snapshot_s, "total": total}
+        return SuspendReport(outcome.step, outcome.detail["snapshot_path"], outcome.detail["bytes"], seconds)
+
+    async def cancel(self) -> Outcome:
+        """End at the next step boundary without a snapshot; returns when no process is left."""
+        return await self._wish("cancel")
+
+    async def snapshot(self) -> None:
+        """Ask for a snapshot at the next step boundary; the "snapshot" event tells when it is there."""
+        await self._hosts[0].call("wish", name="snapshot")
+
+    async def kill(self) -> Outcome:
+        """End now, as a failure that can be retried (the devices are needed, or the box goes down)."""
+        self._fail(0, "was killed on request", retryable=True)
+        return await self.wait()
+
+    async def wait(self) -> Outcome:
+        """How the group ended; returns when no process of it is left."""
+        assert self._ended is not None, "start the group first"
+        return await asyncio.shield(self._ended)
+
+    async def _wish(self, name: str) -> Outcome:
+        assert self._ended is not None, "start the group first"
+        if not self._ended.done():
+            try:
+                await self._hosts[0].call("wish", name=name)
+            except RuntimeLayerError:
+                pass  # the rank died just now; its listener ends the group
+        return await self.wait()
+
+    async def _listen(self, rank: int) -> None:
+        while True:
+            event = await self._hosts[rank].next_event()
+            if event is None:
+                if len(self._done) < len(self._hosts):
+                    self._fail_after_grace(rank)
+                return
+            name = event["event"]
+            if name == "ready":
+                self._ready[rank] = event
+                if len(self._ready) == len(self._hosts):
+                    self._tell_started()
+            elif name == "done":
+                self._done[rank] = event | {"left_s": time.monotonic()}
+                if len(self._done) == len(self._hosts):
+                    asyncio.create_task(self._end_well(), name=f"{self._job_id} end")
+            elif name == "fatal":
+                self._fatal[rank] = event
+                self._fail_after_grace(rank)
+            else:
+                self._step = event.get("step", self._step)
+                self._on_event({**event, "job": self._job_id})
+
+    async def _watch_rank(self, rank: int) -> None:
+        watch = self._watch
+        while True:
+            await asyncio.sleep(watch.ping_every_s)
+            try:
+                report = await self._hosts[rank].call("ping", timeout_s=watch.ping_timeout_s)
+            except ChildTimeout:
+                self._fail(rank, f"did not answer within {watch.ping_timeout_s} s (stopped or starved)", retryable=True)
+                return
+            except ChildDied:
+                return  # its listener knows more
+            if report["phase"] != "done" and report["in_phase_s"] > watch.phase_limit_s:
+                self._fail(rank, f"hangs in phase {report['phase']!r} at step {report['step']} for "
+                           f"{report['in_phase_s']:.0f} s", retryable=True)  # fmt: skip
+                return
+
+    def _tell_started(self) -> None:
+        slowest = {key: max(ready["seconds"][key] for ready in self._ready.values()) for key in ("join", "prepare")}
+        self._step = self._ready[0]["step"]
+        self._on_event({"event": "started", "job": self._job_id, "step": self._step, "devices": len(self._hosts),
+                        "seconds": {"start": time.monotonic() - self._started_s, **slowest}})  # fmt: skip
+
+    def _fail_after_grace(self, rank: int) -> None:
+        # When one rank goes, the others raise from their collectives within a tenth of a second, sometimes sooner
+        # than its death is seen: wait a moment and blame the one with a reason of its own.
+        if self._failing is None:
+            self._failing = asyncio.create_task(self._blame(rank), name=f"{self._job_id} blame")
+
+    async def _blame(self, first: int) -> None:
+        await asyncio.sleep(_OWN_RANK_GRACE_S)
+        own = [rank for rank, fatal in self._fatal.items() if fatal["type"] not in _SYMPTOMS]
+        silent = [rank for rank in range(len(self._hosts)) if rank not in self._fatal and not await self._alive(rank)]
+        rank = (own or silent or [first])[0]
+        fatal = self._fatal.get(rank)
+        if fatal is None:
+            self._fail(rank, "died (killed, or out of memory)", retryable=True)
+        else:
+            of_input = isinstance(getattr(errors, fatal["type"], None), type)
+            self._fail(rank, f"raised {fatal['type']}: {fatal['message']}", retryable=not of_input, code=fatal["type"])
+
+    async def _alive(self, rank: int) -> bool:
+        try:
+            await self._hosts[rank].call("ping", timeout_s=self._watch.ping_timeout_s)
+        except RuntimeLayerError:
+            return False
+        return True
+
+    def _fail(self, rank: int, reason: str, *, retryable: bool, code: str = "rank_failed") -> None:
+        error = {"code": code, "rank": rank, "message": f"rank {rank} {reason}", "retryable": retryable}
+        self._tasks.append(asyncio.create_task(self._end(Outcome("failed", self._step, error)),
+                                               name=f"{self._job_id} fail"))  # fmt: skip
+
+    async def _end_well(self) -> None:
+        detail = self._done[0]
+        self._step = detail["step"]
+        await self._end(Outcome(detail["outcome"], detail["step"], None, detail))
+
+    async def _end(self, outcome: Outcome) -> None:
+        assert self._ended is not None
+        await self._kill_all()
+        if self._ended.done():
+            return
+        self._ended.set_result(outcome)
+        self._on_event({"event": "finished", "job": self._job_id, "outcome": outcome.outcome, "step": outcome.step,
+                        "error": outcome.error})  # fmt: skip
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    async def _kill_all(self) -> None:
+        await asyncio.gather(*(host.kill() for host in self._hosts))
+
+
+def free_port(address: str = "127.0.0.1") -> int:
+    """A TCP port that is free now on `address`; rank 0 listens there for the others to meet."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,289 @@
+"""The training loop: steps, and between them everything else a run does (validate, snapshot, publish, stop).
+
+    for each step:  micro-batches -> optimizer step -> one tiny all-reduce (loss and wishes) -> act on the wishes
+
+The all-reduce makes all ranks see the same wishes at the same step boundary, so they suspend, cancel or snapshot
+together without any other coordination.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from deepspeed import comm
+from torch.utils.tensorboard import SummaryWriter
+
+from train import snapshot
+from train.chat import ChatEncoder
+from train.data import TokenSet, open_token_set
+from train.engine import build_engine
+from train.errors import TrainingDiverged
+from train.model import load_model, load_tokenizer
+from train.objectives import SupervisedObjective, to_batch
+from train.packing import StepPlan
+from train.publish import check_publishable, publish
+from train.schedule import learning_rate
+from train.spec import TrainSpec
+from weights.errors import StoreFull
+from weights.store import WeightStore
+
+WISHES = ("suspend", "cancel", "snapshot")
+
+
+class Events(Protocol):
+    """Where a run reports to; called on rank 0 only."""
+
+    def __call__(self, event: str, **data: Any) -> None: ...
+
+
+@dataclass
+class Wishes:
+    """What was asked of this rank from outside; written by another thread, read at step boundaries."""
+
+    suspend: bool = False
+    cancel: bool = False
+    snapshot: bool = False
+
+
+@dataclass
+class Progress:
+    """Where the run is, for the heartbeat: a phase that lasts too long is a hang."""
+
+    phase: str = "starting"
+    step: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        self.phase, self.step, self.since = phase, self.step if step is None else step, time.monotonic()
+
+    def report(self) -> dict[str, Any]:
+        return {"phase": self.phase, "step": self.step, "in_phase_s": time.monotonic() - self.since}
+
+
+class Run:
+    """One rank's part of a job, from an engine in memory to an outcome.
+
+    Build it with `prepare`, then `run`. Events are those of the contract in `train.group`.
+    """
+
+    def __init__(self, spec: TrainSpec, store: WeightStore, engine: Any, train: TokenSet, valid: TokenSet | None,
+                 emit: Events, wishes: Wishes, progress: Progress):  # fmt: skip
+        self.spec, self.store, self.engine = spec, store, engine
+        self.train, self.valid = train, valid
+        self.rank, self.world_size = comm.get_rank(), comm.get_world_size()
+        self.emit = emit if self.rank == 0 else lambda event, **data: None
+        self.wishes, self.progress = wishes, progress
+        self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)
+        self.step = 0
+        self._resumed_from: str | None = None
+        self._last_snapshot_s = time.monotonic()
+        self._sealing: list[threading.Thread] = []
+        self._board = _Board(Path(spec.run_dir) / "tb") if self.rank == 0 else None
+
+    def resume_from(self, path: str) -> None:
+        """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
+        self.progress.enter("resuming")
+        self.step = snapshot.read_snapshot(self.engine, self.spec, self.store, path)
+        self._resumed_from = path
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end or to a wish; the outcome, as it stands in the final event."""
+        total = self.plan.total_steps
+        epoch_ends = self.plan.epoch_end_steps()
+        if self._agreed()["suspend"]:
+            return self._suspended(self._resumed_from, 0, 0.0)
+        if self.step == 0:
+            self._validate()
+        while self.step < total:
+            wishes = self._one_step(total)
+            if self.step in epoch_ends:
+                self._validate()
+                if self.spec.publish == "epoch" and self.step < total:
+                    self._publish(snapshot.version_name(self.step))
+            if self.step == total:
+                break
+            if wishes["cancel"]:
+                return {"outcome": "cancelled", "step": self.step}
+            if wishes["suspend"]:
+                written = self._snapshot()
+                return self._suspended(written.path, written.nbytes, written.seconds)
+            if wishes["snapshot"]:
+                self._snapshot_if_room()
+        self._publish(self.spec.output_version or snapshot.version_name(self.step))
+        for thread in self._sealing:
+            thread.join()
+        return {"outcome": "succeeded", "step": self.step}
+
+    def _one_step(self, total: int) -> dict[str, bool]:
+        started = time.perf_counter()
+        spec, step = self.spec, self.step
+        packs = self.plan.packs_of_step(step)
+        scale = 1.0 / self.train.labels_in(packs)
+        rate = learning_rate(step, total, peak=spec.learning_rate, warmup_ratio=spec.warmup_ratio)
+        for group in self.engine.optimizer.optimizer.param_groups:
+            group["lr"] = rate
+
+        loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
+        for number, micro in self.plan.micro_batches(step, self.rank, self.world_size):
+            self.progress.enter("step", step)
+            # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
+            torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
+            part = self.engine(to_batch(self.train.row(micro), scale, self.engine.device))
+            self.engine.backward(part, scale_wrt_gas=False)
+            loss += part.detach()
+            self.engine.step()
+        self.step += 1
+        return self._agree_and_report(loss, rate, packs, total, started)
+
+    def _agree_and_report(self, loss: torch.Tensor, rate: float, packs: np.ndarray, total: int,
+                          started: float) -> dict[str, bool]:  # fmt: skip
+        self._wish_for_due_snapshot()
+        agreed = self._agreed(loss)
+        grad_norm = float(self.engine.get_global_grad_norm() or 0.0)
+        if not (math.isfinite(agreed["loss"]) and math.isfinite(grad_norm)):
+            raise TrainingDiverged(self.step, agreed["loss"], grad_norm)
+        if self.rank == 0:
+            tokens = self.train.tokens_in(packs)
+            metrics = {
+                "loss": agreed["loss"], "grad_norm": grad_norm, "learning_rate": rate,
+                "tokens_per_s": tokens / (time.perf_counter() - started),
+            }  # fmt: skip
+            self._board.write("train", self.step, metrics)
+            self.emit("metrics", step=self.step, total_steps=total, devices=self.world_size, tokens=tokens,
+                      epoch=self.step * self.spec.batch_size / len(self.train.packs), **metrics)  # fmt: skip
+        return agreed
+
+    def _wish_for_due_snapshot(self) -> None:
+        every_s = self.spec.snapshot_every_s
+        if self.rank == 0 and every_s and time.monotonic() - self._last_snapshot_s >= every_s:
+            self.wishes.snapshot = True
+
+    def _agreed(self, loss: torch.Tensor | None = None) -> dict[str, Any]:
+        wishes = asdict(self.wishes)
+        message = torch.tensor([0.0] + [float(wishes[name]) for name in WISHES], device=self.engine.device)
+        if loss is not None:
+            message[0] = loss
+        comm.all_reduce(message)
+        total, *wished = message.tolist()
+        return {"loss": total} | {name: count > 0 for name, count in zip(WISHES, wished, strict=True)}
+
+    def _validate(self) -> None:
+        if self.valid is None:
+            return
+        self.progress.enter("validating")
+        packs = np.arange(len(self.valid.packs))
+        if self.spec.validation_batches:
+            packs = packs[: self.spec.validation_batches * self.spec.micro_batch]
+        scale = 1.0 / self.valid.labels_in(packs)
+        loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
+        self.engine.eval()
+        # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
+        for turn in range(-(-len(packs) // self.world_size)):
+            index = turn * self.world_size + self.rank
+            with torch.no_grad():
+                part = self.engine(to_batch(self.valid.row(packs[[index % len(packs)]]), scale, self.engine.device))
+            if index < len(packs):
+                loss += part
+        self.engine.train()
+        comm.all_reduce(loss)
+        if self.rank == 0:
+            self._board.write("validation", self.step, {"loss": loss.item()})
+        self.emit("validation", step=self.step, loss=loss.item())
+
+    def _snapshot(self) -> snapshot.Written:
+        self.progress.enter("snapshot")
+        written = snapshot.write_snapshot(self.engine, self.spec, self.store, self.step)
+        self._last_snapshot_s, self.wishes.snapshot = time.monotonic(), False
+        self.emit("snapshot", step=self.step, **asdict(written))
+        return written
+
+    def _snapshot_if_room(self) -> None:
+        try:
+            self._snapshot()
+        except StoreFull as full:  # raised on every rank; the run itself needs no room
+            self._last_snapshot_s, self.wishes.snapshot = time.monotonic(), False
+            self.emit("message", level="warning", text=f"no snapshot at step {self.step}: {full}")
+
+    def _publish(self, version: str) -> None:
+        self.progress.enter("publishing")
+        epoch = self.step * self.spec.batch_size / len(self.train.packs)
+        meta = {
+            "job": self.spec.job_id, "base": self.spec.base_model, "step": self.step, "epoch": epoch,
+            "method": self.spec.method,
+        }  # fmt: skip
+        written = publish(self.engine, self.spec, self.store, version=version, meta=meta)
+        self.emit("published", version=version, step=self.step, epoch=epoch, **asdict(written))
+        if self.rank == 0:
+            self._seal(version)
+
+    def _seal(self, version: str) -> None:
+        stored = self.store.find("version", self.spec.output_model, version)
+        thread = threading.Thread(target=self.store.seal, args=(stored,), name="seal")
+        thread.start()
+        self._sealing.append(thread)
+
+    def _suspended(self, path: str | None, nbytes: int, seconds: float) -> dict[str, Any]:
+        return {"outcome": "suspended", "step": self.step, "snapshot_path": path, "bytes": nbytes,
+                "seconds": {"snapshot": seconds}}  # fmt: skip
+
+
+def prepare(spec: TrainSpec, emit: Events, wishes: Wishes, progress: Progress,
+            snapshot_path: str | None = None) -> Run:  # fmt: skip
+    """Collective: tokens, model, engine, and the state of `snapshot_path` if given. Raises what those raise."""
+    rank, world_size = comm.get_rank(), comm.get_world_size()
+    store = WeightStore(Path(spec.shm_root), budget_bytes=spec.shm_budget_bytes)
+    progress.enter("tokenising")
+    encoder = ChatEncoder(load_tokenizer(spec.base_path))
+    sets = [
+        open_token_set(
+            path, encoder, Path(spec.run_dir) / "tokens", max_length=spec.max_length, packing=spec.packing,
+            rank=rank, world_size=world_size, barrier=comm.barrier,
+        ) if path else None
+        for path in (spec.train_path, spec.valid_path)
+    ]  # fmt: skip
+    train, valid = sets
+    assert train is not None
+    if rank == 0 and snapshot_path is None:
+        _tell_about_data(emit, spec, train)
+
+    progress.enter("loading")
+    engine = build_engine(SupervisedObjective(load_model(spec)), spec)
+    check_publishable(engine, spec)
+    run = Run(spec, store, engine, train, valid, emit, wishes, progress)
+    if snapshot_path:
+        run.resume_from(snapshot_path)
+    return run
+
+
+def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
+    fill = train.n_tokens / (len(train.packs) * spec.max_length) if spec.packing else 1.0
+    emit("message", level="info", text=(
+        f"{train.n_examples} examples, {train.n_tokens} tokens, packed into {len(train.packs)} sequences "
+        f"of {spec.max_length} ({fill:.0%} full)"
+    ))  # fmt: skip
+    if train.n_truncated or train.n_dropped:
+        emit("message", level="warning", text=(
+            f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} "
+            "were left out because nothing to learn was left of them"
+        ))  # fmt: skip
+
+
+class _Board:
+    """TensorBoard event files of a run; only rank 0 has one. Steps already written before a resume are purged."""
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._writer: SummaryWriter | None = None
+
+    def write(self, group: str, step: int, values: dict[str, float]) -> None:
+        if self._writer is None:
+            self._writer = SummaryWriter(str(self._directory), purge_step=step, flush_secs=10)
+        for name, value in values.items():
+            self._writer.add_scalar(f"{group}/{name}", value, step)

@@ -1,0 +1,101 @@
+"""The model that is trained: a Hugging Face causal language model with packed attention, maybe with LoRA inside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from train import attention
+from train.errors import UnsupportedModel
+from train.spec import TrainSpec
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+ADAPTER = "default"
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory; never runs code from it. Raises UnsupportedModel."""
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"{path} has no tokenizer that can be loaded: {error}") from error
+
+
+def load_model(spec: TrainSpec) -> PreTrainedModel:
+    """The base model in the precision to train in, on the CPU, with what is trained marked `requires_grad`.
+
+    The same bytes on every rank: LoRA starts from `spec.seed`. Raises UnsupportedModel.
+    """
+    attention.register()
+    transformers_logging.disable_progress_bar()
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            spec.base_path, dtype=DTYPES[spec.precision], attn_implementation=attention.NAME,
+            local_files_only=True, trust_remote_code=False, use_safetensors=True,
+        )  # fmt: skip
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(f"{spec.base_path} cannot be loaded as a causal language model: {error}") from error
+    _refuse_unsupported(model)
+    model.config.use_cache = False
+    if spec.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if spec.full:
+        model.requires_grad_(True)
+    else:
+        add_lora(model, spec)
+        if spec.activation_checkpointing:
+            model.enable_input_require_grads()
+    model.train()
+    return model
+
+
+def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
+    """Put LoRA layers (Hu et al., 2021; peft) into `model` in place and freeze everything else."""
+    targets = list(spec.lora_targets) or linear_layers(model)
+    config = LoraConfig(
+        r=spec.lora_rank, lora_alpha=spec.lora_alpha, lora_dropout=spec.lora_dropout, target_modules=targets,
+        bias="none", task_type="CAUSAL_LM",
+    )  # fmt: skip
+    torch.manual_seed(spec.seed)
+    try:
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise UnsupportedModel(f"lora_targets {targets} do not fit the model: {error}") from error
+
+
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """Last names of all linear layers except the output head, as LoRA targets."""
+    head = model.get_output_embeddings()
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules()
+                   if isinstance(module, torch.nn.Linear) and module is not head})  # fmt: skip
+
+
+def checkpoint_name(name: str) -> str:
+    """Name in the model's own checkpoint of a parameter of the (LoRA-wrapped) model."""
+    return name.replace(".base_layer.", ".")
+
+
+def base_tensor_names(path: str | Path) -> set[str]:
+    """Names of the tensors in a model directory's safetensors files."""
+    index = Path(path) / "model.safetensors.index.json"
+    if index.exists():
+        return set(json.loads(index.read_text())["weight_map"])
+    names: set[str] = set()
+    for file in sorted(Path(path).glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names |= set(tensors.keys())
+    return names
+
+
+def _refuse_unsupported(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UnsupportedModel(f"{config.model_type} caps its attention logits, which packed attention does not")
+    if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "_supports_sdpa", False):
+        raise UnsupportedModel(f"{config.model_type} does not take an attention implementation of ours")

@@ -1,0 +1,132 @@
+"""Publish the weights: every rank writes what it owns, cast to the serving dtype, into a version in shared memory.
+
+No gather and no process with a full copy. LoRA is merged on the way: the rank that owns a range of a base weight
+adds the same range of scaling * B @ A to it.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm, zero
+from peft.tuners.lora import LoraLayer
+
+from train import fragments
+from train.errors import UnsupportedModel
+from train.fragments import Fragment
+from train.model import ADAPTER, DTYPES, base_tensor_names, checkpoint_name
+from train.snapshot import Written, commit_together, reserve_together, write_range
+from train.spec import TrainSpec
+from weights.layout import Layout, TensorSpec
+from weights.store import WeightStore
+from weights.torch_views import dtype_code
+
+_AUX_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+_NOT_AUX = ("manifest.json",)
+_AUX_LIMIT_BYTES = 64 * 2**20
+
+
+def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any]) -> Written:
+    """Collective: commit `version` of `spec.output_model`, a complete Hugging Face directory. Same on all ranks."""
+    started = time.perf_counter()
+    layout = Layout.plan(published_tensors(engine, spec))
+
+    def reserve():
+        return store.reserve(layout, kind="version", model=spec.output_model, version=version,
+                             aux_files=aux_files(spec))  # fmt: skip
+
+    draft = reserve_together(store, reserve)
+    with torch.no_grad():
+        for fragment in served_fragments(engine):
+            write_range(draft, fragment.name, fragment.start, fragment.weights)
+        if comm.get_rank() == 0:
+            for name, buffer in _buffers(engine):
+                write_range(draft, name, 0, buffer.reshape(-1))
+    return Written(*commit_together(draft, meta), time.perf_counter() - started)
+
+
+def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:
+    """What a published version holds: the base checkpoint's tensors, whole, in the serving dtype."""
+    code = dtype_code(DTYPES[spec.serve_dtype])
+    adapters = _adapter_names(engine)
+    specs = [TensorSpec(p.name, code, p.shape) for p in fragments.parameters(engine) if p.name not in adapters]
+    return specs + [TensorSpec(name, dtype_code(buffer.dtype), tuple(buffer.shape))
+                    for name, buffer in _buffers(engine)]  # fmt: skip
+
+
+def check_publishable(engine: Any, spec: TrainSpec) -> None:
+    """Raises UnsupportedModel, before any step, if the result could not be written under the base's own names."""
+    ours = {tensor.name for tensor in published_tensors(engine, spec)}
+    unknown = sorted(ours - base_tensor_names(spec.base_path))
+    if unknown:
+        raise UnsupportedModel(
+            f"{unknown[0]} does not stand in the base checkpoint under that name (transformers loads this "
+            "architecture into other tensors than it is stored in), so the result could not be served"
+        )
+
+
+def served_fragments(engine: Any) -> Iterator[Fragment]:
+    """This rank's fragments of what is served, LoRA merged; collective under ZeRO-3 with LoRA."""
+    adapters = _adapter_names(engine)
+    if not adapters:
+        yield from fragments.trained_fragments(engine)
+        yield from fragments.frozen_fragments(engine)
+        return
+    layers = {checkpoint_name(f"{name}.base_layer.weight").removeprefix("model."): layer
+              for name, layer in engine.module.named_modules() if isinstance(layer, LoraLayer)}  # fmt: skip
+    owned = {fragment.name: fragment for fragment in fragments.frozen_fragments(engine)}
+    for parameter in fragments.parameters(engine):
+        fragment = owned.get(parameter.name)
+        if parameter.name in layers:  # on every rank in the same order: gathering is collective
+            layer = layers[parameter.name]
+            factors = [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
+            gathered = zero.GatheredParameters(factors) if fragments.is_zero3(engine) else nullcontext()
+            with gathered:
+                if fragment is not None:
+                    fragment = _merged(fragment, *factors, layer.scaling[ADAPTER])
+        if fragment is not None and parameter.name not in adapters:
+            yield fragment
+
+
+def _merged(fragment: Fragment, down: torch.Tensor, up: torch.Tensor, scaling: float) -> Fragment:
+    """`fragment` of W (out, in) plus its range of scaling * up (out, r) @ down (r, in), in float32."""
+    width = down.shape[1]
+    first, last = fragment.start // width, -(-(fragment.start + fragment.numel) // width)
+    delta = (up[first:last].float() @ down.float()).view(-1)
+    offset = fragment.start - first * width
+    merged = fragment.weights.float() + scaling * delta[offset : offset + fragment.numel]
+    return Fragment(fragment.name, fragment.start, merged, {})
+
+
+def aux_files(spec: TrainSpec) -> dict[str, bytes]:
+    """config.json with the serving dtype, tokenizer and the like, from the base directory."""
+    files = {}
+    for path in sorted(Path(spec.base_path).iterdir()):
+        wanted = path.suffix in _AUX_SUFFIXES and path.name not in _NOT_AUX and not path.name.endswith(".index.json")
+        if wanted and path.is_file() and path.stat().st_size <= _AUX_LIMIT_BYTES:
+            files[path.name] = path.read_bytes()
+    config = json.loads(files["config.json"])
+    config.pop("torch_dtype", None)
+    config["dtype"] = {"bf16": "bfloat16", "fp32": "float32"}[spec.serve_dtype]
+    files["config.json"] = json.dumps(config, indent=2).encode()
+    return files
+
+
+def _adapter_names(engine: Any) -> set[str]:
+    return {p.name for p in fragments.parameters(engine) if ".lora_" in p.name}
+
+
+def _buffers(engine: Any) -> list[tuple[str, torch.Tensor]]:
+    """Persistent buffers (they stand in the checkpoint), the same on every rank."""
+    kept = []
+    for prefix, module in engine.module.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                kept.append((f"{prefix}.{name}".removeprefix("model."), buffer))
+    return kept

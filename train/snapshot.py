@@ -1,0 +1,168 @@
+"""The state of a run by parameter in shared memory: written by the fragments each rank owns, read at any world size.
+
+A snapshot holds, for every trained parameter, `master.<name>`, `exp_avg.<name>` and `exp_avg_sq.<name>` whole, in
+float32 and in the parameter's shape, and in its meta what the loop needs: the step. Data position, order, learning
+rate and random streams are functions of the step and the spec, so there is nothing else to keep.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm
+
+from train import fragments
+from train.errors import SnapshotMismatch
+from train.spec import TrainSpec
+from weights.errors import StoreError
+from weights.layout import Layout, TensorSpec
+from weights.store import WeightStore
+from weights.torch_views import as_tensor
+
+KIND = "snapshot"
+FORMAT = 1
+PARTS = ("master", *fragments.MOMENTS)
+
+# What must be the same for the continued run to be the same run.
+_IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_epochs", "full", "lora_rank")
+
+
+@dataclass(frozen=True)
+class Written:
+    """A committed snapshot or version."""
+
+    path: str
+    nbytes: int
+    seconds: float
+
+
+def write_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, step: int) -> Written:
+    """Collective: all ranks copy their fragments, rank 0 commits. `step` is the number of steps done.
+
+    Returns the same on every rank. Raises StoreFull where the store has no room (on every rank).
+    """
+    started = time.perf_counter()
+    specs = [
+        TensorSpec(f"{part}.{p.name}", "F32", p.shape)
+        for part in PARTS for p in fragments.parameters(engine) if p.trained
+    ]  # fmt: skip
+    name = version_name(step)
+
+    def reserve():
+        stale = store.find(KIND, spec.job_id, name)
+        if stale:
+            store.remove(stale)
+        return store.reserve(Layout.plan(specs), kind=KIND, model=spec.job_id, version=name)
+
+    draft = reserve_together(store, reserve)
+    with torch.no_grad():
+        for fragment in fragments.trained_fragments(engine):
+            for part, source in (("master", fragment.weights), *fragment.moments.items()):
+                write_range(draft, f"{part}.{fragment.name}", fragment.start, source)
+    meta = {
+        "format": FORMAT, "step": step, "world_size": comm.get_world_size(), "zero_stage": spec.zero_stage,
+        "loss_scale": 1.0, "spec": {key: getattr(spec, key) for key in _IDENTITY},
+    }  # fmt: skip
+    # Checksums would double the time the devices are held; WeightStore.seal adds them afterwards.
+    stored = commit_together(draft, meta)
+    if comm.get_rank() == 0:
+        _forget_older(store, spec, keep=spec.keep_snapshots)
+    return Written(*stored, time.perf_counter() - started)
+
+
+def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | Path) -> int:
+    """Collective: fill the engine with the snapshot at `path`, written at any world size; returns its step.
+
+    Raises SnapshotMismatch if it is gone or belongs to another run.
+    """
+    stored = next((s for s in store.list(KIND) if s.path == Path(path)), None)
+    if stored is None:
+        raise SnapshotMismatch(f"there is no snapshot at {path}; it was removed or never committed")
+    meta = stored.manifest.meta
+    for key in _IDENTITY:
+        if meta["spec"][key] != getattr(spec, key):
+            raise SnapshotMismatch(f"the snapshot {path} was made with {key}={meta['spec'][key]!r}, "
+                                   f"the run has {getattr(spec, key)!r}")  # fmt: skip
+    step = int(meta["step"])
+    with store.lease(stored) as lease, torch.no_grad():
+        shapes = {placed.spec.name: placed.spec.shape for placed in lease.layout}
+        for parameter in fragments.parameters(engine):
+            if parameter.trained and shapes.get(f"master.{parameter.name}") != parameter.shape:
+                raise SnapshotMismatch(
+                    f"the snapshot {path} has {shapes.get(f'master.{parameter.name}')} for {parameter.name}, the model "
+                    f"{parameter.shape}; it belongs to another model or other LoRA targets"
+                )
+        fragments.create_moments(engine, step)
+        for fragment in fragments.trained_fragments(engine):
+            for part, target in (("master", fragment.weights), *fragment.moments.items()):
+                whole = as_tensor(lease.view(f"{part}.{fragment.name}"), "F32", shapes[f"{part}.{fragment.name}"])
+                target.copy_(whole.view(-1)[fragment.start : fragment.start + fragment.numel])
+        fragments.refresh_low_precision(engine)
+    engine.global_steps = step
+    engine.global_samples = step * spec.batch_size
+    return step
+
+
+def version_name(step: int) -> str:
+    return f"step-{step}"
+
+
+def newest_snapshot(store: WeightStore, job_id: str) -> str | None:
+    """Path of the job's snapshot of the highest step, None if it has none."""
+    newest = max(_of_job(store, job_id), key=lambda s: s.manifest.meta["step"], default=None)
+    return None if newest is None else str(newest.path)
+
+
+def reserve_together(store: WeightStore, reserve) -> Any:
+    """Rank 0 calls `reserve()`, all attach to the draft. An error on rank 0 is raised on every rank."""
+    outcome: list[Any] = [None]
+    draft = None
+    if comm.get_rank() == 0:
+        try:
+            draft = reserve()
+            outcome = [str(draft.path)]
+        except StoreError as error:
+            outcome = [error]
+    torch.distributed.broadcast_object_list(outcome, src=0)
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return draft if draft is not None else store.attach(outcome[0])
+
+
+def commit_together(draft: Any, meta: dict[str, Any]) -> tuple[str, int]:
+    """Commit on rank 0 once every rank has written; (path, bytes) on all."""
+    comm.barrier()
+    outcome: list[Any] = [None]
+    if comm.get_rank() == 0:
+        stored = draft.commit(meta=meta, checksums=False)
+        outcome = [(str(stored.path), stored.nbytes)]
+    else:
+        draft.close()
+    torch.distributed.broadcast_object_list(outcome, src=0)
+    return outcome[0]
+
+
+def write_range(draft: Any, name: str, start: int, source: torch.Tensor) -> None:
+    """Copy `source` (n,) into elements [start, start + n) of tensor `name`, cast to the tensor's dtype."""
+    spec = draft.layout.find(name).spec
+    whole = as_tensor(draft.view(name), spec.dtype, (math.prod(spec.shape),))
+    whole[start : start + source.numel()].copy_(source)
+
+
+def _of_job(store: WeightStore, job_id: str) -> Iterable[Any]:
+    return [stored for stored in store.list(KIND) if stored.model == job_id]
+
+
+def _forget_older(store: WeightStore, spec: TrainSpec, keep: int) -> None:
+    of_job = sorted(_of_job(store, spec.job_id), key=lambda s: s.manifest.meta["step"], reverse=True)
+    for stored in of_job[keep:]:
+        try:
+            store.remove(stored)
+        except StoreError:  # leased by a copy to disk: the next snapshot tries again
+            continue
