@@ -1,0 +1,63 @@
+"""/admin/v1/keys: create, list, revoke. A new key is shown once; revoking reaches the gateways at once."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from appliance.controller import admin_views
+from appliance.controller.audit import record
+from appliance.controller.context import ControllerContext
+from appliance.controller.errors import BadRequest, Conflict, NotFound, shown
+from appliance.controller.principal import FINE_TUNING, INFERENCE, Caller
+from appliance.store import keys
+from appliance.store.errors import DuplicateRow, RowNotFound
+
+DEFAULT_SCOPES = [INFERENCE, FINE_TUNING]
+
+
+class KeyCreate(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ @-]{0,63}$")]
+    scopes: Annotated[list[str], Field(min_length=1, max_length=8)] | None = None
+
+
+def routes(context: ControllerContext, router: APIRouter) -> None:
+    """Add the routes to the admin router."""
+    db = context.db
+
+    @router.get("/keys")
+    async def list_keys() -> dict[str, Any]:
+        return {"object": "list", "data": [admin_views.key(row) for row in keys.list_all(db)]}
+
+    @router.post("/keys")
+    async def create(body: KeyCreate, caller: Caller) -> dict[str, Any]:
+        scopes = body.scopes or DEFAULT_SCOPES
+        unknown = [scope for scope in scopes if scope not in keys.SCOPES]
+        if unknown:
+            raise BadRequest(f"Unknown scope {shown(unknown[0])}; the scopes are {', '.join(keys.SCOPES)}.",
+                             param="scopes", code="invalid_value")  # fmt: skip
+        try:
+            with db.transaction():
+                row, key = keys.create(db, body.name, list(dict.fromkeys(scopes)))
+                record(context, caller, "key.create", row.id, name=row.name, scopes=row.scopes)
+        except DuplicateRow as error:
+            raise Conflict(f"A key named {shown(body.name)} exists; revoke it first or choose another name.",
+                           param="name", code="key_exists") from error  # fmt: skip
+        context.publish_keys()
+        return admin_views.key(row) | {"key": key}
+
+    @router.delete("/keys/{id_or_name}")
+    async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
+        try:
+            with db.transaction():
+                row = keys.revoke(db, id_or_name)
+                record(context, caller, "key.revoke", row.id, name=row.name)
+        except RowNotFound as error:
+            raise NotFound(f"No key with the id or name {shown(id_or_name)}.", param="id",
+                           code="key_not_found") from error  # fmt: skip
+        context.publish_keys()
+        return admin_views.key(row)

@@ -1,0 +1,71 @@
+"""Rows as the admin API shows them; the CLI relies on these keys."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from appliance.controller.ports import SchedulerStatus
+from appliance.controller.views import job_phase, job_status
+from appliance.store import handovers, models
+from appliance.store.database import Database
+from appliance.store.rows import AuditRow, HandoverRow, JobRow, KeyRow, ModelRow
+
+_AWAKE = ("starting", "ready", "open", "draining", "waking")
+
+
+def job(row: JobRow) -> dict[str, Any]:
+    return {
+        "id": row.id, "status": job_status(row), "phase": job_phase(row), "reason": row.reason, "model": row.model,
+        "fine_tuned_model": row.output_model if row.phase == "succeeded" else None, "output_model": row.output_model,
+        "devices": row.devices, "min_devices": row.min_devices, "max_devices": row.max_devices,
+        "allowed_sizes": row.allowed_sizes, "priority": row.priority, "step": row.step,
+        "total_steps": row.total_steps, "loss": row.loss, "valid_loss": row.valid_loss,
+        "tokens_per_s": row.tokens_per_s, "eta_s": row.eta_s, "snapshot": row.snapshot, "error": row.error,
+        "hyperparameters": row.hyperparameters, "resolved": row.resolved, "training_file": row.training_file,
+        "validation_file": row.validation_file, "seed": row.seed, "metadata": row.metadata,
+        "created_s": row.created_s, "started_s": row.started_s, "finished_s": row.finished_s,
+    }  # fmt: skip
+
+
+def key(row: KeyRow) -> dict[str, Any]:
+    return {"id": row.id, "name": row.name, "scopes": row.scopes, "prefix": row.prefix, "created_s": row.created_s,
+            "revoked_s": row.revoked_s}  # fmt: skip
+
+
+def model(db: Database, row: ModelRow, status: SchedulerStatus) -> dict[str, Any]:
+    return {
+        "name": row.id, "kind": row.kind, "arch": row.arch, "task": row.task, "params": row.params, "bytes": row.bytes,
+        "base": row.base, "active_version": row.active_version, "max_model_len": row.max_model_len,
+        "source": row.source, "job_id": row.job_id, "created_s": row.created_s, "info": row.info,
+        "state": model_state(row.id, status),
+        "versions": [
+            {"version": v.version, "created_s": v.created_s, "bytes": v.bytes, "source": v.source,
+             "in_memory": v.shm_path is not None, "on_disk": v.disk_path is not None}
+            for v in models.list_versions(db, row.id)
+        ],
+    }  # fmt: skip
+
+
+def model_state(name: str, status: SchedulerStatus) -> str:
+    """serving (an engine is awake), asleep (a process waits with its memory given back) or cold (no process)."""
+    states = {replica["state"] for replica in status["replicas"] if replica["model"] == name}
+    if not states.isdisjoint(_AWAKE):
+        return "serving"
+    return "asleep" if "asleep" in states else "cold"
+
+
+def handover(db: Database, row: HandoverRow) -> dict[str, Any]:
+    return {
+        "id": row.id, "reason": row.reason, "state": row.state, "started_s": row.started_s, "ended_s": row.ended_s,
+        "detail": row.detail,
+        "steps": [
+            {"verb": s.verb, "target": s.target, "state": s.state, "started_s": s.started_s, "ended_s": s.ended_s,
+             "detail": s.detail}
+            for s in handovers.steps(db, row.id)
+        ],
+    }  # fmt: skip
+
+
+def audit(row: AuditRow) -> dict[str, Any]:
+    return {"id": row.id, "key_id": row.key_id, "action": row.action, "target": row.target, "outcome": row.outcome,
+            "detail": row.detail, "request_id": row.request_id, "created_s": row.created_s}  # fmt: skip

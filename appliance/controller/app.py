@@ -1,0 +1,87 @@
+"""The controller as one ASGI app: routes, error shapes, and the background work that begins and ends with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+
+from fastapi import APIRouter, Depends, FastAPI
+from starlette.middleware import Middleware
+
+from appliance.controller import (
+    admin_box,
+    admin_keys,
+    admin_models,
+    error_handlers,
+    files,
+    jobs,
+    models,
+    permissions,
+)
+from appliance.controller.context import ControllerContext
+from appliance.controller.job_validation import JobValidation
+from appliance.controller.middleware import BodyLimits, RequestIds
+from appliance.controller.operations import Operations
+from appliance.controller.principal import ADMIN, needs
+from appliance.controller.strict_json import StrictRoute
+from appliance.store import files as file_rows
+from appliance.store import idempotency
+
+
+def create_app(context: ControllerContext) -> FastAPI:
+    """The app; everything it touches is in `context`.
+
+    Its lifespan sweeps what a crash left, resumes validations, publishes the keys and keeps house; run it with
+    uvicorn, or enter `app.router.lifespan_context(app)` in tests.
+    """
+    validation, running = JobValidation(context), Operations(context)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        files.sweep(context)
+        running.fail_interrupted()
+        validation.start_waiting()
+        context.publish_keys()
+        housekeeping = asyncio.create_task(_keep_house(context), name="housekeeping")
+        try:
+            yield
+        finally:
+            housekeeping.cancel()
+            await asyncio.gather(housekeeping, return_exceptions=True)
+            await validation.stop()
+            await running.stop()
+
+    app = FastAPI(
+        title="appliance",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        middleware=[Middleware(RequestIds), Middleware(BodyLimits, config=context.config)],
+    )
+    app.state.context, app.state.validation, app.state.operations = context, validation, running
+    error_handlers.install(app)
+
+    admin = APIRouter(prefix="/admin/v1", route_class=StrictRoute, dependencies=[Depends(needs(ADMIN))])
+    admin_box.routes(context, admin)
+    admin_keys.routes(context, admin)
+    admin_models.routes(context, admin, running)
+    for router in (files.routes(context), jobs.routes(context, validation), permissions.routes(context),
+                   models.routes(context), admin):  # fmt: skip
+        app.include_router(router)
+    return app
+
+
+async def _keep_house(context: ControllerContext) -> None:
+    while True:
+        await asyncio.sleep(context.config.housekeeping_every_s)
+        keep_house(context, time.time())
+
+
+def keep_house(context: ControllerContext, now_s: float) -> None:
+    """Delete files whose time has passed, and forget requests that can no longer be repeated."""
+    for row in file_rows.expired(context.db, now_s=now_s):
+        files.remove(context, row)
+    idempotency.forget_before(context.db, now_s - context.config.idempotency_keep_s)

@@ -1,0 +1,21 @@
+"""The audit log: one row for every admin action, the refused and failed ones too."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Literal
+
+from appliance.controller.context import ControllerContext
+from appliance.controller.principal import Principal
+from appliance.store import audit
+from appliance.store.ids import new_id
+from appliance.store.rows import AuditRow
+
+
+def record(context: ControllerContext, caller: Principal, action: str, target: str, *,
+           outcome: Literal["done", "refused", "failed"] = "done", **detail: Any) -> None:  # fmt: skip
+    """action: "noun.verb", for example "key.create". detail: what was asked for; never a secret."""
+    audit.insert(context.db, AuditRow(
+        id=new_id("audit_"), key_id=caller.key_id, action=action, target=target, outcome=outcome,
+        request_id=caller.request_id, created_s=time.time(), detail=detail,
+    ))  # fmt: skip

@@ -1,0 +1,41 @@
+"""Settings of the controller; `appliance.config` composes them into the box's one TOML file."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Seconds = Annotated[float, Field(gt=0)]
+MIB = 2**20
+
+
+class ControllerConfig(BaseModel):
+    """Every limit and wait of the controller, with its unit in the name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    organization: str = Field("local", pattern=r"^[a-z0-9][a-z0-9-]{0,31}$")
+    """Stands in the names of fine-tuned models: ft:<base>:<organization>:<suffix>:<8 characters>."""
+
+    # --- requests
+    json_body_bytes: int = Field(8 * MIB, ge=1024)
+    upload_bytes: int = Field(512 * MIB, ge=1024)
+    retry_window_s: Seconds = 3600.0
+    """A POST that the SDK marks as a retry finds the resource of its first attempt for this long."""
+    idempotency_keep_s: Seconds = 24 * 3600.0
+    mode_wait_s: Seconds = 900.0
+    """Longest a request with ?wait=true waits for the hand-over."""
+
+    # --- background
+    housekeeping_every_s: Seconds = 30.0
+    progress_every_s: Seconds = 0.5
+    """Progress of an operation is written to the store at most this often."""
+
+    # --- bus
+    gateway_gone_after_s: Seconds = 3.0
+    """A gateway whose connection closed may come back this long; afterwards its requests count as ended."""
+    gateway_expected_s: Seconds = 5.0
+    """After the bus opened, no drain is believed for this long unless a gateway has reported: gateways outlive the
+    controller and carry streams that a new controller does not know of yet."""
+    bus_line_bytes: int = Field(64 * MIB, ge=MIB)

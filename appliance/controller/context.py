@@ -1,0 +1,33 @@
+"""Everything a route needs, made once at start."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from appliance.controller.config import ControllerConfig
+from appliance.controller.ports import KeySink, ModelOps, SchedulerPort
+from appliance.store import keys
+from appliance.store.database import Database
+
+
+@dataclass
+class ControllerContext:
+    """files_dir: bytes of files by id. jobs_dir: one folder per job. box: {"id", "version", "url", "data_dir"} as
+    `/admin/v1/status` shows it."""
+
+    db: Database
+    files_dir: Path
+    jobs_dir: Path
+    scheduler: SchedulerPort
+    model_ops: ModelOps
+    key_sink: KeySink
+    config: ControllerConfig = field(default_factory=ControllerConfig)
+    box: dict[str, str] = field(default_factory=dict)
+    started_s: float = field(default_factory=time.time)
+
+    def publish_keys(self) -> None:
+        self.key_sink.keys_changed(
+            {row.sha256: {"id": row.id, "name": row.name, "scopes": row.scopes} for row in keys.list_live(self.db)}
+        )

@@ -1,0 +1,129 @@
+"""Errors of the controller, and how each looks to a client: OpenAI's error object, nothing else.
+
+ControllerError
+├── BusError
+│   └── BusTimeout        gateways did not report in time
+├── OperationFailed       long work ended with a reason a person can act on (raised by implementations of ModelOps)
+└── SwapFailed            the replicas could not take the wanted version (raised by implementations of SchedulerPort)
+
+ApiError (an HTTPException)
+├── BadRequest        400
+├── Forbidden         403
+├── NotFound          404
+├── Conflict          409, never to be retried
+├── BodyTooLarge      413
+└── Unavailable       503 or 507
+
+The `openai` client retries 408, 409, 429 and 5xx unless `x-should-retry: false` stands in the answer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.exceptions import HTTPException
+
+NEVER_RETRY = {"x-should-retry": "false"}
+
+
+class ControllerError(Exception):
+    """Base of everything raised inside the controller that is no answer to a client."""
+
+
+class BusError(ControllerError):
+    """The bus between controller and gateways could not do what was asked."""
+
+
+class BusTimeout(BusError):
+    """Gateways did not report what was waited for in time; the message names them."""
+
+
+class OperationFailed(ControllerError):
+    """Long work failed for a reason that a person can act on: `code` for programs, the message for people."""
+
+    def __init__(self, message: str, *, code: str = "operation_failed", param: str | None = None):
+        super().__init__(message)
+        self.code = code
+        self.param = param
+
+
+class SwapFailed(ControllerError):
+    """Replicas could not be brought to the wanted version; they serve the one they had."""
+
+    def __init__(self, model: str, wanted: str | None, reason: str):
+        super().__init__(f"the replicas of {model} could not be brought to version {wanted}: {reason}")
+
+
+class ApiError(HTTPException):
+    """An answer with OpenAI's error object. It is an HTTPException because FastAPI lets only those pass unchanged
+    through its reading of request bodies.
+
+    message: for people. kind: the object's `type`. param: the field at fault, dotted. code: for programs.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        super().__init__(status, message, headers)
+        self.message, self.kind, self.param, self.code = message, kind, param, code
+
+    def body(self) -> dict[str, Any]:
+        return error_object(self.message, self.kind, self.param, self.code)
+
+
+def error_object(message: str, kind: str, param: str | None, code: str | None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class BadRequest(ApiError):
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(400, message, param=param, code=code)
+
+
+class Forbidden(ApiError):
+    def __init__(self, needed: str):
+        super().__init__(
+            403,
+            f"You have insufficient permissions for this operation. The API key needs the scope: {needed}.",
+            code="insufficient_permissions",
+        )
+
+
+class NotFound(ApiError):
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(404, message, param=param, code=code)
+
+
+class Conflict(ApiError):
+    """The state of the thing forbids it; asking again the same way cannot help."""
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
+        super().__init__(409, message, param=param, code=code, headers=dict(NEVER_RETRY))
+
+
+class BodyTooLarge(ApiError):
+    def __init__(self, limit_bytes: int, *, param: str | None = None):
+        super().__init__(
+            413,
+            f"The request body is over the limit of {limit_bytes} bytes of this endpoint.",
+            param=param,
+            code="request_too_large",
+        )
+
+
+class Unavailable(ApiError):
+    def __init__(self, status: int, message: str, *, code: str, retry: bool):
+        super().__init__(status, message, kind="server_error", code=code, headers=None if retry else dict(NEVER_RETRY))
+
+
+def shown(value: Any, limit: int = 120) -> str:
+    """What a client sent, fit for a message: bounded and without control characters."""
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "…"

@@ -1,0 +1,180 @@
+"""/v1/files: upload, list, retrieve, content, delete (https://platform.openai.com/docs/api-reference/files)."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+from anyio import to_thread
+from fastapi import APIRouter, Depends, Query, Request
+from fastapi.responses import FileResponse
+
+from appliance.controller import repeats, uploads, views
+from appliance.controller.context import ControllerContext
+from appliance.controller.errors import BadRequest, NotFound, shown
+from appliance.controller.paging import After, list_object
+from appliance.controller.principal import FINE_TUNING, Caller, needs
+from appliance.controller.strict_json import StrictRoute
+from appliance.store import files
+from appliance.store.ids import new_id
+from appliance.store.rows import FileRow
+from train.data_check import DataReport, check_training_file
+
+ROUTE = "files"
+UPLOAD_PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data")
+_BATCH_KEEP_S = 30 * 86400
+_EXPIRY_S = range(3600, 2_592_000 + 1)
+_LINES_SHOWN = 20
+
+
+def routes(context: ControllerContext) -> APIRouter:
+    router = APIRouter(prefix="/v1/files", route_class=StrictRoute, dependencies=[Depends(needs(FINE_TUNING))])
+    db = context.db
+
+    @router.post("")
+    async def create(request: Request, caller: Caller) -> dict[str, Any]:
+        file_id = new_id("file-")
+        incoming = context.files_dir / f"{uploads.INCOMING_PREFIX}{file_id}"
+        upload = await uploads.receive(
+            request.stream(), request.headers.get("content-type", ""), incoming, context.config.upload_bytes
+        )
+        try:
+            row = await _described(file_id, upload, incoming, caller.key_id)
+            attempt = repeats.Attempt.of(
+                request, caller, ROUTE, [upload.sha256, upload.filename, row.purpose, upload.fields]
+            )
+            # No await between the look for an earlier attempt and the insert: two retries cannot both miss.
+            with db.transaction():
+                earlier = repeats.find(db, attempt, context.config)
+                known = files.find(db, earlier, now_s=time.time()) if earlier else None
+                if known is None:
+                    os.rename(incoming, context.files_dir / file_id)
+                    files.insert(db, row)
+                    repeats.remember(db, attempt, file_id)
+        finally:
+            incoming.unlink(missing_ok=True)
+        return views.file_object(known or row)
+
+    @router.get("")
+    async def list_files(
+        after: After = None,
+        limit: Annotated[int, Query(ge=0, le=10_000)] = 10_000,
+        order: Literal["asc", "desc"] = "desc",
+        purpose: Annotated[str | None, Query(max_length=64)] = None,
+    ) -> dict[str, Any]:
+        page = files.page(
+            db, now_s=time.time(), purpose=purpose, after=after, limit=limit, descending=order == "desc"
+        )
+        return list_object(page, views.file_object)
+
+    @router.get("/{file_id}")
+    async def retrieve(file_id: str) -> dict[str, Any]:
+        return views.file_object(known_file(context, file_id))
+
+    @router.get("/{file_id}/content")
+    async def content(file_id: str) -> FileResponse:
+        row = known_file(context, file_id)
+        headers = {
+            # RFC 6266: the encoded form carries any name; nothing of the name is interpreted by a browser.
+            "content-disposition": f"attachment; filename*=utf-8''{quote(row.filename, safe='')}",
+            "x-content-type-options": "nosniff",
+        }
+        return FileResponse(context.files_dir / row.id, media_type="application/octet-stream", headers=headers)
+
+    @router.delete("/{file_id}")
+    async def delete(file_id: str) -> dict[str, Any]:
+        row = known_file(context, file_id)
+        remove(context, row)
+        return {"id": row.id, "object": "file", "deleted": True}
+
+    return router
+
+
+def known_file(context: ControllerContext, file_id: str) -> FileRow:
+    """Raises NotFound."""
+    row = files.find(context.db, file_id, now_s=time.time())
+    if row is None:
+        raise NotFound(f"No such File object: {shown(file_id)}", param="id", code="file_not_found")
+    return row
+
+
+def remove(context: ControllerContext, row: FileRow) -> None:
+    """The row first: bytes without a row are swept at start, a row without bytes would be a lie."""
+    files.delete(context.db, row.id)
+    (context.files_dir / row.id).unlink(missing_ok=True)
+
+
+def sweep(context: ControllerContext) -> int:
+    """Delete what a crash left behind: unfinished uploads, bytes without a row. Returns how many. Call at start."""
+    known = files.ids(context.db)
+    orphans = [entry for entry in context.files_dir.iterdir() if entry.name not in known]
+    for entry in orphans:
+        entry.unlink(missing_ok=True)
+    return len(orphans)
+
+
+def add_result(context: ControllerContext, filename: str, content: bytes, sha256: str) -> str:
+    """Store a file that the box itself made (purpose "fine-tune-results"); returns its id."""
+    file_id = new_id("file-")
+    incoming = context.files_dir / f"{uploads.INCOMING_PREFIX}{file_id}"
+    with os.fdopen(os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+    os.rename(incoming, context.files_dir / file_id)
+    files.insert(context.db, FileRow(
+        id=file_id, filename=filename, purpose="fine-tune-results", bytes=len(content), sha256=sha256,
+        status="processed", created_s=time.time(),
+    ))  # fmt: skip
+    return file_id
+
+
+async def _described(file_id: str, upload: uploads.Upload, path: Any, key_id: str | None) -> FileRow:
+    purpose = upload.fields.get("purpose")
+    if purpose is None:
+        raise BadRequest("Missing required parameter: 'purpose'.", param="purpose", code="missing_required_parameter")
+    if purpose not in UPLOAD_PURPOSES:
+        raise BadRequest(
+            f"Invalid value for 'purpose': {shown(purpose)} was given, expected one of {', '.join(UPLOAD_PURPOSES)}.",
+            param="purpose",
+            code="invalid_value",
+        )
+    now_s = time.time()
+    expires_s = _expiry(upload.fields, purpose, now_s)
+    status, details, report = "processed", None, None
+    if purpose == "fine-tune":
+        found = await to_thread.run_sync(check_training_file, path, purpose)
+        status, details, report = ("processed" if found.ok else "error"), summary(found), asdict(found)
+    return FileRow(
+        id=file_id, filename=upload.filename, purpose=purpose, bytes=upload.size, sha256=upload.sha256,
+        status=status, status_details=details, report=report, key_id=key_id, created_s=now_s, expires_s=expires_s,
+    )  # fmt: skip
+
+
+def _expiry(fields: dict[str, str], purpose: str, now_s: float) -> float | None:
+    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return now_s + _BATCH_KEEP_S if purpose == "batch" else None
+    if anchor != "created_at":
+        raise BadRequest(f"Invalid value for 'expires_after.anchor': {shown(anchor)}; expected 'created_at'.",
+                         param="expires_after.anchor", code="invalid_value")  # fmt: skip
+    if seconds is None or not seconds.isascii() or not seconds.isdigit() or int(seconds[:20]) not in _EXPIRY_S:
+        raise BadRequest(
+            f"Invalid value for 'expires_after.seconds': {shown(seconds)}; expected a number from {_EXPIRY_S.start} "
+            f"to {_EXPIRY_S.stop - 1}.",
+            param="expires_after.seconds",
+            code="invalid_value",
+        )
+    return now_s + int(seconds)
+
+
+def summary(report: DataReport) -> str | None:
+    """For `status_details`: the bad lines with their reasons, or what was noticed; None when there is nothing."""
+    if not report.ok:
+        lines = "; ".join(f"line {line}: {reason}" for line, reason in report.errors[:_LINES_SHOWN])
+        more = f"; and {report.n_errors - _LINES_SHOWN} more" if report.n_errors > _LINES_SHOWN else ""
+        return f"{report.n_errors} bad example(s): {lines}{more}"
+    return "; ".join(report.warnings) or None

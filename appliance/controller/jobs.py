@@ -1,0 +1,195 @@
+"""/v1/fine_tuning/jobs (https://platform.openai.com/docs/api-reference/fine-tuning).
+
+The API writes what is wanted and wakes the scheduler; it never waits for devices to move.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from fastapi import APIRouter, Depends, Request
+
+from appliance.controller import job_requests, repeats, views
+from appliance.controller.context import ControllerContext
+from appliance.controller.errors import BadRequest, Conflict, NotFound, shown
+from appliance.controller.job_events import add_message
+from appliance.controller.job_requests import JobCreate
+from appliance.controller.job_validation import JobValidation
+from appliance.controller.naming import fine_tuned_name, resolve, root_base
+from appliance.controller.paging import After, Limit, list_object
+from appliance.controller.principal import FINE_TUNING, Caller, needs
+from appliance.controller.strict_json import StrictRoute
+from appliance.store import files, job_records, jobs
+from appliance.store.errors import IllegalTransition
+from appliance.store.ids import new_id
+from appliance.store.rows import FileRow, JobRow, JobWanted
+from train.errors import InvalidHyperparameter
+
+ROUTE = "fine_tuning.jobs"
+
+
+def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
+    router = APIRouter(
+        prefix="/v1/fine_tuning/jobs", route_class=StrictRoute, dependencies=[Depends(needs(FINE_TUNING))]
+    )
+    db, organization = context.db, context.config.organization
+
+    def shown_job(row: JobRow) -> dict[str, Any]:
+        return views.job_object(row, organization)
+
+    @router.post("")
+    async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
+        attempt = repeats.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
+        # One transaction and no await: of two copies of a request, one makes the job and the other finds it.
+        with db.transaction():
+            earlier = repeats.find(db, attempt, context.config)
+            if earlier is not None and (known := jobs.find(db, earlier)) is not None:
+                return shown_job(known)
+            row = _new_job(context, body, caller.key_id)
+            jobs.insert(db, row)
+            add_message(db, row.id, f"Created fine-tuning job: {row.id}")
+            if body.integrations:
+                add_message(
+                    db, row.id, level="warn",
+                    text="The wandb integration is recorded but not contacted: this box sends nothing out. "
+                    "Metrics are in this job's events and in TensorBoard files.",
+                )  # fmt: skip
+            repeats.remember(db, attempt, row.id)
+        validation.start(row.id)
+        return shown_job(row)
+
+    @router.get("")
+    async def list_jobs(request: Request, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+        metadata, null_metadata = _metadata_filter(request)
+        page = jobs.page(db, after=after, limit=limit, metadata=metadata, null_metadata=null_metadata)
+        return list_object(page, shown_job)
+
+    @router.get("/{job_id}")
+    async def retrieve(job_id: str) -> dict[str, Any]:
+        return shown_job(known_job(context, job_id))
+
+    @router.post("/{job_id}/cancel")
+    async def cancel(job_id: str) -> dict[str, Any]:
+        return shown_job(_ask(context, job_id, "cancel"))
+
+    @router.post("/{job_id}/pause")
+    async def pause(job_id: str) -> dict[str, Any]:
+        return shown_job(_ask(context, job_id, "pause"))
+
+    @router.post("/{job_id}/resume")
+    async def resume(job_id: str) -> dict[str, Any]:
+        return shown_job(_ask(context, job_id, "run"))
+
+    @router.get("/{job_id}/events")
+    async def events(job_id: str, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+        known_job(context, job_id)
+        return list_object(job_records.page_events(db, job_id, after=after, limit=limit), views.event_object)
+
+    @router.get("/{job_id}/checkpoints")
+    async def checkpoints(job_id: str, after: After = None, limit: Limit = 10) -> dict[str, Any]:
+        known_job(context, job_id)
+        page = job_records.page_checkpoints(db, job_id, after=after, limit=limit)
+        return list_object(page, views.checkpoint_object)
+
+    return router
+
+
+def known_job(context: ControllerContext, job_id: str) -> JobRow:
+    """Raises NotFound."""
+    row = jobs.find(context.db, job_id)
+    if row is None:
+        raise NotFound(f"Could not find fine tune: {shown(job_id)}", param="fine_tune_id", code="fine_tune_not_found")
+    return row
+
+
+def _new_job(context: ControllerContext, body: JobCreate, key_id: str | None) -> JobRow:
+    """Raises BadRequest and NotFound for everything that can be known before the data is converted."""
+    job_requests.check(body)
+    base = resolve(context.db, body.model)
+    if base is None:
+        raise NotFound(f"The model {shown(body.model)} does not exist on this box; GET /v1/models lists those that do.",
+                       param="model", code="model_not_found")  # fmt: skip
+    if base.model.task != "generate":
+        raise BadRequest(f"The model {shown(body.model)} makes embeddings; only text-generating models can be tuned.",
+                         param="model", code="model_not_supported")  # fmt: skip
+    training = _data_file(context, body.training_file, "training_file")
+    if body.validation_file is not None:
+        _data_file(context, body.validation_file, "validation_file")
+    given, where = job_requests.hyperparameters(body)
+    stats, device_count = JobValidation.facts(context, base.model)
+    try:
+        # Only to refuse what is wrong while the client listens; the values are worked out again from the checked data.
+        job_requests.resolve(given, training, stats, min(body.max_devices or device_count, device_count))
+    except InvalidHyperparameter as error:
+        raise job_requests.refused(error, where) from error
+    return JobRow(
+        id=new_id("ftjob-"), key_id=key_id, model=body.model, method="supervised",
+        training_file=body.training_file, validation_file=body.validation_file, suffix=body.suffix,
+        seed=secrets.randbelow(2**31) if body.seed is None else body.seed, metadata=body.metadata,
+        integrations=[item.model_dump(exclude_none=True) for item in body.integrations or []] or None,
+        hyperparameters=given, priority=body.priority, min_devices=body.min_devices, max_devices=body.max_devices,
+        output_model=fine_tuned_name(root_base(context.db, base.model), context.config.organization, body.suffix),
+        created_s=time.time(), reason="the training file is being validated",
+    )  # fmt: skip
+
+
+def _data_file(context: ControllerContext, file_id: str, param: str) -> FileRow:
+    row = files.find(context.db, file_id, now_s=time.time())
+    if row is None:
+        raise BadRequest(f"invalid {param}: {shown(file_id)} is no file on this box; upload it and pass its id.",
+                         param=param, code="file_not_found")  # fmt: skip
+    if row.purpose != "fine-tune":
+        raise BadRequest(
+            f"invalid {param}: {shown(file_id)} was uploaded for '{row.purpose}'; expected purpose 'fine-tune'.",
+            param=param,
+            code="invalid_file_purpose",
+        )
+    return row
+
+
+_SAID = {
+    "cancel": "Fine-tuning job cancelled by request.",
+    "pause": "Fine-tuning job paused by request; its status stays 'queued' until it is resumed.",
+    "run": "Fine-tuning job resumed by request.",
+}
+
+
+def _ask(context: ControllerContext, job_id: str, wanted: JobWanted) -> JobRow:
+    db = context.db
+    row = known_job(context, job_id)
+    verb = "resume" if wanted == "run" else wanted
+    try:
+        with db.transaction():
+            after = jobs.set_wanted(db, job_id, wanted)
+            # A job that holds nothing is over at once; the scheduler ends one that has devices or a snapshot.
+            if wanted == "cancel" and row.phase in ("validating", "queued") and row.snapshot is None:
+                jobs.set_phase(db, job_id, "cancelled", reason="cancelled by request")
+            if after.wanted != row.wanted:
+                add_message(db, job_id, _SAID[wanted])
+            after = jobs.get(db, job_id)
+    except IllegalTransition as error:
+        raise Conflict(f"The fine-tuning job {job_id} is {error.found}; it cannot be asked to {verb} any more.",
+                       param="fine_tune_id", code="invalid_job_state") from error  # fmt: skip
+    context.scheduler.nudge(f"{verb} of {job_id}")
+    return after
+
+
+def _metadata_filter(request: Request) -> tuple[dict[str, str], bool]:
+    """`metadata[key]=value` pairs, or `metadata=null` for jobs without metadata; never both. Raises BadRequest."""
+    pairs: dict[str, str] = {}
+    null = False
+    for name, value in request.query_params.multi_items():
+        if name == "metadata":
+            if value != "null":
+                raise BadRequest(f"metadata={shown(value)}: expected metadata[key]=value, or metadata=null.",
+                                 param="metadata", code="invalid_value")  # fmt: skip
+            null = True
+        elif name.startswith("metadata[") and name.endswith("]"):
+            pairs[name[len("metadata[") : -1]] = value
+    if pairs and null:
+        raise BadRequest("metadata=null and metadata[key]=value exclude each other.",
+                         param="metadata", code="invalid_value")  # fmt: skip
+    job_requests.check_metadata(pairs)
+    return pairs, null

@@ -1,0 +1,90 @@
+"""What the gateways carry right now, summed over all of them. Pure: no sockets, no clock of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_SUMMED_REPLICA = ("inflight", "streams", "waiting_tokens")
+_SUMMED_MODEL = ("inflight", "held")
+_LATEST_MODEL = ("last_request_s",)
+_WORST_MODEL = ("ttft_p95_s",)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """Requests at one replica. waiting_tokens: prompt and output tokens not yet worked off, as far as known."""
+
+    inflight: int = 0
+    streams: int = 0
+    waiting_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """Requests for one model. held: waiting at gateways for a replica. ttft_p95_s: the worst gateway's."""
+
+    inflight: int = 0
+    held: int = 0
+    last_request_s: float | None = None
+    ttft_p95_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    replicas: Mapping[str, ReplicaLoad] = field(default_factory=dict)
+    models: Mapping[str, ModelLoad] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The last "load" message of one gateway, checked. generation: of the table it has applied."""
+
+    gateway: str
+    generation: int
+    replicas: Mapping[str, Mapping[str, float]]
+    models: Mapping[str, Mapping[str, float]]
+
+
+def parse_report(message: Mapping[str, Any]) -> Report:
+    """Raises ValueError naming what is wrong."""
+    gateway, generation = message.get("gateway"), message.get("generation")
+    if not isinstance(gateway, str) or not 1 <= len(gateway) <= 128:
+        raise ValueError(f"gateway: {gateway!r} given, expected a name")
+    if not isinstance(generation, int) or isinstance(generation, bool):
+        raise ValueError(f"generation: {generation!r} given, expected a whole number")
+    return Report(gateway, generation, _rows(message, "replicas"), _rows(message, "models"))
+
+
+def _rows(message: Mapping[str, Any], name: str) -> dict[str, dict[str, float]]:
+    given = message.get(name, {})
+    if not isinstance(given, dict) or not all(isinstance(row, dict) for row in given.values()):
+        raise ValueError(f"{name}: expected an object of objects")
+    return {
+        key: {k: v for k, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        for key, row in given.items()
+    }
+
+
+def total(reports: list[Report]) -> Load:
+    replicas: dict[str, dict[str, Any]] = {}
+    models: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        for name, row in report.replicas.items():
+            _add(replicas.setdefault(name, {}), row, _SUMMED_REPLICA)
+        for name, row in report.models.items():
+            sums = models.setdefault(name, {})
+            _add(sums, row, _SUMMED_MODEL)
+            for key in (*_LATEST_MODEL, *_WORST_MODEL):
+                if key in row:
+                    sums[key] = max(row[key], sums.get(key, row[key]))
+    return Load(
+        {name: ReplicaLoad(**row) for name, row in replicas.items()},
+        {name: ModelLoad(**row) for name, row in models.items()},
+    )
+
+
+def _add(sums: dict[str, Any], row: Mapping[str, float], keys: tuple[str, ...]) -> None:
+    for key in keys:
+        sums[key] = sums.get(key, 0) + int(row.get(key, 0))

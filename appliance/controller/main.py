@@ -1,0 +1,162 @@
+"""The controller process: the store, the scheduler loop, the bus and the control routes, on one asyncio loop.
+
+    python -m appliance.controller.main --config-json JSON --ray-address HOST:PORT
+
+It can be killed at any time: the gateways go on with their last table, engines and ranks live in Ray's actors, and the
+next controller reads the store, observes what is, and goes on. SIGTERM is the other way to end: jobs are suspended,
+and what only shared memory holds is written to disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import ray
+import uvicorn
+
+from appliance.config import BoxConfig, load_resolved
+from appliance.controller.app import create_app
+from appliance.controller.bus import Bus
+from appliance.controller.context import ControllerContext
+from appliance.controller.job_events import JobEvents
+from appliance.logs import configure_logging
+from appliance.models.library import ModelLibrary
+from appliance.paths import BoxPaths
+from appliance.ray_head import NAMESPACE
+from appliance.store import models
+from appliance.store.database import Database
+from appliance.wiring.gateways import BusRouting
+from appliance.wiring.job_runs import JobRuns
+from appliance.wiring.journal import SqliteJournal
+from appliance.wiring.model_work import LibraryOps
+from appliance.wiring.scheduler_port import LoopPort
+from appliance.wiring.state_store import SqliteStateStore
+from appliance.wiring.versions import VersionShelf
+from runtime.node import WarmSpec
+from runtime.process import die_with_parent
+from scheduler.discovery import discover_devices
+from scheduler.loop import SchedulerLoop
+from scheduler.ports import SystemClock
+from scheduler.ray_effects import RayBox, RayEffects
+from weights.store import WeightStore
+
+log = logging.getLogger(__name__)
+
+SUSPEND_S = 60.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="appliance.controller.main", description=__doc__)
+    parser.add_argument("--config-json", required=True)
+    parser.add_argument("--ray-address", required=True)
+    options = parser.parse_args(argv)
+    die_with_parent()
+    config = load_resolved(options.config_json)
+    configure_logging(config.box.log_level)
+    return asyncio.run(_run(config, BoxPaths.of(Path(config.box.data_dir)), options.ray_address))
+
+
+async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    ray.init(address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+
+    db = Database.open(paths.database)
+    store = WeightStore(paths.shm_root, budget_bytes=config.weights.budget_bytes)
+    store.sweep()
+    devices = discover_devices(config.box.devices)
+    bus = Bus(config.controller)
+    shelf = VersionShelf(db, store, paths.models, config.serve, devices[0])
+    events = JobEvents(db, lambda reason: port.nudge(reason))
+    runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, shelf.save_soon)
+    effects = RayEffects(_ray_box(paths, devices), BusRouting(bus, db), shelf, runs)
+    journal = SqliteJournal(db)
+    states = SqliteStateStore(db, bus.demand, config.scheduler_floor, len(devices))
+    loop = SchedulerLoop(effects, states, journal, SystemClock(), config.scheduler)
+    port = LoopPort(loop, effects, journal, bus, store.memory, lambda name: models.find(db, name).active_version)
+    context = ControllerContext(
+        db=db,
+        files_dir=paths.files,
+        jobs_dir=paths.jobs,
+        scheduler=port,
+        model_ops=LibraryOps(ModelLibrary(paths.models)),
+        key_sink=bus,
+        config=config.controller,
+        box={
+            "id": paths.box_id,
+            "version": "0.1.0",
+            "url": f"http://{config.box.host}:{config.box.port}/v1",
+            "data_dir": str(paths.data_dir),
+        },
+    )
+    context.publish_keys()
+    await bus.start(paths.bus_socket)
+    await effects.connect()
+
+    server = uvicorn.Server(uvicorn.Config(create_app(context), log_config=None, access_log=False, http="httptools"))
+    server.install_signal_handlers = lambda: None
+    async with asyncio.TaskGroup() as tasks:
+        deciding = tasks.create_task(loop.run(), name="scheduler loop")
+        serving = tasks.create_task(server.serve(sockets=[_listen(paths.controller_socket)]), name="control routes")
+        watching = tasks.create_task(port.watch_memory(), name="memory watch")
+        await stop.wait()
+        log.info("ending: suspending jobs and saving what only memory holds")
+        server.should_exit = True
+        loop.stop()
+        watching.cancel()
+        await asyncio.wait({deciding, serving})
+    await _save_everything(effects, runs, shelf)
+    await bus.stop()
+    ray.shutdown()
+    db.close()
+    return 0
+
+
+async def _save_everything(effects: RayEffects, runs: JobRuns, shelf: VersionShelf) -> None:
+    for group in (await effects.observe()).groups:
+        # A job that cannot be suspended any more goes on from its last snapshot.
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(SUSPEND_S):
+                await effects.suspend_group(group.job_id)
+    await runs.save_all()
+    await shelf.save_all()
+    await effects.stop_everything()
+
+
+def _ray_box(paths: BoxPaths, devices) -> RayBox:
+    def warm(name: str, socket_path: Path) -> WarmSpec:
+        return WarmSpec(name, f"{name}.preload", str(socket_path), str(paths.logs / f"warm-{name}.log"))
+
+    return RayBox(
+        devices=devices,
+        run_dir=paths.run,
+        log_dir=paths.logs,
+        shm_root=paths.shm_root,
+        warm=(warm("serve", paths.warm_serve_socket), warm("train", paths.warm_train_socket)),
+    )
+
+
+def _listen(path: Path) -> socket.socket:
+    path.unlink(missing_ok=True)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    previous = os.umask(0o177)
+    try:
+        listener.bind(str(path))
+    finally:
+        os.umask(previous)
+    listener.listen(512)
+    return listener
+
+
+if __name__ == "__main__":
+    sys.exit(main())

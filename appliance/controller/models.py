@@ -1,0 +1,93 @@
+"""/v1/models: base models, fine-tuned ones, and their checkpoints and versions by name
+(https://platform.openai.com/docs/api-reference/models)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import APIRouter, Depends
+
+from appliance.controller import views
+from appliance.controller.audit import record
+from appliance.controller.context import ControllerContext
+from appliance.controller.errors import Conflict, Forbidden, NotFound, shown
+from appliance.controller.naming import Resolved, resolve
+from appliance.controller.ports import VersionPlace
+from appliance.controller.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, needs
+from appliance.controller.strict_json import StrictRoute
+from appliance.store import job_records, jobs, models
+from appliance.store.rows import VersionRow
+
+
+def routes(context: ControllerContext) -> APIRouter:
+    router = APIRouter(prefix="/v1/models", route_class=StrictRoute)
+    db = context.db
+
+    @router.get("", dependencies=[Depends(needs(INFERENCE, FINE_TUNING))])
+    async def list_models() -> dict[str, Any]:
+        names = [row.id for row in models.list_callable(db)]
+        names += [row.name for row in job_records.list_checkpoints(db)]
+        found = [resolve(db, name) for name in names]
+        return {"object": "list", "data": [views.model_object(item) for item in found if item]}
+
+    @router.get("/{name:path}", dependencies=[Depends(needs(INFERENCE, FINE_TUNING))])
+    async def retrieve(name: str) -> dict[str, Any]:
+        return views.model_object(known_model(context, name))
+
+    @router.delete("/{name:path}", dependencies=[Depends(needs(FINE_TUNING))])
+    async def delete(name: str, caller: Caller) -> dict[str, Any]:
+        found = known_model(context, name)
+        if found.model.kind == "base" and not caller.may(ADMIN):
+            raise Forbidden(ADMIN)
+        await remove(context, found)
+        record(context, caller, "model.delete", name)
+        return {"id": name, "object": "model", "deleted": True}
+
+    return router
+
+
+def known_model(context: ControllerContext, name: str) -> Resolved:
+    """Raises NotFound."""
+    found = resolve(context.db, name)
+    if found is None:
+        raise NotFound(f"The model {shown(name)} does not exist or you do not have access to it.",
+                       param="model", code="model_not_found")  # fmt: skip
+    return found
+
+
+def place(row: VersionRow) -> VersionPlace:
+    return VersionPlace(row.version, row.disk_path, row.shm_path)
+
+
+async def remove(context: ControllerContext, found: Resolved) -> None:
+    """Delete a model with all its versions, or one version by its checkpoint's or pinned name.
+
+    Rows first: from then on nothing new can use the bytes; then the replicas leave; then the bytes go. A crash in
+    between leaves bytes that nobody refers to, which the weight store's sweep finds. Raises Conflict.
+    """
+    db, model = context.db, found.model
+    _refuse_if_in_use(context, found)
+    if found.checkpoint or found.pinned:
+        version = found.version
+        if model.active_version == version.version:
+            raise Conflict(f"{found.name} is the active version of {model.id}; roll back to another version first, "
+                           "or delete the model.", param="model", code="version_in_use")  # fmt: skip
+        models.delete_version(db, model.id, version.version)
+        await context.model_ops.remove(model.id, [place(version)])
+        context.scheduler.nudge(f"version {version.version} of {model.id} was deleted")
+        return
+    places = [place(row) for row in models.list_versions(db, model.id)]
+    models.delete(db, model.id)
+    context.scheduler.nudge(f"model {model.id} was deleted")
+    await context.scheduler.withdraw(model.id)
+    await context.model_ops.remove(model.id, places)
+
+
+def _refuse_if_in_use(context: ControllerContext, found: Resolved) -> None:
+    for job in jobs.list_unfinished(context.db):
+        if job.wanted != "cancel" and (job.model in (found.name, found.model.id) or job.output_model == found.model.id):
+            raise Conflict(
+                f"{found.name} is used by the fine-tuning job {job.id}; cancel the job or wait for its end.",
+                param="model",
+                code="model_in_use",
+            )

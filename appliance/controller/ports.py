@@ -1,0 +1,144 @@
+"""What the controller needs of the rest of the box. The app runs against these protocols; tests bring simulators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
+
+PolicyName = Literal["serve", "train", "split", "auto"]
+
+
+class DeviceStatus(TypedDict):
+    """One device; `holder` is {"kind": "job" | "replica", "id"} or None."""
+
+    id: str
+    node: str
+    index: int
+    kind: str
+    name: str
+    memory_bytes: int
+    health: str
+    holder: dict[str, str] | None
+
+
+class ReplicaStatus(TypedDict):
+    id: str
+    model: str
+    version: str
+    state: str
+    devices: list[str]
+    inflight: int
+    rss_bytes: int
+
+
+class SchedulerStatus(TypedDict):
+    """`memory` is {"budget_bytes", "used_bytes"} of the weight store; `handover` the id of the one in flight; `notes`
+    what a person should know (why something waits or was given up)."""
+
+    devices: list[DeviceStatus]
+    replicas: list[ReplicaStatus]
+    memory: dict[str, int | None]
+    handover: str | None
+    serving_floor: int
+    notes: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Who devices belong to; kept in the store under box["mode"], see `appliance.controller.mode`."""
+
+    policy: PolicyName
+    train_devices: int | None = None
+    since_s: float = 0.0
+
+
+class SchedulerPort(Protocol):
+    """The loop that decides who holds which devices. The store is the truth it reads; calls here only wake it."""
+
+    def nudge(self, reason: str) -> None:
+        """The store changed (a job, a model, the mode): look again soon. Never blocks, never raises."""
+
+    def status(self) -> SchedulerStatus:
+        """The present, from memory: no waiting."""
+
+    async def set_mode(self, mode: Mode) -> str | None:
+        """The mode was just written to the store; returns once it is planned for: the id of the hand-over that
+        brings it about, or None when nothing has to move."""
+
+    async def wait_handover(self, handover_id: str) -> None:
+        """Returns when this hand-over has ended, well or not (its row in the store says which)."""
+
+    async def converge_model(self, model: str) -> dict[str, Any]:
+        """The model's active version changed in the store: swap its replicas to it, and return what was measured
+        ({"replicas", "pause_s", …}). Raises SwapFailed with every replica back on the version it had."""
+
+    async def withdraw(self, model: str) -> None:
+        """The model's rows are gone from the store: returns when no replica of it is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStats:
+    """What an importer found out about a model; `info` may hold more (layers, hidden size, tokenizer facts)."""
+
+    name: str
+    version: str
+    arch: str
+    params: int
+    bytes: int
+    task: Literal["generate", "embed"]
+    source: str
+    disk_path: str | None
+    shm_path: str | None = None
+    max_model_len: int | None = None
+    fingerprint: dict[str, Any] | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far long work is: `done` of `total` (None: unknown) in `unit`s, and what is being done now."""
+
+    done: float
+    total: float | None
+    unit: str
+    message: str
+
+
+Report = Callable[[Progress], None]
+
+
+class VersionPlace(NamedTuple):
+    """Where the bytes of a version lie; None where they are not."""
+
+    version: str
+    disk_path: str | None
+    shm_path: str | None
+
+
+class ModelOps(Protocol):
+    """Long work on models' bytes; rows in the store are the controller's business.
+
+    All of them raise OperationFailed for what a person can act on. `report` may be called from any thread.
+    """
+
+    async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
+        """Copy a checkpoint directory or hub repository `source` in, checked, as a new version. `name` None: derive
+        one from the source."""
+
+    async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
+        """Pretrain the small model named `starter`."""
+
+    async def verify(self, name: str, places: list[VersionPlace], report: Report) -> dict[str, Any]:
+        """Compare bytes with checksums; returns {"versions": […], "tensors": n, "bytes": n}. Raises OperationFailed
+        naming file and tensor."""
+
+    async def remove(self, name: str, places: list[VersionPlace]) -> None:
+        """Give back the bytes of these versions. Idempotent."""
+
+
+class KeySink(Protocol):
+    """Who must know which keys are live (the bus, for the gateways)."""
+
+    def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
+        """keys: SHA-256 in hex -> {"id", "name", "scopes"}; replaces what was known before."""

@@ -1,0 +1,28 @@
+"""Facts about the box itself, by name: its mode, cordoned devices, when it started. Values are JSON."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from appliance.store.database import Database
+
+
+def get(db: Database, name: str, default: Any = None) -> Any:
+    row = db.execute("SELECT value FROM box WHERE name = ?", [name]).fetchone()
+    return default if row is None else json.loads(row["value"])
+
+
+def put(db: Database, name: str, value: Any) -> None:
+    db.execute(
+        "INSERT INTO box (name, value) VALUES (?, ?) ON CONFLICT (name) DO UPDATE SET value = excluded.value",
+        [name, json.dumps(value, separators=(",", ":"))],
+    )
+
+
+def increment(db: Database, name: str) -> int:
+    """Add one to a counter that starts at 0 and return it: a number that is never given twice."""
+    with db.transaction():
+        number = int(get(db, name, 0)) + 1
+        put(db, name, number)
+    return number

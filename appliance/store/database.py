@@ -1,0 +1,229 @@
+"""One SQLite connection with the durability the box promises: what was acknowledged survives kill -9.
+
+WAL with synchronous=FULL syncs the log at every commit (https://www.sqlite.org/wal.html). All writers live on one
+thread of one process, so there is no lock to wait for; `busy_timeout` is for a backup tool that reads meanwhile.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from appliance.store.errors import (
+    DatabaseUnusable,
+    DuplicateRow,
+    RowNotFound,
+    SchemaTooNew,
+    UnknownColumn,
+    UnknownCursor,
+)
+
+Row = TypeVar("Row")
+BUSY_TIMEOUT_MS = 5000
+
+
+@dataclasses.dataclass(frozen=True)
+class Page(Generic[Row]):
+    """One page of a list; `has_more` says whether rows follow the last one in the same order."""
+
+    data: list[Row]
+    has_more: bool
+
+
+def json_column(**kwargs: Any) -> Any:
+    """A dataclass field that is stored as JSON text (NULL stays None)."""
+    return dataclasses.field(metadata={"json": True}, **kwargs)
+
+
+class Database:
+    """A connection, its transactions, and the mapping between rows and dataclasses.
+
+    Not thread-safe on purpose: sqlite3 raises ProgrammingError when another thread than the opener's uses it.
+    """
+
+    def __init__(self, path: Path):
+        """Open or create `path` (mode 0600) and bring its schema up to date.
+
+        Raises DatabaseUnusable, SchemaTooNew.
+        """
+        self.path = path
+        self._depth = 0
+        try:
+            os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
+            self._connection = sqlite3.connect(path, isolation_level=None, timeout=BUSY_TIMEOUT_MS / 1000)
+        except (OSError, sqlite3.Error) as error:
+            raise DatabaseUnusable(path, str(error)) from error
+        try:
+            self._connection.row_factory = sqlite3.Row
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = FULL")
+            self._connection.execute("PRAGMA foreign_keys = ON")
+            self._migrate()
+        except sqlite3.DatabaseError as error:
+            self._connection.close()
+            raise DatabaseUnusable(path, str(error)) from error
+        except SchemaTooNew:
+            self._connection.close()
+            raise
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def __enter__(self) -> Database:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def transaction(self) -> Iterator[None]:
+        """All or nothing. A transaction inside another joins it: only the outermost commits.
+
+        Never await inside: another coroutine's writes would join this transaction and share its fate.
+        """
+        if self._depth == 0:
+            self._connection.execute("BEGIN IMMEDIATE")
+        self._depth += 1
+        try:
+            yield
+        except BaseException:
+            self._depth -= 1
+            if self._depth == 0:
+                self._connection.execute("ROLLBACK")
+            raise
+        self._depth -= 1
+        if self._depth == 0:
+            self._connection.execute("COMMIT")
+
+    def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
+        return self._connection.execute(sql, parameters)
+
+    def one(self, kind: type[Row], sql: str, parameters: Sequence[Any] = ()) -> Row | None:
+        row = self.execute(sql, parameters).fetchone()
+        return None if row is None else _decode(kind, row)
+
+    def all(self, kind: type[Row], sql: str, parameters: Sequence[Any] = ()) -> list[Row]:
+        return [_decode(kind, row) for row in self.execute(sql, parameters)]
+
+    def insert(self, table: str, row: Any, *, name: str) -> None:
+        """Store a dataclass; `name` is what a DuplicateRow error calls it."""
+        values = {
+            field.name: _encode(field, getattr(row, field.name)) for field in dataclasses.fields(row)
+        }
+        columns, marks = ", ".join(values), ", ".join("?" * len(values))
+        try:
+            self.execute(f"INSERT INTO {table} ({columns}) VALUES ({marks})", list(values.values()))
+        except sqlite3.IntegrityError as error:
+            if "UNIQUE" in str(error):
+                raise DuplicateRow(table, name) from error
+            raise
+
+    def update(self, table: str, kind: type[Row], where: Mapping[str, Any], changes: Mapping[str, Any]) -> None:
+        """Change columns of the one row that `where` names. Raises RowNotFound, UnknownColumn."""
+        fields = {field.name: field for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+        unknown = [name for name in changes if name not in fields]
+        if unknown:
+            raise UnknownColumn(table, unknown)
+        if not changes:
+            return
+        assignments = ", ".join(f"{name} = ?" for name in changes)
+        conditions = " AND ".join(f"{name} = ?" for name in where)
+        cursor = self.execute(
+            f"UPDATE {table} SET {assignments} WHERE {conditions}",
+            [*(_encode(fields[name], value) for name, value in changes.items()), *where.values()],
+        )
+        if cursor.rowcount == 0:
+            raise RowNotFound(table, "/".join(str(value) for value in where.values()))
+
+    def page(
+        self,
+        kind: type[Row],
+        table: str,
+        *,
+        scope: Mapping[str, Any] | None = None,
+        where: str = "1",
+        parameters: Sequence[Any] = (),
+        after: str | None = None,
+        limit: int = 20,
+        descending: bool = True,
+    ) -> Page[Row]:
+        """Rows in the order of their creation (`seq`), starting behind the row whose id is `after`.
+
+        scope: column values that say whose list it is. where, parameters: a filter on it. Raises UnknownCursor where
+        `after` is no row of the list; the filter need not let it through, a cursor is only a position.
+        """
+        scope = scope or {}
+        owned = " AND ".join(["1", *(f"{column} = ?" for column in scope)])
+        conditions, values = [owned, f"({where})"], [*scope.values(), *parameters]
+        if after is not None:
+            found = self.execute(
+                f"SELECT seq FROM {table} WHERE {owned} AND id = ?", [*scope.values(), after]
+            ).fetchone()
+            if found is None:
+                raise UnknownCursor(table, after)
+            conditions.append("seq < ?" if descending else "seq > ?")
+            values.append(found["seq"])
+        order = "DESC" if descending else "ASC"
+        rows = self.all(
+            kind,
+            f"SELECT * FROM {table} WHERE {' AND '.join(conditions)} ORDER BY seq {order} LIMIT ?",
+            [*values, limit + 1],
+        )
+        return Page(rows[:limit], len(rows) > limit)
+
+    def _migrate(self) -> None:
+        migrations = _migrations()
+        (found,) = self.execute("PRAGMA user_version").fetchone()
+        if found > len(migrations):
+            raise SchemaTooNew(self.path, found, len(migrations))
+        for number, script in enumerate(migrations[found:], start=found + 1):
+            with self.transaction():
+                for statement in _statements(script):
+                    self.execute(statement)
+                self.execute(f"PRAGMA user_version = {number}")
+
+
+@cache
+def _migrations() -> tuple[str, ...]:
+    """The scripts of `migrations/`, numbered from 0001 without a gap; a released one is never edited."""
+    folder = resources.files("appliance.store") / "migrations"
+    scripts = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".sql")), key=lambda e: e.name)
+    numbers = [int(entry.name.split("_")[0]) for entry in scripts]
+    assert numbers == list(range(1, len(numbers) + 1)), f"migrations must be numbered 1, 2, …: {numbers}"
+    return tuple(entry.read_text() for entry in scripts)
+
+
+def _statements(script: str) -> Iterator[str]:
+    # sqlite3's executescript() commits before it starts, which would tear a migration in two.
+    pending = ""
+    for line in script.splitlines(keepends=True):
+        pending += line
+        if sqlite3.complete_statement(pending):
+            yield pending
+            pending = ""
+    if pending.strip():
+        yield pending
+
+
+def _encode(field: dataclasses.Field[Any], value: Any) -> Any:
+    if field.metadata.get("json") and value is not None:
+        return json.dumps(value, separators=(",", ":"))
+    return value
+
+
+def _decode(kind: type[Row], row: sqlite3.Row) -> Row:
+    values = {}
+    for field in dataclasses.fields(kind):  # type: ignore[arg-type]
+        value = row[field.name]
+        if field.metadata.get("json") and value is not None:
+            value = json.loads(value)
+        values[field.name] = value
+    return kind(**values)

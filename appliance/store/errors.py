@@ -1,0 +1,67 @@
+"""Errors of the store.
+
+StoreError
+├── DatabaseUnusable    the file is no database of ours, is damaged, or cannot be opened
+├── SchemaTooNew        the file was written by a newer release
+├── RowNotFound         no row has this id
+├── DuplicateRow        a row with this id or name exists already
+├── UnknownCursor       `after` names no row of this list
+├── IllegalTransition   a finished job, operation or hand-over was asked to change
+└── UnknownColumn       a caller named a column that the table does not have
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+class StoreError(Exception):
+    """Base of everything raised by `appliance.store`."""
+
+
+class DatabaseUnusable(StoreError):
+    def __init__(self, path: Path, reason: str):
+        super().__init__(
+            f"{path} cannot be used as the box's database: {reason}. Move the file away to start with an empty box, "
+            "or restore it from a backup (appliance.db with its -wal file)."
+        )
+
+
+class SchemaTooNew(StoreError):
+    def __init__(self, path: Path, found: int, known: int):
+        super().__init__(
+            f"{path} has schema version {found}, this release knows versions up to {known}: "
+            "it was written by a newer release; start that one, or restore a backup made before the upgrade"
+        )
+
+
+class RowNotFound(StoreError):
+    def __init__(self, table: str, row_id: str):
+        super().__init__(f"no row {row_id!r} in {table}")
+        self.table = table
+        self.row_id = row_id
+
+
+class DuplicateRow(StoreError):
+    def __init__(self, table: str, row_id: str):
+        super().__init__(f"{table} has a row {row_id!r} already")
+        self.table = table
+        self.row_id = row_id
+
+
+class UnknownCursor(StoreError):
+    def __init__(self, table: str, after: str):
+        super().__init__(f"after={after!r} names no row of {table}: pass the id of the last object of the page before")
+        self.after = after
+
+
+class IllegalTransition(StoreError):
+    def __init__(self, table: str, row_id: str, found: str, wanted: str):
+        super().__init__(f"{row_id} in {table} is {found} and stays so; it cannot become {wanted}")
+        self.found = found
+        self.wanted = wanted
+
+
+class UnknownColumn(StoreError):
+    def __init__(self, table: str, columns: list[str]):
+        super().__init__(f"{table} has no column {', '.join(sorted(columns))}")

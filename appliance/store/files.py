@@ -1,0 +1,42 @@
+"""Rows of uploaded and produced files. The bytes are the caller's business: row and file are joined by the id."""
+
+from __future__ import annotations
+
+from appliance.store.database import Database, Page
+from appliance.store.errors import RowNotFound
+from appliance.store.rows import FileRow
+
+
+def insert(db: Database, row: FileRow) -> None:
+    db.insert("files", row, name=row.id)
+
+
+def find(db: Database, file_id: str, *, now_s: float) -> FileRow | None:
+    """None also for a file whose time has passed and that was not swept yet."""
+    row = db.one(FileRow, "SELECT * FROM files WHERE id = ?", [file_id])
+    return None if row is None or (row.expires_s is not None and row.expires_s <= now_s) else row
+
+
+def page(
+    db: Database, *, now_s: float, purpose: str | None, after: str | None, limit: int, descending: bool
+) -> Page[FileRow]:
+    where, parameters = "(expires_s IS NULL OR expires_s > ?)", [now_s]
+    if purpose is not None:
+        where, parameters = where + " AND purpose = ?", [*parameters, purpose]
+    return db.page(
+        FileRow, "files", where=where, parameters=parameters, after=after, limit=limit, descending=descending
+    )
+
+
+def expired(db: Database, *, now_s: float) -> list[FileRow]:
+    return db.all(FileRow, "SELECT * FROM files WHERE expires_s <= ?", [now_s])
+
+
+def ids(db: Database) -> set[str]:
+    return {row["id"] for row in db.execute("SELECT id FROM files")}
+
+
+def delete(db: Database, file_id: str) -> None:
+    """Raises RowNotFound."""
+    if db.execute("DELETE FROM files WHERE id = ?", [file_id]).rowcount == 0:
+        raise RowNotFound("files", file_id)

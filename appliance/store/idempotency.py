@@ -1,0 +1,40 @@
+"""Which request made which resource, so that a request sent twice makes one."""
+
+from __future__ import annotations
+
+from appliance.store.database import Database
+from appliance.store.rows import IdempotencyRow
+
+
+def remember(db: Database, row: IdempotencyRow) -> None:
+    """A second use of an idempotency key replaces the first: its resource is gone by then."""
+    if row.idempotency_key is not None:
+        db.execute(
+            "DELETE FROM idempotency WHERE key_id = ? AND route = ? AND idempotency_key = ?",
+            [row.key_id, row.route, row.idempotency_key],
+        )
+    db.insert("idempotency", row, name=row.idempotency_key or row.body_sha256)
+
+
+def by_key(db: Database, key_id: str, route: str, idempotency_key: str) -> IdempotencyRow | None:
+    return db.one(
+        IdempotencyRow,
+        "SELECT * FROM idempotency WHERE key_id = ? AND route = ? AND idempotency_key = ?",
+        [key_id, route, idempotency_key],
+    )
+
+
+def last_by_body(
+    db: Database, key_id: str, route: str, body_sha256: str, *, since_s: float
+) -> IdempotencyRow | None:
+    """The newest request with this body from this key, no older than `since_s`."""
+    return db.one(
+        IdempotencyRow,
+        "SELECT * FROM idempotency WHERE key_id = ? AND route = ? AND body_sha256 = ? AND created_s >= ? "
+        "ORDER BY seq DESC LIMIT 1",
+        [key_id, route, body_sha256, since_s],
+    )
+
+
+def forget_before(db: Database, before_s: float) -> int:
+    return db.execute("DELETE FROM idempotency WHERE created_s < ?", [before_s]).rowcount

@@ -1,0 +1,96 @@
+"""What a job leaves behind: events, metrics, checkpoints, and who may use a checkpoint."""
+
+from __future__ import annotations
+
+from appliance.store.database import Database, Page
+from appliance.store.errors import RowNotFound
+from appliance.store.rows import CheckpointRow, JobEventRow, JobMetricRow, PermissionRow
+
+
+def insert_event(db: Database, row: JobEventRow) -> None:
+    db.insert("job_events", row, name=row.id)
+
+
+def page_events(db: Database, job_id: str, *, after: str | None, limit: int) -> Page[JobEventRow]:
+    """Newest first."""
+    return db.page(JobEventRow, "job_events", scope={"job_id": job_id}, after=after, limit=limit)
+
+
+def upsert_metric(db: Database, row: JobMetricRow) -> None:
+    """A step that ran again replaces its row, but keeps a validation loss already measured at it."""
+    names = JobMetricRow.__slots__
+    assignments = ", ".join(
+        f"{name} = coalesce(excluded.{name}, job_metrics.{name})" for name in names if name not in ("job_id", "step")
+    )
+    db.execute(
+        f"INSERT INTO job_metrics ({', '.join(names)}) VALUES ({', '.join('?' * len(names))}) "
+        f"ON CONFLICT (job_id, step) DO UPDATE SET {assignments}",
+        [getattr(row, name) for name in names],
+    )
+
+
+def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int = 10_000) -> list[JobMetricRow]:
+    """By ascending step, beginning behind `after_step`."""
+    return db.all(
+        JobMetricRow,
+        "SELECT * FROM job_metrics WHERE job_id = ? AND step > ? ORDER BY step LIMIT ?",
+        [job_id, after_step, limit],
+    )
+
+
+def last_metrics(db: Database, job_id: str, count: int) -> list[JobMetricRow]:
+    """The newest `count` steps, ascending."""
+    rows = db.all(
+        JobMetricRow, "SELECT * FROM job_metrics WHERE job_id = ? ORDER BY step DESC LIMIT ?", [job_id, count]
+    )
+    return rows[::-1]
+
+
+def metric_at(db: Database, job_id: str, step: int) -> JobMetricRow | None:
+    return db.one(JobMetricRow, "SELECT * FROM job_metrics WHERE job_id = ? AND step = ?", [job_id, step])
+
+
+def insert_checkpoint(db: Database, row: CheckpointRow) -> None:
+    db.insert("checkpoints", row, name=row.name)
+
+
+def find_checkpoint(db: Database, name: str) -> CheckpointRow | None:
+    return db.one(CheckpointRow, "SELECT * FROM checkpoints WHERE name = ?", [name])
+
+
+def list_checkpoints(db: Database, *, model: str | None = None) -> list[CheckpointRow]:
+    if model is None:
+        return db.all(CheckpointRow, "SELECT * FROM checkpoints ORDER BY seq")
+    return db.all(CheckpointRow, "SELECT * FROM checkpoints WHERE model = ? ORDER BY seq", [model])
+
+
+def page_checkpoints(db: Database, job_id: str, *, after: str | None, limit: int) -> Page[CheckpointRow]:
+    """Newest first."""
+    return db.page(CheckpointRow, "checkpoints", scope={"job_id": job_id}, after=after, limit=limit)
+
+
+def insert_permission(db: Database, row: PermissionRow) -> None:
+    db.insert("permissions", row, name=f"{row.checkpoint} for {row.project_id}")
+
+
+def find_permission(db: Database, checkpoint: str, project_id: str) -> PermissionRow | None:
+    return db.one(
+        PermissionRow, "SELECT * FROM permissions WHERE checkpoint = ? AND project_id = ?", [checkpoint, project_id]
+    )
+
+
+def page_permissions(
+    db: Database, checkpoint: str, *, project_id: str | None, after: str | None, limit: int, descending: bool
+) -> Page[PermissionRow]:
+    return db.page(
+        PermissionRow, "permissions", scope={"checkpoint": checkpoint},
+        where="1" if project_id is None else "project_id = ?", parameters=[] if project_id is None else [project_id],
+        after=after, limit=limit, descending=descending,
+    )  # fmt: skip
+
+
+def delete_permission(db: Database, checkpoint: str, permission_id: str) -> None:
+    """Raises RowNotFound."""
+    cursor = db.execute("DELETE FROM permissions WHERE checkpoint = ? AND id = ?", [checkpoint, permission_id])
+    if cursor.rowcount == 0:
+        raise RowNotFound("permissions", permission_id)

@@ -1,0 +1,96 @@
+"""Fine-tuning jobs. The API writes what is wanted, the scheduler what is; a finished job never changes its phase."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from appliance.store.database import Database, Page
+from appliance.store.errors import IllegalTransition, RowNotFound
+from appliance.store.rows import FINISHED_PHASES, JobPhase, JobRow, JobWanted
+
+
+def insert(db: Database, row: JobRow) -> None:
+    db.insert("jobs", row, name=row.id)
+
+
+def find(db: Database, job_id: str) -> JobRow | None:
+    return db.one(JobRow, "SELECT * FROM jobs WHERE id = ?", [job_id])
+
+
+def get(db: Database, job_id: str) -> JobRow:
+    """Raises RowNotFound."""
+    row = find(db, job_id)
+    if row is None:
+        raise RowNotFound("jobs", job_id)
+    return row
+
+
+def page(
+    db: Database, *, after: str | None, limit: int, metadata: dict[str, str] | None = None, null_metadata: bool = False
+) -> Page[JobRow]:
+    """Newest first. metadata: only jobs that carry all these pairs; null_metadata: only jobs without metadata."""
+    conditions, parameters = ["1"], []
+    for key, value in (metadata or {}).items():
+        # Values are bound, keys too: a JSON path built from a key would be an injection.
+        conditions.append("EXISTS (SELECT 1 FROM json_each(jobs.metadata) AS m WHERE m.key = ? AND m.value = ?)")
+        parameters += [key, value]
+    if null_metadata:
+        conditions.append("metadata IS NULL")
+    return db.page(
+        JobRow, "jobs", where=" AND ".join(conditions), parameters=parameters, after=after, limit=limit
+    )
+
+
+def list_unfinished(db: Database) -> list[JobRow]:
+    """Oldest first: the order of the queue before priorities."""
+    marks = ", ".join("?" * len(FINISHED_PHASES))
+    return db.all(JobRow, f"SELECT * FROM jobs WHERE phase NOT IN ({marks}) ORDER BY seq", sorted(FINISHED_PHASES))
+
+
+def list_recent(db: Database, limit: int) -> list[JobRow]:
+    """Newest first."""
+    return db.all(JobRow, "SELECT * FROM jobs ORDER BY seq DESC LIMIT ?", [limit])
+
+
+def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
+    return db.all(JobRow, "SELECT * FROM jobs WHERE phase = ? ORDER BY seq", [phase])
+
+
+def update(db: Database, job_id: str, **changes: Any) -> None:
+    """Change columns other than the phase. Raises RowNotFound, UnknownColumn."""
+    assert "phase" not in changes, "set_phase guards the phase"
+    db.update("jobs", JobRow, {"id": job_id}, changes)
+
+
+def set_phase(db: Database, job_id: str, phase: JobPhase, **changes: Any) -> None:
+    """Move a job on; times of start and end, devices and estimate follow from the phase.
+
+    Raises RowNotFound, and IllegalTransition when the job is finished already.
+    """
+    with db.transaction():
+        row = get(db, job_id)
+        if row.finished and phase != row.phase:
+            raise IllegalTransition("jobs", job_id, row.phase, phase)
+        now_s = time.time()
+        implied: dict[str, Any] = {"phase": phase}
+        if phase == "running" and row.started_s is None:
+            implied["started_s"] = now_s
+        if phase != "running":
+            implied |= {"devices": [], "eta_s": None, "tokens_per_s": None}
+        if phase in FINISHED_PHASES and row.finished_s is None:
+            implied["finished_s"] = now_s
+        db.update("jobs", JobRow, {"id": job_id}, implied | changes)
+
+
+def set_wanted(db: Database, job_id: str, wanted: JobWanted) -> JobRow:
+    """What a person asks for. Raises RowNotFound; IllegalTransition once the job is finished or to be cancelled."""
+    with db.transaction():
+        row = get(db, job_id)
+        if row.finished and not (wanted == "cancel" and row.phase == "cancelled"):
+            raise IllegalTransition("jobs", job_id, row.phase, wanted)
+        if row.wanted == "cancel" and wanted != "cancel":
+            raise IllegalTransition("jobs", job_id, "cancelled", wanted)
+        if not row.finished:
+            db.update("jobs", JobRow, {"id": job_id}, {"wanted": wanted})
+        return get(db, job_id)

@@ -1,0 +1,70 @@
+"""API keys: 256 random bits, shown once, kept as SHA-256 (1 µs to check; a slow hash protects only weak secrets)."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import time
+
+from appliance.store.database import Database
+from appliance.store.errors import RowNotFound
+from appliance.store.ids import new_id
+from appliance.store.rows import KeyRow
+
+KEY_PREFIX = "sk-appl-"
+SCOPES = ("inference", "fine_tuning", "admin")
+_SHOWN_CHARACTERS = len(KEY_PREFIX) + 4
+
+
+def create(db: Database, name: str, scopes: list[str]) -> tuple[KeyRow, str]:
+    """Store a new key; returns its row and the key itself, which nobody can read again.
+
+    Raises DuplicateRow when a live key has this name; a revoked key's name is free.
+    """
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    row = KeyRow(
+        id=new_id("key_"), name=name, sha256=fingerprint(key), prefix=key[:_SHOWN_CHARACTERS],
+        scopes=list(scopes), created_s=time.time(),
+    )  # fmt: skip
+    insert(db, row)
+    return row, key
+
+
+def insert(db: Database, row: KeyRow) -> None:
+    db.insert("keys", row, name=row.name)
+
+
+def fingerprint(key: str) -> str:
+    """SHA-256 of the key in hex, as the gateway computes it from the Authorization header."""
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def find(db: Database, id_or_name: str) -> KeyRow | None:
+    """By id, else the live key of this name, else the last revoked one."""
+    return db.one(
+        KeyRow,
+        "SELECT * FROM keys WHERE id = ?1 OR name = ?1 ORDER BY id = ?1 DESC, revoked_s IS NULL DESC, seq DESC LIMIT 1",
+        [id_or_name],
+    )
+
+
+def list_all(db: Database) -> list[KeyRow]:
+    return db.all(KeyRow, "SELECT * FROM keys ORDER BY seq")
+
+
+def list_live(db: Database) -> list[KeyRow]:
+    return db.all(KeyRow, "SELECT * FROM keys WHERE revoked_s IS NULL ORDER BY seq")
+
+
+def revoke(db: Database, id_or_name: str) -> KeyRow:
+    """Idempotent: the first revocation's time stays. Raises RowNotFound."""
+    row = find(db, id_or_name)
+    if row is None:
+        raise RowNotFound("keys", id_or_name)
+    if row.revoked_s is None:
+        db.execute("UPDATE keys SET revoked_s = ? WHERE id = ?", [time.time(), row.id])
+    found = find(db, row.id)
+    assert found is not None
+    return found
+
+

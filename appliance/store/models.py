@@ -1,0 +1,84 @@
+"""Models and their versions. A model can be called once one of its versions is active."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from appliance.store.database import Database
+from appliance.store.errors import RowNotFound
+from appliance.store.rows import ModelRow, VersionRow
+
+
+def insert(db: Database, row: ModelRow) -> None:
+    db.insert("models", row, name=row.id)
+
+
+def find(db: Database, name: str) -> ModelRow | None:
+    return db.one(ModelRow, "SELECT * FROM models WHERE id = ?", [name])
+
+
+def list_all(db: Database) -> list[ModelRow]:
+    return db.all(ModelRow, "SELECT * FROM models ORDER BY seq")
+
+
+def list_callable(db: Database) -> list[ModelRow]:
+    return db.all(ModelRow, "SELECT * FROM models WHERE active_version IS NOT NULL ORDER BY seq")
+
+
+def update(db: Database, name: str, **changes: Any) -> None:
+    """Raises RowNotFound, UnknownColumn."""
+    db.update("models", ModelRow, {"id": name}, changes)
+
+
+def activate(db: Database, name: str, version: str) -> None:
+    """Make `version` the one that answers. Raises RowNotFound when the model has no such version."""
+    with db.transaction():
+        found = find_version(db, name, version)
+        if found is None:
+            raise RowNotFound("versions", f"{name}@{version}")
+        update(db, name, active_version=version, bytes=found.bytes)
+
+
+def delete(db: Database, name: str) -> None:
+    """Also its versions and deployment. Raises RowNotFound."""
+    with db.transaction():
+        if db.execute("DELETE FROM models WHERE id = ?", [name]).rowcount == 0:
+            raise RowNotFound("models", name)
+        db.execute("DELETE FROM checkpoints WHERE model = ?", [name])
+
+
+def insert_version(db: Database, row: VersionRow) -> None:
+    db.insert("versions", row, name=f"{row.model}@{row.version}")
+
+
+def find_version(db: Database, model: str, version: str) -> VersionRow | None:
+    return db.one(VersionRow, "SELECT * FROM versions WHERE model = ? AND version = ?", [model, version])
+
+
+def list_versions(db: Database, model: str) -> list[VersionRow]:
+    """Oldest first."""
+    return db.all(VersionRow, "SELECT * FROM versions WHERE model = ? ORDER BY seq", [model])
+
+
+def update_version(db: Database, model: str, version: str, **changes: Any) -> None:
+    """Raises RowNotFound, UnknownColumn."""
+    db.update("versions", VersionRow, {"model": model, "version": version}, changes)
+
+
+def delete_version(db: Database, model: str, version: str) -> None:
+    """Also the checkpoints that name it. Raises RowNotFound."""
+    with db.transaction():
+        cursor = db.execute("DELETE FROM versions WHERE model = ? AND version = ?", [model, version])
+        if cursor.rowcount == 0:
+            raise RowNotFound("versions", f"{model}@{version}")
+        db.execute("DELETE FROM checkpoints WHERE model = ? AND version = ?", [model, version])
+
+
+def version_before(db: Database, model: str, version: str) -> VersionRow | None:
+    """The version made just before this one: what a roll back without an argument goes to."""
+    return db.one(
+        VersionRow,
+        "SELECT * FROM versions WHERE model = ?1 AND seq < "
+        "(SELECT seq FROM versions WHERE model = ?1 AND version = ?2) ORDER BY seq DESC LIMIT 1",
+        [model, version],
+    )

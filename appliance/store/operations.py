@@ -1,0 +1,48 @@
+"""Long operations (import, starter, verify) and how far they are."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from appliance.store.database import Database
+from appliance.store.errors import RowNotFound
+from appliance.store.rows import OperationRow
+
+
+def insert(db: Database, row: OperationRow) -> None:
+    db.insert("operations", row, name=row.id)
+
+
+def find(db: Database, operation_id: str) -> OperationRow | None:
+    return db.one(OperationRow, "SELECT * FROM operations WHERE id = ?", [operation_id])
+
+
+def list_running(db: Database) -> list[OperationRow]:
+    return db.all(OperationRow, "SELECT * FROM operations WHERE state = 'running' ORDER BY seq")
+
+
+def list_recent(db: Database, limit: int) -> list[OperationRow]:
+    """Newest first."""
+    return db.all(OperationRow, "SELECT * FROM operations ORDER BY seq DESC LIMIT ?", [limit])
+
+
+def set_progress(db: Database, operation_id: str, progress: dict[str, Any]) -> None:
+    db.update("operations", OperationRow, {"id": operation_id}, {"progress": progress})
+
+
+def succeed(db: Database, operation_id: str, result: dict[str, Any]) -> None:
+    """Raises RowNotFound when it is not running."""
+    _end(db, operation_id, {"state": "succeeded", "result": result})
+
+
+def fail(db: Database, operation_id: str, error: dict[str, Any]) -> None:
+    """Raises RowNotFound when it is not running."""
+    _end(db, operation_id, {"state": "failed", "error": error})
+
+
+def _end(db: Database, operation_id: str, changes: dict[str, Any]) -> None:
+    row = find(db, operation_id)
+    if row is None or row.state != "running":
+        raise RowNotFound("running operations", operation_id)
+    db.update("operations", OperationRow, {"id": operation_id}, {**changes, "ended_s": time.time()})

@@ -1,0 +1,264 @@
+"""One frozen dataclass per table; the field names are the column names. Times are seconds since 1970, sizes bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from appliance.store.database import json_column
+
+JobPhase = Literal["validating", "queued", "running", "suspended", "succeeded", "failed", "cancelled"]
+JobWanted = Literal["run", "pause", "cancel"]
+FINISHED_PHASES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"})
+
+
+@dataclass(frozen=True, slots=True)
+class KeyRow:
+    """An API key. Only the SHA-256 of the key is kept: 256 random bits need no slow hash."""
+
+    id: str
+    name: str
+    sha256: str
+    prefix: str
+    created_s: float
+    revoked_s: float | None = None
+    scopes: list[str] = json_column(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class FileRow:
+    """An uploaded or produced file; its bytes lie at `files/<id>`.
+
+    report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings).
+    """
+
+    id: str
+    filename: str
+    purpose: str
+    bytes: int
+    sha256: str
+    status: str
+    created_s: float
+    status_details: str | None = None
+    key_id: str | None = None
+    expires_s: float | None = None
+    report: dict[str, Any] | None = json_column(default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelRow:
+    """A model by its public name (`id`). It can be called once `active_version` names one of its versions.
+
+    base: for kind "fine-tuned", the base model's name. info: what the importer found in config.json and the tokenizer.
+    """
+
+    id: str
+    kind: Literal["base", "fine-tuned"]
+    arch: str
+    params: int
+    bytes: int
+    owned_by: str
+    source: str
+    created_s: float
+    task: Literal["generate", "embed"] = "generate"
+    base: str | None = None
+    max_model_len: int | None = None
+    active_version: str | None = None
+    job_id: str | None = None
+    info: dict[str, Any] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class VersionRow:
+    """One set of weights of a model. shm_path: its directory in shared memory while it is there; disk_path: its copy
+    on disk once persisted; at least one of both."""
+
+    model: str
+    version: str
+    source: str
+    bytes: int
+    created_s: float
+    disk_path: str | None = None
+    shm_path: str | None = None
+    fingerprint: dict[str, Any] | None = json_column(default=None)
+    meta: dict[str, Any] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentRow:
+    """How a model is to be served. idle_sleep_s None: asleep only when the devices are wanted elsewhere."""
+
+    model: str
+    created_s: float
+    min_replicas: int = 0
+    max_replicas: int = 1
+    tensor_parallel: int = 1
+    pinned: int = 0
+    idle_sleep_s: float | None = None
+    failures: int = 0
+    failed_reason: str = ""
+    not_before_s: float = 0.0
+    options: dict[str, Any] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class JobRow:
+    """A fine-tuning job.
+
+    phase: what is (the scheduler writes it); wanted: what a person asked for (the API writes it).
+    hyperparameters: as requested; resolved: the training spec fields after "auto" was worked out, None until validated.
+    output_model: name of the model it makes, shown as `fine_tuned_model` once it succeeded.
+    snapshot: {"step", "path"} of the newest resumable state. devices: device names held now.
+    """
+
+    id: str
+    model: str
+    method: str
+    training_file: str
+    seed: int
+    output_model: str
+    created_s: float
+    key_id: str | None = None
+    validation_file: str | None = None
+    suffix: str | None = None
+    metadata: dict[str, str] | None = json_column(default=None)
+    integrations: list[dict[str, Any]] | None = json_column(default=None)
+    hyperparameters: dict[str, Any] = json_column(default_factory=dict)
+    resolved: dict[str, Any] | None = json_column(default=None)
+    phase: JobPhase = "validating"
+    wanted: JobWanted = "run"
+    reason: str = ""
+    error: dict[str, Any] | None = json_column(default=None)
+    priority: int = 0
+    min_devices: int | None = None
+    max_devices: int | None = None
+    allowed_sizes: list[int] | None = json_column(default=None)
+    failures: int = 0
+    not_before_s: float = 0.0
+    devices: list[str] = json_column(default_factory=list)
+    snapshot: dict[str, Any] | None = json_column(default=None)
+    step: int = 0
+    total_steps: int | None = None
+    loss: float | None = None
+    valid_loss: float | None = None
+    tokens_per_s: float | None = None
+    eta_s: float | None = None
+    trained_tokens: int | None = None
+    result_files: list[str] = json_column(default_factory=list)
+    started_s: float | None = None
+    finished_s: float | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.phase in FINISHED_PHASES
+
+
+@dataclass(frozen=True, slots=True)
+class JobEventRow:
+    id: str
+    job_id: str
+    level: Literal["info", "warn", "error"]
+    type: Literal["message", "metrics"]
+    message: str
+    created_s: float
+    data: dict[str, Any] | None = json_column(default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class JobMetricRow:
+    """One optimizer step. A step that is run again after a resume replaces its row."""
+
+    job_id: str
+    step: int
+    created_s: float
+    epoch: float | None = None
+    loss: float | None = None
+    valid_loss: float | None = None
+    grad_norm: float | None = None
+    learning_rate: float | None = None
+    tokens_per_s: float | None = None
+    devices: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointRow:
+    """A published version of a job's output model, by its public name `ft:…:ckpt-step-N`."""
+
+    id: str
+    job_id: str
+    name: str
+    model: str
+    version: str
+    step: int
+    created_s: float
+    metrics: dict[str, float] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class PermissionRow:
+    id: str
+    checkpoint: str
+    project_id: str
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverRow:
+    id: str
+    reason: str
+    state: str
+    started_s: float
+    ended_s: float | None = None
+    detail: dict[str, Any] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class HandoverStepRow:
+    """One journalled step: written before it runs (state) and after it ran (state, detail)."""
+
+    handover_id: str
+    position: int
+    verb: str
+    target: str
+    state: str
+    started_s: float | None = None
+    ended_s: float | None = None
+    arguments: dict[str, Any] = json_column(default_factory=dict)
+    detail: dict[str, Any] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class IdempotencyRow:
+    key_id: str
+    route: str
+    idempotency_key: str | None
+    body_sha256: str
+    resource_id: str
+    created_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class AuditRow:
+    id: str
+    key_id: str | None
+    action: str
+    target: str
+    outcome: Literal["done", "refused", "failed"]
+    request_id: str
+    created_s: float
+    detail: dict[str, Any] = json_column(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OperationRow:
+    """Long work behind the admin API. progress: {"done", "total", "unit", "message"}."""
+
+    id: str
+    kind: str
+    target: str
+    state: Literal["running", "succeeded", "failed"]
+    created_s: float
+    ended_s: float | None = None
+    progress: dict[str, Any] = json_column(default_factory=dict)
+    error: dict[str, Any] | None = json_column(default=None)
+    result: dict[str, Any] | None = json_column(default=None)

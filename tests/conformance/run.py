@@ -1,0 +1,133 @@
+"""Run openai-python's own API tests for files, fine-tuning jobs, checkpoints and models against a box.
+
+    python -m tests.conformance.run                      # starts the control app on a free port, without Ray
+    python -m tests.conformance.run --data-dir DIR       # against the box running on this data directory
+
+The tests are in the SDK's source distribution on the package registry; it is fetched once with pip, by the user's own
+pip settings, and kept under build/conformance/. What the tests need to find is put into the store before each of them
+by `seed.py` through `reset_plugin.py`. Exit code: pytest's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+
+from appliance.paths import BoxPaths
+from appliance.store.database import Database
+from tests.conformance import seed
+from tests.conformance.served_app import served_app
+
+VERSION = "3.52.0"
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+TESTS = (
+    "tests/api_resources/test_files.py",
+    "tests/api_resources/test_models.py",
+    "tests/api_resources/fine_tuning/test_jobs.py",
+    "tests/api_resources/fine_tuning/jobs/test_checkpoints.py",
+    "tests/api_resources/fine_tuning/checkpoints/test_permissions.py",
+)
+
+
+class SourcesMissing(RuntimeError):
+    """The SDK's source distribution could not be fetched; the message holds pip's reason."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data-dir", type=Path, help="of a running box; without it an app without Ray is started")
+    parser.add_argument("--cache-dir", type=Path, default=ROOT / "build" / "conformance")
+    parser.add_argument("pytest_arguments", nargs="*", help="passed on, e.g. -- -k pause -x")
+    options = parser.parse_args(argv)
+    try:
+        sources = fetch_sources(options.cache_dir)
+    except SourcesMissing as error:
+        print(error, file=sys.stderr)
+        return 1
+    with running_box(options.data_dir) as (url, data_dir):
+        return run_tests(sources, f"{url}/v1", data_dir, options.pytest_arguments)
+
+
+def fetch_sources(cache_dir: Path) -> Path:
+    """The unpacked source distribution, downloaded unless it is there. Raises SourcesMissing."""
+    unpacked = cache_dir / f"openai-{VERSION}"
+    if not (unpacked / "tests").is_dir():
+        cache_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
+                       "--no-deps", "--no-binary", ":all:", "--dest", folder, f"openai=={VERSION}"]  # fmt: skip
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode != 0:
+                raise SourcesMissing(
+                    f"the source distribution openai=={VERSION} could not be fetched; pip says:\n{done.stderr}"
+                )
+            (archive,) = Path(folder).glob("openai-*.tar.gz")
+            with tarfile.open(archive) as tar:
+                tar.extractall(folder, filter="data")
+            (Path(folder) / f"openai-{VERSION}").rename(unpacked)
+    return unpacked
+
+
+@contextlib.contextmanager
+def running_box(data_dir: Path | None) -> Iterator[tuple[str, Path]]:
+    """(base URL, data directory) of the box to test; the fixtures are gone from its store afterwards."""
+    if data_dir is None:
+        with tempfile.TemporaryDirectory(prefix="conformance-") as folder, served_app(Path(folder)) as url:
+            yield url, Path(folder)
+        return
+    paths = BoxPaths.of(data_dir)
+    url = json.loads(paths.state_file.read_text())["url"]
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(paths.controller_socket)), base_url="http://box") as box:
+        before = box.get("/admin/v1/mode").raise_for_status().json()
+        # Nothing may start to train the seeded jobs, which have no weights behind them.
+        box.put("/admin/v1/mode?wait=true", json={"policy": "serve"}).raise_for_status()
+        with Database(paths.database) as db:
+            seed.reset(db, paths.files)
+        _republish_keys(box)
+        try:
+            yield url, paths.data_dir
+        finally:
+            with Database(paths.database) as db:
+                seed.remove(db, paths.files)
+            _republish_keys(box)
+            mode = {"policy": before["policy"]}
+            if before["train_devices"] is not None:
+                mode["train_devices"] = before["train_devices"]
+            box.put("/admin/v1/mode", json=mode).raise_for_status()
+
+
+def _republish_keys(box: httpx.Client) -> None:
+    """Making and revoking a key has the controller read all keys anew and tell the gateways."""
+    made = box.post("/admin/v1/keys", json={"name": "conformance republish", "scopes": ["inference"]})
+    box.delete(f"/admin/v1/keys/{made.raise_for_status().json()['id']}").raise_for_status()
+
+
+def run_tests(sources: Path, base_url: str, data_dir: Path, arguments: list[str]) -> int:
+    """openai-python's tests in its own tree and a process of its own; returns pytest's exit code."""
+    environment = {
+        **os.environ,
+        "TEST_API_BASE_URL": base_url,
+        "CONFORMANCE_DATA_DIR": str(data_dir),
+        "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)]),
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+    command = [
+        sys.executable, "-m", "pytest", "-p", "reset_plugin", "-p", "no:cacheprovider", "-q", "--tb=short",
+        "-o", "addopts=", "-o", "filterwarnings=default", *TESTS, *arguments,
+    ]  # fmt: skip
+    return subprocess.run(command, cwd=sources, env=environment).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

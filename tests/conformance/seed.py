@@ -1,0 +1,121 @@
+"""Fixtures that openai-python's own API tests expect to find, written straight into a box's store.
+
+Test-only: the product knows nothing of these ids. `reset` may run while a controller has the database open (WAL); it
+puts every fixture back into its first state, because those tests delete and cancel what the next test wants to read.
+The box should be in mode `serve`, so that nothing tries to train the seeded jobs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from pathlib import Path
+
+from appliance.store import files, job_records, jobs, keys, models
+from appliance.store.database import Database
+from appliance.store.rows import (
+    CheckpointRow,
+    FileRow,
+    JobEventRow,
+    JobRow,
+    KeyRow,
+    ModelRow,
+    PermissionRow,
+    VersionRow,
+)
+from train.data_check import check_training_file
+
+JOB = "ft-AF1WoRqd3aJAHsqc9NY7iL8F"
+TUNABLE = "gpt-4o-mini"
+PLAIN_MODEL = "gpt-6-astra"
+DELETABLE = "ft:gpt-4o-mini:acemeco:suffix:abc123"
+PERMITTED = "ft:gpt-4o-mini-2024-07-18:org:weather:B7R9VjQd"
+PERMISSION = "cp_zc4Q7MP6XxulcVzj4MZdwsAB"
+API_KEYS = ("My API Key", "My Admin API Key")
+TRAINING_LINES = "\n".join(
+    json.dumps({"messages": [{"role": "user", "content": f"What is {n} plus 1?"},
+                             {"role": "assistant", "content": str(n + 1)}]})
+    for n in range(12)
+) + "\n"  # fmt: skip
+_FILE_IDS = ("file_id", "file-abc123", "after")
+
+
+def reset(db: Database, files_dir: Path) -> None:
+    """Put all fixtures into their first state, in one transaction."""
+    with db.transaction():
+        _forget(db)
+        for name in (TUNABLE, PLAIN_MODEL):
+            _model(db, name, "base", None)
+        # JOB is asked for as a checkpoint's name too by the tests of permissions.
+        for name in (DELETABLE, PERMITTED, JOB):
+            _model(db, name, "fine-tuned", TUNABLE)
+        for file_id in _FILE_IDS:
+            _file(db, files_dir, file_id)
+        for job_id in (JOB, "after"):
+            _job(db, job_id)
+        job_records.insert_event(db, JobEventRow("after", JOB, "info", "message", "seeded", time.time()))
+        job_records.insert_checkpoint(db, CheckpointRow(
+            "after", JOB, f"{PERMITTED}:ckpt-step-1", PERMITTED, "v1", 1, time.time(), {"train_loss": 1.0},
+        ))  # fmt: skip
+        job_records.insert_permission(db, PermissionRow(PERMISSION, PERMITTED, "seeded", time.time()))
+        job_records.insert_permission(db, PermissionRow("after", JOB, "project_id", time.time()))
+        for number, key in enumerate(API_KEYS):
+            if keys.find(db, f"key_conformance{number}") is None:
+                keys.insert(db, KeyRow(
+                    f"key_conformance{number}", f"conformance {number}", keys.fingerprint(key), key[:6], time.time(),
+                    scopes=["inference", "fine_tuning", "admin"],
+                ))  # fmt: skip
+
+
+def remove(db: Database, files_dir: Path) -> None:
+    """Take the fixtures, what the tests made of them, and their keys out again."""
+    with db.transaction():
+        _forget(db)
+        db.execute("DELETE FROM jobs WHERE model = ?", [TUNABLE])
+        db.execute("DELETE FROM keys WHERE id LIKE 'key_conformance%'")
+        for row in db.execute("SELECT id FROM files WHERE purpose = 'assistants'").fetchall():
+            files.delete(db, row["id"])
+            (files_dir / row["id"]).unlink(missing_ok=True)
+    for file_id in _FILE_IDS:
+        (files_dir / file_id).unlink(missing_ok=True)
+
+
+def _forget(db: Database) -> None:
+    names = [TUNABLE, PLAIN_MODEL, DELETABLE, PERMITTED, JOB]
+    marks = ", ".join("?" * len(names))
+    db.execute("DELETE FROM permissions WHERE checkpoint IN (?, ?)", [PERMITTED, JOB])
+    db.execute(f"DELETE FROM checkpoints WHERE model IN ({marks})", names)
+    db.execute("DELETE FROM jobs WHERE id IN (?, 'after')", [JOB])
+    db.execute(f"DELETE FROM models WHERE id IN ({marks})", names)
+    db.execute("DELETE FROM files WHERE id IN (?, ?, ?)", list(_FILE_IDS))
+
+
+def _model(db: Database, name: str, kind: str, base: str | None) -> None:
+    now_s = time.time()
+    models.insert(db, ModelRow(
+        id=name, kind=kind, arch="llama", params=5_000_000, bytes=10_000_000, owned_by="org-conformance",  # type: ignore[arg-type]
+        source="conformance seed", created_s=now_s, base=base, max_model_len=2048, active_version="v1",
+    ))  # fmt: skip
+    models.insert_version(db, VersionRow(name, "v1", "conformance seed", 10_000_000, now_s))
+
+
+def _file(db: Database, files_dir: Path, file_id: str) -> None:
+    path = files_dir / file_id
+    data = TRAINING_LINES.encode()
+    path.write_bytes(data)
+    report = check_training_file(path)
+    files.insert(db, FileRow(
+        id=file_id, filename="train.jsonl", purpose="fine-tune", bytes=len(data),
+        sha256=hashlib.sha256(data).hexdigest(), status="processed", created_s=time.time(),
+        report={"n_examples": report.n_examples, "n_tokens_estimate": report.n_tokens_estimate,
+                "longest_example_tokens": report.longest_example_tokens},
+    ))  # fmt: skip
+
+
+def _job(db: Database, job_id: str) -> None:
+    jobs.insert(db, JobRow(
+        id=job_id, model=TUNABLE, method="supervised", training_file="file-abc123", seed=42,
+        output_model=f"{DELETABLE}-{job_id}", created_s=time.time(), metadata={"foo": "string"}, phase="queued",
+    ))  # fmt: skip
+

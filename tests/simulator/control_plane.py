@@ -1,0 +1,118 @@
+"""The rest of the box as the controller sees it, without Ray or weights: it keeps promises at once and remembers
+what it was asked."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+from appliance.controller.config import ControllerConfig
+from appliance.controller.context import ControllerContext
+from appliance.controller.errors import OperationFailed, SwapFailed
+from appliance.controller.ports import Mode, ModelStats, Progress, Report, VersionPlace
+from appliance.store import handovers
+from appliance.store.database import Database
+from appliance.store.ids import new_id
+from appliance.store.rows import HandoverRow, HandoverStepRow
+
+
+class SimulatedScheduler:
+    """Eight devices; a mode change is one hand-over of one step that succeeds when it is waited for."""
+
+    def __init__(self, db: Database, devices: int = 8):
+        self._db = db
+        self.nudges: list[str] = []
+        self.withdrawn: list[str] = []
+        self.converged: list[str] = []
+        self.swap_error: str | None = None
+        self.hang = False
+        self.replicas: list[dict[str, Any]] = []
+        self.devices = [
+            {"id": f"n0/{i}", "node": "n0", "index": i, "kind": "cpu", "name": "simulated", "memory_bytes": 2**30,
+             "health": "ok", "holder": None}
+            for i in range(devices)
+        ]  # fmt: skip
+
+    def nudge(self, reason: str) -> None:
+        self.nudges.append(reason)
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "devices": self.devices, "replicas": self.replicas, "handover": None, "serving_floor": 1, "notes": [],
+            "memory": {"budget_bytes": 2**30, "used_bytes": 0},
+        }  # fmt: skip
+
+    async def set_mode(self, mode: Mode) -> str | None:
+        handover_id = new_id("ho_")
+        handovers.insert(
+            self._db,
+            HandoverRow(handover_id, f"mode {mode.policy}", "running", time.time()),
+            [HandoverStepRow(handover_id, 0, "drain_replica", "r1-0", "running", started_s=time.time())],
+        )
+        return handover_id
+
+    async def wait_handover(self, handover_id: str) -> None:
+        if self.hang:
+            await asyncio.Event().wait()
+        handovers.update_step(self._db, handover_id, 0, state="done", ended_s=time.time())
+        handovers.update(self._db, handover_id, state="done", ended_s=time.time())
+
+    async def converge_model(self, model: str) -> dict[str, Any]:
+        if self.swap_error:
+            raise SwapFailed(model, "wanted", self.swap_error)
+        self.converged.append(model)
+        return {"replicas": 1, "pause_s": 0.01}
+
+    async def withdraw(self, model: str) -> None:
+        self.withdrawn.append(model)
+
+
+class SimulatedModelOps:
+    """Imports any source but one named "broken"; holds no bytes."""
+
+    def __init__(self) -> None:
+        self.removed: list[tuple[str, list[VersionPlace]]] = []
+
+    async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
+        report(Progress(1, 2, "bytes", "copying"))
+        if source == "broken":
+            raise OperationFailed("the header of model.safetensors overlaps", code="invalid_checkpoint", param="source")
+        if source == "bug":
+            raise ZeroDivisionError("simulated bug")
+        return ModelStats(
+            name=name or Path(source).name, version="v1", arch="llama", params=5_000_000, bytes=10_000_000,
+            task="generate", source=source, disk_path=f"/models/{name}/v1", max_model_len=2048,
+        )  # fmt: skip
+
+    async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
+        return await self.import_model("starter", name="starter", revision=None, report=report)
+
+    async def verify(self, name: str, places: list[VersionPlace], report: Report) -> dict[str, Any]:
+        return {"versions": [place.version for place in places], "tensors": 3, "bytes": 10}
+
+    async def remove(self, name: str, places: list[VersionPlace]) -> None:
+        self.removed.append((name, places))
+
+
+class RecordingKeySink:
+    """What the gateways would know."""
+
+    def __init__(self) -> None:
+        self.keys: dict[str, dict[str, Any]] = {}
+
+    def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
+        self.keys = keys
+
+
+def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerContext:
+    """A context whose files lie under `folder`."""
+    files_dir, jobs_dir = folder / "files", folder / "jobs"
+    for path in (files_dir, jobs_dir):
+        path.mkdir(exist_ok=True)
+    return ControllerContext(
+        db=db, files_dir=files_dir, jobs_dir=jobs_dir, scheduler=SimulatedScheduler(db),  # type: ignore[arg-type]
+        model_ops=SimulatedModelOps(), key_sink=RecordingKeySink(), config=ControllerConfig(**config),
+        box={"id": "0123abcd", "version": "0.1.0", "url": "http://127.0.0.1:8000", "data_dir": str(folder)},
+    )  # fmt: skip
