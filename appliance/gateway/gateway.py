@@ -130,8 +130,9 @@ class Gateway:
         self.keys = dict(table.keys)
         known = {f.name: type(getattr(self.config.limits, f.name)) for f in dataclasses.fields(Limits)}
         changed = {name: known[name](value) for name, value in table.limits.items() if name in known}
-        if changed != {name: getattr(self.limits, name) for name in changed}:
-            self.limits = dataclasses.replace(self.config.limits, **changed)
+        limits = dataclasses.replace(self.config.limits, **changed)
+        if limits != self.limits:
+            self.limits = limits
         self.router.max_inflight = self.limits.replica_inflight
         self.router.apply(table.models)
         self.metrics.forget_models(self.router.models)

@@ -216,6 +216,8 @@ class ClientConnection(asyncio.Protocol):
         parser = self._parser
         assert parser is not None
         self._in_head = self._head_started = False
+        if parser.should_upgrade():
+            raise errors.protocol_error("CONNECT and protocol upgrades are not supported.")
         headers = self._headers
         request = Request(parser.get_method(), self._url, headers, parser.get_http_version())
         self._parsing = request

@@ -54,7 +54,7 @@ def parse_table(data: Mapping[str, Any], *, default_hold_s: float) -> Table:
 def _model(name: str, row: Any, default_hold_s: float) -> Model:
     where = f"models.{name}"
     row = _object(row, where)
-    task = row.get("task") or "generate"
+    task = row.get("task", "generate")
     if task not in _TASKS:
         raise TableInvalid(f"{where}.task: {task!r} given, expected one of {', '.join(_TASKS)}")
     hold_s = row.get("hold_s")
@@ -62,14 +62,14 @@ def _model(name: str, row: Any, default_hold_s: float) -> Model:
         hold_s = default_hold_s
     if not isinstance(hold_s, int | float) or isinstance(hold_s, bool) or not hold_s >= 0:
         raise TableInvalid(f"{where}.hold_s: {hold_s!r} given, expected seconds >= 0")
-    replicas = row.get("replicas") or []
+    replicas = row.get("replicas", [])
     if not isinstance(replicas, list):
         raise TableInvalid(f"{where}.replicas: {type(replicas).__name__} given, expected a list")
-    version = _text(row.get("version") or "", f"{where}.version")
+    version = _text(_given(row, "version", ""), f"{where}.version")
     return Model(
         name,
         version,
-        _text(row.get("state") or "cold", f"{where}.state"),
+        _text(_given(row, "state", "cold"), f"{where}.state"),
         task,
         float(hold_s),
         tuple(_replica(f"{where}.replicas.{i}", item, version) for i, item in enumerate(replicas)),
@@ -98,16 +98,21 @@ def _principal(digest: str, row: Any) -> Principal:
     if not _SHA256.match(digest):
         raise TableInvalid(f"{where}: expected 64 lower-case hex digits of a SHA-256")
     row = _object(row, where)
-    scopes = row.get("scopes") or []
+    scopes = row.get("scopes", [])
     if not isinstance(scopes, list):
         raise TableInvalid(f"{where}.scopes: {type(scopes).__name__} given, expected a list")
     names = [_text(scope, f"{where}.scopes") for scope in scopes]
     return Principal(
         _text(row.get("id"), f"{where}.id"),
-        str(row.get("name") or ""),
+        str(_given(row, "name", "")),
         frozenset(names),
         ",".join(names).encode(),
     )
+
+
+def _given(row: Mapping[str, Any], name: str, default: Any) -> Any:
+    value = row.get(name)
+    return default if value is None else value
 
 
 def _object(value: Any, where: str) -> Mapping[str, Any]:

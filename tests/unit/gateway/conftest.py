@@ -92,6 +92,13 @@ class Wire:
             body = await asyncio.wait_for(self.reader.readexactly(int(headers["content-length"])), 10)
         return Response(status, headers, body, raw + body)
 
+    async def response_body(self) -> bytes:
+        """The rest of a chunked body whose head was read."""
+        body = b""
+        while data := await self.chunk():
+            body += data
+        return body
+
     async def eof(self) -> bytes:
         """Everything up to the end of the connection."""
         return await asyncio.wait_for(self.reader.read(-1), 10)
@@ -139,7 +146,7 @@ class Box:
         self.controller = await DummyUpstream(self.gateway.config.controller_socket, script).start()
         return self.controller
 
-    def serve(self, model: str = "m", *replicas: str, task: str = "generate", hold_s: float = 30.0, **states: str) -> None:
+    def serve(self, model: str, *replicas: str, task: str = "generate", hold_s: float = 30.0, **states: str) -> None:
         """Put a model on replicas (engine names), optionally with states (name=draining), and apply the table."""
         names = replicas or tuple(states)
         self.models[model] = {

@@ -37,7 +37,8 @@ class Reply:
         body = data if isinstance(data, bytes) else json.dumps(data).encode()
         await self.raw(
             f"HTTP/1.1 {status} X\r\nserver: uvicorn\r\ncontent-type: application/json\r\n{headers}"
-            f"content-length: {len(body)}\r\n\r\n".encode() + body
+            f"content-length: {len(body)}\r\n\r\n".encode()
+            + body
         )
 
     async def sse_head(self) -> None:

@@ -1,0 +1,181 @@
+"""Who may do what: routes, methods, keys, scopes."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.gateway.errors import ApiError
+from appliance.gateway.routes import resolve
+
+from .conftest import Box, Start, chat
+from .upstreams import Reply, UpstreamRequest
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "/",
+        "/v1",
+        "/v1/",
+        "/pause",
+        "/sleep",
+        "/wake_up",
+        "/collective_rpc",
+        "/update_weights",
+        "/v1/load_lora_adapter",
+        "/tokenize",
+        "/openapi.json",
+        "/docs",
+        "/v1/chat/completions/",
+        "/v1/chat/completions/x",
+        "/v1/modelsx",
+        "//v1/models",
+        "/v1/files/../../admin/v1/keys",
+        "/v1/files/%2e%2e/%2E%2E/admin/v1/keys",
+        "/v1/models/x%2f..%2f..%2fadmin",
+        "/v1/files//x",
+        "/v1/files/x%5c..%5cy",
+        "/v1/files/x%00y",
+        "/v1/files/x%0d%0ay",
+        "/V1/models",
+        "/%61dmin/v1/keys",
+        "http://other/v1/models",
+    ],
+)
+async def test_unknown_urls(box: Box, target: str) -> None:
+    response = await box.ask("GET", target)
+    assert response.status == 404
+    assert response.error["code"] == "unknown_url" and response.error["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("method", "target"),
+    [
+        ("GET", "/v1/chat/completions"),
+        ("DELETE", "/v1/embeddings"),
+        ("POST", "/health"),
+        ("PUT", "/v1/files"),
+        ("DELETE", "/v1/models"),
+        ("POST", "/v1/models"),
+        ("OPTIONS", "/v1/models"),
+        ("DELETE", "/v1/batches/b"),
+    ],
+)
+async def test_wrong_methods(box: Box, method: str, target: str) -> None:
+    response = await box.ask(method, target)
+    assert response.status == 405 and response.error["code"] == "method_not_supported"
+
+
+def test_model_names_reach_the_controller_encoded_or_not() -> None:
+    for path in (
+        b"/v1/models/ft:starter:org:x:1",
+        b"/v1/models/ft%3Astarter",
+        b"/v1/models/a/b",
+        b"/v1/models/a%2Fb.c",
+    ):
+        assert resolve(b"GET", path).scopes == {"inference", "fine_tuning"}
+        assert resolve(b"DELETE", path).scopes == {"fine_tuning"}
+    with pytest.raises(ApiError):
+        resolve(b"GET", b"/v1/models/./x")
+
+
+CASES = [
+    ("sk-test-inference", "POST", "/v1/chat/completions", True),
+    ("sk-test-inference", "GET", "/v1/models", True),
+    ("sk-test-inference", "GET", "/v1/files", False),
+    ("sk-test-inference", "POST", "/v1/fine_tuning/jobs", False),
+    ("sk-test-inference", "DELETE", "/v1/models/m", False),
+    ("sk-test-inference", "GET", "/admin/v1/status", False),
+    ("sk-test-inference", "GET", "/metrics", False),
+    ("sk-test-tuning", "POST", "/v1/chat/completions", False),
+    ("sk-test-tuning", "GET", "/v1/files", True),
+    ("sk-test-tuning", "POST", "/v1/fine_tuning/jobs", True),
+    ("sk-test-tuning", "DELETE", "/v1/models/m", True),
+    ("sk-test-tuning", "GET", "/admin/v1/status", False),
+    ("sk-test-admin", "GET", "/admin/v1/status", True),
+    ("sk-test-admin", "POST", "/v1/chat/completions", True),
+    ("sk-test-admin", "GET", "/metrics", True),
+]
+
+
+@pytest.mark.parametrize(("key", "method", "target", "allowed"), CASES)
+async def test_scopes(box: Box, key: str, method: str, target: str, allowed: bool) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json({"ok": True})
+
+    controller = await box.control(script)
+    response = await box.ask(method, target, chat() if method == "POST" else None, key=key)
+    assert response.status == (200 if allowed else 403)
+    if not allowed:
+        assert response.error["code"] == "insufficient_permissions"
+        assert controller.requests == [] and box.engines["e0"].requests == []
+
+
+@pytest.mark.parametrize(
+    "headers", ["", "Authorization: Basic abc\r\n", "Authorization: Bearer \r\n", "Authorization: \r\n"]
+)
+async def test_no_key(box: Box, headers: str) -> None:
+    for method, target in (("POST", "/v1/chat/completions"), ("GET", "/v1/models"), ("GET", "/metrics")):
+        response = await box.ask(method, target, key=None, headers=headers)
+        assert response.status == 401 and response.error["code"] == "missing_api_key"
+        assert "API key" in response.error["message"]
+
+
+async def test_wrong_keys(box: Box) -> None:
+    for key in ("sk-test-al", "sk-test-all2", "SK-TEST-ALL", "x" * 5000):
+        response = await box.ask("POST", "/v1/chat/completions", chat(), key=key)
+        assert response.status == 401 and response.error["code"] == "invalid_api_key"
+        assert key not in response.error["message"]
+    assert box.gateway.metrics.events["bad_key"] == 4
+
+
+async def test_keys_by_x_api_key_and_lower_case_scheme(box: Box) -> None:
+    for headers in ("x-api-key: sk-test-all\r\n", "authorization: bearer  sk-test-all\r\n"):
+        assert (await box.ask("POST", "/v1/chat/completions", chat(), key=None, headers=headers)).status == 200
+
+
+async def test_no_keys_means_nobody(box: Box) -> None:
+    box.keys = {}
+    box.apply()
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 401
+    assert (await box.ask("GET", "/admin/v1/status", key=None)).status == 401
+    assert (await box.ask("GET", "/health", key=None)).status == 200
+
+
+async def test_before_the_first_table_clients_are_told_to_retry(start_box: Start) -> None:
+    box = await start_box()
+    box.gateway.generation = -1
+    response = await box.ask("POST", "/v1/chat/completions", chat())
+    assert response.status == 503 and response.error["code"] == "starting" and "retry-after" in response.headers
+    assert (await box.ask("GET", "/health")).status == 503
+
+
+async def test_unknown_model_and_wrong_task(box: Box) -> None:
+    response = await box.ask("POST", "/v1/chat/completions", chat("nope"))
+    assert response.status == 404 and response.error["code"] == "model_not_found" and response.error["param"] == "model"
+    box.serve("embedder", "e0", task="embed")
+    response = await box.ask("POST", "/v1/chat/completions", chat("embedder"))
+    assert response.status == 400 and response.error["code"] == "model_not_supported"
+    response = await box.ask("POST", "/v1/embeddings", {"model": "m", "input": "x"})
+    assert response.status == 400 and response.error["code"] == "model_not_supported"
+
+
+async def test_metrics_are_prometheus_text(box: Box) -> None:
+    box.serve('we"ird\\name', "e0")
+    await box.ask("POST", "/v1/chat/completions", chat(stream=True))
+    await box.ask("POST", "/v1/chat/completions", chat('we"ird\\name'))
+    await box.ask("GET", "/nope")
+    response = await box.ask("GET", "/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    from prometheus_client.parser import text_string_to_metric_families
+
+    families = {family.name: family for family in text_string_to_metric_families(response.body.decode())}
+    counts = {(s.labels["route"], s.labels["status"]): s.value for s in families["appliance_gateway_requests"].samples}
+    assert counts["chat.completions", "200"] == 2 and counts["unknown", "404"] == 1
+    ttft = families["appliance_gateway_time_to_first_byte_seconds"].samples
+    assert {s.labels["model"]: s.value for s in ttft if s.name.endswith("_count")} == {"m": 1, 'we"ird\\name': 1}
+    buckets = [s.value for s in ttft if s.name.endswith("_bucket") and s.labels["model"] == "m"]
+    assert buckets == sorted(buckets) and buckets[-1] == 1
+    added = families["appliance_gateway_added_seconds"].samples
+    assert next(s.value for s in added if s.name.endswith("_count")) == 2
+    assert families["appliance_gateway_inflight"].samples[0].value == 0

@@ -1,0 +1,179 @@
+"""The gateway's end of the bus, against a controller's end in the test."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.gateway.bus import BusClient
+from appliance.gateway.errors import TableInvalid
+from appliance.gateway.table import parse_table
+
+from .conftest import Box, Start, chat, request_bytes
+from .upstreams import Reply, UpstreamRequest, chat_answer
+
+
+class DummyBus:
+    """The controller's end: one gateway at a time."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.reports: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self.connected = asyncio.Event()
+        self._writer: asyncio.StreamWriter | None = None
+        self._server: asyncio.Server | None = None
+
+    async def start(self) -> None:
+        Path(self.path).unlink(missing_ok=True)
+        self._server = await asyncio.start_unix_server(self._serve, self.path)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+        self.connected.set()
+        while line := await reader.readline():
+            self.reports.put_nowait(json.loads(line))
+
+    async def push(self, data: bytes | dict[str, Any]) -> None:
+        assert self._writer is not None
+        self._writer.write(data if isinstance(data, bytes) else json.dumps(data).encode() + b"\n")
+        await self._writer.drain()
+
+    async def report(self, **wanted: Any) -> dict[str, Any]:
+        """The next report that has these values."""
+        async with asyncio.timeout(10):
+            while True:
+                report = await self.reports.get()
+                if all(report[key] == value for key, value in wanted.items()):
+                    return report
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        if self._writer is not None:
+            self._writer.transport.abort()
+        self.connected.clear()
+
+
+@pytest.fixture
+async def bus(box: Box) -> AsyncIterator[DummyBus]:
+    """A box whose gateway is connected to a dummy bus."""
+    bus = DummyBus(box.gateway.config.bus_socket)
+    await bus.start()
+    client = asyncio.ensure_future(BusClient(box.gateway).run())
+    await asyncio.wait_for(bus.connected.wait(), 10)
+    yield bus
+    client.cancel()
+    await bus.stop()
+
+
+async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyBus) -> None:
+    box.models["n"] = {**box.models["m"], "version": "v9"}
+    await bus.push({**box.table(), "generation": 77})
+    report = await bus.report(generation=77)
+    assert report["type"] == "load" and report["gateway"] == "gateway"
+    assert set(report["models"]) == {"m", "n"}
+    assert report["models"]["n"] == {"inflight": 0, "held": 0, "last_request_s": None, "ttft_p95_s": None}
+    assert report["replicas"] == {"e0": {"inflight": 0, "streams": 0, "waiting_tokens": 0}}
+
+
+async def test_load_is_reported_as_it_changes(box: Box, bus: DummyBus) -> None:
+    go_on = asyncio.Event()
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await go_on.wait()
+        await reply.json(chat_answer())
+
+    box.engines["e0"].script = script
+    await bus.push(box.table())
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
+    async with asyncio.timeout(10):
+        while (report := await bus.reports.get())["models"]["m"]["inflight"] != 1:
+            pass
+    assert report["replicas"]["e0"]["inflight"] == 1 and report["models"]["m"]["last_request_s"] > 1e9
+    box.models["m"]["replicas"][0]["state"] = "draining"
+    table = box.table()
+    await bus.push(table)
+    assert (await bus.report(generation=table["generation"]))["replicas"]["e0"]["inflight"] == 1
+    go_on.set()
+    assert (await wire.response()).status == 200
+    report = await bus.report()
+    assert report["replicas"]["e0"]["inflight"] == 0
+
+
+async def test_bad_tables_are_refused_whole_and_serving_goes_on(box: Box, bus: DummyBus) -> None:
+    before = box.gateway.generation
+    good = box.table()
+    bad = {**good, "models": {"m": {**good["models"]["m"], "replicas": [{"id": "x"}]}}}
+    await bus.push(bad)
+    await bus.push({"type": "something newer"})
+    await bus.push({**good, "generation": 900})
+    await bus.report(generation=900)
+    assert before < 900
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+
+
+async def test_controller_goes_and_comes_back(box: Box, bus: DummyBus) -> None:
+    await bus.stop()
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+    await bus.start()
+    await asyncio.wait_for(bus.connected.wait(), 10)
+    await bus.push({**box.table(), "generation": 500})
+    await bus.report(generation=500)
+
+
+async def test_line_that_is_not_json_costs_the_connection_not_the_table(box: Box, bus: DummyBus) -> None:
+    bus.connected.clear()
+    await bus.push(b"{nonsense\n")
+    await asyncio.wait_for(bus.connected.wait(), 10)
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+
+
+async def test_limits_of_the_table_override_the_config(start_box: Start) -> None:
+    box = await start_box()
+    await box.engine("e0")
+    box.serve("m", "e0")
+    table = box.table()
+    box.gateway.apply(parse_table({**table, "limits": {"n": 2, "unknown": 3, "keepalive_s": 1}}, default_hold_s=1.0))
+    assert (await box.ask("POST", "/v1/chat/completions", chat(n=3))).status == 400
+    assert (await box.ask("POST", "/v1/chat/completions", chat(n=2))).status == 200
+    assert box.gateway.limits.keepalive_s == 1.0
+    box.apply()
+    assert (await box.ask("POST", "/v1/chat/completions", chat(n=3))).status == 200
+
+
+GOOD_REPLICA = {"id": "e", "socket": "/s", "state": "open"}
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
+        ({"generation": "1"}, "generation"),
+        ({"models": []}, "models"),
+        ({"models": {"m": {"task": "sing"}}}, "models.m.task"),
+        ({"models": {"m": {"hold_s": -1}}}, "models.m.hold_s"),
+        ({"models": {"m": {"replicas": {}}}}, "models.m.replicas"),
+        ({"models": {"m": {"replicas": [{**GOOD_REPLICA, "state": "closed"}]}}}, "models.m.replicas.0.state"),
+        ({"models": {"m": {"replicas": [{**GOOD_REPLICA, "socket": "s"}]}}}, "models.m.replicas.0.socket"),
+        ({"models": {"m": {"version": "v1\r\nx: y"}}}, "models.m.version"),
+        ({"keys": {"short": {"id": "k"}}}, "keys.short"),
+        ({"keys": {"a" * 64: {"id": "k\r\nx: y"}}}, "keys.aaaaaaaa….id"),
+        ({"keys": {"a" * 64: {"id": "k", "scopes": ["admin\n"]}}}, "keys.aaaaaaaa….scopes"),
+    ],
+)
+def test_what_is_wrong_with_a_table_is_named(change: dict[str, Any], where: str) -> None:
+    with pytest.raises(TableInvalid, match=where.replace(".", r"\.")):
+        parse_table({"generation": 1, "models": {}, "keys": {}, **change}, default_hold_s=1.0)
+
+
+def test_table_defaults() -> None:
+    table = parse_table(
+        {"generation": 3, "models": {"m": {"version": "v2", "replicas": [GOOD_REPLICA]}}}, default_hold_s=9
+    )
+    (model,) = table.models
+    assert model.replicas[0].version == "v2" and model.hold_s == 9 and model.task == "generate"

@@ -1,0 +1,260 @@
+"""Everything that is not inference goes to the controller, with an identity that only the gateway can give."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from .conftest import Box, Start, request_bytes
+from .upstreams import DummyUpstream, Reply, UpstreamRequest
+
+
+async def _ok(request: UpstreamRequest, reply: Reply) -> None:
+    await reply.json({"object": "list", "data": []}, headers="x-kept: 1\r\nconnection: x-dropped\r\nx-dropped: 1\r\n")
+
+
+async def test_identity_is_added_and_cannot_be_forged(box: Box) -> None:
+    controller = await box.control(_ok)
+    response = await box.ask(
+        "GET",
+        "/v1/files?after=file-1&limit=5",
+        key="sk-test-tuning",
+        headers=(
+            "X-Appliance-Key-Id: key_admin\r\nx-appliance-scopes: admin\r\nX_Appliance_Scopes: admin\r\n"
+            "X-Appliance-Anything: x\r\nX-Forwarded-For: 1.2.3.4\r\n"
+            "Idempotency-Key: abc\r\nx-stainless-retry-count: 1\r\n"
+            "Connection: keep-alive, x-hop\r\nX-Hop: secret\r\nCookie: a=b\r\nX-Request-Id: mine\r\n"
+        ),
+    )
+    assert response.status == 200 and response.headers["x-request-id"] == "mine"
+    assert response.headers["x-kept"] == "1" and "x-dropped" not in response.headers
+    assert response.headers["x-content-type-options"] == "nosniff"
+    seen = controller.requests[0]
+    assert seen.target == "/v1/files?after=file-1&limit=5"
+    assert seen.headers["x-appliance-key-id"] == "key_tuning"
+    assert seen.headers["x-appliance-scopes"] == "fine_tuning"
+    assert seen.headers["x-request-id"] == "mine"
+    assert seen.headers["idempotency-key"] == "abc" and seen.headers["x-stainless-retry-count"] == "1"
+    assert not {n for n in seen.headers if "anything" in n or "_" in n}
+    assert not {"authorization", "cookie", "x-forwarded-for", "x-hop", "connection"} & set(seen.headers)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+async def test_uploads_stream_through_unbuffered(box: Box, chunked: bool) -> None:
+    block = bytes(range(256)) * 256
+    arrived = asyncio.Event()
+    received = 0
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal received
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert (b"transfer-encoding: chunked" in head) is chunked
+        body = b""
+        while len(body) < len(block):
+            body += await reader.read(65536)
+        arrived.set()
+        while (b"0\r\n\r\n" not in body[-5:]) if chunked else len(body) < 50 * len(block):
+            body += await reader.read(1 << 20)
+        received = len(body)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
+
+    server = await asyncio.start_unix_server(serve, box.gateway.config.controller_socket)
+    wire = await box.connect()
+    framing = "Transfer-Encoding: chunked" if chunked else f"Content-Length: {50 * len(block)}"
+    framed = b"%x\r\n%b\r\n" % (len(block), block) if chunked else block
+    head = f"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\n{framing}\r\n\r\n"
+    await wire.send(head.encode() + framed)
+    await asyncio.wait_for(arrived.wait(), 10)  # the first block is through long before the last is sent
+    for _ in range(49):
+        await wire.send(framed)
+    if chunked:
+        await wire.send(b"0\r\n\r\n")
+    assert (await wire.response()).body == b"{}"
+    assert received >= 50 * len(block)
+    assert box.gateway._buffered_bytes == 0
+    server.close()
+
+
+async def test_controller_that_does_not_read_stops_the_uploader(box: Box) -> None:
+    stop = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        reader._limit = 1
+        await stop.wait()
+        writer.close()
+
+    server = await asyncio.start_unix_server(serve, box.gateway.config.controller_socket)
+    wire = await box.connect()
+    await wire.send(
+        b"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\nContent-Length: 400000000\r\n\r\n"
+    )
+    sent = 0
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            while True:
+                await wire.send(b"x" * 1_000_000)
+                sent += 1_000_000
+    assert sent < 40_000_000
+    assert all(conn._read_paused for conn in box.gateway.connections)
+    stop.set()
+    server.close()
+
+
+async def test_downloads_stream_with_and_without_length(box: Box) -> None:
+    data = b"line\n" * 1_000_000
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        if request.target.endswith("1/content"):
+            head = f"HTTP/1.1 200 OK\r\ncontent-type: application/octet-stream\r\ncontent-length: {len(data)}\r\n\r\n"
+            await reply.raw(head.encode() + data)
+        else:
+            await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: text/plain\r\ntransfer-encoding: chunked\r\n\r\n")
+            for start in range(0, len(data), 70_000):
+                await reply.chunk(data[start : start + 70_000])
+            await reply.end()
+
+    await box.control(script)
+    for name in ("file-1", "file-2"):
+        response = await box.ask("GET", f"/v1/files/{name}/content")
+        assert response.body == data
+
+
+async def test_no_content_and_empty_bodies(box: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.raw(b"HTTP/1.1 204 No Content\r\n\r\n")
+
+    await box.control(script)
+    wire = await box.connect()
+    for _ in range(2):
+        await wire.send(request_bytes("DELETE", "/admin/v1/keys/k"))
+        response = await wire.response()
+        assert response.status == 204 and "transfer-encoding" not in response.headers
+
+
+async def test_controller_errors_keep_or_get_openais_shape(box: Box) -> None:
+    good = {"error": {"message": "no such file", "type": "invalid_request_error", "param": "id", "code": None}}
+    cases = [
+        (404, good, "no such file", None),
+        (404, {"detail": "Not Found"}, "Not Found", None),
+        (422, {"detail": [{"loc": ["body", "model"], "msg": "Field required"}]}, "model: Field required", None),
+        (500, b"Internal Server Error", "The request failed with status 500.", None),
+        (
+            409,
+            {"error": {"message": "m", "type": "invalid_request_error", "param": None, "code": "conflict"}},
+            "m",
+            "conflict",
+        ),
+    ]
+    for status, body, message, code in cases:
+
+        async def script(request: UpstreamRequest, reply: Reply, status: int = status, body: object = body) -> None:
+            await reply.json(body, status, "retry-after: 7200\r\n" if status == 500 else "")
+
+        if box.controller is None:
+            await box.control(script)
+        box.controller.script = script
+        response = await box.ask("GET", "/v1/fine_tuning/jobs/x")
+        assert (response.status, response.error["message"], response.error["code"]) == (status, message, code)
+        assert response.headers.get("x-should-retry") == ("false" if status == 409 else None)
+        assert response.headers.get("retry-after") == ("120" if status == 500 else None)
+    response = await box.ask("GET", "/v1/fine_tuning/jobs/x")
+
+
+async def test_controller_that_restarts_is_waited_for(start_box: Start) -> None:
+    box = await start_box(limits={"controller_wait_s": 5.0})
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/fine_tuning/jobs", {"model": "m"}))
+    await box.until(lambda: any(conn.active for conn in box.gateway.connections))
+    await box.control(_ok)
+    assert (await wire.response()).status == 200
+    assert json.loads(box.controller.requests[0].body) == {"model": "m"}
+
+
+async def test_controller_that_stays_away_is_503_and_inference_goes_on(start_box: Start) -> None:
+    box = await start_box(limits={"controller_wait_s": 0.02})
+    await box.engine("e0")
+    box.serve("m", "e0")
+    response = await box.ask("GET", "/v1/models")
+    assert response.status == 503 and response.error["code"] == "controller_away"
+    assert int(response.headers["retry-after"]) <= 120
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    assert (await box.ask("POST", "/v1/chat/completions", body)).status == 200
+
+
+async def test_controller_death_mid_request(box: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        reply.die()
+
+    controller: DummyUpstream = await box.control(script)
+    response = await box.ask("POST", "/v1/fine_tuning/jobs", {"model": "m"})
+    assert response.status == 502 and response.error["code"] == "controller_away"
+    assert len(controller.requests) == 1, "a POST that may have taken effect is not sent twice by the gateway"
+
+
+async def test_early_answer_to_an_upload_does_not_poison_the_next_request(box: Box) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if b"POST" in head:
+            writer.write(
+                b'HTTP/1.1 413 X\r\ncontent-type: application/json\r\ncontent-length: 18\r\n\r\n{"detail":"large"}'
+            )
+            await reader.read()
+        else:
+            writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 2\r\n\r\n{}")
+
+    server = await asyncio.start_unix_server(serve, box.gateway.config.controller_socket)
+    wire = await box.connect()
+    await wire.send(
+        b"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\nContent-Length: 400000\r\n\r\nGET "
+    )
+    response = await wire.response()
+    assert response.status == 413 and response.error["message"] == "large"
+    assert response.headers["connection"] == "close"
+    assert (await box.ask("GET", "/v1/files")).body == b"{}"
+    server.close()
+
+
+async def test_uploader_that_leaves_aborts_the_controllers_read(box: Box) -> None:
+    gone = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        while await reader.read(65536):
+            pass
+        gone.set()
+
+    server = await asyncio.start_unix_server(serve, box.gateway.config.controller_socket)
+    wire = await box.connect()
+    await wire.send(
+        b"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\nContent-Length: 400000\r\n\r\nabc"
+    )
+    await box.until(lambda: any(conn.active for conn in box.gateway.connections))
+    wire.close()
+    await asyncio.wait_for(gone.wait(), 10)
+    server.close()
+
+
+async def test_bad_chunk_in_an_upload_is_refused_and_never_completes_upstream(box: Box) -> None:
+    outcome: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        try:
+            outcome.set_result(await reader.read(-1))
+        except ConnectionError:
+            outcome.set_result(b"")
+
+    server = await asyncio.start_unix_server(serve, box.gateway.config.controller_socket)
+    wire = await box.connect()
+    await wire.send(
+        b"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"3\r\nabc\r\n"
+    )
+    await box.until(lambda: any(conn.active for conn in box.gateway.connections))
+    await wire.send(b"zz\r\n")
+    assert (await wire.response()).status == 400
+    assert not (await asyncio.wait_for(outcome, 10)).endswith(b"0\r\n\r\n")
+    server.close()

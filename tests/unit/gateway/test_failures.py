@@ -1,0 +1,347 @@
+"""Engines that die, hang, err or lie; clients that leave or never read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from .conftest import Box, Start, chat, request_bytes
+from .upstreams import Reply, UpstreamRequest, answer_chat, chat_answer, chat_events
+
+
+def _events(body: bytes) -> list[dict]:
+    return [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")]
+
+
+async def test_death_before_the_first_byte_is_invisible(start_box: Start) -> None:
+    box = await start_box()
+
+    async def dies(request: UpstreamRequest, reply: Reply) -> None:
+        reply.die()
+
+    async def dies_after_head(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        reply.die()
+
+    for script in (dies, dies_after_head):
+        await box.engine("bad", script)
+        await box.engine("good")
+        box.serve("m", "bad", "good")
+        for stream in (False, True):
+            for _ in range(3):
+                box.gateway.router.loads["bad"].suspect_until_s = 0
+                response = await box.ask("POST", "/v1/chat/completions", chat(stream=stream, seed=_))
+                assert response.status == 200
+                assert b"hel" in response.body
+        for engine in box.engines.values():
+            await engine.stop()
+        for name in list(box.engines):
+            (box.folder / f"{name}.sock").unlink(missing_ok=True)
+        assert box.gateway.router.report()["good"]["inflight"] == 0
+
+
+async def test_partial_plain_answer_is_retried_because_nothing_was_sent(box: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        if len(box.engines["e0"].requests) == 1:
+            await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 100\r\n\r\n{")
+            reply.die()
+        else:
+            await reply.json(chat_answer())
+
+    box.engines["e0"].script = script
+    response = await box.ask("POST", "/v1/chat/completions", chat())
+    assert response.status == 200
+    assert json.loads(response.body) == chat_answer()
+    assert box.gateway.metrics.events["retried"] == 1
+
+
+async def test_a_request_that_kills_every_engine_is_given_up(box: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        reply.die()
+
+    box.engines["e0"].script = script
+    response = await box.ask("POST", "/v1/chat/completions", chat())
+    assert response.status == 502
+    assert response.error["type"] == "server_error" and response.error["code"] == "engine_failed"
+    assert len(box.engines["e0"].requests) == 3
+
+
+@pytest.mark.parametrize("ending", ["reset", "clean end of HTTP", "garbage"])
+async def test_death_mid_stream_is_said_not_hidden(box: Box, ending: str) -> None:
+    first = chat_events("hel", "lo")[0]
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await reply.chunk(first)
+        await asyncio.sleep(0.01)
+        if ending == "reset":
+            reply.die()
+        elif ending == "garbage":
+            await reply.raw(b"this is no chunk\r\n")
+        else:
+            await reply.end()
+
+    box.engines["e0"].script = script
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    response = await wire.response()
+    assert response.body.startswith(first)
+    last = _events(response.body)[-1]
+    assert set(last["error"]) == {"message", "type", "param", "code"} and last["error"]["code"] == "engine_failed"
+    assert b"[DONE]" not in response.body
+    assert await wire.eof() == b""
+
+
+async def test_an_error_event_never_joins_a_half_written_event(box: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await reply.chunk(b'data: {"choices": [{"delta": {"cont')
+        await asyncio.sleep(0.01)
+        reply.die()
+
+    box.engines["e0"].script = script
+    response = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
+    assert b'"cont\n\ndata: {"error":' in response.body
+
+
+async def test_large_plain_answer_cut_short_breaks_the_transfer(box: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 9000000\r\n\r\n")
+        await reply.raw(b"x" * 1_000_000)
+        reply.die()
+
+    box.engines["e0"].script = script
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
+    with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+        await wire.response()
+    assert box.gateway.router.report()["e0"]["inflight"] == 0
+
+
+async def test_engine_errors_are_rewritten(box: Box) -> None:
+    cases = [
+        (400, {"error": {"message": "bad n", "type": "BadRequestError", "param": "n", "code": 400}}, 400, "n", None),
+        (
+            400,
+            {"error": {"message": "This model's maximum context length is 8", "type": "BadRequestError", "code": 400}},
+            400,
+            None,
+            "context_length_exceeded",
+        ),
+        (401, {"error": "Unauthorized"}, 502, None, "engine_failed"),
+        (404, {"detail": "Not Found"}, 400, "model", "model_not_supported"),
+        (422, {"detail": [{"loc": ["body", "n"], "msg": "not an int"}]}, 422, None, None),
+        (
+            500,
+            {"error": {"message": "boom", "type": "InternalServerError", "param": None, "code": 500}},
+            500,
+            None,
+            None,
+        ),
+        (500, b"Internal Server Error", 500, None, None),
+    ]
+    for status, body, expected, param, code in cases:
+
+        async def script(request: UpstreamRequest, reply: Reply, status: int = status, body: object = body) -> None:
+            await reply.json(body, status)
+
+        box.engines["e0"].script = script
+        for stream in (False, True):
+            response = await box.ask("POST", "/v1/chat/completions", chat(stream=stream))
+            assert (response.status, response.error["param"], response.error["code"]) == (expected, param, code)
+            assert response.headers["x-request-id"].startswith("req_")
+    assert box.gateway.router.choose("m", 1, False, 0, 0.0) is not None, "one client's 500s must not block a replica"
+
+
+async def test_upstream_retry_after_is_capped(box: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json({"error": {"message": "slow down", "code": 429}}, 429, "retry-after: 3600\r\n")
+
+    box.engines["e0"].script = script
+    response = await box.ask("POST", "/v1/chat/completions", chat())
+    assert response.status == 429 and response.headers["retry-after"] == "120"
+
+
+async def test_dying_engine_that_still_answers_500_is_retried(box: Box) -> None:
+    dead = {"error": {"message": "EngineCore encountered an issue.", "type": "InternalServerError", "code": 500}}
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        count = len(box.engines["e0"].requests)
+        if count == 1:
+            await reply.json(dead, 500)
+        elif count == 2:
+            await reply.sse_head()
+            await reply.chunk(b"data: " + json.dumps(dead).encode() + b"\n\n")
+            await reply.chunk(b"data: [DONE]\n\n")
+            await reply.end()
+        else:
+            await answer_chat(request, reply)
+
+    box.engines["e0"].script = script
+    response = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
+    assert response.status == 200 and response.body == b"".join(chat_events("hel", "lo"))
+
+
+async def test_engine_that_was_given_another_model_is_no_404(box: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        if len(box.engines["e0"].requests) == 1:
+            message = "The model `m` does not exist."
+            await reply.json({"error": {"message": message, "type": "NotFoundError", "code": 404}}, 404)
+        else:
+            await answer_chat(request, reply)
+
+    box.engines["e0"].script = script
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+
+
+async def test_error_events_inside_a_stream_are_rewritten(box: Box) -> None:
+    first = chat_events("hel", "lo")[0]
+    error = {"error": {"message": "KV cache lost", "type": "InternalServerError", "param": None, "code": 500}}
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await reply.chunk(first)
+        await asyncio.sleep(0.01)
+        await reply.chunk(b"data: " + json.dumps(error).encode() + b"\n\ndata: [DONE]\n\n")
+        await reply.end()
+
+    box.engines["e0"].script = script
+    response = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
+    assert _events(response.body)[-1] == {
+        "error": {"message": "KV cache lost", "type": "server_error", "param": None, "code": None}
+    }
+
+
+async def test_text_that_looks_like_an_error_is_left_alone(box: Box) -> None:
+    events = b"".join(chat_events('data: {"error": {"code": 500}}', 'x"error"'))
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await reply.chunk(events)
+        await reply.end()
+
+    box.engines["e0"].script = script
+    assert (await box.ask("POST", "/v1/chat/completions", chat(stream=True))).body == events
+
+
+async def test_silent_engine_times_out(start_box: Start) -> None:
+    box = await start_box(limits={"upstream_silence_s": 0.05})
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await asyncio.sleep(60)
+
+    await box.engine("e0", script)
+    box.serve("m", "e0")
+    response = await box.ask("POST", "/v1/chat/completions", chat())
+    assert response.status == 504 and response.error["code"] == "engine_timeout"
+    await asyncio.wait_for(box.engines["e0"].lost.wait(), 10)
+
+
+@pytest.mark.parametrize("when", ["before the head", "mid-stream"])
+async def test_leaving_client_aborts_the_engine_at_once(box: Box, when: str) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        if when == "mid-stream":
+            await reply.sse_head()
+            await reply.chunk(chat_events("a")[0])
+        await asyncio.sleep(60)
+
+    box.engines["e0"].script = script
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    await box.until(lambda: bool(box.engines["e0"].requests))
+    if when == "mid-stream":
+        await wire.head()
+    wire.close()
+    await asyncio.wait_for(box.engines["e0"].lost.wait(), 10)
+    await box.until(lambda: not box.gateway.connections)
+    assert box.gateway.router.report()["e0"] == {"inflight": 0, "streams": 0, "waiting_tokens": 0}
+    assert box.gateway._buffered_bytes == 0
+
+
+async def test_many_disconnects_leave_nothing_behind(box: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await reply.chunk(chat_events("a")[0])
+        await asyncio.sleep(60)
+
+    box.engines["e0"].script = script
+    for _ in range(10):
+        wires = [await box.connect() for _ in range(20)]
+        for wire in wires:
+            await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+        for wire in wires:
+            await wire.head()
+            wire.close()
+        box.wires.clear()
+    await box.until(lambda: not box.gateway.connections)
+    assert box.gateway.metrics.events["client_disconnected"] == 200
+    assert box.gateway.router.report()["e0"] == {"inflight": 0, "streams": 0, "waiting_tokens": 0}
+    assert box.gateway.pool._idle == {}
+
+
+async def test_client_that_never_reads_is_bounded_and_dropped_while_neighbours_run(start_box: Start) -> None:
+    box = await start_box(limits={"write_stall_s": 0.5})
+    sent = 0
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        nonlocal sent
+        if not request.json.get("stream"):
+            await reply.json(chat_answer())
+            return
+        await reply.sse_head()
+        for _ in range(4000):
+            await reply.chunk(b"data: " + b"x" * 65536 + b"\n\n")
+            sent += 65536
+
+    await box.engine("e0", script)
+    box.serve("m", "e0")
+    wire = await box.connect()
+    wire.reader._limit = 1  # the stream reader stops reading its socket at once
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    await box.until(lambda: any(conn.write_paused for conn in box.gateway.connections))
+    conn = next(conn for conn in box.gateway.connections if conn.write_paused)
+    for _ in range(5):
+        assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+    assert conn.transport is not None and conn.transport.get_write_buffer_size() < 1 << 20
+    await asyncio.wait_for(box.engines["e0"].lost.wait(), 10)
+    assert sent < 40 << 20
+    assert box.gateway.metrics.events["client_stalled"] == 1
+
+
+async def test_slow_reader_gets_everything(box: Box) -> None:
+    events = [b"data: " + bytes([65 + i % 26]) * 50_000 + b"\n\n" for i in range(200)] + [b"data: [DONE]\n\n"]
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        for event in events:
+            await reply.chunk(event)
+        await reply.end()
+
+    box.engines["e0"].script = script
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    await wire.head()
+    got = b""
+    while data := await wire.chunk():
+        got += data
+        await asyncio.sleep(0)
+    assert got == b"".join(events)
+
+
+async def test_stale_pooled_connection_costs_no_attempt(box: Box) -> None:
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+    (idle,) = box.gateway.pool._idle.values()
+    assert len(idle) == 1
+
+    async def dies_on_old_connection(request: UpstreamRequest, reply: Reply) -> None:
+        if box.engines["e0"].connections == 1:
+            reply.die()
+        else:
+            await answer_chat(request, reply)
+
+    box.engines["e0"].script = dies_on_old_connection
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+    assert box.gateway.metrics.events["retried"] == 0
+    assert box.gateway.metrics.events["upstream_died"] == 0

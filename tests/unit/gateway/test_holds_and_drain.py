@@ -1,0 +1,300 @@
+"""Requests wait for replicas; drained replicas get nothing new; keys and models change under way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+from .conftest import Box, Start, chat, request_bytes
+from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events
+
+
+async def test_held_until_a_replica_opens_in_order(start_box: Start) -> None:
+    box = await start_box()
+    order: list[int] = []
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        order.append(request.json["seed"])
+        await answer_chat(request, reply)
+
+    await box.engine("e0", script)
+    box.serve("m")
+    wires = []
+    for i in range(5):
+        wire = await box.connect()
+        await wire.send(request_bytes("POST", "/v1/chat/completions", chat(seed=i, stream=i % 2 == 0)))
+        await box.until(lambda i=i: box.gateway.holds.held("m") == i + 1)
+        wires.append(wire)
+    assert box.gateway.report()["models"]["m"]["held"] == 5
+    assert box.gateway.report()["models"]["m"]["inflight"] == 0
+    assert True in box.changes, "the first held request must be reported at once: a sleeping model wakes on it"
+    box.serve("m", "e0")
+    responses = [await wire.response() for wire in wires]
+    assert [response.status for response in responses] == [200] * 5
+    assert sorted(order) == [0, 1, 2, 3, 4]
+    assert responses[0].body == b"".join(chat_events("hel", "lo"))
+    assert box.gateway.holds.count == 0 and box.gateway.holds.body_bytes == 0
+
+
+async def test_held_stream_gets_comments_then_its_answer(start_box: Start) -> None:
+    box = await start_box(holds={"sse_grace_s": 0.0, "sse_interval_s": 0.01})
+    await box.engine("e0")
+    box.serve("m")
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    status, headers, _ = await wire.head()
+    assert status == 200 and headers["content-type"].startswith("text/event-stream")
+    assert await wire.chunk() == b": held\n\n"
+    assert await wire.chunk() == b": held\n\n"
+    box.serve("m", "e0")
+    body = b""
+    while data := await wire.chunk():
+        body += data
+    events = [part for part in body.split(b"\n\n") if not part.startswith(b":")]
+    assert b"\n\n".join(events) == b"".join(chat_events("hel", "lo"))
+    assert b": version v1\n\n" in body
+
+
+async def test_error_after_comments_is_an_event(start_box: Start) -> None:
+    box = await start_box(holds={"sse_grace_s": 0.0})
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json({"error": {"message": "too long", "type": "BadRequestError", "code": 400}}, 400)
+
+    await box.engine("e0", script)
+    box.serve("m")
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    await wire.head()
+    await wire.chunk()
+    box.serve("m", "e0")
+    data = await wire.chunk()
+    assert json.loads(data.removeprefix(b"data: "))["error"]["message"] == "too long"
+    assert await wire.chunk() == b""
+
+
+async def test_past_the_deadline_503_with_retry_after(start_box: Start) -> None:
+    box = await start_box()
+    box.serve("m", hold_s=0.03)
+    response = await box.ask("POST", "/v1/chat/completions", chat())
+    assert response.status == 503 and response.error["code"] == "model_not_ready"
+    assert 1 <= int(response.headers["retry-after"]) <= 120
+    box.serve("m", hold_s=0)
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 503
+    assert box.gateway.holds.count == 0
+
+
+async def test_bounds_on_what_may_wait(start_box: Start) -> None:
+    box = await start_box(holds={"requests": 3, "requests_per_model": 2, "body_bytes": 1000})
+    for name in "abc":
+        box.serve(name)
+    for i, model in enumerate(("a", "a")):
+        wire = await box.connect()
+        await wire.send(request_bytes("POST", "/v1/chat/completions", chat(model)))
+        await box.until(lambda i=i: box.gateway.holds.count == i + 1)
+    response = await box.ask("POST", "/v1/chat/completions", chat("a"))
+    assert response.status == 503 and "this model" in response.error["message"]
+    response = await box.ask("POST", "/v1/chat/completions", chat("b", user="x" * 1000))
+    assert response.status == 503 and "too large" in response.error["message"]
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat("b")))
+    await box.until(lambda: box.gateway.holds.count == 3)
+    response = await box.ask("POST", "/v1/chat/completions", chat("c"))
+    assert response.status == 503 and "too many requests are waiting" in response.error["message"]
+
+
+async def test_client_that_leaves_while_held_is_forgotten(start_box: Start) -> None:
+    box = await start_box()
+    box.serve("m")
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
+    await box.until(lambda: box.gateway.holds.count == 1)
+    wire.close()
+    await box.until(lambda: box.gateway.holds.count == 0)
+    assert box.gateway.holds.body_bytes == 0 and box.gateway._buffered_bytes == 0
+
+
+async def test_draining_replica_finishes_its_work_and_gets_no_more(start_box: Start) -> None:
+    box = await start_box()
+    go_on = asyncio.Event()
+
+    async def slow(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await reply.chunk(chat_events("hel")[0])
+        await go_on.wait()
+        await reply.chunk(b"data: [DONE]\n\n")
+        await reply.end()
+
+    await box.engine("old", slow)
+    await box.engine("new")
+    box.serve("m", "old")
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    await wire.head()
+    box.serve("m", old="draining", new="open")
+    for _ in range(5):
+        assert (await box.ask("POST", "/v1/chat/completions", chat(stream=True))).body.endswith(b"[DONE]\n\n")
+    assert len(box.engines["old"].requests) == 1
+    assert box.gateway.report()["replicas"]["old"]["inflight"] == 1
+    box.changes.clear()
+    go_on.set()
+    assert (await wire.response_body()).endswith(b"[DONE]\n\n")
+    assert box.changes == [True], "the zero of a draining replica is reported at once"
+    assert box.gateway.report()["replicas"]["old"]["inflight"] == 0
+
+
+async def test_replica_removed_from_the_table_is_reported_until_idle(box: Box) -> None:
+    go_on = asyncio.Event()
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await go_on.wait()
+        await answer_chat(request, reply)
+
+    box.engines["e0"].script = script
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
+    await box.until(lambda: bool(box.engines["e0"].requests))
+    box.serve("m")
+    assert box.gateway.report()["replicas"]["e0"]["inflight"] == 1
+    go_on.set()
+    assert (await wire.response()).status == 200
+    assert "e0" not in box.gateway.report()["replicas"]
+
+
+async def test_dead_socket_holds_until_the_next_table(start_box: Start) -> None:
+    box = await start_box()
+    box.serve("m", "e0")  # its socket does not exist
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
+    await box.until(lambda: box.gateway.holds.count == 1)
+    await box.engine("e1")
+    box.serve("m", "e1")
+    assert (await wire.response()).status == 200
+    assert box.gateway.metrics.events["connect_failed"] >= 1
+
+
+async def test_full_replicas_queue_in_the_gateway(start_box: Start) -> None:
+    box = await start_box(limits={"replica_inflight": 2})
+    running, most = 0, 0
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.005)
+        running -= 1
+        await answer_chat(request, reply)
+
+    await box.engine("e0", script)
+    box.serve("m", "e0")
+    answers = await asyncio.gather(*(box.ask("POST", "/v1/chat/completions", chat()) for _ in range(10)))
+    assert [answer.status for answer in answers] == [200] * 10
+    assert most == 2
+
+
+async def test_ten_swaps_under_load_drop_nothing(start_box: Start) -> None:
+    box = await start_box()
+    for name in ("a", "b"):
+        await box.engine(name)
+    box.serve("m", "a")
+    answers: list[int] = []
+    stop = False
+
+    async def client() -> None:
+        while not stop:
+            response = await box.ask("POST", "/v1/chat/completions", chat(stream=len(answers) % 2 == 0))
+            assert response.body.endswith(b"[DONE]\n\n") or json.loads(response.body)["choices"]
+            answers.append(response.status)
+
+    clients = [asyncio.ensure_future(client()) for _ in range(4)]
+    for i in range(10):
+        current, other = ("a", "b") if i % 2 == 0 else ("b", "a")
+        box.serve("m", **{current: "draining"})
+        await box.until(lambda current=current: not box.gateway.router.report()[current]["inflight"])
+        await box.until(lambda: box.gateway.holds.count >= 1)
+        box.serve("m", other)
+        count = len(answers)
+        await box.until(lambda count=count: len(answers) > count + 8)
+    stop = True
+    await asyncio.gather(*clients)
+    assert set(answers) == {200}
+    assert len(answers) == sum(len(engine.requests) for engine in box.engines.values())
+
+
+async def test_model_deleted_while_its_requests_wait(start_box: Start) -> None:
+    box = await start_box()
+    box.serve("m")
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
+    await box.until(lambda: box.gateway.holds.count == 1)
+    del box.models["m"]
+    box.apply()
+    response = await wire.response()
+    assert response.status == 404 and response.error["code"] == "model_not_found"
+    assert box.gateway.holds.count == 0
+
+
+async def test_key_revoked_mid_stream_ends_the_stream_and_refuses_the_next(box: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await reply.chunk(chat_events("a")[0])
+        await asyncio.sleep(60)
+
+    box.engines["e0"].script = script
+    wires = {}
+    for key in ("sk-test-inference", "sk-test-all"):
+        wires[key] = await box.connect()
+        await wires[key].send(request_bytes("POST", "/v1/chat/completions", chat(stream=True), key=key))
+        await wires[key].head()
+        await wires[key].chunk()
+    box.keys = {digest: row for digest, row in box.keys.items() if row["id"] != "key_inference"}
+    box.apply()
+    data = await wires["sk-test-inference"].chunk()
+    assert json.loads(data.removeprefix(b"data: "))["error"]["code"] == "invalid_api_key"
+    assert await wires["sk-test-inference"].chunk() == b""
+    refused = await box.ask("POST", "/v1/chat/completions", chat(), key="sk-test-inference")
+    assert refused.status == 401
+    await box.until(lambda: box.gateway.report()["replicas"]["e0"]["inflight"] == 1)
+
+
+async def test_shutdown_lets_streams_finish_and_refuses_new_ones(box: Box) -> None:
+    go_on = asyncio.Event()
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await reply.chunk(chat_events("a")[0])
+        await go_on.wait()
+        await reply.chunk(b"data: [DONE]\n\n")
+        await reply.end()
+
+    box.engines["e0"].script = script
+    idle, busy = await box.connect(), await box.connect()
+    await busy.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    await busy.head()
+    stopping = asyncio.ensure_future(box.gateway.stop(10))
+    assert await idle.eof() == b""
+    go_on.set()
+    assert (await busy.response_body()).endswith(b"[DONE]\n\n")
+    await asyncio.wait_for(stopping, 10)
+    assert not box.gateway.connections
+
+
+async def test_shutdown_deadline_ends_streams_with_an_error_event(start_box: Start) -> None:
+    box = await start_box()
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await reply.chunk(chat_events("a")[0])
+        await asyncio.sleep(60)
+
+    await box.engine("e0", script)
+    box.serve("m", "e0")
+    box.serve("cold")
+    stream, held = await box.connect(), await box.connect()
+    await stream.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+    await stream.head()
+    await held.send(request_bytes("POST", "/v1/chat/completions", chat("cold")))
+    await box.until(lambda: box.gateway.holds.count == 1)
+    await box.gateway.stop(0.02)
+    assert b'"code":"shutting_down"' in await stream.eof()
+    assert (await held.response()).status == 503

@@ -1,0 +1,216 @@
+"""Bytes that are not HTTP, are too much of it, or come too slowly. Every refusal is OpenAI's error object."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from .conftest import Box, Response, Start, chat, request_bytes
+
+AUTH = b"Authorization: Bearer sk-test-all\r\n"
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\n" + AUTH
+BODY = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
+
+
+async def _send(box: Box, data: bytes) -> tuple[Response, bytes]:
+    """The first response, and whatever follows until the connection ends."""
+    wire = await box.connect()
+    await wire.send(data)
+    response = await wire.response()
+    return response, await wire.eof()
+
+
+SMUGGLED = b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n"
+MALFORMED = {
+    "length and chunked": POST + b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "chunked and length": POST + b"Transfer-Encoding: chunked\r\nContent-Length: 4\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "two lengths": POST + b"Content-Length: 4\r\nContent-Length: 5\r\n\r\nabcde" + SMUGGLED,
+    "same length twice": POST + b"Content-Length: 4\r\nContent-Length: 4\r\n\r\nabcd" + SMUGGLED,
+    "length list": POST + b"Content-Length: 4, 4\r\n\r\nabcd" + SMUGGLED,
+    "signed length": POST + b"Content-Length: +4\r\n\r\nabcd" + SMUGGLED,
+    "negative length": POST + b"Content-Length: -4\r\n\r\nabcd" + SMUGGLED,
+    "hex length": POST + b"Content-Length: 0x4\r\n\r\nabcd" + SMUGGLED,
+    "overflowing length": POST + b"Content-Length: 99999999999999999999999\r\n\r\n",
+    "folded header": POST + b"X-A: b\r\n c\r\nContent-Length: 0\r\n\r\n" + SMUGGLED,
+    "bare LF lines": POST.replace(b"\r\n", b"\n") + b"\n" + SMUGGLED,
+    "one bare LF": POST + b"X-A: b\nContent-Length: 0\r\n\r\n" + SMUGGLED,
+    "bare CR": POST + b"X-A: b\rContent-Length: 0\r\n\r\n" + SMUGGLED,
+    "NUL in a header": POST + b"X-A: b\0c\r\n\r\n" + SMUGGLED,
+    "space before colon": POST + b"Content-Length : 0\r\n\r\n" + SMUGGLED,
+    "chunk size is no number": POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\nab\r\n0\r\n\r\n" + SMUGGLED,
+    "chunk size with 0x": POST + b"Transfer-Encoding: chunked\r\n\r\n0x2\r\nab\r\n0\r\n\r\n" + SMUGGLED,
+    "chunk longer than said": POST + b"Transfer-Encoding: chunked\r\n\r\n2\r\nabcd\r\n0\r\n\r\n" + SMUGGLED,
+    "chunk ended by bare LF": POST + b"Transfer-Encoding: chunked\r\n\r\n2\nab\n0\n\n" + SMUGGLED,
+    "huge chunk size": POST + b"Transfer-Encoding: chunked\r\n\r\nffffffffffffffffff\r\nab",
+    "unknown coding": POST + b"Transfer-Encoding: xchunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "two codings": POST + b"Transfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "coding twice": POST + b"Transfer-Encoding: chunked\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + SMUGGLED,
+    "length in a trailer": POST + b"Transfer-Encoding: chunked\r\n\r\n0\r\nContent-Length: 9\r\n\r\n" + SMUGGLED,
+    "two hosts": b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n" + SMUGGLED,
+    "no host": b"GET /health HTTP/1.1\r\n\r\n" + SMUGGLED,
+    "two keys": POST + AUTH + b"Content-Length: 0\r\n\r\n" + SMUGGLED,
+    "HTTP/0.9": b"GET /health\r\n\r\n",
+    "HTTP/2 preface": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+    "unknown version": b"GET /health HTTP/3.7\r\nHost: a\r\n\r\n",
+    "chunked in HTTP/1.0": b"POST /v1/completions HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "TLS hello": b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 64,
+    "space in URL": b"GET /a b HTTP/1.1\r\nHost: a\r\n\r\n",
+    "byte above 127 in URL": b"GET /\xff HTTP/1.1\r\nHost: a\r\n\r\n",
+    "absurd method": b"BREW /health HTTP/1.1\r\nHost: a\r\n\r\n",
+    "CONNECT": b"CONNECT example.org:443 HTTP/1.1\r\nHost: a\r\n\r\n" + SMUGGLED,
+    "upgrade": b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n" + SMUGGLED,
+    "header name with CR": POST + b"X\r-A: b\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_malformed_requests_are_refused_and_end_the_connection(box: Box, name: str) -> None:
+    response, rest = await _send(box, MALFORMED[name])
+    assert 400 <= response.status <= 505
+    assert response.error["type"] == "invalid_request_error"
+    assert response.headers["connection"] == "close"
+    assert rest == b"", "nothing after a malformed request may be answered"
+    assert box.engines["e0"].requests == []
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+
+
+async def test_good_request_then_garbage_answers_the_good_one_first(box: Box) -> None:
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()) + b"GET /health HTTP/1.1\r\nHost : x\r\n\r\n")
+    assert (await wire.response()).status == 200
+    assert (await wire.response()).status == 400
+    assert await wire.eof() == b""
+
+
+@pytest.mark.parametrize(
+    ("data", "status"),
+    [
+        (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\nHost: a\r\n\r\n", 414),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\n" + b"X: y\r\n" * 101 + b"\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 40_000 + b"\r\n\r\n", 431),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\nX: " + b"y" * 40_000, 431),
+        (b"GET /health HTTP/1.1\r\nHost: a\r\n" + b"X" * 70_000, 431),
+    ],
+    ids=["long URL", "many headers", "large header", "endless header", "endless header name"],
+)
+async def test_heads_are_bounded(box: Box, data: bytes, status: int) -> None:
+    wire = await box.connect()
+    for start in range(0, len(data), 1000):
+        await wire.send(data[start : start + 1000])
+        await asyncio.sleep(0)
+    response = await wire.response()
+    assert response.status == status
+    assert response.error["code"] == "bad_http_request"
+
+
+async def test_bodies_are_bounded_announced_or_not(start_box: Start) -> None:
+    box = await start_box(limits={"inference_body_bytes": 1000, "control_body_bytes": 500})
+    await box.engine("e0")
+    box.serve("m", "e0")
+    for target, limit in (("/v1/chat/completions", 1000), ("/v1/fine_tuning/jobs", 500)):
+        head = f"POST {target} HTTP/1.1\r\nHost: a\r\n".encode() + AUTH
+        response, rest = await _send(box, head + b"Content-Length: 1000000000000\r\n\r\nx")
+        assert response.status == 413 and str(limit) in response.error["message"] and rest == b""
+        wire = await box.connect()
+        await wire.send(head + b"Transfer-Encoding: chunked\r\n\r\n" + b"80\r\n" + b"x" * 128 + b"\r\n")
+        for _ in range(20):
+            wire.writer.write(b"80\r\n" + b"x" * 128 + b"\r\n")
+        response = await wire.response()
+        assert response.status == 413
+    assert box.gateway._buffered_bytes == 0
+
+
+async def test_all_bodies_together_are_bounded(start_box: Start) -> None:
+    box = await start_box(limits={"buffered_body_bytes": 4000})
+    await box.engine("e0")
+    box.serve("m", "e0")
+    slow = await box.connect()
+    await slow.send(POST + b"Content-Length: 3500\r\n\r\n" + b" " * 3400)
+    await box.until(lambda: box.gateway._buffered_bytes == 3400)
+    response = await box.ask("POST", "/v1/chat/completions", chat(user="x" * 1000))
+    assert response.status == 503 and response.error["code"] == "overloaded"
+    assert int(response.headers["retry-after"]) <= 120
+    slow.close()
+    await box.until(lambda: box.gateway._buffered_bytes == 0)
+    assert (await box.ask("POST", "/v1/chat/completions", chat(user="x" * 1000))).status == 200
+
+
+async def test_slow_loris_head_and_body_are_cut_off_and_idle_connections_closed(start_box: Start) -> None:
+    box = await start_box(limits={"head_timeout_s": 0.05, "keepalive_s": 0.05, "body_window_s": 0.05})
+    head, body, silent = [await box.connect() for _ in range(3)]
+    await head.send(b"GET /health HTTP/1.1\r\nHost: a\r\nX")
+    await body.send(POST + b"Content-Length: 1000\r\n\r\nx")
+    assert (await head.response()).status == 408
+    assert (await body.response()).status == 408
+    assert await silent.eof() == b""
+    kept = await box.connect()
+    await kept.send(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert (await kept.response()).status == 200
+    assert await kept.eof() == b""
+    await box.until(lambda: not box.gateway.connections)
+
+
+async def test_connections_are_bounded(start_box: Start) -> None:
+    box = await start_box(limits={"max_connections": 2})
+    wires = [await box.connect() for _ in range(2)]
+    for wire in wires:
+        await wire.send(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+        assert (await wire.response()).status == 200
+    third = await box.connect()
+    response = await third.response()
+    assert response.status == 503 and response.error["code"] == "too_many_connections"
+    wires[0].close()
+    await box.until(lambda: len(box.gateway.connections) <= 1)
+    assert (await box.ask("GET", "/health")).status == 200
+
+
+async def test_pipelining_depth_is_bounded(box: Box) -> None:
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()) * 40)
+    statuses = []
+    while True:
+        response = await wire.response()
+        statuses.append(response.status)
+        if response.headers.get("connection") == "close":
+            break
+    assert statuses[-1] == 400 and set(statuses[:-1]) == {200}
+    assert len(statuses) <= 20
+    assert await wire.eof() == b""
+
+
+async def test_pipelined_behind_a_stream_waits_and_body_parts_are_not_lost(box: Box) -> None:
+    wire = await box.connect()
+    second = request_bytes("POST", "/v1/chat/completions", chat(seed=7))
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)) + second[:-20])
+    assert (await wire.response()).body.endswith(b"[DONE]\n\n")
+    await wire.send(second[-20:])
+    assert (await wire.response()).status == 200
+    assert box.engines["e0"].requests[1].json["seed"] == 7
+
+
+async def test_refused_requests_keep_the_connection_when_their_body_is_small(box: Box) -> None:
+    wire = await box.connect()
+    for _ in range(3):
+        await wire.send(request_bytes("POST", "/v1/nothing", {"a": "x" * 1000}))
+        assert (await wire.response()).status == 404
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
+    assert (await wire.response()).status == 200
+
+
+async def test_refused_upload_gets_its_answer_although_it_is_still_sending(box: Box) -> None:
+    wire = await box.connect()
+    head = b"POST /v1/files HTTP/1.1\r\nHost: a\r\nContent-Length: 100000000\r\n\r\n"
+    await wire.send(head)
+    for _ in range(20):
+        wire.writer.write(b"x" * 10_000)
+    response = await wire.response()
+    assert response.status == 401 and response.headers["connection"] == "close"
+
+
+async def test_head_requests_get_no_body(box: Box) -> None:
+    wire = await box.connect()
+    await wire.send(b"HEAD /health HTTP/1.1\r\nHost: a\r\n\r\nGET /health HTTP/1.1\r\nHost: a\r\n\r\n")
+    assert (await wire.head())[0] == 405
+    response = await wire.response()
+    assert response.status == 200 and response.body == b'{"status":"ok"}'

@@ -1,0 +1,331 @@
+"""The gateway as the process that the box starts, asked by the unchanged `openai` client."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from appliance.gateway.config import GatewayConfig, load_config
+from appliance.gateway.errors import ConfigInvalid
+
+from .conftest import KEY
+from .test_bus import DummyBus
+from .upstreams import DummyUpstream, Reply, UpstreamRequest, answer_chat, chat_events
+
+ROOT = Path(__file__).parents[3]
+
+
+class Running:
+    """A gateway process with its bus."""
+
+    def __init__(self, process: asyncio.subprocess.Process, bus: DummyBus, folder: Path) -> None:
+        self.process, self.bus, self.folder = process, bus, folder
+        self.port = 0
+
+    async def listening(self) -> str:
+        assert self.process.stdout is not None
+        line = (await asyncio.wait_for(self.process.stdout.readline(), 20)).decode().split()
+        assert line[0] == "listening"
+        self.port = int(line[2])
+        return line[1]
+
+    async def table(self, *, keys: bool = True, replicas: list[str] | None = None, state: str = "open") -> None:
+        digest = hashlib.sha256(KEY.encode()).hexdigest()
+        self.generation = getattr(self, "generation", 0) + 1
+        await self.bus.push(
+            {
+                "type": "table",
+                "generation": self.generation,
+                "models": {
+                    "m": {
+                        "version": "v1",
+                        "state": "ready",
+                        "task": "generate",
+                        "hold_s": 30,
+                        "replicas": [
+                            {"id": r, "socket": str(self.folder / f"{r}.sock"), "version": "v1", "state": state}
+                            for r in (replicas or [])
+                        ],
+                    }
+                },
+                "keys": {digest: {"id": "k", "name": "k", "scopes": ["inference", "fine_tuning", "admin"]}}
+                if keys
+                else {},
+                "limits": {},
+            }
+        )
+        await self.bus.report(generation=self.generation)
+
+    def client(self, **more: Any) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=KEY, timeout=20, **more)
+
+
+Launch = Callable[..., Awaitable[Running]]
+
+
+@pytest.fixture
+async def launch(tmp_path: Path) -> AsyncIterator[Launch]:
+    folder = Path(f"/tmp/gwp-{os.getpid()}-{abs(hash(tmp_path)) % 10**6}")
+    folder.mkdir(mode=0o700)
+    running: list[Running] = []
+
+    async def start(**overrides: Any) -> Running:
+        bus = DummyBus(str(folder / "bus.sock"))
+        await bus.start()
+        config = {
+            "controller_socket": str(folder / "controller.sock"),
+            "bus_socket": str(folder / "bus.sock"),
+            "port": 0,
+            "log_path": str(tmp_path / "access.log"),
+            **overrides,
+        }
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "appliance.gateway.main",
+            "--config-json",
+            json.dumps(config),
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=(tmp_path / "stderr").open("w"),
+        )
+        box = Running(process, bus, folder)
+        running.append(box)
+        await asyncio.wait_for(bus.connected.wait(), 20)
+        return box
+
+    yield start
+    for box in running:
+        if box.process.returncode is None:
+            box.process.kill()
+            await box.process.wait()
+        await box.bus.stop()
+    for path in folder.iterdir():
+        path.unlink()
+    folder.rmdir()
+
+
+async def test_sdk_from_first_table_to_sigterm(launch: Launch, tmp_path: Path) -> None:
+    box = await launch()
+    assert await box.listening() == "127.0.0.1"
+    engine = await DummyUpstream(str(box.folder / "e.sock"), answer_chat).start()
+
+    async def control(request: UpstreamRequest, reply: Reply) -> None:
+        if request.method == "GET" and request.target == "/v1/models/ft:x":
+            await reply.json({"detail": "Not Found"}, 404)
+        elif request.target == "/v1/fine_tuning/jobs":
+            await reply.json({"error": {"message": "exists", "type": "invalid_request_error", "code": "conflict"}}, 409)
+        else:
+            await reply.json(
+                {"object": "list", "data": [{"id": "m", "object": "model", "created": 1, "owned_by": "o"}]}
+            )
+
+    controller = await DummyUpstream(str(box.folder / "controller.sock"), control).start()
+    await box.table(replicas=["e"])
+    client = box.client()
+
+    raw = await client.chat.completions.with_raw_response.create(
+        model="m", messages=[{"role": "user", "content": "hi"}]
+    )
+    assert raw.parse().choices[0].message.content == "hello"
+    assert raw.headers["x-appliance-model-version"] == "v1"
+    stream = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], stream=True)
+    assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hello"
+    assert [model.id async for model in client.models.list()] == ["m"]
+
+    with pytest.raises(openai.NotFoundError) as missing:
+        await client.models.retrieve("ft:x")
+    assert missing.value.body == {"message": "Not Found", "type": "invalid_request_error", "param": None, "code": None}
+    with pytest.raises(openai.NotFoundError) as unknown:
+        await client.chat.completions.create(model="nope", messages=[{"role": "user", "content": "hi"}])
+    assert unknown.value.code == "model_not_found" and unknown.value.request_id
+    with pytest.raises(openai.BadRequestError):
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], n=16384)
+    with pytest.raises(openai.AuthenticationError):
+        await box.client().with_options(api_key="sk-wrong").models.list()
+    controller.requests.clear()
+    with pytest.raises(openai.ConflictError):
+        await client.fine_tuning.jobs.create(model="m", training_file="file-1")
+    assert len(controller.requests) == 1, "409 must not be retried by the client"
+
+    # While no replica is open the call waits, and is answered as if nothing had been.
+    await box.table(replicas=[])
+    call = asyncio.ensure_future(
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+    )
+    async with asyncio.timeout(10):
+        while (await box.bus.report())["models"]["m"]["held"] != 1:
+            pass
+    await box.table(replicas=["e"])
+    assert (await call).choices[0].message.content == "hello"
+
+    async def dies(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await reply.chunk(chat_events("hel", "lo")[0])
+        await asyncio.sleep(0.01)
+        reply.die()
+
+    engine.script = dies
+    stream = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}], stream=True)
+    with pytest.raises(openai.APIError, match="failed while answering"):
+        async for _ in stream:
+            pass
+
+    await client.close()
+    box.process.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(box.process.wait(), 10) == 0
+    await engine.stop()
+    await controller.stop()
+    log = tmp_path / "access.log"
+    assert log.stat().st_mode & 0o777 == 0o600
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert {line["status"] for line in lines} == {200, 400, 401, 404, 409}
+    assert all(KEY not in json.dumps(line) for line in lines)
+    assert next(line for line in lines if line["model"] == "m")["key"] == "k"
+
+
+async def test_network_address_only_once_a_key_exists(launch: Launch) -> None:
+    box = await launch(host="0.0.0.0")
+    assert await box.listening() == "127.0.0.1"
+    await box.table(keys=False)
+    await box.table(keys=True)
+    assert await box.listening() == "0.0.0.0"
+    reader, writer = await asyncio.open_connection("127.0.0.1", box.port)
+    writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+    assert b'{"status":"ok"}' in await asyncio.wait_for(reader.read(), 10)
+    writer.close()
+
+
+async def test_several_workers_share_the_port_and_a_killed_one_is_replaced(launch: Launch, unused_port: int) -> None:
+    box = await launch(workers=2, port=unused_port)
+    assert [await box.listening() for _ in range(2)] == ["127.0.0.1"] * 2
+    children = Path(f"/proc/{box.process.pid}/task/{box.process.pid}/children").read_text().split()
+    assert len(children) == 2
+    os.kill(int(children[0]), signal.SIGKILL)
+    assert await box.listening() == "127.0.0.1"
+    box.process.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(box.process.wait(), 10) == 0
+    assert not Path(f"/proc/{children[1]}").exists()
+
+
+@pytest.fixture
+def unused_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+async def test_tls(launch: Launch, tmp_path: Path) -> None:
+    cert, key = _self_signed(tmp_path)
+    box = await launch(tls_cert_path=str(cert), tls_key_path=str(key))
+    await box.listening()
+    engine = await DummyUpstream(str(box.folder / "e.sock"), answer_chat).start()
+    await box.table(replicas=["e"])
+    import httpx
+
+    async with httpx.AsyncClient(verify=str(cert)) as http:
+        client = openai.AsyncOpenAI(base_url=f"https://localhost:{box.port}/v1", api_key=KEY, http_client=http)
+        stream = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "hi"}], stream=True
+        )
+        assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hello"
+    await engine.stop()
+
+
+def _self_signed(folder: Path) -> tuple[Path, Path]:
+    import datetime
+
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    cert = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(key.public_key())
+        .serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    (folder / "cert.pem").write_bytes(cert.public_bytes(serialization.Encoding.PEM))
+    (folder / "key.pem").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    return folder / "cert.pem", folder / "key.pem"
+
+
+def test_gateway_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, appliance.gateway.main\n"
+        "print([n for n in ('torch', 'vllm', 'ray', 'fastapi', 'pydantic', 'httpx', 'numpy') if n in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+SOCKETS = {"controller_socket": "/c", "bus_socket": "/b"}
+
+
+@pytest.mark.parametrize(
+    ("data", "where"),
+    [
+        ({}, "controller_socket: missing"),
+        ({**SOCKETS, "prot": 1}, "prot: unknown key"),
+        ({**SOCKETS, "port": "8000"}, "port: '8000' given"),
+        ({**SOCKETS, "port": 70000}, "port: 70000 given"),
+        ({**SOCKETS, "workers": 0}, "workers: 0 given"),
+        ({**SOCKETS, "workers": True}, "workers: True given"),
+        ({**SOCKETS, "workers": 2, "port": 0}, "port: 0 given"),
+        ({**SOCKETS, "limits": {"n": -1}}, r"limits\.n: -1 given"),
+        ({**SOCKETS, "limits": {"m": 1}}, r"limits\.m: unknown key"),
+        ({**SOCKETS, "holds": []}, r"holds\.: list given"),
+        ({**SOCKETS, "tls_cert_path": "x"}, "tls_cert_path and tls_key_path"),
+        ({"controller_socket": "/" + "x" * 107, "bus_socket": "/b"}, "controller_socket: path longer"),
+    ],
+)
+def test_config_errors_name_the_key(data: dict[str, Any], where: str) -> None:
+    with pytest.raises(ConfigInvalid, match=where):
+        GatewayConfig.from_mapping(data)
+
+
+def test_config_from_text_and_file(tmp_path: Path) -> None:
+    text = json.dumps({**SOCKETS, "port": 9, "limits": {"n": 3, "keepalive_s": 5}, "holds": {"hold_s": 1}})
+    (tmp_path / "c.json").write_text(text)
+    for source in (text, str(tmp_path / "c.json")):
+        config = load_config(source)
+        assert (config.port, config.limits.n, config.limits.keepalive_s, config.holds.hold_s) == (9, 3, 5.0, 1.0)
+    with pytest.raises(ConfigInvalid, match="cannot read"):
+        load_config(str(tmp_path / "missing"))
+    with pytest.raises(ConfigInvalid, match="not JSON"):
+        load_config("{")
+
+
+@pytest.mark.parametrize("config", ['{"port": 1}', "/nonexistent"])
+def test_bad_config_is_exit_2(config: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "appliance.gateway.main", "--config-json", config],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "Traceback" not in done.stderr

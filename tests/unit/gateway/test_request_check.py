@@ -1,0 +1,198 @@
+"""Bodies that would hurt an engine never reach one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from appliance.gateway.config import Limits
+from appliance.gateway.errors import ApiError
+from appliance.gateway.request_check import check_body
+from appliance.gateway.routes import resolve
+
+from .conftest import Box, chat
+
+LIMITS = Limits()
+CHAT = resolve(b"POST", b"/v1/chat/completions")
+COMPLETIONS = resolve(b"POST", b"/v1/completions")
+RESPONSES = resolve(b"POST", b"/v1/responses")
+MESSAGES = resolve(b"POST", b"/v1/messages")
+EMBEDDINGS = resolve(b"POST", b"/v1/embeddings")
+
+HEAD = '{"model": "m", "messages": [{"role": "user", "content": "hi"}], '
+
+
+def _image(url: Any) -> str:
+    part = {"type": "image_url", "image_url": url if isinstance(url, dict) else {"url": url}}
+    return orjson.dumps({"model": "m", "messages": [{"role": "user", "content": [part]}]}).decode()
+
+
+BAD: dict[str, tuple[str, str | None]] = {
+    "not JSON": ("{", None),
+    "empty": ("", None),
+    "an array": ("[]", None),
+    "a number": ("1", None),
+    "100k deep": (HEAD + '"tools": ' + "[" * 100_000 + "]" * 100_000 + "}", None),
+    "200 deep": (HEAD + '"tools": ' + "[" * 200 + "]" * 200 + "}", None),
+    "200 objects deep": (HEAD + '"metadata": ' + '{"a":' * 200 + "1" + "}" * 200 + "}", None),
+    "5,000-digit integer": (HEAD + '"seed": ' + "9" * 5000 + "}", None),
+    "30-digit integer": (HEAD + '"seed": ' + "9" * 30 + "}", "seed"),
+    "lone surrogate": (HEAD + '"user": "\\ud800"}', None),
+    "NaN": (HEAD + '"temperature": NaN}', None),
+    "Infinity": (HEAD + '"temperature": Infinity}', None),
+    "1e999": (HEAD + '"temperature": 1e999}', None),
+    "nested 1e999": (HEAD + '"logit_bias": {"1": 1e999}}', None),
+    "temperature as text": (HEAD + '"temperature": "1"}', "temperature"),
+    "temperature 3": (HEAD + '"temperature": 3}', "temperature"),
+    "n 16384": (HEAD + '"n": 16384}', "n"),
+    "n 0": (HEAD + '"n": 0}', "n"),
+    "n true": (HEAD + '"n": true}', "n"),
+    "n 1.5": (HEAD + '"n": 1.5}', "n"),
+    "logprobs 1e6": (HEAD + '"logprobs": 1000000}', "logprobs"),
+    "top_logprobs 1e6": (HEAD + '"logprobs": true, "top_logprobs": 1000000}', "top_logprobs"),
+    "prompt_logprobs all": (HEAD + '"prompt_logprobs": -1}', "prompt_logprobs"),
+    "max_tokens 0": (HEAD + '"max_tokens": 0}', "max_tokens"),
+    "max_tokens -1": (HEAD + '"max_tokens": -1}', "max_tokens"),
+    "max_tokens 2^63": (HEAD + f'"max_tokens": {1 << 63}' + "}", "max_tokens"),
+    "max_completion_tokens 2^64": (HEAD + f'"max_completion_tokens": {1 << 64}' + "}", "max_completion_tokens"),
+    "chat_template": (HEAD + '"chat_template": "{{ x }}"}', "chat_template"),
+    "chat_template by escape": (HEAD + '"chat\\u005ftemplate": "{{ x }}"}', "chat_template"),
+    "chat_template in kwargs": (
+        HEAD + '"chat_template_kwargs": {"chat_template": "{{ x }}"}}',
+        "chat_template_kwargs.chat_template",
+    ),
+    "kwargs as text": (HEAD + '"chat_template_kwargs": "x"}', "chat_template_kwargs"),
+    "pickled embeddings": (HEAD + '"prompt_embeds": "gASV"}', "prompt_embeds"),
+    "another request's id": (HEAD + '"request_id": "x"}', "request_id"),
+    "link-local image": (_image("http://169.254.169.254/latest"), "image_url"),
+    "https image": (_image("https://example.org/a.png"), "image_url"),
+    "file image": (_image("file:///etc/passwd"), "image_url"),
+    "userinfo trick": (_image("http://a\\@b/"), "image_url"),
+    "upper-case scheme": (_image("HTTP://a/"), "image_url"),
+    "data URL that is no image": (_image("data:text/html,x"), "image_url"),
+    "video": (
+        '{"model":"m","messages":[{"role":"user","content":[{"type":"video_url",'
+        '"video_url":{"url":"data:video/mp4;base64,AAAA"}}]}]}',
+        "video_url",
+    ),
+    "short form without type": (
+        '{"model":"m","messages":[{"role":"user","content":[{"image_url":"http://x"}]}]}',
+        "image_url",
+    ),
+    "key spelt with an escape": (
+        '{"model":"m","messages":[{"role":"user","content":[{"image\\u005furl":"http://x"}]}]}',
+        "image_url",
+    ),
+    "no model": ('{"messages": []}', "model"),
+    "model is a number": ('{"model": 3, "messages": []}', "model"),
+    "no messages": ('{"model": "m", "messages": []}', "messages"),
+    "messages of text": ('{"model": "m", "messages": ["x"]}', "messages"),
+    "stream as text": (HEAD + '"stream": "true"}', "stream"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_chat_bodies(name: str) -> None:
+    body, param = BAD[name]
+    with pytest.raises(ApiError) as caught:
+        check_body(CHAT, body.encode(), LIMITS)
+    assert caught.value.status == 400
+    assert caught.value.param == param
+    assert len(caught.value.body()) < 1000
+
+
+async def test_bad_bodies_get_400_and_the_engine_never_hears_of_them(box: Box) -> None:
+    wire = await box.connect()
+    for body, param in BAD.values():
+        data = body.encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\n"
+        await wire.send(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
+        response = await wire.response()
+        assert response.status == 400
+        assert response.error["param"] == param
+    assert box.engines["e0"].requests == []
+    await wire.send(head.encode() + b"Content-Length: 57\r\n\r\n" + orjson.dumps(chat()))
+    assert (await wire.response()).status == 200
+
+
+@pytest.mark.parametrize("kind", ["gzip", "zstd", "br"])
+async def test_compressed_bodies_are_refused(box: Box, kind: str) -> None:
+    response = await box.ask("POST", "/v1/chat/completions", b"\x1f\x8b", headers=f"Content-Encoding: {kind}\r\n")
+    assert response.status == 415 and response.error["code"] == "unsupported_content_encoding"
+
+
+async def test_forms_are_refused(box: Box) -> None:
+    wire = await box.connect()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\n"
+    await wire.send(f"{head}Content-Type: text/plain\r\nContent-Length: 2\r\n\r\n".encode() + b"{}")
+    assert (await wire.response()).status == 415
+
+
+def test_other_routes_have_their_own_inputs() -> None:
+    def refused(route: Any, data: dict[str, Any]) -> str | None:
+        with pytest.raises(ApiError) as caught:
+            check_body(route, orjson.dumps({"model": "m", **data}), LIMITS)
+        return caught.value.param
+
+    assert refused(COMPLETIONS, {"prompt": None}) == "prompt"
+    assert refused(COMPLETIONS, {"prompt": ["x"] * 257}) == "n"
+    assert refused(COMPLETIONS, {"prompt": ["x"] * 10, "n": 30}) == "n"
+    assert refused(COMPLETIONS, {"prompt": "x", "logprobs": 1_000_000}) == "logprobs"
+    assert refused(EMBEDDINGS, {"input": ["x"] * 2049}) == "input"
+    assert refused(EMBEDDINGS, {"input": []}) == "input"
+    assert refused(RESPONSES, {"input": 3}) == "input"
+    assert refused(RESPONSES, {"input": "x", "tools": [{"type": "mcp", "server_url": "http://x"}]}) == "server_url"
+    source = {"type": "url", "url": "http://x"}
+    message = {"role": "user", "content": [{"type": "image", "source": source}]}
+    assert refused(MESSAGES, {"messages": [message], "max_tokens": 5}) == "source.url"
+
+
+GOOD = [
+    (CHAT, chat()),
+    (CHAT, chat(stream=True, n=2, temperature=0, top_p=1, max_tokens=1, logprobs=True, top_logprobs=20, seed=-1)),
+    (
+        CHAT,
+        chat(
+            stream=None, temperature=None, n=None, max_completion_tokens=4096, chat_template_kwargs={"thinking": False}
+        ),
+    ),
+    (CHAT, chat(user="see https://example.org/image_url and \\u0041", stop=["a"])),
+    (CHAT, orjson.loads(_image("data:image/png;base64,iVBORw0KGgo="))),
+    (
+        CHAT,
+        chat(tools=[{"type": "function", "function": {"name": "f", "parameters": {"image_url": {"type": "string"}}}}]),
+    ),
+    (COMPLETIONS, {"model": "m", "prompt": [1, 2, 3], "logprobs": 5}),
+    (COMPLETIONS, {"model": "m", "prompt": [[1], [2]], "n": 2}),
+    (EMBEDDINGS, {"model": "m", "input": ["x"] * 2048}),
+    (RESPONSES, {"model": "m", "input": "x", "max_output_tokens": 10}),
+    (MESSAGES, {"model": "m", "messages": [{"role": "user", "content": "x"}], "max_tokens": 5}),
+]
+
+
+@pytest.mark.parametrize(("route", "data"), GOOD)
+def test_good_bodies_pass(route: Any, data: dict[str, Any]) -> None:
+    checked = check_body(route, orjson.dumps(data), LIMITS)
+    assert checked.model == "m" and checked.stream is bool(data.get("stream")) and checked.tokens > 0
+
+
+def test_long_conversations_are_not_mistaken_for_deep_ones() -> None:
+    data = {"model": "m", "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}]}] * 2000}
+    assert check_body(CHAT, orjson.dumps(data), LIMITS).tokens > 2000
+
+
+def test_prefix_is_that_of_the_conversation_not_of_its_length() -> None:
+    start = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    longer = [*start, {"role": "assistant", "content": "a"}, {"role": "user", "content": "more"}]
+    other = [start[0], {"role": "user", "content": "something else"}]
+    one, two, three = (
+        check_body(CHAT, orjson.dumps({"model": "m", "messages": m}), LIMITS).prefix for m in (start, longer, other)
+    )
+    assert one == two != three
+
+
+def test_estimate_grows_with_completion_and_n() -> None:
+    small = check_body(CHAT, orjson.dumps(chat(max_tokens=10)), LIMITS).tokens
+    assert check_body(CHAT, orjson.dumps(chat(max_tokens=10, n=4)), LIMITS).tokens == pytest.approx(small + 30, abs=4)

@@ -1,0 +1,88 @@
+"""serve/holds.py: who may wait, who is next, whose time is up."""
+
+from __future__ import annotations
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from serve.holds import Bounds, Holds, Refusal, Ticket
+
+BOUNDS = Bounds(requests=6, requests_per_model=4, body_bytes=100)
+
+
+def test_first_in_first_out_by_model_and_removal_is_idempotent() -> None:
+    holds: Holds[str] = Holds(BOUNDS)
+    tickets = [holds.add("m", str(i), 1, 10.0, 0.0) for i in range(3)]
+    assert all(isinstance(ticket, Ticket) for ticket in tickets)
+    assert holds.first("m") is tickets[0]
+    assert holds.remove(tickets[0]) and not holds.remove(tickets[0])
+    assert holds.first("m") is tickets[1] and holds.first("other") is None
+    assert holds.models() == ["m"] and holds.held("m") == 2
+
+
+def test_every_bound_has_its_own_refusal() -> None:
+    holds: Holds[int] = Holds(BOUNDS)
+    assert holds.add("m", 0, 1, 5.0, 5.0) is Refusal.DEADLINE
+    assert holds.add("m", 0, 101, 5.0, 0.0) is Refusal.BYTES
+    for i in range(4):
+        assert isinstance(holds.add("m", i, 1, 5.0, 0.0), Ticket)
+    assert holds.add("m", 4, 1, 5.0, 0.0) is Refusal.MODEL_REQUESTS
+    for i in range(2):
+        assert isinstance(holds.add("n", i, 1, 5.0, 0.0), Ticket)
+    assert holds.add("o", 0, 1, 5.0, 0.0) is Refusal.REQUESTS
+
+
+def test_expired_are_taken_out() -> None:
+    holds: Holds[int] = Holds(BOUNDS)
+    for i, deadline in enumerate((1.0, 3.0, 2.0)):
+        holds.add("m", i, 10, deadline, 0.0)
+    assert [ticket.item for ticket in holds.expired(2.0)] == [0, 2]
+    assert holds.count == 1 and holds.body_bytes == 10
+    assert holds.expired(2.0) == []
+
+
+class HoldsMachine(RuleBasedStateMachine):
+    """Counts always equal what is queued, and no bound is ever exceeded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.holds: Holds[int] = Holds(BOUNDS)
+        self.model: dict[int, Ticket[int]] = {}
+        self.now = 0.0
+        self.next = 0
+
+    @rule(name=st.sampled_from("abc"), size=st.integers(0, 60), wait=st.integers(-1, 5))
+    def add(self, name: str, size: int, wait: int) -> None:
+        result = self.holds.add(name, self.next, size, self.now + wait, self.now)
+        if isinstance(result, Ticket):
+            self.model[self.next] = result
+        self.next += 1
+
+    @rule(index=st.integers(0, 10))
+    def remove(self, index: int) -> None:
+        if self.model:
+            key = list(self.model)[index % len(self.model)]
+            assert self.holds.remove(self.model.pop(key))
+
+    @rule(step=st.integers(1, 3))
+    def expire(self, step: int) -> None:
+        self.now += step
+        late = {ticket.item for ticket in self.holds.expired(self.now)}
+        assert late == {key for key, ticket in self.model.items() if ticket.deadline_s <= self.now}
+        for key in late:
+            del self.model[key]
+
+    @invariant()
+    def agrees(self) -> None:
+        assert self.holds.count == len(self.model) <= BOUNDS.requests
+        assert self.holds.body_bytes == sum(t.body_bytes for t in self.model.values()) <= BOUNDS.body_bytes
+        for name in "abc":
+            mine = [key for key, ticket in self.model.items() if ticket.model == name]
+            assert self.holds.held(name) == len(mine) <= BOUNDS.requests_per_model
+            first = self.holds.first(name)
+            assert (first.item if first else None) == (min(mine) if mine else None)
+
+
+TestHoldsMachine = HoldsMachine.TestCase
+TestHoldsMachine.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
