@@ -27,6 +27,7 @@ import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 
+from runtime.process import die_with_parent
 from train.starter_model import Shape, StarterNet
 from train.starter_text import documents
 from train.starter_tokenizer import END_OF_TEXT, TURN_END, render, tokenizer_config, train_tokenizer
@@ -162,6 +163,17 @@ of fine-tuning by it: import a real checkpoint with `appliance model import`.
 """
 
 
+def vocabulary_texts(path: Path) -> Iterator[str]:
+    """The text of a file: of its messages if it is chat JSONL, else all of it."""
+    content = path.read_text(encoding="utf-8")
+    if path.suffix != ".jsonl":
+        yield content
+        return
+    for line in content.splitlines():
+        for message in json.loads(line)["messages"]:
+            yield message["content"]
+
+
 def report(event: str, **data: object) -> None:
     print(json.dumps({"event": event, **data}), flush=True)
 
@@ -174,9 +186,10 @@ def main(argv: list[str] | None = None) -> int:
     length.add_argument("--steps", type=int, help="pretrain this many steps instead, reproducibly")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice, OMP_NUM_THREADS)")
+    parser.add_argument("--die-with-parent", action="store_true", help="end when the calling thread ends")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--vocabulary-text", type=Path, action="append", default=[], metavar="FILE",
-                        help="text whose words the tokenizer should know too; not trained on")  # fmt: skip
+                        help="text or chat JSONL whose words the tokenizer should know; not trained on")  # fmt: skip
     args = parser.parse_args(argv)
     if args.out.exists():
         parser.error(f"--out {args.out} exists already; give a directory that does not")
@@ -187,6 +200,8 @@ def main(argv: list[str] | None = None) -> int:
     for path in args.vocabulary_text:
         if not path.is_file():
             parser.error(f"--vocabulary-text {path}: no such file")
+    if args.die_with_parent:
+        die_with_parent()
     if args.threads:
         torch.set_num_threads(args.threads)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -196,7 +211,7 @@ def main(argv: list[str] | None = None) -> int:
     started, shape = time.monotonic(), Shape()
     report("progress", stage="tokenizer", fraction=0.0)
     made = (render(document) for document in itertools.islice(documents(args.seed), TOKENIZER_DOCUMENTS))
-    given = (path.read_text(encoding="utf-8") for path in args.vocabulary_text)
+    given = itertools.chain.from_iterable(map(vocabulary_texts, args.vocabulary_text))
     tokenizer = train_tokenizer(itertools.chain(made, given), vocab_size=shape.vocab_size)
     net = StarterNet(shape).to(device)
     result = pretrain(tokenizer, net, seed=args.seed, minutes=args.minutes, steps=args.steps, device=device)

@@ -1,0 +1,294 @@
+"""What a checkpoint directory is: which files belong to it, and what they say. Nothing is loaded, nothing executed.
+
+Accepted is what `transformers` writes for a text model: config.json, a tokenizer, safetensors (one file, or several
+with an index). The weight headers themselves are validated by `weights.layout`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from appliance.models.errors import (
+    MissingTokenizer,
+    NotACheckpoint,
+    PickleRefused,
+    RemoteCodeRefused,
+    UnsafeLink,
+    UnsupportedModel,
+)
+from weights.header import LENGTH_BYTES, header_bytes_needed, parse_header
+from weights.layout import Layout
+from weights.source import AUX_SUFFIXES
+
+Task = Literal["generate", "embed"]
+
+MAX_CONFIG_BYTES = 16 << 20
+MAX_TOKENIZER_BYTES = 256 << 20
+MAX_FILES = 4096
+WEIGHT_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
+# Formats that run code on load, or that vLLM and DeepSpeed here do not read.
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+OTHER_WEIGHTS = (".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
+KEPT_TEXT = ("README.md",)
+# Any one of these sets of files makes a tokenizer.
+TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("tekken.json",), ("vocab.txt",))
+_CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
+
+
+@dataclass(frozen=True)
+class Files:
+    """The files to take: name in the checkpoint -> the regular file behind it, and what stays behind."""
+
+    taken: Mapping[str, Path]
+    left: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the files say. `params` counts elements of all tensors; `info` is for people and may grow."""
+
+    arch: str
+    task: Task
+    params: int
+    max_model_len: int | None
+    chat_template: str | None
+    warnings: tuple[str, ...]
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+def choose_files(directory: Path) -> Files:
+    """Which files of `directory` make the checkpoint. Sub-directories, code and other formats stay behind.
+
+    A symlink is followed if it ends inside the directory or in the `blobs` of the hub cache that the directory is
+    part of (that is how `huggingface_hub` lays out `snapshots/<revision>`). Raises NotACheckpoint, PickleRefused,
+    UnsafeLink.
+    """
+    names = sorted(os.listdir(directory))
+    if len(names) > MAX_FILES:
+        raise NotACheckpoint("", f"{directory} holds {len(names)} files; a checkpoint has a few, at most {MAX_FILES}")
+    weights = _weight_files(directory, names)
+    taken: dict[str, Path] = {}
+    left: list[str] = []
+    for name in names:
+        is_weight = name in weights
+        wanted = is_weight or name in KEPT_TEXT or (name.endswith(AUX_SUFFIXES) and name != "manifest.json")
+        wanted = wanted and not name.startswith(".") and not (directory / name).is_dir()
+        if name.endswith(INDEX_SUFFIX):
+            wanted = name == f"model{INDEX_SUFFIX}"
+        if wanted:
+            taken[name] = _regular(directory, name)
+        else:
+            left.append(name)
+    for name in sorted(weights):
+        if name not in taken:
+            raise NotACheckpoint(name, f"named by model{INDEX_SUFFIX} but not in {directory}: the copy is incomplete")
+        check_header(taken[name], name)
+    if "config.json" not in taken:
+        raise NotACheckpoint("config.json", f"not in {directory}; expected a Hugging Face checkpoint directory")
+    return Files(taken, tuple(left), sum(path.stat().st_size for path in taken.values()))
+
+
+def check_header(path: Path, name: str) -> None:
+    """Refuses a hostile or damaged safetensors file before any of its gigabytes is copied. Raises HeaderInvalid."""
+    with path.open("rb") as file:
+        file_bytes = os.fstat(file.fileno()).st_size
+        needed = header_bytes_needed(file.read(LENGTH_BYTES), path=path.parent, file=name, file_bytes=file_bytes)
+        file.seek(0)
+        parse_header(file.read(needed), path=path.parent, file=name, file_bytes=file_bytes)
+
+
+def _weight_files(directory: Path, names: list[str]) -> frozenset[str]:
+    if f"model{INDEX_SUFFIX}" in names:
+        index = read_json(_regular(directory, f"model{INDEX_SUFFIX}"), f"model{INDEX_SUFFIX}", MAX_TOKENIZER_BYTES)
+        weight_map = index.get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise NotACheckpoint(f"model{INDEX_SUFFIX}", "has no object 'weight_map'")
+        for name in weight_map.values():
+            if not isinstance(name, str) or "/" in name or name.startswith(".") or not name.endswith(WEIGHT_SUFFIX):
+                raise NotACheckpoint(
+                    f"model{INDEX_SUFFIX}", f"names {str(name)[:80]!r}; expected *{WEIGHT_SUFFIX} files"
+                )
+        return frozenset(weight_map.values())
+    tensors = [name for name in names if name.endswith(WEIGHT_SUFFIX) and not name.startswith(".")]
+    if "model.safetensors" in tensors:
+        return frozenset({"model.safetensors"})
+    if len(tensors) == 1:
+        return frozenset(tensors)
+    if tensors:
+        raise NotACheckpoint(
+            f"model{INDEX_SUFFIX}",
+            f"missing, and there are {len(tensors)} *{WEIGHT_SUFFIX} files: which belong together?",
+        )
+    pickles = [name for name in names if name.endswith(PICKLES)]
+    if pickles:
+        raise PickleRefused(
+            pickles[0],
+            "the weights are pickles, which can run any code when loaded, and are never opened here. Convert them "
+            "where you trust them: `AutoModelForCausalLM.from_pretrained(...).save_pretrained(DIR)` writes safetensors",
+        )
+    others = [name for name in names if name.endswith(OTHER_WEIGHTS)]
+    found = f"; {others[0]} is another format" if others else ""
+    raise NotACheckpoint(
+        "", f"{directory} has no *{WEIGHT_SUFFIX} file{found}. Expected a Hugging Face checkpoint directory"
+    )
+
+
+def _regular(directory: Path, name: str) -> Path:
+    path = directory / name
+    real = Path(os.path.realpath(path))
+    if path.is_symlink():
+        allowed = [directory.resolve()]
+        if directory.resolve().parent.name == "snapshots":
+            allowed.append(directory.resolve().parent.parent / "blobs")
+        if not any(real.is_relative_to(root) for root in allowed):
+            raise UnsafeLink(name, f"a symlink to {real}, outside of {directory}; replace it by the file itself")
+    try:
+        mode = real.stat().st_mode
+    except OSError as error:
+        raise UnsafeLink(name, f"cannot be read: {error.strerror}") from error
+    if not stat.S_ISREG(mode):
+        raise UnsafeLink(name, "not a regular file")
+    return real
+
+
+def read_json(path: Path, name: str, limit_bytes: int) -> dict[str, Any]:
+    """The JSON object in `path`. Raises NotACheckpoint naming `name`."""
+    size = path.stat().st_size
+    if size > limit_bytes:
+        raise NotACheckpoint(name, f"{size} bytes; at most {limit_bytes} are read")
+    try:
+        body = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise NotACheckpoint(name, f"not JSON: {str(error)[:120]}") from error
+    if not isinstance(body, dict):
+        raise NotACheckpoint(name, f"holds a JSON {type(body).__name__}, expected an object")
+    return body
+
+
+def examine(directory: Path, layout: Layout) -> Facts:
+    """Reads config and tokenizer of a `directory` of plain files whose weights are `layout`.
+
+    Raises a CheckpointRefused. The chat template is only found here; whether it runs is `template_trial`'s business.
+    """
+    config = read_json(directory / "config.json", "config.json", MAX_CONFIG_BYTES)
+    _refuse_code(config, "config.json")
+    architectures = config.get("architectures")
+    if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
+        raise NotACheckpoint("config.json", "'architectures' must be a list of class names such as LlamaForCausalLM")
+    arch = architectures[0]
+    task = _task(arch)
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else config
+    warnings: list[str] = []
+    _check_weights(text, layout)
+    tokenizer = {}
+    if (directory / "tokenizer_config.json").exists():
+        tokenizer = read_json(directory / "tokenizer_config.json", "tokenizer_config.json", MAX_CONFIG_BYTES)
+        _refuse_code(tokenizer, "tokenizer_config.json")
+    _require_tokenizer(directory)
+    template = _chat_template(directory, tokenizer)
+    if template is None and task == "generate":
+        warnings.append(
+            "there is no chat template: /v1/chat/completions will refuse this model and fine-tuning on chats cannot "
+            "format them; use /v1/completions, or add chat_template.jinja to the checkpoint and import it again"
+        )
+    length = text.get("max_position_embeddings")
+    quantization = config.get("quantization_config")
+    if quantization:
+        warnings.append("the weights are quantised: they can be served, but not fine-tuned")
+    return Facts(
+        arch=arch,
+        task=task,
+        params=sum(placed.spec.numel for placed in layout),
+        max_model_len=length if isinstance(length, int) and 0 < length < 1 << 31 else None,
+        chat_template=template,
+        warnings=tuple(warnings),
+        info={
+            "model_type": config.get("model_type"),
+            "layers": text.get("num_hidden_layers"),
+            "hidden_size": text.get("hidden_size"),
+            "vocab_size": text.get("vocab_size"),
+            "tied_embeddings": bool(config.get("tie_word_embeddings", False)),
+            "dtypes": sorted({placed.spec.dtype for placed in layout}),
+            "chat_template": template is not None,
+            "quantized": bool(quantization),
+        },
+    )
+
+
+def _refuse_code(body: Mapping[str, Any], name: str) -> None:
+    if body.get("auto_map"):
+        raise RemoteCodeRefused(
+            name,
+            "has 'auto_map', that is, it wants Python code of the checkpoint to be run, which never happens here. If "
+            "transformers knows this architecture by now, remove 'auto_map' from the file and import again",
+        )
+
+
+def _task(arch: str) -> Task:
+    if not _CLASS_NAME.fullmatch(arch):
+        raise NotACheckpoint("config.json", f"architecture {arch[:80]!r} is no class name")
+    if arch.endswith(("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")):
+        return "generate"
+    if arch.endswith("Model"):
+        return "embed"
+    raise UnsupportedModel(
+        "config.json", f"architecture {arch} neither generates (…ForCausalLM) nor embeds (…Model) text"
+    )
+
+
+def _require_tokenizer(directory: Path) -> None:
+    if not any(all((directory / name).is_file() for name in names) for names in TOKENIZERS):
+        raise MissingTokenizer(
+            "tokenizer.json",
+            "not there, nor tokenizer.model, nor vocab.json with merges.txt; copy the tokenizer files of the base "
+            "model into the directory",
+        )
+    # Not parsed: that would hold the interpreter for half a second per 30 MB, and the loaders check it anyway.
+    path = directory / "tokenizer.json"
+    if path.is_file() and not 2 <= path.stat().st_size <= MAX_TOKENIZER_BYTES:
+        raise NotACheckpoint(path.name, f"{path.stat().st_size} bytes; expected 2 to {MAX_TOKENIZER_BYTES}")
+
+
+def _chat_template(directory: Path, tokenizer: Mapping[str, Any]) -> str | None:
+    path = directory / "chat_template.jinja"
+    if path.is_file():
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise NotACheckpoint(path.name, f"{path.stat().st_size} bytes; at most {MAX_CONFIG_BYTES} are read")
+        try:
+            return path.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise NotACheckpoint(path.name, f"not UTF-8: {error.reason} at byte {error.start}") from error
+    found = tokenizer.get("chat_template")
+    if found is None and (directory / "chat_template.json").is_file():
+        found = read_json(directory / "chat_template.json", "chat_template.json", MAX_CONFIG_BYTES).get("chat_template")
+    if isinstance(found, list):
+        named = {t.get("name"): t.get("template") for t in found if isinstance(t, dict)}
+        found = named.get("default", next(iter(named.values()), None))
+    return found if isinstance(found, str) and found.strip() else None
+
+
+def _check_weights(config: Mapping[str, Any], layout: Layout) -> None:
+    """Catches weights of another model than config.json describes. Only what all these families share is looked at."""
+    for name in ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight"):
+        if name in layout and isinstance(config.get("hidden_size"), int) and isinstance(config.get("vocab_size"), int):
+            found, expected = layout.find(name).spec.shape, (config["vocab_size"], config["hidden_size"])
+            if tuple(found) != expected:
+                raise NotACheckpoint(
+                    name, f"has shape {list(found)}, config.json says {list(expected)}: weights of another model?"
+                )
+    layers = config.get("num_hidden_layers")
+    present = {int(match[1]) for name in layout.names if (match := re.match(r"model\.layers\.(\d{1,6})\.", name))}
+    if isinstance(layers, int) and 0 < layers < 100_000 and present:
+        missing = sorted(set(range(layers)) - present)
+        if missing:
+            raise NotACheckpoint(
+                f"model.layers.{missing[0]}", f"no tensor of this layer; config.json says there are {layers} layers"
+            )

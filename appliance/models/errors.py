@@ -1,0 +1,121 @@
+"""What can go wrong when a model comes onto the box.
+
+ModelError
+├── SourceNotFound          neither a directory here nor a repository name
+├── InvalidModelName        a name that no model may have
+├── ModelNameRequired       the source gives no usable name
+├── CheckpointRefused       what is there cannot or must not be served (all of these name the file)
+│   ├── NotACheckpoint      config.json or weights are missing or make no sense
+│   ├── PickleRefused       weights only as pickles, which run code when loaded
+│   ├── RemoteCodeRefused   the checkpoint wants its own Python code run
+│   ├── UnsafeLink          a symlink that leaves the checkpoint
+│   ├── MissingTokenizer    no tokenizer files
+│   ├── UnsupportedModel    an architecture that is neither generating nor embedding text
+│   └── TemplateRefused     a chat template that is broken, or does not end in time or memory
+├── NotEnoughDisk           carries the numbers
+├── HubError
+│   ├── HubDisallowed       the box is offline towards hubs (the default)
+│   ├── HubNotFound         no such repository, revision, or no access
+│   ├── HubUnreachable      network; running it again resumes
+│   └── DownloadCorrupt     the bytes are not those the hub announced
+└── StarterFailed           pretraining ended without a model
+"""
+
+from __future__ import annotations
+
+
+class ModelError(Exception):
+    """Base: the message says what was given, what was expected and what to do."""
+
+
+class SourceNotFound(ModelError):
+    """Neither an existing path nor the form of a hub repository."""
+
+
+class InvalidModelName(ModelError, ValueError):
+    """A name that cannot be used in URLs, directories and the `model` field of requests."""
+
+
+class CheckpointRefused(ModelError):
+    """The checkpoint itself is at fault; `file` is the one to look at."""
+
+    def __init__(self, file: str, reason: str):
+        super().__init__(f"{file}: {reason}" if file else reason)
+        self.file, self.reason = file, reason
+
+
+class NotACheckpoint(CheckpointRefused):
+    """Something that a Hugging Face checkpoint directory must have is missing or malformed."""
+
+
+class PickleRefused(CheckpointRefused):
+    """Weights in a format that executes code when it is loaded."""
+
+
+class RemoteCodeRefused(CheckpointRefused):
+    """`auto_map`: the checkpoint brings Python code of its own."""
+
+
+class UnsafeLink(CheckpointRefused):
+    """A symbolic link, device or other special file where a plain file is expected."""
+
+
+class MissingTokenizer(CheckpointRefused):
+    """No tokenizer.json, tokenizer.model or vocab.json with merges.txt."""
+
+
+class UnsupportedModel(CheckpointRefused):
+    """Not a text model that this box can serve."""
+
+
+class TemplateRefused(CheckpointRefused):
+    """The chat template does not compile, or runs away."""
+
+
+class NotEnoughDisk(ModelError):
+    """Less free space than the copy needs."""
+
+    def __init__(self, where: str, needed_bytes: int, free_bytes: int):
+        super().__init__(
+            f"{where} has {free_bytes / 1e9:.1f} GB free, this model needs {needed_bytes / 1e9:.1f} GB: "
+            "free some space (`appliance model rm`) or use another data directory"
+        )
+        self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
+
+
+class HubError(ModelError):
+    """Base of what goes wrong with a hub."""
+
+
+class HubDisallowed(HubError):
+    """Downloads are switched off."""
+
+    def __init__(self, repository: str, endpoint: str):
+        super().__init__(
+            f"{repository!r} is no directory here, and this box does not talk to model hubs (offline by default). "
+            f"Give the path of a checkpoint directory, or allow downloads from {endpoint} with `allowed = true` "
+            "under [hub] in the configuration"
+        )
+
+
+class HubNotFound(HubError):
+    """The hub has no such repository or revision, or does not show it to us."""
+
+
+class HubUnreachable(HubError):
+    """The hub did not answer or the connection broke too often; finished parts are kept."""
+
+
+class DownloadCorrupt(HubError):
+    """A downloaded file does not have the checksum that the hub announced."""
+
+    def __init__(self, file: str, expected: str, found: str):
+        super().__init__(
+            f"{file} does not have the checksum the hub announced (expected {expected}, got {found}); "
+            "it was deleted. Run the import again; if this repeats, something between here and the hub changes files"
+        )
+        self.file = file
+
+
+class StarterFailed(ModelError):
+    """The pretraining process ended without a model; its last words are in the message."""

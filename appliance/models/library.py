@@ -1,0 +1,368 @@
+"""The models on disk: `<models>/<name>/<version>/`, each a checkpoint directory with a sealed manifest.
+
+Everything here blocks and is meant for a worker thread. A version appears by one rename after all its bytes were
+checked and are on the medium; what a crash leaves stands in `.staging` and is removed by the next import.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import uuid
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from appliance.models import hub
+from appliance.models.checkpoint import Facts, Task, choose_files, examine
+from appliance.models.errors import (
+    InvalidModelName,
+    ModelError,
+    NotEnoughDisk,
+    SourceNotFound,
+    StarterFailed,
+)
+from appliance.models.template_trial import try_template
+from weights import tiers
+from weights.files import sync_directory
+from weights.layout import Layout
+from weights.manifest import Manifest
+from weights.names import decode_name, encode_name
+
+STARTER_NAME, STARTER_MINUTES = "starter", 1.5
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
+MAX_NAME_CHARACTERS = 128
+COPY_CHUNK_BYTES = 16 << 20
+
+Report = Callable[[float, float | None, str, str], None]
+"""`report(done, total, unit, message)`; an exception raised by it cancels the work."""
+
+
+def silent(done: float, total: float | None, unit: str, message: str) -> None:
+    """The Report that nobody reads."""
+
+
+@dataclass(frozen=True)
+class ModelVersion:
+    """A version on disk. `bytes` counts tensors and described files; `info` is for people."""
+
+    name: str
+    version: str
+    path: Path
+    arch: str
+    task: Task
+    params: int
+    bytes: int
+    max_model_len: int | None
+    source: str
+    warnings: tuple[str, ...] = ()
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+
+class ModelLibrary:
+    """All models below `models_dir` (made 0700). One process at a time may import; any number may read."""
+
+    def __init__(self, models_dir: Path, *, hub_settings: hub.HubSettings | None = None):
+        self._root = Path(models_dir)
+        self._hub = hub_settings or hub.HubSettings()
+
+    # --- bringing in ------------------------------------------------------------------------------------------------
+
+    def import_model(
+        self, source: str, *, name: str | None = None, revision: str | None = None, report: Report = silent
+    ) -> ModelVersion:
+        """A directory if there is one at `source`, else a hub repository. Raises ModelError, IntegrityError."""
+        path = Path(source).expanduser()
+        if path.exists() or source.startswith((".", "/", "~")):
+            if revision is not None:
+                raise SourceNotFound(f"{source} is a directory; a revision can only be given for a hub repository")
+            return self.import_path(path, name=name, report=report)
+        return self.import_hub(source, name=name, revision=revision, report=report)
+
+    def import_path(self, path: Path, *, name: str | None = None, report: Report = silent) -> ModelVersion:
+        """Copies the checkpoint directory `path` in as a new version of `name` (default: the directory's name).
+
+        Taken are safetensors, configuration, tokenizer and README.md; code, pickles and sub-directories stay behind.
+        Raises CheckpointRefused, weights.errors.IntegrityError (a damaged or hostile weight file, by name),
+        NotEnoughDisk, InvalidModelName, SourceNotFound.
+        """
+        if not path.is_dir():
+            what = "is a file" if path.exists() else "does not exist"
+            raise SourceNotFound(f"{path} {what}; expected the directory of a checkpoint (config.json, *.safetensors)")
+        chosen_name = check_name(name if name is not None else _name_of(path.resolve().name))
+        return self._take_in(path.resolve(), chosen_name, source=str(path.resolve()), meta={}, report=report)
+
+    def import_hub(
+        self, repository: str, *, name: str | None = None, revision: str | None = None, report: Report = silent
+    ) -> ModelVersion:
+        """Downloads `repository` (at `revision`, default main) and takes it in under its own name or `name`.
+
+        An interrupted download goes on where it stopped when called again. Raises as `import_path`, and HubError.
+        """
+        hub.check_reference(repository, revision)
+        chosen_name = check_name(name if name is not None else repository)
+        listing = hub.list_files(repository, revision, self._hub)
+        folder = self._private(self._root / ".downloads") / f"{encode_name(repository)}@{encode_name(listing.commit)}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        kept = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        self._require_space(listing.nbytes - kept)
+        done = 0
+
+        def on_bytes(count: int, file: str) -> None:
+            nonlocal done
+            done = min(done + count, listing.nbytes)
+            report(done, listing.nbytes, "bytes", f"downloading {file}")
+
+        hub.download(listing, folder, self._hub, on_bytes)
+        shutil.rmtree(folder / ".cache", ignore_errors=True)
+        meta = {"repository": repository, "commit": listing.commit, "endpoint": self._hub.endpoint}
+        source = f"{repository}@{listing.commit}"
+        taken = self._take_in(folder, chosen_name, source=source, meta=meta, report=report, move=True)
+        shutil.rmtree(folder)
+        return taken
+
+    def make_starter(
+        self, *, minutes: float | None = None, seed: int = 0, name: str = STARTER_NAME, report: Report = silent
+    ) -> ModelVersion:
+        """Pretrains the small model `starter` in a process of its own and takes it in. Raises StarterFailed."""
+        self._sweep()
+        made = self._private(self._root / ".staging") / f"starter-{os.getpid()}-{uuid.uuid4().hex}"
+        vocabulary = resources.files("appliance") / "demo_data" / "gsm8k_train.jsonl"
+        command = [sys.executable, "-m", "train.starter", "--out", str(made), "--seed", str(seed), "--die-with-parent",
+                   "--minutes", str(STARTER_MINUTES if minutes is None else minutes),
+                   "--vocabulary-text", str(vocabulary)]  # fmt: skip
+        try:
+            result = _run_starter(command, report)
+            meta = {"pretraining": result}
+            return self._take_in(made, check_name(name), source="made here", meta=meta, report=report, move=True)
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+
+    def _take_in(
+        self, directory: Path, name: str, *, source: str, meta: Mapping[str, Any], report: Report, move: bool = False
+    ) -> ModelVersion:
+        """Copy (or, for what is ours already, move), look, seal, publish."""
+        self._sweep()
+        files = choose_files(directory)
+        if not move:
+            self._require_space(files.nbytes)
+        staging = self._private(self._root / ".staging") / f"{os.getpid()}-{uuid.uuid4().hex}"
+        staging.mkdir(mode=0o700)
+        try:
+            done = 0
+            for file, real in files.taken.items():
+                for count in _transfer(real, staging / file, move=move):
+                    done += count
+                    report(done, files.nbytes, "bytes", f"copying {file}")
+            layout = Layout.read(staging)
+            facts = examine(staging, layout)
+            warnings = list(facts.warnings)
+            if facts.chat_template is not None:
+                warning = try_template(facts.chat_template)
+                warnings += [warning] if warning else []
+            facts = replace(facts, warnings=tuple(warnings))
+            report(done, files.nbytes, "bytes", "computing checksums")
+            return self._publish(staging, name, facts, source, meta)
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def _publish(self, staging: Path, name: str, facts: Facts, source: str, meta: Mapping[str, Any]) -> ModelVersion:
+        family = self._private(self._root / encode_name(name))
+        while True:
+            version = self._next_version(family)
+            described = meta | {
+                "source": source, "arch": facts.arch, "task": facts.task, "params": facts.params,
+                "max_model_len": facts.max_model_len, "warnings": list(facts.warnings), "info": dict(facts.info),
+            }  # fmt: skip
+            tiers.seal_dir(staging, kind="version", model=name, version=version, meta=described)
+            for file in staging.iterdir():
+                _sync(file)
+            try:
+                os.rename(staging, family / version)
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    continue  # this number was taken meanwhile, by a published fine-tune for instance
+                raise
+            sync_directory(family)
+            return self.show(name, version)
+
+    def _next_version(self, family: Path) -> str:
+        numbers = [int(entry.name[1:]) for entry in family.iterdir() if re.fullmatch(r"v\d{1,9}", entry.name)]
+        return f"v{max(numbers, default=0) + 1}"
+
+    # --- what is there ----------------------------------------------------------------------------------------------
+
+    def list(self) -> list[ModelVersion]:
+        """Every version on disk, by name and version number. Damaged ones are left out; `verify` names them."""
+        found = []
+        for family in sorted(self._root.iterdir()) if self._root.is_dir() else []:
+            name = decode_name(family.name)
+            if name is None or family.name.startswith(".") or not family.is_dir():
+                continue
+            for directory in sorted(family.iterdir(), key=lambda entry: (len(entry.name), entry.name)):
+                if (directory / "manifest.json").is_file() and not directory.name.startswith("."):
+                    found.append(self.show(name, directory.name))
+        return found
+
+    def show(self, name: str, version: str) -> ModelVersion:
+        """Raises weights.errors.ManifestInvalid if there is no such version or its manifest is damaged."""
+        path = self.path(name, version)
+        manifest = Manifest.read(path)
+        meta = manifest.meta
+        return ModelVersion(
+            name=name,
+            version=version,
+            path=path,
+            arch=meta.get("arch", ""),
+            task=meta.get("task", "generate"),
+            params=meta.get("params", 0),
+            bytes=manifest.nbytes,
+            max_model_len=meta.get("max_model_len"),
+            source=meta.get("source", ""),
+            warnings=tuple(meta.get("warnings", ())),
+            info=meta.get("info", {}),
+        )
+
+    def path(self, name: str, version: str) -> Path:
+        """Where a version stands or would stand. Raises weights.errors.InvalidName."""
+        return self._root / encode_name(name) / encode_name(version)
+
+    def verify(self, directory: Path, *, report: Report = silent) -> dict[str, int]:
+        """Reads every byte of a version (on disk or in shared memory) and compares it with its manifest.
+
+        Returns {"tensors", "bytes"}. Raises weights.errors.IntegrityError naming file and tensor.
+        """
+        report(0, None, "bytes", f"reading {directory}")
+        manifest = tiers.verify(directory)
+        report(manifest.nbytes, manifest.nbytes, "bytes", "every checksum agrees")
+        return {"tensors": len(manifest.tensors), "bytes": manifest.nbytes}
+
+    def remove(self, name: str, version: str) -> bool:
+        """Deletes a version; False if there was none. It is out of sight in one step, whatever happens then."""
+        path = self.path(name, version)
+        hidden = self._private(self._root / ".staging") / f"removed-{os.getpid()}-{uuid.uuid4().hex}"
+        try:
+            os.rename(path, hidden)
+        except FileNotFoundError:
+            return False
+        sync_directory(path.parent)
+        shutil.rmtree(hidden)
+        try:
+            path.parent.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+        return True
+
+    # --- the directory itself ---------------------------------------------------------------------------------------
+
+    def _private(self, directory: Path) -> Path:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return directory
+
+    def _require_space(self, needed_bytes: int) -> None:
+        free = shutil.disk_usage(self._private(self._root)).free
+        if needed_bytes > free - (256 << 20):
+            raise NotEnoughDisk(str(self._root), needed_bytes, free)
+
+    def _sweep(self) -> None:
+        """Removes what dead processes left in `.staging`. Downloads stay: they are there to be continued."""
+        staging = self._root / ".staging"
+        for entry in staging.iterdir() if staging.is_dir() else ():
+            owner = re.search(r"(\d+)-[0-9a-f]{32}", entry.name)
+            if owner is None or not Path(f"/proc/{owner[1]}").exists():
+                shutil.rmtree(entry, ignore_errors=True)
+
+
+def check_name(name: str) -> str:
+    """`name` if a base model may have it. Raises InvalidModelName."""
+    if not NAME.fullmatch(name) or len(name) > MAX_NAME_CHARACTERS or name.startswith("ft:"):
+        raise InvalidModelName(
+            f"{name[:200]!r} cannot be a model's name: expected letters, digits, '.', '_', '-' and '/' between parts, "
+            f"at most {MAX_NAME_CHARACTERS} characters; give another with --name"
+        )
+    return name
+
+
+def _name_of(directory_name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", directory_name).strip("-._") or "model"
+
+
+def _transfer(source: Path, target: Path, *, move: bool) -> Iterator[int]:
+    """Copies (or renames) one file, yielding the bytes done; 0600, never following a link at `target`."""
+    if move:
+        nbytes = source.stat().st_size
+        os.rename(source, target)
+        target.chmod(0o600)
+        yield nbytes
+        return
+    read_fd = os.open(source, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    write_fd = -1
+    try:
+        write_fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        # copy_file_range shares the blocks where the file system can (reflink): an instant, independent copy.
+        copy: Callable[[int], int] = lambda n: os.copy_file_range(read_fd, write_fd, n)  # noqa: E731
+        while True:
+            try:
+                count = copy(COPY_CHUNK_BYTES)
+            except OSError as error:
+                if error.errno not in (errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL, errno.EPERM):
+                    raise
+                copy = lambda n: os.sendfile(write_fd, read_fd, None, n)  # noqa: E731
+                continue
+            if count == 0:
+                return
+            yield count
+    finally:
+        os.close(read_fd)
+        if write_fd >= 0:
+            os.close(write_fd)
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _run_starter(command: list[str], report: Report) -> dict[str, Any]:
+    """Runs the pretraining, passing its progress on; returns its last line. The process dies with this call."""
+    result = None
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                event = json.loads(line)
+                if event.pop("event") == "done":
+                    result = event
+                else:
+                    report(event["fraction"], 1.0, "fraction", _starter_message(event))
+            process.wait()
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        errors.seek(0)
+        if process.returncode != 0 or result is None:
+            raise StarterFailed(f"pretraining ended with code {process.returncode}: {errors.read().strip()[-1000:]}")
+    return {key: value for key, value in result.items() if key != "path"}
+
+
+def _starter_message(event: Mapping[str, Any]) -> str:
+    if "loss" in event:
+        return f"pretraining: step {event['step']}, loss {event['loss']:.2f}, {event['tokens_per_s']} tokens/s"
+    return {"tokenizer": "making the vocabulary", "save": "saving"}[event["stage"]]
+
+
+__all__ = ["ModelError", "ModelLibrary", "ModelVersion", "Report", "check_name", "silent"]

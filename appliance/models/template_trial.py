@@ -1,0 +1,108 @@
+"""Tries a foreign chat template in a process that can be killed.
+
+Jinja's sandbox stops a template from reaching Python, but not from looping three thousand times three thousand or from
+padding a string to 200 MB. The trial runs with limits on CPU seconds and memory; a template that stays within them for
+a short conversation is accepted.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import subprocess
+import sys
+
+import jinja2
+import jinja2.ext
+import jinja2.sandbox
+
+from appliance.models.errors import TemplateRefused
+
+CPU_S, WALL_S, MEMORY_BYTES = 2, 10.0, 1 << 30
+MAX_TEMPLATE_CHARACTERS, MAX_OUTPUT_CHARACTERS = 200_000, 1_000_000
+CONVERSATION = (
+    {"role": "user", "content": "Hello."},
+    {"role": "assistant", "content": "Hello, how can I help?"},
+    {"role": "user", "content": "What is 2 + 3?"},
+)
+
+
+def try_template(template: str) -> str | None:
+    """Renders `template` once in a child process.
+
+    Returns None if it rendered, or a warning if the template itself raised an error for a plain conversation of two
+    users' turns. Raises TemplateRefused if it does not compile, or exceeds time, memory or output limits.
+    """
+    if len(template) > MAX_TEMPLATE_CHARACTERS:
+        raise TemplateRefused(
+            "chat template", f"{len(template)} characters long; at most {MAX_TEMPLATE_CHARACTERS} are accepted"
+        )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "appliance.models.template_trial"],
+            input=json.dumps(template), capture_output=True, text=True, timeout=WALL_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired as error:
+        raise TemplateRefused("chat template", f"did not finish rendering in {WALL_S:.0f} s") from error
+    try:
+        verdict = json.loads(done.stdout.splitlines()[-1])
+    except (IndexError, ValueError) as error:
+        raise TemplateRefused(
+            "chat template",
+            f"rendering three short messages took more than {CPU_S} s of CPU or {MEMORY_BYTES >> 20} MB of memory",
+        ) from error
+    if verdict["kind"] == "refused":
+        raise TemplateRefused("chat template", verdict["reason"])
+    return verdict["reason"] if verdict["kind"] == "warning" else None
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` of transformers: marks assistant text, renders what it encloses."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _render(template: str) -> dict[str, str | None]:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, **_: json.dumps(value, ensure_ascii=False)
+    environment.globals["strftime_now"] = lambda form: "2026-01-01"
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment.globals["raise_exception"] = raise_exception
+    try:
+        compiled = environment.from_string(template)
+    except jinja2.TemplateSyntaxError as error:
+        return {"kind": "refused", "reason": f"line {error.lineno}: {error.message}"}
+    try:
+        length = 0
+        for piece in compiled.generate(messages=CONVERSATION, add_generation_prompt=True, bos_token="", eos_token="",
+                                       tools=None, documents=None):  # fmt: skip
+            length += len(piece)
+            if length > MAX_OUTPUT_CHARACTERS:
+                return {"kind": "refused", "reason": f"makes more than {MAX_OUTPUT_CHARACTERS} characters of 50"}
+    except jinja2.sandbox.SecurityError as error:
+        return {"kind": "refused", "reason": f"reaches outside of the template: {error}"}
+    except MemoryError:
+        return {"kind": "refused", "reason": f"needs more than {MEMORY_BYTES >> 20} MB of memory for three messages"}
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
+        return {"kind": "warning", "reason": f"the chat template fails on a plain conversation: {str(error)[:200]}"}
+    return {"kind": "fine", "reason": None}
+
+
+def main() -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S + 1))
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    print(json.dumps(_render(json.load(sys.stdin))))
+
+
+if __name__ == "__main__":
+    main()
