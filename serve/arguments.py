@@ -110,6 +110,9 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
         "OMP_NUM_THREADS": str(spec.threads_per_worker),
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if "--enable-lora" in spec.extra_args else "0",
         "VLLM_SERVER_DEV_MODE": "0",
+        # By default the sockets between frontend and core stand in /tmp, where every user may connect.
+        "VLLM_RPC_BASE_PATH": spec.scratch_path,
+        "TMPDIR": spec.scratch_path,
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",

@@ -10,6 +10,11 @@ class EngineConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    max_replicas: int = Field(2, ge=1, description="replicas a model may have, unless its deployment says otherwise")
+    max_num_seqs: int = Field(64, ge=1, description="requests an engine works on at once; more wait in its queue")
+    max_model_len: int | None = Field(None, ge=1, description="tokens; None: the model's own context")
+    kv_cache_bytes: int | None = Field(None, ge=1, description="per device; None: what weights and a reserve leave")
+    gpu_memory_fraction: float = Field(0.92, gt=0, le=1, description="of a GPU that one engine may use")
     start_timeout_s: float = Field(180.0, gt=0, description="fork to healthy, first load of the weights included")
     swap_timeout_s: float = Field(300.0, gt=0)
     sleep_timeout_s: float = Field(120.0, gt=0)

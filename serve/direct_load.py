@@ -49,6 +49,10 @@ class DirectLoader:
         self.model, self.plan, self.device = model, plan, device
         self._scratch: dict[str, torch.Tensor] = {}
         self._heads = _head_ids(model)
+        first_owner: dict[int, tuple[int, str]] = {}
+        for key, target in plan.targets.items():
+            first_owner.setdefault(id(target), key)
+        self._first_owners = set(first_owner.values())
         self.refusal = self._why_not()
 
     @torch.no_grad()
@@ -109,6 +113,8 @@ class DirectLoader:
                 shadow.weight = torch.nn.Parameter(plain, requires_grad=False)
                 method.process_weights_after_loading(shadow)
                 ready.attributes["cpu_linear"] = shadow.cpu_linear
+            if (id(module), name) not in self._first_owners:
+                continue  # a tied head sees its embedding's new weight through the shared parameter
             if staged:
                 ready.exchanged[name] = plain.to(target.dtype, copy=True)
             else:
@@ -121,16 +127,14 @@ class DirectLoader:
             plain = self._plain(self.plan.targets[id(module), name], source, name)
             if plain.ndim < 2:
                 plain = plain.clone()
-            setattr(shadow, name, torch.nn.Parameter(plain, requires_grad=False))
+            shadow._parameters[name] = _parameter(plain, like=module._parameters[name])
         if isinstance(method, UnquantizedFusedMoEMethod):
             method.moe_kernel.fused_experts.process_weights_after_loading(shadow)
         else:
             method.process_weights_after_loading(shadow)
         for name in names:
             parameter = shadow._parameters[name]
-            ready.parameters[name] = torch.nn.Parameter(
-                self._kept(parameter.data, source), requires_grad=False
-            )
+            ready.parameters[name] = _parameter(self._kept(parameter.data, source), like=parameter)
         if "cpu_linear" in shadow.__dict__:
             ready.attributes["cpu_linear"] = shadow.cpu_linear
 
@@ -211,6 +215,14 @@ def _head_ids(model: torch.nn.Module) -> set[int]:
     return heads
 
 
+def _parameter(data: torch.Tensor, *, like: torch.nn.Parameter) -> torch.nn.Parameter:
+    """A parameter with the class and the weight loader of `like`, which a later layerwise reload asks it for."""
+    parameter = torch.nn.Parameter(data, requires_grad=False)
+    parameter.__class__ = type(like)
+    parameter.__dict__.update(like.__dict__)
+    return parameter
+
+
 def drop_weights(module: torch.nn.Module) -> None:
     """Free a module's packed weights. A forward pass before the next load fails on the empty shapes."""
     drop_packed(module)
@@ -249,7 +261,9 @@ def _adjacent(target: Target, source: VersionSource) -> torch.Tensor | None:
     filled, expected_address, first = 0, None, None
     for piece in target.pieces:
         described = source.described[piece.name]
-        if not source.aligned(piece.name) or described.dtype != target.dtype or not piece.target.dense or not piece.source.dense:
+        if described.dtype != target.dtype or not source.aligned(piece.name):
+            return None
+        if not piece.target.dense or not piece.source.dense:
             return None
         tensor = source.tensor(piece.name)
         address = tensor.data_ptr() + piece.source.offset * described.dtype.itemsize

@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
+import tempfile
 import time
+from argparse import Namespace
 from collections.abc import Callable
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any
 
 import torch
 import uvicorn
 import uvloop
-from runtime.leash import Leash
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.api_server.app_state import init_app_state
 from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client_from_engine_args
@@ -28,10 +30,11 @@ from vllm.entrypoints.launchers.launcher import NoSignalServer
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from runtime.leash import Leash
 from serve import vllm_patches, vllm_plugin
 from serve.arguments import engine_arguments, engine_environment
 from serve.engine_control import EngineControl
-from serve.errors import WrongState
+from serve.errors import EngineStartFailed, WrongState
 from serve.spec import ReplicaSpec
 from serve.version_check import read_chat_template, read_config
 
@@ -48,19 +51,28 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
     spec = ReplicaSpec.from_json(args["spec"])
     limits = args["limits"]
     os.environ.update(engine_environment(spec, int(limits["max_sequences_per_request"])))
+    Path(spec.scratch_path).mkdir(mode=0o700, exist_ok=True)
+    tempfile.tempdir = spec.scratch_path  # the warm parent has looked up and kept its own
     torch.set_num_threads(spec.threads_per_worker)
-    vllm_patches.apply()
-    vllm_plugin.register()
-    return uvloop.run(_serve(leash, spec, limits, started_s))
-
-
-async def _serve(leash: Leash, spec: ReplicaSpec, limits: dict[str, Any], started_s: float) -> int:
     template = read_chat_template(spec.version_path)
     options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template))
     validate_parsed_serve_args(options)
-    engine_args = AsyncEngineArgs.from_cli_args(options)
+    vllm_patches.apply(spec.kind, eager=options.enforce_eager)
+    vllm_plugin.register()
+    try:
+        return uvloop.run(_serve(leash, spec, options, limits, started_s))
+    except RuntimeError as error:
+        cause = vllm_patches.first_failure()
+        if cause is None:
+            raise
+        raise EngineStartFailed(cause) from error
+
+
+async def _serve(
+    leash: Leash, spec: ReplicaSpec, options: Namespace, limits: dict[str, Any], started_s: float
+) -> int:
     parsed_s = time.perf_counter()
-    async with build_async_engine_client_from_engine_args(engine_args) as llm:
+    async with build_async_engine_client_from_engine_args(AsyncEngineArgs.from_cli_args(options)) as llm:
         engine_s = time.perf_counter()
         tasks = await llm.get_supported_tasks()
         app = build_app(options, tasks, llm.model_config)
@@ -70,7 +82,13 @@ async def _serve(leash: Leash, spec: ReplicaSpec, limits: dict[str, Any], starte
         app_s = time.perf_counter()
         listener = _listen(spec.socket_path)
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, http="httptools", loop="none", timeout_keep_alive=3600
+            app,
+            log_level="warning",
+            access_log=False,
+            http="httptools",
+            loop="none",
+            timeout_keep_alive=3600,
+            timeout_graceful_shutdown=1,
         )
         server = NoSignalServer(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -106,7 +124,6 @@ def _handlers(control: EngineControl, server: uvicorn.Server) -> dict[str, Calla
 
     async def stop() -> None:
         server.should_exit = True
-        server.force_exit = True
 
     calls = (control.status, control.swap, control.sleep, control.wake, control.fingerprint, stop)
     return {call.__name__: on_loop(call) for call in calls}

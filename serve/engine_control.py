@@ -30,11 +30,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from runtime.process import group_rss_bytes
-from serve.errors import BY_NAME, EngineFailed, FingerprintMismatch, ServeError, SwapFailed, WrongState
+from serve.errors import BY_NAME, EngineFailed, ServeError, SwapFailed, WrongState
 from serve.fingerprint import Fingerprint, FingerprintBook, canary_prompt, version_key
 from serve.spec import ReplicaSpec
 from serve.version_check import check_same_model
 
+HOW = ("auto", "staged", "in-place", "layerwise")
 STAGE_POLL_S = 0.005
 DRAIN_GRACE_S = 2.0
 
@@ -77,27 +78,29 @@ class EngineControl:
             finally:
                 await self.llm.resume_generation()
 
-    async def swap(self, model: str, version: str, version_path: str, stage: bool | None = None) -> dict[str, Any]:
+    async def swap(self, model: str, version: str, version_path: str, how: str = "auto") -> dict[str, Any]:
         """Serve another version of the same architecture under the name `model`.
 
-        `stage` None decides by free memory. Returns seconds by phase, `pause_s` (no token computed meanwhile),
-        `bytes_read` over all workers and `how`. Raises VersionError (untouched), SwapFailed (old version back),
-        EngineFailed (kill the engine).
+        `how` is "auto" (staged where the layout and free memory allow), "staged", "in-place" or "layerwise".
+        Returns seconds by phase, `pause_s` (no token computed meanwhile), `bytes_read` per worker, `how` it was
+        done and `why`. Raises VersionError (untouched), SwapFailed (old version back), EngineFailed (kill it).
         """
+        if how not in HOW:
+            raise ValueError(f"how is {how!r}, expected one of {', '.join(HOW)}")
         async with self._lock:
             self._require("ready", "swap")
             began_s = time.perf_counter()
             await asyncio.to_thread(check_same_model, self.path, version_path)
             facts = await self._check(version_path)
             checked_s = time.perf_counter()
-            staged, why = self._stage_choice(stage, facts)
-            if staged:
+            plan, why = self._choose(how, facts)
+            if plan == "staged":
                 await self._stage(version_path)
             staged_s = time.perf_counter()
             await self._pause()
             paused_s = time.perf_counter()
             try:
-                reports = await self._transfer(version, version_path)
+                reports = await self._transfer(version, version_path, layerwise=plan == "layerwise")
                 transferred_s = time.perf_counter()
                 canary = await self._verify(version_path, "transfer")
             except EngineDeadError as error:
@@ -117,7 +120,7 @@ class EngineControl:
                 "model": model,
                 "version": version,
                 "how": reports[0]["how"],
-                "why": why if staged or facts["layerwise_reason"] is None else facts["layerwise_reason"],
+                "why": why,
                 "bytes": facts["bytes"],
                 "bytes_read": [report["bytes_read"] for report in reports],
                 "check_s": checked_s - began_s,
@@ -195,16 +198,18 @@ class EngineControl:
                 raise BY_NAME.get(name, ServeError)(text)
         return answers[0]
 
-    def _stage_choice(self, wanted: bool | None, facts: dict[str, Any]) -> tuple[bool, str]:
+    def _choose(self, how: str, facts: dict[str, Any]) -> tuple[str, str]:
+        if facts["layerwise_reason"] is not None:
+            return "layerwise", facts["layerwise_reason"]
+        if how in ("in-place", "layerwise"):
+            return how, "asked for"
         if not facts["stageable"]:
-            return False, facts["layerwise_reason"] or "engines on a GPU are updated in place"
-        if wanted is not None:
-            return wanted, "asked for"
+            return "in-place", "on a GPU the addresses that captured graphs hold have to stay"
+        if how == "staged":
+            return how, "asked for"
         need = int(facts["bytes"] * self._limits["stage_memory_factor"])
         free = _available_bytes()
-        if free >= need:
-            return True, f"{free} bytes free, {need} needed"
-        return False, f"{free} bytes free, {need} needed to stage"
+        return "staged" if free >= need else "in-place", f"{free} bytes free, {need} needed beside the serving weights"
 
     async def _stage(self, path: str) -> None:
         try:
@@ -221,9 +226,10 @@ class EngineControl:
         await self.llm.renderer.clear_mm_cache_async()
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
-    async def _transfer(self, version: str, path: str) -> list[dict[str, Any]]:
+    async def _transfer(self, version: str, path: str, *, layerwise: bool = False) -> list[dict[str, Any]]:
         await self.llm.start_weight_update()
-        await self.llm.update_weights(WeightTransferUpdateRequest(update_info={"path": path}))
+        update = {"path": path, "layerwise": layerwise}
+        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=update))
         await self.llm.finish_weight_update(weight_version=version)
         return await self.llm.collective_rpc("shm_report")
 
@@ -268,6 +274,3 @@ def _available_bytes() -> int:
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-__all__ = ["EngineControl", "FingerprintMismatch"]

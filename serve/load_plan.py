@@ -5,8 +5,9 @@ padded parameters. Instead of repeating that knowledge, the first load runs unde
 `copy_` from the mapped files into a parameter. The notes are the plan: later versions of the same model are
 loaded by replaying it, and under tensor parallelism it names exactly the slices this worker reads.
 
-A plan is only as good as what was seen: a parameter written from anything else than mapped bytes or a constant is
-listed as `unplanned` (`unwritten` if nothing was seen to fill it at all), and a model with such parameters is loaded the general way (serve.layerwise_load).
+A plan is only as good as what was seen: a parameter written from anything else than mapped bytes or zero is listed as
+`unplanned` (`unwritten` if nothing was seen to fill it), and a model with such parameters is loaded the general way
+(serve.layerwise_load).
 """
 
 from __future__ import annotations
@@ -88,7 +89,11 @@ class Target:
 
 @dataclass
 class LoadPlan:
-    """What a model needs of a version. Keys of `targets` are `(id(module), attribute)`."""
+    """What a model needs of a version.
+
+    Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share its Target object, the
+    first of them in the model's order comes first.
+    """
 
     targets: dict[tuple[int, str], Target]
     unplanned: list[str]
@@ -130,9 +135,10 @@ class LoadPlan:
 
     def bytes_read(self, source: VersionSource) -> int:
         """Bytes of the version that this worker reads (its slices only, under tensor parallelism)."""
+        once = {id(target): target for target in self.targets.values()}
         return sum(
             piece.source.numel * source.described[piece.name].dtype.itemsize
-            for target in self.targets.values()
+            for target in once.values()
             for piece in target.pieces
         )
 
@@ -183,7 +189,8 @@ class LoadRecorder(TorchDispatchMode):
                 continue
             for module_id, attribute, _, _ in owners:
                 targets[module_id, attribute] = target
-        return LoadPlan(targets, sorted(unplanned), sorted(unwritten), dict(self._source.described), frozenset(self._read))
+        expected = dict(self._source.described)
+        return LoadPlan(targets, sorted(unplanned), sorted(unwritten), expected, frozenset(self._read))
 
     def _target(self, tensor: torch.Tensor) -> tuple[int, Target] | None:
         key = tensor.untyped_storage().data_ptr()

@@ -7,7 +7,7 @@ for an engine process, holds its leash, and passes calls through. The engine die
 from __future__ import annotations
 
 import asyncio
-import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from typing import Any
 from runtime.child import Child
 from runtime.errors import ChildDied, ChildError, ChildTimeout
 from runtime.process import tail
-
 from serve.config import EngineConfig
 from serve.errors import BY_NAME, EngineFailed, EngineStartFailed, ServeError, WrongState
 from serve.spec import ReplicaSpec
@@ -43,7 +42,8 @@ class Replica:
         if self._child is not None and self._child.alive:
             raise WrongState(f"replica {self._spec.replica_id} runs an engine already (pid {self._child.pid})")
         spec = spec if isinstance(spec, ReplicaSpec) else ReplicaSpec.from_json(spec)
-        Path(spec.socket_path).unlink(missing_ok=True)
+        Path(spec.socket_path).unlink(missing_ok=True)  # left by a supervisor that was killed with its engine
+        shutil.rmtree(spec.scratch_path, ignore_errors=True)
         began_s = time.perf_counter()
         log_path = self._log_dir / f"engine-{spec.replica_id}.log"
         child = await Child.spawn(
@@ -61,12 +61,15 @@ class Replica:
                     ready = await child.next_event()
         except TimeoutError as error:
             await child.kill_and_wait()
+            self._forget_files()
+            self._state = "dead"
             raise EngineStartFailed(
                 f"engine {spec.replica_id} was not healthy after {self._config.start_timeout_s} s; "
                 f"its log {log_path} ends with:\n{tail(log_path)}"
             ) from error
         if ready is None or ready["event"] == "fatal":
             await child.kill_and_wait()
+            self._forget_files()
             self._state = "dead"
             cause = f": {ready['type']}: {ready['message']}" if ready else ""
             raise EngineStartFailed(
@@ -77,11 +80,11 @@ class Replica:
         return {"pid": child.pid, "seconds": seconds, "fingerprint": ready["fingerprint"]}
 
     async def swap(
-        self, model: str, version: str, version_path: str, stage: bool | None = None
+        self, model: str, version: str, version_path: str, how: str = "auto"
     ) -> dict[str, Any]:
         """Serve another version; requests in flight are kept. See serve.engine_control for phases and errors."""
         return await self._call(
-            "swap", self._config.swap_timeout_s, model=model, version=version, version_path=version_path, stage=stage
+            "swap", self._config.swap_timeout_s, model=model, version=version, version_path=version_path, how=how
         )
 
     async def sleep(self) -> dict[str, Any]:
@@ -119,7 +122,7 @@ class Replica:
             if self._child.alive:
                 await self._child.stop(self._config.stop_timeout_s)
             await self._child.kill_and_wait()
-            self._forget_socket()
+            self._forget_files()
         self._state = "dead"
 
     async def wait_dead(self) -> dict[str, Any]:
@@ -129,7 +132,7 @@ class Replica:
         await self._child.closed()
         await self._child.kill_and_wait()
         self._state = "dead"
-        self._forget_socket()
+        self._forget_files()
         fatal = self._child.fatal
         reason = f"{fatal['type']}: {fatal['message']}" if fatal else "the process ended"
         return {"exit": reason, "log": tail(self._child.log_path)}
@@ -146,6 +149,6 @@ class Replica:
         except (ChildDied, ChildTimeout) as error:
             raise EngineFailed(f"{method}: {error}") from error
 
-    def _forget_socket(self) -> None:
-        if os.path.exists(self._spec.socket_path):
-            os.unlink(self._spec.socket_path)
+    def _forget_files(self) -> None:
+        Path(self._spec.socket_path).unlink(missing_ok=True)
+        shutil.rmtree(self._spec.scratch_path, ignore_errors=True)

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+
+from serve.errors import VersionUnreadable
 from weights.errors import WeightsError
 from weights.layout import Layout, Placed
 from weights.torch_views import torch_dtype
-
-from serve.errors import VersionUnreadable
 
 MADV_POPULATE_READ = 22  # linux/mman.h; not yet a constant of Python's mmap module
 

@@ -46,9 +46,10 @@ class ShmInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class ShmUpdateInfo(WeightTransferUpdateInfo):
-    """`path`: the version directory."""
+    """`path`: the version directory. `layerwise` asks for vLLM's own reload where the faster way is possible."""
 
     path: str
+    layerwise: bool = False
 
 
 @dataclass
@@ -103,7 +104,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         }
 
     def stage(self, path: str) -> None:
-        """Begin to build `path` beside the serving weights. Poll `staged`; `update_weights` of the same path uses it."""
+        """Begin to build `path` beside the serving weights. Poll `staged`; the next update to that path uses it."""
         self.drop_staged()
         source = self._open(path)
         staging = self._staging = Staging(path, source)
@@ -145,12 +146,13 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             self._flip(staging)
             return
         self.drop_staged()
+        reason = self.layerwise_reason or ("asked for" if update_info.layerwise else None)
         started_s = time.perf_counter()
         source = self._open(update_info.path)
         mapped_s = time.perf_counter()
         try:
             self.dirty = True
-            if self.layerwise_reason is None:
+            if reason is None:
                 self._direct.load(source)
             else:
                 load_layerwise(self.model, self.model_config, source, self.device)
@@ -159,8 +161,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             bytes_read = self._bytes_read(source)
             source.close()
         self.report = {
-            "how": "in-place" if self.layerwise_reason is None else "layerwise",
-            "reason": self.layerwise_reason,
+            "how": "in-place" if reason is None else "layerwise",
             "bytes_read": bytes_read,
             "map_s": mapped_s - started_s,
             "load_s": time.perf_counter() - mapped_s,
@@ -208,7 +209,6 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self.dirty = False
         self.report = {
             "how": "staged",
-            "reason": None,
             "bytes_read": self._bytes_read(staging.source),
             "stage_s": staging.seconds,
             "map_s": 0.0,

@@ -14,6 +14,8 @@ TASKS = ("generate", "embed")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 # struct sockaddr_un.sun_path holds 108 bytes including the final NUL.
 MAX_SOCKET_PATH_BYTES = 107
+# vLLM names its inner sockets by a UUID inside the scratch directory.
+INNER_SOCKET_BYTES = 38
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,11 @@ class ReplicaSpec:
         for field in ("version_path", "socket_path", "shm_root"):
             if not Path(getattr(self, field)).is_absolute():
                 raise InvalidReplicaSpec(field, getattr(self, field), "an absolute path")
-        if len(self.socket_path.encode()) > MAX_SOCKET_PATH_BYTES:
+        limit = MAX_SOCKET_PATH_BYTES - INNER_SOCKET_BYTES
+        if len(self.socket_path.encode()) > limit:
             raise InvalidReplicaSpec(
-                "socket_path", self.socket_path, f"at most {MAX_SOCKET_PATH_BYTES} bytes (a Unix socket's limit)"
+                "socket_path", self.socket_path,
+                f"at most {limit} bytes, so that vLLM's sockets below it stay within a Unix socket's limit",
             )
         for field, allowed in (("kind", KINDS), ("task", TASKS), ("dtype", DTYPES)):
             if getattr(self, field) not in allowed:
@@ -68,6 +72,11 @@ class ReplicaSpec:
             raise InvalidReplicaSpec(
                 "devices", self.devices, f"at least {self.tensor_parallel} different indexes (one per worker)"
             )
+
+    @property
+    def scratch_path(self) -> str:
+        """Private directory of the running engine, for vLLM's inner sockets and rendezvous files."""
+        return str(Path(self.socket_path).with_suffix(".d"))
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ReplicaSpec:

@@ -7,11 +7,15 @@ an upgrade moves what is touched here.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import multiprocessing
+import tempfile
+from pathlib import Path
 from typing import Any
 
-from runtime.process import die_with_parent
+import torch
+from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
@@ -19,12 +23,14 @@ from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor
 
+from runtime.process import die_with_parent
+
 CANARY_REQUEST = "appliance-canary"
 _applied: list[bool] = []
 
 
-def apply() -> None:
-    """Idempotent."""
+def apply(kind: str, *, eager: bool) -> None:
+    """Idempotent. `kind` "cpu" or "cuda"; `eager`: the engine runs without compiled graphs."""
     if _applied:
         return
     _applied.append(True)
@@ -35,16 +41,33 @@ def apply() -> None:
     multiproc_executor.get_mp_context = _fork_context
 
     # A killed API process leaves vLLM's engine core running with the devices' memory until it next uses its socket.
+    worker = multiproc_executor.WorkerProc
     EngineCoreProc.run_engine_core = staticmethod(_dies_with_parent(EngineCoreProc.run_engine_core))
-    multiproc_executor.WorkerProc.worker_main = staticmethod(
-        _dies_with_parent(multiproc_executor.WorkerProc.worker_main)
-    )
+    worker.worker_main = staticmethod(_dies_with_parent(worker.worker_main))
+
+    # What went wrong in the core or a worker reaches the frontend as "Engine core initialization failed" only.
+    EngineCoreProc.__init__ = _leaves_word(EngineCoreProc.__init__)
+    worker.__init__ = _leaves_word(worker.__init__)
 
     # `wake_up(["kv_cache"])` resumes scheduling at once, so requests queued during the sleep would be answered by
     # weights whose fingerprint nobody has looked at. And a paused scheduler runs no canary request, while resuming
     # it would run the held ones too.
     EngineCore.shm_wake_kv_paused = _wake_kv_paused
     EngineCore.shm_run_canary = _run_canary
+
+
+    if kind == "cpu":
+        # vLLM looks at an unknown architecture in a subprocess, lest the look initialise CUDA: 10 s of imports
+        # that this process has behind it.
+        _LazyRegisteredModel.inspect_model_cls = _inspect_here
+        if eager:
+            # Small helpers (rank of a log-probability, vocabulary masks) are torch.compiled even in eager mode, and
+            # the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.
+            torch.compiler.set_stance("force_eager")
+
+
+def _inspect_here(model: _LazyRegisteredModel) -> _ModelInfo:
+    return _ModelInfo.from_model_cls(model.load_model_cls())
 
 
 def _fork_context() -> multiprocessing.context.BaseContext:
@@ -56,6 +79,31 @@ def _dies_with_parent(function):
     def run(*args: Any, **kwargs: Any):
         die_with_parent()
         return function(*args, **kwargs)
+
+    return run
+
+
+def first_failure() -> str | None:
+    """What the first failing process of this engine said, None if none did."""
+    try:
+        return _failure_note().read_text()
+    except FileNotFoundError:
+        return None
+
+
+def _failure_note() -> Path:
+    return Path(tempfile.gettempdir()) / "failure"
+
+
+def _leaves_word(constructor):
+    @functools.wraps(constructor)
+    def run(*args: Any, **kwargs: Any) -> None:
+        try:
+            constructor(*args, **kwargs)
+        except Exception as error:
+            with contextlib.suppress(FileExistsError), open(_failure_note(), "x") as note:
+                note.write(f"{type(error).__name__}: {error}")
+            raise
 
     return run
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import httpx
 import openai
+
 from serve.spec import ReplicaSpec
 
 REPOSITORY = Path(__file__).resolve().parents[2]

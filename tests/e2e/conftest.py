@@ -1,0 +1,32 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from serve.replica import Replica
+from tests.e2e.engine_support import Box
+
+
+@pytest.fixture(scope="session")
+def engine_box() -> Iterator[Box]:
+    """One warm parent for all engine tests of a session."""
+    box = Box()
+    try:
+        yield box
+    finally:
+        box.close()
+
+
+@pytest.fixture
+async def replicas(engine_box: Box) -> AsyncIterator:
+    """Makes replicas on the box and stops them, whatever happened."""
+    made: list[Replica] = []
+
+    def make() -> Replica:
+        made.append(Replica(str(engine_box.warm_socket), str(engine_box.logs)))
+        return made[-1]
+
+    yield make
+    for replica in made:
+        await replica.stop()

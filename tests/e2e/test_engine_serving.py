@@ -1,0 +1,186 @@
+"""A forked engine serves vLLM's OpenAI surface to the unchanged SDK, on a private socket."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import stat
+
+import httpx
+import openai
+import pytest
+
+from runtime.process import group_pids
+from serve.errors import EngineStartFailed, WrongState
+from tests.e2e.engine_support import client, greedy, rewrite
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Bern", "Rome"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+
+
+async def test_openai_surface(engine_box, replicas):
+    spec = engine_box.spec("surface", engine_box.version("a", seed=1))
+    replica = replicas()
+    started = await replica.start(spec)
+    assert started["fingerprint"]["verdict"] in ("recorded", "verified")
+    assert started["seconds"]["fork_to_healthy"] < 20
+    assert stat.S_IMODE(os.stat(spec.socket_path).st_mode) == 0o600
+    sdk = client(spec)
+
+    assert [model.id async for model in sdk.models.list()] == ["starter"]
+    chat = await sdk.chat.completions.create(
+        model="starter",
+        messages=[{"role": "user", "content": "hello"}],
+        max_tokens=6,
+        temperature=0,
+        logprobs=True,
+        top_logprobs=3,
+    )
+    assert chat.usage.completion_tokens == len(chat.choices[0].logprobs.content) <= 6
+    assert all(len(token.top_logprobs) == 3 for token in chat.choices[0].logprobs.content)
+    assert chat.system_fingerprint == spec.version
+
+    stream = await sdk.chat.completions.create(
+        model="starter",
+        messages=[{"role": "user", "content": "hello"}],
+        max_tokens=6,
+        temperature=0,
+        stream=True,
+    )
+    streamed = "".join([chunk.choices[0].delta.content or "" async for chunk in stream if chunk.choices])
+    assert streamed == chat.choices[0].message.content
+
+    structured = await sdk.chat.completions.create(
+        model="starter",
+        messages=[{"role": "user", "content": "a city"}],
+        max_tokens=60,
+        response_format={"type": "json_schema", "json_schema": {"name": "city", "schema": SCHEMA}},
+        temperature=0,
+    )
+    assert structured.choices[0].finish_reason == "length" or json.loads(structured.choices[0].message.content)[
+        "city"
+    ] in ("Bern", "Rome")
+
+    called = await sdk.chat.completions.create(
+        model="starter",
+        messages=[{"role": "user", "content": "weather?"}],
+        tools=[{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}],
+        tool_choice={"type": "function", "function": {"name": "weather"}},
+        max_tokens=60,
+        temperature=0,
+    )
+    assert called.choices[0].message.tool_calls[0].function.name == "weather"
+    auto = await sdk.chat.completions.create(
+        model="starter",
+        messages=[{"role": "user", "content": "weather?"}],
+        tools=[{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}],
+        max_tokens=4,
+    )
+    assert auto.choices[0].message.role == "assistant"
+
+    with pytest.raises(openai.BadRequestError):
+        await sdk.completions.create(model="starter", prompt="x", n=65, max_tokens=1)
+    with pytest.raises(openai.NotFoundError):
+        await sdk.completions.create(model="someone-else", prompt="x", max_tokens=1)
+
+
+async def test_control_routes_are_not_served(engine_box, replicas):
+    spec = engine_box.spec("routes", engine_box.version("a", seed=1))
+    await replicas().start(spec)
+    transport = httpx.AsyncHTTPTransport(uds=spec.socket_path)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
+        assert (await http.get("/health")).status_code == 200
+        for route in ("/pause", "/resume", "/sleep", "/wake_up", "/collective_rpc", "/update_weights",
+                      "/reset_prefix_cache", "/v1/load_lora_adapter"):
+            assert (await http.post(route, json={})).status_code in (404, 405), route
+
+
+async def test_engines_of_different_models_side_by_side(engine_box, replicas):
+    specs = [
+        engine_box.spec("side-a", engine_box.version("a", seed=1), model="one"),
+        engine_box.spec("side-q", engine_box.version("qwen3-a", "qwen3", seed=3), model="two"),
+    ]
+    await asyncio.gather(*(replicas().start(spec) for spec in specs))
+    answers = await asyncio.gather(*(greedy(client(spec), spec.model) for spec in specs))
+    assert answers[0] != answers[1]
+
+
+async def test_embedding_engine(engine_box, replicas):
+    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
+    spec = engine_box.spec("embed", a, model="vectors", task="embed")
+    replica = replicas()
+    await replica.start(spec)
+    sdk = client(spec)
+    first = (await sdk.embeddings.create(model="vectors", input="the quick")).data[0].embedding
+    assert len(first) == 128
+    swapped = await replica.swap("vectors", "b", str(b))
+    second = (await sdk.embeddings.create(model="vectors", input="the quick")).data[0].embedding
+    assert second != first
+    await replica.swap("vectors", "a", str(a))
+    again = (await sdk.embeddings.create(model="vectors", input="the quick")).data[0].embedding
+    assert again == pytest.approx(first, abs=1e-6)
+    assert swapped["fingerprint"]["digest"] != (await replica.fingerprint())["digest"]
+
+
+async def test_kill_9_of_the_engine_core_ends_the_engine_and_its_streams(engine_box, replicas):
+    spec = engine_box.spec("kill-core", engine_box.version("a", seed=1))
+    replica = replicas()
+    pid = (await replica.start(spec))["pid"]
+    stream = await client(spec).completions.create(
+        model="starter", prompt="the", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
+    )
+    received = 0
+    with pytest.raises(openai.OpenAIError):
+        async for _ in stream:
+            received += 1
+            if received == 5:
+                core = next(each for each in group_pids(pid) if each != pid)
+                os.kill(core, signal.SIGKILL)
+    assert 5 <= received < 400
+    async with asyncio.timeout(10):
+        death = await replica.wait_dead()
+    assert "exit" in death and group_pids(pid) == []
+    assert (await replica.status())["state"] == "dead"
+    assert not os.path.exists(spec.socket_path) and not os.path.exists(spec.scratch_path)
+
+    await replica.start(spec)
+    assert len((await greedy(client(spec), "starter"))[0]) == 24
+
+
+async def test_kill_9_of_the_api_process_takes_the_core_with_it(engine_box, replicas):
+    spec = engine_box.spec("kill-api", engine_box.version("a", seed=1))
+    replica = replicas()
+    pid = (await replica.start(spec))["pid"]
+    assert len(group_pids(pid)) == 2
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        await replica.wait_dead()
+    assert group_pids(pid) == []
+
+
+async def test_an_engine_that_cannot_start_says_why(engine_box, replicas):
+    broken = engine_box.root / "versions" / "hole"
+    if not broken.exists():
+        rewrite(engine_box.version("a", seed=1), broken, _without("model.layers.1.mlp.up_proj.weight"))
+    spec = engine_box.spec("hole", broken)
+    replica = replicas()
+    with pytest.raises(EngineStartFailed, match="has no tensors for 1 parameters"):
+        await replica.start(spec)
+    assert not os.path.exists(spec.socket_path)
+    with pytest.raises(EngineStartFailed, match="max_model_len|max_position_embeddings"):
+        await replica.start(engine_box.spec("hole", engine_box.version("a", seed=1), max_model_len=1 << 20))
+    with pytest.raises(WrongState, match="no engine|dead|died"):
+        await replicas().swap("m", "v", "/nowhere")
+
+
+def _without(name):
+    def change(tensors):
+        return {key: tensor for key, tensor in tensors.items() if key != name}
+
+    return change

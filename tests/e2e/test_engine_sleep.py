@@ -1,0 +1,79 @@
+"""Sleeping engines give their memory back and wake exact, also with a version published meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from serve.errors import VersionMismatch, WrongState
+from tests.e2e.engine_support import client, greedy
+
+MIB = 2**20
+LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8,
+         "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.06}
+
+
+async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, replicas):
+    a = engine_box.version("large-a", seed=1, **LARGE)
+    b = engine_box.version("large-b", seed=2, **LARGE)
+    spec = engine_box.spec("sleeper", a, kv_cache_bytes=192 * MIB)
+    replica = replicas()
+    await replica.start(spec)
+    sdk = client(spec)
+    expected = await greedy(sdk, "starter")
+
+    asleep = await replica.sleep()
+    weights = (a / "model.safetensors").stat().st_size
+    assert asleep["rss_before_bytes"] - asleep["rss_after_bytes"] > 0.9 * (weights + 192 * MIB)
+    assert (await replica.status())["state"] == "asleep"
+    for call in (replica.sleep(), replica.swap("starter", "b", str(b)), replica.fingerprint()):
+        with pytest.raises(WrongState, match="asleep"):
+            await call
+
+    held = asyncio.create_task(greedy(sdk, "starter"))
+    await asyncio.sleep(0.3)
+    assert not held.done()
+    awake = await replica.wake("starter", "a", str(a))
+    assert awake["fingerprint"]["verdict"] == "verified"
+    assert await held == expected == await greedy(sdk, "starter")
+
+    await replica.sleep()
+    await replica.wake("tuned", "b", str(b))
+    fresh = engine_box.spec("sleeper-fresh", b)
+    await replicas().start(fresh)
+    assert await greedy(sdk, "tuned") == await greedy(client(fresh), "starter")
+    assert (await replica.swap("starter", "a", str(a)))["fingerprint"]["verdict"] == "verified"
+    assert await greedy(sdk, "starter") == expected
+
+
+async def test_sleep_waits_for_nobody_to_be_served(engine_box, replicas):
+    spec = engine_box.spec("busy", engine_box.version("a", seed=1))
+    replica = replicas()
+    await replica.start(spec)
+    sdk = client(spec)
+    streams = [
+        asyncio.create_task(
+            sdk.completions.create(model="starter", prompt="x", max_tokens=480, extra_body={"ignore_eos": True}, n=8)
+        )
+        for _ in range(3)
+    ]
+    await asyncio.sleep(0.3)
+    with pytest.raises(WrongState, match="drain it"):
+        await replica.sleep()
+    answers = await asyncio.gather(*streams)
+    assert all(choice.finish_reason == "length" for answer in answers for choice in answer.choices)
+
+
+async def test_a_refused_version_leaves_the_engine_asleep_and_wakeable(engine_box, replicas):
+    a = engine_box.version("a", seed=1)
+    other = engine_box.version("mistral-a", "mistral", seed=4)
+    spec = engine_box.spec("refused-wake", a)
+    replica = replicas()
+    await replica.start(spec)
+    expected = await greedy(client(spec), "starter")
+    await replica.sleep()
+    with pytest.raises(VersionMismatch):
+        await replica.wake("starter", "other", str(other))
+    await replica.wake("starter", "a", str(a))
+    assert await greedy(client(spec), "starter") == expected

@@ -1,0 +1,240 @@
+"""New weights under traffic: the stream goes on with the new model's tokens, and a bad version changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+
+import pytest
+import torch
+
+from serve.errors import SwapFailed, VersionMismatch, VersionUnreadable, WrongState
+from serve.fingerprint import Fingerprint, FingerprintBook, version_key
+from tests.e2e.engine_support import client, edit_config, greedy, rewrite
+
+TOKENS = 240
+
+
+async def stream_ids(sdk, model, prompt, tokens, seen: list[int]):
+    stream = await sdk.completions.create(
+        model=model, prompt=prompt, max_tokens=tokens, temperature=0, stream=True,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    async for chunk in stream:
+        if chunk.choices:
+            seen.extend(chunk.choices[0].model_extra.get("token_ids") or [])
+    return seen
+
+
+async def greedy_ids(sdk, model, prompt, tokens):
+    answer = await sdk.completions.create(
+        model=model, prompt=prompt, max_tokens=tokens, temperature=0,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    return answer.choices[0].model_extra["token_ids"]
+
+
+@pytest.mark.parametrize("how", ["staged", "in-place", "layerwise"])
+async def test_a_stream_goes_on_through_a_swap_with_the_new_models_tokens(engine_box, replicas, how):
+    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
+    spec, fresh = engine_box.spec("stream", a), engine_box.spec("fresh", b)
+    replica, reference = replicas(), replicas()
+    await replica.start(spec)
+    await reference.start(fresh)
+    sdk, fresh_sdk = client(spec), client(fresh)
+    prompt = [10, 20, 30, 40]
+    old = await greedy_ids(sdk, "starter", prompt, TOKENS)
+
+    seen: list[int] = []
+    streaming = asyncio.create_task(stream_ids(sdk, "starter", prompt, TOKENS, seen))
+    while len(seen) < 40:
+        await asyncio.sleep(0.001)
+    before = len(seen)
+    report = await replica.swap("tuned", "b", str(b), how=how)
+    after = len(seen)
+    await streaming
+
+    assert report["how"] == how and len(seen) == TOKENS
+    switch = next(index for index in range(TOKENS) if seen[index] != old[index])
+    assert before <= switch, "tokens of the new weights were sent before the swap was asked for"
+    # The first new token may equal the old model's; the switch then lies a little earlier.
+    matches = []
+    for start in range(max(before, switch - 4), switch + 1):
+        rest = await greedy_ids(fresh_sdk, "starter", prompt + seen[:start], TOKENS - start)
+        matches.append(rest == seen[start:])
+    assert any(matches)
+    assert after - before <= TOKENS
+    assert await greedy(sdk, "tuned") == await greedy(fresh_sdk, "starter")
+
+
+async def test_requests_during_a_swap_wait_and_are_answered_by_the_new_version(engine_box, replicas):
+    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
+    spec = engine_box.spec("wait", a)
+    replica = replicas()
+    await replica.start(spec)
+    sdk = client(spec)
+    swap = asyncio.create_task(replica.swap("starter", "b", str(b)))
+    answers = await asyncio.gather(*(greedy(sdk, "starter", tokens=8) for _ in range(6)))
+    report = await swap
+    assert all(len(tokens) == 8 for tokens, _ in answers)
+    assert report["pause_s"] < 5
+    status = await replica.status()
+    assert (status["state"], status["version"], status["running"]) == ("ready", "b", 0)
+
+
+async def test_the_prefix_cache_does_not_survive_a_swap(engine_box, replicas):
+    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
+    spec = engine_box.spec("prefix", a)
+    replica = replicas()
+    await replica.start(spec)
+    sdk, long_prompt = client(spec), "the quick brown fox jumps over the lazy dog. " * 30
+    cached = await greedy(sdk, "starter", long_prompt)
+    assert await greedy(sdk, "starter", long_prompt) == cached
+    await replica.swap("starter", "b", str(b))
+    swapped = await greedy(sdk, "starter", long_prompt)
+    fresh = engine_box.spec("prefix-fresh", b)
+    await replicas().start(fresh)
+    assert swapped[0] == (await greedy(client(fresh), "starter", long_prompt))[0] != cached[0]
+
+
+def bad_versions(box):
+    """(name, path, error, text): versions that an engine of "a" must refuse before it is touched."""
+    a, root = box.version("a", seed=1), box.root / "versions"
+    shutil.rmtree(root / "bad", ignore_errors=True)
+    (root / "bad").mkdir()
+
+    def drop(tensors):
+        del tensors["model.layers.0.mlp.up_proj.weight"]
+        return tensors
+
+    def reshape(tensors):
+        tensors["lm_head.weight"] = tensors["lm_head.weight"][:-1].clone()
+        return tensors
+
+    def add(tensors):
+        return {**tensors, "model.layers.2.mlp.up_proj.weight": torch.zeros(2, 2)}
+
+    yield rewrite(a, root / "bad" / "missing", drop), VersionMismatch, "up_proj.weight is missing"
+    yield rewrite(a, root / "bad" / "shape", reshape), VersionMismatch, "lm_head.weight has shape"
+    yield rewrite(a, root / "bad" / "extra", add), VersionMismatch, "not part of this model"
+    other_rope = rewrite(a, root / "bad" / "rope", dict)
+    edit_config(other_rope, rms_norm_eps=0.01)
+    yield other_rope, VersionMismatch, "rms_norm_eps"
+    template = rewrite(a, root / "bad" / "template", dict)
+    (template / "chat_template.jinja").write_text("{{ messages }}")
+    yield template, VersionMismatch, "chat_template.jinja"
+    cut = rewrite(a, root / "bad" / "cut", dict)
+    file = cut / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    yield cut, VersionUnreadable, "model.safetensors"
+    yield root / "bad" / "nothing", VersionUnreadable, "nothing"
+
+
+async def test_a_bad_version_is_refused_and_the_old_one_serves_on(engine_box, replicas):
+    spec = engine_box.spec("refuse", engine_box.version("a", seed=1))
+    replica = replicas()
+    await replica.start(spec)
+    sdk = client(spec)
+    expected = await greedy(sdk, "starter")
+    for path, error, text in bad_versions(engine_box):
+        with pytest.raises(error, match=text):
+            await replica.swap("starter", "bad", str(path))
+        assert await greedy(sdk, "starter") == expected, path
+    assert (await replica.status())["version"] == "a"
+
+
+@pytest.mark.parametrize("how", ["staged", "in-place", "layerwise"])
+async def test_a_version_of_nans_is_undone(engine_box, replicas, how):
+    a = engine_box.version("a", seed=1)
+    spec = engine_box.spec("nan", a)
+    replica = replicas()
+    await replica.start(spec)
+    sdk = client(spec)
+    expected = await greedy(sdk, "starter")
+    poisoned = engine_box.root / "versions" / f"nan-{how}"
+    rewrite(a, poisoned, lambda tensors: {name: torch.full_like(t, float("nan")) for name, t in tensors.items()})
+    seen: list[int] = []
+    streaming = asyncio.create_task(stream_ids(sdk, "starter", [10, 20, 30], 120, seen))
+    while len(seen) < 10:
+        await asyncio.sleep(0.001)
+    with pytest.raises(SwapFailed, match="finite"):
+        await replica.swap("starter", "nan", str(poisoned), how=how)
+    await streaming
+    assert seen == await greedy_ids(sdk, "starter", [10, 20, 30], 120)
+    assert await greedy(sdk, "starter") == expected
+    assert (await replica.status())["version"] == "a"
+
+
+async def test_a_version_that_disagrees_with_its_fingerprint_is_undone(engine_box, replicas):
+    a, b = engine_box.version("a", seed=1), engine_box.version("b-tampered", seed=9)
+    spec = engine_box.spec("tampered", a)
+    replica = replicas()
+    await replica.start(spec)
+    expected = await greedy(client(spec), "starter")
+    key = version_key(b, dtype=spec.dtype, kind=spec.kind, tensor_parallel=1, task="generate")
+    book = FingerprintBook(engine_box.root)
+    book.record(key, Fingerprint("load", tokens=(1,) * 16, logprobs=(-0.5,) * 16))
+    with pytest.raises(SwapFailed, match="canary"):
+        await replica.swap("starter", "b", str(b))
+    assert await greedy(client(spec), "starter") == expected
+
+
+async def test_tensor_parallel_workers_read_only_their_slices(engine_box, replicas):
+    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
+    spec = engine_box.spec("tp", a, tensor_parallel=2, devices=(0, 1))
+    fresh = engine_box.spec("tp-fresh", b, tensor_parallel=2, devices=(0, 1))
+    replica, reference = replicas(), replicas()
+    await replica.start(spec)
+    report = await replica.swap("starter", "b", str(b), how="in-place")
+    assert len(report["bytes_read"]) == 2
+    for slice_bytes in report["bytes_read"]:
+        assert 0.49 < slice_bytes / report["bytes"] < 0.52  # half, and the norms, which every worker needs
+    await replica.sleep()
+    await replica.wake("starter", "a", str(a))
+    await replica.swap("starter", "b", str(b), how="staged")
+    answer = await greedy(client(spec), "starter")
+    await replica.stop()
+    await reference.start(fresh)
+    assert answer == await greedy(client(fresh), "starter")
+
+
+async def test_one_operation_at_a_time_and_only_in_its_state(engine_box, replicas):
+    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
+    spec = engine_box.spec("states", a)
+    replica = replicas()
+    await replica.start(spec)
+    with pytest.raises(WrongState, match="wake needs a asleep|wake needs"):
+        await replica.wake("starter", "a", str(a))
+    with pytest.raises(WrongState, match="runs an engine already"):
+        await replica.start(spec)
+    both = await asyncio.gather(
+        replica.swap("starter", "b", str(b)), replica.swap("starter", "a", str(a))
+    )
+    assert [report["version"] for report in both] == ["b", "a"]
+    assert (await replica.status())["version"] == "a"
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("tensor_parallel", [1, 2])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen2_moe"])
+async def test_every_family_equals_a_fresh_engine(engine_box, replicas, family, tensor_parallel):
+    a = engine_box.version(f"{family}-a", family, seed=1)
+    b = engine_box.version(f"{family}-b", family, seed=2)
+    devices = tuple(range(tensor_parallel))
+    spec = engine_box.spec("family", a, tensor_parallel=tensor_parallel, devices=devices)
+    fresh = engine_box.spec("family-fresh", b, tensor_parallel=tensor_parallel, devices=devices)
+    reference, replica = replicas(), replicas()
+    await reference.start(fresh)
+    want = await greedy(client(fresh), "starter")
+    await reference.stop()
+    await replica.start(spec)
+    first = await greedy(client(spec), "starter")
+    assert first != want
+    for how in ("in-place", "staged", "layerwise", "in-place"):
+        assert (await replica.swap("starter", "b", str(b), how=how))["how"] == how
+        assert await greedy(client(spec), "starter") == want, how
+        await replica.swap("starter", "a", str(a), how=how)
+        assert await greedy(client(spec), "starter") == first, how
+    await replica.sleep()
+    await replica.wake("starter", "b", str(b))
+    assert await greedy(client(spec), "starter") == want
