@@ -210,15 +210,17 @@ def describe_draft(directory_fd: int, *, kind: str, model: str, version: str) ->
 
 def attach_draft(root: Path, path: Path) -> Draft:
     """The draft at `path`, in this process. Raises DraftNotFound, IntegrityError."""
+    gone = f"no draft at {path}: it was committed, aborted or swept, or is of another store"
     lock = DirectoryLock.try_shared(path) if path.parent == root / "staging" else None
-    gone = DraftNotFound(f"no draft at {path}: it was committed, aborted or swept, or is of another store")
     if lock is None:
-        raise gone
+        raise DraftNotFound(gone)
     try:
         body = json.loads((path / DRAFT_FILE).read_bytes())
-    except FileNotFoundError:
-        raise gone from None
-    return Draft(
-        root, path, Layout.read(path), lock, kind=body["kind"], model=body["model"], version=body["version"],
-        owner=False,
-    )  # fmt: skip
+        layout = Layout.read(path)
+    except BaseException as error:
+        # At once, not when the traceback goes: the last holder of an aborted draft cleans up.
+        lock.close()
+        if isinstance(error, FileNotFoundError):
+            raise DraftNotFound(gone) from None
+        raise
+    return Draft(root, path, layout, lock, kind=body["kind"], model=body["model"], version=body["version"], owner=False)

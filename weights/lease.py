@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -117,36 +118,48 @@ def take_lease(stored: StoredVersion, *, copy_on_write: bool = False) -> Lease:
     lock = DirectoryLock.try_shared(stored.path)
     if lock is None:
         raise VersionNotFound(f"{stored.kind} {stored.model!r} {stored.version!r} is no longer at {stored.path}")
-    manifest = Manifest.read(stored.path)
-    if (manifest.kind, manifest.model, manifest.version) != (stored.kind, stored.model, stored.version) or (
-        manifest.created_s != stored.manifest.created_s
-    ):
-        raise VersionNotFound(f"{stored.path} holds another version now than the one asked for; find it again")
-    layout = Layout.read(stored.path)
-    manifest.check_layout(layout, path=stored.path)
-    os.utime(lock.fd)  # the directory's mtime is "last used", the order of eviction
+    try:
+        manifest = Manifest.read(stored.path)
+        if (manifest.kind, manifest.model, manifest.version, manifest.created_s) != (
+            stored.kind,
+            stored.model,
+            stored.version,
+            stored.manifest.created_s,
+        ):
+            raise VersionNotFound(f"{stored.path} holds another version now than the one asked for; find it again")
+        layout = Layout.read(stored.path)
+        manifest.check_layout(layout, path=stored.path)
+        os.utime(lock.fd)  # the directory's mtime is "last used", the order of eviction
+    except BaseException:
+        lock.close()
+        raise
     return Lease(stored.path, layout, manifest, lock, copy_on_write=copy_on_write)
 
 
 def unpin(stored: StoredVersion) -> None:
     """Lets eviction take `stored`, because another tier has its bytes. Safe to call twice."""
-    lock = DirectoryLock.try_shared(stored.path)
-    if lock is None:
-        raise VersionNotFound(f"{stored.kind} {stored.model!r} {stored.version!r} is no longer at {stored.path}")
-    try:
-        os.unlink(PINNED_FILE, dir_fd=lock.fd)
-    except FileNotFoundError:
-        pass
-    finally:
-        lock.close()
+    with _without_use(stored) as fd:
+        try:
+            os.unlink(PINNED_FILE, dir_fd=fd)
+        except FileNotFoundError:
+            pass
 
 
 def pin(stored: StoredVersion) -> None:
     """Forbids eviction of `stored`, across restarts, until `unpin`. Safe to call twice."""
+    with _without_use(stored) as fd:
+        os.close(os.open(PINNED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=fd))
+
+
+@contextmanager
+def _without_use(stored: StoredVersion) -> Iterator[int]:
+    """The locked directory; changing its entries in the block does not count as a use of the version."""
     lock = DirectoryLock.try_shared(stored.path)
     if lock is None:
         raise VersionNotFound(f"{stored.kind} {stored.model!r} {stored.version!r} is no longer at {stored.path}")
     try:
-        os.close(os.open(PINNED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=lock.fd))
+        before = os.fstat(lock.fd)
+        yield lock.fd
+        os.utime(lock.fd, ns=(before.st_atime_ns, before.st_mtime_ns))
     finally:
         lock.close()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import shutil
 import stat
 import uuid
 from collections.abc import Mapping
@@ -22,22 +21,21 @@ from weights.draft import Draft, attach_draft, describe_draft
 from weights.errors import (
     IntegrityError,
     InvalidName,
-    StoreFull,
     StoreUnsafe,
     VersionExists,
     VersionLeased,
     VersionNotFound,
 )
 from weights.files import write_file
+from weights.keeper import Keeper
 from weights.layout import Layout
 from weights.lease import Lease, StoredVersion, pin, take_lease, unpin
 from weights.locks import DirectoryLock, StoreMutex
 from weights.manifest import KINDS
 from weights.names import MANIFEST_FILE, check_aux_name, version_path
-from weights.pool import Pool
-from weights.removal import dismantle, hide
+from weights.removal import dismantle
 from weights.source import copy_tensors, read_source
-from weights.space import Held, Usage, choose_evictions, directories, held_at
+from weights.space import Usage
 
 
 @dataclass(frozen=True)
@@ -66,10 +64,9 @@ class WeightStore:
         self.pool_bytes = pool_bytes
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(self.root)
-        self._staging = self.root / "staging"
-        for directory in (*(self.root / f"{kind}s" for kind in KINDS), self._staging, self.root / "pool"):
+        self._keeper = Keeper(self.root, budget_bytes=budget_bytes, pool_bytes=pool_bytes)
+        for directory in (*(self.root / f"{kind}s" for kind in KINDS), self._keeper.staging, self.root / "pool"):
             directory.mkdir(mode=0o700, exist_ok=True)
-        self._pool = Pool(self.root / "pool")
 
     # Writing
 
@@ -104,7 +101,8 @@ class WeightStore:
             lock.close()
             self._discard(path)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                raise self._full(needed_bytes) from error
+                with self._mutex():
+                    raise self._keeper.full(needed_bytes) from error
             raise
         return Draft(
             self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True
@@ -157,7 +155,7 @@ class WeightStore:
     def list(self, kind: str) -> list[StoredVersion]:
         """All readable versions of `kind`, oldest first. Damaged ones are reported by `sweep`, not here."""
         found = []
-        for path in self._committed(_check_kind(kind)):
+        for path in self._keeper.committed(_check_kind(kind)):
             try:
                 found.append(StoredVersion.read(path))
             except IntegrityError:
@@ -181,8 +179,8 @@ class WeightStore:
             sealed = lease.manifest.with_checksums(checksum_all(lease.views(), threads=threads))
             # Under the mutex, because a sweep removes stray files from staging.
             with self._mutex():
-                draft = self._staging / f"manifest-{uuid.uuid4().hex}"
-                staging_fd = os.open(self._staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                draft = self._keeper.staging / f"manifest-{uuid.uuid4().hex}"
+                staging_fd = os.open(self._keeper.staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
                     write_file(staging_fd, draft.name, sealed.to_bytes())
                 finally:
@@ -206,25 +204,24 @@ class WeightStore:
         Raises VersionLeased while anybody reads it, VersionNotFound if it is gone.
         """
         name = f"{stored.kind} {stored.model!r} {stored.version!r}"
-        lock = DirectoryLock.try_exclusive(stored.path)
-        if lock is None:
-            if stored.path.exists():
-                raise VersionLeased(f"{name} is being read; it can be removed when its last lease is released")
-            raise VersionNotFound(f"{name} is no longer at {stored.path}")
-        self._take_down(stored.path, lock)
-        if self.budget_bytes is not None or self.pool_bytes is not None:
-            with self._mutex():
-                self._trim(0)
+        with self._mutex():
+            lock = DirectoryLock.try_exclusive(stored.path)
+            if lock is None:
+                if stored.path.exists():
+                    raise VersionLeased(f"{name} is being read; it can be removed when its last lease is released")
+                raise VersionNotFound(f"{name} is no longer at {stored.path}")
+            self._keeper.take_down(stored.path, lock)
+            self._keeper.trim(0)
 
     def evict(self, bytes_needed: int) -> int:
         """Frees at least `bytes_needed` bytes if it can: the pool first, then unleased, unpinned versions,
         least recently used first. Returns the bytes freed."""
         with self._mutex():
             before = self.usage()
-            self._pool.trim(max(0, before.pool_bytes - bytes_needed))
+            self._keeper.pool.trim(max(0, before.pool_bytes - bytes_needed))
             if before.pool_bytes < bytes_needed:
-                self._evict_some(bytes_needed - before.pool_bytes)
-                self._pool.trim(0)
+                self._keeper.evict(bytes_needed - before.pool_bytes)
+                self._keeper.pool.trim(0)
             return before.used_bytes - self.usage().used_bytes
 
     def sweep(self) -> SweepReport:
@@ -233,10 +230,10 @@ class WeightStore:
         Never touches what a living process holds, nor a committed version.
         """
         with self._mutex():
-            removed, freed = self._sweep_staging()
+            removed, freed = self._keeper.sweep_staging()
         damaged = []
         for kind in KINDS:
-            for path in self._committed(kind):
+            for path in self._keeper.committed(kind):
                 try:
                     stored = StoredVersion.read(path)
                     if version_path(self.root, stored.kind, stored.model, stored.version) != path:
@@ -252,110 +249,34 @@ class WeightStore:
     def trim_pool(self, keep_bytes: int = 0) -> int:
         """Gives freed segments back to the system until the pool holds at most `keep_bytes`; bytes freed."""
         with self._mutex():
-            return self._pool.trim(keep_bytes)
+            return self._keeper.pool.trim(keep_bytes)
 
     def usage(self) -> Usage:
         """What the store holds now, in bytes of file sizes (reserved counts as held)."""
-        return Usage(
-            committed_bytes=sum(held.nbytes for held in self._all_committed()),
-            draft_bytes=sum(held.nbytes for path in directories(self._staging) if (held := held_at(path)) is not None),
-            pool_bytes=sum(pooled.nbytes for pooled in self._pool.files()),
-            budget_bytes=self.budget_bytes,
-        )
+        return self._keeper.usage()
 
     def _mutex(self) -> StoreMutex:
         return StoreMutex(self.root / ".mutex")
 
-    def _committed(self, kind: str) -> list[Path]:
-        return [path for model in directories(self.root / f"{kind}s") for path in directories(model)]
-
-    def _all_committed(self) -> list[Held]:
-        found = (held_at(path) for kind in KINDS for path in self._committed(kind))
-        return [held for held in found if held is not None]
-
     def _stake(self, layout: Layout, needed_bytes: int) -> tuple[Path, DirectoryLock]:
         """A locked draft directory whose files have their sizes, counted against the budget."""
-        path = self._staging / uuid.uuid4().hex
+        path = self._keeper.staging / uuid.uuid4().hex
         with self._mutex():
             if self.budget_bytes is not None:
-                self._make_room(needed_bytes)
+                self._keeper.make_room(needed_bytes)
             path.mkdir(mode=0o700)
             lock = DirectoryLock.try_shared(path)
             assert lock is not None, "nobody else removes drafts while we hold the mutex"
             try:
                 for file in layout.files:
-                    if not self._pool.claim(file.nbytes, path / file.name):
+                    if not self._keeper.pool.claim(file.nbytes, path / file.name):
                         segment.create(lock.fd, file.name, file.nbytes)
-                self._trim(needed_bytes - layout.nbytes)
+                self._keeper.trim(needed_bytes - layout.nbytes)
             except BaseException:
                 lock.close()
                 self._discard(path)
                 raise
         return path, lock
-
-    def _make_room(self, needed_bytes: int) -> None:
-        assert self.budget_bytes is not None
-        for attempt in range(2):
-            usage = self.usage()
-            excess = usage.committed_bytes + usage.draft_bytes + needed_bytes - self.budget_bytes
-            if excess <= 0:
-                return
-            # Dead drafts hold budget too, and cost nothing to lose.
-            self._evict_some(excess) if attempt else self._sweep_staging()
-        usage = self.usage()
-        if usage.committed_bytes + usage.draft_bytes + needed_bytes > self.budget_bytes:
-            raise self._full(needed_bytes)
-
-    def _evict_some(self, excess_bytes: int) -> None:
-        candidates = self._all_committed()
-        while excess_bytes > 0 and (chosen := choose_evictions(candidates, excess_bytes)):
-            for held in chosen:
-                candidates.remove(held)
-                lock = DirectoryLock.try_exclusive(held.path)
-                if lock is None:
-                    continue
-                now = held_at(held.path)
-                if now is None or now.pinned:  # pinned between the scan and the lock
-                    lock.close()
-                    continue
-                self._take_down(held.path, lock)
-                excess_bytes -= held.nbytes
-
-    def _take_down(self, path: Path, lock: DirectoryLock) -> None:
-        try:
-            dismantle(hide(path, self._staging), self._pool)
-        finally:
-            lock.close()
-
-    def _sweep_staging(self) -> tuple[list[Path], int]:
-        removed, freed = [], 0
-        for entry in list(os.scandir(self._staging)):
-            path = Path(entry.path)
-            if not entry.is_dir(follow_symlinks=False):
-                os.unlink(path)
-                removed.append(path)
-                continue
-            lock = DirectoryLock.try_exclusive(path)
-            if lock is None:
-                continue
-            held = held_at(path)
-            try:
-                dismantle(path, None)
-            finally:
-                lock.close()
-            removed.append(path)
-            freed += held.nbytes if held is not None else 0
-        return removed, freed
-
-    def _trim(self, upcoming_bytes: int) -> None:
-        """Cuts the pool to what budget and pool bound leave beside the rest and `upcoming_bytes`."""
-        if self.budget_bytes is None and self.pool_bytes is None:
-            return
-        usage = self.usage()
-        keep = usage.pool_bytes if self.pool_bytes is None else self.pool_bytes
-        if self.budget_bytes is not None:
-            keep = min(keep, self.budget_bytes - usage.committed_bytes - usage.draft_bytes - upcoming_bytes)
-        self._pool.trim(max(0, keep))
 
     def _allocate(self, layout: Layout, directory_fd: int, needed_bytes: int) -> None:
         for file in layout.files:
@@ -366,8 +287,8 @@ class WeightStore:
                     raise
                 # The file system is fuller than the budget knows: give it the pool and evictable versions.
                 with self._mutex():
-                    self._evict_some(needed_bytes)
-                    self._pool.trim(0)
+                    self._keeper.evict(needed_bytes)
+                    self._keeper.pool.trim(0)
                 segment.allocate(directory_fd, file.name)
 
     def _discard(self, path: Path) -> None:
@@ -377,26 +298,6 @@ class WeightStore:
                 dismantle(path, None)
             finally:
                 lock.close()
-
-    def _full(self, needed_bytes: int) -> StoreFull:
-        usage = self.usage()
-        committed = self._all_committed()
-        leased = 0
-        for held in committed:
-            lock = DirectoryLock.try_exclusive(held.path)
-            if lock is None:
-                leased += held.nbytes
-            else:
-                lock.close()
-        return StoreFull(
-            needed_bytes=needed_bytes,
-            used_bytes=usage.used_bytes,
-            budget_bytes=self.budget_bytes,
-            free_bytes=shutil.disk_usage(self.root).free,
-            leased_bytes=leased,
-            pinned_bytes=sum(held.nbytes for held in committed if held.pinned),
-            draft_bytes=usage.draft_bytes,
-        )
 
 
 def _check_kind(kind: str) -> str:

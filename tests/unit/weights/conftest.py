@@ -1,0 +1,55 @@
+"""Stores on tmp_path and small versions with known bytes."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from weights.layout import Layout, TensorSpec
+from weights.segment import forget_mappings
+from weights.store import WeightStore
+
+SPECS = (
+    TensorSpec("model.embed_tokens.weight", "BF16", (320, 64)),
+    TensorSpec("model.norm.weight", "F32", (3,)),
+    TensorSpec("model.layers.0.mlp.weight", "F16", (64, 130)),
+    TensorSpec("counter", "I64", ()),
+)
+AUX = {"config.json": b'{"model_type":"llama"}', "tokenizer.json": b"{}"}
+
+
+def content(name: str, version: str, nbytes: int) -> bytes:
+    """Bytes that differ for every tensor and version."""
+    return hashlib.shake_128(f"{version}/{name}".encode()).digest(nbytes)
+
+
+def fill(draft, version: str) -> None:
+    for placed in draft.layout:
+        draft.view(placed.spec.name)[:] = content(placed.spec.name, version, placed.nbytes)
+
+
+def write(store: WeightStore, version: str = "1", *, model: str = "starter", kind: str = "version", **commit):
+    """A committed version with known content."""
+    draft = store.reserve(Layout.plan(SPECS), kind=kind, model=model, version=version, aux_files=AUX)
+    fill(draft, version)
+    return draft.commit(**{"meta": {"step": 3}, **commit})
+
+
+def check(store: WeightStore, stored) -> None:
+    """Every tensor of `stored` has the bytes it was written with."""
+    with store.lease(stored) as lease:
+        for placed in lease.layout:
+            assert bytes(lease.view(placed.spec.name)) == content(placed.spec.name, stored.version, placed.nbytes)
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def store(root: Path):
+    yield WeightStore(root, budget_bytes=None)
+    forget_mappings()

@@ -1,0 +1,276 @@
+"""Nothing malformed is ever mapped: every refusal is a named error that says where."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import struct
+
+import pytest
+
+from tests.unit.weights.conftest import check, write
+from weights import segment
+from weights.errors import (
+    ChecksumMismatch,
+    HeaderInvalid,
+    IntegrityError,
+    InvalidName,
+    ManifestInvalid,
+    NotSealed,
+    UnsafeFile,
+)
+from weights.layout import Layout, TensorSpec
+from weights.manifest import Manifest
+from weights.names import decode_name, encode_name
+from weights.tiers import verify
+
+
+def entry(dtype="F32", shape=(2,), offsets=(0, 8)):
+    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+
+
+def raw_file(header: bytes, data: bytes = b"\0" * 8, length: int | None = None) -> bytes:
+    return struct.pack("<Q", len(header) if length is None else length) + header + data
+
+
+def json_file(body: object, data: bytes = b"\0" * 8) -> bytes:
+    return raw_file(json.dumps(body).encode(), data)
+
+
+HOSTILE = {
+    "empty": (b"", "too short"),
+    "seven bytes": (b"\0" * 7, "too short"),
+    "length 2^63": (raw_file(b"{}", length=2**63), "9223372036854775808"),
+    "length 2^64-1": (raw_file(b"{}", length=2**64 - 1), "announces"),
+    "length beyond the file": (raw_file(b"{}", length=1000), "in a file of"),
+    "length zero": (raw_file(b"", length=0), "announces"),
+    "pickle": (pickle.dumps({"w": [0.0] * 100}), "announces"),
+    "not json": (raw_file(b"{nonsense"), "not valid JSON"),
+    "an array": (raw_file(b"[]"), "begin with"),
+    "leading space": (raw_file(b" {}"), "begin with"),
+    "bad utf-8": (raw_file(b'{"\xff":1}'), "not valid JSON"),
+    "100k deep": (raw_file(b'{"a":' + b"[" * 100_000), "nested too deeply"),
+    "5000-digit integer": (raw_file(b'{"a":{"dtype":"F32","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,8]}}'), ""),
+    "NaN in the shape": (raw_file(b'{"a":{"dtype":"F32","shape":[NaN],"data_offsets":[0,8]}}'), "NaN"),
+    "infinity in offsets": (raw_file(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,Infinity]}}'), "Infinity"),
+    "float shape": (json_file({"a": entry(shape=[2.0])}), "2.0"),
+    "bool shape": (json_file({"a": entry(shape=[True, 2])}), "dimension"),
+    "negative shape": (json_file({"a": entry(shape=[-2])}), "dimension"),
+    "null shape": (json_file({"a": entry() | {"shape": None}}), "shape"),
+    "overflowing shape": (json_file({"a": entry(shape=[2**62, 2**62])}), "more than any file"),
+    "shape that wraps to 8 bytes": (json_file({"a": entry(shape=[2**61, 2**3, 2])}), "more than any file"),
+    "foreign dtype": (json_file({"a": entry(dtype="float32")}), "unknown dtype"),
+    "dtype a list": (json_file({"a": entry() | {"dtype": ["F32"]}}), "unknown dtype"),
+    "offsets swapped": (json_file({"a": entry(offsets=[8, 0])}), "span"),
+    "offsets negative": (json_file({"a": entry(offsets=[-8, 0])}), "non-negative"),
+    "offsets bool": (json_file({"a": entry(shape=[], dtype="U8", offsets=[False, True])}, b"\0"), "non-negative"),
+    "offsets three": (json_file({"a": entry(offsets=[0, 8, 8])}), "two"),
+    "offsets disagree with the shape": (json_file({"a": entry(shape=[1])}), "span"),
+    "offsets beyond the file": (json_file({"a": entry(shape=[4], offsets=[0, 16])}), "truncated"),
+    "overlap": (json_file({"a": entry(), "b": entry(offsets=[4, 12])}, b"\0" * 12), "overlaps"),
+    "same range twice": (json_file({"a": entry(), "b": entry()}), "overlaps"),
+    "hole": (json_file({"a": entry(), "b": entry(offsets=[12, 20])}, b"\0" * 20), "hole"),
+    "hole at the start": (json_file({"a": entry(offsets=[8, 16])}, b"\0" * 16), "hole"),
+    "trailing bytes": (json_file({"a": entry()}, b"\0" * 9), "extended"),
+    "truncated": (json_file({"a": entry()}, b"\0" * 7), "truncated"),
+    "missing field": (json_file({"a": {"dtype": "F32", "shape": [2]}}), "exactly"),
+    "extra field": (json_file({"a": entry() | {"code": "x"}}), "exactly"),
+    "entry not an object": (json_file({"a": 1}), "exactly"),
+    "metadata not strings": (json_file({"__metadata__": {"a": [1]}, "a": entry()}), "__metadata__"),
+    "metadata a list": (json_file({"__metadata__": [], "a": entry()}), "__metadata__"),
+    "empty name": (json_file({"": entry()}), "name"),
+    "lone surrogate name": (raw_file(b'{"\\ud800":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'), "surrogate"),
+    "NUL name": (raw_file(b'{"a\\u0000":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'), "control"),
+    "duplicate name": (
+        raw_file(
+            b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]}}'
+        ),
+        "twice",
+    ),
+    "duplicate field": (raw_file(b'{"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}'), "twice"),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_hostile_header_is_refused_and_never_mapped(tmp_path, store, monkeypatch, case):
+    data, said = HOSTILE[case]
+    (tmp_path / "model.safetensors").write_bytes(data)
+
+    def mapped(*args, **keywords):
+        raise AssertionError("a refused file was mapped")
+
+    monkeypatch.setattr(segment, "window", mapped)
+    with pytest.raises(HeaderInvalid) as caught:
+        Layout.read(tmp_path)
+    assert said in str(caught.value)
+    assert caught.value.file == "model.safetensors" and caught.value.path == str(tmp_path)
+    with pytest.raises(HeaderInvalid):
+        store.import_dir(tmp_path, model="m", version="1")
+    assert store.usage().used_bytes == 0
+
+
+def test_the_same_tensor_in_two_files(tmp_path):
+    for name in ("a.safetensors", "b.safetensors"):
+        (tmp_path / name).write_bytes(json_file({"w": entry()}))
+    with pytest.raises(HeaderInvalid, match="stands in a.safetensors too"):
+        Layout.read(tmp_path)
+
+
+def test_symlinks_devices_and_pipes_are_refused(tmp_path, store):
+    real = tmp_path / "real"
+    real.mkdir()
+    (real / "model.safetensors").write_bytes(json_file({"w": entry()}))
+    linked = tmp_path / "linked"
+    linked.mkdir()
+    (linked / "model.safetensors").symlink_to(real / "model.safetensors")
+    with pytest.raises(UnsafeFile):
+        Layout.read(linked)
+    piped = tmp_path / "piped"
+    piped.mkdir()
+    os.mkfifo(piped / "model.safetensors")
+    with pytest.raises(UnsafeFile, match="regular"):
+        Layout.read(piped)
+    (real / "config.json").symlink_to("/etc/passwd")
+    with pytest.raises(UnsafeFile, match="config.json"):
+        store.import_dir(real, model="m", version="1")
+    assert store.list("version") == []
+
+
+def test_import_leaves_code_and_pickles_behind(tmp_path, store):
+    (tmp_path / "model.safetensors").write_bytes(json_file({"w": entry()}))
+    for name in ("config.json", "modeling_x.py", "pytorch_model.bin", "training_args.pt", ".hidden.json"):
+        (tmp_path / name).write_bytes(b"{}")
+    (tmp_path / "sub").mkdir()
+    stored = store.import_dir(tmp_path, model="m", version="1")
+    assert sorted(os.listdir(stored.path)) == ["config.json", "manifest.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize("tensor", ["model.embed_tokens.weight", "counter"])
+def test_a_flipped_bit_is_found_and_named(store, tensor):
+    stored = write(store)
+    verify(stored.path)
+    placed = Layout.read(stored.path).find(tensor)
+    with open(stored.path / placed.file, "r+b") as file:
+        file.seek(placed.end - 1)
+        byte = file.read(1)[0]
+        file.seek(placed.end - 1)
+        file.write(bytes([byte ^ 1]))
+    with pytest.raises(ChecksumMismatch) as caught:
+        verify(stored.path)
+    assert caught.value.tensor == tensor and caught.value.file == placed.file
+
+
+def test_a_changed_header_is_refused_at_the_lease(store):
+    stored = write(store)
+    path = stored.path / "model.safetensors"
+    raw = path.read_bytes()
+    path.write_bytes(raw.replace(b'"F16"', b'"I16"'))
+    with pytest.raises(ManifestInvalid, match="header"):
+        store.lease(stored)
+
+
+@pytest.mark.parametrize("size", [-1, 1])
+def test_truncated_or_grown_files_are_refused_at_the_lease(store, size):
+    stored = write(store)
+    path = stored.path / "model.safetensors"
+    os.truncate(path, path.stat().st_size + size)
+    with pytest.raises(HeaderInvalid):
+        store.lease(stored)
+    assert [error.file for error in store.sweep().damaged] == ["model.safetensors"]
+
+
+def test_a_changed_auxiliary_file_is_found(store):
+    stored = write(store)
+    (stored.path / "config.json").write_bytes(b'{"model_type":"other"}')
+    with pytest.raises(ChecksumMismatch, match="config.json"):
+        verify(stored.path)
+    (stored.path / "config.json").unlink()
+    with pytest.raises(ManifestInvalid, match="config.json"):
+        verify(stored.path)
+
+
+def test_unsealed_versions_say_so(store):
+    stored = write(store, checksums=False)
+    assert not stored.sealed
+    with pytest.raises(NotSealed):
+        verify(stored.path)
+    assert store.seal(stored).sealed
+    verify(stored.path)
+    check(store, stored)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw: raw[: len(raw) // 2],
+        lambda raw: raw.replace(b'"step":3', b'"step":4'),
+        lambda raw: raw.replace(b'"format":1', b'"format":2'),
+        lambda raw: b"",
+        lambda raw: b"[]",
+        lambda raw: b"null",
+        lambda raw: b"{" * 50_000,
+        lambda raw: b'{"manifest_checksum":"x","body":{}}',
+        lambda raw: raw.replace(b'"start":', b'"start":NaN,"x":'),
+        lambda raw: raw.replace(b"model.safetensors", b"../el.safetensors"),
+    ],
+)
+def test_damaged_manifests(store, damage):
+    stored = write(store)
+    path = stored.path / "manifest.json"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(ManifestInvalid):
+        Manifest.read(stored.path)
+    with pytest.raises(ManifestInvalid):
+        store.find("version", "starter", "1")
+    assert store.list("version") == []
+    assert [error.path for error in store.sweep().damaged] == [str(stored.path)]
+    assert stored.path.exists()
+
+
+def test_a_manifest_round_trips(store):
+    stored = write(store)
+    assert Manifest.from_bytes(stored.manifest.to_bytes(), path="x") == stored.manifest
+
+
+@pytest.mark.parametrize("meta", [{"x": float("nan")}, {"x": object()}, {"x": {1, 2}}])
+def test_meta_must_be_json(store, meta):
+    draft = store.reserve(Layout.plan([TensorSpec("a", "F32", (1,))]),
+                          kind="version", model="m", version="1")  # fmt: skip
+    with pytest.raises(ManifestInvalid, match="meta"):
+        draft.commit(meta=meta)
+    draft.abort()
+    assert store.find("version", "m", "1") is None
+
+
+@pytest.mark.parametrize("name", ["", "a\0b", "a\nb", "x" * 300, "\ud800", None, 7])
+def test_unusable_names(store, name):
+    with pytest.raises(InvalidName):
+        encode_name(name)
+    with pytest.raises(InvalidName):
+        store.find("version", name, "1")
+
+
+@pytest.mark.parametrize("name", ["ft:starter:acme/x:1", "..", ".", ".hidden", "a/b", "%2E", "modèle 1", "../../etc"])
+def test_names_become_one_safe_segment(store, name):
+    encoded = encode_name(name)
+    assert "/" not in encoded and not encoded.startswith(".")
+    assert decode_name(encoded) == name
+    stored = write(store, model=name, version=name)
+    assert stored.path.parent.parent == store.root / "versions"
+    assert store.find("version", name, name) == stored
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "x.safetensors", "../x", "a/b", ".x", "", "x.safetensors.index.json"]
+)
+def test_unsafe_auxiliary_names(store, name):
+    layout = Layout.plan([TensorSpec("a", "F32", (1,))])
+    with pytest.raises(InvalidName):
+        store.reserve(layout, kind="version", model="m", version="1", aux_files={name: b""})
+    assert store.usage().used_bytes == 0
+
+
+def test_integrity_errors_share_a_base():
+    for kind in (HeaderInvalid, ManifestInvalid, ChecksumMismatch, NotSealed, UnsafeFile):
+        assert issubclass(kind, IntegrityError)

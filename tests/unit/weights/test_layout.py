@@ -1,0 +1,192 @@
+"""Files planned here load in the safetensors library, and start where they should."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from weights.errors import InvalidLayout, ManifestInvalid, UnknownTensor
+from weights.header import DTYPE_BITS
+from weights.layout import Layout, TensorSpec
+from weights.torch_views import CODES, TORCH_DTYPES, as_tensor, dtype_code, torch_dtype
+
+
+def lay_down(layout: Layout, directory) -> None:
+    for file in layout.files:
+        data = bytearray(file.nbytes)
+        data[: len(file.header)] = file.header
+        for placed in file.tensors:
+            data[placed.start : placed.end] = bytes(i % 251 for i in range(placed.nbytes))
+        (directory / file.name).write_bytes(data)
+    index = layout.index_file()
+    if index:
+        (directory / index[0]).write_bytes(index[1])
+
+
+def test_planned_file_loads_in_the_safetensors_library(tmp_path):
+    specs = [
+        TensorSpec("odd", "U8", (3, 5)),
+        TensorSpec("w", "BF16", (64, 32)),
+        TensorSpec("scalar", "F32", ()),
+        TensorSpec("empty", "I64", (0, 7)),
+        TensorSpec("fp8", "F8_E4M3", (10,)),
+    ]
+    layout = Layout.plan(specs)
+    lay_down(layout, tmp_path)
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert set(loaded) == {spec.name for spec in specs}
+    for spec in specs:
+        assert tuple(loaded[spec.name].shape) == spec.shape
+        assert dtype_code(loaded[spec.name].dtype) == spec.dtype
+        expected = bytes(i % 251 for i in range(spec.nbytes))
+        flat = loaded[spec.name].contiguous().view(torch.uint8).flatten() if spec.shape else loaded[spec.name].view(1)
+        assert flat.view(torch.uint8).numpy().tobytes() == expected
+    with safe_open(tmp_path / "model.safetensors", "pt") as opened:
+        assert opened.metadata() == {"format": "pt"}  # transformers refuses files without it
+    assert Layout.read(tmp_path) == layout
+
+
+@pytest.mark.parametrize("code", DTYPE_BITS)
+def test_every_dtype_is_accepted_by_the_library(tmp_path, code):
+    lay_down(Layout.plan([TensorSpec("x", code, (16,))]), tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "numpy") as opened:
+        assert opened.get_slice("x").get_dtype() == code
+
+
+def test_tensors_start_aligned_and_in_order():
+    specs = [TensorSpec("a", "U8", (7,)), TensorSpec("b", "F32", (16, 8)), TensorSpec("c", "I64", (3,)),
+             TensorSpec("d", "BF16", (32,)), TensorSpec("e", "BF16", (64,))]  # fmt: skip
+    layout = Layout.plan(specs)
+    assert len(layout.header_bytes("model.safetensors")) % 64 == 0
+    assert [placed.spec.name for placed in layout] == ["b", "d", "e", "c", "a"]
+    for placed in layout:
+        if placed.nbytes % 64 == 0:
+            assert placed.start % 64 == 0
+        assert placed.start % (DTYPE_BITS[placed.spec.dtype] // 8) == 0
+
+
+def test_files_are_cut_at_the_limit_with_a_transformers_index(tmp_path):
+    specs = [TensorSpec(f"t{i}", "F32", (100,)) for i in range(5)]
+    layout = Layout.plan(specs, max_file_bytes=800)
+    assert [file.name for file in layout.files] == [f"model-0000{i}-of-00003.safetensors" for i in (1, 2, 3)]
+    name, body = layout.index_file()
+    assert name == "model.safetensors.index.json"
+    assert json.loads(body) == {
+        "metadata": {"total_size": 2000},
+        "weight_map": {f"t{i}": f"model-0000{i // 2 + 1}-of-00003.safetensors" for i in range(5)},
+    }
+    lay_down(layout, tmp_path)
+    assert Layout.read(tmp_path) == layout
+
+
+def test_a_tensor_larger_than_the_limit_gets_its_own_file():
+    layout = Layout.plan([TensorSpec("big", "F32", (1000,)), TensorSpec("s", "F32", (1,))], max_file_bytes=100)
+    assert [len(file.tensors) for file in layout.files] == [1, 1]
+
+
+def test_adapter_stem():
+    layout = Layout.plan([TensorSpec("a", "F32", (4,))], stem="adapter_model")
+    assert [file.name for file in layout.files] == ["adapter_model.safetensors"]
+
+
+def test_reads_what_the_safetensors_library_wrote(tmp_path):
+    tensors = {"x": torch.arange(10, dtype=torch.bfloat16), "y": torch.rand(3, 4)}
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "consolidated.safetensors").write_bytes(b"not read: model.safetensors is the checkpoint")
+    layout = Layout.read(tmp_path)
+    raw = (tmp_path / "model.safetensors").read_bytes()
+    for name, tensor in tensors.items():
+        placed = layout.find(name)
+        view = memoryview(raw)[placed.start : placed.end]
+        assert torch.equal(as_tensor(view, placed.spec.dtype, placed.spec.shape), tensor)
+
+
+@pytest.mark.parametrize(
+    "specs, keywords, said",
+    [
+        ([], {}, "at least one tensor"),
+        ([TensorSpec("a", "F32", (1,)), TensorSpec("a", "F32", (1,))], {}, "twice"),
+        ([TensorSpec("a", "F32", (1,))], {"align_bytes": 48}, "power of two"),
+        ([TensorSpec("a", "F32", (1,))], {"max_file_bytes": 0}, "positive"),
+        ([TensorSpec("a", "F32", (1,))], {"stem": "../x"}, "file name"),
+    ],
+)
+def test_plan_refuses(specs, keywords, said):
+    with pytest.raises(InvalidLayout, match=said):
+        Layout.plan(specs, **keywords)
+
+
+@pytest.mark.parametrize(
+    "name, dtype, shape",
+    [
+        ("", "F32", (1,)),
+        ("__metadata__", "F32", (1,)),
+        ("a\nb", "F32", (1,)),
+        ("\ud800", "F32", (1,)),
+        ("a" * 2000, "F32", (1,)),
+        ("a", "float32", (1,)),
+        ("a", "F32", (-1,)),
+        ("a", "F32", (True, 2)),
+        ("a", "F32", (1.0,)),
+        ("a", "F32", (2**62, 2**62)),
+        ("a", "F4", (3,)),
+        ("a", "F32", (1,) * 40),
+    ],
+)
+def test_tensor_spec_refuses(name, dtype, shape):
+    with pytest.raises(InvalidLayout):
+        TensorSpec(name, dtype, shape)
+
+
+def test_index_that_disagrees_is_refused(tmp_path):
+    layout = Layout.plan([TensorSpec(f"t{i}", "F32", (100,)) for i in range(3)], max_file_bytes=500)
+    lay_down(layout, tmp_path)
+    index = tmp_path / "model.safetensors.index.json"
+    body = json.loads(index.read_text())
+    body["weight_map"]["ghost"] = layout.files[0].name
+    index.write_text(json.dumps(body))
+    with pytest.raises(ManifestInvalid, match="ghost"):
+        Layout.read(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["../../etc/passwd.safetensors", "/etc/x.safetensors", ".x.safetensors", 7, "a.bin"])
+def test_index_cannot_point_outside(tmp_path, target):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": target}}))
+    with pytest.raises(ManifestInvalid):
+        Layout.read(tmp_path)
+
+
+def test_directories_without_safetensors(tmp_path):
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(InvalidLayout, match="convert"):
+        Layout.read(tmp_path)
+    with pytest.raises(InvalidLayout, match="cannot be read"):
+        Layout.read(tmp_path / "absent")
+
+
+def test_unknown_tensor_says_what_there_is():
+    layout = Layout.plan([TensorSpec("a", "F32", (1,))])
+    with pytest.raises(UnknownTensor, match="'b'.*1 tensors.*a"):
+        layout.find("b")
+    assert "a" in layout and "b" not in layout
+
+
+def test_torch_views_share_memory_and_check_sizes():
+    for code, dtype in TORCH_DTYPES.items():
+        assert torch_dtype(code) is dtype and CODES[dtype] == code
+        assert torch.empty(0, dtype=dtype).element_size() * 8 == DTYPE_BITS[code]
+    raw = bytearray(24)
+    tensor = as_tensor(memoryview(raw), "F32", (2, 3))
+    tensor.fill_(1.0)
+    assert bytes(raw) == b"\x00\x00\x80?" * 6
+    assert as_tensor(memoryview(b""), "BF16", (0, 4)).shape == (0, 4)
+    with pytest.raises(InvalidLayout, match="48 bytes, the view has 24"):
+        as_tensor(memoryview(raw), "F64", (2, 3))
+    with pytest.raises(InvalidLayout, match="no dtype"):
+        as_tensor(memoryview(raw), "F4", (48,))
+    with pytest.raises(InvalidLayout, match="no code"):
+        dtype_code(torch.complex128)

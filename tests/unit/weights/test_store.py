@@ -1,0 +1,540 @@
+"""Reserve, write, commit, lease, evict: the rules of docs/weight-store.md one by one."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import stat
+
+import numpy as np
+import pytest
+import torch
+
+from tests.unit.weights.conftest import AUX, SPECS, check, content, fill, write
+from weights import segment
+from weights.errors import (
+    ChecksumMismatch,
+    DraftNotFound,
+    HandleClosed,
+    InvalidName,
+    StoreFull,
+    StoreUnsafe,
+    UnknownTensor,
+    UnsafeFile,
+    VersionExists,
+    VersionLeased,
+    VersionNotFound,
+)
+from weights.layout import Layout, TensorSpec
+from weights.locks import DirectoryLock
+from weights.store import WeightStore
+from weights.torch_views import as_tensor
+
+LAYOUT = Layout.plan(SPECS)
+MIB = 1 << 20
+
+
+def sized(nbytes: int) -> Layout:
+    """A layout whose single file has exactly `nbytes` (a multiple of 64, header of 128 included)."""
+    layout = Layout.plan([TensorSpec("w", "U8", (nbytes - 128,))])
+    assert layout.nbytes == nbytes
+    return layout
+
+
+def put(store, name: str, nbytes: int = MIB, *, pinned: bool = False):
+    draft = store.reserve(sized(nbytes), kind="version", model="m", version=name)
+    draft.view("w")[:] = content("w", name, nbytes - 128)
+    return draft.commit(meta={}, pinned=pinned)
+
+
+def names(store) -> set[str]:
+    return {stored.version for stored in store.list("version")}
+
+
+def staged(store) -> list[str]:
+    return os.listdir(store.root / "staging")
+
+
+# Visibility
+
+
+def test_a_version_appears_whole_and_at_once(store):
+    draft = store.reserve(LAYOUT, kind="version", model="starter", version="1", aux_files=AUX)
+    fill(draft, "1")
+    assert store.find("version", "starter", "1") is None and store.list("version") == []
+    stored = draft.commit(meta={"parent": "0", "step": 7})
+    assert store.find("version", "starter", "1") == stored and store.list("version") == [stored]
+    assert stored.manifest.meta == {"parent": "0", "step": 7}
+    assert sorted(os.listdir(stored.path)) == [
+        ".pinned", "config.json", "manifest.json", "model.safetensors", "tokenizer.json",
+    ]  # fmt: skip
+    assert stored.nbytes == LAYOUT.nbytes + sum(map(len, AUX.values()))
+    assert staged(store) == []
+    check(store, stored)
+    assert draft.closed
+
+
+def test_kinds_and_names_do_not_meet(store):
+    write(store, "1")
+    write(store, "1", kind="snapshot")
+    write(store, "1", model="other")
+    assert len(store.list("version")) == 2 and len(store.list("snapshot")) == 1
+    with pytest.raises(InvalidName, match="kind must be one of"):
+        store.list("checkpoint")
+
+
+def test_first_commit_of_a_name_wins(store):
+    first = store.reserve(LAYOUT, kind="version", model="starter", version="1")
+    second = store.reserve(LAYOUT, kind="version", model="starter", version="1")
+    fill(first, "1")
+    fill(second, "other")
+    stored = first.commit(meta={})
+    with pytest.raises(VersionExists):
+        second.commit(meta={})
+    assert not second.closed
+    second.abort()
+    with pytest.raises(VersionExists):
+        store.reserve(LAYOUT, kind="version", model="starter", version="1")
+    check(store, stored)
+
+
+def test_several_files_make_one_hugging_face_checkpoint(store):
+    layout = Layout.plan([TensorSpec(f"t{i}", "F32", (100, 10)) for i in range(5)], max_file_bytes=8000)
+    draft = store.reserve(layout, kind="version", model="m", version="1")
+    fill(draft, "1")
+    stored = draft.commit(meta={})
+    assert "model.safetensors.index.json" in os.listdir(stored.path)
+    check(store, stored)
+
+
+def test_leaving_the_context_uncommitted_aborts(store):
+    with pytest.raises(RuntimeError):
+        with store.reserve(LAYOUT, kind="version", model="m", version="1") as draft:
+            raise RuntimeError("writer failed")
+    assert staged(store) == [] and draft.closed
+    with store.reserve(LAYOUT, kind="version", model="m", version="1") as draft:
+        fill(draft, "1")
+        stored = draft.commit(meta={})
+    check(store, stored)
+
+
+def test_a_draft_is_unusable_after_its_end(store):
+    draft = store.reserve(LAYOUT, kind="version", model="m", version="1")
+    with pytest.raises(UnknownTensor):
+        draft.view("nope")
+    draft.abort()
+    draft.abort()
+    for use in (lambda: draft.view("counter"), lambda: draft.commit(meta={}), draft.populate):
+        with pytest.raises(HandleClosed):
+            use()
+
+
+def test_expected_checksums_keep_wrong_bytes_out(store):
+    stored = write(store)
+    expected = {name: record.checksum for name, record in stored.manifest.tensors.items()}
+    draft = store.reserve(LAYOUT, kind="version", model="starter", version="2")
+    fill(draft, "1")
+    draft.view("counter")[0] ^= 1
+    with pytest.raises(ChecksumMismatch, match="counter"):
+        draft.commit(meta={}, expected_checksums=expected)
+    draft.view("counter")[0] ^= 1
+    assert draft.commit(meta={}, expected_checksums=expected).manifest.tensors == stored.manifest.tensors
+
+
+# Attaching
+
+
+def test_writers_attach_by_path(store, root):
+    draft = store.reserve(LAYOUT, kind="version", model="starter", version="1", aux_files=AUX)
+    other = WeightStore(root, budget_bytes=None).attach(draft.path)
+    assert other.layout == draft.layout and (other.model, other.version, other.kind) == ("starter", "1", "version")
+    fill(other, "1")
+    other.close()
+    check(store, draft.commit(meta={}))
+    assert staged(store) == []
+
+
+def test_an_attached_writer_may_commit(store):
+    draft = store.reserve(LAYOUT, kind="version", model="starter", version="1")
+    other = store.attach(draft.path)
+    fill(other, "1")
+    check(store, other.commit(meta={}))
+    with pytest.raises((DraftNotFound, VersionExists)):
+        draft.commit(meta={})
+    draft.abort()
+    assert names(store) == {"1"}
+
+
+@pytest.mark.parametrize("end", ["commit", "abort"])
+def test_no_attach_after_the_end(store, end):
+    draft = store.reserve(LAYOUT, kind="version", model="m", version="1")
+    fill(draft, "1")
+    draft.commit(meta={}) if end == "commit" else draft.abort()
+    with pytest.raises(DraftNotFound):
+        store.attach(draft.path)
+
+
+def test_attach_refuses_what_is_no_draft_of_this_store(store, tmp_path):
+    stored = write(store)
+    for path in (stored.path, tmp_path, store.root / "staging" / ".." / "versions"):
+        with pytest.raises(DraftNotFound):
+            store.attach(path)
+
+
+def test_an_aborted_draft_is_cleaned_up_by_the_last_writer(store):
+    draft = store.reserve(LAYOUT, kind="version", model="m", version="1")
+    other = store.attach(draft.path)
+    draft.abort()
+    assert len(staged(store)) == 1, "the attached writer still maps the segment"
+    with pytest.raises(DraftNotFound):
+        store.attach(draft.path)
+    fill(other, "1")
+    other.close()
+    assert staged(store) == []
+
+
+# Leases
+
+
+def test_a_leased_version_stays(store):
+    stored = write(store)
+    with store.lease(stored) as lease:
+        assert lease.path == stored.path and lease.layout == LAYOUT
+        with pytest.raises(VersionLeased):
+            store.remove(stored)
+        assert store.evict(1 << 40) == 0
+    store.remove(stored)
+    assert store.find("version", "starter", "1") is None
+    for use in (store.lease, store.remove, store.pin, store.unpin):
+        with pytest.raises(VersionNotFound):
+            use(stored)
+
+
+def test_views_keep_the_lease_after_its_release(store):
+    """A tensor over released bytes would otherwise show the next version's, or crash the process."""
+    stored = write(store)
+    lease = store.lease(stored)
+    placed = lease.layout.find("model.norm.weight")
+    tensor = as_tensor(lease.view("model.norm.weight"), "F32", (3,))
+    array = np.frombuffer(lease.view("counter"), dtype=np.int64)
+    lease.release()
+    assert lease.released
+    with pytest.raises(HandleClosed):
+        lease.view("counter")
+    with pytest.raises(VersionLeased):
+        store.remove(stored)
+    assert tensor.view(torch.uint8).numpy().tobytes() == content("model.norm.weight", "1", placed.nbytes)
+    del tensor
+    with pytest.raises(VersionLeased):
+        store.remove(stored)
+    del array
+    store.remove(stored)
+
+
+def test_a_writers_tensor_keeps_its_segment_from_reuse(store):
+    draft = store.reserve(LAYOUT, kind="version", model="m", version="1")
+    tensor = as_tensor(draft.view("model.norm.weight"), "F32", (3,))
+    fill(draft, "1")
+    stored = draft.commit(meta={})
+    with pytest.raises(VersionLeased):
+        store.remove(stored)
+    del tensor
+    gc.collect()
+    store.remove(stored)
+
+
+def test_leased_views_are_read_only(store):
+    with store.lease(write(store)) as lease:
+        view = lease.view("counter")
+        assert view.readonly
+        with pytest.raises(TypeError):
+            view[0] = 1
+
+
+def test_copy_on_write_views_stay_private(store):
+    stored = write(store)
+    with store.lease(stored, copy_on_write=True) as lease:
+        view = lease.view("counter")
+        view[:] = b"\xff" * 8
+        assert bytes(view) == b"\xff" * 8
+    check(store, stored)
+
+
+def test_populate_covers_every_file(store):
+    stored = write(store)
+    with store.lease(stored) as lease:
+        lease.populate()
+    draft = store.reserve(LAYOUT, kind="version", model="m", version="2")
+    draft.populate()
+    draft.populate([draft.view("counter"), draft.view("model.layers.0.mlp.weight")])
+    fill(draft, "2")
+    check(store, draft.commit(meta={}))
+
+
+def test_a_replaced_version_is_not_mistaken_for_the_old(store):
+    old = write(store)
+    store.remove(old)
+    new = write(store)
+    with pytest.raises(VersionNotFound, match="another version"):
+        store.lease(old)
+    check(store, new)
+
+
+def test_two_readers_and_a_seal_at_once(store):
+    stored = write(store, checksums=False)
+    with store.lease(stored) as one, store.lease(stored) as two:
+        sealed = store.seal(stored)
+        assert bytes(one.view("counter")) == bytes(two.view("counter"))
+    assert sealed.sealed and not stored.sealed
+    assert store.find("version", "starter", "1") == sealed
+    assert store.seal(stored) == sealed
+    check(store, stored)  # the older description still leases: the bytes are the same
+
+
+# Budget and eviction
+
+
+def test_the_least_recently_used_goes_first(root):
+    store = WeightStore(root, budget_bytes=3 * MIB + MIB // 2)
+    a, b, c = (put(store, name) for name in "abc")
+    os.utime(a.path, ns=(1, 1))
+    os.utime(b.path, ns=(2, 2))
+    os.utime(c.path, ns=(3, 3))
+    with store.lease(a):
+        pass
+    put(store, "d")
+    assert names(store) == {"a", "c", "d"}
+    assert store.usage().used_bytes <= 3 * MIB + MIB // 2
+
+
+def test_never_the_leased_nor_the_pinned(root):
+    store = WeightStore(root, budget_bytes=3 * MIB + MIB // 2)
+    a, _, _ = put(store, "a"), put(store, "b", pinned=True), put(store, "c")
+    for order, name in enumerate("abc"):
+        os.utime(store.find("version", "m", name).path, ns=(order, order))
+    with store.lease(a):
+        put(store, "d")
+        assert names(store) == {"a", "b", "d"}
+        with pytest.raises(StoreFull) as caught:
+            store.reserve(sized(2 * MIB), kind="version", model="m", version="e")
+    error = caught.value
+    assert (error.needed_bytes, error.budget_bytes) == (2 * MIB, 3 * MIB + MIB // 2)
+    assert MIB <= error.leased_bytes < 1.1 * MIB and MIB <= error.pinned_bytes < 1.1 * MIB
+    assert error.used_bytes >= 2 * MIB and error.free_bytes > 0
+    assert str(2 * MIB) in str(error) and "budget" in str(error)
+    assert staged(store) == []
+    store.unpin(store.find("version", "m", "b"))
+    put(store, "e", 2 * MIB)
+    assert "b" not in names(store)
+
+
+def test_what_can_never_fit_is_refused_before_anything_else_happens(root):
+    store = WeightStore(root, budget_bytes=MIB)
+    with pytest.raises(StoreFull):
+        store.reserve(sized(2 * MIB), kind="version", model="m", version="1")
+    assert store.usage().used_bytes == 0 and staged(store) == []
+
+
+def test_refusal_of_what_can_never_fit_evicts_nothing(root):
+    store = WeightStore(root, budget_bytes=2 * MIB)
+    put(store, "a")
+    with pytest.raises(StoreFull):
+        store.reserve(sized(3 * MIB), kind="version", model="m", version="b")
+    assert names(store) == {"a"}
+
+
+def test_pins_survive_a_restart(root):
+    put(WeightStore(root, budget_bytes=None), "a", pinned=True)
+    store = WeightStore(root, budget_bytes=MIB + MIB // 2)
+    assert store.find("version", "m", "a").pinned
+    with pytest.raises(StoreFull):
+        put(store, "b")
+    store.unpin(store.find("version", "m", "a"))
+    store.unpin(store.find("version", "m", "a"))
+    store.pin(store.find("version", "m", "a"))
+    store.unpin(store.find("version", "m", "a"))
+    put(store, "b")
+    assert names(store) == {"b"}
+
+
+def test_drafts_count_in_the_budget(root):
+    store = WeightStore(root, budget_bytes=2 * MIB)
+    draft = store.reserve(sized(MIB + MIB // 2), kind="version", model="m", version="a")
+    with pytest.raises(StoreFull):
+        store.reserve(sized(MIB), kind="version", model="m", version="b")
+    assert store.usage().draft_bytes >= MIB + MIB // 2
+    draft.abort()
+    store.reserve(sized(MIB), kind="version", model="m", version="b").abort()
+
+
+def test_a_dead_draft_makes_room(root):
+    store = WeightStore(root, budget_bytes=2 * MIB)
+    draft = store.reserve(sized(MIB + MIB // 2), kind="version", model="m", version="a")
+    draft._lock.close()  # what the kernel does when the writer is killed
+    store.reserve(sized(MIB), kind="version", model="m", version="b").abort()
+
+
+def test_evict_on_demand_takes_the_pool_first(store):
+    put(store, "a")
+    store.remove(put(store, "b"))
+    assert store.usage().pool_bytes == MIB
+    assert store.evict(MIB) == MIB and names(store) == {"a"} and store.usage().pool_bytes == 0
+    assert store.evict(1) > MIB - 1 and names(store) == set()
+    assert store.evict(1) == 0
+
+
+def test_no_memory_left_behind_when_the_file_system_is_full(store, monkeypatch):
+    put(store, "keep", pinned=True)
+    put(store, "evictable")
+    before = store.usage().committed_bytes
+
+    def full(fd, offset, length):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(segment.os, "posix_fallocate", full)
+    with pytest.raises(StoreFull) as caught:
+        store.reserve(sized(8 * MIB), kind="version", model="m", version="big")
+    assert caught.value.needed_bytes == 8 * MIB and caught.value.budget_bytes is None
+    assert staged(store) == [] and store.usage().pool_bytes == 0
+    assert names(store) == {"keep"} and store.usage().committed_bytes < before
+
+
+# Pool
+
+
+def test_freed_segments_are_written_again(store):
+    stored = put(store, "a")
+    inode = os.stat(stored.path / "model.safetensors").st_ino
+    store.remove(stored)
+    again = put(store, "b")
+    assert os.stat(again.path / "model.safetensors").st_ino == inode
+    with store.lease(again) as lease:
+        assert bytes(lease.view("w")) == content("w", "b", MIB - 128)
+
+
+@pytest.mark.parametrize("first, second", [(2 * MIB, MIB), (MIB, 2 * MIB)])
+def test_a_segment_of_another_size_is_cut_or_grown(store, first, second):
+    store.remove(put(store, "a", first))
+    stored = put(store, "b", second)
+    assert os.stat(stored.path / "model.safetensors").st_size == second
+    assert os.stat(stored.path / "model.safetensors").st_blocks * 512 >= second
+    assert store.usage().pool_bytes == 0
+    with store.lease(stored) as lease:
+        assert bytes(lease.view("w")) == content("w", "b", second - 128)
+
+
+def test_the_pool_is_bounded_and_goes_first(root):
+    store = WeightStore(root, budget_bytes=4 * MIB, pool_bytes=MIB)
+    for stored in [put(store, name) for name in "abc"]:
+        store.remove(stored)
+    assert store.usage().pool_bytes == MIB
+    put(store, "d")
+    put(store, "e")
+    store.remove(put(store, "f"))
+    put(store, "g", 2 * MIB - 4096)
+    assert names(store) == {"d", "e", "g"}, "no version had to go: the pool's segment was re-used or trimmed"
+    assert store.usage().used_bytes <= 4 * MIB
+    assert store.trim_pool() == store.usage().pool_bytes == 0
+
+
+def test_an_idle_mapping_does_not_keep_destroyed_memory(store):
+    """Cached mappings pin the inode, so a segment is emptied before its name goes."""
+    stored = put(store, "a")
+    path = stored.path / "model.safetensors"
+    with open(path, "rb") as pinned:
+        store.remove(stored)
+        store.trim_pool()
+        assert os.fstat(pinned.fileno()).st_nlink == 0
+        assert os.fstat(pinned.fileno()).st_blocks == 0
+
+
+def test_mappings_are_kept_across_versions_and_forgotten_with_their_file(store):
+    segment.forget_mappings()
+    store.remove(put(store, "a"))
+    store.remove(put(store, "b"))
+    writing = [key for key in segment._mapped if key[2] == "write"]
+    assert len(writing) == 1
+    store.trim_pool()
+    put(store, "c")
+    assert writing[0] not in segment._mapped
+
+
+def test_a_file_of_unexpected_size_is_never_mapped(store, tmp_path):
+    (tmp_path / "x").write_bytes(b"1234")
+    lock = DirectoryLock.try_shared(tmp_path)
+    with pytest.raises(UnsafeFile, match="8 bytes"):
+        segment.window(tmp_path / "x", 8, "read", lock)
+
+
+# Sweep and safety
+
+
+def test_sweep_leaves_the_living_alone(store):
+    stored = write(store)
+    draft = store.reserve(LAYOUT, kind="version", model="m", version="2")
+    fill(draft, "2")
+    report = store.sweep()
+    assert report.removed == () and report.freed_bytes == 0 and report.damaged == ()
+    check(store, stored)
+    check(store, draft.commit(meta={}))
+
+
+def test_sweep_removes_what_the_dead_left(store):
+    draft = store.reserve(LAYOUT, kind="version", model="m", version="2")
+    (store.root / "staging" / "manifest-stray").write_bytes(b"{}")
+    path = draft.path
+    draft._lock.close()
+    report = store.sweep()
+    assert set(report.removed) == {path, store.root / "staging" / "manifest-stray"}
+    assert report.freed_bytes >= LAYOUT.nbytes
+    assert staged(store) == [] and store.usage().used_bytes == 0
+
+
+def test_everything_is_private_whatever_the_umask(root):
+    old = os.umask(0)
+    try:
+        store = WeightStore(root, budget_bytes=None)
+        store.seal(write(store, checksums=False))
+        draft = store.reserve(LAYOUT, kind="version", model="m", version="2")
+        modes = {}
+        for directory, subdirectories, files in os.walk(root):
+            modes |= {os.path.join(directory, name): 0o700 for name in subdirectories}
+            modes |= {os.path.join(directory, name): 0o600 for name in files}
+        draft.abort()
+        assert len(modes) > 10
+    finally:
+        os.umask(old)
+    assert stat.S_IMODE(os.stat(root).st_mode) == 0o700
+    for path, expected in modes.items():
+        if os.path.exists(path):
+            assert stat.S_IMODE(os.stat(path).st_mode) == expected, path
+
+
+def test_an_unsafe_root_is_refused(tmp_path):
+    loose = tmp_path / "loose"
+    loose.mkdir(mode=0o755)
+    loose.chmod(0o755)
+    with pytest.raises(StoreUnsafe, match="0700"):
+        WeightStore(loose, budget_bytes=None)
+    real = tmp_path / "real"
+    real.mkdir(mode=0o700)
+    (tmp_path / "link").symlink_to(real)
+    with pytest.raises(StoreUnsafe, match="symlink"):
+        WeightStore(tmp_path / "link", budget_bytes=None)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a directory to another user")
+def test_a_root_of_another_user_is_refused(tmp_path):
+    foreign = tmp_path / "foreign"
+    foreign.mkdir(mode=0o700)
+    os.chown(foreign, 12345, -1)
+    with pytest.raises(StoreUnsafe, match="12345"):
+        WeightStore(foreign, budget_bytes=None)
+
+
+@pytest.mark.parametrize("keywords", [{"budget_bytes": -1}, {"budget_bytes": 1, "pool_bytes": -1}])
+def test_negative_bounds_are_refused(root, keywords):
+    with pytest.raises(ValueError, match="at least 0"):
+        WeightStore(root, **keywords)

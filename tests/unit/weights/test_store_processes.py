@@ -1,0 +1,307 @@
+"""What several processes, and kill -9 in the middle of them, may and may not do to a store."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.weights.conftest import SPECS, check, content, fill, write
+from weights.errors import HandleClosed, StoreFull, VersionLeased
+from weights.layout import Layout, TensorSpec
+from weights.store import WeightStore
+
+LAYOUT = Layout.plan(SPECS)
+REPOSITORY = Path(__file__).parents[3]
+# Everything through which the store changes the world, and how many calls of it are survived between two
+# deaths (every open of the life would take a minute).
+CHANGES = {"rename": 1, "unlink": 1, "mkdir": 1, "rmdir": 1, "truncate": 1, "ftruncate": 1, "posix_fallocate": 1,
+           "open": 5}  # fmt: skip
+
+
+class Process:
+    """A Python subprocess that runs `script` with the store as `store`, stopping at `pause()`."""
+
+    def __init__(self, root: Path, script: str) -> None:
+        prelude = (
+            "import sys\n"
+            f"sys.path.insert(0, {str(REPOSITORY)!r})\n"
+            "from tests.unit.weights.conftest import *\n"
+            f"store = WeightStore({str(root)!r}, budget_bytes=None)\n"
+            "def pause(word='here'):\n    print(word, flush=True); sys.stdin.readline()\n"
+        )
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", prelude + script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+
+    def says(self) -> str:
+        line = self._process.stdout.readline().strip()
+        assert line, "the process ended early"
+        return line
+
+    def goes_on(self) -> None:
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._end()
+
+    def ends_well(self) -> None:
+        assert self._end() == 0
+
+    def _end(self) -> int:
+        code = self._process.wait(timeout=30)
+        self._process.stdin.close()
+        self._process.stdout.close()
+        return code
+
+
+def in_child(work) -> int:
+    """Runs `work` in a forked child; the wait status."""
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    return os.waitpid(pid, 0)[1]
+
+
+def test_a_killed_readers_lease_dies_with_it(store, root):
+    stored = write(store)
+    reader = Process(root, "l = store.lease(store.find('version', 'starter', '1')); v = l.view('counter'); pause()")
+    assert reader.says() == "here"
+    with pytest.raises(VersionLeased):
+        store.remove(stored)
+    reader.kill()
+    store.remove(stored)
+
+
+def test_a_killed_writer_leaves_only_what_sweep_removes(store, root):
+    stored = write(store)
+    before = store.usage()
+    writer = Process(
+        root,
+        "d = store.reserve(Layout.plan(SPECS), kind='version', model='starter', version='2')\n"
+        "fill(d, '2'); pause(str(d.path))",
+    )
+    path = Path(writer.says())
+    assert store.sweep().removed == () and path.exists(), "its writer lives"
+    writer.kill()
+    assert store.find("version", "starter", "2") is None
+    assert store.sweep().removed == (path,)
+    assert store.usage() == before
+    check(store, stored)
+
+
+def test_ranks_write_their_parts_and_rank_zero_commits(store, root):
+    layout = Layout.plan([TensorSpec("w", "U8", (4 * 70_000,))])
+    draft = store.reserve(layout, kind="version", model="m", version="1")
+    ranks = [
+        Process(
+            root,
+            f"d = store.attach({str(draft.path)!r}); pause()\n"
+            f"d.view('w')[{rank} * 70_000 : {rank + 1} * 70_000] = content('w', '{rank}', 70_000); d.close()",
+        )
+        for rank in range(4)
+    ]
+    for rank in ranks:
+        rank.says()
+    for rank in ranks:
+        rank.goes_on()
+    for rank in ranks:
+        rank.ends_well()
+    stored = draft.commit(meta={})
+    with store.lease(stored) as lease:
+        assert bytes(lease.view("w")) == b"".join(content("w", str(rank), 70_000) for rank in range(4))
+
+
+def test_an_attached_writer_outlives_a_killed_owner_without_harm(store, root):
+    """Otherwise a sweep would give the segment to another version while the writer still writes to it."""
+    owner = Process(
+        root, "d = store.reserve(Layout.plan(SPECS), kind='version', model='m', version='1'); pause(str(d.path))"
+    )
+    draft = store.attach(owner.says())
+    owner.kill()
+    assert store.sweep().removed == ()
+    fill(draft, "1")
+    check(store, draft.commit(meta={}))
+
+
+def test_a_forked_child_does_not_keep_its_parents_lease(store):
+    stored = write(store)
+    lease = store.lease(stored)
+    ready, done = os.pipe(), os.pipe()
+
+    def child():
+        os.write(ready[1], b"x")
+        os.close(done[1])
+        os.read(done[0], 1)
+
+    pid = os.fork()
+    if pid == 0:
+        try:
+            child()
+        finally:
+            os._exit(0)
+    try:
+        os.read(ready[0], 1)
+        with pytest.raises(VersionLeased):
+            store.remove(stored)
+        lease.release()
+        store.remove(stored)
+    finally:
+        os.write(done[1], b"x")
+        os.waitpid(pid, 0)
+        for fd in (*ready, *done):
+            os.close(fd)
+
+
+def test_handles_are_closed_in_a_forked_child(store):
+    stored = write(store)
+    draft = store.reserve(LAYOUT, kind="version", model="m", version="2")
+    lease = store.lease(stored)
+
+    def child():
+        assert draft.closed and lease.released
+        for use in (lambda: draft.view("counter"), lambda: lease.view("counter"), lambda: draft.commit(meta={})):
+            try:
+                use()
+            except HandleClosed:
+                continue
+            raise AssertionError("a forked child used its parent's handle")
+        draft.abort()  # must not take the parent's draft away
+        again = store.attach(draft.path)
+        fill(again, "2")
+        again.close()
+
+    assert in_child(child) == 0
+    assert not draft.closed and not lease.released
+    check(store, draft.commit(meta={}))
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_killed_at_every_change_it_makes(root, change):
+    """kill -9 before the n-th call of `change`, for every (fifth) n, in a life of reserve, write, commit, seal, remove,
+    evict and re-use: committed versions stay whole, the rest goes with one sweep."""
+    budget_bytes = 4 * (1 << 20)
+    layout = Layout.plan([*SPECS, TensorSpec("pad", "U8", (1 << 20,))])
+
+    def life(limit):
+        calls = itertools.count()
+        real = getattr(os, change)
+
+        def deadly(*args, **keywords):
+            if next(calls) == limit:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **keywords)
+
+        store = WeightStore(root, budget_bytes=budget_bytes)
+        setattr(os, change, deadly)
+        for round_number in range(2):
+            for version in ("a", "b", "c", "d"):
+                with store.reserve(layout, kind="version", model="m", version=version) as draft:
+                    fill(draft, version)
+                    stored = draft.commit(meta={}, checksums=version == "a", pinned=False)
+                if version == "b":
+                    store.seal(stored)
+                if version == "c":
+                    store.remove(stored)
+            if round_number == 0:
+                store.remove(store.find("version", "m", "d"))
+                store.evict(1 << 40)
+
+    keeper = WeightStore(root, budget_bytes=None)
+    kept = write(keeper, "kept", pinned=True)
+    for limit in itertools.count(0, CHANGES[change]):
+        status = in_child(lambda limit=limit: life(limit))
+        store = WeightStore(root, budget_bytes=budget_bytes)
+        check(store, kept)
+        report = store.sweep()
+        assert report.damaged == ()
+        assert os.listdir(root / "staging") == []
+        for stored in store.list("version"):
+            check(store, stored)
+            store.seal(stored)
+            if stored.version != "kept":
+                store.remove(stored)
+        usage = store.usage()
+        assert usage.draft_bytes == 0 and usage.used_bytes <= budget_bytes
+        if status == 0:
+            break
+        assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
+        if limit % 3 == 0:
+            store.trim_pool()  # so that both fresh and re-used segments meet the knife
+    assert limit > 0
+
+
+def test_two_processes_never_overrun_the_budget(root):
+    """Counting and giving out space is one step for all processes."""
+    budget_bytes = 6 * (1 << 20)
+    layout = Layout.plan([TensorSpec("w", "U8", (1 << 20,))])
+    over = root.parent / "over"
+
+    def churn(who):
+        store = WeightStore(root, budget_bytes=budget_bytes)
+        for number in range(25):
+            try:
+                with store.reserve(layout, kind="version", model=who, version=str(number)) as draft:
+                    if store.usage().used_bytes > budget_bytes + 64_000:  # manifests are not reserved
+                        over.touch()
+                    draft.view("w")[:16] = content("w", str(number), 16)
+                    draft.commit(meta={}, checksums=False, pinned=False)
+            except StoreFull:
+                continue
+
+    pids = []
+    for who in ("a", "b"):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                churn(who)
+                code = 0
+            finally:
+                os._exit(code)
+        pids.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
+    assert not over.exists()
+    assert os.listdir(root / "staging") == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount a small tmpfs")
+def test_a_full_tmpfs_refuses_in_time_and_keeps_what_it_has(tmp_path):
+    mount = tmp_path / "small"
+    mount.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m,mode=700", "tmpfs", mount], capture_output=True)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a tmpfs: {mounted.stderr.decode().strip()}")
+    try:
+        store = WeightStore(mount / "store", budget_bytes=None)
+        kept = write(store, "kept")
+        size = Layout.plan([TensorSpec("w", "U8", (5 << 20,))])
+        draft = store.reserve(size, kind="version", model="m", version="1")
+        with pytest.raises(StoreFull) as caught:
+            store.reserve(size, kind="version", model="m", version="2")
+        assert caught.value.free_bytes < 5 << 20
+        draft.view("w")[:] = content("w", "1", 5 << 20)  # no SIGBUS: the memory was promised
+        first = draft.commit(meta={}, pinned=False)
+        assert os.listdir(store.root / "staging") == []
+        check(store, kept)
+        check(store, first)
+        second = store.reserve(size, kind="version", model="m", version="2")  # evicts the first
+        second.view("w")[:] = content("w", "2", 5 << 20)
+        second = second.commit(meta={})
+        assert store.find("version", "m", "1") is None
+        check(store, kept)
+        check(store, second)
+    finally:
+        subprocess.run(["umount", "-l", mount], check=True)
