@@ -184,7 +184,7 @@ class LoadRecorder(TorchDispatchMode):
             if not known:
                 if self._parameters[key] or target is not None:
                     unplanned.append(owners[0][2])
-                if key not in self._odd and (target is None or not target.covered):
+                if self._parameters[key] and key not in self._odd and (target is None or not target.covered):
                     unwritten.append(owners[0][2])
                 continue
             for module_id, attribute, _, _ in owners:

@@ -42,7 +42,7 @@ class ShmModelLoader(BaseModelLoader):
         finally:
             source.close()
         if model_config.quantization is None:
-            _refuse_holes(model, plan, model_config.model)
+            _refuse_holes(plan, model_config.model)
         setattr(model, PLAN_ATTRIBUTE, plan)
 
     def get_all_weights(
@@ -53,11 +53,10 @@ class ShmModelLoader(BaseModelLoader):
         yield from source.tensors()
 
 
-def _refuse_holes(model: torch.nn.Module, plan: LoadPlan, path: str) -> None:
+def _refuse_holes(plan: LoadPlan, path: str) -> None:
     """vLLM starts with random values where a checkpoint has no tensor for a parameter; a served model must not."""
-    untouched = [name for name in plan.unwritten if name in dict(model.named_parameters())]
-    if untouched:
-        shown = ", ".join(untouched[:8])
+    if plan.unwritten:
+        shown = ", ".join(plan.unwritten[:8])
         raise VersionMismatch(
-            f"version {path} has no tensors for {len(untouched)} parameters of its own architecture: {shown}"
+            f"version {path} has no tensors for {len(plan.unwritten)} parameters of its own architecture: {shown}"
         )

@@ -1,7 +1,7 @@
 """Everything this project changes inside vLLM 0.32, in one place, each with its reason.
 
 Applied once in the forked engine process, before its engine core is forked from it; the core and its workers
-inherit the patched modules. Written against the pinned version; tests/unit/serve/test_vllm_contract.py fails when
+inherit the patched modules. Written against the pinned version; tests/e2e/test_engine_contract.py fails when
 an upgrade moves what is touched here.
 """
 

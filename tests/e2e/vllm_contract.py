@@ -1,0 +1,74 @@
+"""What serve relies on inside vLLM, checked in a process forked from the warm parent (importing vLLM takes 12 s)."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from runtime.leash import Leash
+
+
+def main(leash: Leash, args: dict[str, Any]) -> int:
+    """Reports `{"event": "contract", "failures": [...]}`."""
+    leash.emit("contract", failures=[text for text, holds in _claims() if not holds])
+    return 0
+
+
+def _claims():
+    import threading
+
+    import torch
+    from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.reload import layerwise
+    from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
+    from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine import utils as engine_utils
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.executor import multiproc_executor
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    from serve import engine, preload, vllm_plugin
+
+    def has(owner: object, *names: str):
+        return [(f"{getattr(owner, '__name__', owner)} has {name}", hasattr(owner, name)) for name in names]
+
+    yield from has(engine_utils, "get_mp_context")
+    yield from has(multiproc_executor, "get_mp_context", "WorkerProc")
+    yield from has(multiproc_executor.WorkerProc, "worker_main")
+    yield from has(EngineCoreProc, "run_engine_core")
+    yield from has(EngineCore, "wake_up", "pause_scheduler", "resume_scheduler")
+    yield from has(CPUWorker, "init_device", "sleep", "wake_up")
+    yield from has(_LazyRegisteredModel, "inspect_model_cls", "load_model_cls")
+    yield from has(_ModelInfo, "from_model_cls")
+    yield from has(layerwise, "_place_kernel_tensors", "get_layerwise_info", "initialize_layerwise_reload")
+    yield from has(
+        AsyncLLM, "start_weight_update", "update_weights", "finish_weight_update", "resume_generation", "collective_rpc",
+        "sleep", "wake_up", "errored",
+    )
+    yield "pause 'keep' exists", "keep" in inspect.getsource(EngineCore.pause_scheduler)
+    yield "pause_generation still sleeps 20 ms of its own", "sleep(0.02)" in inspect.getsource(AsyncLLM.pause_generation)
+    yield "a full wake resumes by itself", "resume_scheduler()" in inspect.getsource(EngineCore.wake_up)
+    yield "a canary request can be described", {"req_id", "prompt_token_ids", "block_ids"} <= set(
+        inspect.signature(NewRequestData).parameters
+    )
+    yield "an empty step can be made", SchedulerOutput.make_empty().total_num_scheduled_tokens == 0
+    yield "the scheduler knows its pause state", "pause_state" in inspect.getsource(Scheduler)
+    yield "the registry shares the list of served names", "base_model_paths=base_model_paths" in inspect.getsource(
+        OpenAIServingModels.__init__
+    )
+    vllm_plugin.register()
+    vllm_plugin.register()
+    from vllm.config.load import LoadConfig
+
+    yield "load format shm is registered", type(get_model_loader(LoadConfig(load_format="shm"))).__name__ == (
+        "ShmModelLoader"
+    )
+    yield "transfer backend shm is registered", "shm" in WeightTransferEngineFactory._registry
+    yield "the warm parent built the parser", engine.PARSER.prog is not None and preload.IMPORTED > 50
+    yield "no thread was inherited but main and leash", threading.active_count() <= 2
+    yield "CUDA was not initialised in the warm parent", not torch.cuda.is_initialized()
+    yield "one OpenMP thread", torch.get_num_threads() == 1

@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve.errors import FingerprintMismatch
+from serve.fingerprint import Fingerprint, FingerprintBook, canary_prompt, version_key
+
+ANSWER = {"tokens": list(range(16)), "logprobs": [-float(i) / 4 for i in range(16)]}
+
+
+def fingerprint(origin="load", **changes):
+    return Fingerprint.from_canary(origin, {**ANSWER, **changes})
+
+
+@given(st.integers(2, 300_000), st.integers(1, 64))
+def test_the_canary_prompt_stays_inside_every_vocabulary(vocabulary, length):
+    prompt = canary_prompt(vocabulary, length)
+    assert len(prompt) == length and all(0 <= token < vocabulary for token in prompt)
+
+
+def test_the_canary_prompt_touches_different_rows_and_never_changes():
+    assert len(set(canary_prompt(32000))) == 16
+    assert canary_prompt(384)[:4] == [237, 90, 327, 181]
+
+
+def test_equal_answers_agree_and_rounding_is_forgiven():
+    near = fingerprint(logprobs=[value + 0.02 for value in ANSWER["logprobs"]], tokens=[99, *range(1, 16)])
+    assert fingerprint().disagreement(fingerprint(), 0.15) is None
+    assert fingerprint().disagreement(near, 0.15) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"logprobs": [*ANSWER["logprobs"][:15], -9.0]}, "position 15"),
+        ({"tokens": [200] * 16}, "greedy tokens differ"),
+        ({"logprobs": [float("nan")] * 16}, "finite"),
+        ({"tokens": [1], "logprobs": [-0.1]}, "1 positions"),
+    ],
+)
+def test_other_weights_are_noticed(changes, why):
+    assert why in fingerprint().disagreement(fingerprint(**changes), 0.15)
+
+
+def test_embeddings_are_compared_by_direction():
+    one = Fingerprint("load", embedding=(1.0, 0.0, 1.0))
+    assert one.disagreement(Fingerprint("load", embedding=(2.0, 0.001, 2.0)), 0.15) is None
+    assert "cosine" in one.disagreement(Fingerprint("load", embedding=(0.0, 1.0, 0.0)), 0.15)
+    assert "cosine" in one.disagreement(fingerprint(), 0.15)
+
+
+def test_the_book_records_then_verifies_then_refuses(tmp_path):
+    book = FingerprintBook(tmp_path)
+    assert book.find("k") is None
+    assert book.verify("k", fingerprint(), 0.15, what="v") == "recorded"
+    assert book.verify("k", fingerprint("transfer"), 0.15, what="v") == "verified"
+    with pytest.raises(FingerprintMismatch, match="v does not answer"):
+        book.verify("k", fingerprint("transfer", tokens=[200] * 16), 0.15, what="v")
+    assert book.find("k") == fingerprint()
+    assert (tmp_path / "fingerprints").stat().st_mode & 0o777 == 0o700
+    assert [file.stat().st_mode & 0o777 for file in (tmp_path / "fingerprints").iterdir()] == [0o600]
+
+
+def test_a_trusted_load_replaces_what_a_transfer_recorded(tmp_path):
+    book = FingerprintBook(tmp_path)
+    book.verify("k", fingerprint("transfer", tokens=[200] * 16), 0.15, what="v")
+    assert book.verify("k", fingerprint("load"), 0.15, what="v") == "recorded"
+    assert book.find("k").origin == "load"
+
+
+def test_nans_are_never_recorded(tmp_path):
+    with pytest.raises(FingerprintMismatch, match="finite"):
+        FingerprintBook(tmp_path).verify("k", fingerprint(logprobs=[float("nan")] * 16), 0.15, what="v")
+    assert FingerprintBook(tmp_path).find("k") is None
+
+
+def test_a_versions_key_follows_content_and_what_changes_rounding(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"abc")
+    facts = {"dtype": "bfloat16", "kind": "cpu", "tensor_parallel": 1, "task": "generate"}
+    key = version_key(tmp_path, **facts)
+    assert version_key(tmp_path, **facts) == key
+    assert version_key(tmp_path, **{**facts, "tensor_parallel": 2}) != key
+    (tmp_path / "model.safetensors").write_bytes(b"abd_")
+    changed = version_key(tmp_path, **facts)
+    assert changed != key
+    (tmp_path / "manifest.json").write_text(json.dumps({"tensors": {"w": "sum1"}}))
+    sealed = version_key(tmp_path, **facts)
+    (tmp_path / "manifest.json").write_text(json.dumps({"tensors": {"w": "sum2"}}))
+    assert len({sealed, changed, version_key(tmp_path, **facts)}) == 3

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from serve.arguments import engine_arguments, engine_environment, tool_parser
+from serve.errors import InvalidReplicaSpec
+from serve.spec import ReplicaSpec
+
+GOOD = {
+    "replica_id": "r1",
+    "model": "ft:starter:acme/x:1",
+    "version": "v3",
+    "version_path": "/dev/shm/appliance-1/versions/starter/v3",
+    "socket_path": "/dev/shm/appliance-1/run/r/r1.sock",
+    "devices": [3],
+    "kind": "cpu",
+    "shm_root": "/dev/shm/appliance-1",
+    "kv_cache_bytes": 1 << 20,
+}
+
+
+def test_a_spec_survives_the_trip_through_json():
+    spec = ReplicaSpec.from_json({**GOOD, "extra_args": ["--max-logprobs", "5"]})
+    assert ReplicaSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    assert spec.devices == (3,) and spec.scratch_path == "/dev/shm/appliance-1/run/r/r1.d"
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("replica_id", ""),
+        ("model", 7),
+        ("version_path", "relative/path"),
+        ("socket_path", "/dev/shm/" + "x" * 70),
+        ("kind", "tpu"),
+        ("task", "classify"),
+        ("dtype", "int8"),
+        ("tensor_parallel", 0),
+        ("tensor_parallel", True),
+        ("kv_cache_bytes", -1),
+        ("kv_cache_bytes", 1.5),
+        ("max_num_seqs", 0),
+        ("max_model_len", 0),
+        ("devices", [1, 1]),
+        ("devices", []),
+    ],
+)
+def test_a_bad_field_is_named_with_what_was_given_and_expected(field, value):
+    with pytest.raises(InvalidReplicaSpec, match=f"{field} is .*expected") as caught:
+        ReplicaSpec.from_json({**GOOD, field: value})
+    assert caught.value.field == field
+
+
+def test_unknown_and_missing_fields_are_refused():
+    with pytest.raises(InvalidReplicaSpec, match="gpu"):
+        ReplicaSpec.from_json({**GOOD, "gpu": 1})
+    with pytest.raises(InvalidReplicaSpec, match="model"):
+        ReplicaSpec.from_json({key: value for key, value in GOOD.items() if key != "model"})
+
+
+def test_more_workers_than_devices_are_refused():
+    with pytest.raises(InvalidReplicaSpec, match="at least 2"):
+        ReplicaSpec.from_json({**GOOD, "tensor_parallel": 2})
+
+
+def pairs(args):
+    return {flag: value for flag, value in zip(args, args[1:], strict=False) if flag.startswith("--")}
+
+
+def test_a_cpu_engine_gets_the_sleeping_worker_and_explicit_memory():
+    flags = pairs(engine_arguments(ReplicaSpec.from_json(GOOD), {"model_type": "llama"}, None))
+    assert flags["--worker-cls"] == "serve.cpu_worker.ShmCPUWorker"
+    assert flags["--kv-cache-memory-bytes"] == str(1 << 20)
+    assert flags["--load-format"] == "shm" and json.loads(flags["--weight-transfer-config"]) == {"backend": "shm"}
+    assert "--enforce-eager" in flags and "--enable-sleep-mode" not in flags
+    assert "--max-model-len" not in flags and "--distributed-executor-backend" not in flags
+
+
+def test_a_gpu_engine_sleeps_by_vllms_own_mode_and_sees_only_its_devices():
+    spec = ReplicaSpec.from_json({**GOOD, "kind": "cuda", "devices": [2, 5], "tensor_parallel": 2})
+    args = engine_arguments(spec, {}, None)
+    assert "--enable-sleep-mode" in args and "--worker-cls" not in args and "--enforce-eager" not in args
+    assert pairs(args)["--distributed-executor-backend"] == "mp"
+    assert engine_environment(spec, 64)["CUDA_VISIBLE_DEVICES"] == "2,5"
+
+
+def test_dev_mode_stays_off_and_n_is_bounded():
+    env = engine_environment(ReplicaSpec.from_json(GOOD), 64)
+    assert (env["VLLM_SERVER_DEV_MODE"], env["VLLM_MAX_N_SEQUENCES"]) == ("0", "64")
+    assert env["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "0"
+    assert env["VLLM_RPC_BASE_PATH"].startswith("/dev/shm/appliance-1/run/")
+
+
+def test_lora_flags_pass_through_and_allow_loading():
+    spec = ReplicaSpec.from_json({**GOOD, "extra_args": ["--enable-lora", "--max-lora-rank", "32"]})
+    assert pairs(engine_arguments(spec, {}, None))["--max-lora-rank"] == "32"
+    assert engine_environment(spec, 64)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("family", "template", "parser"),
+    [
+        ("llama", "{% if tools %}...", "llama3_json"),
+        ("llama", "{{ messages }}", None),
+        ("llama", "{% if tools %}<tool_call>", "hermes"),
+        ("mistral", "[TOOL_CALLS] {{ tools }}", "mistral"),
+        ("qwen3", "{{ tools }}", "hermes"),
+        ("unheard_of", "{{ tools }}", None),
+        ("llama", None, None),
+    ],
+)
+def test_tool_parser_follows_the_template_then_the_family(family, template, parser):
+    assert tool_parser(family, template) == parser
+
+
+def test_embedding_engines_run_the_pooling_runner_without_tools():
+    spec = ReplicaSpec.from_json({**GOOD, "task": "embed"})
+    args = engine_arguments(spec, {"model_type": "llama"}, "{{ tools }}")
+    assert pairs(args)["--runner"] == "pooling" and "--tool-call-parser" not in args

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from serve.errors import VersionMismatch, VersionUnreadable
+from serve.version_check import check_same_model, read_chat_template, read_config
+
+
+@pytest.fixture
+def pair(tmp_path):
+    for name in ("old", "new"):
+        directory = tmp_path / name
+        directory.mkdir()
+        (directory / "config.json").write_text(json.dumps({"model_type": "llama", "rope_theta": 1e4, "dtype": name}))
+        (directory / "tokenizer.json").write_text("{}")
+        (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>", "chat_template": "x"}))
+    return tmp_path / "old", tmp_path / "new"
+
+
+def test_versions_that_differ_only_in_how_they_were_written_fit(pair):
+    (pair[1] / "config.json").write_text(
+        json.dumps({"model_type": "llama", "rope_theta": 1e4, "transformers_version": "9"})
+    )
+    check_same_model(*pair)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "named"),
+    [
+        ("config.json", '{"model_type": "llama", "rope_theta": 500000.0}', "rope_theta is 500000.0"),
+        ("tokenizer.json", '{"a": 1}', "tokenizer.json differs"),
+        ("chat_template.jinja", "{{ messages }}", "chat_template.jinja differs"),
+        ("tokenizer_config.json", '{"eos_token": "<|end|>", "chat_template": "x"}', "eos_token"),
+        ("generation_config.json", '{"temperature": 0.1}', "generation_config.json: temperature"),
+    ],
+)
+def test_what_a_running_engine_cannot_take_over_is_refused_by_name(pair, file, text, named):
+    (pair[1] / file).write_text(text)
+    with pytest.raises(VersionMismatch, match=named):
+        check_same_model(*pair)
+
+
+@pytest.mark.parametrize("text", [None, "no json", "[1]", b"\xff\xfe"])
+def test_an_unusable_config_is_unreadable(tmp_path, text):
+    if isinstance(text, bytes):
+        (tmp_path / "config.json").write_bytes(text)
+    elif text is not None:
+        (tmp_path / "config.json").write_text(text)
+    with pytest.raises(VersionUnreadable, match="config.json"):
+        read_config(tmp_path)
+
+
+def test_the_chat_template_file_wins_over_the_tokenizers(pair):
+    assert read_chat_template(pair[0]) == "x"
+    (pair[0] / "chat_template.jinja").write_text("y")
+    assert read_chat_template(pair[0]) == "y"
+    assert read_chat_template(pair[0].parent) is None
