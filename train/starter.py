@@ -1,12 +1,12 @@
 """Makes the `starter` model: a small, honestly labelled Llama checkpoint, pretrained here and now.
 
-    python -m train.starter --out DIR [--minutes 1.5 | --steps N] [--seed 0] [--threads N] [--vocabulary-text FILE ...]
+    python -m train.starter --out DIR [--minutes 1.5 | --steps N] [--seed 0] [--threads N] ...
 
 An air-gapped box has no hub to download a first model from; with this one everything runs. Progress goes to
 stdout as one JSON object per line: `{"event": "progress", "stage", "fraction", "step", "loss", "tokens_per_s"}`
 and at the end `{"event": "done", "path", "steps", "tokens", "parameters", "validation_loss", "seconds"}`.
 
-With `--steps` the same seed, machine and thread count give the same bytes. With `--minutes` the learning-rate
+With `--steps` the same seed, kind of machine and `--threads` give the same bytes. With `--minutes` the learning-rate
 schedule follows the clock, so the number of steps is what the machine manages; the model card records it.
 The directory appears under its name only when complete.
 """
@@ -33,8 +33,10 @@ from train.starter_text import documents
 from train.starter_tokenizer import END_OF_TEXT, TURN_END, render, tokenizer_config, train_tokenizer
 
 LENGTH, BATCH = 256, 8
-MUON_RATE, ADAM_RATE, WARMUP = 0.02, 0.004, 0.03
-TOKENIZER_DOCUMENTS, HELD_OUT_BATCHES = 8_000, 8
+MUON_RATE, ADAM_RATE, WARMUP = 0.02, 0.008, 0.03
+TOKENIZER_DOCUMENTS, HELD_OUT_BATCHES = 5_000, 4
+# Fewer steps make no model at all; a machine too busy for them in the time given takes longer.
+MIN_STEPS = 30
 # Validation documents come from another stream; the offset keeps it apart from the training stream of any small seed.
 VALIDATION_SEED_OFFSET = 1_000_003
 
@@ -70,16 +72,36 @@ def rate_scale(progress: float) -> float:
     return min(1.0, progress / WARMUP + 0.02, 1.02 - progress)
 
 
+def choose_threads(net: StarterNet, tokenizer: Tokenizer) -> int:
+    """Times one step at 1, 2, 4, ... threads and returns the fastest number. `net` keeps its parameters.
+
+    More is not better: on a machine that others keep busy, two threads that wait for each other at every matrix
+    product were seen ten times slower than one.
+    """
+    tokens, targets = next(batches(tokenizer, 0, device="cpu"))
+    seconds: dict[int, float] = {}
+    count = 1
+    while count <= min(16, len(os.sched_getaffinity(0))):
+        torch.set_num_threads(count)
+        for _ in range(2):  # the first one pays for starting the threads
+            began = time.monotonic()
+            net.loss(tokens, targets).backward()
+            seconds[count] = time.monotonic() - began
+        count *= 2
+    net.zero_grad(set_to_none=True)
+    return min(seconds, key=lambda n: seconds[n])
+
+
 def pretrain(
     tokenizer: Tokenizer, net: StarterNet, *, seed: int, minutes: float, steps: int | None, device: str
 ) -> dict:
     """Trains `net` in place; returns steps, tokens, seconds and the validation loss in nats per token."""
     muon, adam = optimizers(net)
-    source, started, step, smooth = batches(tokenizer, seed, device=device), time.monotonic(), 0, None
+    source, started, step, smooth = batches(tokenizer, seed, device=device), time.monotonic(), 0, 0.0
     reported = started
     while True:
         elapsed = time.monotonic() - started
-        progress = step / steps if steps is not None else elapsed / (minutes * 60)
+        progress = step / steps if steps is not None else min(elapsed / (minutes * 60), step / MIN_STEPS)
         if progress >= 1:
             break
         scale = rate_scale(progress)
@@ -92,7 +114,7 @@ def pretrain(
             optimizer.zero_grad(set_to_none=True)
         step += 1
         value = loss.item()
-        smooth = value if smooth is None else 0.9 * smooth + 0.1 * value
+        smooth = value if step == 1 else 0.9 * smooth + 0.1 * value
         now = time.monotonic()
         if now - reported >= 1.0:
             reported = now
@@ -156,7 +178,7 @@ of fine-tuning by it: import a real checkpoint with `appliance model import`.
 ({shape.num_key_value_heads} for keys and values), head size {shape.head_dim} |
 | context | {shape.max_position_embeddings} positions declared; pretrained on {LENGTH} at a time |
 | steps, tokens | {result["steps"]}, {result["tokens"]:,} |
-| seed | {seed} (`--steps {result["steps"]} --seed {seed}` repeats it) |
+| seed | {seed} (`--steps {result["steps"]} --seed {seed}` makes one like it) |
 | validation loss | {result["validation_loss"]} nats per token on text of the same rules, other seed |
 | chat format | ChatML; the template marks assistant turns for training masks |
 | licence | that of the appliance |
@@ -185,7 +207,7 @@ def main(argv: list[str] | None = None) -> int:
     length.add_argument("--minutes", type=float, default=1.5, help="pretraining time (default %(default)s)")
     length.add_argument("--steps", type=int, help="pretrain this many steps instead, reproducibly")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, help="CPU threads (default: torch's choice, OMP_NUM_THREADS)")
+    parser.add_argument("--threads", type=int, help="CPU threads (default: whatever is fastest; 1 with --steps)")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the calling thread ends")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
     parser.add_argument("--vocabulary-text", type=Path, action="append", default=[], metavar="FILE",
@@ -202,8 +224,6 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--vocabulary-text {path}: no such file")
     if args.die_with_parent:
         die_with_parent()
-    if args.threads:
-        torch.set_num_threads(args.threads)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(args.seed)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -214,6 +234,10 @@ def main(argv: list[str] | None = None) -> int:
     given = itertools.chain.from_iterable(map(vocabulary_texts, args.vocabulary_text))
     tokenizer = train_tokenizer(itertools.chain(made, given), vocab_size=shape.vocab_size)
     net = StarterNet(shape).to(device)
+    if device == "cpu":
+        threads = args.threads or (1 if args.steps is not None else choose_threads(net, tokenizer))
+        torch.set_num_threads(threads)
+        report("progress", stage="threads", fraction=0.05, threads=threads)
     result = pretrain(tokenizer, net, seed=args.seed, minutes=args.minutes, steps=args.steps, device=device)
     report("progress", stage="save", fraction=0.95)
     parameters = sum(p.numel() for p in net.parameters())

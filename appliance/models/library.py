@@ -362,7 +362,7 @@ def _run_starter(command: list[str], report: Report) -> dict[str, Any]:
 def _starter_message(event: Mapping[str, Any]) -> str:
     if "loss" in event:
         return f"pretraining: step {event['step']}, loss {event['loss']:.2f}, {event['tokens_per_s']} tokens/s"
-    return {"tokenizer": "making the vocabulary", "save": "saving"}[event["stage"]]
+    return {"tokenizer": "making the vocabulary", "threads": "beginning to pretrain", "save": "saving"}[event["stage"]]
 
 
 __all__ = ["ModelError", "ModelLibrary", "ModelVersion", "Report", "check_name", "silent"]
