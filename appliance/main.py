@@ -120,11 +120,17 @@ class Box:
         await self._ray.begin()
         self._say("starting the controller")
         await self._controller.begin()
-        await self._wait_for("controller", str(self._paths.controller_socket), "http://box", CONTROLLER_START_S)
-        first_key = await self._first_key()
+        await self._wait_for(self._controller, "http://box", "/admin/v1/mode", CONTROLLER_START_S,
+                             str(self._paths.controller_socket))  # fmt: skip
+        try:
+            first_key = await self._first_key()
+        except httpx.HTTPError as error:
+            log = self._paths.logs / "controller.log"
+            raise BoxError(f"the controller broke off ({error!r}); {log} ends with:\n{tail(log)}") from error
         self._say("starting the gateway")
         await self._gateway.begin()
-        await self._wait_for("gateway", None, f"http://{self._local_host()}:{self._config.box.port}", GATEWAY_START_S)
+        endpoint = f"http://{self._local_host()}:{self._config.box.port}"
+        await self._wait_for(self._gateway, endpoint, "/health", GATEWAY_START_S)
         self._state.ready(first_key)
         self._announce(first_key)
 
@@ -157,11 +163,13 @@ class Box:
                                   "--ray-address", ray_head.address(self._paths) or "")  # fmt: skip
 
     async def _start_gateway(self) -> asyncio.subprocess.Process:
-        gateway = self._config.gateway.model_copy(update={
-            "host": self._config.box.host, "port": self._config.box.port,
-            "controller_socket": str(self._paths.controller_socket), "bus_socket": str(self._paths.bus_socket),
-        })  # fmt: skip
-        return await self._python("gateway", "-m", "appliance.gateway.main", "--config-json", gateway.model_dump_json())
+        gateway = self._config.gateway.model_dump() | {
+            "host": self._config.box.host,
+            "port": self._config.box.port,
+            "controller_socket": str(self._paths.controller_socket),
+            "bus_socket": str(self._paths.bus_socket),
+        }
+        return await self._python("gateway", "-m", "appliance.gateway.main", "--config-json", json.dumps(gateway))
 
     async def _python(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
         with open(self._paths.logs / f"{name}.log", "ab") as log:
@@ -175,21 +183,22 @@ class Box:
         self._say(message)
         self._controller.restart()
 
-    async def _wait_for(self, name: str, socket_path: str | None, base_url: str, timeout_s: float) -> None:
-        supervised = {"controller": self._controller, "gateway": self._gateway}[name]
+    async def _wait_for(
+        self, process: Supervised, base_url: str, path: str, timeout_s: float, socket_path: str | None = None
+    ) -> None:
         transport = httpx.AsyncHTTPTransport(uds=socket_path, retries=0)
         async with httpx.AsyncClient(transport=transport, base_url=base_url) as client:
             deadline = time.monotonic() + timeout_s
             while True:
                 try:
-                    if (await client.get("/health", timeout=5)).status_code == 200:
+                    if (await client.get(path, timeout=5)).status_code == 200:
                         return
                 except httpx.TransportError:
                     pass  # not listening yet
-                if time.monotonic() > deadline or supervised.restarts >= 3:
-                    log = self._paths.logs / f"{name}.log"
+                if time.monotonic() > deadline or process.restarts >= 3:
+                    log = self._paths.logs / f"{process.name}.log"
                     raise BoxError(
-                        f"the {name} did not come up within {timeout_s:.0f} s; {log} ends with:\n{tail(log)}"
+                        f"the {process.name} did not come up within {timeout_s:.0f} s; {log} ends with:\n{tail(log)}"
                     )
                 await asyncio.sleep(0.05)
 

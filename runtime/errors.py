@@ -13,7 +13,12 @@ from __future__ import annotations
 
 
 class RuntimeLayerError(Exception):
-    """Base of everything raised by `runtime`."""
+    """Base of everything raised by `runtime`. Survives pickling: a supervisor in an actor raises it at its caller."""
+
+    _given: tuple | None = None
+
+    def __reduce__(self):
+        return type(self), self._given if self._given is not None else self.args
 
 
 class ChannelClosed(RuntimeLayerError):
@@ -24,6 +29,7 @@ class FrameTooLarge(RuntimeLayerError):
     """A frame announces more bytes than any message of ours has."""
 
     def __init__(self, length_bytes: int, limit_bytes: int):
+        self._given = (length_bytes, limit_bytes)
         super().__init__(
             f"frame of {length_bytes} bytes refused, the limit is {limit_bytes}: "
             "the peer does not speak the leash protocol"
@@ -40,6 +46,7 @@ class ChildDied(RuntimeLayerError):
     def __init__(self, name: str, pid: int, log_path: str, log_tail: str = ""):
         tail = f"; the log ends with:\n{log_tail}" if log_tail else ""
         super().__init__(f"process {name} (pid {pid}) died; its log is {log_path}{tail}")
+        self._given = (name, pid, log_path, log_tail)
         self.name, self.pid, self.log_path, self.log_tail = name, pid, log_path, log_tail
 
 
@@ -52,4 +59,5 @@ class ChildError(RuntimeLayerError):
 
     def __init__(self, type_name: str, message: str, data: dict | None = None):
         super().__init__(f"{type_name}: {message}")
+        self._given = (type_name, message, data)
         self.type, self.message, self.data = type_name, message, data or {}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib.metadata
 import logging
 import os
 import signal
@@ -25,14 +26,14 @@ import uvicorn
 
 from appliance.config import BoxConfig, load_resolved
 from appliance.controller.app import create_app
-from appliance.controller.bus import Bus
+from appliance.controller.bus import Bus, first_generation
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_events import JobEvents
 from appliance.logs import configure_logging
+from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
 from appliance.ray_head import NAMESPACE
-from appliance.store import models
 from appliance.store.database import Database
 from appliance.wiring.gateways import BusRouting
 from appliance.wiring.job_runs import JobRuns
@@ -71,36 +72,41 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     ray.init(address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
 
-    db = Database.open(paths.database)
-    store = WeightStore(paths.shm_root, budget_bytes=config.weights.budget_bytes)
-    store.sweep()
+    db = Database(paths.database)
+    store = _open_store(config, paths)
     devices = discover_devices(config.box.devices)
-    bus = Bus(config.controller)
+    bus = Bus(
+        paths.bus_socket, config.controller, first_generation=first_generation(db), on_load=lambda _: loop.nudge()
+    )
+    routing = BusRouting(bus, db, config.gateway.holds.hold_s)
     shelf = VersionShelf(db, store, paths.models, config.serve, devices[0])
-    events = JobEvents(db, lambda reason: port.nudge(reason))
-    runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, shelf.save_soon)
-    effects = RayEffects(_ray_box(paths, devices), BusRouting(bus, db), shelf, runs)
-    journal = SqliteJournal(db)
-    states = SqliteStateStore(db, bus.demand, config.scheduler_floor, len(devices))
-    loop = SchedulerLoop(effects, states, journal, SystemClock(), config.scheduler)
-    port = LoopPort(loop, effects, journal, bus, store.memory, lambda name: models.find(db, name).active_version)
+    library = ModelLibrary(
+        paths.models, hub_settings=HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
+    )
     context = ControllerContext(
         db=db,
         files_dir=paths.files,
         jobs_dir=paths.jobs,
-        scheduler=port,
-        model_ops=LibraryOps(ModelLibrary(paths.models)),
+        scheduler=None,  # joined below: the loop needs what stands in this context
+        model_ops=LibraryOps(library, store, shelf.let_go),
         key_sink=bus,
         config=config.controller,
         box={
             "id": paths.box_id,
-            "version": "0.1.0",
+            "version": importlib.metadata.version("appliance"),
             "url": f"http://{config.box.host}:{config.box.port}/v1",
             "data_dir": str(paths.data_dir),
         },
     )
-    context.publish_keys()
-    await bus.start(paths.bus_socket)
+    events = JobEvents(context)
+    runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, shelf, lambda: port.nudge("published"))
+    effects = RayEffects(_ray_box(paths, devices), routing, shelf, runs)
+    states = SqliteStateStore(db, events, routing.demand, config.box.serving_floor, len(devices), config.serve)
+    journal = SqliteJournal(db)
+    loop = SchedulerLoop(effects, states, journal, SystemClock(), config.scheduler)
+    port = context.scheduler = LoopPort(loop, effects, journal, bus, routing, store, db)
+    routing.refresh()
+    await bus.start()
     await effects.connect()
 
     server = uvicorn.Server(uvicorn.Config(create_app(context), log_config=None, access_log=False, http="httptools"))
@@ -120,6 +126,16 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     ray.shutdown()
     db.close()
     return 0
+
+
+def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
+    space = os.statvfs(paths.shm_root)
+    budget_bytes = config.weights.budget_for(space.f_blocks * space.f_frsize)
+    store = WeightStore(paths.shm_root, budget_bytes=budget_bytes, pool_bytes=config.weights.pool_bytes)
+    swept = store.sweep()
+    for error in swept.damaged:
+        log.error("shared memory holds a damaged version: %s", error)
+    return store
 
 
 async def _save_everything(effects: RayEffects, runs: JobRuns, shelf: VersionShelf) -> None:

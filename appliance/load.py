@@ -1,0 +1,138 @@
+"""A steady load of chat requests through the OpenAI SDK that accounts for every single one.
+
+Used by the demo and by the end-to-end tests: what it reports is what a client saw, not what the box says of itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass, field
+
+import openai
+
+PROMPTS = (
+    "Tell me a short story.",
+    "What is 7 plus 5?",
+    "Tom has 3 apples and buys 4 more. How many apples does he have?",
+    "Say hello.",
+)
+
+
+@dataclass
+class Outcome:
+    """One request as its client saw it. Times are seconds; `gaps_s` are the waits between chunks of a stream."""
+
+    number: int
+    streamed: bool
+    started_s: float
+    ended_s: float = 0.0
+    finish_reason: str | None = None
+    chunks: int = 0
+    answers: int = 0
+    gaps_s: list[float] = field(default_factory=list)
+    first_token_s: float | None = None
+    error: str | None = None
+
+    @property
+    def seconds(self) -> float:
+        return self.ended_s - self.started_s
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """Sums over all requests. `dropped`: ended with an error; `truncated`: ended without a finish reason;
+    `duplicated`: more than one answer."""
+
+    requests: int
+    dropped: int
+    truncated: int
+    duplicated: int
+    longest_s: float
+    longest_gap_s: float
+    errors: tuple[str, ...]
+
+
+class Load:
+    """`workers` threads that ask one after the other, half of the requests streaming, until stopped."""
+
+    def __init__(self, base_url: str, api_key: str, model: str, *, workers: int = 4, max_tokens: int = 24):
+        # No retries: a request that the SDK had to send twice would hide a drop.
+        self._client = openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0, timeout=600)
+        self._model, self._workers, self._max_tokens = model, workers, max_tokens
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._next = 0
+        self._threads: list[threading.Thread] = []
+        self.outcomes: list[Outcome] = []
+
+    def __enter__(self) -> Load:
+        self._threads = [threading.Thread(target=self._work, name=f"load-{i}") for i in range(self._workers)]
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._stopping.set()
+        for thread in self._threads:
+            thread.join()
+        self._client.close()
+
+    @property
+    def finished(self) -> int:
+        return len(self.outcomes)
+
+    def report(self) -> LoadReport:
+        done = list(self.outcomes)
+        return LoadReport(
+            requests=len(done),
+            dropped=sum(o.error is not None for o in done),
+            truncated=sum(o.error is None and o.finish_reason is None for o in done),
+            duplicated=sum(o.answers > 1 for o in done),
+            longest_s=max((o.seconds for o in done), default=0.0),
+            longest_gap_s=max((gap for o in done for gap in o.gaps_s), default=0.0),
+            errors=tuple(sorted({o.error for o in done if o.error})),
+        )
+
+    def _work(self) -> None:
+        while not self._stopping.is_set():
+            with self._lock:
+                number, self._next = self._next, self._next + 1
+            outcome = Outcome(number, streamed=number % 2 == 0, started_s=time.monotonic())
+            try:
+                self._stream(outcome) if outcome.streamed else self._ask(outcome)
+            except openai.OpenAIError as error:
+                outcome.error = f"{type(error).__name__}: {error}"
+            outcome.ended_s = time.monotonic()
+            self.outcomes.append(outcome)
+
+    def _messages(self, number: int) -> list[dict]:
+        return [{"role": "user", "content": PROMPTS[number % len(PROMPTS)]}]
+
+    def _ask(self, outcome: Outcome) -> None:
+        answer = self._client.chat.completions.create(
+            model=self._model, messages=self._messages(outcome.number), max_tokens=self._max_tokens, temperature=0
+        )
+        outcome.answers = len(answer.choices)
+        outcome.finish_reason = answer.choices[0].finish_reason
+
+    def _stream(self, outcome: Outcome) -> None:
+        last_s, ids = outcome.started_s, set()
+        for chunk in self._client.chat.completions.create(
+            model=self._model,
+            messages=self._messages(outcome.number),
+            max_tokens=self._max_tokens,
+            temperature=0,
+            stream=True,
+        ):
+            now_s = time.monotonic()
+            if outcome.first_token_s is None:
+                outcome.first_token_s = now_s - outcome.started_s
+            else:
+                outcome.gaps_s.append(now_s - last_s)
+            last_s = now_s
+            ids.add(chunk.id)
+            outcome.chunks += 1
+            if chunk.choices and chunk.choices[0].finish_reason:
+                outcome.finish_reason = chunk.choices[0].finish_reason
+        outcome.answers = len(ids)

@@ -1,0 +1,110 @@
+"""What the admin and OpenAI routes ask of the scheduler, answered by the loop, the bus and the weight store."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+from typing import Any
+
+from appliance.controller.bus import Bus
+from appliance.controller.errors import SwapFailed
+from appliance.controller.ports import Mode, SchedulerStatus
+from appliance.store import models
+from appliance.store.database import Database
+from appliance.wiring.gateways import BusRouting
+from scheduler.journal import Journal
+from scheduler.loop import SchedulerLoop
+from scheduler.ray_effects import RayEffects
+from weights.store import WeightStore
+
+RSS_EVERY_S = 5.0
+
+
+class LoopPort:
+    """Implements `appliance.controller.ports.SchedulerPort`."""
+
+    def __init__(
+        self,
+        loop: SchedulerLoop,
+        effects: RayEffects,
+        journal: Journal,
+        bus: Bus,
+        routing: BusRouting,
+        weights: WeightStore,
+        db: Database,
+    ):
+        self._loop, self._effects, self._journal, self._bus = loop, effects, journal, bus
+        self._routing, self._weights, self._db = routing, weights, db
+        self._rss: dict[str, int] = {}
+        self._settling: dict[str, int] = {}
+
+    def nudge(self, reason: str) -> None:
+        self._routing.refresh()  # models may have come or gone
+        self._loop.nudge()
+
+    def status(self) -> SchedulerStatus:
+        now, usage = self._loop.status(), self._weights.usage()
+        return {
+            "devices": now["devices"],
+            "replicas": [
+                {
+                    **replica,
+                    "inflight": self._bus.inflight(replica["id"]),
+                    "rss_bytes": self._rss.get(replica["id"], 0),
+                }
+                for replica in now["replicas"]
+            ],
+            "memory": {"budget_bytes": usage.budget_bytes, "used_bytes": usage.used_bytes},
+            "handover": str(now["handovers"][-1]) if now["handovers"] else None,
+            "serving_floor": now["policy"]["serving_floor"],
+            "notes": now["notes"],
+        }
+
+    async def set_mode(self, mode: Mode) -> str | None:
+        last = self._journal.last_id()
+        generation = self._loop.nudge()
+        settled = asyncio.create_task(self._loop.wait_settled(generation))
+        while not settled.done() and self._journal.last_id() == last:
+            await asyncio.wait([settled], timeout=0.005)
+        if settled.done():
+            settled.result()
+            newest = self._journal.last_id()
+            return str(newest) if newest > last else None
+        settled.cancel()
+        handover_id = str(self._journal.last_id())
+        self._settling[handover_id] = generation
+        return handover_id
+
+    async def wait_handover(self, handover_id: str) -> None:
+        """A mode is reached when nothing is left to do for it, which may take more than one hand-over."""
+        await self._loop.wait_settled(self._settling.pop(handover_id, 0))
+
+    async def converge_model(self, model: str) -> dict[str, Any]:
+        last = self._journal.last_id()
+        self._loop.forgive(model)
+        await self._loop.wait_settled(self._loop.nudge())
+        wanted = models.find(self._db, model).active_version
+        replicas = [r for r in self._loop.status()["replicas"] if r["model"] == model and r["state"] != "asleep"]
+        stale = [r["id"] for r in replicas if r["version"] != wanted]
+        if stale:
+            errors = [record.error for record in self._journal.recent(20) if record.id > last and record.error]
+            why = "; ".join(errors) or "no reason was recorded"
+            raise SwapFailed(f"replicas {', '.join(stale)} did not take {wanted}: {why}")
+        pauses = [
+            step.detail["pause_s"]
+            for record in self._journal.recent(20)
+            if record.id > last
+            for step in record.steps
+            if step.verb == "swap_replica" and "pause_s" in step.detail
+        ]
+        return {"replicas": len(replicas), "pause_s": statistics.median(pauses) if pauses else None}
+
+    async def withdraw(self, model: str) -> None:
+        while any(replica["model"] == model for replica in self._loop.status()["replicas"]):
+            await self._loop.wait_settled(self._loop.nudge())
+
+    async def watch_memory(self) -> None:
+        """Keeps each replica's resident memory (bytes) current for `status`."""
+        while True:
+            self._rss = await self._effects.resident_bytes()
+            await asyncio.sleep(RSS_EVERY_S)

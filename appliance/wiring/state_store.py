@@ -1,0 +1,130 @@
+"""The scheduler's view of the store: jobs, deployments and the mode in, phases and reasons out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from appliance.controller.job_events import JobEvents
+from appliance.controller.mode import read_mode
+from appliance.store import box, deployments, job_records, jobs, models
+from appliance.store.database import Database
+from appliance.store.rows import DeploymentRow, JobRow
+from scheduler.ports import Outcome
+from scheduler.workload import Demand, DeploymentView, JobView, Policy, Workload
+from serve.config import EngineConfig
+
+CORDONED = "cordoned_devices"
+CHECKPOINT_IDLE_S = 300.0
+
+
+class SqliteStateStore:
+    """Implements `scheduler.ports.StateStore`. Every call is a few short statements on the controller's database."""
+
+    def __init__(
+        self,
+        db: Database,
+        events: JobEvents,
+        demand: Callable[[str], Demand],
+        serving_floor: int,
+        devices: int,
+        config: EngineConfig,
+    ):
+        self._db, self._events, self._demand = db, events, demand
+        self._serving_floor, self._devices, self._config = serving_floor, devices, config
+
+    def load(self) -> Workload:
+        self._finish_cancelled()
+        now = read_mode(self._db)
+        active = {row.id: row.active_version for row in models.list_callable(self._db)}
+        deployed = [row for row in deployments.list_all(self._db) if row.model in active]
+        return Workload(
+            policy=Policy(now.policy, now.train_devices, self._serving_floor),
+            jobs=tuple(
+                self._job(row)
+                for row in jobs.list_unfinished(self._db)
+                if row.phase != "validating" and row.wanted != "cancel"
+            ),
+            deployments=(
+                *(self._deployment(row, active[row.model]) for row in deployed),
+                *self._checkpoints(),
+            ),
+            cordoned=frozenset(box.get(self._db, CORDONED, [])),
+        )
+
+    def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
+        row = self._open(job_id)
+        if row is not None and (row.phase != "running" or row.devices != list(devices)):
+            self._events.started(job_id, list(devices), resumed=row.snapshot is not None)
+
+    def job_waiting(self, job_id: str, reason: str, suspended: bool) -> None:
+        row = self._open(job_id)
+        if row is None:
+            return
+        if row.snapshot is None:
+            jobs.set_phase(self._db, job_id, "queued", reason=reason)
+        elif row.phase == "running":
+            self._events.suspended(job_id, row.snapshot["step"], row.snapshot["path"], reason=reason)
+        else:
+            jobs.set_phase(self._db, job_id, "suspended", reason=reason)
+
+    def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:
+        if self._open(job_id) is None:
+            return
+        match outcome:
+            case "succeeded":
+                self._events.succeeded(job_id)
+            case "failed":
+                self._events.failed(job_id, "training_failed", error)
+            case "cancelled":
+                self._events.cancelled(job_id)
+
+    def deployment_failed(self, model: str, version: str, reason: str) -> None:
+        if deployments.find(self._db, model) is not None:
+            deployments.update(self._db, model, failed_reason=reason)
+
+    def _finish_cancelled(self) -> None:
+        """Jobs that are to be cancelled and hold nothing any more; one that runs is stopped first, by not being
+        in the workload, and finished when its ranks are gone."""
+        for row in jobs.list_unfinished(self._db):
+            if row.wanted == "cancel" and row.phase != "running":
+                self._events.cancelled(row.id)
+
+    def _checkpoints(self) -> list[DeploymentView]:
+        """A checkpoint can be called by its name; it gets an engine while somebody does."""
+        return [
+            DeploymentView(row.name, row.version, demand=self._demand(row.name), idle_sleep_s=CHECKPOINT_IDLE_S)
+            for row in job_records.list_checkpoints(self._db)
+        ]
+
+    def _open(self, job_id: str) -> JobRow | None:
+        """The job if it can still change: a person may have cancelled or deleted it a moment ago."""
+        row = jobs.find(self._db, job_id)
+        return row if row is not None and not row.finished else None
+
+    def _job(self, row: JobRow) -> JobView:
+        most = min(row.max_devices or self._devices, self._devices)
+        sizes = tuple(size for size in (row.allowed_sizes or ()) if size <= most)
+        return JobView(
+            id=row.id,
+            min_devices=min(row.min_devices or 1, most),
+            max_devices=most,
+            allowed_sizes=sizes,
+            priority=row.priority,
+            submitted_s=row.created_s,
+            phase="paused" if row.wanted == "pause" else "suspended" if row.phase == "suspended" else "wanted",
+            owner=row.key_id or "",
+        )
+
+    def _deployment(self, row: DeploymentRow, version: str) -> DeploymentView:
+        return DeploymentView(
+            model=row.model,
+            version=version,
+            tensor_parallel=row.tensor_parallel,
+            min_replicas=row.min_replicas,
+            max_replicas=max(row.max_replicas, self._config.max_replicas),
+            demand=self._demand(row.model),
+            idle_sleep_s=row.idle_sleep_s,
+            pinned=bool(row.pinned),
+            failed_reason=row.failed_reason,
+            not_before_s=row.not_before_s,
+        )
