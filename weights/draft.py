@@ -81,7 +81,8 @@ class Draft:
         With `expected_checksums` (tensor name -> checksum) a version whose bytes differ is never published.
         Raises VersionExists, ChecksumMismatch (the draft stays open), ManifestInvalid if `meta` is not JSON.
         """
-        lock = self._open_lock()
+        # Only the number: a frame in a traceback that held the lock itself would outlive the abort that follows.
+        fd = self._open_lock().fd
         target = self._target()
         if target.exists():
             raise VersionExists(
@@ -103,10 +104,10 @@ class Draft:
             aux_files=self._aux_records(),
             checksums=digests,
         )
-        write_file(lock.fd, MANIFEST_FILE, manifest.to_bytes())
+        write_file(fd, MANIFEST_FILE, manifest.to_bytes())
         if pinned:
-            write_file(lock.fd, PINNED_FILE, b"")
-        self._unlist(lock)
+            write_file(fd, PINNED_FILE, b"")
+        self._unlist(fd)
         self._publish(target)
         self._lock = None
         self._windows = {}
@@ -121,7 +122,7 @@ class Draft:
         lock, self._lock, self._windows = self._lock, None, {}
         if lock is None or not lock.held:
             return
-        self._unlist(lock)
+        self._unlist(lock.fd)
         lock = None  # noqa: F841 - the last reference closes the descriptor
         self._dismantle_if_last()
 
@@ -187,9 +188,9 @@ class Draft:
                     ) from error
                 raise
 
-    def _unlist(self, lock: DirectoryLock) -> None:
+    def _unlist(self, directory_fd: int) -> None:
         try:
-            os.unlink(DRAFT_FILE, dir_fd=lock.fd)
+            os.unlink(DRAFT_FILE, dir_fd=directory_fd)
         except FileNotFoundError:
             pass
 

@@ -1,0 +1,161 @@
+"""Slices in = slices out, for every N -> M, every dtype, every cut."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from weights.header import DTYPE_BITS
+from weights.layout import Layout, TensorSpec
+from weights.segment import forget_mappings
+from weights.slices import (
+    Span,
+    bytes_of,
+    flat_partition,
+    group_partition,
+    narrow,
+    reshard,
+    strided_bytes,
+    tensor_parallel,
+    uncovered,
+)
+from weights.store import WeightStore
+
+worlds = st.integers(1, 9)
+multiples = st.sampled_from([1, 2, 3, 8, 64])
+shapes = st.lists(st.integers(0, 7), max_size=4).map(tuple)
+whole_byte = st.sampled_from([code for code, bits in DTYPE_BITS.items() if bits % 8 == 0])
+tensor_names = st.text(st.characters(min_codepoint=32, exclude_categories=["Cs"]), min_size=1, max_size=40).filter(
+    lambda name: name != "__metadata__"
+)
+
+
+@st.composite
+def specs(draw):
+    names = draw(st.lists(tensor_names, min_size=1, max_size=12, unique=True))
+    return [TensorSpec(name, draw(whole_byte), draw(shapes)) for name in names]
+
+
+def content(spec: TensorSpec) -> bytes:
+    return hashlib.shake_128(spec.name.encode()).digest(spec.nbytes)
+
+
+@given(specs(), st.integers(1, 4096), st.sampled_from([1, 8, 64, 4096]))
+def test_every_layout_is_tight_aligned_and_reads_back(tensors, max_file_bytes, align_bytes):
+    layout = Layout.plan(tensors, max_file_bytes=max_file_bytes, align_bytes=align_bytes)
+    assert sorted(layout.names) == sorted(spec.name for spec in tensors)
+    for file in layout.files:
+        position = len(file.header)
+        assert position % max(align_bytes, 8) == 0
+        for placed in file.tensors:
+            assert placed.start == position and placed.nbytes == placed.spec.nbytes
+            position = placed.end
+            if placed.nbytes and placed.nbytes % align_bytes == 0:
+                assert placed.start % align_bytes == 0
+            if placed.nbytes:
+                assert placed.start % min(DTYPE_BITS[placed.spec.dtype] // 8, align_bytes) == 0
+        assert position == file.nbytes
+    with tempfile.TemporaryDirectory() as directory:
+        for file in layout.files:
+            (Path(directory) / file.name).write_bytes(file.header + bytes(file.nbytes - len(file.header)))
+        index = layout.index_file()
+        if index:
+            (Path(directory) / index[0]).write_bytes(index[1])
+        assert Layout.read(directory) == layout
+
+
+@given(st.integers(0, 5000), worlds, worlds, multiples, multiples)
+def test_resharding_moves_every_element_once(numel, many, few, pad_many, pad_few):
+    sources = [flat_partition(numel, rank, many, multiple_of=pad_many) for rank in range(many)]
+    targets = [flat_partition(numel, rank, few, multiple_of=pad_few) for rank in range(few)]
+    assert uncovered(sources, numel) == [] and sum(map(len, sources)) == numel
+    whole = np.arange(numel)
+    shards = [whole[span.start : span.stop] for span in sources]
+    made = [np.full(len(span), -1) for span in targets]
+    for copy in reshard(sources, targets):
+        assert copy.size > 0
+        into = made[copy.target][copy.target_start : copy.target_start + copy.size]
+        assert (into == -1).all(), "copied twice"
+        into[:] = shards[copy.source][copy.source_start : copy.source_start + copy.size]
+    for span, shard in zip(targets, made, strict=True):
+        assert np.array_equal(shard, whole[span.start : span.stop])
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)).map(sorted), max_size=6), st.integers(0, 60))
+def test_any_sources_even_overlapping_ones(edges, stop):
+    sources = [Span(*edge) for edge in edges]
+    covered = {element for span in sources for element in range(span.start, span.stop)}
+    target = Span(0, stop)
+    if not set(range(stop)) <= covered:
+        try:
+            reshard(sources, [target])
+        except ValueError as error:
+            first = min(set(range(stop)) - covered)
+            assert f"element {first} " in str(error)
+            return
+        raise AssertionError("a hole went unnoticed")
+    got = [
+        sources[copy.source].start + copy.source_start + i
+        for copy in reshard(sources, [target])
+        for i in range(copy.size)
+    ]
+    assert got == list(range(stop))
+
+
+@given(st.lists(st.integers(0, 300), max_size=8), worlds, multiples)
+def test_a_flattened_group_is_partitioned_without_loss(numels, world, multiple_of):
+    owned = [group_partition(numels, rank, world, multiple_of=multiple_of) for rank in range(world)]
+    for index, numel in enumerate(numels):
+        parts = [spans[index] for spans in owned]
+        assert uncovered(parts, numel) == [] and sum(map(len, parts)) == numel
+
+
+@given(st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple), st.data())
+def test_narrow_is_numpys_slice(shape, data):
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    start = data.draw(st.integers(0, shape[dim]))
+    length = data.draw(st.integers(0, shape[dim] - start))
+    array = np.arange(np.prod(shape)).reshape(shape)
+    wanted = np.take(array, range(start, start + length), axis=dim).flatten()
+    runs = narrow(shape, dim, start, length)
+    found = [element for span in runs.spans() for element in range(span.start, span.stop)]
+    assert found == wanted.tolist() and runs.size == wanted.size
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=3), st.integers(1, 5), whole_byte, st.data())
+def test_tensor_parallel_shards_cover_the_bytes_exactly(shape, world, dtype, data):
+    dim = data.draw(st.integers(0, len(shape) - 1))
+    shape[dim] *= world
+    nbytes = TensorSpec("t", dtype, tuple(shape)).nbytes
+    spans = [
+        span for rank in range(world) for span in strided_bytes(tensor_parallel(shape, dim, rank, world), dtype).spans()
+    ]
+    assert uncovered(spans, nbytes) == [] and sum(map(len, spans)) == nbytes
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(specs(), worlds, worlds, multiples, st.integers(64, 4096))
+def test_n_writers_m_readers_through_the_store(tensors, writers, readers, multiple_of, max_file_bytes):
+    """Every rank writes its own flat range of every tensor, every reader reads its own: same bytes."""
+    with tempfile.TemporaryDirectory() as directory:
+        store = WeightStore(Path(directory) / "store", budget_bytes=None)
+        layout = Layout.plan(tensors, max_file_bytes=max_file_bytes)
+        draft = store.reserve(layout, kind="snapshot", model="job", version="step-1")
+        for rank in range(writers):
+            own = store.attach(draft.path)
+            for spec in tensors:
+                part = bytes_of(flat_partition(spec.numel, rank, writers, multiple_of=multiple_of), spec.dtype)
+                own.view(spec.name)[part.start : part.stop] = content(spec)[part.start : part.stop]
+            own.close()
+        stored = draft.commit(meta={})
+        with store.lease(stored) as lease:
+            for spec in tensors:
+                parts = [bytes_of(flat_partition(spec.numel, rank, readers), spec.dtype) for rank in range(readers)]
+                assert b"".join(bytes(lease.view(spec.name)[part.start : part.stop]) for part in parts) == content(spec)
+        store.remove(stored)
+        forget_mappings()

@@ -1,0 +1,178 @@
+"""The store against a model of itself: any order of operations keeps every promise."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
+
+from weights.errors import StoreFull, VersionExists, VersionLeased, VersionNotFound
+from weights.layout import Layout, TensorSpec
+from weights.segment import forget_mappings
+from weights.store import WeightStore
+
+SIZES = (70_000, 140_000, 300_000)
+# Manifests and pin files come at commit and are not reserved; they are small and bounded.
+SLACK_BYTES = 50_000
+
+
+def content(model: str, version: str, size: int) -> bytes:
+    return hashlib.shake_128(f"{model}/{version}/{size}".encode()).digest(size)
+
+
+class StoreMachine(RuleBasedStateMachine):
+    drafts = Bundle("drafts")
+    leases = Bundle("leases")
+
+    @initialize(budget=st.sampled_from([None, 400_000, 900_000]), pool=st.sampled_from([None, 0, 150_000]))
+    def begin(self, budget, pool):
+        self.directory = tempfile.TemporaryDirectory()
+        self.budget = budget
+        self.store = WeightStore(Path(self.directory.name) / "store", budget_bytes=budget, pool_bytes=pool)
+        self.pool = pool
+        self.committed = {}  # (model, version) -> (stored, size, pinned)
+        self.leased = {}  # (model, version) -> number of leases
+        self.open_drafts = 0
+
+    @rule(target=drafts, model=st.sampled_from("ab"), version=st.sampled_from("123"), size=st.sampled_from(SIZES))
+    def reserve(self, model, version, size):
+        layout = Layout.plan([TensorSpec("w", "U8", (size,)), TensorSpec("n", "F32", (3,))])
+        try:
+            draft = self.store.reserve(layout, kind="version", model=model, version=version)
+        except VersionExists:
+            assert (model, version) in self.committed
+            return multiple()
+        except StoreFull as error:
+            assert self.budget is not None and error.needed_bytes == layout.nbytes
+            self._note_evictions()
+            return multiple()
+        self._note_evictions()
+        self.open_drafts += 1
+        self.store.attach(draft.path).view("w")[:] = content(model, version, size)
+        draft.view("n")[:] = b"\x07" * 12
+        return draft
+
+    @rule(draft=consumes(drafts), checksums=st.booleans(), pinned=st.booleans())
+    def commit(self, draft, checksums, pinned):
+        key = (draft.model, draft.version)
+        self.open_drafts -= 1
+        try:
+            stored = draft.commit(meta={"k": 1}, checksums=checksums, pinned=pinned)
+        except VersionExists:
+            assert key in self.committed
+            draft.abort()
+            return
+        assert key not in self.committed
+        self.committed[key] = (stored, draft.layout.find("w").nbytes, pinned)
+
+    @rule(draft=consumes(drafts))
+    def abort(self, draft):
+        draft.abort()
+        self.open_drafts -= 1
+
+    @rule(draft=consumes(drafts))
+    def writer_dies(self, draft):
+        draft._lock.close()  # what the kernel does
+        self.open_drafts -= 1
+
+    @rule(target=leases, data=st.data())
+    def lease(self, data):
+        if not self.committed:
+            return multiple()
+        key = data.draw(st.sampled_from(sorted(self.committed)))
+        self.leased[key] = self.leased.get(key, 0) + 1
+        lease = self.store.lease(self.committed[key][0])
+        lease.view("w")
+        return key, lease
+
+    @rule(held=consumes(leases))
+    def release(self, held):
+        key, lease = held
+        lease.release()
+        self.leased[key] -= 1
+
+    @rule(data=st.data())
+    def remove(self, data):
+        if not self.committed:
+            return
+        key = data.draw(st.sampled_from(sorted(self.committed)))
+        stored = self.committed[key][0]
+        if self.leased.get(key):
+            with pytest.raises(VersionLeased):
+                self.store.remove(stored)
+            return
+        self.store.remove(stored)
+        del self.committed[key]
+        with pytest.raises(VersionNotFound):
+            self.store.lease(stored)
+
+    @rule(data=st.data())
+    def seal_and_flip_pin(self, data):
+        if not self.committed:
+            return
+        key = data.draw(st.sampled_from(sorted(self.committed)))
+        stored, size, pinned = self.committed[key]
+        assert self.store.seal(stored).sealed
+        (self.store.unpin if pinned else self.store.pin)(stored)
+        self.committed[key] = (stored, size, not pinned)
+
+    @rule(nbytes=st.sampled_from([1, 100_000, 1 << 40]))
+    def evict(self, nbytes):
+        before = self.store.usage().used_bytes
+        freed = self.store.evict(nbytes)
+        assert before - self.store.usage().used_bytes == freed
+        self._note_evictions()
+        if freed < nbytes:
+            assert all(pinned or self.leased.get(key) for key, (_, _, pinned) in self.committed.items())
+            assert self.store.usage().pool_bytes == 0
+
+    @rule()
+    def sweep(self):
+        assert self.store.sweep().damaged == ()
+        assert len(os.listdir(self.store.root / "staging")) == self.open_drafts
+
+    @invariant()
+    def everything_committed_is_there_and_right(self):
+        if not hasattr(self, "store"):
+            return
+        found = {(stored.model, stored.version): stored for stored in self.store.list("version")}
+        assert set(found) == set(self.committed)
+        for key, (stored, size, pinned) in self.committed.items():
+            assert found[key].pinned == pinned
+            if not self.leased.get(key):
+                before = os.stat(stored.path)
+                with self.store.lease(stored) as lease:
+                    assert bytes(lease.view("w")) == content(*key, size)
+                    assert bytes(lease.view("n")) == b"\x07" * 12
+                os.utime(stored.path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+    @invariant()
+    def bounds_hold(self):
+        if not hasattr(self, "store"):
+            return
+        usage = self.store.usage()
+        if self.budget is not None:
+            assert usage.used_bytes <= self.budget + SLACK_BYTES
+
+    def _note_evictions(self):
+        """Only unleased, unpinned versions may have gone."""
+        for key in list(self.committed):
+            stored, _, pinned = self.committed[key]
+            if self.store.find("version", *key) is None:
+                assert not pinned and not self.leased.get(key), f"{key} must not have been evicted"
+                del self.committed[key]
+
+    def teardown(self):
+        if hasattr(self, "directory"):
+            forget_mappings()
+            self.directory.cleanup()
+
+
+StoreMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestStore = StoreMachine.TestCase
