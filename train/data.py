@@ -89,6 +89,8 @@ def open_token_set(
         if rank == 0:
             _merge(shards, directory, world_size)
         barrier()
+        if rank == 0:  # only now has every rank read the others' errors
+            shutil.rmtree(shards)
     tokens = TokenSet(directory, max_length=max_length, packing=packing, pad_id=pad_id or 0)
     if not tokens.packs:
         raise InvalidTrainingData(
@@ -159,5 +161,4 @@ def _merge(shards: Path, directory: Path, world_size: int) -> None:
     lengths = np.concatenate([part["lengths"] for part in parts])
     np.save(partial / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
     np.save(partial / "skipped.npy", sum(part["skipped"] for part in parts))
-    shutil.rmtree(shards)
     os.rename(partial, directory)

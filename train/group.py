@@ -119,7 +119,7 @@ class Group:
             await asyncio.wait([self._ended], timeout=0.01)
         if self._ended.done() and (outcome := self._ended.result()).outcome == "failed":
             error = outcome.error or {}
-            raise RankFailed(error["rank"], error["message"], retryable=error["retryable"])
+            raise RankFailed(error["rank"], error["reason"], retryable=error["retryable"])
 
     async def suspend(self) -> SuspendReport | None:
         """Snapshot at the next step boundary and leave the devices; returns when no process is left.
@@ -234,7 +234,8 @@ class Group:
         return True
 
     def _fail(self, rank: int, reason: str, *, retryable: bool, code: str = "rank_failed") -> None:
-        error = {"code": code, "rank": rank, "message": f"rank {rank} {reason}", "retryable": retryable}
+        error = {"code": code, "rank": rank, "reason": reason, "message": f"rank {rank} {reason}",
+                 "retryable": retryable}  # fmt: skip
         self._tasks.append(asyncio.create_task(self._end(Outcome("failed", self._step, error)),
                                                name=f"{self._job_id} fail"))  # fmt: skip
 

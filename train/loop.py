@@ -136,7 +136,9 @@ class Run:
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
             part = self.engine(to_batch(self.train.row(micro), scale, self.engine.device))
-            self.engine.backward(part, scale_wrt_gas=False)
+            # A tensor of its own: on the engine's very output DeepSpeed 0.19.8 divides by the accumulation steps
+            # although told not to (its hook there runs before it notices that this is its own backward).
+            self.engine.backward(part * 1, scale_wrt_gas=False)
             loss += part.detach()
             self.engine.step()
         self.step += 1

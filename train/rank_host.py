@@ -19,6 +19,7 @@ class RankHost:
     def __init__(self, warm_socket: str, log_dir: str):
         self._warm_socket, self._log_dir = warm_socket, Path(log_dir)
         self._child: Child | None = None
+        self._job_id = ""
 
     async def start(
         self, spec: dict[str, Any], rank: int, world_size: int, master_addr: str, master_port: int, device: str,
@@ -29,6 +30,7 @@ class RankHost:
         Raises WarmParentError. Returns {"pid"} as soon as the process exists.
         """
         await self.kill()
+        self._job_id = spec["job_id"]
         self._log_dir.mkdir(parents=True, exist_ok=True)
         env = {
             "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_SIZE": "1",
@@ -44,6 +46,11 @@ class RankHost:
             env=env, log_path=self._log_dir / f"{spec['job_id']}-rank{rank}.log", name=f"{spec['job_id']} rank {rank}",
         )  # fmt: skip
         return {"pid": self._child.pid}
+
+    async def status(self) -> dict[str, Any]:
+        """`{"alive", "job_id", "pid"}` of the rank started last; alive is False before the first."""
+        alive = self._child is not None and self._child.alive
+        return {"alive": alive, "job_id": self._job_id, "pid": self._child.pid if alive else None}
 
     async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any:
         """Ask the rank something; raises ChildDied, ChildError, ChildTimeout."""

@@ -1,0 +1,125 @@
+"""Real worlds of forked ranks for end-to-end tests: a warm parent, a store in shared memory, groups with records."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.train_support.tiny import make_model_dir, write_chat_file
+from train.group import Group, Watch
+from train.rank_host import RankHost
+from train.spec import TrainSpec
+from weights.store import WeightStore
+
+# Two cores carry up to four ranks and whatever else runs: patience, where only a real hang would use it up.
+PATIENT = Watch(ping_every_s=0.5, ping_timeout_s=20.0, phase_limit_s=120.0)
+
+
+class WarmTrain:
+    """A warm parent with `train.preload` imported, for a module of tests."""
+
+    def __init__(self) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="train-"))
+        self.socket = self.folder / "warm.sock"
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "runtime.warm_parent", "--socket", str(self.socket), "--preload", "train.preload",
+             "--log", str(self.folder / "warm.log")],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def wait(self) -> WarmTrain:
+        while not self.socket.exists():
+            assert self._process.poll() is None, (self.folder / "warm.log").read_text()
+            self._process.poll()
+        return self
+
+    def close(self) -> None:
+        self._process.terminate()
+        assert self._process.wait(10) == 0
+        shutil.rmtree(self.folder)
+
+
+@dataclass
+class Workshop:
+    """Data, a base model and a weight store for the jobs of one test; everything is gone after `close`."""
+
+    warm: WarmTrain
+    folder: Path
+    shm: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="train-test-", dir="/dev/shm")))
+
+    def __post_init__(self) -> None:
+        self.store = WeightStore(self.shm / "store", budget_bytes=None)
+
+    def spec(self, job_id: str = "job", *, examples: int = 64, model: dict[str, Any] | None = None,
+             **fields: Any) -> TrainSpec:  # fmt: skip
+        base = self.folder / "base"
+        if not base.exists():
+            make_model_dir(base, **(model or {}))
+        data = self.folder / f"train-{examples}.jsonl"
+        if not data.exists():
+            write_chat_file(data, examples)
+        defaults = {
+            "job_id": job_id, "base_path": str(base), "train_path": str(data), "run_dir": str(self.folder / job_id),
+            "shm_root": str(self.shm / "store"), "output_model": f"ft:base:{job_id}", "max_length": 96,
+            "batch_size": 4, "n_epochs": 2, "learning_rate": 2e-3, "snapshot_every_s": 0.0, "zero_stage": 2,
+        }  # fmt: skip
+        return TrainSpec(**(defaults | fields))
+
+    def launch(self, spec: TrainSpec, size: int, *, snapshot: str | None = None,
+               watch: Watch = PATIENT) -> Launched:  # fmt: skip
+        return Launched(self, spec, size, snapshot, watch)
+
+    async def run(self, spec: TrainSpec, size: int, *, snapshot: str | None = None) -> Launched:
+        """A world from its start to its end, which must be a success."""
+        launched = await self.launch(spec, size, snapshot=snapshot).start()
+        outcome = await launched.group.wait()
+        assert outcome.outcome == "succeeded", (outcome, launched.logs())
+        return launched
+
+    def close(self) -> None:
+        shutil.rmtree(self.shm)
+
+
+class Launched:
+    """One group with its hosts and the events it told."""
+
+    def __init__(self, shop: Workshop, spec: TrainSpec, size: int, snapshot: str | None, watch: Watch):
+        self.spec, self.events = spec, []
+        self._snapshot = snapshot
+        self._news = asyncio.Event()
+        self._log_dir = shop.folder / "logs"
+        self.hosts = [RankHost(str(shop.warm.socket), str(self._log_dir)) for _ in range(size)]
+        self.group = Group(self._note, watch)
+
+    async def start(self) -> Launched:
+        await self.group.start(self.spec, self.hosts, ["cpu"] * len(self.hosts), self._snapshot)
+        return self
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for event in self.events if event["event"] == kind]
+
+    def losses(self) -> dict[int, float]:
+        return {event["step"]: event["loss"] for event in self.of("metrics")}
+
+    async def reached(self, step: int) -> None:
+        """Returns when `step` optimizer steps are done (or the group has ended)."""
+        while not any(e["event"] == "finished" or e.get("step", -1) >= step for e in self.events):
+            self._news.clear()
+            await self._news.wait()
+
+    def pids(self) -> list[int]:
+        return [host._child.pid for host in self.hosts]
+
+    def logs(self) -> str:
+        return "\n".join(f"--- {path}\n{path.read_text()[-3000:]}" for path in sorted(self._log_dir.glob("*.log")))
+
+    def _note(self, event: dict[str, Any]) -> None:
+        self.events.append(event)
+        self._news.set()
