@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import time
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
@@ -19,6 +21,7 @@ from appliance.controller.paging import After, list_object
 from appliance.controller.principal import FINE_TUNING, Caller, needs
 from appliance.controller.strict_json import StrictRoute
 from appliance.store import files
+from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.rows import FileRow
 from train.data_check import DataReport, check_training_file
@@ -116,23 +119,23 @@ def sweep(context: ControllerContext) -> int:
     return len(orphans)
 
 
-def add_result(context: ControllerContext, filename: str, content: bytes, sha256: str) -> str:
+def add_result(db: Database, files_dir: Path, filename: str, content: bytes) -> str:
     """Store a file that the box itself made (purpose "fine-tune-results"); returns its id."""
     file_id = new_id("file-")
-    incoming = context.files_dir / f"{uploads.INCOMING_PREFIX}{file_id}"
+    incoming = files_dir / f"{uploads.INCOMING_PREFIX}{file_id}"
     with os.fdopen(os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
         out.write(content)
         out.flush()
         os.fsync(out.fileno())
-    os.rename(incoming, context.files_dir / file_id)
-    files.insert(context.db, FileRow(
-        id=file_id, filename=filename, purpose="fine-tune-results", bytes=len(content), sha256=sha256,
-        status="processed", created_s=time.time(),
+    os.rename(incoming, files_dir / file_id)
+    files.insert(db, FileRow(
+        id=file_id, filename=filename, purpose="fine-tune-results", bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(), status="processed", created_s=time.time(),
     ))  # fmt: skip
     return file_id
 
 
-async def _described(file_id: str, upload: uploads.Upload, path: Any, key_id: str | None) -> FileRow:
+async def _described(file_id: str, upload: uploads.Upload, path: Path, key_id: str | None) -> FileRow:
     purpose = upload.fields.get("purpose")
     if purpose is None:
         raise BadRequest("Missing required parameter: 'purpose'.", param="purpose", code="missing_required_parameter")

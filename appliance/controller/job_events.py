@@ -7,14 +7,13 @@ twice (after a crash between the commit and its acknowledgement) changes nothing
 from __future__ import annotations
 
 import csv
-import hashlib
 import io
 import logging
 import time
+from pathlib import Path
 from typing import Any, Literal
 
 from appliance.controller import files
-from appliance.controller.context import ControllerContext
 from appliance.controller.naming import checkpoint_name, resolve
 from appliance.store import deployments, job_records, jobs, models
 from appliance.store.database import Database
@@ -39,10 +38,10 @@ def fail(db: Database, job_id: str, code: str, message: str, param: str | None =
 
 
 class JobEvents:
-    """Ingests the events of running jobs."""
+    """Ingests the events of running jobs. organization: the owner of the models they make (ControllerConfig's)."""
 
-    def __init__(self, context: ControllerContext):
-        self._context = context
+    def __init__(self, db: Database, files_dir: Path, organization: str):
+        self._db, self._files_dir, self._organization = db, files_dir, organization
         self._handlers = {
             "metrics": self._metrics,
             "validation": self._validation,
@@ -59,12 +58,12 @@ class JobEvents:
         if handler is None:
             log.warning("job %s sent an event of the unknown kind %r", job_id, event.get("event"))
             return
-        with self._context.db.transaction():
-            handler(jobs.get(self._context.db, job_id), event)
+        with self._db.transaction():
+            handler(jobs.get(self._db, job_id), event)
 
     def started(self, job_id: str, devices: list[str], *, resumed: bool) -> None:
         """The group of the job runs on these devices."""
-        db = self._context.db
+        db = self._db
         with db.transaction():
             row = jobs.get(db, job_id)
             jobs.set_phase(db, job_id, "running", devices=devices, reason="")
@@ -76,7 +75,7 @@ class JobEvents:
 
     def suspended(self, job_id: str, step: int, snapshot_path: str, *, reason: str) -> None:
         """The job left its devices; its state waits in the snapshot."""
-        db = self._context.db
+        db = self._db
         with db.transaction():
             jobs.update(db, job_id, step=step, snapshot={"step": step, "path": snapshot_path})
             jobs.set_phase(db, job_id, "suspended", reason=reason)
@@ -84,7 +83,7 @@ class JobEvents:
 
     def succeeded(self, job_id: str) -> None:
         """The newest published version becomes the model; the step metrics become a result file."""
-        context, db = self._context, self._context.db
+        db = self._db
         with db.transaction():
             row = jobs.get(db, job_id)
             if row.finished:
@@ -97,25 +96,25 @@ class JobEvents:
             if deployments.find(db, row.output_model) is None:
                 deployments.insert(db, DeploymentRow(model=row.output_model, created_s=time.time()))
             table = _metrics_table(db, job_id)
-            result = files.add_result(context, "step_metrics.csv", table, hashlib.sha256(table).hexdigest())
+            result = files.add_result(db, self._files_dir, "step_metrics.csv", table)
             jobs.update(db, job_id, result_files=[result], snapshot=None)
             jobs.set_phase(db, job_id, "succeeded", reason="")
             add_message(db, job_id, f"New fine-tuned model created: {row.output_model}")
             add_message(db, job_id, "The job has successfully completed")
 
     def failed(self, job_id: str, code: str, message: str) -> None:
-        if not jobs.get(self._context.db, job_id).finished:
-            fail(self._context.db, job_id, code, message)
+        if not jobs.get(self._db, job_id).finished:
+            fail(self._db, job_id, code, message)
 
     def cancelled(self, job_id: str) -> None:
         """The group of a job that was to be cancelled is gone."""
-        db = self._context.db
+        db = self._db
         with db.transaction():
             if not jobs.get(db, job_id).finished:
                 jobs.set_phase(db, job_id, "cancelled", reason="cancelled by request", snapshot=None)
 
     def _metrics(self, row: JobRow, event: dict[str, Any]) -> None:
-        db, step, now_s = self._context.db, int(event["step"]), time.time()
+        db, step, now_s = self._db, int(event["step"]), time.time()
         job_records.upsert_metric(db, JobMetricRow(
             job_id=row.id, step=step, created_s=now_s, epoch=event.get("epoch"), loss=event.get("loss"),
             grad_norm=event.get("grad_norm"), learning_rate=event.get("learning_rate"),
@@ -135,7 +134,7 @@ class JobEvents:
         _add_event(db, row.id, "metrics", text, "info", data)
 
     def _validation(self, row: JobRow, event: dict[str, Any]) -> None:
-        db, step, loss = self._context.db, int(event["step"]), float(event["loss"])
+        db, step, loss = self._db, int(event["step"]), float(event["loss"])
         job_records.upsert_metric(db, JobMetricRow(job_id=row.id, step=step, created_s=time.time(), valid_loss=loss))
         jobs.update(db, row.id, valid_loss=loss)
         text = f"Step {step}/{row.total_steps}: validation loss={loss:.4f}"
@@ -143,7 +142,7 @@ class JobEvents:
                    {"step": step, "total_steps": row.total_steps, "valid_loss": loss})  # fmt: skip
 
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:
-        db, step, version = self._context.db, int(event["step"]), str(event["version"])
+        db, step, version = self._db, int(event["step"]), str(event["version"])
         self._ensure_output_model(row, int(event["bytes"]))
         meta = {"step": step, "epoch": event.get("epoch"), "job_id": row.id, "seconds": event.get("seconds")}
         if models.find_version(db, row.output_model, version) is None:
@@ -160,7 +159,7 @@ class JobEvents:
             add_message(db, row.id, f"Checkpoint created at step {step}", data=meta)
 
     def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
-        db = self._context.db
+        db = self._db
         if models.find(db, row.output_model) is not None:
             return
         base = resolve(db, row.model)
@@ -168,27 +167,27 @@ class JobEvents:
         known = base.model if base else None
         models.insert(db, ModelRow(
             id=row.output_model, kind="fine-tuned", base=row.model, arch=known.arch if known else "unknown",
-            params=known.params if known else 0, bytes=size_bytes, owned_by=f"org-{self._context.config.organization}",
+            params=known.params if known else 0, bytes=size_bytes, owned_by=f"org-{self._organization}",
             source=f"job {row.id}", created_s=time.time(), task="generate", job_id=row.id,
             max_model_len=known.max_model_len if known else None, info=known.info if known else {},
         ))  # fmt: skip
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
         step = int(event["step"])
-        jobs.update(self._context.db, row.id, snapshot={"step": step, "path": str(event["path"])})
+        jobs.update(self._db, row.id, snapshot={"step": step, "path": str(event["path"])})
 
     def _message(self, row: JobRow, event: dict[str, Any]) -> None:
         given = event.get("level")
         level: Level = given if given in ("info", "warn", "error") else "info"
-        add_message(self._context.db, row.id, str(event.get("text", "")), level=level)
+        add_message(self._db, row.id, str(event.get("text", "")), level=level)
 
     def _finished(self, row: JobRow, event: dict[str, Any]) -> None:
         # The rank is done; the job is when its group says so (`succeeded`), after all ranks have left.
         if event.get("trained_tokens") is not None:
-            jobs.update(self._context.db, row.id, trained_tokens=int(event["trained_tokens"]))
+            jobs.update(self._db, row.id, trained_tokens=int(event["trained_tokens"]))
 
     def _losses_at(self, job_id: str, step: int) -> dict[str, float]:
-        row = job_records.metric_at(self._context.db, job_id, step)
+        row = job_records.metric_at(self._db, job_id, step)
         if row is None:
             return {}
         found = {"train_loss": row.loss, "valid_loss": row.valid_loss, "full_valid_loss": row.valid_loss}
@@ -196,7 +195,7 @@ class JobEvents:
 
     def _eta_s(self, job_id: str, step: int, total: int | None) -> float | None:
         """From the median time between the last steps, so that one suspension does not spoil it."""
-        recent = job_records.last_metrics(self._context.db, job_id, _ETA_WINDOW_STEPS)
+        recent = job_records.last_metrics(self._db, job_id, _ETA_WINDOW_STEPS)
         gaps = sorted(
             (b.created_s - a.created_s) / (b.step - a.step) for a, b in zip(recent, recent[1:], strict=False)
         )

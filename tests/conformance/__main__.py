@@ -1,0 +1,7 @@
+"""`python -m tests.conformance`, see `run.py`."""
+
+import sys
+
+from tests.conformance.run import main
+
+sys.exit(main())

@@ -1,0 +1,115 @@
+"""The control app in the test's own loop: an HTTP client as the gateway would be, and the OpenAI SDK over it."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from fastapi import FastAPI
+
+from appliance.controller.app import create_app
+from appliance.controller.context import ControllerContext
+from appliance.store import models
+from appliance.store.database import Database
+from appliance.store.rows import ModelRow, VersionRow
+from tests.simulator.control_plane import RecordingKeySink, SimulatedModelOps, SimulatedScheduler, simulated_context
+
+SCOPES = {"x-appliance-key-id": "key_test", "x-appliance-scopes": "inference,fine_tuning"}
+ADMIN = {"x-appliance-key-id": "key_admin", "x-appliance-scopes": "admin"}
+
+
+def chat_lines(count: int = 12) -> bytes:
+    rows = [
+        {"messages": [{"role": "user", "content": f"{n}+1?"}, {"role": "assistant", "content": str(n + 1)}]}
+        for n in range(count)
+    ]
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+@dataclass
+class Control:
+    """The app and everything around it."""
+
+    app: FastAPI
+    context: ControllerContext
+    http: httpx.AsyncClient
+    sdk: openai.AsyncOpenAI
+
+    @property
+    def db(self) -> Database:
+        return self.context.db
+
+    @property
+    def scheduler(self) -> SimulatedScheduler:
+        return self.context.scheduler  # type: ignore[return-value]
+
+    @property
+    def ops(self) -> SimulatedModelOps:
+        return self.context.model_ops  # type: ignore[return-value]
+
+    @property
+    def gateway_keys(self) -> dict[str, Any]:
+        sink = self.context.key_sink
+        assert isinstance(sink, RecordingKeySink)
+        return sink.keys
+
+    async def settle(self) -> None:
+        """Returns when no validation runs."""
+        await self.app.state.validation.idle()
+
+    async def upload(self, data: bytes | None = None, name: str = "train.jsonl", purpose: str = "fine-tune") -> str:
+        made = await self.sdk.files.create(file=(name, chat_lines() if data is None else data), purpose=purpose)  # type: ignore[arg-type]
+        return made.id
+
+    async def job(self, **fields: Any) -> str:
+        """A validated, queued job."""
+        if "training_file" not in fields:
+            fields["training_file"] = await self.upload()
+        made = await self.sdk.fine_tuning.jobs.create(model="starter", **fields)
+        await self.settle()
+        return made.id
+
+    async def messages(self, job_id: str) -> list[str]:
+        """Event texts of a job, oldest first."""
+        events = await self.sdk.fine_tuning.jobs.list_events(job_id, limit=100)
+        return [event.message for event in events.data][::-1]
+
+
+@pytest.fixture
+def db(tmp_path: Path) -> Iterator[Database]:
+    with Database(tmp_path / "appliance.db") as opened:
+        insert_model(opened, "starter")
+        yield opened
+
+
+@pytest.fixture
+async def control(tmp_path: Path, db: Database) -> AsyncIterator[Control]:
+    context = simulated_context(tmp_path, db, upload_bytes=64 * 1024, json_body_bytes=16 * 1024)
+    app = create_app(context)
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://box", headers=SCOPES) as http,
+        openai.AsyncOpenAI(
+            base_url="http://box/v1", api_key="ignored here", http_client=http, max_retries=0,
+            _strict_response_validation=True,
+        ) as sdk,
+    ):  # fmt: skip
+        yield Control(app, context, http, sdk)
+
+
+def insert_model(db: Database, name: str, *, kind: str = "base", base: str | None = None, task: str = "generate",
+                 versions: tuple[str, ...] = ("v1",)) -> None:  # fmt: skip
+    models.insert(db, ModelRow(
+        id=name, kind=kind, arch="llama", params=5_000_000, bytes=10, owned_by="org-local", source="test",  # type: ignore[arg-type]
+        created_s=time.time(), base=base, task=task, max_model_len=2048, active_version=versions[-1],  # type: ignore[arg-type]
+    ))  # fmt: skip
+    for version in versions:
+        models.insert_version(db, VersionRow(name, version, "test", 10, time.time(), disk_path=f"/models/{version}"))

@@ -1,0 +1,132 @@
+"""Every failure has OpenAI's error object, a request id, and tells who called whether a repetition can help."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from appliance.controller import views
+from tests.unit.controller.conftest import ADMIN, SCOPES, Control
+
+JOBS = "/v1/fine_tuning/jobs"
+
+
+def checked(answer, status: int, code: str | None) -> dict:
+    error = answer.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (answer.status_code, error["code"]) == (status, code), answer.text
+    assert answer.headers["x-request-id"] and len(error["message"]) < 600
+    return error
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 3_000 + b"1" + b"}" * 3_000, b'{"seed": ' + b"9" * 5000 + b"}",
+        b'{"seed": NaN}', b'{"seed": 1e999}', b'{"model": "\\ud800"}', b"{", b"", b"\xff\xfe{}", b'{"model": "\xff"}',
+    ],
+)  # fmt: skip
+async def test_hostile_json_is_refused_with_a_position(control: Control, body: bytes):
+    answer = await control.http.post(JOBS, content=body, headers={"content-type": "application/json"})
+    if len(body) > 16 * 1024:
+        checked(answer, 413, "request_too_large")
+    else:
+        assert checked(answer, 400, answer.json()["error"]["code"])["code"] in ("invalid_json", "invalid_body")
+
+
+@pytest.mark.parametrize("body", [b"[]", b'"text"', b"null", b"12"])
+async def test_json_that_is_no_object_is_refused(control: Control, body: bytes):
+    answer = await control.http.post(JOBS, content=body, headers={"content-type": "application/json"})
+    checked(answer, 400, "invalid_body")
+
+
+async def test_json_sent_as_something_else_is_not_read(control: Control):
+    """A form of a foreign web page can post text/plain without asking; it must not create a job."""
+    body = json.dumps({"model": "starter", "training_file": "f"})
+    for content_type in ("text/plain", "application/x-www-form-urlencoded"):
+        answer = await control.http.post(JOBS, content=body, headers={"content-type": content_type})
+        checked(answer, 400, "invalid_body")
+
+
+async def test_bodies_over_the_limit_are_refused_announced_or_not(control: Control):
+    big = b'{"model": "' + b"a" * 20_000 + b'"}'
+    checked(await control.http.post(JOBS, content=big, headers={"content-type": "application/json"}), 413,
+            "request_too_large")  # fmt: skip
+
+    async def chunks():
+        for start in range(0, len(big), 1000):
+            yield big[start : start + 1000]
+
+    answer = await control.http.post(JOBS, content=chunks(), headers={"content-type": "application/json"})
+    checked(answer, 413, "request_too_large")
+
+
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/nothing", "/v2/files", "/v1/files/a/b/c", "/docs", "/openapi.yaml"])
+async def test_unknown_urls(control: Control, path: str):
+    error = checked(await control.http.get(path), 404, "unknown_url")
+    assert f"GET {path!r}" in error["message"]
+
+
+@pytest.mark.parametrize(("method", "path"), [("PUT", "/v1/files"), ("DELETE", JOBS), ("PATCH", f"{JOBS}/x")])
+async def test_methods_that_a_url_does_not_take(control: Control, method: str, path: str):
+    answer = await control.http.request(method, path)
+    checked(answer, 405, "method_not_allowed")
+    assert answer.headers["allow"]
+
+
+async def test_request_ids_come_from_the_gateway_if_they_are_sound(control: Control):
+    sound = await control.http.get("/v1/models", headers={"x-request-id": "req_abc.DEF-1"})
+    assert sound.headers.get_list("x-request-id") == ["req_abc.DEF-1"]
+    for given in ("a" * 4096, "has space", "quote\""):
+        answer = await control.http.get("/v1/models", headers={"x-request-id": given})
+        assert answer.headers["x-request-id"].startswith("req_") and len(answer.headers["x-request-id"]) == 28
+
+
+async def test_a_bug_is_a_server_error_without_details_and_not_retried(control: Control, monkeypatch):
+    def broken(row):
+        raise ZeroDivisionError("a secret inside")
+
+    file_id = await control.upload(b"x", "a", "assistants")
+    monkeypatch.setattr(views, "file_object", broken)
+    answer = await control.http.get(f"/v1/files/{file_id}", headers={"x-request-id": "req_1"})
+    error = checked(answer, 500, None)
+    assert error["type"] == "server_error" and "req_1" in error["message"] and "secret" not in answer.text
+    assert answer.headers["x-should-retry"] == "false"
+
+
+@pytest.mark.parametrize(
+    ("scopes", "method", "path", "allowed"),
+    [
+        ("inference", "GET", "/v1/models", True),
+        ("inference", "GET", "/v1/files", False),
+        ("inference", "GET", JOBS, False),
+        ("inference", "DELETE", "/v1/models/starter", False),
+        ("fine_tuning", "GET", "/v1/files", True),
+        ("fine_tuning", "GET", "/admin/v1/status", False),
+        ("fine_tuning", "GET", "/admin/v1/keys", False),
+        ("fine_tuning", "GET", "/v1/fine_tuning/checkpoints/x/permissions", False),
+        ("fine_tuning", "DELETE", "/v1/models/starter", False),  # a base model
+        ("admin", "GET", "/v1/files", True),
+        ("admin", "GET", "/admin/v1/status", True),
+        ("", "GET", "/v1/models", False),
+        ("administrator, inference2", "GET", "/v1/models", False),
+    ],
+)
+async def test_scopes(control: Control, scopes: str, method: str, path: str, allowed: bool):
+    headers = {"x-appliance-key-id": "key_x", "x-appliance-scopes": scopes}
+    answer = await control.http.request(method, path, headers=headers)
+    if allowed:
+        assert answer.status_code == 200
+    else:
+        checked(answer, 403, "insufficient_permissions")
+
+
+async def test_the_box_itself_needs_no_key_but_a_key_without_scopes_has_none(control: Control):
+    bare = control.http.build_request("GET", "/admin/v1/status")
+    for name in SCOPES:
+        del bare.headers[name]
+    assert (await control.http.send(bare)).status_code == 200
+    del (only_id := control.http.build_request("GET", "/admin/v1/status")).headers["x-appliance-scopes"]
+    checked(await control.http.send(only_id), 403, "insufficient_permissions")
+    assert (await control.http.get("/admin/v1/status", headers=ADMIN)).status_code == 200

@@ -1,0 +1,210 @@
+"""/v1/files through the OpenAI SDK, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+import time
+
+import openai
+import pytest
+from openai.types import FileObject
+
+from appliance.controller import files
+from appliance.controller.app import keep_house
+from tests.unit.controller.conftest import Control, chat_lines
+
+BOUNDARY = "xxBOUNDARYxx"
+
+
+def form(*parts: bytes, end: bytes = b"--") -> bytes:
+    body = b"".join(b"--" + BOUNDARY.encode() + b"\r\n" + part + b"\r\n" for part in parts)
+    return body + b"--" + BOUNDARY.encode() + end + b"\r\n"
+
+
+def file_part(filename: bytes = b"a.jsonl", data: bytes = b"x") -> bytes:
+    return b'Content-Disposition: form-data; name="file"; filename="' + filename + b'"\r\n\r\n' + data
+
+
+def field(name: bytes, value: bytes) -> bytes:
+    return b'Content-Disposition: form-data; name="' + name + b'"\r\n\r\n' + value
+
+
+PURPOSE = field(b"purpose", b"assistants")
+
+
+async def post(control: Control, body: bytes, content_type: str = f"multipart/form-data; boundary={BOUNDARY}"):
+    return await control.http.post("/v1/files", content=body, headers={"content-type": content_type})
+
+
+def left_on_disk(control: Control) -> list[str]:
+    return [entry.name for entry in control.context.files_dir.iterdir()]
+
+
+async def test_a_file_goes_up_comes_back_and_is_deleted(control: Control):
+    data = chat_lines()
+    made = await control.sdk.files.create(file=("train.jsonl", data), purpose="fine-tune")
+    assert (made.bytes, made.filename, made.purpose) == (len(data), "train.jsonl", "fine-tune")
+    assert made.status == "processed"
+    assert abs(made.created_at - time.time()) < 5 and made.expires_at is None
+    stored = control.context.files_dir / made.id
+    assert stat.S_IMODE(stored.stat().st_mode) == 0o600
+    assert (await control.sdk.files.retrieve(made.id)) == made
+    content = await control.sdk.files.content(made.id)
+    assert content.content == data
+    assert content.response.headers["x-content-type-options"] == "nosniff"
+    deleted = await control.sdk.files.delete(made.id)
+    assert deleted.deleted and not stored.exists()
+    with pytest.raises(openai.NotFoundError, match="No such File"):
+        await control.sdk.files.retrieve(made.id)
+
+
+async def test_lists_page_in_both_orders_and_by_purpose(control: Control):
+    ids = [await control.upload(b"x", f"{n}.bin", "assistants") for n in range(5)]
+    other = await control.upload(b"x", "v.bin", "vision")
+    newest_first = [item.id async for item in control.sdk.files.list(limit=2)]
+    assert newest_first == [other, *ids[::-1]]
+    oldest_first = [item.id async for item in control.sdk.files.list(limit=3, order="asc", purpose="assistants")]
+    assert oldest_first == ids
+    page = await control.sdk.files.list(after=ids[2], limit=1)
+    assert [item.id for item in page.data] == [ids[1]] and page.has_more
+    assert (await control.sdk.files.list(purpose="no-such-purpose")).data == []
+
+
+async def test_bad_lines_are_listed_with_their_numbers(control: Control):
+    data = chat_lines(3) + b"not json\n" + b'{"messages": []}\n'
+    made = await control.sdk.files.create(file=("bad.jsonl", data), purpose="fine-tune")
+    assert made.status == "error"
+    assert "line 4: is not valid JSON" in made.status_details and "line 5: 'messages' must be" in made.status_details
+
+
+async def test_other_shapes_are_accepted_and_it_says_so(control: Control):
+    rows = [json.dumps({"instruction": f"add 1 to {n}", "input": "", "output": str(n + 1)}) for n in range(12)]
+    made = await control.sdk.files.create(file=("alpaca.jsonl", "\n".join(rows).encode()), purpose="fine-tune")
+    assert made.status == "processed" and "alpaca" in made.status_details
+
+
+async def test_expiry_is_kept_and_carried_out(control: Control):
+    made = await control.sdk.files.create(
+        file=("a", b"x"), purpose="assistants", expires_after={"anchor": "created_at", "seconds": 3600}
+    )
+    assert made.expires_at - made.created_at == 3600
+    batch = await control.sdk.files.create(file=("b", b"x"), purpose="batch")
+    assert batch.expires_at - batch.created_at == 30 * 86400
+    keep_house(control.context, time.time() + 3601)
+    assert left_on_disk(control) == [batch.id]
+
+
+@pytest.mark.parametrize(
+    "filename",
+    [
+        b"../../etc/x.jsonl", b"/etc/passwd", b"..", b".", b"a\\b.jsonl", b"nul\0.jsonl", b"new\nline.jsonl",
+        b"tab\t.jsonl", b"\xff\xfe.jsonl", b"a" * 5000, b"esc\x1b[31m.jsonl", "x\u202egnp.jsonl".encode(), b"",
+    ],
+)  # fmt: skip
+async def test_names_that_are_no_plain_names_are_refused(control: Control, filename: bytes):
+    answer = await post(control, form(file_part(filename), PURPOSE))
+    error = answer.json()["error"]
+    assert answer.status_code == 400, answer.text
+    assert error["type"] == "invalid_request_error" and len(error["message"]) < 400
+    assert left_on_disk(control) == []
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "code"),
+    [
+        (form(PURPOSE), "file", "missing_required_parameter"),
+        (form(file_part()), "purpose", "missing_required_parameter"),
+        (form(file_part(), field(b"purpose", b"search")), "purpose", "invalid_value"),
+        (form(file_part(), file_part(), PURPOSE), "file", "invalid_multipart"),
+        (form(file_part(), field(b"purpose", b"a" * 2000)), "purpose", "invalid_value"),
+        (form(file_part(), PURPOSE, end=b""), None, "invalid_multipart"),
+        (b"no boundary at all", None, "invalid_multipart"),
+        (b"", None, "invalid_multipart"),
+        (form(*[field(b"f%d" % n, b"x") for n in range(40)]), None, "invalid_multipart"),
+        (form(b"X-Long: " + b"a" * 30_000 + b"\r\n\r\nx"), None, "invalid_multipart"),
+        (form(file_part(), PURPOSE, field(b"expires_after[anchor]", b"now")), "expires_after.anchor", "invalid_value"),
+        (
+            form(file_part(), PURPOSE, field(b"expires_after[anchor]", b"created_at"),
+                 field(b"expires_after[seconds]", b"9" * 400)),
+            "expires_after.seconds", "invalid_value",
+        ),
+        (
+            form(file_part(), PURPOSE, field(b"expires_after[anchor]", b"created_at"),
+                 field(b"expires_after[seconds]", b"3599")),
+            "expires_after.seconds", "invalid_value",
+        ),
+    ],
+)  # fmt: skip
+async def test_malformed_forms_are_named_and_leave_nothing(control: Control, body: bytes, param: str, code: str):
+    answer = await post(control, body)
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"], error["code"]) == (400, param, code), answer.text
+    assert left_on_disk(control) == []
+
+
+@pytest.mark.parametrize("content_type", ["application/json", "multipart/form-data", "multipart/mixed; boundary=x", ""])
+async def test_other_content_types_are_refused(control: Control, content_type: str):
+    answer = await post(control, b"{}", content_type)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_content_type")
+
+
+async def test_a_file_over_the_limit_is_refused_whether_announced_or_not(control: Control):
+    big = form(file_part(data=b"x" * (64 * 1024 + 1)), PURPOSE)
+    announced = await post(control, big)
+    assert (announced.status_code, announced.json()["error"]["code"]) == (413, "request_too_large")
+
+    async def slowly():
+        for start in range(0, len(big) * 3, 4096):
+            yield (big + b"y" * len(big) * 2)[start : start + 4096]
+
+    streamed = await control.http.post(
+        "/v1/files", content=slowly(), headers={"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
+    )
+    assert (streamed.status_code, streamed.json()["error"]["code"]) == (413, "request_too_large")
+    assert left_on_disk(control) == []
+
+
+async def test_a_client_that_leaves_leaves_nothing(control: Control):
+    sent = asyncio.Event()
+
+    async def then_hang():
+        yield form(file_part(data=b"x" * 1000), PURPOSE)[:-40]
+        sent.set()
+        await asyncio.Event().wait()
+
+    request = asyncio.create_task(control.http.post(
+        "/v1/files", content=then_hang(), headers={"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
+    ))  # fmt: skip
+    await sent.wait()
+    assert len(left_on_disk(control)) == 1
+    request.cancel()
+    await asyncio.gather(request, return_exceptions=True)
+    assert left_on_disk(control) == []
+
+
+async def test_the_start_sweeps_what_a_crash_left(control: Control):
+    kept = await control.upload(b"x", "a", "assistants")
+    (control.context.files_dir / ".incoming-file-1").write_bytes(b"half")
+    (control.context.files_dir / "file-without-row").write_bytes(b"whole")
+    assert files.sweep(control.context) == 2
+    assert left_on_disk(control) == [kept]
+
+
+async def test_a_retried_upload_makes_one_file_and_a_new_one_makes_two(control: Control):
+    async def upload(retry: int, **headers: str) -> FileObject:
+        return await control.sdk.files.create(
+            file=("a", b"same"), purpose="assistants", extra_headers={"x-stainless-retry-count": str(retry), **headers}
+        )
+
+    first = await upload(0)
+    assert (await upload(1)).id == first.id
+    second = await upload(0)
+    assert second.id != first.id
+    keyed = await upload(0, **{"Idempotency-Key": "k1"})
+    assert (await upload(0, **{"Idempotency-Key": "k1"})).id == keyed.id
+    await control.sdk.files.delete(keyed.id)
+    again = await upload(0, **{"Idempotency-Key": "k1"})
+    assert again.id not in (keyed.id, first.id, second.id)
+    assert sorted(left_on_disk(control)) == sorted([first.id, second.id, again.id])

@@ -1,0 +1,303 @@
+"""/v1/fine_tuning/jobs through the OpenAI SDK: the life of a job as the API sees it, and what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+
+from appliance.controller.app import create_app
+from appliance.store import files, jobs
+from tests.unit.controller.conftest import Control, chat_lines, insert_model
+
+
+async def test_a_job_is_validated_and_queued_with_auto_worked_out(control: Control):
+    file_id = await control.upload()
+    made = await control.sdk.fine_tuning.jobs.create(
+        model="starter", training_file=file_id, validation_file=file_id, suffix="maths", seed=7,
+        metadata={"team": "a"},
+        method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": "auto", "batch_size": 4}}},
+        extra_body={"max_devices": 4, "priority": 3},
+    )  # fmt: skip
+    assert made.status == "validating_files" and made.fine_tuned_model is None and made.error is None
+    assert made.hyperparameters.n_epochs == "auto"
+    await control.settle()
+    job = await control.sdk.fine_tuning.jobs.retrieve(made.id)
+    assert job.status == "queued" and job.seed == 7 and job.metadata == {"team": "a"}
+    assert job.training_file == job.validation_file == file_id
+    assert isinstance(job.hyperparameters.n_epochs, int) and job.hyperparameters.batch_size == 4
+    assert job.method.supervised.hyperparameters.n_epochs == job.hyperparameters.n_epochs
+    assert await control.messages(made.id) == [
+        f"Created fine-tuning job: {made.id}",
+        "Files validated, 12 training examples, moving job to queued state",
+    ]
+    row = jobs.get(control.db, made.id)
+    assert row.output_model.startswith("ft:starter:local:maths:") and len(row.output_model.split(":")[-1]) == 8
+    assert row.allowed_sizes == [1, 2, 4] and row.priority == 3 and row.max_devices == 4
+    folder = control.context.jobs_dir / made.id
+    assert len((folder / "train.jsonl").read_text().splitlines()) == 12
+    assert (folder / "valid.jsonl").exists()
+    assert any(made.id in reason for reason in control.scheduler.nudges)
+
+
+async def test_extra_hyperparameters_pass_through_and_come_back(control: Control):
+    job_id = await control.job(hyperparameters={"lora_rank": 8, "zero_stage": 2, "n_epochs": 2, "precision": "fp32"})
+    row = jobs.get(control.db, job_id)
+    assert (row.resolved["lora_rank"], row.resolved["zero_stage"], row.resolved["full"]) == (8, 2, False)
+    shown = (await control.http.get(f"/v1/fine_tuning/jobs/{job_id}")).json()
+    assert shown["hyperparameters"]["lora_rank"] == 8 and shown["hyperparameters"]["precision"] == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "says"),
+    [
+        ({"hyperparameters": {"n_epochs": 0}}, "hyperparameters.n_epochs", "from 1 to 50"),
+        ({"hyperparameters": {"n_epochs": "many"}}, "hyperparameters.n_epochs", "'many'"),
+        ({"hyperparameters": {"n_epoch": 3}}, "hyperparameters.n_epoch", "known name"),
+        ({"hyperparameters": {"zero_stage": 4}}, "hyperparameters.zero_stage", "from 0 to 3"),
+        ({"hyperparameters": {"batch_size": True}}, "hyperparameters.batch_size", "True"),
+        (
+            {"method": {"type": "supervised", "supervised": {"hyperparameters": {"lora_rank": -1}}}},
+            "method.supervised.hyperparameters.lora_rank", "-1",
+        ),
+        (
+            {"method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1}}},
+             "hyperparameters": {"n_epochs": 2}},
+            "hyperparameters.n_epochs", "give it once",
+        ),
+        ({"method": {"type": "dpo"}}, "method.type", "not supported yet"),
+        ({"method": {"type": "reinforcement"}}, "method.type", "not supported yet"),
+        ({"method": {"type": "magic"}}, "method.type", "'supervised', 'dpo' or 'reinforcement'"),
+        ({"suffix": "<script>"}, "suffix", "letters"),
+        ({"suffix": "a" * 65}, "suffix", "64"),
+        ({"suffix": ""}, "suffix", "letters"),
+        ({"suffix": "a:b"}, "suffix", "letters"),
+        ({"seed": -1}, "seed", "-1"),
+        ({"seed": 2**40}, "seed", "less than"),
+        ({"seed": "7"}, "seed", "integer"),
+        ({"seed": 1.5}, "seed", "integer"),
+        ({"metadata": {f"k{n}": "v" for n in range(17)}}, "metadata", "17 pairs"),
+        ({"metadata": {"k" * 65: "v"}}, "metadata." + "k" * 64, "64 characters"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.k", "512"),
+        ({"metadata": {"k": 1}}, "metadata.k", "string"),
+        ({"model": "no-such-model"}, "model", "does not exist"),
+        ({"model": 5}, "model", "string"),
+        ({"training_file": "/etc/passwd"}, "training_file", "no file on this box"),
+        ({"training_file": "../../etc/passwd"}, "training_file", "no file on this box"),
+        ({"validation_file": "file-none"}, "validation_file", "no file on this box"),
+        ({"integrations": [{"type": "mlflow"}]}, "integrations.0.type", "wandb"),
+        ({"max_devices": 0}, "max_devices", "greater than or equal to 1"),
+        ({"min_devices": 4, "max_devices": 2}, "min_devices", "min <= max"),
+        ({"colour": "red"}, "colour", "Unrecognized"),
+    ],
+)  # fmt: skip
+async def test_bad_fields_are_named(control: Control, fields: dict[str, Any], param: str, says: str):
+    body = {"model": "starter", "training_file": await control.upload()} | fields
+    answer = await control.http.post("/v1/fine_tuning/jobs", json=body)
+    error = answer.json()["error"]
+    assert answer.status_code in (400, 404), answer.text
+    assert error["param"] == param and says in error["message"], error
+    assert jobs.list_recent(control.db, 10) == []
+
+
+async def test_missing_fields_and_files_of_other_purposes_are_named(control: Control):
+    with pytest.raises(openai.BadRequestError, match="Missing required parameter: 'training_file'"):
+        await control.sdk.post("/fine_tuning/jobs", body={"model": "starter"}, cast_to=object)
+    other = await control.upload(b"x", "a", "assistants")
+    with pytest.raises(openai.BadRequestError, match="expected purpose 'fine-tune'"):
+        await control.sdk.fine_tuning.jobs.create(model="starter", training_file=other)
+
+
+async def test_an_embedding_model_cannot_be_tuned(control: Control):
+    insert_model(control.db, "embedder", task="embed")
+    with pytest.raises(openai.BadRequestError, match="embeddings"):
+        await control.sdk.fine_tuning.jobs.create(model="embedder", training_file=await control.upload())
+
+
+async def test_bad_data_fails_the_job_with_line_numbers_before_any_device(control: Control):
+    job_id = await control.job(training_file=await control.upload(chat_lines(3) + b"oops\n{}\n"))
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert job.status == "failed" and job.finished_at is not None
+    assert job.error.code == "invalid_training_file" and job.error.param == "training_file"
+    assert "line 4" in job.error.message and "line 5" in job.error.message
+    said = await control.messages(job_id)
+    assert any(text.startswith("line 4: is not valid JSON") for text in said)
+    assert jobs.get(control.db, job_id).started_s is None
+
+
+async def test_preference_data_is_not_for_supervised_tuning(control: Control):
+    row = {"input": {"messages": [{"role": "user", "content": "hi"}]},
+           "preferred_output": [{"role": "assistant", "content": "a"}],
+           "non_preferred_output": [{"role": "assistant", "content": "b"}]}  # fmt: skip
+    job_id = await control.job(training_file=await control.upload((json.dumps(row) + "\n").encode() * 12))
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert job.status == "failed" and "preference" in job.error.message
+
+
+async def test_a_retry_finds_the_first_job_and_a_new_submission_makes_another(control: Control):
+    file_id = await control.upload()
+
+    async def create(retry: int, suffix: str = "a", **headers: str) -> str:
+        made = await control.sdk.fine_tuning.jobs.create(
+            model="starter", training_file=file_id, suffix=suffix,
+            extra_headers={"x-stainless-retry-count": str(retry), **headers},
+        )  # fmt: skip
+        return made.id
+
+    first = await create(0)
+    assert await create(1) == first and await create(2) == first
+    assert await create(1, suffix="b") != first
+    second = await create(0)
+    assert second != first
+    assert await create(1, **{"x-appliance-key-id": "another key"}) not in (first, second)
+    assert len(jobs.list_recent(control.db, 10)) == 4
+
+
+async def test_two_copies_of_a_retry_at_once_make_one_job(control: Control):
+    file_id = await control.upload()
+
+    async def create(retry: int) -> str:
+        made = await control.sdk.fine_tuning.jobs.create(
+            model="starter", training_file=file_id, extra_headers={"x-stainless-retry-count": str(retry)}
+        )
+        return made.id
+
+    assert len(set(await asyncio.gather(create(0), create(1), create(2)))) == 1
+
+
+async def test_an_idempotency_key_decides_alone(control: Control):
+    file_id = await control.upload()
+
+    async def create(key: str, **fields: Any) -> str:
+        made = await control.sdk.fine_tuning.jobs.create(
+            model="starter", training_file=file_id, extra_headers={"Idempotency-Key": key}, **fields
+        )
+        return made.id
+
+    assert await create("one") == await create("one") != await create("two")
+    answer = await control.http.post(
+        "/v1/fine_tuning/jobs", json={"model": "starter", "training_file": file_id, "seed": 3},
+        headers={"Idempotency-Key": "one"},
+    )  # fmt: skip
+    assert answer.status_code == 409 and answer.headers["x-should-retry"] == "false"
+    assert answer.json()["error"]["code"] == "idempotency_key_reused"
+    long = await control.http.post(
+        "/v1/fine_tuning/jobs", json={"model": "starter", "training_file": file_id},
+        headers={"Idempotency-Key": "k" * 256},
+    )  # fmt: skip
+    assert long.status_code == 400
+
+
+async def test_pause_resume_and_cancel_tell_the_truth_in_events(control: Control):
+    job_id = await control.job()
+    api = control.sdk.fine_tuning.jobs
+    assert (await api.pause(job_id)).status == "queued"
+    assert (await api.pause(job_id)).status == "queued"
+    assert jobs.get(control.db, job_id).wanted == "pause"
+    shown = (await control.http.get(f"/admin/v1/jobs/{job_id}", headers={"x-appliance-scopes": "admin"})).json()
+    assert (shown["status"], shown["phase"]) == ("queued", "paused")
+    assert (await api.resume(job_id)).status == "queued"
+    cancelled = await api.cancel(job_id)
+    assert cancelled.status == "cancelled" and cancelled.finished_at is not None
+    assert (await api.cancel(job_id)).status == "cancelled"
+    said = await control.messages(job_id)
+    assert [text.split(" by")[0] for text in said[-3:]] == [
+        "Fine-tuning job paused", "Fine-tuning job resumed", "Fine-tuning job cancelled",
+    ]  # fmt: skip
+
+
+async def test_a_job_with_devices_is_cancelled_by_the_scheduler(control: Control):
+    job_id = await control.job()
+    jobs.set_phase(control.db, job_id, "running", devices=["n0/0"])
+    cancelled = await control.sdk.fine_tuning.jobs.cancel(job_id)
+    assert cancelled.status == "cancelled" and cancelled.finished_at is None
+    row = jobs.get(control.db, job_id)
+    assert (row.phase, row.wanted, row.devices) == ("running", "cancel", ["n0/0"])
+
+
+@pytest.mark.parametrize("verb", ["pause", "resume", "cancel"])
+async def test_a_finished_job_cannot_be_moved(control: Control, verb: str):
+    job_id = await control.job()
+    jobs.set_phase(control.db, job_id, "failed", error={"code": "x", "message": "y", "param": None})
+    answer = await control.http.post(f"/v1/fine_tuning/jobs/{job_id}/{verb}")
+    assert answer.status_code == 409 and answer.headers["x-should-retry"] == "false"
+    assert answer.json()["error"]["code"] == "invalid_job_state"
+    assert "failed" in answer.json()["error"]["message"]
+
+
+async def test_unknown_jobs_are_not_found_on_every_route(control: Control):
+    for method, path in [("GET", ""), ("POST", "/cancel"), ("POST", "/pause"), ("POST", "/resume"),
+                         ("GET", "/events"), ("GET", "/checkpoints")]:  # fmt: skip
+        answer = await control.http.request(method, f"/v1/fine_tuning/jobs/ftjob-none{path}")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "fine_tune_not_found")
+
+
+async def test_lists_page_and_filter_by_metadata(control: Control):
+    file_id = await control.upload()
+    ids = [await control.job(training_file=file_id, metadata={"n": str(n % 2)}) for n in range(4)]
+    bare = await control.job(training_file=file_id)
+    api = control.sdk.fine_tuning.jobs
+    assert [job.id async for job in api.list(limit=2)] == [bare, *ids[::-1]]
+    assert [job.id async for job in api.list(limit=1, metadata={"n": "1"})] == [ids[3], ids[1]]
+    nulls = await control.http.get("/v1/fine_tuning/jobs?metadata=null")
+    assert [job["id"] for job in nulls.json()["data"]] == [bare]
+    for query in ("metadata=null&metadata[n]=1", "metadata=1"):
+        assert (await control.http.get(f"/v1/fine_tuning/jobs?{query}")).status_code == 400
+    events = [event.message async for event in api.list_events(ids[0], limit=1)]
+    assert len(events) == 2 and events[-1].startswith("Created")
+
+
+@pytest.mark.parametrize("query", ["limit=-1", "limit=x", "limit=10001", "limit=1e3", "after=ftjob-none",
+                                   "after=" + "a" * 300, "limit=" + "9" * 5000])  # fmt: skip
+async def test_bad_pagination_is_named(control: Control, query: str):
+    for path in ("/v1/fine_tuning/jobs", "/v1/files"):
+        answer = await control.http.get(f"{path}?{query}")
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (400, query.split("=")[0]), answer.text
+        assert len(error["message"]) < 600
+
+
+async def test_an_event_of_another_job_is_no_cursor(control: Control):
+    first, second = await control.job(), await control.job()
+    foreign = (await control.sdk.fine_tuning.jobs.list_events(second)).data[0].id
+    with pytest.raises(openai.BadRequestError, match="names no row"):
+        await control.sdk.fine_tuning.jobs.list_events(first, after=foreign)
+
+
+async def test_a_restart_takes_up_validation_and_a_vanished_file_fails_the_job(control: Control):
+    job_id = await control.job()
+    # As a controller that was killed between creation and validation left it.
+    control.db.execute("UPDATE jobs SET phase = 'validating', resolved = NULL WHERE id = ?", [job_id])
+    again = create_app(control.context)
+    async with again.router.lifespan_context(again):
+        await again.state.validation.idle()
+    assert jobs.get(control.db, job_id).phase == "queued"
+
+    control.db.execute("UPDATE jobs SET phase = 'validating' WHERE id = ?", [job_id])
+    files.delete(control.db, jobs.get(control.db, job_id).training_file)
+    again = create_app(control.context)
+    async with again.router.lifespan_context(again):
+        await again.state.validation.idle()
+    row = jobs.get(control.db, job_id)
+    assert row.phase == "failed" and row.error["code"] == "file_unreadable"
+
+
+async def test_deleting_the_file_afterwards_does_not_hurt_the_job(control: Control):
+    file_id = await control.upload()
+    job_id = await control.job(training_file=file_id)
+    await control.sdk.files.delete(file_id)
+    assert jobs.get(control.db, job_id).phase == "queued"
+    assert (control.context.jobs_dir / job_id / "train.jsonl").exists()
+
+
+async def test_a_wandb_integration_is_recorded_and_said_not_to_be_contacted(control: Control):
+    file_id = await control.upload()
+    made = await control.sdk.fine_tuning.jobs.create(
+        model="starter", training_file=file_id, integrations=[{"type": "wandb", "wandb": {"project": "p"}}]
+    )
+    assert made.integrations[0].wandb.project == "p"
+    assert any("not contacted" in text for text in await control.messages(made.id))
+    await control.settle()

@@ -1,0 +1,117 @@
+"""/v1/models and the permissions of checkpoints, through the OpenAI SDK."""
+
+from __future__ import annotations
+
+import time
+from urllib.parse import quote
+
+import openai
+import pytest
+
+from appliance.controller.naming import fine_tuned_name, is_model_name, resolve, root_base
+from appliance.controller.ports import VersionPlace
+from appliance.store import job_records, jobs, models
+from appliance.store.rows import CheckpointRow, JobRow
+from tests.unit.controller.conftest import ADMIN, Control, insert_model
+
+TUNED = "ft:starter:local:maths:AbCd1234"
+CHECKPOINT = f"{TUNED}:ckpt-step-10"
+
+
+def insert_tuned(control: Control) -> None:
+    insert_model(control.db, TUNED, kind="fine-tuned", base="starter", versions=("step-10", "step-20"))
+    jobs.insert(control.db, JobRow(id="ftjob-1", model="starter", method="supervised", training_file="f", seed=1,
+                                   output_model=TUNED, created_s=1.0, phase="succeeded"))  # fmt: skip
+    job_records.insert_checkpoint(
+        control.db, CheckpointRow("ftckpt_1", "ftjob-1", CHECKPOINT, TUNED, "step-10", 10, time.time())
+    )
+
+
+async def test_base_tuned_and_checkpoint_names_are_listed_and_found(control: Control):
+    insert_tuned(control)
+    insert_model(control.db, "Qwen/Qwen3-0.6B")
+    listed = [model.id for model in (await control.sdk.models.list()).data]
+    assert listed == ["starter", TUNED, "Qwen/Qwen3-0.6B", CHECKPOINT]
+    for name in (*listed, f"{TUNED}@step-10"):
+        found = await control.sdk.models.retrieve(name)
+        assert (found.id, found.object, found.owned_by) == (name, "model", "org-local")
+    plain = await control.http.get("/v1/models/Qwen/Qwen3-0.6B")
+    assert plain.status_code == 200 and plain.json()["id"] == "Qwen/Qwen3-0.6B"
+
+
+@pytest.mark.parametrize("name", ["nothing", "ft:starter:local:x:y", "starter@v9", "@v1", "starter@", "a" * 3000, "é"])
+async def test_unknown_names_are_not_found(control: Control, name: str):
+    answer = await control.http.get(f"/v1/models/{quote(name, safe='')}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    assert len(answer.json()["error"]["message"]) < 300
+
+
+async def test_a_model_without_an_active_version_is_not_yet_there(control: Control):
+    insert_model(control.db, "coming")
+    models.update(control.db, "coming", active_version=None)
+    with pytest.raises(openai.NotFoundError):
+        await control.sdk.models.retrieve("coming")
+
+
+async def test_deleting_a_tuned_model_takes_rows_then_replicas_then_bytes(control: Control):
+    insert_tuned(control)
+    deleted = await control.sdk.models.delete(TUNED)
+    assert deleted.deleted and deleted.id == TUNED
+    assert resolve(control.db, TUNED) is None and resolve(control.db, CHECKPOINT) is None
+    assert control.scheduler.withdrawn == [TUNED]
+    assert control.ops.removed == [
+        (TUNED, [VersionPlace("step-10", "/models/step-10", None), VersionPlace("step-20", "/models/step-20", None)])
+    ]
+
+
+async def test_deleting_a_checkpoint_takes_only_its_version_and_never_the_active_one(control: Control):
+    insert_tuned(control)
+    await control.sdk.models.delete(CHECKPOINT)
+    assert [version.version for version in models.list_versions(control.db, TUNED)] == ["step-20"]
+    answer = await control.http.delete(f"/v1/models/{quote(TUNED + '@step-20', safe='')}")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "version_in_use")
+
+
+async def test_a_model_that_a_job_uses_stays(control: Control):
+    job_id = await control.job()
+    answer = await control.http.delete("/v1/models/starter", headers=ADMIN)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (409, "model_in_use")
+    assert job_id in answer.json()["error"]["message"] and answer.headers["x-should-retry"] == "false"
+    await control.sdk.fine_tuning.jobs.cancel(job_id)
+    assert (await control.http.delete("/v1/models/starter", headers=ADMIN)).status_code == 200
+
+
+async def test_permissions_are_granted_once_listed_and_taken_back(control: Control):
+    insert_tuned(control)
+    admin = control.sdk.with_options(default_headers=ADMIN).fine_tuning.checkpoints.permissions
+    made = await admin.create(CHECKPOINT, project_ids=["a", "b", "a"])
+    assert [item.project_id for item in made.data] == ["a", "b"]
+    again = await admin.create(CHECKPOINT, project_ids=["a"])
+    assert again.data[0].id == made.data[0].id
+    listed = await admin.list(CHECKPOINT, order="ascending", limit=1)
+    assert [item.project_id for item in listed.data] == ["a"] and listed.has_more
+    only = await admin.list(CHECKPOINT, project_id="b")
+    assert [item.project_id for item in only.data] == ["b"]
+    assert (await admin.delete(made.data[0].id, fine_tuned_model_checkpoint=CHECKPOINT)).deleted
+    with pytest.raises(openai.NotFoundError):
+        await admin.delete(made.data[0].id, fine_tuned_model_checkpoint=CHECKPOINT)
+    with pytest.raises(openai.NotFoundError):
+        await admin.create("ft:none:x:y:z", project_ids=["a"])
+
+
+def test_names_of_tuned_models_lead_back_to_the_root(control: Control):
+    insert_tuned(control)
+    name = fine_tuned_name("starter", "local", None)
+    assert name.startswith("ft:starter:local::") and is_model_name(name)
+    found = models.find(control.db, TUNED)
+    assert found is not None and root_base(control.db, found) == "starter"
+
+
+@pytest.mark.parametrize("name", ["", ".hidden", "/abs", "a//b", "a/../b", "a b", "a\nb", "a@b", "ä", "a/", "a" * 257])
+def test_names_that_are_no_model_names(name: str):
+    assert not is_model_name(name)
+
+
+@pytest.mark.parametrize("name", ["a", "starter", "Qwen/Qwen3-0.6B", "ft:a:b:c:d", "m_1.5", "a" * 256])
+def test_model_names(name: str):
+    assert is_model_name(name)

@@ -1,0 +1,192 @@
+"""What each table promises beyond keeping rows."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from appliance.store import handovers, idempotency, job_records, jobs, keys, models, operations
+from appliance.store.database import Database
+from appliance.store.errors import DuplicateRow, IllegalTransition, RowNotFound
+from appliance.store.rows import (
+    CheckpointRow,
+    HandoverRow,
+    HandoverStepRow,
+    IdempotencyRow,
+    JobMetricRow,
+    JobRow,
+    ModelRow,
+    OperationRow,
+    VersionRow,
+)
+
+
+@pytest.fixture
+def db(tmp_path: Path):
+    with Database(tmp_path / "appliance.db") as opened:
+        yield opened
+
+
+def insert_job(db: Database, job_id: str = "ftjob-1", **fields) -> JobRow:
+    row = JobRow(id=job_id, model="m", method="supervised", training_file="f", seed=1, output_model="ft:m:o:s:12345678",
+                 created_s=1.0, **fields)  # fmt: skip
+    jobs.insert(db, row)
+    return row
+
+
+class TestKeys:
+    def test_a_key_is_256_bits_and_kept_only_as_its_hash(self, db: Database, tmp_path: Path):
+        row, key = keys.create(db, "laptop", ["inference"])
+        assert key.startswith("sk-appl-") and len(key) == len("sk-appl-") + 43
+        assert row.sha256 == hashlib.sha256(key.encode()).hexdigest()
+        assert key.startswith(row.prefix) and len(row.prefix) <= 12
+        db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        assert key[12:].encode() not in (tmp_path / "appliance.db").read_bytes()
+
+    def test_two_keys_differ_and_a_live_name_is_taken_until_revoked(self, db: Database):
+        first, key = keys.create(db, "ci", ["inference"])
+        with pytest.raises(DuplicateRow, match="ci"):
+            keys.create(db, "ci", ["inference"])
+        keys.revoke(db, "ci")
+        second, other = keys.create(db, "ci", ["inference"])
+        assert key != other and first.id != second.id
+        assert keys.find(db, "ci") == second
+        assert [row.id for row in keys.list_live(db)] == [second.id]
+        assert len(keys.list_all(db)) == 2
+
+    def test_revoking_twice_keeps_the_first_time_and_an_unknown_name_is_an_error(self, db: Database):
+        row, _ = keys.create(db, "ci", ["inference"])
+        first = keys.revoke(db, row.id).revoked_s
+        assert first is not None and keys.revoke(db, row.id).revoked_s == first
+        with pytest.raises(RowNotFound):
+            keys.revoke(db, "nobody")
+
+
+class TestJobs:
+    def test_phases_bring_their_times_and_a_finished_job_stays(self, db: Database):
+        insert_job(db)
+        jobs.set_phase(db, "ftjob-1", "queued")
+        jobs.set_phase(db, "ftjob-1", "running", devices=["n0/0", "n0/1"])
+        started = jobs.get(db, "ftjob-1")
+        assert started.started_s is not None and started.devices == ["n0/0", "n0/1"]
+        jobs.update(db, "ftjob-1", eta_s=9.0)
+        jobs.set_phase(db, "ftjob-1", "suspended", reason="traffic")
+        suspended = jobs.get(db, "ftjob-1")
+        assert (suspended.devices, suspended.eta_s, suspended.reason) == ([], None, "traffic")
+        jobs.set_phase(db, "ftjob-1", "running", devices=["n0/0"])
+        assert jobs.get(db, "ftjob-1").started_s == started.started_s
+        jobs.set_phase(db, "ftjob-1", "succeeded")
+        assert jobs.get(db, "ftjob-1").finished_s is not None
+        for phase in ("running", "failed", "cancelled"):
+            with pytest.raises(IllegalTransition, match="succeeded"):
+                jobs.set_phase(db, "ftjob-1", phase)  # type: ignore[arg-type]
+
+    def test_a_cancelled_wish_cannot_be_taken_back(self, db: Database):
+        insert_job(db, phase="running")
+        assert jobs.set_wanted(db, "ftjob-1", "pause").wanted == "pause"
+        assert jobs.set_wanted(db, "ftjob-1", "run").wanted == "run"
+        jobs.set_wanted(db, "ftjob-1", "cancel")
+        assert jobs.set_wanted(db, "ftjob-1", "cancel").wanted == "cancel"
+        with pytest.raises(IllegalTransition):
+            jobs.set_wanted(db, "ftjob-1", "run")
+
+    def test_lists_by_metadata_bind_keys_as_values(self, db: Database):
+        insert_job(db, "ftjob-1", metadata={"team": "a", "x'] OR 1=1 --": "y"})
+        insert_job(db, "ftjob-2", metadata={"team": "b"})
+        insert_job(db, "ftjob-3")
+
+        def ids(**kwargs) -> list[str]:
+            return [row.id for row in jobs.page(db, after=None, limit=9, **kwargs).data]
+
+        assert ids() == ["ftjob-3", "ftjob-2", "ftjob-1"]
+        assert ids(metadata={"team": "b"}) == ["ftjob-2"]
+        assert ids(metadata={"x'] OR 1=1 --": "y"}) == ["ftjob-1"]
+        assert ids(metadata={"x'] OR 1=1 --": "z"}) == []
+        assert ids(metadata={"team": "a", "other": ""}) == []
+        assert ids(null_metadata=True) == ["ftjob-3"]
+
+    def test_a_step_run_again_replaces_its_metrics_but_not_its_validation(self, db: Database):
+        insert_job(db)
+        job_records.upsert_metric(db, JobMetricRow("ftjob-1", 5, 1.0, loss=2.0, tokens_per_s=10.0))
+        job_records.upsert_metric(db, JobMetricRow("ftjob-1", 5, 2.0, valid_loss=1.5))
+        job_records.upsert_metric(db, JobMetricRow("ftjob-1", 5, 3.0, loss=1.9))
+        (row,) = job_records.list_metrics(db, "ftjob-1")
+        assert (row.loss, row.valid_loss, row.tokens_per_s, row.created_s) == (1.9, 1.5, 10.0, 3.0)
+        job_records.upsert_metric(db, JobMetricRow("ftjob-1", 6, 4.0, loss=1.8))
+        assert [row.step for row in job_records.list_metrics(db, "ftjob-1", after_step=5)] == [6]
+        assert [row.step for row in job_records.last_metrics(db, "ftjob-1", 1)] == [6]
+
+
+class TestModels:
+    def insert(self, db: Database, *versions: str) -> None:
+        models.insert(db, ModelRow("m", "base", "llama", 10, 20, "org-local", "test", 1.0))
+        for version in versions:
+            models.insert_version(db, VersionRow("m", version, "test", 5, 1.0, disk_path="/x"))
+
+    def test_only_an_active_version_makes_a_model_callable(self, db: Database):
+        self.insert(db, "v1", "v2")
+        assert models.list_callable(db) == []
+        models.activate(db, "m", "v2")
+        assert [row.id for row in models.list_callable(db)] == ["m"]
+        with pytest.raises(RowNotFound, match="m@v9"):
+            models.activate(db, "m", "v9")
+        before = models.version_before(db, "m", "v2")
+        assert before is not None and before.version == "v1"
+        assert models.version_before(db, "m", "v1") is None
+
+    def test_deleting_a_model_takes_versions_and_checkpoints_along(self, db: Database):
+        self.insert(db, "v1")
+        insert_job(db)
+        job_records.insert_checkpoint(db, CheckpointRow("c", "ftjob-1", "m:ckpt-step-1", "m", "v1", 1, 1.0))
+        models.delete(db, "m")
+        assert models.list_versions(db, "m") == []
+        assert job_records.find_checkpoint(db, "m:ckpt-step-1") is None
+        with pytest.raises(RowNotFound):
+            models.delete(db, "m")
+
+    def test_the_same_version_twice_is_an_error(self, db: Database):
+        self.insert(db, "v1")
+        with pytest.raises(DuplicateRow, match="m@v1"):
+            models.insert_version(db, VersionRow("m", "v1", "test", 5, 1.0))
+
+
+def test_a_journal_holds_the_whole_plan_or_nothing(db: Database):
+    steps = [HandoverStepRow("1", n, "drain_replica", f"r{n}", "planned") for n in range(3)]
+    with pytest.raises(DuplicateRow):
+        handovers.insert(db, HandoverRow("1", "why", "running", 1.0), [*steps, steps[0]])
+    assert handovers.find(db, "1") is None and handovers.steps(db, "1") == []
+    handovers.insert(db, HandoverRow("1", "why", "running", 1.0), steps)
+    handovers.update_step(db, "1", 1, state="done", detail={"seconds": 0.5})
+    assert [step.state for step in handovers.steps(db, "1")] == ["planned", "done", "planned"]
+    assert [row.id for row in handovers.list_open(db)] == ["1"]
+    handovers.update(db, "1", state="done", ended_s=2.0)
+    assert handovers.list_open(db) == []
+
+
+def test_requests_are_found_by_key_and_by_body(db: Database):
+    def remember(resource: str, key: str | None, body: str, created_s: float, owner: str = "k1") -> None:
+        idempotency.remember(db, IdempotencyRow(owner, "jobs", key, body, resource, created_s))
+
+    remember("a", None, "body", 10.0)
+    remember("b", "idem", "body", 20.0)
+    remember("c", None, "body", 30.0, owner="k2")
+    found = idempotency.last_by_body(db, "k1", "jobs", "body", since_s=5.0)
+    assert found is not None and found.resource_id == "b"
+    assert idempotency.last_by_body(db, "k1", "jobs", "body", since_s=25.0) is None
+    assert idempotency.last_by_body(db, "k1", "files", "body", since_s=5.0) is None
+    by_key = idempotency.by_key(db, "k1", "jobs", "idem")
+    assert by_key is not None and by_key.resource_id == "b"
+    assert idempotency.by_key(db, "k2", "jobs", "idem") is None
+    assert idempotency.forget_before(db, 15.0) == 1
+
+
+def test_an_operation_ends_once(db: Database):
+    operations.insert(db, OperationRow("op_1", "verify", "m", "running", 1.0))
+    operations.set_progress(db, "op_1", {"done": 1})
+    operations.succeed(db, "op_1", {"ok": True})
+    found = operations.find(db, "op_1")
+    assert found is not None and found.state == "succeeded" and found.ended_s is not None
+    with pytest.raises(RowNotFound):
+        operations.fail(db, "op_1", {"code": "x"})
