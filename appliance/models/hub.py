@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
+import httpx2
 from huggingface_hub import HfApi, hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -190,7 +190,7 @@ def _ask(settings: HubSettings, repository: str, question: Callable[[], Any]) ->
         raise SourceNotFound(str(error)) from error
     except HfHubHTTPError as error:
         raise HubUnreachable(f"{where} answered with an error: {str(error)[:300]}") from error
-    except (httpx.HTTPError, OSError) as error:
+    except (httpx2.HTTPError, OSError) as error:
         raise HubUnreachable(
             f"{where}: {type(error).__name__} {str(error)[:200]}; what was downloaded is kept, run the import again"
         ) from error

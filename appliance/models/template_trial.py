@@ -18,7 +18,7 @@ import jinja2.sandbox
 
 from appliance.models.errors import TemplateRefused
 
-CPU_S, WALL_S, MEMORY_BYTES = 2, 10.0, 1 << 30
+CPU_S, WALL_S, MEMORY_BYTES = 2, 30.0, 1 << 30
 MAX_TEMPLATE_CHARACTERS, MAX_OUTPUT_CHARACTERS = 200_000, 1_000_000
 CONVERSATION = (
     {"role": "user", "content": "Hello."},
@@ -43,7 +43,7 @@ def try_template(template: str) -> str | None:
             input=json.dumps(template), capture_output=True, text=True, timeout=WALL_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise TemplateRefused("chat template", f"did not finish rendering in {WALL_S:.0f} s") from error
+        raise TemplateRefused("chat template", f"three short messages took more than {WALL_S:.0f} s, or {CPU_S} s of CPU") from error
     try:
         verdict = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:

@@ -1,0 +1,177 @@
+"""Downloads against a hub on loopback: resume, checksums, refusals; offline unless allowed."""
+
+from pathlib import Path
+
+import pytest
+
+from appliance.models import hub
+from appliance.models.errors import (
+    DownloadCorrupt,
+    HubDisallowed,
+    HubNotFound,
+    HubUnreachable,
+    NotACheckpoint,
+    PickleRefused,
+    SourceNotFound,
+)
+from appliance.models.library import ModelLibrary
+from tests.unit.models import checkpoints
+from tests.unit.models.hub_server import COMMIT, Hub, Server
+
+REPOSITORY = "org/tiny"
+
+
+@pytest.fixture
+def content(tmp_path: Path) -> dict[str, bytes]:
+    source = checkpoints.write(tmp_path / "source", shards=2)
+    files = {path.name: path.read_bytes() for path in source.iterdir()}
+    unwanted = {"pytorch_model.bin": b"\x80\x04", "modeling.py": b"import os", "onnx/model.safetensors": b"x",
+                ".gitattributes": b"*.safetensors filter=lfs"}  # fmt: skip
+    return files | unwanted | {"README.md": b"# tiny"}
+
+
+@pytest.fixture
+def served(content):
+    served = Hub(REPOSITORY, content)
+    with Server(served) as endpoint:
+        yield served, endpoint
+
+
+@pytest.fixture
+def small_pieces(monkeypatch):
+    """The library writes a file in pieces of 10 MB and resumes after the last whole one; 100 bytes here."""
+    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 100)
+
+
+def library_at(tmp_path: Path, endpoint: str) -> ModelLibrary:
+    return ModelLibrary(tmp_path / "models", hub_settings=hub.HubSettings(allowed=True, endpoint=endpoint))
+
+
+def gets(served: Hub, name: str) -> list[str | None]:
+    """Range headers of the GETs of one file."""
+    return [ranges for method, path, ranges in served.requests if method == "GET" and path.endswith(f"/{name}")]
+
+
+def test_a_repository_comes_in_under_its_name_with_only_what_is_needed(tmp_path, served, content):
+    state, endpoint = served
+    library = library_at(tmp_path, endpoint)
+    heard = []
+    taken = library.import_model(REPOSITORY, report=lambda *progress: heard.append(progress))
+    assert (taken.name, taken.version, taken.source) == (REPOSITORY, "v1", f"{REPOSITORY}@{COMMIT}")
+    assert library.verify(taken.path)["tensors"] == len(checkpoints.tensors())
+    for name in ("config.json", "model-00001-of-00002.safetensors", "README.md"):
+        assert (taken.path / name).read_bytes() == content[name]
+    for name in ("pytorch_model.bin", "modeling.py", "onnx/model.safetensors", ".gitattributes"):
+        assert gets(state, name) == []
+    downloads = [h for h in heard if h[3].startswith("downloading")]
+    assert (
+        downloads[-1][0]
+        == downloads[-1][1]
+        == sum(len(content[p.name]) for p in taken.path.iterdir() if p.name in content)
+    )
+    assert not any((tmp_path / "models" / ".downloads").iterdir())
+
+
+def test_a_broken_connection_is_resumed_within_one_import(tmp_path, served, content, small_pieces):
+    state, endpoint = served
+    name = "model-00001-of-00002.safetensors"
+    state.cut_after[name] = 300
+    taken = library_at(tmp_path, endpoint).import_model(REPOSITORY)
+    assert gets(state, name) == [None, "bytes=300-"]
+    assert (taken.path / name).read_bytes() == content[name]
+
+
+def test_an_interrupted_import_goes_on_when_called_again(tmp_path, served, content, small_pieces):
+    state, endpoint = served
+    library = library_at(tmp_path, endpoint)
+    first, last = sorted((n for n in content if n.startswith("model-")), key=lambda n: len(content[n]))
+
+    class Stopped(Exception):
+        pass
+
+    pieces = []
+
+    def stop_in_last(done, total, unit, message):
+        if message.endswith(last):
+            pieces.append(done)
+            if len(pieces) == 2:
+                raise Stopped
+
+    with pytest.raises(Stopped):
+        library.import_model(REPOSITORY, report=stop_in_last)
+    assert library.list() == []
+    before = len(state.requests)
+    taken = library.import_model(REPOSITORY)
+    again = Hub(REPOSITORY, content, requests=state.requests[before:])
+    assert gets(again, first) == [] and gets(again, "config.json") == []
+    assert gets(again, last) == ["bytes=100-"]
+    assert (taken.path / last).read_bytes() == content[last]
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "config.json"])
+def test_bytes_other_than_announced_are_refused_and_not_kept(tmp_path, served, content, name):
+    state, endpoint = served
+    library = library_at(tmp_path, endpoint)
+    state.lies[name] = content[name][:-1] + bytes([content[name][-1] ^ 1])
+    with pytest.raises(DownloadCorrupt, match=name):
+        library.import_model(REPOSITORY)
+    assert library.list() == [] and not list((tmp_path / "models" / ".downloads").glob(f"*/{name}"))
+    state.lies.clear()
+    assert library.import_model(REPOSITORY).version == "v1"
+
+
+def test_a_downloaded_file_changed_on_disk_is_fetched_again(tmp_path, served, content):
+    state, endpoint = served
+    library = library_at(tmp_path, endpoint)
+    largest = max((name for name in content if name.startswith("model-")), key=lambda name: len(content[name]))
+    state.lies[largest] = b"!" * len(content[largest])
+    with pytest.raises(DownloadCorrupt):
+        library.import_model(REPOSITORY)
+    state.lies.clear()
+    (kept,) = (tmp_path / "models" / ".downloads").glob("*/config.json")
+    kept.write_bytes(b"{}")
+    taken = library.import_model(REPOSITORY)
+    assert (taken.path / "config.json").read_bytes() == content["config.json"]
+
+
+def test_offline_is_the_default_and_says_how_to_change_it(tmp_path):
+    with pytest.raises(HubDisallowed, match=r"offline by default.*allowed = true.*\[hub\]"):
+        ModelLibrary(tmp_path / "models").import_model(REPOSITORY)
+
+
+def test_gated_missing_and_unreachable_are_told_apart(tmp_path, served):
+    state, endpoint = served
+    library = library_at(tmp_path, endpoint)
+    with pytest.raises(HubNotFound, match="does not exist"):
+        library.import_model("org/other")
+    with pytest.raises(HubNotFound, match="revision"):
+        library.import_model(REPOSITORY, revision="v9")
+    state.gated = True
+    with pytest.raises(HubNotFound, match="gated.*token"):
+        library.import_model(REPOSITORY)
+    with pytest.raises(HubUnreachable):
+        library_at(tmp_path, "http://127.0.0.1:1").import_model(REPOSITORY)
+
+
+def test_pickles_are_refused_before_they_are_downloaded(tmp_path, served):
+    state, endpoint = served
+    for name in [n for n in state.files if n.endswith(".safetensors")]:
+        del state.files[name]
+    with pytest.raises(PickleRefused, match="pytorch_model.bin"):
+        library_at(tmp_path, endpoint).import_model(REPOSITORY)
+    del state.files["pytorch_model.bin"]
+    with pytest.raises(NotACheckpoint):
+        library_at(tmp_path, endpoint).import_model(REPOSITORY)
+    assert not any("/resolve/" in path for _, path, _ in state.requests)
+
+
+@pytest.mark.parametrize("source", ["org/../../etc", "a/b/c", "http://x/y", "x y", "org/a..b", "@x", "-rf"])
+def test_strange_sources_are_neither_path_nor_repository(tmp_path, source):
+    with pytest.raises(SourceNotFound, match="neither"):
+        library_at(tmp_path, "http://127.0.0.1:1").import_model(source)
+
+
+@pytest.mark.parametrize("revision", ["../../x", "a b", "", "-x"])
+def test_strange_revisions_are_refused(tmp_path, revision):
+    with pytest.raises(SourceNotFound, match="revision"):
+        library_at(tmp_path, "http://127.0.0.1:1").import_model(REPOSITORY, revision=revision)

@@ -1,0 +1,345 @@
+"""Checkpoint directories coming in: what is taken, what is refused and by which name; nothing half-done shows."""
+
+import json
+import os
+import stat
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from appliance.models.errors import (
+    InvalidModelName,
+    MissingTokenizer,
+    NotACheckpoint,
+    NotEnoughDisk,
+    PickleRefused,
+    RemoteCodeRefused,
+    SourceNotFound,
+    TemplateRefused,
+    UnsafeLink,
+    UnsupportedModel,
+)
+from appliance.models.library import ModelLibrary
+from tests.unit.models import checkpoints
+from weights.errors import ChecksumMismatch, HeaderInvalid, IntegrityError
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> ModelLibrary:
+    return ModelLibrary(tmp_path / "models")
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return checkpoints.write(tmp_path / "source")
+
+
+def nothing_there(tmp_path: Path) -> bool:
+    """No version, no staging directory."""
+    models = tmp_path / "models"
+    return (
+        not models.exists() or not [p for p in models.rglob("*") if p.is_file()] and not any(models.glob(".staging/*"))
+    )
+
+
+def test_a_directory_becomes_version_one_with_the_same_bytes(library, source, tmp_path):
+    (source / "README.md").write_text("# mine")
+    (source / "modeling_evil.py").write_text("import os")
+    (source / "pytorch_model.bin").write_bytes(b"\x80\x04")
+    (source / "original").mkdir()
+    heard = []
+    taken = library.import_path(source, report=lambda *progress: heard.append(progress))
+    assert (taken.name, taken.version, taken.path) == ("source", "v1", tmp_path / "models" / "source" / "v1")
+    assert taken.arch == "LlamaForCausalLM" and taken.task == "generate" and taken.max_model_len == 128
+    assert taken.params == sum(a.size for a in checkpoints.tensors().values())
+    assert sorted(p.name for p in taken.path.iterdir()) == [
+        "README.md", "config.json", "manifest.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
+    ]  # fmt: skip
+    assert (taken.path / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
+    assert stat.S_IMODE(taken.path.stat().st_mode) == 0o700
+    assert {stat.S_IMODE(p.stat().st_mode) for p in taken.path.iterdir()} == {0o600}
+    done, total, unit, _ = heard[-1]
+    assert done == total > 0 and unit == "bytes" and heard == sorted(heard, key=lambda h: h[0])
+
+
+def test_the_copy_does_not_change_with_its_source(library, source):
+    taken = library.import_path(source)
+    with open(source / "model.safetensors", "r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\xff\xff\xff\xff")
+    assert library.verify(taken.path)["tensors"] == len(checkpoints.tensors())
+
+
+def test_importing_again_makes_the_next_version_and_remove_takes_one(library, source):
+    assert [library.import_path(source, name="org/m").version for _ in range(2)] == ["v1", "v2"]
+    assert [(m.name, m.version) for m in library.list()] == [("org/m", "v1"), ("org/m", "v2")]
+    assert library.remove("org/m", "v1") is True and library.remove("org/m", "v1") is False
+    assert [(m.name, m.version) for m in library.list()] == [("org/m", "v2")]
+    assert library.import_path(source, name="org/m").version == "v3"
+    assert library.remove("org/m", "v2") and library.remove("org/m", "v3") and library.list() == []
+
+
+def test_a_sharded_checkpoint_comes_in_with_its_index(library, tmp_path):
+    source = checkpoints.write(tmp_path / "sharded", shards=3)
+    taken = library.import_path(source)
+    assert len(list(taken.path.glob("*.safetensors"))) == 3
+    assert library.verify(taken.path)["tensors"] == len(checkpoints.tensors())
+
+
+def test_a_missing_shard_is_named(library, tmp_path):
+    source = checkpoints.write(tmp_path / "sharded", shards=3)
+    (source / "model-00002-of-00003.safetensors").unlink()
+    with pytest.raises(NotACheckpoint, match="model-00002-of-00003.safetensors.*incomplete"):
+        library.import_path(source)
+
+
+def test_verify_names_the_damaged_tensor(library, source):
+    taken = library.import_path(source)
+    with open(taken.path / "model.safetensors", "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+    with pytest.raises(ChecksumMismatch, match="weight"):
+        library.verify(taken.path)
+
+
+def test_a_changed_config_is_found_too(library, source):
+    taken = library.import_path(source)
+    (taken.path / "config.json").write_text("{}")
+    with pytest.raises(IntegrityError, match="config.json"):
+        library.verify(taken.path)
+
+
+# --- hostile or broken ----------------------------------------------------------------------------------------------
+
+
+def test_a_symlink_out_of_the_checkpoint_is_refused(library, source, tmp_path):
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"a": 1}')
+    (source / "generation_config.json").symlink_to(secret)
+    with pytest.raises(UnsafeLink, match="generation_config.json.*secret.json"):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
+@pytest.mark.parametrize("target", ["/etc/passwd", "../../../etc/hostname", "nowhere"])
+def test_links_as_weights_are_refused(library, source, target):
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors").symlink_to(target)
+    with pytest.raises(UnsafeLink, match="model.safetensors"):
+        library.import_path(source)
+
+
+def test_the_layout_of_a_hub_cache_is_followed(library, tmp_path):
+    real = checkpoints.write(tmp_path / "real")
+    snapshot = tmp_path / "models--org--m" / "snapshots" / "abc"
+    blobs = tmp_path / "models--org--m" / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in real.iterdir():
+        file.rename(blobs / f"hash-of-{file.name}")
+        (snapshot / file.name).symlink_to(f"../../blobs/hash-of-{file.name}")
+    taken = library.import_path(snapshot, name="m")
+    assert not any(p.is_symlink() for p in taken.path.iterdir())
+    assert library.verify(taken.path)["tensors"] == len(checkpoints.tensors())
+
+
+def test_a_fifo_does_not_hang_the_import(library, source):
+    (source / "tokenizer.json").unlink()
+    os.mkfifo(source / "tokenizer.json")
+    with pytest.raises(UnsafeLink, match="tokenizer.json.*not a regular file"):
+        library.import_path(source)
+
+
+def test_pickles_alone_are_refused_with_the_way_out(library, source):
+    (source / "model.safetensors").rename(source / "pytorch_model.bin")
+    with pytest.raises(PickleRefused, match="pytorch_model.bin.*save_pretrained"):
+        library.import_path(source)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x80\x04\x95" + b"pickle" * 20,
+        struct.pack("<Q", 2**63) + b"{}" * 50,
+        struct.pack("<Q", 2) + b"{}" + b"trailing",
+        b"",
+        struct.pack("<Q", 200) + b'{"a":{"dtype":"F32","shape":[4],"data_offsets":[0,16]}',
+    ],
+    ids=["pickle", "length 2^63", "unclaimed bytes", "empty", "short"],
+)
+def test_hostile_weight_files_are_refused_before_anything_is_copied(library, source, tmp_path, content):
+    (source / "model.safetensors").write_bytes(content)
+    with pytest.raises(HeaderInvalid, match="model.safetensors"):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
+def test_overlapping_offsets_are_refused(library, source):
+    header = json.dumps({
+        "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+        "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
+    }).encode()  # fmt: skip
+    (source / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(12))
+    with pytest.raises(HeaderInvalid):
+        library.import_path(source)
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_remote_code_is_refused(library, source, file):
+    body = json.loads((source / file).read_text()) | {"auto_map": {"AutoModel": "modeling_x.X"}}
+    (source / file).write_text(json.dumps(body))
+    with pytest.raises(RemoteCodeRefused, match=f"{file}.*auto_map"):
+        library.import_path(source)
+
+
+@pytest.mark.parametrize(
+    ("config", "error", "says"),
+    [
+        ({"architectures": None}, NotACheckpoint, "architectures"),
+        ({"architectures": ["X; import os"]}, NotACheckpoint, "no class name"),
+        ({"architectures": ["ViTForImageClassification"]}, UnsupportedModel, "ViTForImageClassification"),
+        ({"vocab_size": 33}, NotACheckpoint, r"shape \[32, 8\].*\[33, 8\]"),
+        ({"num_hidden_layers": 3}, NotACheckpoint, r"layers\.2.*3 layers"),
+    ],
+)
+def test_configs_that_do_not_fit_are_named(library, tmp_path, config, error, says):
+    source = checkpoints.write(tmp_path / "source", config=config)
+    with pytest.raises(error, match=says):
+        library.import_path(source)
+    assert nothing_there(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000, '{"a": ' * 50_000])
+def test_malformed_json_is_named(library, source, content):
+    (source / "config.json").write_text(content)
+    with pytest.raises(NotACheckpoint, match="config.json"):
+        library.import_path(source)
+
+
+def test_an_embedding_model_is_known_by_its_architecture(library, tmp_path):
+    source = checkpoints.write(tmp_path / "e", config={"architectures": ["Qwen3Model"]}, template=None)
+    taken = library.import_path(source)
+    assert taken.task == "embed" and taken.warnings == ()
+
+
+def test_no_tokenizer_no_model(library, source):
+    (source / "tokenizer.json").unlink()
+    with pytest.raises(MissingTokenizer, match="copy the tokenizer files"):
+        library.import_path(source)
+
+
+def test_a_missing_chat_template_is_reported_not_refused(library, tmp_path):
+    taken = library.import_path(checkpoints.write(tmp_path / "base", template=None))
+    assert taken.info["chat_template"] is False and "no chat template" in taken.warnings[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{% for a in range(40000) %}{% for b in range(40000) %}{% endfor %}{% endfor %}", "CPU"),
+        ("{{ 'x'.ljust(3000000000) }}", "memory"),
+        ("{{ messages.__class__.__mro__ }}", "outside of the template"),
+        ("{% if %}", "line 1"),
+        ("x" * 300_000, "300000 characters"),
+    ],
+)
+def test_templates_that_run_away_or_break_out_are_refused(library, tmp_path, template, says):
+    with pytest.raises(TemplateRefused, match=says):
+        library.import_path(checkpoints.write(tmp_path / "source", template=template))
+    assert nothing_there(tmp_path)
+
+
+def test_a_template_that_dislikes_the_trial_only_warns(library, tmp_path):
+    template = "{{ raise_exception('roles must be a and b') }}"
+    taken = library.import_path(checkpoints.write(tmp_path / "source", template=template))
+    assert "roles must be a and b" in taken.warnings[0]
+
+
+def test_a_template_in_a_file_of_its_own_counts(library, tmp_path):
+    source = checkpoints.write(tmp_path / "source", template=None)
+    (source / "chat_template.jinja").write_text(checkpoints.TEMPLATE)
+    taken = library.import_path(source)
+    assert taken.info["chat_template"] is True and (taken.path / "chat_template.jinja").is_file()
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a b", "/etc", "x" * 129, "ft:starter:me:x", "a\nb", "<script>", "a//b"])
+def test_bad_names_are_refused(library, source, name):
+    with pytest.raises(InvalidModelName, match="--name"):
+        library.import_path(source, name=name)
+
+
+def test_the_directory_gives_the_name(library, tmp_path):
+    taken = library.import_path(checkpoints.write(tmp_path / "My model (final)"))
+    assert taken.name == "My-model-final"
+
+
+def test_files_and_missing_paths_are_told_apart(library, source, tmp_path):
+    with pytest.raises(SourceNotFound, match="is a file"):
+        library.import_model(str(source / "config.json"))
+    with pytest.raises(SourceNotFound, match="does not exist"):
+        library.import_model(str(tmp_path / "nowhere"))
+    with pytest.raises(SourceNotFound, match="revision"):
+        library.import_model(str(source), revision="main")
+    with pytest.raises(NotACheckpoint, match="no \\*.safetensors"):
+        (tmp_path / "empty").mkdir()
+        library.import_path(tmp_path / "empty")
+
+
+def test_a_cancelled_import_leaves_nothing(library, source, tmp_path):
+    class Cancelled(Exception):
+        pass
+
+    def report(done, total, unit, message):
+        if done:
+            raise Cancelled
+
+    with pytest.raises(Cancelled):
+        library.import_path(source, report=report)
+    assert nothing_there(tmp_path)
+
+
+def test_what_a_dead_process_left_is_swept_and_a_living_ones_kept(library, source, tmp_path):
+    staging = tmp_path / "models" / ".staging"
+    dead = staging / f"{2**22 + 5}-{'a' * 32}"  # above the largest pid there can be
+    alive = staging / f"{os.getpid()}-{'b' * 32}"
+    for folder in (dead, alive):
+        folder.mkdir(parents=True)
+        (folder / "model.safetensors").write_bytes(b"x")
+    library.import_path(source)
+    assert not dead.exists() and alive.exists()
+
+
+def test_too_little_disk_says_how_much(library, source, monkeypatch):
+    import appliance.models.library as module
+
+    usage = module.shutil.disk_usage(source)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=256 << 20))
+    with pytest.raises(NotEnoughDisk) as error:
+        library.import_path(source)
+    assert error.value.needed_bytes > 0 and error.value.free_bytes == 256 << 20
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral"])
+def test_what_transformers_writes_comes_in_and_loads_from_the_library(library, tmp_path, family):
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, max_position_embeddings=64, tie_word_embeddings=family == "Qwen2",
+    )  # fmt: skip
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model.save_pretrained(tmp_path / "m", max_shard_size="20KB")
+    (tmp_path / "m" / "tokenizer.json").write_text("{}")
+    assert (tmp_path / "m" / "model.safetensors.index.json").exists()
+    taken = library.import_path(tmp_path / "m")
+    assert taken.arch == f"{family}ForCausalLM" and taken.info["tied_embeddings"] is (family == "Qwen2")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(taken.path)
+    tokens = torch.arange(10)[None]
+    with torch.no_grad():
+        np.testing.assert_array_equal(loaded(tokens).logits.numpy(), model.eval()(tokens).logits.numpy())
