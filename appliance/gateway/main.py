@@ -67,7 +67,7 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
     bus = BusClient(gateway, on_table=lambda: keyed.set() if gateway.keys else None)
     bus_task = loop.create_task(bus.run())
     port = await gateway.listen(config.host if config.is_loopback else "127.0.0.1", config.port, reuse_port=reuse_port)
-    print(f"listening {config.host if config.is_loopback else '127.0.0.1'} {port}", flush=True)
+    _announce(config.host if config.is_loopback else "127.0.0.1", port)
     waiting = [loop.create_task(stop.wait())]
     if not config.is_loopback:
         # The network sees this box only once somebody holds a key to it.
@@ -76,7 +76,7 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
         if not stop.is_set():
             await gateway.close_listeners()
             await gateway.listen(config.host, port, reuse_port=reuse_port)
-            print(f"listening {config.host} {port}", flush=True)
+            _announce(config.host, port)
     await stop.wait()
     log.info("stopping: %d connections", len(gateway.connections))
     await gateway.stop(config.shutdown_s)
@@ -85,6 +85,11 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
         task.cancel()
     await asyncio.gather(bus_task, *waiting, return_exceptions=True)
     return 0
+
+
+def _announce(host: str, port: int) -> None:
+    # One write: workers share this pipe, and `print` may write a line and its end separately.
+    os.write(sys.stdout.fileno(), f"listening {host} {port}\n".encode())
 
 
 def _supervise(config: GatewayConfig) -> int:
