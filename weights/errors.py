@@ -19,7 +19,7 @@ WeightsError
     ├── ManifestInvalid      manifest.json is missing, malformed or disagrees with the files
     ├── ChecksumMismatch     bytes differ from their recorded checksum
     ├── NotSealed            no checksums were recorded, so nothing can be verified
-    └── UnsafeFile           a symlink, device, foreign owner or unsafe name inside a version
+    └── UnsafeFile           a symlink, device or unsafe name inside a version
 """
 
 from __future__ import annotations
@@ -152,4 +152,4 @@ class NotSealed(IntegrityError):
 
 
 class UnsafeFile(IntegrityError):
-    """A symlink, device, foreign owner or unsafe name inside a version."""
+    """A symlink, device or unsafe name inside a version."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from weights.checksums import Running, checksum, compare
-from weights.errors import ChecksumMismatch, InvalidName, ManifestInvalid, NotSealed, TierExists
+from weights.errors import ChecksumMismatch, IntegrityError, InvalidName, ManifestInvalid, NotSealed, TierExists
 from weights.files import open_regular, sync_directory, write_file
 from weights.layout import FileLayout, Layout
 from weights.lease import Lease, StoredVersion, take_lease, unpin
@@ -32,7 +32,7 @@ CHUNK_BYTES = 8 << 20
 
 @dataclass(frozen=True)
 class TierCopy:
-    """A finished copy: its directory, the bytes written, the seconds it took."""
+    """A finished copy: its directory, the bytes written (0 if it was there already), the seconds it took."""
 
     path: Path
     nbytes: int
@@ -53,13 +53,17 @@ def persist(
     The copy is sealed: checksums are computed on the way, and compared where the version had them. It
     appears by a rename after everything is on the medium; after a crash only a hidden
     `.<name>.partial-*` sibling is left, which the next call removes. `on_progress(done_bytes, total_bytes)`
-    is called after every chunk. Raises TierExists, ChecksumMismatch, VersionNotFound, OSError (disk full:
-    nothing is left behind).
+    is called after every chunk. If `dst_dir` already holds this very version (a crash came between the rename
+    and the unpinning), nothing is copied. Raises TierExists if it holds anything else, ChecksumMismatch,
+    VersionNotFound, OSError (disk full: nothing is left behind).
     """
     dst_dir = Path(dst_dir)
     started_s = time.monotonic()
     if dst_dir.exists():
-        raise TierExists(f"{dst_dir} exists; a copy is never written over another one")
+        copy = _already_there(stored, dst_dir)
+        if not keep_pinned:
+            unpin(stored)
+        return copy
     dst_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _remove_partials(dst_dir)
     with take_lease(stored) as lease:
@@ -170,6 +174,24 @@ class _Pace:
             ahead_s = self._done / self._rate - (time.monotonic() - self._started_s)
             if ahead_s > 0:
                 time.sleep(ahead_s)
+
+
+def _already_there(stored: StoredVersion, dst_dir: Path) -> TierCopy:
+    taken = f"{dst_dir} exists and is not this version; a copy is never written over another one"
+    try:
+        there = Manifest.read(dst_dir)
+        there.check_layout(Layout.read(dst_dir), path=dst_dir)
+    except IntegrityError as error:
+        raise TierExists(taken) from error
+    mine = stored.manifest
+    if (there.kind, there.model, there.version, there.created_s) != (
+        mine.kind,
+        mine.model,
+        mine.version,
+        mine.created_s,
+    ):
+        raise TierExists(taken)
+    return TierCopy(dst_dir, 0, 0.0, there)
 
 
 def _write_copy(lease: Lease, partial: Path, partial_fd: int, pace: _Pace) -> Manifest:

@@ -62,10 +62,22 @@ def test_eviction_takes_a_version_only_after_another_tier_has_it(store, tmp_path
 
 
 def test_a_copy_is_never_written_over_another(store, tmp_path):
-    stored = write(store)
-    tiers.persist(stored, tmp_path / "1")
+    tiers.persist(write(store), tmp_path / "1")
+    (tmp_path / "2").mkdir()
     with pytest.raises(TierExists):
-        tiers.persist(stored, tmp_path / "1")
+        tiers.persist(write(store, "2"), tmp_path / "1")
+    with pytest.raises(TierExists):
+        tiers.persist(store.find("version", "starter", "2"), tmp_path / "2")
+    assert store.find("version", "starter", "2").pinned
+    tiers.verify(tmp_path / "1")
+
+
+def test_persisting_again_finishes_what_a_crash_left_undone(store, tmp_path):
+    stored = write(store)
+    tiers.persist(stored, tmp_path / "1", keep_pinned=True)  # killed before the unpinning
+    again = tiers.persist(stored, tmp_path / "1")
+    assert again.nbytes == 0 and again.path == tmp_path / "1" and not stored.pinned
+    tiers.verify(again.path)
 
 
 def test_damage_in_shared_memory_does_not_reach_the_disk(store, tmp_path):
