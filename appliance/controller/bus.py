@@ -14,12 +14,13 @@ a gateway has applied and what it carries. Three rules make a drain trustworthy:
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import orjson
 
 from appliance.controller.config import ControllerConfig
 from appliance.controller.errors import BusTimeout
@@ -228,7 +229,7 @@ class Bus:
             writer.close()
 
     def _take(self, gateway: _Gateway, line: bytes) -> None:
-        message = json.loads(line)
+        message = orjson.loads(line)
         if not isinstance(message, dict) or message.get("type") != "load":
             raise ValueError(f"expected an object of type 'load', got {line[:80]!r}")
         report = parse_report(message)
@@ -274,7 +275,7 @@ class Bus:
             "type": "table", "generation": self._generation, "models": self._models, "keys": self._keys,
             "limits": self._limits,
         }  # fmt: skip
-        self._line = json.dumps(table, separators=(",", ":")).encode() + b"\n"
+        self._line = orjson.dumps(table, option=orjson.OPT_APPEND_NEWLINE)
 
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()

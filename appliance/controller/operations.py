@@ -65,6 +65,7 @@ class Operations:
         progress = _Progress(self._context, operation_id)
         try:
             result = await work(progress.report)
+            await asyncio.sleep(0)  # reports made just now are on their way through the loop
         except OperationFailed as error:
             progress.end()
             operations.fail(db, operation_id, {"code": error.code, "message": str(error), "param": error.param})

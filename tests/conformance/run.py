@@ -66,7 +66,7 @@ def fetch_sources(cache_dir: Path) -> Path:
         cache_dir.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache_dir) as folder:
             command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check",
-                       "--no-deps", "--no-binary", ":all:", "--dest", folder, f"openai=={VERSION}"]  # fmt: skip
+                       "--no-deps", "--no-binary", "openai", "--dest", folder, f"openai=={VERSION}"]  # fmt: skip
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode != 0:
                 raise SourcesMissing(

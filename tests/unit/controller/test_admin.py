@@ -1,0 +1,205 @@
+"""/admin/v1: what the CLI and the dashboard see and do, and the audit row of everything done."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from appliance.controller.app import create_app
+from appliance.controller.mode import read_mode
+from appliance.store import audit, keys, models, operations
+from appliance.store.rows import OperationRow
+from tests.unit.controller.conftest import ADMIN, Control, insert_model
+
+
+async def ask(control: Control, method: str, path: str, status: int = 200, **kwargs: Any) -> dict[str, Any]:
+    answer = await control.http.request(method, f"/admin/v1{path}", headers=ADMIN, **kwargs)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+async def ended(control: Control, accepted: dict[str, Any]) -> dict[str, Any]:
+    """The operation once it has ended."""
+    operation_id = accepted["operation"]["id"]
+    while True:
+        operation = (await ask(control, "GET", f"/operations/{operation_id}"))["operation"]
+        if operation["state"] != "running":
+            return operation
+        await asyncio.sleep(0)
+
+
+def actions(control: Control) -> list[tuple[str, str, str]]:
+    return [(row.action, row.target, row.outcome) for row in audit.page(control.db, after=None, limit=99).data][::-1]
+
+
+async def test_status_shows_the_whole_box(control: Control):
+    job_id = await control.job()
+    status = await ask(control, "GET", "/status")
+    assert status["box"]["id"] == "0123abcd" and status["box"]["started_s"] > 0
+    assert status["mode"] == {"policy": "auto", "train_devices": None}
+    assert len(status["devices"]) == 8 and status["replicas"] == [] and status["handover"] is None
+    assert [job["id"] for job in status["jobs"]] == [job_id]
+    assert status["memory"] == {"budget_bytes": 2**30, "used_bytes": 0}
+
+
+async def test_a_key_is_shown_once_works_at_the_gateways_at_once_and_ends_at_once(control: Control):
+    made = await ask(control, "POST", "/keys", json={"name": "laptop", "scopes": ["inference"]})
+    digest = keys.fingerprint(made["key"])
+    assert control.gateway_keys[digest] == {"id": made["id"], "name": "laptop", "scopes": ["inference"]}
+    listed = (await ask(control, "GET", "/keys"))["data"]
+    assert [row["name"] for row in listed] == ["laptop"] and "key" not in listed[0] and "sha256" not in listed[0]
+    conflict = await control.http.post("/admin/v1/keys", headers=ADMIN, json={"name": "laptop"})
+    assert conflict.status_code == 409 and conflict.headers["x-should-retry"] == "false"
+    revoked = await ask(control, "DELETE", "/keys/laptop")
+    assert revoked["revoked_s"] is not None and digest not in control.gateway_keys
+    await ask(control, "DELETE", "/keys/nobody", 404)
+    assert actions(control) == [("key.create", made["id"], "done"), ("key.revoke", made["id"], "done")]
+    assert made["key"] not in str(audit.page(control.db, after=None, limit=9))
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"name": ""}, "name"), ({"name": "a\nb"}, "name"), ({"name": "x" * 65}, "name"), ({"name": "=cmd()"}, "name"),
+        ({"name": "a", "scopes": ["root"]}, "scopes"), ({"name": "a", "scopes": []}, "scopes"), ({}, "name"),
+        ({"name": "a", "owner": "x"}, "owner"),
+    ],
+)  # fmt: skip
+async def test_bad_keys_are_refused(control: Control, body: dict[str, Any], param: str):
+    error = (await ask(control, "POST", "/keys", 400, json=body))["error"]
+    assert error["param"] == param and keys.list_all(control.db) == []
+
+
+async def test_the_mode_is_set_waited_for_and_kept(control: Control):
+    done = await ask(control, "PUT", "/mode?wait=true", json={"policy": "split", "train_devices": 6})
+    assert (done["policy"], done["train_devices"], done["serving_floor"]) == ("split", 6, 1)
+    assert done["handover"]["state"] == "done" and done["handover"]["steps"][0]["state"] == "done"
+    assert read_mode(control.db).train_devices == 6
+    since = done["since_s"]
+    again = await ask(control, "PUT", "/mode", json={"policy": "split", "train_devices": 6})
+    assert again["since_s"] == since and again["handover"]["state"] == "running"
+    assert (await ask(control, "GET", "/mode"))["policy"] == "split"
+    assert len((await ask(control, "GET", "/handovers?limit=1"))["data"]) == 1
+    assert actions(control)[0] == ("mode.set", "split", "done")
+
+
+async def test_a_hand_over_that_hangs_ends_the_wait_not_the_mode(control: Control):
+    control.scheduler.hang = True
+    error = (await ask(control, "PUT", "/mode?wait=true&timeout_s=0.01", 504, json={"policy": "train"}))["error"]
+    assert error["code"] == "wait_timeout" and read_mode(control.db).policy == "train"
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"policy": "sideways"}, "policy"), ({"policy": "split"}, "train_devices"),
+        ({"policy": "split", "train_devices": 9}, "train_devices"),
+        ({"policy": "split", "train_devices": -1}, "train_devices"),
+        ({"policy": "serve", "train_devices": 2}, "train_devices"), ({}, "policy"),
+    ],
+)  # fmt: skip
+async def test_bad_modes_are_refused_and_change_nothing(control: Control, body: dict[str, Any], param: str):
+    error = (await ask(control, "PUT", "/mode", 400, json=body))["error"]
+    assert error["param"] == param and read_mode(control.db).policy == "auto" and actions(control) == []
+
+
+async def test_a_model_is_imported_shown_verified_and_deleted(control: Control):
+    accepted = await ask(control, "POST", "/models/import", 202, json={"source": "/data/tiny", "name": "team/tiny"})
+    assert accepted["operation"]["state"] == "running"
+    done = await ended(control, accepted)
+    assert done["state"] == "succeeded" and done["result"]["name"] == "team/tiny" and done["progress"]["done"] == 1
+    for name in ("team/tiny", "team%2Ftiny"):
+        shown = await ask(control, "GET", f"/models/{name}")
+        assert (shown["name"], shown["kind"], shown["state"], shown["active_version"]) == (
+            "team/tiny", "base", "cold", "v1",
+        )  # fmt: skip
+    control.scheduler.replicas = [{"id": "r1", "model": "team/tiny", "state": "asleep"}]
+    assert (await ask(control, "GET", "/models/team/tiny"))["state"] == "asleep"
+    verified = await ended(control, await ask(control, "POST", "/models/team/tiny/verify", 202))
+    assert verified["result"] == {"versions": ["v1"], "tensors": 3, "bytes": 10}
+    assert await ask(control, "DELETE", "/models/team/tiny") == {"name": "team/tiny", "deleted": True}
+    await ask(control, "GET", "/models/team/tiny", 404)
+    assert [action for action, _, _ in actions(control)] == ["model.import", "model.verify", "model.delete"]
+
+
+async def test_a_failed_import_says_why_and_leaves_no_model(control: Control):
+    done = await ended(control, await ask(control, "POST", "/models/import", 202, json={"source": "broken"}))
+    assert done["state"] == "failed"
+    assert done["error"] == {"code": "invalid_checkpoint", "message": "the header of model.safetensors overlaps",
+                             "param": "source"}  # fmt: skip
+    assert [row.id for row in models.list_all(control.db)] == ["starter"]
+    bug = await ended(control, await ask(control, "POST", "/models/import", 202, json={"source": "bug"}))
+    assert bug["error"]["code"] == "internal_error" and "simulated bug" in bug["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"source": ""}, 400, "source"), ({"source": "a\0b"}, 400, "source"), ({}, 400, "source"),
+        ({"source": "x", "name": "../up"}, 400, "name"), ({"source": "x", "name": "ft:a:b:c:d"}, 400, "name"),
+        ({"source": "x", "name": "starter"}, 409, "name"), ({"source": "x", "revision": "a b"}, 400, "revision"),
+    ],
+)  # fmt: skip
+async def test_bad_imports_are_refused(control: Control, body: dict[str, Any], status: int, param: str):
+    assert (await ask(control, "POST", "/models/import", status, json=body))["error"]["param"] == param
+    assert operations.list_recent(control.db, 9) == []
+
+
+async def test_the_same_import_twice_at_once_is_refused(control: Control):
+    first = await ask(control, "POST", "/models/starter", 202)
+    second = await control.http.post("/admin/v1/models/starter", headers=ADMIN, json={})
+    assert second.status_code == 409 and first["operation"]["id"] in second.json()["error"]["message"]
+    assert (await ended(control, first))["state"] == "succeeded"
+
+
+async def test_what_a_restart_interrupted_is_marked_failed(control: Control):
+    operations.insert(control.db, OperationRow("op_1", "import", "m", "running", 1.0))
+    again = create_app(control.context)
+    async with again.router.lifespan_context(again):
+        row = operations.find(control.db, "op_1")
+    assert row is not None and row.state == "failed" and row.error["code"] == "interrupted"
+
+
+async def test_roll_back_goes_to_the_version_before_or_the_one_named(control: Control):
+    insert_model(control.db, "m", versions=("v1", "v2", "v3"))
+    assert await ask(control, "POST", "/models/m/rollback") == {
+        "model": "m", "from": "v3", "to": "v2", "swap": {"replicas": 1, "pause_s": 0.01},
+    }  # fmt: skip
+    assert (await ask(control, "POST", "/models/m/rollback", json={"version": "v3"}))["to"] == "v3"
+    await ask(control, "POST", "/models/m/rollback", 404, json={"version": "v9"})
+    await ask(control, "POST", "/models/m/rollback", json={"version": "v1"})
+    error = (await ask(control, "POST", "/models/m/rollback", 409))["error"]
+    assert error["code"] == "no_older_version"
+    assert control.scheduler.converged == ["m", "m", "m"]
+
+
+async def test_a_roll_back_that_the_replicas_refuse_leaves_the_version_they_have(control: Control):
+    insert_model(control.db, "m", versions=("v1", "v2"))
+    control.scheduler.swap_error = "the fingerprint differs"
+    error = (await ask(control, "POST", "/models/m/rollback", 409))["error"]
+    assert error["code"] == "swap_failed" and "fingerprint differs" in error["message"]
+    found = models.find(control.db, "m")
+    assert found is not None and found.active_version == "v2"
+    assert actions(control) == [("model.rollback", "m", "failed")]
+
+
+async def test_jobs_and_their_metrics(control: Control):
+    job_id = await control.job()
+    listed = (await ask(control, "GET", "/jobs"))["data"]
+    assert [(job["id"], job["phase"], job["reason"]) for job in listed] == [(job_id, "queued", "waiting for devices")]
+    shown = await ask(control, "GET", f"/jobs/{job_id}")
+    assert shown["output_model"].startswith("ft:starter:local::") and shown["resolved"]["n_epochs"] >= 1
+    assert (await ask(control, "GET", f"/jobs/{job_id}/metrics"))["data"] == []
+    await ask(control, "GET", "/jobs/none/metrics", 404)
+
+
+async def test_the_audit_log_pages(control: Control):
+    for name in ("a", "b", "c"):
+        await ask(control, "POST", "/keys", json={"name": name})
+    page = await ask(control, "GET", "/audit?limit=2")
+    assert [row["detail"]["name"] for row in page["data"]] == ["c", "b"] and page["has_more"]
+    assert page["data"][0]["key_id"] == "key_admin" and page["data"][0]["request_id"]
+    rest = await ask(control, "GET", f"/audit?after={page['last_id']}")
+    assert [row["detail"]["name"] for row in rest["data"]] == ["a"]

@@ -1,0 +1,280 @@
+"""The bus: tables go down, loads come up, and a drain is believed only when it is true."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from appliance.controller.bus import Bus, first_generation
+from appliance.controller.config import ControllerConfig
+from appliance.controller.errors import BusTimeout
+from appliance.controller.load import ModelLoad, ReplicaLoad, parse_report, total
+from appliance.store.database import Database
+
+QUICK = {"gateway_gone_after_s": 0.05, "gateway_expected_s": 0.05}
+
+
+class GatewayEnd:
+    """A gateway that applies tables only when told to."""
+
+    def __init__(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter):
+        self.name, self._reader, self._writer = name, reader, writer
+
+    @classmethod
+    async def connect(cls, path: Path, name: str = "g1") -> GatewayEnd:
+        return cls(name, *await asyncio.open_unix_connection(path, limit=2**24))
+
+    async def table(self) -> dict[str, Any]:
+        return json.loads(await asyncio.wait_for(self._reader.readline(), 5))
+
+    async def report(self, generation: int, replicas: dict[str, int] | None = None, **models: dict[str, Any]) -> None:
+        rows = {name: {"inflight": count, "streams": 0, "waiting_tokens": 10} for name, count in
+                (replicas or {}).items()}  # fmt: skip
+        await self.send({"type": "load", "gateway": self.name, "generation": generation, "replicas": rows,
+                         "models": models})  # fmt: skip
+
+    async def send(self, message: Any) -> None:
+        self._writer.write((message if isinstance(message, bytes) else json.dumps(message).encode()) + b"\n")
+        await self._writer.drain()
+
+    async def close(self) -> None:
+        self._writer.close()
+        await asyncio.gather(self._writer.wait_closed(), return_exceptions=True)
+
+
+def models(**states: str) -> dict[str, Any]:
+    """A table of one model whose replicas are in these states."""
+    replicas = [{"id": name, "socket": f"/run/{name}.sock", "version": "v1", "state": state}
+                for name, state in states.items()]  # fmt: skip
+    return {"m": {"version": "v1", "state": "ready", "replicas": replicas, "task": "generate", "hold_s": 60}}
+
+
+@asynccontextmanager
+async def running(folder: Path, **config: Any) -> AsyncIterator[tuple[Bus, Path]]:
+    path = folder / "bus.sock"
+    bus = Bus(path, ControllerConfig(**config), first_generation=100)
+    await bus.start()
+    try:
+        yield bus, path
+    finally:
+        await bus.stop()
+
+
+@pytest.fixture
+async def bus(tmp_path: Path) -> AsyncIterator[Bus]:
+    async with running(tmp_path) as (opened, _):
+        yield opened
+
+
+async def reported(bus: Bus, replica_id: str, inflight: int) -> None:
+    """Returns when the bus has taken in a report with this count."""
+    async with asyncio.timeout(5):
+        while bus.inflight(replica_id) != inflight:
+            await asyncio.sleep(0)
+
+
+async def test_the_socket_is_private_and_a_stale_one_is_replaced(tmp_path: Path):
+    (tmp_path / "bus.sock").touch()
+    async with running(tmp_path) as (_, path):
+        assert stat.S_ISSOCK(path.stat().st_mode) and stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert not path.exists()
+
+
+async def test_a_gateway_gets_the_whole_table_and_every_change(bus: Bus, tmp_path: Path):
+    bus.keys_changed({"ab" * 32: {"id": "k", "name": "n", "scopes": ["inference"]}})
+    gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
+    first = await gateway.table()
+    assert first["type"] == "table" and first["generation"] == 101 and first["models"] == {}
+    assert first["keys"] == {"ab" * 32: {"id": "k", "name": "n", "scopes": ["inference"]}}
+    assert bus.set_models(models(r1="open")) == 102
+    second = await gateway.table()
+    assert second["generation"] == 102 and second["models"] == models(r1="open") and second["keys"] == first["keys"]
+    assert bus.set_models(models(r1="open")) == 102, "the same table again is no news"
+    bus.keys_changed({})
+    assert (await gateway.table())["keys"] == {}
+    await gateway.close()
+
+
+async def test_loads_are_summed_over_gateways(bus: Bus, tmp_path: Path):
+    one = await GatewayEnd.connect(tmp_path / "bus.sock", "g1")
+    two = await GatewayEnd.connect(tmp_path / "bus.sock", "g2")
+    await one.report(100, {"r1": 2}, m={"inflight": 2, "held": 1, "last_request_s": 5.0, "ttft_p95_s": None})
+    await two.report(100, {"r1": 3, "r2": 1}, m={"inflight": 4, "held": 0, "last_request_s": 9.0, "ttft_p95_s": 0.2})
+    await reported(bus, "r1", 5)
+    await reported(bus, "r2", 1)
+    load = bus.load()
+    assert load.replicas["r1"] == ReplicaLoad(inflight=5, streams=0, waiting_tokens=20)
+    assert load.models["m"] == ModelLoad(inflight=6, held=1, last_request_s=9.0, ttft_p95_s=0.2)
+    assert bus.connected() == ["g1", "g2"]
+    await one.close()
+    await two.close()
+
+
+async def test_a_table_is_applied_when_every_gateway_says_so(bus: Bus, tmp_path: Path):
+    one = await GatewayEnd.connect(tmp_path / "bus.sock", "g1")
+    two = await GatewayEnd.connect(tmp_path / "bus.sock", "g2")
+    generation = bus.set_models(models(r1="open"))
+    waiting = asyncio.create_task(bus.wait_applied(generation, 5))
+    await one.report(generation, {"r1": 1})
+    await two.report(generation - 1)
+    await reported(bus, "r1", 1)
+    assert not waiting.done()
+    await two.report(generation)
+    await waiting
+    await one.close()
+    await two.close()
+
+
+async def test_a_drain_waits_for_the_news_and_for_the_last_request(bus: Bus, tmp_path: Path):
+    gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
+    opened = bus.set_models(models(r1="open"))
+    await gateway.report(opened, {"r1": 1})
+    await reported(bus, "r1", 1)
+    draining = bus.set_models(models(r1="draining"))
+    waiting = asyncio.create_task(bus.wait_drained("r1", 5))
+    # Idle, but by the old table: a request may be on its way to r1 this moment.
+    await gateway.report(opened, {"r1": 0})
+    await reported(bus, "r1", 0)
+    assert not waiting.done()
+    await gateway.report(draining, {"r1": 2})
+    await reported(bus, "r1", 2)
+    assert not waiting.done()
+    await gateway.report(draining, {"r1": 0})
+    await waiting
+    await gateway.close()
+
+
+async def test_an_open_replica_is_never_drained(tmp_path: Path):
+    async with running(tmp_path, **QUICK) as (bus, _):
+        bus.set_models(models(r1="open"))
+        with pytest.raises(BusTimeout, match="r1.*the table, in which it is open"):
+            await bus.wait_drained("r1", 0.1)
+
+
+async def test_a_replica_that_left_the_table_drains_too(bus: Bus, tmp_path: Path):
+    gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
+    bus.set_models(models(r1="open"))
+    gone = bus.set_models({})
+    waiting = asyncio.create_task(bus.wait_drained("r1", 5))
+    await gateway.report(gone, {"r1": 1})
+    await reported(bus, "r1", 1)
+    assert not waiting.done()
+    await gateway.report(gone)
+    await waiting
+    await gateway.close()
+
+
+async def test_the_timeout_names_who_still_has_requests(bus: Bus, tmp_path: Path):
+    gateway = await GatewayEnd.connect(tmp_path / "bus.sock", "front-1")
+    generation = bus.set_models(models(r1="draining"))
+    await gateway.report(generation, {"r1": 3})
+    with pytest.raises(BusTimeout, match=r"front-1 with 3 request\(s\)"):
+        await bus.wait_drained("r1", 0.05)
+    await gateway.close()
+
+
+async def test_a_gateway_that_died_blocks_a_drain_only_for_its_grace(tmp_path: Path):
+    async with running(tmp_path, gateway_gone_after_s=0.1) as (bus, path):
+        gateway = await GatewayEnd.connect(path)
+        generation = bus.set_models(models(r1="draining"))
+        await gateway.report(generation, {"r1": 3})
+        await reported(bus, "r1", 3)
+        await gateway.close()
+        began = asyncio.get_running_loop().time()
+        await bus.wait_drained("r1", 5)
+        assert 0.05 < asyncio.get_running_loop().time() - began < 2
+        assert bus.load().replicas == {} and bus.connected() == []
+
+
+async def test_a_gateway_that_only_reconnects_keeps_its_requests_counted(tmp_path: Path):
+    async with running(tmp_path, gateway_gone_after_s=60) as (bus, path):
+        first = await GatewayEnd.connect(path, "g1")
+        generation = bus.set_models(models(r1="draining"))
+        await first.report(generation, {"r1": 3})
+        await reported(bus, "r1", 3)
+        await first.close()
+        second = await GatewayEnd.connect(path, "g1")
+        waiting = asyncio.create_task(bus.wait_drained("r1", 5))
+        await second.report(generation, {"r1": 1})
+        await reported(bus, "r1", 1)  # not 4: the lost connection's report is superseded
+        assert not waiting.done()
+        await second.report(generation)
+        await waiting
+        await second.close()
+
+
+async def test_a_new_controller_believes_no_drain_before_it_heard_of_the_gateways(tmp_path: Path):
+    async with running(tmp_path, gateway_expected_s=60) as (bus, path):
+        bus.set_models(models(r1="draining"))
+        waiting = asyncio.create_task(bus.wait_drained("r1", 5))
+        gateway = await GatewayEnd.connect(path)
+        table = await gateway.table()
+        await gateway.report(50, {"r1": 1})  # still by the table of the controller before
+        await reported(bus, "r1", 1)
+        await gateway.report(50, {"r1": 0})
+        await reported(bus, "r1", 0)
+        assert not waiting.done()
+        await gateway.report(table["generation"])
+        await waiting
+        await gateway.close()
+
+
+async def test_without_any_gateway_the_wait_ends_with_the_start(tmp_path: Path):
+    async with running(tmp_path, gateway_expected_s=0.05) as (bus, _):
+        generation = bus.set_models(models(r1="draining"))
+        with pytest.raises(BusTimeout, match="not yet connected"):
+            await bus.wait_applied(generation, 0.01)
+        await bus.wait_applied(generation, 5)
+        await bus.wait_drained("r1", 5)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [b"not json", b"[]", b'{"type":"table"}', b'{"type":"load"}', b'{"type":"load","gateway":"g","generation":"1"}',
+     b'{"type":"load","gateway":"g","generation":1,"replicas":[]}', b"[" * 5000],
+)  # fmt: skip
+async def test_a_line_that_is_no_report_ends_only_its_connection(bus: Bus, tmp_path: Path, line: bytes):
+    good, bad = [await GatewayEnd.connect(tmp_path / "bus.sock", name) for name in ("good", "bad")]
+    await good.report(100, {"r1": 1})
+    await reported(bus, "r1", 1)
+    await bad.table()
+    await bad.send(line)
+    assert await asyncio.wait_for(bad._reader.read(), 5) == b""
+    assert bus.connected() == ["good"]
+    await good.close()
+    await bad.close()
+
+
+async def test_every_report_reaches_the_listener(tmp_path: Path):
+    seen: list[int] = []
+    bus = Bus(tmp_path / "b.sock", ControllerConfig(), first_generation=1,
+              on_load=lambda load: seen.append(load.models["m"].held))  # fmt: skip
+    await bus.start()
+    gateway = await GatewayEnd.connect(tmp_path / "b.sock")
+    for held in (1, 2):
+        await gateway.report(1, {"r1": held}, m={"held": held})
+        await reported(bus, "r1", held)
+    assert seen == [1, 2]
+    await gateway.close()
+    await bus.stop()
+
+
+def test_generations_of_a_later_controller_are_larger(tmp_path: Path):
+    with Database(tmp_path / "a.db") as db:
+        first, second = first_generation(db), first_generation(db)
+    assert second - first >= 10**9
+
+
+def test_a_report_is_checked_and_unknown_numbers_are_left_out():
+    report = parse_report({"type": "load", "gateway": "g", "generation": 3, "future": 1,
+                           "replicas": {"r": {"inflight": 1, "streams": True, "note": "x"}}})  # fmt: skip
+    assert report.replicas == {"r": {"inflight": 1}}
+    assert total([report]).replicas["r"] == ReplicaLoad(inflight=1)
+    assert total([]).models == {}

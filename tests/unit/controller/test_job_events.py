@@ -1,0 +1,146 @@
+"""What a running job tells becomes rows, OpenAI's events and checkpoints, and at the end a model."""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import pytest
+
+from appliance.controller.job_events import JobEvents
+from appliance.store import deployments, job_records, jobs, models
+from appliance.store.errors import RowNotFound
+from tests.unit.controller.conftest import Control
+
+
+@pytest.fixture
+def events(control: Control) -> JobEvents:
+    return JobEvents(control.db, control.context.files_dir, "local")
+
+
+def metrics(step: int, loss: float, total: int = 20) -> dict:
+    return {"event": "metrics", "step": step, "total_steps": total, "epoch": step / total, "loss": loss,
+            "grad_norm": 1.0, "learning_rate": 1e-4, "tokens_per_s": 900.0, "devices": 2}  # fmt: skip
+
+
+def published(step: int) -> dict:
+    return {"event": "published", "version": f"step-{step}", "path": f"/dev/shm/x/step-{step}", "step": step,
+            "bytes": 1000, "seconds": 0.1, "epoch": 1}  # fmt: skip
+
+
+async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
+    job_id = await control.job(suffix="maths")
+    events.started(job_id, ["n0/0", "n0/1"], resumed=False)
+    running = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert running.status == "running"
+    for step in range(1, 11):
+        events.ingest(job_id, metrics(step, 3.0 - step / 10))
+    events.ingest(job_id, {"event": "validation", "step": 10, "loss": 2.5})
+    events.ingest(job_id, published(10))
+    row = jobs.get(control.db, job_id)
+    assert (row.step, row.total_steps, row.loss, row.valid_loss) == (10, 20, 2.0, 2.5)
+    assert row.eta_s is not None and row.eta_s >= 0
+    with_estimate = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert with_estimate.estimated_finish is not None and with_estimate.fine_tuned_model is None
+
+    # A checkpoint can be used before the job is done; the model itself cannot.
+    (checkpoint,) = (await control.sdk.fine_tuning.jobs.checkpoints.list(job_id)).data
+    assert checkpoint.fine_tuned_model_checkpoint == f"{row.output_model}:ckpt-step-10"
+    assert (checkpoint.step_number, checkpoint.metrics.train_loss, checkpoint.metrics.valid_loss) == (10, 2.0, 2.5)
+    assert (await control.sdk.models.retrieve(checkpoint.fine_tuned_model_checkpoint)).owned_by == "org-local"
+    assert row.output_model not in [model.id for model in (await control.sdk.models.list()).data]
+
+    events.suspended(job_id, 12, "/dev/shm/snap", reason="traffic took its devices")
+    suspended = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert suspended.status == "queued" and suspended.estimated_finish is None
+    assert (await control.messages(job_id))[-1] == "Fine-tuning job suspended at step 12: traffic took its devices"
+    events.started(job_id, ["n0/3"], resumed=True)
+    assert (await control.messages(job_id))[-1] == "Fine-tuning job continues at step 12 on 1 device(s)"
+    for step in range(12, 21):
+        events.ingest(job_id, metrics(step, 3.0 - step / 10))
+    events.ingest(job_id, published(20))
+    events.ingest(job_id, {"event": "finished", "trained_tokens": 12345})
+    events.succeeded(job_id)
+
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert job.status == "succeeded" and job.fine_tuned_model == row.output_model and job.trained_tokens == 12345
+    assert job.finished_at is not None
+    model = models.find(control.db, row.output_model)
+    assert model is not None and (model.active_version, model.base, model.kind) == ("step-20", "starter", "fine-tuned")
+    assert deployments.find(control.db, row.output_model) is not None
+    table = (await control.sdk.files.content(job.result_files[0])).text
+    lines = list(csv.DictReader(io.StringIO(table)))
+    # Step 11 was reported by nobody, step 12 once; every reported step has exactly one line.
+    assert [int(line["step"]) for line in lines] == [*range(1, 11), *range(12, 21)]
+    assert lines[9]["valid_loss"] == "2.5"
+    assert (await control.sdk.files.retrieve(job.result_files[0])).purpose == "fine-tune-results"
+    kinds = [event.type async for event in control.sdk.fine_tuning.jobs.list_events(job_id, limit=7)]
+    assert kinds.count("metrics") == 20
+
+
+async def test_steps_run_again_after_a_resume_replace_their_rows(control: Control, events: JobEvents):
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    for step in (1, 2, 3, 2, 3, 4):
+        events.ingest(job_id, metrics(step, float(step)))
+    assert [row.step for row in job_records.list_metrics(control.db, job_id)] == [1, 2, 3, 4]
+
+
+async def test_an_event_twice_makes_one_version_and_one_checkpoint(control: Control, events: JobEvents):
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    for _ in range(2):
+        events.ingest(job_id, published(5))
+    assert len((await control.sdk.fine_tuning.jobs.checkpoints.list(job_id)).data) == 1
+    events.succeeded(job_id)
+    events.succeeded(job_id)
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert job.status == "succeeded" and len(job.result_files) == 1
+
+
+async def test_success_without_weights_is_a_failure(control: Control, events: JobEvents):
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    events.succeeded(job_id)
+    job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert job.status == "failed" and job.error.code == "nothing_published"
+
+
+async def test_a_failed_and_a_cancelled_job_stay_as_they_are(control: Control, events: JobEvents):
+    failed, cancelled = await control.job(), await control.job()
+    events.started(failed, ["n0/0"], resumed=False)
+    events.failed(failed, "training_diverged", "loss is not finite at step 3")
+    events.failed(failed, "other", "later news")
+    events.succeeded(failed)
+    job = await control.sdk.fine_tuning.jobs.retrieve(failed)
+    assert (job.status, job.error.code) == ("failed", "training_diverged")
+
+    events.started(cancelled, ["n0/0"], resumed=False)
+    await control.sdk.fine_tuning.jobs.cancel(cancelled)
+    events.cancelled(cancelled)
+    job = await control.sdk.fine_tuning.jobs.retrieve(cancelled)
+    assert job.status == "cancelled" and job.finished_at is not None
+    assert jobs.get(control.db, cancelled).devices == []
+
+
+async def test_messages_snapshots_and_unknown_events(control: Control, events: JobEvents):
+    job_id = await control.job()
+    events.ingest(job_id, {"event": "message", "level": "warn", "text": "slow step"})
+    events.ingest(job_id, {"event": "message", "level": "shouting", "text": "odd level"})
+    events.ingest(job_id, {"event": "snapshot", "step": 4, "path": "/dev/shm/s", "bytes": 1, "seconds": 0.1})
+    events.ingest(job_id, {"event": "from the future"})
+    assert (await control.messages(job_id))[-2:] == ["slow step", "odd level"]
+    assert jobs.get(control.db, job_id).snapshot == {"step": 4, "path": "/dev/shm/s"}
+    with pytest.raises(RowNotFound):
+        events.ingest("ftjob-none", {"event": "message", "text": "x"})
+
+
+async def test_a_tuned_model_tuned_again_is_named_after_the_root(control: Control, events: JobEvents):
+    first = await control.job(suffix="one")
+    events.started(first, ["n0/0"], resumed=False)
+    events.ingest(first, published(1))
+    events.succeeded(first)
+    tuned = (await control.sdk.fine_tuning.jobs.retrieve(first)).fine_tuned_model
+    again = await control.sdk.fine_tuning.jobs.create(model=tuned, training_file=await control.upload(), suffix="two")
+    await control.settle()
+    assert jobs.get(control.db, again.id).output_model.startswith("ft:starter:local:two:")
