@@ -1,32 +1,33 @@
-"""Downloads a checkpoint from a model hub, with resume and with every byte checked.
+"""Downloads a checkpoint from a model hub: resumed where it stopped, every byte checked.
 
-`huggingface_hub` speaks the protocol (listing, redirects, ranges, resume of `.incomplete` files). What it leaves out is
-done here: it compares sizes only, so each file's SHA-256 (large files) or git blob hash (small ones) is compared with
-the one in the listing; and only the files that make a safetensors checkpoint are asked for.
+`huggingface_hub` asks for the listing. The files are fetched here, because version 2 of that library throws a partial
+file away when a download is interrupted, and compares sizes only; a 140 GB model over a shaky line needs more. What is
+kept is `<file>.part`; it becomes `<file>` once its SHA-256 (large files) or git blob hash (small ones) is the one in
+the listing. Only the files that make a safetensors checkpoint are asked for.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi
 from huggingface_hub.errors import (
-    EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
     HFValidationError,
-    LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from tqdm import tqdm
 
 from appliance.models.checkpoint import INDEX_SUFFIX, KEPT_TEXT, PICKLES, WEIGHT_SUFFIX
 from appliance.models.errors import (
@@ -43,11 +44,13 @@ from weights.source import AUX_SUFFIXES
 REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,200}")
 READ_CHUNK_BYTES = 4 << 20
+RETRIES, RETRY_S, RETRY_MAX_S = 5, 0.25, 10.0
+TIMEOUT = httpx2.Timeout(30.0)
 
 
 @dataclass(frozen=True)
 class HubSettings:
-    """`[hub]` of the box's configuration. `token` is for gated repositories and is sent to `endpoint` only."""
+    """What the box's configuration says of hubs. `token` opens gated repositories and is sent to `endpoint` only."""
 
     allowed: bool = False
     endpoint: str = "https://huggingface.co"
@@ -62,6 +65,11 @@ class HubFile:
     nbytes: int
     sha256: str | None
     git_sha1: str | None
+
+    @property
+    def expected(self) -> str:
+        """The hash its bytes must have."""
+        return str(self.sha256 or self.git_sha1)
 
 
 @dataclass(frozen=True)
@@ -125,23 +133,79 @@ def _wanted(repository: str, names: Iterable[str]) -> set[str]:
 def download(listing: Listing, directory: Path, settings: HubSettings, on_bytes: Callable[[int, str], None]) -> None:
     """Brings every file of `listing` into `directory`, continuing what an earlier call left there.
 
-    `on_bytes(count, file)` hears of every piece, in bytes since the last call, from the downloading thread.
-    Raises HubUnreachable (call again to go on), HubNotFound, DownloadCorrupt (the file is gone).
+    `on_bytes(count, file)` hears of every piece, in bytes since the last call (negative if the hub could not resume and
+    a file begins anew). Raises HubUnreachable (call again to go on), HubNotFound, DownloadCorrupt (the file is gone).
     """
-    for file in listing.files:
-        path = directory / file.name
-        if path.is_file() and _digest(path, file) == (file.sha256 or file.git_sha1):
-            on_bytes(file.nbytes, file.name)
-            continue
-        path.unlink(missing_ok=True)
-        _ask(settings, listing.repository, lambda file=file: hf_hub_download(
-            listing.repository, file.name, revision=listing.commit, local_dir=directory, endpoint=settings.endpoint,
-            token=settings.token or False, tqdm_class=_progress_class(file.name, on_bytes),
-        ))  # fmt: skip
-        found, expected = _digest(path, file), file.sha256 or file.git_sha1
-        if found != expected:
-            path.unlink()
-            raise DownloadCorrupt(file.name, str(expected), found)
+    headers = {"Accept-Encoding": "identity", "User-Agent": "appliance"}
+    if settings.token:
+        # The client takes this header away when a redirect leads to another host.
+        headers["Authorization"] = f"Bearer {settings.token}"
+    with httpx2.Client(headers=headers, follow_redirects=True, timeout=TIMEOUT) as client:
+        for file in listing.files:
+            part, path = directory / f"{file.name}.part", directory / file.name
+            if path.is_file():
+                if _digest(path, file) == file.expected:
+                    on_bytes(file.nbytes, file.name)
+                    continue
+                path.unlink()
+            url = f"{settings.endpoint}/{listing.repository}/resolve/{listing.commit}/{quote(file.name)}"
+            _fetch(client, url, file, part, on_bytes)
+            found = _digest(part, file)
+            if found != file.expected:
+                part.unlink()
+                raise DownloadCorrupt(file.name, file.expected, found)
+            os.rename(part, path)
+
+
+def _fetch(client: httpx2.Client, url: str, file: HubFile, part: Path, on_bytes: Callable[[int, str], None]) -> None:
+    """Appends to `part` until it has all of `file`, over as many connections as it takes.
+
+    Gives up after RETRIES connections in a row that brought nothing.
+    """
+    with part.open("ab") as out:
+        have = out.tell()
+        if have > file.nbytes:
+            out.truncate(0)
+            have = 0
+        on_bytes(have, file.name)
+        fruitless = 0
+        while have < file.nbytes:
+            before = have
+            try:
+                with client.stream("GET", url, headers={"Range": f"bytes={have}-"} if have else {}) as answer:
+                    _refuse_status(answer, url)
+                    if have and answer.status_code != httpx2.codes.PARTIAL_CONTENT:
+                        on_bytes(-have, file.name)
+                        out.truncate(0)
+                        have = before = 0
+                    for piece in answer.iter_raw():
+                        if have + len(piece) > file.nbytes:
+                            raise DownloadCorrupt(file.name, f"{file.nbytes} bytes", "more")
+                        out.write(piece)
+                        have += len(piece)
+                        on_bytes(len(piece), file.name)
+                problem = "the connection ended early"
+            except httpx2.TransportError as error:
+                problem = f"{type(error).__name__} {str(error)[:200]}"
+            fruitless = 0 if have > before else fruitless + 1
+            if fruitless > RETRIES:
+                raise HubUnreachable(
+                    f"{url}: {problem}, {fruitless} times in a row; {have} of {file.nbytes} bytes are kept, run the "
+                    "import again to go on"
+                )
+            if have < file.nbytes:
+                time.sleep(min(RETRY_S * 2**fruitless, RETRY_MAX_S))
+        out.flush()
+        os.fsync(out.fileno())
+
+
+def _refuse_status(answer: httpx2.Response, url: str) -> None:
+    """Raises for answers that trying again will not change; a TransportError for those that it may."""
+    status = answer.status_code
+    if status in (httpx2.codes.TOO_MANY_REQUESTS, httpx2.codes.REQUEST_TIMEOUT) or status >= 500:
+        raise httpx2.RemoteProtocolError(f"status {status}")
+    if status not in (httpx2.codes.OK, httpx2.codes.PARTIAL_CONTENT):
+        raise HubNotFound(f"{url} answered with status {status}")
 
 
 def _digest(path: Path, file: HubFile) -> str:
@@ -153,44 +217,23 @@ def _digest(path: Path, file: HubFile) -> str:
     return running.hexdigest()
 
 
-def _progress_class(name: str, on_bytes: Callable[[int, str], None]) -> type[tqdm]:
-    class Progress(tqdm):
-        """Draws nothing; forwards the counts. Bytes kept from an interrupted download come as `initial`."""
-
-        def __init__(self, *args: Any, **kwargs: Any):
-            kept = int(kwargs.get("initial") or 0)
-            super().__init__(*args, **(kwargs | {"disable": True}))
-            if kept:
-                on_bytes(kept, name)
-
-        def update(self, n: float | None = 1) -> None:
-            if n:
-                on_bytes(int(n), name)
-
-    return Progress
-
-
 def _ask(settings: HubSettings, repository: str, question: Callable[[], Any]) -> Any:
     where = f"{repository} at {settings.endpoint}"
     try:
         return question()
     except GatedRepoError as error:
-        raise HubNotFound(f"{where} is gated: accept its terms there and set `token` under [hub]") from error
+        raise HubNotFound(
+            f"{where} is gated and wants an access token; download it elsewhere, then import the directory"
+        ) from error
     except RepositoryNotFoundError as error:
-        raise HubNotFound(f"{where} does not exist, or is private and needs `token` under [hub]") from error
+        raise HubNotFound(f"{where} does not exist, or is private") from error
     except RevisionNotFoundError as error:
         raise HubNotFound(f"{where} has no such revision") from error
     except OfflineModeIsEnabled as error:
         raise HubUnreachable(f"{where}: HF_HUB_OFFLINE is set in the environment of the box; unset it") from error
-    except LocalEntryNotFoundError as error:
-        raise HubUnreachable(f"{where} could not be reached: {error.__cause__ or error}") from error
-    except EntryNotFoundError as error:
-        raise HubNotFound(f"{where}: {error}") from error
     except HFValidationError as error:
         raise SourceNotFound(str(error)) from error
     except HfHubHTTPError as error:
         raise HubUnreachable(f"{where} answered with an error: {str(error)[:300]}") from error
     except (httpx2.HTTPError, OSError) as error:
-        raise HubUnreachable(
-            f"{where}: {type(error).__name__} {str(error)[:200]}; what was downloaded is kept, run the import again"
-        ) from error
+        raise HubUnreachable(f"{where}: {type(error).__name__} {str(error)[:200]}") from error

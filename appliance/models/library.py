@@ -122,7 +122,6 @@ class ModelLibrary:
             report(done, listing.nbytes, "bytes", f"downloading {file}")
 
         hub.download(listing, folder, self._hub, on_bytes)
-        shutil.rmtree(folder / ".cache", ignore_errors=True)
         meta = {"repository": repository, "commit": listing.commit, "endpoint": self._hub.endpoint}
         source = f"{repository}@{listing.commit}"
         taken = self._take_in(folder, chosen_name, source=source, meta=meta, report=report, move=True)

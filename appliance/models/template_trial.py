@@ -43,7 +43,9 @@ def try_template(template: str) -> str | None:
             input=json.dumps(template), capture_output=True, text=True, timeout=WALL_S,
         )  # fmt: skip
     except subprocess.TimeoutExpired as error:
-        raise TemplateRefused("chat template", f"three short messages took more than {WALL_S:.0f} s, or {CPU_S} s of CPU") from error
+        raise TemplateRefused(
+            "chat template", f"three short messages took more than {WALL_S:.0f} s, or {CPU_S} s of CPU"
+        ) from error
     try:
         verdict = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:

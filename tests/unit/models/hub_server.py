@@ -27,7 +27,14 @@ class Hub:
     """File -> bytes after which the connection breaks; once per entry."""
     lies: dict[str, bytes] = field(default_factory=dict)
     """File -> other bytes of the same length that are sent instead."""
+    ranges: bool = True
+    """Whether Range headers are honoured."""
+    broken: set[str] = field(default_factory=set)
+    """Files that answer 503, but not before their entry in `cut_after` is used up."""
+    redirect_to: str | None = None
+    """Another host that has the large files."""
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
+    tokens: list[str | None] = field(default_factory=list)
 
     def listing(self) -> dict:
         return {
@@ -81,6 +88,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
         def _answer(self, *, body: bool) -> None:
             path = unquote(urlsplit(self.path).path)
             hub.requests.append((self.command, path, self.headers.get("Range")))
+            hub.tokens.append(self.headers.get("Authorization"))
             if hub.gated:
                 return self._json(403, {"error": "gated"}, {"X-Error-Code": "GatedRepo"})
             api = f"/api/models/{hub.repository}"
@@ -96,7 +104,11 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
 
         def _file(self, name: str, *, body: bool) -> None:
             data = hub.lies.get(name, hub.files[name])
-            asked = self.headers.get("Range")
+            if name in hub.broken and name not in hub.cut_after:
+                return self._json(503, {"error": "busy"})
+            if hub.redirect_to is not None and name.endswith(LARGE):
+                return self._json(302, {}, {"Location": hub.redirect_to + self.path})
+            asked = self.headers.get("Range") if hub.ranges else None
             start = int(asked.removeprefix("bytes=").split("-")[0]) if asked else 0
             self.send_response(206 if asked else 200)
             self.send_header("X-Repo-Commit", COMMIT)

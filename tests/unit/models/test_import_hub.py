@@ -37,12 +37,6 @@ def served(content):
         yield served, endpoint
 
 
-@pytest.fixture
-def small_pieces(monkeypatch):
-    """The library writes a file in pieces of 10 MB and resumes after the last whole one; 100 bytes here."""
-    monkeypatch.setattr("huggingface_hub.constants.DOWNLOAD_CHUNK_SIZE", 100)
-
-
 def library_at(tmp_path: Path, endpoint: str) -> ModelLibrary:
     return ModelLibrary(tmp_path / "models", hub_settings=hub.HubSettings(allowed=True, endpoint=endpoint))
 
@@ -72,7 +66,7 @@ def test_a_repository_comes_in_under_its_name_with_only_what_is_needed(tmp_path,
     assert not any((tmp_path / "models" / ".downloads").iterdir())
 
 
-def test_a_broken_connection_is_resumed_within_one_import(tmp_path, served, content, small_pieces):
+def test_a_broken_connection_is_resumed_within_one_import(tmp_path, served, content):
     state, endpoint = served
     name = "model-00001-of-00002.safetensors"
     state.cut_after[name] = 300
@@ -81,7 +75,7 @@ def test_a_broken_connection_is_resumed_within_one_import(tmp_path, served, cont
     assert (taken.path / name).read_bytes() == content[name]
 
 
-def test_an_interrupted_import_goes_on_when_called_again(tmp_path, served, content, small_pieces):
+def test_an_interrupted_import_goes_on_when_called_again(tmp_path, served, content):
     state, endpoint = served
     library = library_at(tmp_path, endpoint)
     first, last = sorted((n for n in content if n.startswith("model-")), key=lambda n: len(content[n]))
@@ -89,14 +83,14 @@ def test_an_interrupted_import_goes_on_when_called_again(tmp_path, served, conte
     class Stopped(Exception):
         pass
 
-    pieces = []
+    heard = [0]
 
     def stop_in_last(done, total, unit, message):
-        if message.endswith(last):
-            pieces.append(done)
-            if len(pieces) == 2:
-                raise Stopped
+        heard.append(done)
+        if message.endswith(last) and done > heard[-2]:
+            raise Stopped
 
+    state.cut_after[last] = 300
     with pytest.raises(Stopped):
         library.import_model(REPOSITORY, report=stop_in_last)
     assert library.list() == []
@@ -104,8 +98,54 @@ def test_an_interrupted_import_goes_on_when_called_again(tmp_path, served, conte
     taken = library.import_model(REPOSITORY)
     again = Hub(REPOSITORY, content, requests=state.requests[before:])
     assert gets(again, first) == [] and gets(again, "config.json") == []
-    assert gets(again, last) == ["bytes=100-"]
+    assert gets(again, last) == ["bytes=300-"]
     assert (taken.path / last).read_bytes() == content[last]
+
+
+def test_a_hub_that_cannot_resume_is_read_from_the_start(tmp_path, served, content):
+    state, endpoint = served
+    name = "model-00001-of-00002.safetensors"
+    state.cut_after[name] = 300
+    state.ranges = False
+    heard = []
+    taken = library_at(tmp_path, endpoint).import_model(REPOSITORY, report=lambda *progress: heard.append(progress))
+    assert gets(state, name) == [None, "bytes=300-"] and (taken.path / name).read_bytes() == content[name]
+    assert max(done / total for done, total, *_ in heard) == 1.0
+
+
+def test_a_hub_that_never_gets_further_is_given_up_and_what_came_is_kept(tmp_path, served, content, monkeypatch):
+    monkeypatch.setattr(hub, "RETRY_S", 0.001)
+    state, endpoint = served
+    name = "model-00001-of-00002.safetensors"
+    state.broken = {name}
+    state.cut_after[name] = 300
+    with pytest.raises(HubUnreachable, match="503.*300 of"):
+        library_at(tmp_path, endpoint).import_model(REPOSITORY)
+    state.broken = set()
+    taken = library_at(tmp_path, endpoint).import_model(REPOSITORY)
+    assert gets(state, name)[-1] == "bytes=300-" and (taken.path / name).read_bytes() == content[name]
+
+
+def test_more_bytes_than_announced_are_refused(tmp_path, served, content):
+    state, endpoint = served
+    name = "model-00001-of-00002.safetensors"
+    state.lies[name] = content[name] + b"!"
+    with pytest.raises(DownloadCorrupt, match=name):
+        library_at(tmp_path, endpoint).import_model(REPOSITORY)
+    state.lies.clear()
+    assert library_at(tmp_path, endpoint).import_model(REPOSITORY).version == "v1"
+
+
+def test_a_redirect_to_a_cdn_is_followed_without_the_token(tmp_path, served, content):
+    state, endpoint = served
+    cdn = Hub(REPOSITORY, content)
+    with Server(cdn) as elsewhere:
+        state.redirect_to = elsewhere.replace("127.0.0.1", "localhost")
+        settings = hub.HubSettings(allowed=True, endpoint=endpoint, token="hf_secret")
+        library = ModelLibrary(tmp_path / "models", hub_settings=settings)
+        assert library.import_model(REPOSITORY).version == "v1"
+    assert cdn.requests and set(cdn.tokens) == {None}
+    assert set(state.tokens) == {"Bearer hf_secret"}
 
 
 @pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", "config.json"])
@@ -135,7 +175,7 @@ def test_a_downloaded_file_changed_on_disk_is_fetched_again(tmp_path, served, co
 
 
 def test_offline_is_the_default_and_says_how_to_change_it(tmp_path):
-    with pytest.raises(HubDisallowed, match=r"offline by default.*allowed = true.*\[hub\]"):
+    with pytest.raises(HubDisallowed, match=r"offline by default.*hub_offline = false.*\[box\]"):
         ModelLibrary(tmp_path / "models").import_model(REPOSITORY)
 
 
@@ -147,7 +187,7 @@ def test_gated_missing_and_unreachable_are_told_apart(tmp_path, served):
     with pytest.raises(HubNotFound, match="revision"):
         library.import_model(REPOSITORY, revision="v9")
     state.gated = True
-    with pytest.raises(HubNotFound, match="gated.*token"):
+    with pytest.raises(HubNotFound, match="gated.*import the directory"):
         library.import_model(REPOSITORY)
     with pytest.raises(HubUnreachable):
         library_at(tmp_path, "http://127.0.0.1:1").import_model(REPOSITORY)
