@@ -25,10 +25,21 @@ WeightsError
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class WeightsError(Exception):
-    """Base of every error this package raises on purpose."""
+    """Base of every error this package raises on purpose. All survive pickling: ranks send them to each other."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The default would call the constructor with the message alone, which keyword arguments refuse.
+        return _rebuilt, (type(self), self.args, dict(self.__dict__))
+
+
+def _rebuilt(kind: type[WeightsError], args: tuple[Any, ...], state: dict[str, Any]) -> WeightsError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class InvalidLayout(WeightsError, ValueError):
