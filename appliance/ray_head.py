@@ -39,6 +39,8 @@ def environment(paths: BoxPaths) -> dict[str, str]:
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Ray's workers run at niceness 15 by default, and every engine forked below them would inherit it.
+        "RAY_worker_niceness": "0",
         # When Ray is told to end, the controller has ended everything on it already: nothing to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         # Ray hides GPUs from actors that reserve none; ours fence devices by custom resource instead.

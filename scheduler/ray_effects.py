@@ -120,6 +120,7 @@ class RayEffects:
         self._groups: dict[str, _RunningGroup] = {}
         self._watchers: dict[str, asyncio.Task] = {}
         self._stopping: set[str] = set()
+        self._starting: set[str] = set()
         self._agent: Any = None
 
     async def connect(self) -> None:
@@ -279,6 +280,17 @@ class RayEffects:
         devices = [self._devices[device_id] for device_id in lease.device_ids]
         group = Group(on_event=lambda event: self._jobs.on_event(job_id, event))
         began_s = time.monotonic()
+        self._starting.add(job_id)
+        try:
+            await self._start(job_id, group, spec, hosts, devices, snapshot)
+        finally:
+            self._starting.discard(job_id)
+        running = self._groups[job_id] = _RunningGroup(group, lease)
+        running.watcher = asyncio.create_task(self._wait_group(job_id, running))
+        return {"seconds": time.monotonic() - began_s, "snapshot": snapshot.name if snapshot else None}
+
+    async def _start(self, job_id: str, group: Group, spec: TrainSpec, hosts: list[_Host], devices: list[Device],
+                     snapshot: Path | None) -> None:  # fmt: skip
         await _ask(
             "start_group",
             job_id,
@@ -289,9 +301,6 @@ class RayEffects:
                 str(snapshot) if snapshot else None,
             ),
         )
-        running = self._groups[job_id] = _RunningGroup(group, lease)
-        running.watcher = asyncio.create_task(self._wait_group(job_id, running))
-        return {"seconds": time.monotonic() - began_s, "snapshot": snapshot.name if snapshot else None}
 
     async def suspend_group(self, job_id: str) -> Detail:
         running = self._groups.get(job_id)
@@ -397,7 +406,7 @@ class RayEffects:
         }
         orphans: dict[str, list[str]] = {}
         for device_id, job_id in (await self._living_ranks()).items():
-            if job_id not in found:
+            if job_id not in found and job_id not in self._starting:
                 orphans.setdefault(job_id, []).append(device_id)
         for job_id, devices in orphans.items():
             # Ranks whose controller died: nobody reads their events. They end, and the job resumes from its snapshot.

@@ -63,7 +63,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     die_with_parent()
     config = load_resolved(options.config_json)
     configure_logging(config.box.log_level)
-    return asyncio.run(_run(config, BoxPaths.of(Path(config.box.data_dir)), options.ray_address))
+    code = asyncio.run(_run(config, BoxPaths.of(Path(config.box.data_dir)), options.ray_address))
+    logging.shutdown()
+    # Idle worker threads of anyio (under Starlette's file responses) are no daemons, and would keep this process.
+    os._exit(code)
 
 
 async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
@@ -83,11 +86,20 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     library = ModelLibrary(
         paths.models, hub_settings=HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
     )
+    events = JobEvents(db, paths.files, config.controller.organization)
+    runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, shelf, lambda: port.nudge("published"))
+    effects = RayEffects(_ray_box(paths, devices), routing, shelf, runs)
+    states = SqliteStateStore(
+        db, events, routing.demand, config.box.serving_floor, len(devices), config.serve, routing.refresh
+    )
+    journal = SqliteJournal(db)
+    loop = SchedulerLoop(effects, states, journal, SystemClock(), config.scheduler)
+    port = LoopPort(loop, effects, journal, bus, routing, store, db)
     context = ControllerContext(
         db=db,
         files_dir=paths.files,
         jobs_dir=paths.jobs,
-        scheduler=None,  # joined below: the loop needs what stands in this context
+        scheduler=port,
         model_ops=LibraryOps(library, store, shelf.let_go),
         key_sink=bus,
         config=config.controller,
@@ -98,13 +110,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
             "data_dir": str(paths.data_dir),
         },
     )
-    events = JobEvents(context)
-    runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, shelf, lambda: port.nudge("published"))
-    effects = RayEffects(_ray_box(paths, devices), routing, shelf, runs)
-    states = SqliteStateStore(db, events, routing.demand, config.box.serving_floor, len(devices), config.serve)
-    journal = SqliteJournal(db)
-    loop = SchedulerLoop(effects, states, journal, SystemClock(), config.scheduler)
-    port = context.scheduler = LoopPort(loop, effects, journal, bus, routing, store, db)
     routing.refresh()
     await bus.start()
     await effects.connect()

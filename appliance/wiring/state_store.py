@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from appliance.controller.job_events import JobEvents
 from appliance.controller.mode import read_mode
@@ -28,9 +29,11 @@ class SqliteStateStore:
         serving_floor: int,
         devices: int,
         config: EngineConfig,
+        on_models_changed: Callable[[], Any],
     ):
         self._db, self._events, self._demand = db, events, demand
         self._serving_floor, self._devices, self._config = serving_floor, devices, config
+        self._on_models_changed = on_models_changed
 
     def load(self) -> Workload:
         self._finish_cancelled()
@@ -73,6 +76,7 @@ class SqliteStateStore:
         match outcome:
             case "succeeded":
                 self._events.succeeded(job_id)
+                self._on_models_changed()  # its model can be called the moment the job says so
             case "failed":
                 self._events.failed(job_id, "training_failed", error)
             case "cancelled":
