@@ -24,16 +24,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from runtime.process import group_rss_bytes
 from serve.errors import BY_NAME, EngineFailed, ServeError, SwapFailed, WrongState
-from serve.fingerprint import Fingerprint, FingerprintBook, canary_prompt, version_key
+from serve.fingerprint import FingerprintBook, FingerprintRecord, canary_prompt, version_key
+from serve.shm_source import lease
 from serve.spec import ReplicaSpec
-from serve.version_check import check_same_model
+from serve.version_check import ModelIdentity, check_same_model
+from weights.locks import DirectoryLock
 
 HOW = ("auto", "staged", "in-place", "layerwise")
 STAGE_POLL_S = 0.005
@@ -49,13 +50,19 @@ class EngineControl:
         self.state = "ready"
         self._app_state, self._limits, self._group = app_state, limits, group
         self._book = FingerprintBook(spec.shm_root)
+        self._identity = ModelIdentity.read(spec.version_path)
+        # Held while the version is served: the store writes new bytes into the files of evicted versions, and a
+        # failed swap has to find the old version as it was.
+        self._lease: DirectoryLock | None = lease(spec.version_path)
         self._lock = asyncio.Lock()
+        self._prompt = canary_prompt(llm.model_config.get_vocab_size())
+        self._pooling_task = "embed" if spec.task == "embed" else None
 
     # -- calls over the leash --------------------------------------------------------------------------------
 
     async def first_canary(self) -> dict[str, Any]:
         """Fingerprint of the engine's first load, before it serves anything."""
-        return await self._verify(self.path, "load")
+        return await self._canary("load")
 
     async def status(self) -> dict[str, Any]:
         """State, version, memory in bytes, and requests in the engine."""
@@ -74,7 +81,7 @@ class EngineControl:
             self._require("ready", "fingerprint")
             await self._pause()
             try:
-                return await self._verify(self.path, "transfer")
+                return await self._canary("transfer")
             finally:
                 await self.llm.resume_generation()
 
@@ -90,19 +97,19 @@ class EngineControl:
         async with self._lock:
             self._require("ready", "swap")
             began_s = time.perf_counter()
-            await asyncio.to_thread(check_same_model, self.path, version_path)
+            await asyncio.to_thread(check_same_model, self._identity, version_path)
+            held = lease(version_path)
             facts = await self._check(version_path)
-            checked_s = time.perf_counter()
             plan, why = self._choose(how, facts)
+            record = await asyncio.to_thread(self._record_of, version_path)
             if plan == "staged":
                 await self._stage(version_path)
             staged_s = time.perf_counter()
             await self._pause()
             paused_s = time.perf_counter()
             try:
-                reports = await self._transfer(version, version_path, layerwise=plan == "layerwise")
-                transferred_s = time.perf_counter()
-                canary = await self._verify(version_path, "transfer")
+                loaded = await self._load(version, version_path, layerwise=plan == "layerwise")
+                fingerprint = record.check(loaded["answer"], "transfer")
             except EngineDeadError as error:
                 self.state = "failed"
                 raise EngineFailed(f"the engine died while {version_path} was loaded into it") from error
@@ -112,24 +119,24 @@ class EngineControl:
                     f"{self.model} {self.version} is back and serving; {version_path} failed to load: {error}"
                 ) from error
             verified_s = time.perf_counter()
-            self._rename(model, version, version_path)
+            self._rename(model, version, version_path, held)
             await self.llm.resume_generation()
             resumed_s = time.perf_counter()
             await self.llm.collective_rpc("shm_release_retired")
             return {
                 "model": model,
                 "version": version,
-                "how": reports[0]["how"],
+                "how": loaded["reports"][0]["how"],
                 "why": why,
                 "bytes": facts["bytes"],
-                "bytes_read": [report["bytes_read"] for report in reports],
-                "check_s": checked_s - began_s,
-                "stage_s": staged_s - checked_s,
+                "bytes_read": [report["bytes_read"] for report in loaded["reports"]],
+                "stage_s": staged_s - began_s,
                 "pause_s": resumed_s - staged_s,
-                "transfer_s": transferred_s - paused_s,
-                "load_s": max(report["load_s"] for report in reports),
-                "canary_s": verified_s - transferred_s,
-                "fingerprint": canary,
+                "drain_step_s": paused_s - staged_s,
+                "transfer_s": verified_s - paused_s,
+                "load_s": max(report["load_s"] for report in loaded["reports"]),
+                "canary_s": loaded["canary_s"],
+                "fingerprint": await asyncio.to_thread(record.keep, fingerprint),
             }
 
     async def sleep(self) -> dict[str, Any]:
@@ -146,7 +153,7 @@ class EngineControl:
             before = await asyncio.to_thread(group_rss_bytes, self._group)
             began_s = time.perf_counter()
             await self.llm.sleep(level=2)
-            self.state = "asleep"
+            self.state, self._lease = "asleep", None
             seconds = time.perf_counter() - began_s
             after = await asyncio.to_thread(group_rss_bytes, self._group)
             return {"seconds": seconds, "rss_before_bytes": before, "rss_after_bytes": after}
@@ -159,29 +166,28 @@ class EngineControl:
         async with self._lock:
             self._require("asleep", "wake")
             began_s = time.perf_counter()
-            if version_path != self.path and Path(self.path).exists():
-                await asyncio.to_thread(check_same_model, self.path, version_path)
+            await asyncio.to_thread(check_same_model, self._identity, version_path)
+            held = lease(version_path)
             await self._check(version_path)
+            record = await asyncio.to_thread(self._record_of, version_path)
             try:
                 await self.llm.wake_up(tags=["weights"])
-                reports = await self._transfer(version, version_path)
-                transferred_s = time.perf_counter()
-                await self.llm.engine_core.call_utility_async("shm_wake_kv_paused")
-                canary = await self._verify(version_path, "transfer")
+                loaded = await self._load(version, version_path, wake_kv=True)
+                fingerprint = record.check(loaded["answer"], "transfer")
             except Exception as error:  # noqa: BLE001 - no old weights to go back to: the engine is lost
                 self.state = "failed"
                 raise EngineFailed(f"{version_path} failed to load into the waking engine: {error}") from error
-            self._rename(model, version, version_path)
+            self._rename(model, version, version_path, held)
             self.state = "ready"
             await self.llm.resume_generation()
             return {
                 "model": model,
                 "version": version,
                 "seconds": time.perf_counter() - began_s,
-                "transfer_s": transferred_s - began_s,
-                "how": reports[0]["how"],
-                "bytes_read": [report["bytes_read"] for report in reports],
-                "fingerprint": canary,
+                "load_s": max(report["load_s"] for report in loaded["reports"]),
+                "how": loaded["reports"][0]["how"],
+                "bytes_read": [report["bytes_read"] for report in loaded["reports"]],
+                "fingerprint": await asyncio.to_thread(record.keep, fingerprint),
             }
 
     # --------------------------------------------------------------------------------------------------------
@@ -221,22 +227,23 @@ class EngineControl:
             raise
 
     async def _pause(self) -> None:
-        # AsyncLLM.pause_generation also sleeps 20 ms, "not required for correctness", which is most of the pause
-        # of a small model.
+        # AsyncLLM.pause_generation without its sleep of 20 ms, "not required for correctness", which would be most
+        # of a small model's pause.
         await self.llm.renderer.clear_mm_cache_async()
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
-    async def _transfer(self, version: str, path: str, *, layerwise: bool = False) -> list[dict[str, Any]]:
-        await self.llm.start_weight_update()
+    async def _load(
+        self, version: str, path: str, *, layerwise: bool = False, wake_kv: bool = False
+    ) -> dict[str, Any]:
         update = {"path": path, "layerwise": layerwise}
-        await self.llm.update_weights(WeightTransferUpdateRequest(update_info=update))
-        await self.llm.finish_weight_update(weight_version=version)
-        return await self.llm.collective_rpc("shm_report")
+        return await self.llm.engine_core.call_utility_async(
+            "shm_load", version, update, self._prompt, self._pooling_task, wake_kv
+        )
 
     async def _bring_back(self, cause: Exception) -> None:
         try:
-            await self._transfer(self.version, self.path)
-            await self._verify(self.path, "transfer")
+            loaded = await self._load(self.version, self.path)
+            self._record_of(self.path).check(loaded["answer"], "transfer")
         except Exception as error:  # noqa: BLE001 - both versions failed; only a new engine helps
             self.state = "failed"
             raise EngineFailed(
@@ -244,29 +251,28 @@ class EngineControl:
             ) from error
         await self.llm.resume_generation()
 
-    async def _verify(self, path: str, origin: str) -> dict[str, Any]:
-        vocabulary = self.llm.model_config.get_vocab_size()
-        task = "embed" if self.spec.task == "embed" else None
-        answer = await self.llm.engine_core.call_utility_async("shm_run_canary", canary_prompt(vocabulary), task)
-        fingerprint = Fingerprint.from_canary(origin, answer)
-        key = await asyncio.to_thread(
-            version_key,
+    async def _canary(self, origin: str) -> dict[str, Any]:
+        answer = await self.llm.engine_core.call_utility_async("shm_run_canary", self._prompt, self._pooling_task)
+        record = await asyncio.to_thread(self._record_of, self.path)
+        return await asyncio.to_thread(record.keep, record.check(answer, origin))
+
+    def _record_of(self, path: str) -> FingerprintRecord:
+        key = version_key(
             path,
             dtype=self.spec.dtype,
             kind=self.spec.kind,
             tensor_parallel=self.spec.tensor_parallel,
             task=self.spec.task,
         )
-        verdict = self._book.verify(key, fingerprint, self._limits["canary_logprob_tolerance"], what=path)
-        return {"digest": fingerprint.digest, "verdict": verdict}
+        return self._book.open(key, what=path, tolerance=self._limits["canary_logprob_tolerance"])
 
-    def _rename(self, model: str, version: str, path: str) -> None:
+    def _rename(self, model: str, version: str, path: str, held: DirectoryLock) -> None:
         """Answer under the new name. The list is shared by vLLM's model registry, so it is changed in place."""
         self._app_state.openai_serving_models.base_model_paths[:] = [BaseModelPath(name=model, model_path=path)]
         for handler in vars(self._app_state)["_state"].values():
             if getattr(handler, "system_fingerprint", None) is not None:
                 handler.system_fingerprint = version
-        self.model, self.version, self.path = model, version, path
+        self.model, self.version, self.path, self._lease = model, version, path, held
 
 
 def _available_bytes() -> int:

@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from serve.errors import FingerprintMismatch
+from weights.lease import StoredVersion
+from weights.names import MANIFEST_FILE
 
 PROMPT_TOKENS = 16
 _HASH_BLOCK_BYTES = 2**20
@@ -83,18 +85,19 @@ def canary_prompt(vocab_size: int, length: int = PROMPT_TOKENS) -> list[int]:
 
 
 def version_key(version_path: str | Path, *, dtype: str, kind: str, tensor_parallel: int, task: str) -> str:
-    """Identity of a version's content together with what changes its rounding.
+    """Identity of a version together with what changes its rounding.
 
-    The manifest carries checksums of all tensors; a directory without one is known by its files' headers, sizes
-    and times of change.
+    A stored version never changes under its manifest's name and time of creation (checksums are added later, so
+    the manifest's bytes are not its identity). A directory without a manifest is known by its files' headers,
+    sizes and times of change.
     """
     path, digest = Path(version_path), hashlib.sha256()
     digest.update(json.dumps([dtype, kind, tensor_parallel, task]).encode())
-    manifest = path / "manifest.json"
-    names = ["config.json", "manifest.json"] if manifest.exists() else ["config.json"]
-    for name in names:
-        digest.update((path / name).read_bytes())
-    if not manifest.exists():
+    digest.update((path / "config.json").read_bytes())
+    if (path / MANIFEST_FILE).exists():
+        stored = StoredVersion.read(path)
+        digest.update(json.dumps([stored.kind, stored.model, stored.version, stored.manifest.created_s]).encode())
+    else:
         for file in sorted(path.glob("*.safetensors")):
             facts = file.stat()
             digest.update(f"{file.name} {facts.st_size} {facts.st_mtime_ns}".encode())
@@ -124,19 +127,39 @@ class FingerprintBook:
             json.dump(asdict(fingerprint), stream)
         os.replace(temporary, self._dir / f"{key}.json")
 
-    def verify(self, key: str, answer: Fingerprint, tolerance: float, *, what: str) -> str:
-        """Compare with the record and return "verified", or "recorded" when this is the first one.
+    def open(self, key: str, *, what: str, tolerance: float) -> FingerprintRecord:
+        """Read the record of one version. `what` names the version in errors; `tolerance` as in `disagreement`."""
+        return FingerprintRecord(self, key, what, tolerance, self.find(key))
 
-        A record made by a trusted load replaces one made by a transfer. Raises FingerprintMismatch.
+
+@dataclass(frozen=True)
+class FingerprintRecord:
+    """What is known of one version, read before a pause so that the check in it is arithmetic only."""
+
+    book: FingerprintBook
+    key: str
+    what: str
+    tolerance: float
+    known: Fingerprint | None
+
+    def check(self, answer: Mapping[str, Any], origin: str) -> Fingerprint:
+        """The fingerprint of a canary's answer. Raises FingerprintMismatch if it is not the version's own.
+
+        What only a transfer recorded yields to a trusted load, which is how a wrong record would come to light.
         """
-        known = self.find(key)
-        if known is None:
-            reason = answer.disagreement(answer, tolerance)
-        else:
-            reason = known.disagreement(answer, tolerance)
-        if reason is not None and not (known and known.origin == "transfer" and answer.origin == "load"):
-            raise FingerprintMismatch(f"{what} does not answer the canary prompt as recorded: {reason}")
-        if known is None or (known.origin == "transfer" and answer.origin == "load"):
-            self.record(key, answer)
-            return "recorded"
-        return "verified"
+        fingerprint = Fingerprint.from_canary(origin, answer)
+        known = fingerprint if self.known is None or self._yields_to(fingerprint) else self.known
+        reason = known.disagreement(fingerprint, self.tolerance)
+        if reason is not None:
+            raise FingerprintMismatch(f"{self.what} does not answer the canary prompt as recorded: {reason}")
+        return fingerprint
+
+    def keep(self, fingerprint: Fingerprint) -> dict[str, Any]:
+        """Record a checked fingerprint if it is the first or more trusted one. Returns digest and verdict."""
+        first = self.known is None or self._yields_to(fingerprint)
+        if first:
+            self.book.record(self.key, fingerprint)
+        return {"digest": fingerprint.digest, "verdict": "recorded" if first else "verified"}
+
+    def _yields_to(self, fingerprint: Fingerprint) -> bool:
+        return self.known.origin == "transfer" and fingerprint.origin == "load"

@@ -20,6 +20,7 @@ import torch
 from serve.errors import VersionUnreadable
 from weights.errors import WeightsError
 from weights.layout import Layout, Placed
+from weights.locks import DirectoryLock
 from weights.torch_views import torch_dtype
 
 MADV_POPULATE_READ = 22  # linux/mman.h; not yet a constant of Python's mmap module
@@ -34,8 +35,20 @@ class Described:
     shape: tuple[int, ...]
 
 
+def lease(path: str | Path) -> DirectoryLock:
+    """The store's own lock on a version (weights.locks), which keeps its files from being evicted and written anew.
+
+    A directory outside the store takes the lock as well, to no harm. Raises VersionUnreadable.
+    """
+    lock = DirectoryLock.try_shared(Path(path))
+    if lock is None:
+        raise VersionUnreadable(f"version directory {path} does not exist or is being removed")
+    os.utime(lock.fd)  # the store evicts what was used longest ago, by the directory's time
+    return lock
+
+
 class VersionSource:
-    """The tensors of one version directory. Close it when no view is in use any more.
+    """The tensors of one version directory, leased. Close it when no view is in use any more.
 
     Raises VersionUnreadable when the directory is missing or is not a valid safetensors checkpoint: nothing is
     mapped before its headers have been checked.
@@ -43,6 +56,7 @@ class VersionSource:
 
     def __init__(self, path: str | Path, *, page_lock: bool = False):
         self.path = Path(path)
+        self._lease = lease(self.path)
         try:
             self.layout = Layout.read(self.path)
         except (OSError, WeightsError) as error:
@@ -108,6 +122,7 @@ class VersionSource:
         for mapped in self._maps.values():
             mapped.close()
         self._maps.clear()
+        self._lease.close()
 
 
 class Locator:

@@ -95,13 +95,16 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def check(self, path: str) -> dict[str, Any]:
         """Compare a version with the model. Raises VersionUnreadable or VersionMismatch; changes nothing."""
         source = VersionSource(path)
-        self.plan.check(source)
-        return {
-            "bytes": source.nbytes,
-            "bytes_read": self._bytes_read(source),
-            "stageable": self.layerwise_reason is None and self.device.type == "cpu",
-            "layerwise_reason": self.layerwise_reason,
-        }
+        try:
+            self.plan.check(source)
+            return {
+                "bytes": source.nbytes,
+                "bytes_read": self._bytes_read(source),
+                "stageable": self.layerwise_reason is None and self.device.type == "cpu",
+                "layerwise_reason": self.layerwise_reason,
+            }
+        finally:
+            source.close()
 
     def stage(self, path: str) -> None:
         """Begin to build `path` beside the serving weights. Poll `staged`; the next update to that path uses it."""
@@ -181,8 +184,12 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     def _open(self, path: str) -> VersionSource:
         source = VersionSource(path, page_lock=self.device.type == "cuda")
-        self.plan.check(source)
-        return source.map()
+        try:
+            self.plan.check(source)
+            return source.map()
+        except BaseException:
+            source.close()
+            raise
 
     def _bytes_read(self, source: VersionSource) -> int:
         return self.plan.bytes_read(source) if self.plan.complete else source.nbytes

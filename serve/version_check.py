@@ -6,7 +6,9 @@ another tokenizer or chat template would be ignored by the already running front
 
 from __future__ import annotations
 
+import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,10 @@ from serve.errors import VersionMismatch, VersionUnreadable
 
 # Keys of config.json that say how the file was written, not what the model computes.
 IGNORED_CONFIG_KEYS = frozenset(
-    {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map", "_attn_implementation"}
+    {
+        "_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map",
+        "_attn_implementation", "_from_model_config",
+    }
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "chat_template.jinja", "vocab.json", "merges.txt")
 # Keys of tokenizer_config.json that change how text is rendered or split.
@@ -35,29 +40,44 @@ def read_chat_template(path: str | Path) -> str | None:
     return found if isinstance(found, str) else None
 
 
-def check_same_model(serving: str | Path, offered: str | Path) -> None:
+@dataclass(frozen=True)
+class ModelIdentity:
+    """What a running engine was built from besides the weights; kept in memory, because the directory it came from
+    may be evicted while the engine sleeps."""
+
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    tokenizer: dict[str, Any]
+    tokenizer_files: dict[str, str | None]
+
+    @classmethod
+    def read(cls, path: str | Path) -> ModelIdentity:
+        """Raises VersionUnreadable."""
+        directory = Path(path)
+        tokenizer = _read_json(directory / "tokenizer_config.json", required=False)
+        return cls(
+            read_config(directory),
+            _read_json(directory / "generation_config.json", required=False),
+            {key: tokenizer.get(key) for key in TOKENIZER_KEYS},
+            {name: _digest(directory / name) for name in TOKENIZER_FILES},
+        )
+
+
+def check_same_model(serving: ModelIdentity, offered: str | Path) -> None:
     """Raises VersionMismatch when `offered` needs a new engine, VersionUnreadable when it is no checkpoint."""
-    differences = [
-        f"config.json: {key} is {_show(new)}, the running engine has {_show(old)}"
-        for key, old, new in _different(read_config(serving), read_config(offered))
-        if key not in IGNORED_CONFIG_KEYS
-    ]
-    for name in TOKENIZER_FILES:
-        if _bytes(Path(serving) / name) != _bytes(Path(offered) / name):
-            differences.append(f"{name} differs")
-    old_keys, new_keys = (
-        {key: _read_json(Path(path) / "tokenizer_config.json", required=False).get(key) for key in TOKENIZER_KEYS}
-        for path in (serving, offered)
-    )
-    differences += [f"tokenizer_config.json: {key} differs" for key, _, _ in _different(old_keys, new_keys)]
-    generation = (
-        _read_json(Path(path) / "generation_config.json", required=False) for path in (serving, offered)
-    )
-    differences += [
-        f"generation_config.json: {key} is {_show(new)}, the running engine has {_show(old)}"
-        for key, old, new in _different(*generation)
-        if key not in IGNORED_CONFIG_KEYS and key != "_from_model_config"
-    ]
+    new = ModelIdentity.read(offered)
+    differences = []
+    for file, old_values, new_values in (
+        ("config.json", serving.config, new.config),
+        ("generation_config.json", serving.generation, new.generation),
+        ("tokenizer_config.json", serving.tokenizer, new.tokenizer),
+    ):
+        differences += [
+            f"{file}: {key} is {_show(new_value)}, the running engine has {_show(old_value)}"
+            for key, old_value, new_value in _different(old_values, new_values)
+            if key not in IGNORED_CONFIG_KEYS
+        ]
+    differences += [f"{name} differs" for name, _, _ in _different(serving.tokenizer_files, new.tokenizer_files)]
     if differences:
         raise VersionMismatch(
             f"version {offered} cannot be swapped into the running engine: {'; '.join(differences[:6])}. "
@@ -74,8 +94,8 @@ def _show(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _bytes(path: Path) -> bytes | None:
-    return path.read_bytes() if path.exists() else None
+def _digest(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
 
 
 def _read_json(path: Path, *, required: bool) -> dict[str, Any]:

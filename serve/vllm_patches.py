@@ -11,6 +11,7 @@ import contextlib
 import functools
 import multiprocessing
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,12 @@ def apply(kind: str, *, eager: bool) -> None:
     EngineCoreProc.__init__ = _leaves_word(EngineCoreProc.__init__)
     worker.__init__ = _leaves_word(worker.__init__)
 
+    # A paused scheduler runs no canary request, while resuming it would run the held requests too. And
     # `wake_up(["kv_cache"])` resumes scheduling at once, so requests queued during the sleep would be answered by
-    # weights whose fingerprint nobody has looked at. And a paused scheduler runs no canary request, while resuming
-    # it would run the held ones too.
-    EngineCore.shm_wake_kv_paused = _wake_kv_paused
+    # weights whose fingerprint nobody has looked at.
     EngineCore.shm_run_canary = _run_canary
+    # One message instead of six between frontend and core, each of which would wait its turn during the pause.
+    EngineCore.shm_load = _load
 
 
     if kind == "cpu":
@@ -108,9 +110,21 @@ def _leaves_word(constructor):
     return run
 
 
-def _wake_kv_paused(core: EngineCore) -> None:
-    """The KV half of EngineCore.wake_up without its resume_scheduler."""
-    core.model_executor.wake_up(["kv_cache"])
+def _load(
+    core: EngineCore, version: str, update: dict[str, Any], canary: list[int], pooling_task: str | None, wake_kv: bool
+) -> dict[str, Any]:
+    """vLLM's weight-transfer sequence (AsyncLLM.start_weight_update, update_weights, finish_weight_update), then the
+    canary. With `wake_kv` a sleeping engine's KV cache comes back in between, without its resume_scheduler."""
+    core.collective_rpc("start_weight_update")
+    core.collective_rpc("update_weights", kwargs={"update_info": update})
+    core.collective_rpc("finish_weight_update")
+    core.set_weight_version(version)
+    reports = core.collective_rpc("shm_report")
+    if wake_kv:
+        core.model_executor.wake_up(["kv_cache"])
+    began_s = time.perf_counter()
+    answer = _run_canary(core, canary, pooling_task)
+    return {"reports": reports, "answer": answer, "canary_s": time.perf_counter() - began_s}
 
 
 def _run_canary(core: EngineCore, token_ids: list[int], pooling_task: str | None) -> dict[str, Any]:

@@ -7,10 +7,14 @@ import shutil
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from serve.errors import SwapFailed, VersionMismatch, VersionUnreadable, WrongState
 from serve.fingerprint import Fingerprint, FingerprintBook, version_key
 from tests.e2e.engine_support import client, edit_config, greedy, rewrite
+from weights.errors import VersionLeased
+from weights.layout import Layout, TensorSpec
+from weights.store import WeightStore
 
 TOKENS = 240
 
@@ -212,6 +216,47 @@ async def test_one_operation_at_a_time_and_only_in_its_state(engine_box, replica
     )
     assert [report["version"] for report in both] == ["b", "a"]
     assert (await replica.status())["version"] == "a"
+
+
+async def test_versions_of_the_store_are_leased_while_they_serve(engine_box, replicas):
+    """Published through the store in model order, so that q, k, v and gate, up lie side by side."""
+    store = WeightStore(engine_box.root / "store", budget_bytes=None)
+    stored = {}
+    for name, seed in (("a", 1), ("b", 2)):
+        source = engine_box.version(name, seed=seed)
+        tensors = load_file(source / "model.safetensors")
+        order = sorted(tensors, key=lambda key: [key.rsplit(".", 2)[0], "qkvogud".find(key.rsplit(".", 2)[1][0])])
+        layout = Layout.plan([TensorSpec(key, "BF16", tuple(tensors[key].shape)) for key in order])
+        aux = {file.name: file.read_bytes() for file in source.iterdir() if file.suffix in (".json", ".jinja")}
+        draft = store.reserve(layout, kind="version", model="m", version=name, aux_files=aux)
+        for key, tensor in tensors.items():
+            draft.view(key)[:] = tensor.contiguous().view(torch.uint8).numpy().tobytes()
+        stored[name] = draft.commit(meta={}, checksums=False, pinned=False)
+    spec = engine_box.spec("store", stored["a"].path, version="a")
+    plain = engine_box.spec("store-plain", engine_box.version("b", seed=2))
+    replica, reference = replicas(), replicas()
+    await replica.start(spec)
+    with pytest.raises(VersionLeased):
+        store.remove(stored["a"])
+    for how in ("in-place", "staged", "layerwise"):
+        await replica.swap("m", "b", str(stored["b"].path), how=how)
+        if how == "in-place":
+            await reference.start(plain)
+            expected = await greedy(client(plain), "starter")
+            await reference.stop()
+        assert await greedy(client(spec), "m") == expected, how
+        if how != "layerwise":
+            await replica.swap("m", "a", str(stored["a"].path), how=how)
+    store.remove(stored["a"])
+    with pytest.raises(VersionLeased):
+        store.remove(stored["b"])
+    await replica.sleep()
+    store.seal(stored["b"])
+    assert (await replica.wake("m", "b", str(stored["b"].path)))["fingerprint"]["verdict"] == "verified"
+    with pytest.raises(VersionLeased):
+        store.remove(stored["b"])
+    await replica.stop()
+    store.remove(stored["b"])
 
 
 @pytest.mark.soak

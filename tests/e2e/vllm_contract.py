@@ -46,11 +46,12 @@ def _claims():
     yield from has(_ModelInfo, "from_model_cls")
     yield from has(layerwise, "_place_kernel_tensors", "get_layerwise_info", "initialize_layerwise_reload")
     yield from has(
-        AsyncLLM, "start_weight_update", "update_weights", "finish_weight_update", "resume_generation", "collective_rpc",
-        "sleep", "wake_up", "errored",
+        AsyncLLM, "start_weight_update", "update_weights", "finish_weight_update", "resume_generation",
+        "collective_rpc", "sleep", "wake_up", "errored",
     )
     yield "pause 'keep' exists", "keep" in inspect.getsource(EngineCore.pause_scheduler)
-    yield "pause_generation still sleeps 20 ms of its own", "sleep(0.02)" in inspect.getsource(AsyncLLM.pause_generation)
+    pause = inspect.getsource(AsyncLLM.pause_generation)
+    yield "pause_generation still sleeps 20 ms of its own", "sleep(0.02)" in pause
     yield "a full wake resumes by itself", "resume_scheduler()" in inspect.getsource(EngineCore.wake_up)
     yield "a canary request can be described", {"req_id", "prompt_token_ids", "block_ids"} <= set(
         inspect.signature(NewRequestData).parameters

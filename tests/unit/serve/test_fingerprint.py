@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.errors import FingerprintMismatch
 from serve.fingerprint import Fingerprint, FingerprintBook, canary_prompt, version_key
+from weights.layout import Layout, TensorSpec
+from weights.store import WeightStore
 
 ANSWER = {"tokens": list(range(16)), "logprobs": [-float(i) / 4 for i in range(16)]}
 
@@ -53,13 +53,18 @@ def test_embeddings_are_compared_by_direction():
     assert "cosine" in one.disagreement(fingerprint(), 0.15)
 
 
+def verify(book, answer, origin="load"):
+    record = book.open("k", what="v", tolerance=0.15)
+    return record.keep(record.check({**ANSWER, **answer}, origin))["verdict"]
+
+
 def test_the_book_records_then_verifies_then_refuses(tmp_path):
     book = FingerprintBook(tmp_path)
     assert book.find("k") is None
-    assert book.verify("k", fingerprint(), 0.15, what="v") == "recorded"
-    assert book.verify("k", fingerprint("transfer"), 0.15, what="v") == "verified"
+    assert verify(book, {}) == "recorded"
+    assert verify(book, {}, "transfer") == "verified"
     with pytest.raises(FingerprintMismatch, match="v does not answer"):
-        book.verify("k", fingerprint("transfer", tokens=[200] * 16), 0.15, what="v")
+        verify(book, {"tokens": [200] * 16}, "transfer")
     assert book.find("k") == fingerprint()
     assert (tmp_path / "fingerprints").stat().st_mode & 0o777 == 0o700
     assert [file.stat().st_mode & 0o777 for file in (tmp_path / "fingerprints").iterdir()] == [0o600]
@@ -67,14 +72,16 @@ def test_the_book_records_then_verifies_then_refuses(tmp_path):
 
 def test_a_trusted_load_replaces_what_a_transfer_recorded(tmp_path):
     book = FingerprintBook(tmp_path)
-    book.verify("k", fingerprint("transfer", tokens=[200] * 16), 0.15, what="v")
-    assert book.verify("k", fingerprint("load"), 0.15, what="v") == "recorded"
+    verify(book, {"tokens": [200] * 16}, "transfer")
+    assert verify(book, {}, "load") == "recorded"
     assert book.find("k").origin == "load"
+    with pytest.raises(FingerprintMismatch):
+        verify(book, {"tokens": [200] * 16}, "load")
 
 
 def test_nans_are_never_recorded(tmp_path):
     with pytest.raises(FingerprintMismatch, match="finite"):
-        FingerprintBook(tmp_path).verify("k", fingerprint(logprobs=[float("nan")] * 16), 0.15, what="v")
+        verify(FingerprintBook(tmp_path), {"logprobs": [float("nan")] * 16})
     assert FingerprintBook(tmp_path).find("k") is None
 
 
@@ -86,9 +93,19 @@ def test_a_versions_key_follows_content_and_what_changes_rounding(tmp_path):
     assert version_key(tmp_path, **facts) == key
     assert version_key(tmp_path, **{**facts, "tensor_parallel": 2}) != key
     (tmp_path / "model.safetensors").write_bytes(b"abd_")
-    changed = version_key(tmp_path, **facts)
-    assert changed != key
-    (tmp_path / "manifest.json").write_text(json.dumps({"tensors": {"w": "sum1"}}))
-    sealed = version_key(tmp_path, **facts)
-    (tmp_path / "manifest.json").write_text(json.dumps({"tensors": {"w": "sum2"}}))
-    assert len({sealed, changed, version_key(tmp_path, **facts)}) == 3
+    assert version_key(tmp_path, **facts) != key
+
+
+def test_sealing_a_stored_version_keeps_its_key(tmp_path):
+    facts = {"dtype": "bfloat16", "kind": "cpu", "tensor_parallel": 1, "task": "generate"}
+    store = WeightStore(tmp_path / "shm", budget_bytes=None)
+    keys = []
+    for version in ("1", "2"):
+        layout = Layout.plan([TensorSpec("w", "F32", (4,))])
+        draft = store.reserve(layout, kind="version", model="m", version=version, aux_files={"config.json": b"{}"})
+        draft.view("w")[:] = bytes(16)
+        stored = draft.commit(meta={}, checksums=False)
+        keys.append(version_key(stored.path, **facts))
+        store.seal(stored)
+        assert version_key(stored.path, **facts) == keys[-1]
+    assert keys[0] != keys[1]

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from serve.errors import VersionMismatch, VersionUnreadable
-from serve.version_check import check_same_model, read_chat_template, read_config
+from serve.version_check import ModelIdentity, check_same_model, read_chat_template, read_config
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def test_versions_that_differ_only_in_how_they_were_written_fit(pair):
     (pair[1] / "config.json").write_text(
         json.dumps({"model_type": "llama", "rope_theta": 1e4, "transformers_version": "9"})
     )
-    check_same_model(*pair)
+    check_same_model(ModelIdentity.read(pair[0]), pair[1])
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_versions_that_differ_only_in_how_they_were_written_fit(pair):
 def test_what_a_running_engine_cannot_take_over_is_refused_by_name(pair, file, text, named):
     (pair[1] / file).write_text(text)
     with pytest.raises(VersionMismatch, match=named):
-        check_same_model(*pair)
+        check_same_model(ModelIdentity.read(pair[0]), pair[1])
 
 
 @pytest.mark.parametrize("text", [None, "no json", "[1]", b"\xff\xfe"])
