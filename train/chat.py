@@ -71,7 +71,8 @@ class ChatEncoder:
         last = index == len(messages) - 1
         before = self._try_render(messages[:index], tools, add_generation_prompt=True) if index else None
         through = text if last else self._try_render(messages[: index + 1], tools)
-        if before and through and text.startswith(before) and text.startswith(through):
+        aligned = before and through and text.startswith(before) and text.startswith(through)
+        if aligned and len(before) < len(through):
             start, end = len(before), len(through)
         else:
             # The template renders a message otherwise once others follow (drops reasoning, moves tools), so the

@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed
 import torch
 from deepspeed import comm
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from torch.distributed import distributed_c10d
 
 from train import fragments
@@ -25,6 +26,8 @@ def init_world(device_kind: str, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Non
     `timeout_s` bounds every collective of every group. DeepSpeed gives it to the first group only; the others take
     torch's default of 30 minutes, in which a hung peer would go unnoticed, so the default is replaced.
     """
+    # DeepSpeed would compile C++ on first use (shm_comm 30 s, CPUAdam 90 s); torch has what we need of it.
+    deepspeed.ops.__dict__["__compatible_ops__"] = dict.fromkeys(ALL_OPS, False)
     timeout = timedelta(seconds=timeout_s)
     distributed_c10d._get_default_timeout = lambda backend: timeout
     backend = "nccl" if device_kind == "cuda" else "gloo"

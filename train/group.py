@@ -5,8 +5,8 @@ Events handed to `on_event` (all have "event" and "job"):
   started     step, devices, seconds {start, join, prepare}
   metrics     step, total_steps, epoch, loss, grad_norm, learning_rate, tokens_per_s, tokens, devices
   validation  step, loss
-  snapshot    step, path, nbytes, seconds
-  published   version, path, step, epoch, nbytes, seconds
+  snapshot    step, path, bytes, seconds
+  published   version, path, step, epoch, bytes, seconds
   finished    outcome, step, error
 
 Rules
@@ -113,7 +113,9 @@ class Group:
                 await self._kill_all()
                 raise RankFailed(rank, f"was not started: {result}", retryable=True) from result
         for rank in range(len(hosts)):
-            self._tasks.append(asyncio.create_task(self._listen(rank), name=f"{spec.job_id} events {rank}"))
+            listener = asyncio.create_task(self._listen(rank), name=f"{spec.job_id} events {rank}")
+            listener.add_done_callback(lambda done, rank=rank: self._listened(rank, done))
+            self._tasks.append(listener)
             self._tasks.append(asyncio.create_task(self._watch_rank(rank), name=f"{spec.job_id} watch {rank}"))
         while len(self._ready) < len(hosts) and not self._ended.done():
             await asyncio.wait([self._ended], timeout=0.01)
@@ -185,6 +187,11 @@ class Group:
             else:
                 self._step = event.get("step", self._step)
                 self._on_event({**event, "job": self._job_id})
+
+    def _listened(self, rank: int, listener: asyncio.Task) -> None:
+        # An event that its taker cannot take must not be lost in silence, with all that follow it.
+        if not listener.cancelled() and (error := listener.exception()) is not None:
+            self._fail(rank, f"sent an event that could not be taken: {error!r}", retryable=True)
 
     async def _watch_rank(self, rank: int) -> None:
         watch = self._watch

@@ -113,7 +113,7 @@ class Run:
                 return {"outcome": "cancelled", "step": self.step}
             if wishes["suspend"]:
                 written = self._snapshot()
-                return self._suspended(written.path, written.nbytes, written.seconds)
+                return self._suspended(written.path, written.bytes, written.seconds)
             if wishes["snapshot"]:
                 self._snapshot_if_room()
         self._publish(self.spec.output_version or snapshot.version_name(self.step))

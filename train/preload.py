@@ -11,16 +11,8 @@ from pathlib import Path
 # Read by the libraries below when they are imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-import deepspeed  # noqa: E402
-import deepspeed.ops  # noqa: E402
-from deepspeed.ops.op_builder.all_ops import ALL_OPS  # noqa: E402
-
-# DeepSpeed would compile C++ on first use (shm_comm 30 s, CPUAdam 90 s); torch has what we need of it.
-deepspeed.ops.__dict__["__compatible_ops__"] = dict.fromkeys(ALL_OPS, False)
 
 # Imported by DeepSpeed inside deepspeed.initialize, where it costs 6 s: it loads dynamo and inductor.
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401

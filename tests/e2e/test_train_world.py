@@ -5,19 +5,23 @@ import json
 import os
 import signal
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from runtime.child import Child
 from runtime.process import group_pids
+from tests.train_support.tiny import make_model_dir
 from tests.train_support.world import PATIENT, WarmTrain, Workshop
 from train.errors import RankFailed
-from train.group import Watch
+from train.group import Watch, free_port
 
-# Gradients are reduced and accumulated in fp32, so only the order of fp32 sums differs between world sizes.
-ACROSS_SIZES = 2e-6
+# Relative. Gradients are reduced and accumulated in fp32, so only the order of fp32 sums differs between sizes: one
+# ulp of the loss was seen in fp32, none in bf16. A bf16 weight that such an ulp tips to its neighbour would cost more.
+ACROSS_SIZES = {"bf16": 1e-5, "fp32": 1e-6}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +50,7 @@ def same(a, b):
 @pytest.mark.parametrize(
     "kind, fields",
     [
-        ("zero2", {"zero_stage": 2}),
+        ("zero2", {"zero_stage": 2, "precision": "fp32"}),
         ("zero3", {"zero_stage": 3}),
         ("lora", {"zero_stage": 1, "full": False, "lora_rank": 4, "lora_dropout": 0.1, "learning_rate": 1e-2}),
     ],
@@ -71,8 +75,9 @@ async def test_suspend_and_resume_on_other_sizes_keeps_the_loss_curve(shop, kind
         assert not losses.keys() & world.losses().keys(), "no step is done twice"
         losses |= world.losses()
     assert losses.keys() == unbroken.losses().keys()
-    worst = max(abs(losses[step] - loss) for step, loss in unbroken.losses().items())
-    assert worst <= ACROSS_SIZES * 10, f"{kind}: {worst}"
+    worst = max(abs(losses[step] - loss) / loss for step, loss in unbroken.losses().items())
+    print(f"{kind}: worst difference of a step's loss over sizes 4, 2, 4: {worst:.1e}")
+    assert worst <= ACROSS_SIZES[spec.precision]
     assert len([s for s in shop.store.list("snapshot") if s.model == "moved"]) <= 2
 
 
@@ -138,12 +143,44 @@ async def test_a_stopped_rank_is_noticed(shop):
     assert not any(group_pids(pid) for pid in world.pids())
 
 
-async def test_bad_input_fails_for_good_and_cancel_leaves_no_snapshot(shop, tmp_path):
-    spec = shop.spec("bad")
-    lines = open(spec.train_path).read().splitlines()
-    hidden = {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": ""}]}
-    bad = tmp_path / "bad.jsonl"
-    bad.write_text("\n".join([*lines, json.dumps(hidden)]) + "\n")
+@pytest.mark.parametrize(
+    "kind, fields",
+    [
+        ("zero1", {"zero_stage": 1, "model": {"tied": True}}),
+        ("zero2", {"zero_stage": 2, "offload": "optimizer"}),
+        ("zero3", {"zero_stage": 3, "model": {"tied": True, "family": "qwen2"}}),
+        ("lora2", {"zero_stage": 2, "full": False, "learning_rate": 0.05}),
+        ("lora3", {"zero_stage": 3, "full": False, "learning_rate": 0.05}),
+    ],
+)
+async def test_publish_by_fragments_equals_a_gathered_model(shop, kind, fields):
+    spec = shop.spec(**fields)
+    port = free_port()
+    ranks = [
+        await Child.spawn(
+            shop.warm.socket, "tests.train_support.entries:compare_publish", {"spec": asdict(spec)},
+            env={"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                 "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
+            log_path=shop.folder / f"{rank}.log", name=f"rank {rank}",
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank, child in enumerate(ranks):
+        event = await asyncio.wait_for(child.next_event(), 60)
+        assert event["event"] == "compared", (event, (shop.folder / f"{rank}.log").read_text()[-3000:])
+        assert event["names"] == event["expected"]
+        # peft multiplies the factors in bf16, we in fp32: an ulp of a bf16 weight of this size.
+        assert max(event["worst"].values(), default=0.0) <= (4e-3 if kind.startswith("lora") else 0.0)
+        await child.kill_and_wait()
+
+
+async def test_bad_input_fails_for_good_and_cancel_leaves_no_snapshot(shop):
+    picky = "{{ raise_exception('only one turn') }}"
+    make_model_dir(shop.folder / "picky")
+    (shop.folder / "picky" / "chat_template.jinja").write_text(picky)
+    with pytest.raises(RankFailed, match="InvalidTrainingData.*line 1: .*only one turn") as caught:
+        await shop.launch(shop.spec("refused", base_path=str(shop.folder / "picky")), 2).start()
+    assert not caught.value.retryable
     with pytest.raises(RankFailed, match="batch_size 4") as caught:
         await shop.launch(shop.spec("wrong-size"), 3, watch=PATIENT).start()
     assert not caught.value.retryable

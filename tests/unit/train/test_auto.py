@@ -1,0 +1,82 @@
+"""Hyperparameters, "auto" and the allowed world sizes."""
+
+import dataclasses
+
+import pytest
+
+from train.auto import DatasetStats, ModelStats, allowed_sizes, resolve
+from train.errors import InvalidHyperparameter, InvalidSpec
+from train.spec import TrainSpec
+
+GSM8K = DatasetStats(7473, 1_200_000, 480)
+SMALL, LARGE = ModelStats(5_000_000, 2048), ModelStats(7_000_000_000, 32768, "cuda")
+PLACE = {"job_id": "j", "base_path": "b", "train_path": "t", "run_dir": "r", "shm_root": "s", "output_model": "o"}
+
+
+def test_everything_auto_gives_a_spec():
+    for model in (SMALL, LARGE):
+        for data in (GSM8K, DatasetStats(10, 900, 100)):
+            fields = resolve({"n_epochs": "auto", "batch_size": "auto", "learning_rate_multiplier": "auto"}, data,
+                             model, 8)  # fmt: skip
+            spec = TrainSpec(**PLACE, **fields)
+            assert TrainSpec.from_json(spec.to_json()) == spec
+            assert 1 in allowed_sizes(spec.batch_size, 8, spec.micro_batch)
+    assert resolve({}, GSM8K, SMALL, 8)["full"] and not resolve({}, GSM8K, LARGE, 8)["full"]
+    assert 8 in allowed_sizes(resolve({}, GSM8K, SMALL, 8)["batch_size"], 8)
+    assert resolve({}, GSM8K, LARGE, 8)["learning_rate"] == pytest.approx(1e-4)
+
+
+def test_numbers_and_extras_pass_through():
+    fields = resolve(
+        {"n_epochs": 3, "batch_size": 12, "learning_rate_multiplier": 2, "learning_rate": 1e-4, "lora_rank": 8,
+         "zero_stage": 3, "offload": "parameters", "max_length": 256, "precision": "fp32",
+         "activation_checkpointing": True, "lora_targets": "q_proj, v_proj", "publish": "epoch"},
+        GSM8K, SMALL, 4,
+    )  # fmt: skip
+    assert fields["learning_rate"] == 2e-4 and not fields["full"] and fields["lora_alpha"] == 16
+    assert fields["lora_targets"] == ("q_proj", "v_proj") and fields["batch_size"] == 12
+    assert (fields["zero_stage"], fields["offload"], fields["max_length"]) == (3, "parameters", 256)
+
+
+def test_gradient_accumulation_fixes_batch_or_micro_batch():
+    made = resolve({"gradient_accumulation": 4}, GSM8K, SMALL, 2)
+    assert made["batch_size"] == 8 and made["micro_batch"] == 1
+    made = resolve({"gradient_accumulation": 2, "batch_size": 32}, GSM8K, SMALL, 4)
+    assert made["micro_batch"] == 4 and allowed_sizes(32, 8, 4) == [1, 2, 4, 8]
+    with pytest.raises(InvalidHyperparameter, match="divisor of batch_size 30"):
+        resolve({"gradient_accumulation": 4, "batch_size": 30}, GSM8K, SMALL, 4)
+
+
+@pytest.mark.parametrize(
+    "given, param",
+    [
+        ({"n_epochs": 0}, "n_epochs"), ({"n_epochs": True}, "n_epochs"), ({"n_epochs": 2.5}, "n_epochs"),
+        ({"batch_size": "many"}, "batch_size"), ({"batch_size": 10**400}, "batch_size"),
+        ({"learning_rate_multiplier": -1}, "learning_rate_multiplier"),
+        ({"learning_rate_multiplier": float("nan")}, "learning_rate_multiplier"),
+        ({"lora_ranks": 8}, "lora_ranks"), ({"zero_stage": 4}, "zero_stage"), ({"precision": "fp8"}, "precision"),
+        ({"offload": "parameters", "zero_stage": 2}, "zero_stage"), ({"max_length": 4096}, "max_length"),
+        ({"full": "yes"}, "full"), ({"lora_targets": [1]}, "lora_targets"),
+    ],
+)  # fmt: skip
+def test_refuses_with_the_name_of_the_parameter(given, param):
+    with pytest.raises(InvalidHyperparameter) as caught:
+        resolve(given, GSM8K, SMALL, 8)
+    assert caught.value.param == param and caught.value.expected
+
+
+def test_allowed_sizes_share_whole_micro_batches():
+    assert allowed_sizes(12, 8) == [1, 2, 3, 4, 6]
+    assert allowed_sizes(12, 8, 4) == [1, 3]
+
+
+def test_spec_refuses_what_is_not_one():
+    good = dataclasses.asdict(TrainSpec(**PLACE))
+    for change, match in (
+        ({"zero_stage": "2"}, "zero_stage"), ({"colour": 1}, "no field 'colour'"), ({"method": "dpo"}, "method"),
+        ({"batch_size": 6, "micro_batch": 4}, "multiple of micro_batch"), ({"valid_path": 3}, "valid_path"),
+    ):  # fmt: skip
+        with pytest.raises(InvalidSpec, match=match):
+            TrainSpec.from_dict(good | change)
+    with pytest.raises(InvalidSpec, match="needs the field 'base_path'"):
+        TrainSpec.from_dict({"job_id": "j"})

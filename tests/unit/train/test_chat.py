@@ -1,0 +1,85 @@
+"""Which tokens of a conversation are learnt."""
+
+import pytest
+
+from tests.train_support.tiny import CHATML, tokenizer
+from train.chat import ChatEncoder
+from train.errors import UnsupportedModel
+from train.formats import BadRecord
+
+TALK = {
+    "messages": [
+        {"role": "system", "content": "be kind"},
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": "hello, fox"},
+        {"role": "user", "content": "bye"},
+        {"role": "assistant", "content": "good bye"},
+    ]
+}
+MARKED = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' %}"
+    "{% generation %}{{ m['content'] }}<|im_end|>{% endgeneration %}{% else %}{{ m['content'] }}<|im_end|>"
+    "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Like reasoning models: only the last assistant message keeps its thought, so prefixes do not line up.
+FORGETFUL = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['role'] == 'assistant' and loop.last %}"
+    "<think>\n</think>{% endif %}{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def learnt(encoder, example):
+    ids, mask = encoder.encode(example)
+    assert len(ids) == len(mask)
+    runs, run = [], []
+    for token, kept in zip(ids.tolist(), mask.tolist(), strict=True):
+        if kept:
+            run.append(token)
+        elif run:
+            runs.append(encoder.tokenizer.decode(run))
+            run = []
+    return runs + ([encoder.tokenizer.decode(run)] if run else [])
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_only_what_the_assistant_says_and_its_end_of_turn(template):
+    encoder = ChatEncoder(tokenizer(template))
+    assert learnt(encoder, TALK) == ["hello, fox<|im_end|>", "good bye<|im_end|>"]
+
+
+@pytest.mark.parametrize("template", [CHATML, MARKED])
+def test_weight_zero_is_not_learnt(template):
+    messages = [dict(m) for m in TALK["messages"]]
+    messages[2]["weight"] = 0
+    assert learnt(ChatEncoder(tokenizer(template)), {"messages": messages}) == ["good bye<|im_end|>"]
+
+
+def test_templates_that_render_history_otherwise():
+    encoder = ChatEncoder(tokenizer(FORGETFUL))
+    first, last = learnt(encoder, TALK)
+    assert first == "hello, fox<|im_end|>" and last.endswith("good bye<|im_end|>")
+
+
+def test_templates_that_refuse_half_a_conversation():
+    strict = "{% if messages[-1]['role'] != 'assistant' %}{{ raise_exception('incomplete') }}{% endif %}" + CHATML
+    assert learnt(ChatEncoder(tokenizer(strict)), TALK) == ["hello, fox<|im_end|>", "good bye<|im_end|>"]
+
+
+def test_tool_calls_are_learnt_and_their_arguments_are_not_quoted_twice():
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    example = {"messages": [{"role": "user", "content": "add"},
+                            {"role": "assistant", "content": "", "tool_calls": [call]},
+                            {"role": "tool", "content": "2", "tool_call_id": "c"},
+                            {"role": "assistant", "content": "it is 2"}]}  # fmt: skip
+    said = learnt(ChatEncoder(tokenizer()), example)
+    assert said == ['<tool>{"name": "add", "arguments": {"a": 1}}</tool><|im_end|>', "it is 2<|im_end|>"]
+
+
+def test_what_cannot_be_learnt_from():
+    with pytest.raises(UnsupportedModel, match="no chat template"):
+        ChatEncoder(tokenizer(None))
+    with pytest.raises(BadRecord, match="refused by the model's chat template: no tools here"):
+        ChatEncoder(tokenizer("{{ raise_exception('no tools here') }}")).encode(TALK)
+    with pytest.raises(BadRecord, match="hides"):
+        ChatEncoder(tokenizer("{{ messages[0]['content'] }}")).encode(TALK)

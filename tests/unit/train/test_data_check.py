@@ -1,0 +1,156 @@
+"""What is in an uploaded file, and what is wrong with it."""
+
+import json
+
+import pytest
+
+from tests.train_support.tiny import gsm8k
+from train.data_check import MAX_LISTED_ERRORS, check_training_file, convert_to_chat
+
+GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
+
+
+def write(path, *records, sep="\n"):
+    path.write_text(sep.join(r if isinstance(r, str) else json.dumps(r) for r in records))
+    return path
+
+
+def chat(*messages, **extra):
+    return {"messages": [{"role": role, "content": content} for role, content in messages], **extra}
+
+
+def test_lists_lines_with_reasons(tmp_path):
+    path = write(
+        tmp_path / "f.jsonl",
+        GOOD,
+        "{not json",
+        chat(("user", "x")),
+        chat(("robot", "x"), ("assistant", "y")),
+        chat(("user", "x"), ("assistant", "  ")),
+        "",
+        {"messages": [{"role": "user", "content": "x", "weight": 1}, {"role": "assistant", "content": "y"}]},
+        {"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y", "weight": 0}]},
+        {"instruction": "a", "output": "b"},
+        chat(("user", [{"type": "image_url", "image_url": {}}]), ("assistant", "y")),
+        '{"messages": [{"role": "user", "content": "\\ud800"}, {"role": "assistant", "content": "y"}]}',
+        {"messages": [], "colour": 1},
+        [1],
+    )
+    report = check_training_file(path)
+    assert (report.shape, report.n_examples, report.n_errors, report.ok) == ("chat", 1, 11, False)
+    lines = {line: reason for line, reason in report.errors}
+    expected = {
+        2: "not valid JSON", 3: "nothing to learn", 4: "'robot'; expected one of", 5: "without text",
+        7: "weight is 1", 8: "weight 0", 9: "shape 'alpaca'", 10: "only text", 11: "not valid JSON",
+        12: "'colour'", 13: "is a list",
+    }  # fmt: skip
+    assert lines.keys() == expected.keys()
+    for line, part in expected.items():
+        assert part in lines[line], (line, lines[line])
+
+
+def test_a_long_list_of_errors_is_bounded_but_counted(tmp_path):
+    report = check_training_file(write(tmp_path / "f.jsonl", *["1"] * 1000))
+    assert report.n_errors == 1000 and len(report.errors) == MAX_LISTED_ERRORS
+
+
+@pytest.mark.parametrize(
+    "shape, record, messages",
+    [
+        ("alpaca", {"instruction": "Add", "input": "1 2", "output": "3", "system": "s", "history": [["q", "a"]]},
+         [("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "Add\n1 2"), ("assistant", "3")]),
+        ("sharegpt", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+         [("user", "q"), ("assistant", "a")]),
+        ("prompt_completion", {"prompt": "q", "completion": "a"}, [("user", "q"), ("assistant", "a")]),
+        ("question_answer", {"question": "q", "answer": "a"}, [("user", "q"), ("assistant", "a")]),
+        ("chat", chat(("developer", "d"), ("user", [{"type": "text", "text": "q"}]), ("assistant", "a")),
+         [("system", "d"), ("user", "q"), ("assistant", "a")]),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("array", [False, True])
+def test_converts_every_shape_to_chat(tmp_path, shape, record, messages, array):
+    source = tmp_path / "in"
+    source.write_text(json.dumps([record] * 12, indent=2) if array else "\n".join([json.dumps(record)] * 12))
+    report = convert_to_chat(source, tmp_path / "out.jsonl")
+    assert report.ok and (report.shape, report.n_examples) == (shape, 12)
+    assert bool(report.warnings) == (shape != "chat")
+    lines = (tmp_path / "out.jsonl").read_text().splitlines()
+    assert len(lines) == 12
+    assert [(m["role"], m["content"]) for m in json.loads(lines[3])["messages"]] == messages
+    assert (tmp_path / "out.jsonl").stat().st_mode & 0o777 == 0o600
+
+
+def test_tools_survive_and_are_checked(tmp_path):
+    call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    record = {
+        "messages": [
+            {"role": "user", "content": "add"}, {"role": "assistant", "tool_calls": [call], "weight": 0},
+            {"role": "tool", "tool_call_id": "c1", "content": "2"}, {"role": "assistant", "content": "2", "weight": 1},
+        ],
+        "tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}],
+    }  # fmt: skip
+    report = convert_to_chat(write(tmp_path / "f", *[record] * 10), tmp_path / "out")
+    assert report.ok
+    got = json.loads((tmp_path / "out").read_text().splitlines()[0])
+    assert got["messages"][1]["tool_calls"] == [call] and got["tools"] == record["tools"]
+    assert [m.get("weight") for m in got["messages"]] == [None, 0, None, 1]
+
+    call["function"]["arguments"] = "{a: 1}"
+    report = check_training_file(write(tmp_path / "f", record))
+    assert "arguments is not JSON" in report.errors[0][1]
+
+
+def test_preference_data_is_checked_not_converted(tmp_path):
+    pair = {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "a"},
+            "rejected": {"from": "gpt", "value": "b"}}  # fmt: skip
+    openai = {"input": {"messages": [{"role": "user", "content": "q"}]},
+              "preferred_output": [{"role": "assistant", "content": "a"}],
+              "non_preferred_output": [{"role": "assistant", "content": "b"}]}  # fmt: skip
+    report = convert_to_chat(write(tmp_path / "f", pair, openai), tmp_path / "out")
+    assert report.ok and report.shape == "preference" and not (tmp_path / "out").exists()
+    report = check_training_file(write(tmp_path / "f", {**pair, "chosen": {}}))
+    assert "'chosen'" in report.errors[0][1]
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"", "no examples"),
+        (b"\n \n", "no examples"),
+        (b"\xff\xfe{\x00}\x00", "UTF-16"),
+        (b"\x1f\x8b\x08\x00", "compressed"),
+        (b"[" * 100_000 + b"]" * 100_000, "deeper than 64"),
+        (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", "deeper than 64"),
+        (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not valid JSON"),
+        (b'[{"messages": "' + b"a" * 5000 + b'"}]', "longer than 1000"),
+        (b'{"messages": "' + b"a" * 5000 + b'"}', "5016 bytes long"),
+        (b'[{"messages": "' + b"\\" * 900, "cut off"),
+        (b'[{"a": 1}', "closing ]"),
+        (b'[{"a": 1}] x', "after the closing ]"),
+        (b"[1, 2]", "expected an object"),
+        (b'{"messages": "\xff"}', "not valid JSON"),
+        (b'{"messages": NaN}', "not valid JSON"),
+        (b'{"messages": ' + b"9" * 900 + b"}", "not valid JSON"),
+    ],
+)
+def test_hostile_files_are_refused_with_a_reason(tmp_path, content, reason):
+    (tmp_path / "f").write_bytes(content)
+    report = check_training_file(tmp_path / "f", max_example_bytes=1000 if b"aaa" in content else 1_000_000)
+    assert not report.ok and any(reason in why for _, why in report.errors), report.errors
+
+
+def test_errors_in_an_array_name_the_line(tmp_path):
+    (tmp_path / "f").write_text("[\n" + json.dumps(GOOD) + ",\n\n" + json.dumps({"messages": []}, indent=1) + "\n]")
+    report = check_training_file(tmp_path / "f")
+    assert report.n_examples == 1 and [line for line, _ in report.errors] == [4]
+
+
+def test_a_byte_order_mark_and_windows_lines_do_no_harm(tmp_path):
+    (tmp_path / "f").write_bytes(b"\xef\xbb\xbf" + (json.dumps(GOOD) + "\r\n").encode() * 10)
+    assert check_training_file(tmp_path / "f").n_examples == 10
+
+
+def test_gsm8k_as_published(tmp_path):
+    report = convert_to_chat(gsm8k(tmp_path / "g.jsonl", "train", 500), tmp_path / "out")
+    assert report.ok and report.n_examples == 500 and report.shape == "question_answer"
+    assert 50_000 < report.n_tokens_estimate < 120_000

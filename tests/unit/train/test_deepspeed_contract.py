@@ -1,0 +1,105 @@
+"""What `train.fragments` and `train.engine` take from inside DeepSpeed is still there, and means what we think."""
+
+import os
+
+import deepspeed
+import pytest
+import torch
+from deepspeed import comm
+from torch import nn
+
+from train import fragments
+from train.engine import init_world
+from train.group import free_port
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one():
+    before = dict(os.environ)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    init_world("cpu", 30.0)
+    yield
+    comm.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+class Tiny(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3, bias=False))
+        self.model[1].weight.requires_grad = False
+
+    def forward(self, x):
+        return self.model(x).float().square().mean()
+
+
+def engine_of(stage, precision):
+    torch.manual_seed(0)
+    module = Tiny()
+    trained = [p for p in module.parameters() if p.requires_grad]
+    config = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000}, "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"}, "zero_force_ds_cpu_optimizer": False,
+    }  # fmt: skip
+    if precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    optimizer = torch.optim.AdamW(trained, lr=0.1, fused=True)
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+    fragments.sum_gradients(engine)
+    return engine
+
+
+def steps(engine, n):
+    dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+    for _ in range(2 * n):
+        engine.backward(engine(torch.ones(1, 7, dtype=dtype)) * 1, scale_wrt_gas=False)
+        engine.step()
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fragments_cover_every_parameter_and_carry_the_state(stage, precision):
+    engine = engine_of(stage, precision)
+    assert [(p.name, p.shape, p.trained) for p in fragments.parameters(engine)] == [
+        ("0.weight", (5, 7), True), ("0.bias", (5,), True), ("1.weight", (3, 5), False),
+    ]  # fmt: skip
+    assert not fragments.has_moments(engine)
+    steps(engine, 1)
+    assert fragments.has_moments(engine)
+    before = {f.name: f for f in fragments.trained_fragments(engine)}
+    assert {n: (f.start, f.numel) for n, f in before.items()} == {"0.weight": (0, 35), "0.bias": (0, 5)}
+    for fragment in before.values():
+        assert fragment.weights.dtype == torch.float32 and set(fragment.moments) == set(fragments.MOMENTS)
+        assert fragment.moments["exp_avg"].abs().sum() > 0
+    (frozen,) = fragments.frozen_fragments(engine)
+    assert frozen.name == "1.weight" and frozen.numel == 15 and not frozen.moments
+    state = engine.optimizer.optimizer.state[fragments._flat_masters(engine)[0]]
+    assert state["step"].item() == 1.0
+
+    # A second engine given the first one's state goes on exactly as the first.
+    other = engine_of(stage, precision)
+    fragments.create_moments(other, 1)
+    for fragment in fragments.trained_fragments(other):
+        fragment.weights.copy_(before[fragment.name].weights)
+        for key, moment in fragment.moments.items():
+            moment.copy_(before[fragment.name].moments[key])
+    fragments.refresh_low_precision(other)
+    steps(engine, 2)
+    steps(other, 2)
+    after = {f.name: f.weights for f in fragments.trained_fragments(engine)}
+    for fragment in fragments.trained_fragments(other):
+        assert torch.equal(fragment.weights, after[fragment.name])
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_accumulated_gradients_are_summed_not_averaged(stage):
+    engine = engine_of(stage, "bf16")
+    steps(engine, 1)
+    torch.manual_seed(0)
+    plain = Tiny().to(torch.bfloat16)
+    (2 * plain(torch.ones(1, 7, dtype=torch.bfloat16))).backward()
+    norm = torch.cat([p.grad.float().flatten() for p in plain.parameters() if p.grad is not None]).norm()
+    assert float(engine.get_global_grad_norm()) == pytest.approx(norm.item(), rel=1e-2)

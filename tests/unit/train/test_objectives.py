@@ -1,0 +1,118 @@
+"""Packed rows and the fused loss are exact: the same loss and gradients as the plain way."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from tests.train_support.tiny import make_model_dir
+from train import objectives
+from train.errors import UnsupportedModel
+from train.model import linear_layers, load_model
+from train.objectives import SupervisedObjective, to_batch
+from train.packing import build_row
+from train.spec import TrainSpec
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2-tied", "sliding"])
+def spec(request, tmp_path_factory):
+    family, _, tied = request.param.partition("-")
+    config = {"family": family, "tied": bool(tied)}
+    if family == "sliding":
+        config = {"family": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+    base = make_model_dir(tmp_path_factory.mktemp("base"), dtype=torch.float32, **config)
+    return TrainSpec(job_id="j", base_path=str(base), train_path="", run_dir="", shm_root="", output_model="o",
+                     precision="fp32")  # fmt: skip
+
+
+def examples(n, seed=0):
+    draw = np.random.default_rng(seed)
+    made = []
+    for _ in range(n):
+        size = int(draw.integers(5, 60))
+        made.append((draw.integers(3, 384, size).astype(np.int32), draw.random(size) < 0.4))
+    return [(ids, mask if mask[1:].any() else np.ones_like(mask)) for ids, mask in made]
+
+
+def plain_loss(model, ids, mask):
+    """The textbook way: whole logits of one example, shifted labels."""
+    tokens = torch.from_numpy(ids.astype(np.int64))[None]
+    labels = torch.where(torch.from_numpy(mask), tokens[0], -100)
+    model.set_attn_implementation("eager")
+    logits = model(input_ids=tokens, use_cache=False).logits[0].float()
+    model.set_attn_implementation("packed")
+    return functional.cross_entropy(logits[:-1], labels[1:], reduction="sum")
+
+
+def gradients(model):
+    found = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    return found
+
+
+@pytest.mark.parametrize("chunk_bytes", [objectives.CHUNK_BYTES, 4 * 384 * 7])
+def test_packed_loss_and_gradients_equal_those_of_single_examples(spec, monkeypatch, chunk_bytes):
+    monkeypatch.setattr(objectives, "CHUNK_BYTES", chunk_bytes)
+    model = load_model(spec)
+    data = examples(6)
+    expected = sum(plain_loss(model, *example) for example in data)
+    expected.backward()
+    wanted = gradients(model)
+
+    objective = SupervisedObjective(model)
+    row = build_row([data[:4], data[4:]], 256, 0, packing=True)
+    got = objective(to_batch(row, 1.0, "cpu"))
+    got.backward()
+    assert torch.allclose(got, expected, rtol=1e-5)
+    for name, gradient in gradients(model).items():
+        assert torch.allclose(gradient, wanted[name], rtol=1e-4, atol=1e-5), name
+
+
+def test_what_stands_in_one_example_never_reaches_another(spec):
+    objective = SupervisedObjective(load_model(spec))
+    a, b, c = examples(3, seed=1)
+    with torch.no_grad():
+        alone = objective(to_batch(build_row([[a]], 128, 0, packing=True), 1.0, "cpu"))
+        after_b = objective(to_batch(build_row([[(b[0], b[1] & False), a]], 128, 0, packing=True), 1.0, "cpu"))
+        after_c = objective(to_batch(build_row([[(c[0], c[1] & False), a]], 128, 0, packing=True), 1.0, "cpu"))
+    assert after_b == after_c and torch.allclose(alone, after_b, rtol=1e-6)
+
+
+def test_the_scale_scales_loss_and_gradients(spec):
+    model = load_model(spec)
+    objective = SupervisedObjective(model)
+    row = build_row([examples(2)], 128, 0, packing=True)
+    losses, grads = [], []
+    for scale in (1.0, 0.25):
+        loss = objective(to_batch(row, scale, "cpu"))
+        (loss * 2).backward()
+        losses.append(loss.item())
+        grads.append(gradients(model))
+    assert losses[1] == pytest.approx(losses[0] / 4)
+    assert all(torch.allclose(grads[1][n] * 4, g, rtol=1e-4, atol=1e-6) for n, g in grads[0].items())
+
+
+def test_heads_with_extras_go_through_the_models_own_forward(spec):
+    model = load_model(spec)
+    row = build_row([examples(2)], 128, 0, packing=True)
+    fused = SupervisedObjective(model)
+    with torch.no_grad():
+        expected = fused(to_batch(row, 1.0, "cpu"))
+        fused._fused = False
+        assert torch.allclose(fused(to_batch(row, 1.0, "cpu")), expected, rtol=1e-5)
+
+
+def test_lora_freezes_all_but_its_factors_and_starts_as_the_base(spec, tmp_path):
+    base = load_model(spec)
+    lora = load_model(TrainSpec(**{**spec.__dict__, "full": False, "lora_rank": 4}))
+    trained = {name for name, p in lora.named_parameters() if p.requires_grad}
+    assert trained and all(".lora_" in name for name in trained)
+    assert set(linear_layers(base)) == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    row = build_row([examples(2)], 128, 0, packing=True)
+    with torch.no_grad():
+        losses = [SupervisedObjective(m)(to_batch(row, 1.0, "cpu")) for m in (base, lora)]
+    assert losses[0] == losses[1]
+    with pytest.raises(UnsupportedModel, match="lora_targets"):
+        load_model(TrainSpec(**{**spec.__dict__, "full": False, "lora_targets": ("nowhere",)}))
+    with pytest.raises(UnsupportedModel, match="cannot be loaded"):
+        load_model(TrainSpec(**{**spec.__dict__, "base_path": str(tmp_path)}))

@@ -1,0 +1,59 @@
+"""Learning rate and the order of data as pure functions of the step."""
+
+import numpy as np
+import pytest
+
+from train.packing import StepPlan, build_row, plan_packs
+from train.schedule import FLOOR_RATIO, learning_rate
+
+
+def test_warm_up_then_cosine_to_the_floor():
+    rates = [learning_rate(step, 100, peak=2.0, warmup_ratio=0.1) for step in range(100)]
+    assert rates[0] == pytest.approx(0.2) and rates[9] == 2.0 and rates[10] == 2.0
+    assert all(a < b for a, b in zip(rates[:9], rates[1:10], strict=True))
+    assert all(a > b for a, b in zip(rates[10:], rates[11:], strict=False))
+    assert rates[-1] == pytest.approx(2.0 * FLOOR_RATIO)
+    assert learning_rate(0, 1, peak=1.0, warmup_ratio=0) == 1.0
+
+
+def test_packs_hold_every_example_once_and_are_nearly_full():
+    lengths = np.random.default_rng(0).integers(20, 400, 3000)
+    packs = plan_packs(lengths, 512)
+    assert sorted(i for pack in packs for i in pack) == list(range(3000))
+    assert max(lengths[pack].sum() for pack in packs) <= 512
+    assert lengths.sum() / (len(packs) * 512) > 0.98
+    assert [p.tolist() for p in plan_packs(lengths[:3], 512, packing=False)] == [[0], [1], [2]]
+
+
+@pytest.mark.parametrize("n_packs, batch, epochs", [(10, 4, 3), (3, 8, 2), (7, 7, 1), (1, 4, 5)])
+def test_steps_do_not_depend_on_the_world_size(n_packs, batch, epochs):
+    plan = StepPlan(n_packs, batch, 1, epochs, seed=3)
+    seen = np.concatenate([plan.packs_of_step(step) for step in range(plan.total_steps)])
+    counts = np.bincount(seen[: n_packs * epochs], minlength=n_packs)
+    assert (counts == epochs).all(), "every pack once per epoch"
+    assert plan.epoch_end_steps()[-1] == plan.total_steps
+    for step in range(plan.total_steps):
+        whole = [(n, m.tolist()) for n, m in plan.micro_batches(step, 0, 1)]
+        for size in (1, 2, 4):
+            if batch % size == 0:
+                shared = [(n, m.tolist()) for rank in range(size) for n, m in plan.micro_batches(step, rank, size)]
+                assert sorted(shared) == whole
+
+
+def test_epochs_are_shuffled_anew_and_seeds_differ():
+    plan = StepPlan(64, 64, 1, 2, seed=1)
+    assert plan.packs_of_step(0).tolist() != plan.packs_of_step(1).tolist()
+    assert plan.packs_of_step(0).tolist() != StepPlan(64, 64, 1, 2, seed=2).packs_of_step(0).tolist()
+    assert plan.packs_of_step(1).tolist() == StepPlan(64, 64, 1, 2, seed=1).packs_of_step(1).tolist()
+
+
+def test_a_row_restarts_positions_and_learns_nothing_across_examples():
+    first = (np.array([5, 6, 7]), np.array([True, False, True]))
+    second = (np.array([8, 9]), np.array([True, True]))
+    row = build_row([[first, second], [second]], 8, 0, packing=True)
+    assert row.input_ids.tolist() == [5, 6, 7, 8, 9, 0, 0, 0, 8, 9, 0, 0, 0, 0, 0, 0]
+    assert row.position_ids.tolist() == [0, 1, 2, 0, 1, 0, 1, 2, 0, 1, 0, 1, 2, 3, 4, 5]
+    assert row.segments == ((0, 3), (3, 5), (5, 8), (8, 10), (10, 16))
+    # The first token of an example has nothing before it, although its mask says it is learnt.
+    assert row.predict_at.tolist() == [1, 3, 8] and row.labels.tolist() == [7, 9, 9] and row.n_tokens == 7
+    assert len(build_row([[first]], 8, 0, packing=False).input_ids) == 32
