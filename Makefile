@@ -47,5 +47,5 @@ lock: ## resolve images/requirements/*.in anew into cpu.txt and cuda.txt
 	images/lock.sh
 
 clean: ## remove the environment, caches and demo data
-	rm -rf $(VENV) $(VENV).lock .demo .benchmarks .pytest_cache .hypothesis .ruff_cache build *.egg-info
+	rm -rf $(VENV) .demo .benchmarks .pytest_cache .hypothesis .ruff_cache build *.egg-info
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

@@ -2,7 +2,7 @@
 # Installs the appliance and everything it needs into a virtual environment. Bare metal, the Dockerfiles, the systemd
 # unit, `make setup` and the tests all go through this one script.
 #
-#   images/install.sh [--venv DIR] [--build cpu|cuda] [--python PYTHON] [--no-compile] [--print-commands]
+#   images/install.sh [--venv DIR] [--build cpu|cuda] [--python PYTHON] [--no-compile] [--packages-only] [--print-commands]
 #
 #   VENV, APPLIANCE_BUILD, PYTHON   the same as the options; an option wins
 #
@@ -19,6 +19,7 @@ venv=${VENV:-$project/.venv}
 build=${APPLIANCE_BUILD:-}
 wanted_python=${PYTHON:-}
 compile=1
+packages_only=0
 dry=0
 
 say() { printf 'install: %s\n' "$*" >&2; }
@@ -32,6 +33,7 @@ while [ $# -gt 0 ]; do
         --python) wanted_python=${2:?--python needs an interpreter}; shift 2 ;;
         --compile) compile=1; shift ;;
         --no-compile) compile=0; shift ;;
+        --packages-only) packages_only=1; shift ;; # for image layers: everything but the appliance itself
         --print-commands) dry=1; shift ;;
         -h | --help) sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         *) die "unknown option $1; see --help" ;;
@@ -41,7 +43,7 @@ case $venv in /*) ;; *) venv=$PWD/$venv ;; esac
 
 # --- which build ---------------------------------------------------------------------------------------------------
 if [ -z "$build" ]; then
-    if [ -e /dev/nvidia0 ] || { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q GPU; }; then
+    if [ -e /dev/nvidia0 ] || [[ $(nvidia-smi -L 2>/dev/null || true) == *GPU* ]]; then
         build=cuda
     else
         build=cpu
@@ -71,9 +73,11 @@ fi
 digest() { cat "$@" | sha256sum | cut -c1-64; }
 stamp=$venv/.appliance-installed
 project_stamp="$(digest "$project/pyproject.toml") $project"
-if [ -x "$venv/bin/python" ] && ! fits "$venv/bin/python"; then
+[ "$packages_only" = 0 ] || project_stamp='packages only'
+clear=()
+if [ -L "$venv/bin/python" ] && ! fits "$venv/bin/python"; then
     say "$venv has no working Python 3.11 to 3.13 (its interpreter was removed or is another version); making it anew"
-    run rm -rf -- "$venv"
+    clear=(--clear)
 fi
 # The lock counts without its comments: regenerating it with the same versions installs nothing.
 lock_stamp="$build $(grep -vE '^ *#' "$lock" | sha256sum | cut -c1-64)"
@@ -85,10 +89,10 @@ fi
 
 # --- what the system must have -------------------------------------------------------------------------------------
 has_library() { "$python" -c 'import ctypes, sys; ctypes.CDLL(sys.argv[1])' "$1" 2>/dev/null; }
-if [ "$build" = cpu ] && ! has_library libnuma.so.1; then
+if [ "$dry" = 0 ] && [ "$build" = cpu ] && ! has_library libnuma.so.1; then
     die "libnuma.so.1 is missing, vLLM's CPU build needs it: 'apt-get install libnuma1' or 'dnf install numactl-libs'"
 fi
-if [ "$build" = cuda ]; then
+if [ "$dry" = 0 ] && [ "$build" = cuda ]; then
     if ! command -v cc >/dev/null && ! command -v gcc >/dev/null; then
         die "no C compiler (cc or gcc): Triton compiles GPU kernels with it when models load: 'apt-get install gcc'"
     fi
@@ -105,14 +109,15 @@ fi
 
 # Two runs at once (`make demo` beside `make test`) must not write into one environment.
 if [ "$dry" = 0 ]; then
-    mkdir -p "$(dirname "$venv")" || die "cannot create $(dirname "$venv")"
-    exec 9>"$venv.lock" || die "cannot write $venv.lock"
+    mkdir -p "$venv" || die "cannot create $venv"
+    exec 9>"$venv/.installing" || die "cannot write into $venv"
     if command -v flock >/dev/null && ! flock -n 9; then
         say "another installation into $venv is running; waiting for it"
         flock 9
         # What stands there has changed since it was looked at above: begin again.
         exec env VENV="$venv" APPLIANCE_BUILD="$build" PYTHON="$python" "${BASH_SOURCE[0]}" \
-            "$([ $compile = 1 ] && echo --compile || echo --no-compile)"
+            "$([ $compile = 1 ] && echo --compile || echo --no-compile)" \
+            $([ $packages_only = 0 ] || echo --packages-only)
     fi
     if [ "$done_lock" != "$lock_stamp" ]; then
         free_kb=$(df -Pk "$(dirname "$venv")" | awk 'NR == 2 {print $4}')
@@ -123,13 +128,13 @@ if [ "$dry" = 0 ]; then
 fi
 
 # --- environment ---------------------------------------------------------------------------------------------------
-if [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
+if [ ${#clear[@]} -gt 0 ] || [ ! -x "$venv/bin/python" ] || ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then
     say "making $venv with $python ($("$python" --version 2>&1))"
     if "$python" -c 'import venv, ensurepip' 2>/dev/null; then
-        run "$python" -m venv "$venv"
+        run "$python" -m venv "${clear[@]}" "$venv"
     elif "$python" -c 'import venv, pip' 2>/dev/null; then
         # Debian splits ensurepip off; a system pip can put one into the environment instead.
-        run "$python" -m venv --without-pip "$venv"
+        run "$python" -m venv "${clear[@]}" --without-pip "$venv"
         run "$python" -m pip --python "$venv/bin/python" install --quiet pip
     else
         version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
@@ -182,11 +187,14 @@ if [ "$done_lock" != "$lock_stamp" ]; then
                 "Put its wheel for $("$venv/bin/python" --version) into a directory and set PIP_FIND_LINKS to it"
     fi
     say "installing the other packages of $(basename "$lock"); this takes a minute or two"
-    pip_install "$(grep -E '^[A-Za-z0-9]' "$lock" | grep -vc "'never'")" -r "$lock" || die "pip could not install $lock (see its message above); a second run continues here"
+    pip_install "$(grep -E '^[A-Za-z0-9]' "$lock" | grep -vc "'never'")" -r "$lock" ||
+        die "pip could not install $lock (see its message above); a second run continues here"
 fi
 
-say "installing the appliance itself"
-pip_install 1 --no-build-isolation --editable "$project" || die "pip could not install $project (see above)"
+if [ "$packages_only" = 0 ]; then
+    say "installing the appliance itself"
+    pip_install 1 --no-build-isolation --editable "$project" || die "pip could not install $project (see above)"
+fi
 
 # --- byte-compile --------------------------------------------------------------------------------------------------
 # Without .pyc files the first start of a box takes 15 to 20 s longer. Tests and the hundreds of model families that a
@@ -195,7 +203,7 @@ if [ "$compile" = 1 ] && [ "$done_lock" != "$lock_stamp" ]; then
     say "byte-compiling"
     run "$venv/bin/python" -m compileall -q -j 0 \
         -x '/(tests?|testing|test_.*)/|/transformers/models/(?!(auto|llama|qwen2|qwen3|mistral)/)|/vllm/model_executor/models/[a-km-pr-z]|/(sympy|matplotlib|tensorboard|triton/backends/(amd|intel))/|/torch/(_inductor|onnx|ao)/|/ray/(rllib|tune|data|train|serve)/' \
-        "$venv"/lib/python3*/site-packages >/dev/null || true
+        "$venv"/lib/python3*/site-packages || true
 fi
 
 # --- does it work? -------------------------------------------------------------------------------------------------

@@ -1,0 +1,85 @@
+"""Dockerfiles, compose file and systemd unit: what they refer to exists, and all go through the install script."""
+
+import configparser
+import re
+import shlex
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+PROJECT = Path(__file__).resolve().parents[3]
+IMAGES = PROJECT / "images"
+DOCKERFILES = sorted(IMAGES.glob("Dockerfile.*"))
+
+
+def instructions(path: Path) -> list[tuple[str, str]]:
+    """(instruction, arguments) with continued lines joined and comments dropped."""
+    text = re.sub(r"^\s*#.*\n", "", path.read_text(), flags=re.M)
+    lines = re.sub(r"\\\n", " ", text).splitlines()
+    return [tuple(line.split(None, 1)) for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda p: p.name)
+def test_what_a_dockerfile_copies_exists_and_install_sh_does_the_rest(dockerfile):
+    build = dockerfile.suffix.removeprefix(".")
+    steps = instructions(dockerfile)
+    for name, arguments in steps:
+        if name == "COPY":
+            *sources, _ = [a for a in shlex.split(arguments) if not a.startswith("--")]
+            assert all((PROJECT / source).exists() for source in sources), arguments
+    runs = [arguments for name, arguments in steps if name == "RUN" and "install.sh" in arguments]
+    assert len(runs) == 2 and all(f"--build {build}" in r for r in runs) and "--packages-only" in runs[0]
+    assert not [a for name, a in steps if name == "RUN" and re.search(r"\bpip3? install|conda |uv ", a)]
+    assert ("USER", "appliance") in steps
+    assert steps[-2][0] == "ENTRYPOINT" and steps[-1][0] == "CMD" and '"up"' in steps[-1][1]
+
+
+def test_the_base_images_python_is_one_the_script_accepts():
+    for dockerfile in DOCKERFILES:
+        assert re.search(r"^FROM python:3\.1[123]-slim", dockerfile.read_text(), re.M)
+
+
+def test_compose_builds_both_images_with_enough_shared_memory_and_on_loopback_only():
+    compose = yaml.safe_load((IMAGES / "compose.yaml").read_text())
+    assert set(compose["services"]) == {"cpu", "cuda"}
+    for name, service in compose["services"].items():
+        assert (IMAGES / service["build"]["context"]).resolve() == PROJECT
+        assert (PROJECT / service["build"]["dockerfile"]).name == f"Dockerfile.{name}"
+        assert service["shm_size"].endswith("8gb}") and service["profiles"] == [name]
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+
+
+def test_the_unit_starts_the_console_script_that_the_project_declares():
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str
+    unit.read(IMAGES / "appliance.service")
+    program, *arguments = shlex.split(unit["Service"]["ExecStart"])
+    scripts = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]["scripts"]
+    assert Path(program).name in scripts and arguments[0] == "up"
+    assert unit["Service"]["RemoveIPC"] == "no" and unit["Service"]["KillMode"] == "mixed"
+    assert "images/install.sh" in (IMAGES / "appliance.service").read_text()
+
+
+def test_locks_pin_everything_without_urls_and_agree_with_what_is_asked_for():
+    for build in ("cpu", "cuda"):
+        lines = (IMAGES / "requirements" / f"{build}.txt").read_text().splitlines()
+        pins = [line for line in lines if line and not line.lstrip().startswith("#")]
+        assert all(re.match(r"[a-z0-9._-]+(\[[a-z,-]+\])?==\S+( ;.*)?$", pin) for pin in pins)
+        assert not any("://" in pin or pin.startswith("-") for pin in pins)
+        asked = (IMAGES / "requirements" / f"{build}.in").read_text() + (IMAGES / "requirements/common.in").read_text()
+        for wanted in re.findall(r"^([a-z0-9-]+)==(\S+)", asked, re.M):
+            assert any(pin.split(" ;")[0] == "==".join(wanted) for pin in pins), wanted
+
+
+def test_make_targets_refer_to_what_exists():
+    makefile = (PROJECT / "Makefile").read_text()
+    for script in re.findall(r"(images/[a-z-]+\.sh)", makefile):
+        assert (PROJECT / script).exists()
+    plan = subprocess.run(
+        ["make", "-n", "test"], cwd=PROJECT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    assert "install.sh" in plan[0] and "run-tests.sh" in plan[1]
+    assert "make test" in (PROJECT / ".ci" / "run").read_text()

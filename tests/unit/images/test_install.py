@@ -1,0 +1,211 @@
+"""The install script without its downloads: what it would run, what it refuses, and that a second run does nothing.
+
+A fake pip records its arguments and environment; everything else of the script is real.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROJECT = Path(__file__).resolve().parents[3]
+INSTALL = PROJECT / "images" / "install.sh"
+
+# Stands in for `python -m pip` inside the new environment: records, and fails for what FAIL_ON matches.
+FAKE_PIP = """
+import json, os, re, sys
+with open(os.environ["PIP_RECORD"], "a") as record:
+    settings = {k: v for k, v in os.environ.items() if k.startswith("PIP_")}
+    record.write(json.dumps([sys.argv[1:], settings]) + "\\n")
+if "--version" in sys.argv:
+    print("pip 99")
+    sys.exit(0)
+pattern = os.environ.get("FAIL_ON")
+if pattern and re.search(pattern, " ".join(sys.argv)):
+    sys.exit("ERROR: No matching distribution found")
+print("Collecting something")
+"""
+
+
+def run(*options: str, env: dict[str, str] | None = None, script: Path = INSTALL) -> subprocess.CompletedProcess:
+    clean = {k: v for k, v in os.environ.items() if k not in ("VENV", "APPLIANCE_BUILD", "PYTHON")}
+    return subprocess.run(
+        [str(script), *options],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=clean | {"PYTHON": sys.executable} | (env or {}),
+    )
+
+
+@pytest.fixture
+def box(tmp_path: Path) -> dict[str, str]:
+    """An environment directory whose pip and packages are fakes, so that a run completes in a second."""
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    (packages,) = (venv / "lib").glob("python3*/site-packages")
+    (packages / "pip").mkdir()
+    (packages / "pip" / "__init__.py").touch()
+    (packages / "pip" / "__main__.py").write_text(FAKE_PIP)
+    for name in ("torch", "ray", "safetensors", "openai"):
+        (packages / f"{name}.py").touch()
+    return {"VENV": str(venv), "APPLIANCE_BUILD": "cpu", "PIP_RECORD": str(tmp_path / "record")}
+
+
+def calls(box: dict[str, str]) -> list[list[str]]:
+    import json
+
+    lines = Path(box["PIP_RECORD"]).read_text().splitlines() if Path(box["PIP_RECORD"]).exists() else []
+    return [arguments for arguments, _ in map(json.loads, lines) if "install" in arguments]
+
+
+@pytest.mark.parametrize(
+    "script", [*sorted((PROJECT / "images").glob("*.sh")), PROJECT / ".ci" / "run"], ids=lambda p: p.name
+)
+def test_scripts_parse_and_are_executable(script):
+    assert os.access(script, os.X_OK)
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", "--severity", "warning", str(script)], check=True)
+
+
+def test_the_plan_is_torch_then_the_lock_then_the_project(tmp_path):
+    done = run("--print-commands", "--build", "cpu", "--venv", str(tmp_path / "v"))
+    assert done.returncode == 0, done.stderr
+    commands = done.stdout.splitlines()
+    torch = re.search(r"^torch==(\S+)", (PROJECT / "images/requirements/cpu.txt").read_text(), re.M)[1]
+    assert f"venv {tmp_path}/v" in commands[0]
+    assert f"torch==={torch}" in commands[1]
+    assert commands[2].rstrip().endswith(f"-r {PROJECT}/images/requirements/cpu.txt")
+    assert f"--no-build-isolation --editable {PROJECT}" in commands[3]
+    assert "compileall" in commands[4]
+    assert all("--no-deps" in command for command in commands[1:4])
+    assert not (tmp_path / "v").exists()
+
+
+def test_cuda_takes_torch_by_string_equality_so_a_cpu_wheel_cannot_win(tmp_path):
+    done = run("--print-commands", "--build", "cuda", "--venv", str(tmp_path / "v"))
+    assert re.search(r"torch===\d+\.\d+\.\d+ ", done.stdout), done.stderr
+    assert "+cpu" not in done.stdout
+
+
+def test_pip_settings_reach_pip_untouched_and_no_other_index_is_named(box):
+    settings = {"PIP_INDEX_URL": "https://mirror.example/simple", "PIP_FIND_LINKS": "/wheels", "PIP_CERT": "/ca.pem",
+                "PIP_EXTRA_INDEX_URL": "https://more.example/simple", "PIP_CONFIG_FILE": "/my/pip.conf"}  # fmt: skip
+    done = run("--no-compile", env=box | settings)
+    assert done.returncode == 0, done.stderr
+    import json
+
+    for line in Path(box["PIP_RECORD"]).read_text().splitlines():
+        arguments, seen = json.loads(line)
+        assert settings.items() <= seen.items()
+        assert not [a for a in arguments if "index" in a or "find-links" in a or "://" in a]
+
+
+def test_a_second_run_does_nothing_and_a_changed_lock_installs_again(box, tmp_path):
+    copy = tmp_path / "project"
+    shutil.copytree(PROJECT / "images", copy / "images")
+    shutil.copy(PROJECT / "pyproject.toml", copy)
+    script = copy / "images" / "install.sh"
+    assert run("--no-compile", env=box, script=script).returncode == 0
+    assert len(calls(box)) == 3
+    again = run("--no-compile", env=box, script=script)
+    assert again.returncode == 0 and again.stderr == "" and len(calls(box)) == 3
+
+    lock = copy / "images" / "requirements" / "cpu.txt"
+    lock.write_text(lock.read_text() + "# a comment changes nothing\n")
+    assert run("--no-compile", env=box, script=script).returncode == 0 and len(calls(box)) == 3
+    with (copy / "pyproject.toml").open("a") as project:
+        project.write("\n# new entry point\n")
+    assert run("--no-compile", env=box, script=script).returncode == 0
+    assert len(calls(box)) == 4 and "--editable" in calls(box)[-1]
+    lock.write_text(lock.read_text() + "newpackage==1.0\n")
+    assert run("--no-compile", env=box, script=script).returncode == 0 and len(calls(box)) == 7
+
+
+def test_torch_falls_back_to_its_own_index_with_a_message(box):
+    done = run("--no-compile", env=box | {"FAIL_ON": r"^(?!.*download\.pytorch\.org).*torch==="})
+    assert done.returncode == 0, done.stderr
+    assert "not to be had from your package index" in done.stderr
+    first, second = calls(box)[:2]
+    assert "--extra-index-url" not in first
+    assert second[second.index("--extra-index-url") + 1] == "https://download.pytorch.org/whl/cpu"
+
+
+def test_torch_nowhere_is_a_clear_error_and_no_stamp_remains(box):
+    done = run("--no-compile", env=box | {"FAIL_ON": "torch==="})
+    assert done.returncode == 1
+    assert "found neither in your index" in done.stderr and "PIP_FIND_LINKS" in done.stderr
+    assert not (Path(box["VENV"]) / ".appliance-installed").exists()
+    assert run("--no-compile", env=box).returncode == 0
+
+
+def test_a_failed_lock_says_that_a_second_run_continues(box):
+    done = run("--no-compile", env=box | {"FAIL_ON": " -r "})
+    assert done.returncode == 1 and "a second run continues here" in done.stderr
+    assert run("--no-compile", env=box).returncode == 0
+
+
+def test_half_unpacked_packages_are_not_taken_for_installed(box):
+    (packages,) = (Path(box["VENV"]) / "lib").glob("python3*/site-packages")
+    torn, whole = packages / "torn-1.0.dist-info", packages / "whole-1.0.dist-info"
+    for metadata in (torn, whole):
+        metadata.mkdir()
+        (metadata / "METADATA").touch()
+    (whole / "RECORD").touch()
+    assert run("--no-compile", env=box).returncode == 0
+    assert not torn.exists() and whole.exists()
+
+
+def test_an_environment_that_does_not_import_is_reported(box):
+    (packages,) = (Path(box["VENV"]) / "lib").glob("python3*/site-packages")
+    (packages / "torch.py").write_text("raise ImportError('libgomp.so.1: cannot open shared object file')")
+    done = run("--no-compile", env=box)
+    assert done.returncode == 1 and "libgomp.so.1" in done.stderr
+    assert not (Path(box["VENV"]) / ".appliance-installed").exists()
+
+
+def test_packages_only_leaves_the_project_for_later(box):
+    assert run("--no-compile", "--packages-only", env=box).returncode == 0
+    assert not [c for c in calls(box) if "--editable" in c]
+    assert run("--no-compile", env=box).returncode == 0
+    assert [c for c in calls(box) if "--editable" in c] and len(calls(box)) == 3
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--build", "rocm"), "expected cpu or cuda"),
+        (("--frobnicate",), "unknown option --frobnicate"),
+        (("--python", "/bin/true-python-3.4"), "no Python 3.11, 3.12 or 3.13"),
+    ],
+)
+def test_bad_options_are_named(tmp_path, options, says):
+    done = run("--venv", str(tmp_path / "v"), *options)
+    assert done.returncode == 1 and says in done.stderr
+    assert not (tmp_path / "v").exists()
+
+
+def test_a_python_without_venv_says_what_to_install(tmp_path):
+    python = tmp_path / "python3.11"
+    python.write_text(f'#!/bin/sh\ncase "$*" in *"import venv"*) exit 1 ;; esac\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    done = run("--venv", str(tmp_path / "v"), "--build", "cpu", "--python", str(python))
+    assert done.returncode == 1 and re.search(r"apt-get install python3\.\d+-venv", done.stderr)
+
+
+def test_the_detected_build_is_cuda_where_nvidia_smi_lists_a_gpu(tmp_path):
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text('#!/bin/sh\n[ "$1" = -L ] && echo \'GPU 0: NVIDIA H100 (UUID: x)\'\n[ "$1" != -L ] && echo 590.1\n')
+    smi.chmod(0o755)
+    env = {"PATH": f"{smi.parent}:{os.environ['PATH']}"}
+    done = run("--print-commands", "--venv", str(tmp_path / "v"), env=env)
+    assert "requirements/cuda.txt" in done.stdout, done.stderr
+    if not Path("/dev/nvidia0").exists():
+        smi.unlink()
+        assert "requirements/cpu.txt" in run("--print-commands", "--venv", str(tmp_path / "v"), env=env).stdout
