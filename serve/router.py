@@ -97,7 +97,7 @@ class Router:
         self._states = states
         self.loads = {key: load for key, load in self.loads.items() if key in states or load.inflight}
 
-    def choose(self, name: str, tokens: int, stream: bool, prefix: int, now_s: float) -> Choice | None:
+    def choose(self, name: str, tokens: int, stream: bool, prefix: bytes, now_s: float) -> Choice | None:
         """Place a request, or None when no replica of the model can take it now. Raises KeyError: unknown model."""
         best: Replica | None = None
         best_load: Load | None = None
@@ -163,5 +163,6 @@ class Router:
         }
 
 
-def _score(replica_id: str, prefix: int) -> int:
-    return zlib.crc32(replica_id.encode(), prefix)
+def _score(replica_id: str, prefix: bytes) -> int:
+    # CRC is linear, so on its own the order of the replicas would hang on a few bits of the text; the product mixes.
+    return zlib.crc32(zlib.crc32(prefix).to_bytes(4, "little") + replica_id.encode()) * 0x9E3779B1 & 0xFFFFFFFF

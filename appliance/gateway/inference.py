@@ -182,6 +182,7 @@ class Exchange:
         self._conn = conn
         self._progress_s = now
         self._kept, self._kept_bytes = [], 0
+        # Not the client's id, and a new one for each attempt: an engine must never see one twice.
         engine_id = self.gateway.new_request_id()
         assert request.route is not None
         conn.start(self, wire.engine_head(request.route.path, engine_id, len(self._body)) + self._body)

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import ctypes
 import dataclasses
+import gc
 import logging
 import os
 import resource
@@ -66,6 +67,11 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
     keyed = asyncio.Event()
     bus = BusClient(gateway, on_table=lambda: keyed.set() if gateway.keys else None)
     bus_task = loop.create_task(bus.run())
+    # Everything imported lives as long as the process: without this each full collection walks all of it while
+    # every stream waits. Requests form no lasting cycles, so collections may be rare.
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
     port = await gateway.listen(config.host if config.is_loopback else "127.0.0.1", config.port, reuse_port=reuse_port)
     _announce(config.host if config.is_loopback else "127.0.0.1", port)
     waiting = [loop.create_task(stop.wait())]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import zlib
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,14 +46,14 @@ _DATA_AUDIO = re.compile(r"data:audio/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0
 _INT64 = (1 << 63) - 1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Checked:
     """tokens: estimate of prompt plus completion, for routing only. prefix: same for requests that begin alike."""
 
     model: str
     stream: bool
     tokens: int
-    prefix: int
+    prefix: bytes
 
 
 def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
@@ -89,20 +88,23 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
         elif key in number_rules:
             if value is not None:
                 _number(key, value, *number_rules[key])
-    _template_kwargs(data.get("chat_template_kwargs"))
+    if "chat_template_kwargs" in data:
+        _template_kwargs(data["chat_template_kwargs"])
     # Depth can only exceed the limit if there are that many opening brackets; most bodies have fewer.
     deep = body.count(b"{") + body.count(b"[") > limits.json_depth
     if deep or _is_structured(data):
         _walk(data, limits.json_depth)
     count = _inputs(route, data, limits)
     completion = _completion_tokens(data)
-    sequences = count * max(data.get("n") or 1, data.get("best_of") or 1)
+    sequences = count
+    if "n" in data or "best_of" in data:
+        sequences *= max(data.get("n") or 1, data.get("best_of") or 1)
     if sequences > limits.sequences:
         raise errors.bad_request(
             f"The request asks for {sequences} sequences (inputs × n), at most {limits.sequences} are allowed.",
             param="n",
         )
-    return Checked(model, bool(stream), len(body) // 4 + min(completion, 4096) * sequences, zlib.crc32(_prefix(data)))
+    return Checked(model, bool(stream), len(body) // 4 + min(completion, 4096) * sequences, _prefix(data))
 
 
 _RULES_OF: dict[int, tuple[Limits, dict[str, tuple[type, float, float]]]] = {}

@@ -273,8 +273,9 @@ class ClientConnection(asyncio.Protocol):
         request = self._parsing
         if request is None:
             return  # answered and closing
-        request.body_bytes += len(data)
-        self._window_bytes += len(data)
+        length = len(data)
+        request.body_bytes += length
+        self._window_bytes += length
         if request.refusal is not None:
             if request.body_bytes > _DISCARD_BYTES:
                 raise request.refusal
@@ -284,7 +285,7 @@ class ClientConnection(asyncio.Protocol):
         if request.body_bytes > limit:
             raise errors.body_too_large(limit)
         if request.buffered:
-            self.gateway.take_body(request, len(data))
+            self.gateway.take_body(request, length)
             request.chunks.append(data)
         elif request is self.active_request and self.active is not None:
             self.active.body(data)
