@@ -1,0 +1,1 @@
+"""The `appliance` command: a thin HTTP client. It imports neither Ray, torch, vLLM nor the openai package."""

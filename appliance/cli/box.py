@@ -1,0 +1,197 @@
+"""`appliance up`, `down` and `status`."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import formats, output
+from appliance.cli.command import DATA_DIR, EVERY, OUTPUT, WATCH, Session, examples, for_box, group
+from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.gpu import holder
+from appliance.cli.job import jobs_table
+from appliance.cli.locate import BoxFile
+from appliance.cli.mode import handover_steps
+
+_STOP_S = 300.0
+
+
+app = group("The box itself.")
+
+
+@app.command(
+    epilog=examples(
+        "appliance up                              in the foreground; Ctrl-C stops it in order",
+        "appliance up --detach                     in the background; returns when it answers",
+        "appliance up --data-dir /srv/box --port 9000 --devices 4",
+        "appliance up --config box.toml            see docs/operations.md for every key",
+        "",
+        "After a crash, the same command brings back jobs, models, keys and mode and continues the work.",
+    )
+)
+def up(
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave it running in the background.")] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            envvar="APPLIANCE_CONFIG",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            help="Default: appliance.toml in the data directory, if there is one.",
+        ),
+    ] = None,
+    data_dir: DATA_DIR = None,
+    host: Annotated[
+        str | None, typer.Option("--host", help="Default: 127.0.0.1. Wider ones open once a key exists.")
+    ] = None,
+    port: Annotated[int | None, typer.Option("--port", min=1, max=65535, help="Default: 8000.")] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices", metavar="auto|N", help="auto: every GPU, else 8 CPU devices; N: so many CPU devices."
+        ),
+    ] = None,
+    output_format: OUTPUT = "table",
+) -> None:
+    """Start the box on this machine.
+
+    Starts Ray, the scheduler and the gateway; shows the endpoint and, once, a first API key.
+    """
+    # Fenced: pydantic and the configuration would double the time of `--help`.
+    from appliance.cli.up import MainProcess
+    from appliance.config import ConfigError, load_config
+
+    asked = {"data_dir": data_dir, "host": host, "port": port, "devices": _devices(devices)}
+    try:
+        resolved = load_config(config, asked)
+    except ConfigError as error:
+        raise BadUsage(str(error)) from error
+    folder = Path(resolved.box.data_dir)
+    process = MainProcess(resolved.model_dump_json(), folder, detach=detach)
+    try:
+        with output.progress("starting the box") if detach else output.quiet() as meter:
+            announced = process.wait_until_ready(meter.update)
+    except KeyboardInterrupt:
+        process.stop()
+        process.wait()
+        raise
+    answer = {"url": announced["url"], "data_dir": str(folder), "first_key": announced.get("first_key")}
+    if output_format == "json":
+        output.print_json(answer)
+    else:
+        output.draw(_ready(answer, detach))
+    if not detach:
+        _stay(process)
+
+
+@app.command(epilog=examples("appliance down", "appliance down --data-dir /srv/box"))
+def down(
+    data_dir: DATA_DIR = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Then exit code 124.")
+    ] = _STOP_S,
+    force: Annotated[
+        bool, typer.Option("--force", help="Kill it; the next `up` continues from what was saved.")
+    ] = False,
+) -> None:
+    """Stop the box on this machine.
+
+    Requests finish, jobs are suspended, and what only memory holds is saved. Without a box it does nothing.
+    """
+    from appliance.cli.up import stop_box
+
+    box = BoxFile.read(data_dir)
+    with output.progress("stopping the box") as meter:
+        ran = stop_box(box, timeout_s=timeout, kill=force, on_message=meter.update)
+    if not ran:
+        print(f"no box runs on {box.data_dir}")
+        return
+    left = BoxFile.read(box.data_dir)
+    print(f"the box on {box.data_dir} {'was killed' if force else 'has stopped'}")
+    if not force and left.message:
+        output.say(f"note: {left.message}")
+
+
+@app.command(epilog=examples("appliance status", "appliance status --watch", "appliance status -o json"))
+@for_box
+def status(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
+    """The box at a glance.
+
+    Mode, devices, replicas, jobs, memory, and the hand-over that is going on.
+    """
+    session.follow(lambda: session.client.get("/admin/v1/status"), _status, watch, every)
+
+
+def _devices(text: str | None) -> str | int | None:
+    if text is None or text == "auto":
+        return text
+    if not (text.isascii() and text.isdigit()):
+        raise BadUsage(f"--devices is {text!r}; expected auto or a number of logical CPU devices")
+    return int(text)
+
+
+def _stay(process: Any) -> None:
+    """Until the box ends. Every signal that would end us ends it instead, in order; a second one kills it."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: process.stop())
+    code = process.wait()
+    if code != 0:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        raise CommandFailed(f"the box {how}; `appliance up` continues its work")
+
+
+def _ready(answer: dict[str, Any], detached: bool) -> Any:
+    shown = [("endpoint", answer["url"]), ("data", answer["data_dir"])]
+    if answer["first_key"]:
+        shown.append(("API key", f"{answer['first_key']}   (shown once; `appliance key create` makes more)"))
+    shown.append(("stop", "appliance down" if detached else "Ctrl-C"))
+    return output.above("The box is ready.", output.fields(shown))
+
+
+def _status(now: dict[str, Any]) -> Any:
+    box, mode, memory = now["box"], now["mode"], now["memory"]
+    split = mode["train_devices"]
+    busy = sum(device["holder"] is not None for device in now["devices"])
+    about = output.fields([
+        ("box", f"{box['id']}, version {box['version']}, up for {formats.duration(time.time() - box['started_s'])}"),
+        ("endpoint", box["url"]),
+        ("data", box["data_dir"]),
+        ("mode", mode["policy"] + ("" if split is None else f", {split} devices for training at most")),
+        ("devices", f"{busy} of {len(now['devices'])} held"),
+        ("weights", f"{formats.size(memory['used_bytes'])} in shared memory, at most {_budget(memory)}"),
+    ])  # fmt: skip
+    devices = output.table(
+        ("DEVICE", "KIND", "HEALTH", "HOLDER"),
+        ((d["id"], d["kind"], d["health"], holder(d)) for d in now["devices"]),
+        empty="no devices",
+    )
+    replicas = output.table(
+        ("REPLICA", "MODEL", "VERSION", "STATE", ">DEVICES", ">REQUESTS", ">MEMORY"),
+        (
+            (
+                r["id"],
+                r["model"],
+                r["version"],
+                r["state"],
+                len(r["devices"]),
+                r["inflight"],
+                formats.size(r["rss_bytes"]),
+            )
+            for r in now["replicas"]
+        ),
+        empty="no replicas: a model starts when it is asked for",
+    )
+    jobs = jobs_table({"data": now["jobs"]}) if now["jobs"] else "no unfinished jobs"
+    handover = handover_steps(now["handover"]) if now["handover"] else None
+    notes = "\n".join(f"! {note}" for note in now.get("notes") or ()) or None
+    return output.stack(about, devices, replicas, jobs, handover, notes)
+
+
+def _budget(memory: dict[str, Any]) -> str:
+    return "what is free" if memory["budget_bytes"] is None else formats.size(memory["budget_bytes"])

@@ -1,0 +1,142 @@
+"""`appliance chat`: talk to a model in the terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from appliance.cli import output, paths
+from appliance.cli.command import Session, examples, for_box, group
+from appliance.cli.complete import models as complete_models
+from appliance.cli.errors import AuthFailed, BadUsage, CliError
+
+if TYPE_CHECKING:
+    from appliance.cli.client import Client
+
+PATH = "/v1/chat/completions"
+# A held request may wait for an engine to wake; the box itself answers 503 when it gives up.
+_TIMEOUT_S = 900.0
+_KEY_ARRIVES_S = 3.0
+
+
+app = group("Talk to a model in the terminal.")
+
+
+@app.command(
+    epilog=examples(
+        'appliance chat starter "Tell me a story."',
+        "appliance chat starter                        a conversation; an empty line or Ctrl-D ends it",
+        "cat question.txt | appliance chat starter",
+        'appliance chat starter "2+2?" --max-tokens 20 --temperature 0 -o json',
+    )
+)
+@for_box
+def chat(
+    session: Session,
+    model: Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)],
+    prompt: Annotated[str | None, typer.Argument(metavar="[PROMPT]", show_default=False)] = None,
+    system: Annotated[str | None, typer.Option("--system", help="A system message to begin with.")] = None,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="Of each answer.")] = 512,
+    temperature: Annotated[
+        float | None, typer.Option("--temperature", min=0, max=2, help="0: always the same.")
+    ] = None,
+) -> None:
+    """Talk to a model in the terminal.
+
+    One question with a PROMPT, a conversation without.
+    """
+    interactive = prompt is None and sys.stdin.isatty()
+    if session.as_json and interactive:
+        raise BadUsage("-o json needs a PROMPT, or one on stdin")
+    settings = {"model": model, "max_tokens": max_tokens} | (
+        {} if temperature is None else {"temperature": temperature}
+    )
+    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
+    with _gateway(session) as gateway:
+        if interactive:
+            _converse(gateway, settings, messages)
+            return
+        text = sys.stdin.read() if prompt is None else prompt
+        if not text.strip():
+            raise BadUsage("the prompt is empty")
+        messages.append({"role": "user", "content": text})
+        if session.as_json:
+            body = settings | {"messages": messages}
+            output.print_json(gateway.send("POST", PATH, body=body, timeout_s=_TIMEOUT_S))
+        else:
+            _answer(gateway, settings, messages)
+
+
+def _converse(gateway: Client, settings: dict[str, Any], messages: list[dict[str, str]]) -> None:
+    output.say(f"talking to {settings['model']}; an empty line or Ctrl-D ends it")
+    while True:
+        try:
+            text = input("> ")
+        except EOFError:
+            print(file=sys.stderr)
+            return
+        if not text.strip():
+            return
+        messages.append({"role": "user", "content": text})
+        messages.append({"role": "assistant", "content": _answer(gateway, settings, messages)})
+
+
+def _answer(gateway: Client, settings: dict[str, Any], messages: list[dict[str, str]]) -> str:
+    """Print the answer as it comes; returns it whole."""
+    body = settings | {"messages": messages, "stream": True}
+    pieces = []
+    try:
+        for event in gateway.stream_events(PATH, body, _TIMEOUT_S):
+            for choice in event.get("choices", ()):
+                piece = (choice.get("delta") or {}).get("content") or ""
+                pieces.append(piece)
+                print(_printable(piece), end="", flush=True)
+    finally:
+        print(flush=True)
+    return "".join(pieces)
+
+
+@contextlib.contextmanager
+def _gateway(session: Session) -> Iterator[Client]:
+    """The box's endpoint. On the box itself without a key, one is made for this command and revoked behind it."""
+    from appliance.cli.client import Address, Client  # fenced, see appliance.cli.command
+
+    if session.box_file is None:
+        yield session.client
+        return
+    address = Address.of_url(session.box_file.url)
+    if session.api_key:
+        yield Client(address, session.api_key)
+        return
+    made = session.client.post("/admin/v1/keys", {"name": f"chat-{os.urandom(4).hex()}", "scopes": ["inference"]})
+    try:
+        gateway = Client(address, made["key"])
+        _wait_until_known(gateway)
+        yield gateway
+    finally:
+        with contextlib.suppress(CliError):  # the answer is there; a key of inference scope that nobody knows may stay
+            session.client.delete(f"/admin/v1/keys/{paths.segment(made['id'])}")
+
+
+def _wait_until_known(gateway: Client) -> None:
+    """The gateway learns of a new key a moment after it was made."""
+    deadline_s = time.monotonic() + _KEY_ARRIVES_S
+    while True:
+        try:
+            gateway.get("/v1/models")
+            return
+        except AuthFailed:
+            if time.monotonic() > deadline_s:
+                raise
+            time.sleep(0.02)
+
+
+def _printable(text: str) -> str:
+    """Without the control characters that could drive the terminal."""
+    return "".join(char for char in text if char.isprintable() or char in "\n\t")

@@ -1,0 +1,128 @@
+"""What every command shares: the options that name the box, the choice of output, and its end."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.errors import BadUsage
+
+if TYPE_CHECKING:
+    from appliance.cli.client import Client
+    from appliance.cli.locate import BoxFile
+
+Format = Literal["table", "json"]
+
+URL = Annotated[str | None, typer.Option("--url", metavar="URL", envvar="APPLIANCE_URL", help="A box elsewhere.")]
+API_KEY = Annotated[str | None, typer.Option("--api-key", metavar="KEY", envvar="APPLIANCE_API_KEY", help="For --url.")]
+DATA_DIR = Annotated[
+    str | None,
+    typer.Option("--data-dir", metavar="DIR", envvar="APPLIANCE_DATA_DIR", help="The box on this machine."),
+]
+OUTPUT = Annotated[Format, typer.Option("--output", "-o", help="table for people, json for scripts")]
+WATCH = Annotated[bool, typer.Option("--watch", "-w", help="Show it again and again until Ctrl-C.")]
+EVERY = Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, help="Time between two looks of --watch.")]
+
+
+@dataclass(frozen=True)
+class Session:
+    """The box a command talks to and the form of its answer."""
+
+    client: Client
+    format: Format
+    box_file: BoxFile | None  # None: a box named by URL
+    api_key: str | None
+
+    @property
+    def as_json(self) -> bool:
+        return self.format == "json"
+
+    def show(self, answer: Any, render: Callable[[Any], Any]) -> None:
+        """Print an answer of the box: as it is, or drawn."""
+        output.print_json(answer) if self.as_json else output.draw(render(answer))
+
+    def follow(self, fetch: Callable[[], Any], render: Callable[[Any], Any], watch: bool, every_s: float) -> None:
+        """`show`, repeated if `watch`."""
+        if watch:
+            output.watch(fetch, render, every_s=every_s, as_json=self.as_json)
+        else:
+            self.show(fetch(), render)
+
+
+def group(help: str) -> typer.Typer:
+    """A Typer with the appearance they all share.
+
+    Two settings keep `--help` fast. Help drawn with Rich takes three times as long. And Typer checks a `--help` that
+    was not given with pydantic, whose import costs as much as all else, unless it has a default that is a bool.
+    """
+    return typer.Typer(
+        help=help,
+        no_args_is_help=True,
+        add_completion=False,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={
+            "help_option_names": ["-h", "--help"], "max_content_width": 110, "default_map": {"help": False},
+        },
+    )  # fmt: skip
+
+
+def examples(*lines: str) -> str:
+    """An epilogue that keeps its lines."""
+    return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
+
+
+def for_box(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds --url, --api-key, --data-dir and -o; the command gets a Session as its first argument."""
+    signature = inspect.signature(command, eval_str=True)
+    own = list(signature.parameters.values())[1:]
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+        for name, default, annotation in (
+            ("output_format", "table", OUTPUT),
+            ("url", None, URL),
+            ("api_key", None, API_KEY),
+            ("data_dir", None, DATA_DIR),
+            ("ctx", inspect.Parameter.empty, typer.Context),
+        )
+    ]
+
+    @functools.wraps(command)
+    def with_session(*, ctx: typer.Context, url: str | None, api_key: str | None, data_dir: str | None,
+                     output_format: Format, **given: Any) -> None:  # fmt: skip
+        command(open_session(ctx, url, api_key, data_dir, output_format), **given)
+
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + added
+    with_session.__signature__ = signature.replace(parameters=parameters)
+    with_session.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return with_session
+
+
+def open_session(ctx: typer.Context, url: str | None, api_key: str | None, data_dir: str | None,
+                 output_format: Format) -> Session:  # fmt: skip
+    """The box of these options. Raises BadUsage, and Unreachable when none runs on this machine."""
+    # Fenced: HTTP and TLS would add a third to the time of `--help`.
+    from appliance.cli.client import Address, Client
+    from appliance.cli.locate import BoxFile
+
+    if url and data_dir:
+        typed = [name for name in ("url", "data_dir") if _is_typed(ctx, name)]
+        if len(typed) == 2:
+            raise BadUsage("--url and --data-dir name two boxes; give one of them")
+        # What somebody typed wins over the environment; of two variables, the URL.
+        url = None if typed == ["data_dir"] else url
+    if url:
+        return Session(Client(Address.of_url(url), api_key), output_format, None, api_key)
+    box_file = BoxFile.read(data_dir)
+    return Session(Client(Address(socket_path=box_file.controller_socket())), output_format, box_file, api_key)
+
+
+def _is_typed(ctx: typer.Context, option: str) -> bool:
+    source = ctx.get_parameter_source(option)
+    return source is not None and source.name == "COMMANDLINE"

@@ -1,0 +1,64 @@
+"""How a command can fail; the exit codes are part of the interface (docs/operations.md).
+
+CliError              1, as CommandFailed
+├── CommandFailed     1   the box did not do it, or what was waited for ended badly
+├── BadUsage          2   the request makes no sense: a wrong argument, file or setting
+├── NotFound          3   no such job, model, file, key
+├── AuthFailed        4   no key, a wrong one, or one without the scope
+├── Conflict          5   the state of the thing forbids it
+├── Unreachable       6   no box answers
+└── WaitTimedOut    124   what was waited for goes on (124 as timeout(1) has it)
+"""
+
+from __future__ import annotations
+
+
+class CliError(Exception):
+    """Base: the message is for people and says what to do."""
+
+    exit_code = 1
+
+
+class CommandFailed(CliError):
+    exit_code = 1
+
+
+class BadUsage(CliError):
+    exit_code = 2
+
+
+class NotFound(CliError):
+    exit_code = 3
+
+
+class AuthFailed(CliError):
+    exit_code = 4
+
+
+class Conflict(CliError):
+    exit_code = 5
+
+
+class Unreachable(CliError):
+    exit_code = 6
+
+
+class WaitTimedOut(CliError):
+    exit_code = 124
+
+
+def of_answer(status: int, message: str, code: str | None) -> CliError:
+    """The error for an HTTP answer of `status` >= 400 with the message and code of OpenAI's error object."""
+    if code == "wait_timeout":
+        return WaitTimedOut(message)
+    if status in (401, 403):
+        return AuthFailed(message)
+    if status in (400, 405, 413, 422):
+        return BadUsage(message)
+    if status == 404:
+        return NotFound(message)
+    if status == 409:
+        return Conflict(message)
+    if status in (502, 503, 504):
+        return Unreachable(message)
+    return CommandFailed(message)

@@ -1,0 +1,134 @@
+"""`appliance file`: training data in, results out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import formats, output, paths
+from appliance.cli.command import Session, examples, for_box, group
+from appliance.cli.errors import BadUsage, CommandFailed
+
+app = group("Files: training and validation data, and what jobs leave behind.")
+
+
+@app.command(
+    epilog=examples(
+        "appliance file upload train.jsonl",
+        "appliance file upload train.jsonl -o json | jq -r .id",
+        "",
+        'A line of train.jsonl: {"messages": [{"role": "user", "content": "2+2?"},',
+        '                                     {"role": "assistant", "content": "4"}]}',
+        "The alpaca and ShareGPT shapes are taken too and converted.",
+    )
+)
+@for_box
+def upload(
+    session: Session,
+    path: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, readable=True)],
+    purpose: Annotated[str, typer.Option("--purpose", help="As OpenAI names them.")] = "fine-tune",
+) -> None:
+    """Send a file to the box, which checks training data line by line. Exit code 1 if lines are bad."""
+    answer = send(session, path, purpose)
+    session.show(answer, _fields)
+    refuse_bad(answer)
+
+
+@app.command("list", epilog=examples("appliance file list", "appliance file list --purpose fine-tune-results"))
+@for_box
+def list_files(
+    session: Session,
+    purpose: Annotated[str | None, typer.Option("--purpose", help="Only files of this purpose.")] = None,
+) -> None:
+    """Every file, the newest first."""
+    session.show(session.client.get("/v1/files", purpose=purpose), _table)
+
+
+@app.command(
+    epilog=examples(
+        "appliance file get file-abc123",
+        "appliance file get file-abc123 --save metrics.csv",
+        "appliance file get file-abc123 --save - | head",
+    )
+)
+@for_box
+def get(
+    session: Session,
+    file_id: Annotated[str, typer.Argument(metavar="FILE_ID")],
+    save: Annotated[
+        str | None, typer.Option("--save", metavar="PATH", help="Write its content there; - is stdout.")
+    ] = None,
+) -> None:
+    """Show what the box knows of a file, or save its content."""
+    answer = session.client.get(paths.file(file_id))
+    if save is None:
+        session.show(answer, _fields)
+        return
+    where = f"{paths.file(file_id)}/content"
+    if save == "-":
+        session.client.download(where, sys.stdout.buffer)
+        sys.stdout.buffer.flush()
+        return
+    try:
+        with open(save, "wb") as out:
+            saved_bytes = session.client.download(where, out)
+    except OSError as error:
+        raise BadUsage(f"cannot write {save}: {error.strerror}") from error
+    session.show(answer, lambda _: f"{save}: {formats.size(saved_bytes)}")
+
+
+@app.command(epilog=examples("appliance file rm file-abc123", "appliance file rm file-abc123 file-def456"))
+@for_box
+def rm(session: Session, file_ids: Annotated[list[str], typer.Argument(metavar="FILE_ID...")]) -> None:
+    """Delete files. Jobs that were made from them keep their own copy."""
+    answers = [session.client.delete(paths.file(file_id)) for file_id in file_ids]
+    session.show({"data": answers}, lambda done: "\n".join(f"deleted {gone['id']}" for gone in done["data"]))
+
+
+def send(session: Session, path: Path, purpose: str) -> dict[str, Any]:
+    """Upload with a progress line; the file object. Raises CliError."""
+    with output.progress(f"uploading {path.name}") as meter:
+        total, sent = path.stat().st_size, 0
+
+        def on_bytes(piece: int) -> None:
+            nonlocal sent
+            sent += piece
+            message = f"uploading {path.name}" if sent < total else f"the box checks {path.name}"
+            meter.update(message, done=sent, total=total)
+
+        return session.client.upload(path, purpose, on_bytes)
+
+
+def refuse_bad(answer: dict[str, Any]) -> None:
+    """Raises CommandFailed with line numbers and reasons when the box found bad lines; says what else it noticed."""
+    details = answer.get("status_details")
+    if answer.get("status") == "error":
+        reasons = (details or "no reason given").replace("; ", "\n  ")
+        raise CommandFailed(f"{answer['filename']} cannot be trained on ({answer['id']}):\n  {reasons}")
+    if details:
+        output.say(f"note: {details}")
+
+
+def _fields(answer: dict[str, Any]) -> Any:
+    return output.fields([
+        ("id", answer["id"]),
+        ("filename", answer["filename"]),
+        ("purpose", answer["purpose"]),
+        ("bytes", f"{answer['bytes']:,}"),
+        ("created", formats.moment(answer["created_at"])),
+        ("status", answer["status"]),
+    ])  # fmt: skip
+
+
+def _table(answer: dict[str, Any]) -> Any:
+    return output.table(
+        ("ID", "PURPOSE", ">BYTES", "STATUS", "CREATED", "FILENAME"),
+        (
+            (f["id"], f["purpose"], f"{f['bytes']:,}", f["status"], formats.moment(f["created_at"]), f["filename"])
+            for f in answer["data"]
+        ),
+        empty="no files; `appliance file upload FILE` sends one",
+    )

@@ -1,0 +1,60 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+import time
+
+
+def size(count_bytes: float | None) -> str:
+    """Decimal units, as disks and model files are sold: 1,234,567 bytes are "1.2 MB"."""
+    if count_bytes is None:
+        return "-"
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count_bytes) < 999.5 or unit == "TB":
+            break
+        count_bytes /= 1000
+    return f"{count_bytes:.0f} {unit}" if unit == "B" or count_bytes >= 99.95 else f"{count_bytes:.1f} {unit}"
+
+
+def count(number: float | None) -> str:
+    """1,234 or 7.2 B (parameters)."""
+    if number is None:
+        return "-"
+    for limit, unit in ((1e9, "B"), (1e6, "M")):
+        if number >= limit:
+            return f"{number / limit:.1f} {unit}"
+    return f"{number:,.0f}"
+
+
+def duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
+
+
+def moment(unix_s: float | None) -> str:
+    """Local date and time."""
+    return "-" if unix_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
+
+
+def clock(unix_s: float) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(unix_s))
+
+
+def loss(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def or_dash(value: object) -> str:
+    """Text for a cell; nothing, and nothing in a list, is a dash."""
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(item) for item in value) or "-"
+    return "-" if value is None or value == "" else str(value)

@@ -1,0 +1,119 @@
+"""Following a job: its events and metrics as they come, until it ends."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from appliance.cli import formats, output, paths
+from appliance.cli.command import Session
+from appliance.cli.errors import CommandFailed, WaitTimedOut
+from appliance.cli.operations import Patience
+
+FINISHED = frozenset({"succeeded", "failed", "cancelled"})
+_LOOK_EVERY_S = 0.5
+_PAGE = 200
+
+
+def print_logs(session: Session, job_id: str, follow: bool) -> None:
+    """Every event there is and, if `follow`, those to come. Raises CommandFailed if the followed job ended badly."""
+    patience, last_id = Patience(), None
+    while True:
+        # The job before its events: when it has ended by now, its last event is among them.
+        job = patience.get(session, paths.job(job_id)) if follow else session.client.get(paths.job(job_id))
+        if job is not None:
+            for event in _events_after(session, job_id, last_id):
+                _print_event(session, event, job)
+                last_id = event["id"]
+            if not follow:
+                return
+            if job["status"] in FINISHED:
+                break
+        time.sleep(_LOOK_EVERY_S)
+    end_well(job)
+
+
+def wait_for_end(session: Session, job_id: str, timeout_s: float | None) -> dict[str, Any]:
+    """The job once it has ended. Raises WaitTimedOut."""
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    patience = Patience()
+    with output.progress(job_id) as meter:
+        while True:
+            job = patience.get(session, paths.job(job_id))
+            if job is not None:
+                if job["status"] in FINISHED:
+                    return job
+                _update(session, meter, job, patience)
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                status = job["status"] if job else "unknown"
+                raise WaitTimedOut(f"{job_id} is {status} after {timeout_s:g} s; it goes on")
+            time.sleep(_LOOK_EVERY_S)
+
+
+def end_well(job: dict[str, Any]) -> None:
+    """Says how a finished job ended. Raises CommandFailed unless it succeeded."""
+    if job["status"] == "succeeded":
+        output.say(f"{job['id']} succeeded: {job['fine_tuned_model']}")
+        return
+    error = job.get("error") or {}
+    reason = f": {error['message']}" if error.get("message") else ""
+    raise CommandFailed(f"{job['id']} {'was cancelled' if job['status'] == 'cancelled' else 'failed'}{reason}")
+
+
+def event_line(event: dict[str, Any], job: dict[str, Any]) -> str:
+    """One event for a person. `job` gives the time to finish, while it runs."""
+    data = event.get("data") or {}
+    at = formats.clock(event["created_at"])
+    if event["type"] != "metrics":
+        mark = "" if event["level"] == "info" else f"{event['level']}: "
+        return f"{at}  {mark}{event['message']}"
+    parts = [f"step {data.get('step')}/{formats.or_dash(data.get('total_steps'))}"]
+    for name, label in (("train_loss", "loss"), ("valid_loss", "validation loss")):
+        if data.get(name) is not None:
+            parts.append(f"{label} {data[name]:.4f}")
+    if data.get("grad_norm") is not None:
+        parts.append(f"grad norm {data['grad_norm']:.3g}")
+    if data.get("learning_rate") is not None:
+        parts.append(f"lr {data['learning_rate']:.2e}")
+    if data.get("tokens_per_s") is not None:
+        parts.append(f"{data['tokens_per_s']:,.0f} tokens/s")
+    if data.get("devices") is not None:
+        parts.append(f"{data['devices']} device{'s' if data['devices'] != 1 else ''}")
+    left_s = _seconds_left(job)
+    if left_s is not None:
+        parts.append(f"ETA {formats.duration(left_s)}")
+    return f"{at}  {'  '.join(parts)}"
+
+
+def _events_after(session: Session, job_id: str, last_id: str | None) -> Iterator[dict[str, Any]]:
+    """Events that came after `last_id`, the oldest first. The API lists the newest first."""
+    newer: list[dict[str, Any]] = []
+    cursor: str | None = None
+    while True:
+        page = session.client.get(f"{paths.job(job_id)}/events", limit=_PAGE, after=cursor)
+        for event in page["data"]:
+            if event["id"] == last_id:
+                return reversed(newer)
+            newer.append(event)
+        if not page["has_more"] or not page["data"]:
+            return reversed(newer)
+        cursor = page["data"][-1]["id"]
+
+
+def _print_event(session: Session, event: dict[str, Any], job: dict[str, Any]) -> None:
+    print(json.dumps(event, ensure_ascii=False) if session.as_json else event_line(event, job), flush=True)
+
+
+def _seconds_left(job: dict[str, Any]) -> float | None:
+    finish = job.get("estimated_finish")
+    return None if finish is None or job["status"] in FINISHED else max(0.0, finish - time.time())
+
+
+def _update(session: Session, meter: output.Meter, job: dict[str, Any], patience: Patience) -> None:
+    page = patience.get(session, f"{paths.job(job['id'])}/events", limit=5)
+    data = next((e["data"] for e in (page or {}).get("data", ()) if e["type"] == "metrics" and e.get("data")), {})
+    left_s = _seconds_left(job)
+    eta = "" if left_s is None else f", ETA {formats.duration(left_s)}"
+    meter.update(f"{job['id']} {job['status']}{eta}", done=data.get("step"), total=data.get("total_steps"))

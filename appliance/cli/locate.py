@@ -1,0 +1,87 @@
+"""Where the box is: named by URL, or found on this machine through its data directory."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from appliance.cli.errors import Unreachable
+
+DEFAULT_DATA_DIR = "~/.local/share/appliance"
+
+
+@dataclass(frozen=True)
+class BoxFile:
+    """What `box.json` of a data directory says of the box there; see appliance.box_state for the fields."""
+
+    data_dir: Path
+    fields: dict[str, Any]
+
+    @classmethod
+    def read(cls, data_dir: str | Path | None) -> BoxFile:
+        """An absent file reads as a box that never ran."""
+        folder = Path(data_dir or DEFAULT_DATA_DIR).expanduser().resolve()
+        try:
+            fields = json.loads((folder / "box.json").read_text())
+        except (FileNotFoundError, NotADirectoryError):
+            fields = {}
+        except PermissionError as error:
+            raise Unreachable(
+                f"{folder} belongs to another user; reach its box with --url and an API key instead"
+            ) from error
+        return cls(folder, fields)
+
+    @property
+    def state(self) -> str:
+        return self.fields.get("state", "stopped")
+
+    @property
+    def message(self) -> str:
+        return self.fields.get("message") or ""
+
+    @property
+    def pid(self) -> int | None:
+        """Of the main process, None if it does not run. A pid from before a reboot may be somebody else's by now."""
+        pid = self.fields.get("pid")
+        return pid if isinstance(pid, int) and is_main_process(pid) else None
+
+    @property
+    def url(self) -> str:
+        """Of the gateway, as this machine reaches it; without /v1."""
+        url = str(self.fields.get("url", "")).removesuffix("/v1").rstrip("/")
+        return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:").replace("//:::", "//[::1]:")
+
+    def controller_socket(self) -> str:
+        """Raises Unreachable, saying what the box is doing instead, when no box runs there."""
+        if self.pid is None:
+            raise Unreachable(self._why_not_running())
+        socket_path = str(self.fields["controller_socket"])
+        if not os.path.exists(socket_path) and self.state in ("starting", "stopping"):
+            raise Unreachable(f"the box on {self.data_dir} is {self.state}: {self.message or 'one moment'}")
+        return socket_path
+
+    def _why_not_running(self) -> str:
+        start = f"`appliance up{_option(self.data_dir)}` starts it"
+        if not self.fields:
+            return f"no box on {self.data_dir}; {start}, --url or --data-dir name another"
+        if self.state == "failed":
+            return f"the box on {self.data_dir} did not start: {self.message}"
+        if self.state == "stopped":
+            return f"the box on {self.data_dir} is stopped; {start}"
+        return f"the box on {self.data_dir} was killed while {self.state}; {start} and continues its work"
+
+
+def is_main_process(pid: int) -> bool:
+    """Is this living process the main process of a box?"""
+    try:
+        arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    return b"appliance.main" in arguments
+
+
+def _option(data_dir: Path) -> str:
+    return "" if data_dir == Path(DEFAULT_DATA_DIR).expanduser().resolve() else f" --data-dir {data_dir}"

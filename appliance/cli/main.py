@@ -1,0 +1,113 @@
+"""The console script `appliance`: the tree of commands, each loaded when it is called."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Annotated, Any
+
+import typer
+import typer.core
+import typer.main
+from typer import completion
+
+from appliance.cli import output
+from appliance.cli.command import examples, group
+from appliance.cli.errors import CliError
+
+# Name -> (module in this package that holds the command or the group, first line of its help). Building all thirty
+# commands takes longer than everything else that `--help` does, so only the one asked for is built.
+COMMANDS = {
+    "up": ("box", "Start the box on this machine."),
+    "down": ("box", "Stop the box on this machine."),
+    "status": ("box", "The box at a glance."),
+    "gpu": ("gpu", "Devices: GPUs, or logical CPU devices where there is none."),
+    "mode": ("mode", "Modes: who the devices belong to, serving or training."),
+    "model": ("model", "Models: base models, fine-tuned ones, and their versions."),
+    "job": ("job", "Fine-tuning jobs."),
+    "file": ("file", "Files: training and validation data, and what jobs leave behind."),
+    "key": ("key", "API keys: who may use the box over the network."),
+    "chat": ("chat", "Talk to a model in the terminal."),
+}
+SINGLE_COMMANDS = ("up", "down", "status", "chat")
+BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
+
+
+class Root(typer.core.TyperGroup):
+    """Loads commands on demand, and turns our errors into a message and an exit code, wherever they come from."""
+
+    def __init__(self, **settings: Any):
+        super().__init__(**settings)
+        completion.completion_init()
+        self.commands = dict.fromkeys(COMMANDS)  # Typer reads the names here for "Did you mean …?"
+
+    def get_command(self, ctx: typer.Context, cmd_name: str) -> Any:
+        if cmd_name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"appliance.cli.{COMMANDS[cmd_name][0]}")
+        found = typer.main.get_group(module.app)
+        return found.commands.get(cmd_name, found)
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:
+        """`appliance --url URL status` means `appliance status --url URL`."""
+        leading: list[str] = []
+        while args and args[0].partition("=")[0] in BOX_OPTIONS:
+            width = 1 if "=" in args[0] else 2
+            leading, args = leading + args[:width], args[width:]
+        words = 1 if args[:1] and args[0] in SINGLE_COMMANDS else 2
+        return super().parse_args(ctx, args[:words] + leading + args[words:])
+
+    def format_commands(self, ctx: typer.Context, formatter: Any) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, help) for name, (_, help) in COMMANDS.items()])
+
+    def invoke(self, ctx: typer.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except CliError as error:
+            output.say(f"error: {error}")
+            raise typer.Exit(error.exit_code) from error
+
+
+app = group("One box that fine-tunes and serves. `appliance COMMAND --help` explains each command with examples.")
+
+
+@app.callback(
+    cls=Root,
+    epilog=examples(
+        "appliance up --detach                    start the box on this machine",
+        "appliance model starter                  make a small base model, without any download",
+        "appliance job submit --model starter --file train.jsonl --wait",
+        'appliance chat starter "Hello!"',
+        "appliance mode set split --train 6       six devices train, the others serve",
+        "appliance status --watch",
+    ),
+)
+def root(
+    install_completion: Annotated[
+        bool,
+        typer.Option("--install-completion", callback=completion.install_callback, expose_value=False,
+                     help="Install completion of commands and names for this shell."),
+    ] = False,
+    show_completion: Annotated[
+        bool,
+        typer.Option("--show-completion", callback=completion.show_callback, expose_value=False,
+                     help="Print that completion instead."),
+    ] = False,
+) -> None:  # fmt: skip
+    # Typer's own completion flags, but with a default that it need not check: a check imports pydantic, before the
+    # `--help` of any command. For the same reason the options that name the box stand behind the command.
+    return
+
+
+def run() -> None:
+    """Entry point. Exit codes: see appliance.cli.errors, and 130 for Ctrl-C."""
+    try:
+        app(prog_name="appliance")
+    except KeyboardInterrupt:
+        # Before the first command ran; later ones are Typer's to turn into 130.
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,162 @@
+"""`appliance model`: bring models in, look at them, roll back, remove."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import formats, output, paths
+from appliance.cli.command import EVERY, WATCH, Session, examples, for_box, group
+from appliance.cli.complete import models as complete_models
+from appliance.cli.operations import TIMEOUT, WAIT, finish
+
+app = group("Models: base models, fine-tuned ones, and their versions.")
+MODEL = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)]
+
+
+@app.command(
+    "import",
+    epilog=examples(
+        "appliance model import ./Llama-3.2-1B-Instruct --name llama-1b",
+        "appliance model import Qwen/Qwen3-0.6B             from a hub, where the box may go online",
+        "",
+        "A directory needs config.json, tokenizer files and *.safetensors. A box is offline unless its configuration",
+        "says hub_offline = false.",
+    ),
+)
+@for_box
+def import_model(
+    session: Session,
+    source: Annotated[str, typer.Argument(metavar="DIRECTORY_OR_HUB_ID")],
+    name: Annotated[str | None, typer.Option("--name", help="What clients call it. Default: from the source.")] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
+    wait: WAIT = True,
+    timeout: TIMEOUT = None,
+) -> None:
+    """Copy a model in, checked tensor by tensor; it can be called and fine-tuned from then on."""
+    if session.client.address.is_local and Path(source).expanduser().exists():
+        source = str(Path(source).expanduser().resolve())
+    body = {"source": source, "name": name, "revision": revision}
+    started = session.client.post("/admin/v1/models/import", {k: v for k, v in body.items() if v is not None})
+    session.show(finish(session, started, wait, timeout), _operation)
+
+
+@app.command(epilog=examples("appliance model starter", "appliance model starter --minutes 5"))
+@for_box
+def starter(
+    session: Session,
+    minutes: Annotated[
+        float | None, typer.Option("--minutes", min=0.05, max=1440, help="How long it is pretrained.")
+    ] = None,
+    wait: WAIT = True,
+    timeout: TIMEOUT = None,
+) -> None:
+    """Make the small model `starter` on this box, without any download.
+
+    It speaks in short simple sentences and knows next to nothing: a model to try everything with.
+    """
+    started = session.client.post("/admin/v1/models/starter", {} if minutes is None else {"minutes": minutes})
+    session.show(finish(session, started, wait, timeout), _operation)
+
+
+@app.command("list", epilog=examples("appliance model list", "appliance model list -o json | jq -r '.data[].name'"))
+@for_box
+def list_models(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
+    """Every model with its active version and whether it is awake."""
+    session.follow(lambda: session.client.get("/admin/v1/models"), _table, watch, every)
+
+
+@app.command(epilog=examples("appliance model show starter", "appliance model show ft:starter:local:gsm8k:a1b2c3d4"))
+@for_box
+def show(session: Session, model: MODEL) -> None:
+    """One model with all its versions."""
+    session.show(session.client.get(paths.model(model)), _one)
+
+
+@app.command(epilog=examples("appliance model rm ft:starter:local:gsm8k:a1b2c3d4"))
+@for_box
+def rm(session: Session, model: MODEL) -> None:
+    """Delete a model with all its versions. Exit code 5 if a job uses it."""
+    session.show(session.client.delete(paths.model(model)), lambda answer: f"deleted {answer['name']}")
+
+
+@app.command(epilog=examples("appliance model verify starter", "appliance model verify starter -o json"))
+@for_box
+def verify(session: Session, model: MODEL, wait: WAIT = True, timeout: TIMEOUT = None) -> None:
+    """Compare every tensor of every version with its checksum. Exit code 1 names what is damaged."""
+    started = session.client.post(f"{paths.model(model)}/verify")
+    session.show(finish(session, started, wait, timeout), _operation)
+
+
+@app.command(
+    epilog=examples(
+        "appliance model rollback ft:starter:local:gsm8k:a1b2c3d4",
+        "appliance model rollback ft:starter:local:gsm8k:a1b2c3d4 --version step-120",
+    )
+)
+@for_box
+def rollback(
+    session: Session,
+    model: MODEL,
+    version: Annotated[str | None, typer.Option("--version", help="To this one. Default: the one before.")] = None,
+) -> None:
+    """Serve an older version, swapped in under running requests."""
+    answer = session.client.send(
+        "POST", f"{paths.model(model)}/rollback", body={"version": version} if version else {}, timeout_s=600
+    )
+    session.show(answer, lambda done: f"{done['model']}: {done['from']} -> {done['to']}")
+
+
+def _operation(operation: dict[str, Any]) -> Any:
+    result = operation.get("result") or {}
+    rows: list[tuple[str, object]] = [("operation", operation["id"]), ("state", operation["state"])]
+    for name, value in result.items():
+        if name == "bytes":
+            rows.append(("size", formats.size(value)))
+        elif name == "params":
+            rows.append(("parameters", formats.count(value)))
+        else:
+            rows.append((name, formats.or_dash(value)))
+    return output.fields(rows)
+
+
+def _table(answer: dict[str, Any]) -> Any:
+    return output.table(
+        ("MODEL", "KIND", "ARCHITECTURE", ">PARAMS", ">SIZE", "VERSION", "STATE"),
+        (
+            (m["name"], m["kind"], m["arch"], formats.count(m["params"]), formats.size(m["bytes"]),
+             formats.or_dash(m["active_version"]), m["state"])
+            for m in answer["data"]
+        ),
+        empty="no models; `appliance model starter` makes a small one, `appliance model import` brings a real one",
+    )  # fmt: skip
+
+
+def _one(model: dict[str, Any]) -> Any:
+    about = output.fields([
+        ("model", model["name"]),
+        ("kind", model["kind"] + (f" of {model['base']}" if model.get("base") else "")),
+        ("architecture", model["arch"]),
+        ("parameters", formats.count(model["params"])),
+        ("size", formats.size(model["bytes"])),
+        ("context", f"{formats.or_dash(model.get('max_model_len'))} tokens"),
+        ("source", formats.or_dash(model.get("source"))),
+        ("state", model["state"]),
+    ])  # fmt: skip
+    versions = output.table(
+        ("VERSION", "CREATED", ">SIZE", "IN", "SOURCE"),
+        (
+            (v["version"] + (" *" if v["version"] == model["active_version"] else ""), formats.moment(v["created_s"]),
+             formats.size(v["bytes"]), _places(v), formats.or_dash(v["source"]))
+            for v in model["versions"]
+        ),
+        empty="no versions",
+    )  # fmt: skip
+    return output.stack(about, versions)
+
+
+def _places(version: dict[str, Any]) -> str:
+    places = [name for name, key in (("memory", "in_memory"), ("disk", "on_disk")) if version.get(key)]
+    return " + ".join(places) or "-"

@@ -1,0 +1,150 @@
+"""Results on stdout: tables for people, JSON with stable keys for scripts. Progress on stderr, only on a terminal."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
+# Rich is imported inside the functions that draw: it would double the time of `--help`.
+
+_UNBOUNDED_COLUMNS = 10_000
+
+
+def print_json(value: Any) -> None:
+    print(json.dumps(value, ensure_ascii=False, indent=2 if sys.stdout.isatty() else None), flush=True)
+
+
+def say(message: str) -> None:
+    """A remark for a person; never part of a result."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> RenderableType:
+    """Columns whose name begins with ">" are aligned to the right."""
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    for name in columns:
+        # Folded, never shortened: half an id is no id.
+        drawn.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
+    found = False
+    for row in rows:
+        found = True
+        drawn.add_row(*(Text(str(cell)) for cell in row))
+    return drawn if found else Text(empty)
+
+
+def fields(pairs: Iterable[tuple[str, object]]) -> RenderableType:
+    """One thing: a name and a value per line."""
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    drawn.add_column(style="bold", no_wrap=True)
+    drawn.add_column(overflow="fold")
+    for name, value in pairs:
+        drawn.add_row(Text(name), Text(str(value)))
+    return drawn
+
+
+def stack(*parts: RenderableType | None) -> RenderableType:
+    """Parts below each other with a blank line between; None is left out."""
+    from rich.console import Group
+    from rich.text import Text
+
+    shown: list[RenderableType] = []
+    for part in parts:
+        if part is not None:
+            shown += [Text(""), part] if shown else [part]
+    return Group(*shown)
+
+
+def above(title: str, part: RenderableType) -> RenderableType:
+    """A part under its title."""
+    from rich.console import Group
+    from rich.text import Text
+
+    return Group(Text(title), part)
+
+
+def draw(renderable: RenderableType) -> None:
+    if sys.stdout.isatty():
+        _console().print(renderable)
+        return
+    # Into a pipe nothing is folded to a width that nobody sees, and no padding trails.
+    console = _console(width=_UNBOUNDED_COLUMNS)
+    with console.capture() as captured:
+        console.print(renderable)
+    print("\n".join(line.rstrip() for line in captured.get().rstrip("\n").split("\n")), flush=True)
+
+
+def watch(fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, every_s: float, as_json: bool) -> None:
+    """Fetch and show again and again until Ctrl-C: in place on a terminal, else one after the other."""
+    if as_json or not sys.stdout.isatty():
+        while True:
+            answer = fetch()
+            print(json.dumps(answer, ensure_ascii=False), flush=True) if as_json else draw(render(answer))
+            time.sleep(every_s)
+    from rich.live import Live
+
+    with Live(render(fetch()), console=_console(), screen=True, auto_refresh=False) as live:
+        while True:
+            time.sleep(every_s)
+            live.update(render(fetch()), refresh=True)
+
+
+class Meter(Protocol):
+    """Where a piece of work is."""
+
+    def update(self, message: str | None = None, *, done: float | None = None, total: float | None = None) -> None: ...
+
+
+class _Silent:
+    def update(self, message: str | None = None, *, done: float | None = None, total: float | None = None) -> None:
+        return
+
+
+@contextmanager
+def quiet() -> Iterator[Meter]:
+    """A meter that shows nothing."""
+    yield _Silent()
+
+
+@contextmanager
+def progress(message: str) -> Iterator[Meter]:
+    """A line on stderr that lives while the work does; nothing at all when stderr is no terminal."""
+    if not sys.stderr.isatty():
+        yield _Silent()
+        return
+    from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=30),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=_console(stderr=True), transient=True) as bar:
+        task = bar.add_task(message, total=None)
+
+        class Bar:
+            def update(
+                self, message: str | None = None, *, done: float | None = None, total: float | None = None
+            ) -> None:
+                bar.update(task, description=message, completed=done, total=total)
+
+        yield Bar()
+
+
+def _console(width: int | None = None, *, stderr: bool = False) -> Console:
+    from rich.console import Console
+
+    return Console(width=width, stderr=stderr, highlight=False, markup=False, emoji=False)
