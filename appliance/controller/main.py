@@ -18,7 +18,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import ray
@@ -63,10 +63,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     die_with_parent()
     config = load_resolved(options.config_json)
     configure_logging(config.box.log_level)
-    code = asyncio.run(_run(config, BoxPaths.of(Path(config.box.data_dir)), options.ray_address))
-    logging.shutdown()
-    # Idle worker threads of anyio (under Starlette's file responses) are no daemons, and would keep this process.
-    os._exit(code)
+    code = 1
+    try:
+        code = asyncio.run(_run(config, BoxPaths.of(Path(config.box.data_dir)), options.ray_address))
+    except Exception:  # noqa: BLE001 - logged, and the process ends with it
+        log.exception("the controller ends with an error; the main process starts it again")
+    finally:
+        logging.shutdown()
+        # Idle worker threads of anyio (under Starlette's file responses) are no daemons, and would keep us here.
+        os._exit(code)
 
 
 async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
@@ -114,8 +119,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     await bus.start()
     await effects.connect()
 
-    server = uvicorn.Server(uvicorn.Config(create_app(context), log_config=None, access_log=False, http="httptools"))
-    server.install_signal_handlers = lambda: None
+    server = _Server(uvicorn.Config(create_app(context), log_config=None, access_log=False, http="httptools"))
     async with asyncio.TaskGroup() as tasks:
         deciding = tasks.create_task(loop.run(), name="scheduler loop")
         serving = tasks.create_task(server.serve(sockets=[_listen(paths.controller_socket)]), name="control routes")
@@ -131,6 +135,14 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     ray.shutdown()
     db.close()
     return 0
+
+
+class _Server(uvicorn.Server):
+    """Leaves signals to us: uvicorn would end itself first and raise the signal again when it is done."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
 
 
 def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:

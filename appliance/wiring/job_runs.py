@@ -141,8 +141,7 @@ class JobRuns:
             return
         newest = max(in_memory, key=_step)
         target = self._jobs_dir / job_id / "snapshots" / newest.version
-        if not target.exists():
-            tiers.persist(newest, target)
+        tiers.persist(newest, target)
         for older in self._saved_snapshots(job_id)[:-1]:
             shutil.rmtree(older)
 

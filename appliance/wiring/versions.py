@@ -113,13 +113,9 @@ class VersionShelf:
             return
         target = self._models_dir / stored.path.parent.name / stored.path.name
         try:
-            await asyncio.to_thread(self._persist, stored, target)
+            await asyncio.to_thread(tiers.persist, stored, target)
         except (OSError, WeightsError) as error:
             log.error("version %s of %s could not be saved to %s: %s", version, model, target, error)
             return
         if models.find_version(self._db, model, version) is not None:
             models.update_version(self._db, model, version, disk_path=str(target))
-
-    def _persist(self, stored: StoredVersion, target: Path) -> None:
-        if not target.exists():
-            tiers.persist(stored, target)
