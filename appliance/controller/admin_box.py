@@ -107,7 +107,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/jobs/{job_id}/metrics")
     async def metrics(
         job_id: str,
-        after_step: Annotated[int, Query(ge=-1)] = -1,
+        after_step: Annotated[int, Query(ge=-1, lt=2**62)] = -1,
         limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
     ) -> dict[str, Any]:
         known_job(context, job_id)

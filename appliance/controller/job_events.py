@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import logging
+import math
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -58,6 +59,8 @@ class JobEvents:
         if handler is None:
             log.warning("job %s sent an event of the unknown kind %r", job_id, event.get("event"))
             return
+        # JSON has no NaN or infinity: a gradient norm that overflowed is reported as unknown.
+        event = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
         with self._db.transaction():
             handler(jobs.get(self._db, job_id), event)
 
@@ -97,7 +100,7 @@ class JobEvents:
                 deployments.insert(db, DeploymentRow(model=row.output_model, created_s=time.time()))
             table = _metrics_table(db, job_id)
             result = files.add_result(db, self._files_dir, "step_metrics.csv", table)
-            jobs.update(db, job_id, result_files=[result], snapshot=None)
+            jobs.update(db, job_id, result_files=[result])
             jobs.set_phase(db, job_id, "succeeded", reason="")
             add_message(db, job_id, f"New fine-tuned model created: {row.output_model}")
             add_message(db, job_id, "The job has successfully completed")
@@ -111,7 +114,7 @@ class JobEvents:
         db = self._db
         with db.transaction():
             if not jobs.get(db, job_id).finished:
-                jobs.set_phase(db, job_id, "cancelled", reason="cancelled by request", snapshot=None)
+                jobs.set_phase(db, job_id, "cancelled", reason="cancelled by request")
 
     def _metrics(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, now_s = self._db, int(event["step"]), time.time()
@@ -129,15 +132,15 @@ class JobEvents:
             changes["trained_tokens"] = int(event["trained_tokens"])
         jobs.update(db, row.id, **changes)
         loss = event.get("loss")
-        text = f"Step {step}/{total}: training loss={loss:.4f}" if loss is not None else f"Step {step}/{total}"
+        text = f"Step {step}/{total}: training loss={_shown(loss)}"
         data = {key: value for key, value in event.items() if key not in ("event", "loss")} | {"train_loss": loss}
         _add_event(db, row.id, "metrics", text, "info", data)
 
     def _validation(self, row: JobRow, event: dict[str, Any]) -> None:
-        db, step, loss = self._db, int(event["step"]), float(event["loss"])
+        db, step, loss = self._db, int(event["step"]), event["loss"]
         job_records.upsert_metric(db, JobMetricRow(job_id=row.id, step=step, created_s=time.time(), valid_loss=loss))
         jobs.update(db, row.id, valid_loss=loss)
-        text = f"Step {step}/{row.total_steps}: validation loss={loss:.4f}"
+        text = f"Step {step}/{row.total_steps}: validation loss={_shown(loss)}"
         _add_event(db, row.id, "metrics", text, "info",
                    {"step": step, "total_steps": row.total_steps, "valid_loss": loss})  # fmt: skip
 
@@ -200,6 +203,10 @@ class JobEvents:
             (b.created_s - a.created_s) / (b.step - a.step) for a, b in zip(recent, recent[1:], strict=False)
         )
         return None if not gaps or total is None else max(0.0, gaps[len(gaps) // 2] * (total - step))
+
+
+def _shown(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"
 
 
 def _add_event(db: Database, job_id: str, kind: Literal["message", "metrics"], text: str, level: Level,

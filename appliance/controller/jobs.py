@@ -163,8 +163,8 @@ def _ask(context: ControllerContext, job_id: str, wanted: JobWanted) -> JobRow:
     try:
         with db.transaction():
             after = jobs.set_wanted(db, job_id, wanted)
-            # A job that holds nothing is over at once; the scheduler ends one that has devices or a snapshot.
-            if wanted == "cancel" and row.phase in ("validating", "queued") and row.snapshot is None:
+            # A job without devices is over at once; one that runs is when the scheduler has stopped its ranks.
+            if wanted == "cancel" and not row.finished and row.phase != "running":
                 jobs.set_phase(db, job_id, "cancelled", reason="cancelled by request")
             if after.wanted != row.wanted:
                 add_message(db, job_id, _SAID[wanted])

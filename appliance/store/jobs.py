@@ -57,6 +57,16 @@ def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
     return db.all(JobRow, "SELECT * FROM jobs WHERE phase = ? ORDER BY seq", [phase])
 
 
+def list_left_snapshots(db: Database) -> list[JobRow]:
+    """Finished jobs whose snapshot nobody has given back yet; whoever does sets `snapshot` to None afterwards."""
+    marks = ", ".join("?" * len(FINISHED_PHASES))
+    return db.all(
+        JobRow,
+        f"SELECT * FROM jobs WHERE phase IN ({marks}) AND snapshot IS NOT NULL ORDER BY seq",
+        sorted(FINISHED_PHASES),
+    )
+
+
 def update(db: Database, job_id: str, **changes: Any) -> None:
     """Change columns other than the phase. Raises RowNotFound, UnknownColumn."""
     assert "phase" not in changes, "set_phase guards the phase"

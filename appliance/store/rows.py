@@ -108,7 +108,8 @@ class JobRow:
     phase: what is (the scheduler writes it); wanted: what a person asked for (the API writes it).
     hyperparameters: as requested; resolved: the training spec fields after "auto" was worked out, None until validated.
     output_model: name of the model it makes, shown as `fine_tuned_model` once it succeeded.
-    snapshot: {"step", "path"} of the newest resumable state. devices: device names held now.
+    snapshot: {"step", "path"} of the newest resumable state; stays after the end until its bytes were given back.
+    devices: device names held now.
     """
 
     id: str

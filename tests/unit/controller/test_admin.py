@@ -193,6 +193,7 @@ async def test_jobs_and_their_metrics(control: Control):
     assert shown["output_model"].startswith("ft:starter:local::") and shown["resolved"]["n_epochs"] >= 1
     assert (await ask(control, "GET", f"/jobs/{job_id}/metrics"))["data"] == []
     await ask(control, "GET", "/jobs/none/metrics", 404)
+    await ask(control, "GET", f"/jobs/{job_id}/metrics?after_step={2**70}", 400)
 
 
 async def test_the_audit_log_pages(control: Control):

@@ -123,6 +123,18 @@ async def test_a_failed_and_a_cancelled_job_stay_as_they_are(control: Control, e
     assert jobs.get(control.db, cancelled).devices == []
 
 
+async def test_numbers_that_json_does_not_know_are_unknown(control: Control, events: JobEvents):
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    events.ingest(job_id, metrics(1, float("nan")) | {"grad_norm": float("inf")})
+    events.ingest(job_id, {"event": "validation", "step": 1, "loss": float("nan")})
+    (row,) = job_records.list_metrics(control.db, job_id)
+    assert (row.loss, row.grad_norm, row.valid_loss, row.learning_rate) == (None, None, None, 1e-4)
+    shown = await control.http.get(f"/v1/fine_tuning/jobs/{job_id}/events")
+    assert shown.status_code == 200 and shown.json()["data"][1]["data"]["grad_norm"] is None
+    assert (await control.messages(job_id))[-1] == "Step 1/20: validation loss=not finite"
+
+
 async def test_messages_snapshots_and_unknown_events(control: Control, events: JobEvents):
     job_id = await control.job()
     events.ingest(job_id, {"event": "message", "level": "warn", "text": "slow step"})

@@ -218,6 +218,17 @@ async def test_a_job_with_devices_is_cancelled_by_the_scheduler(control: Control
     assert (row.phase, row.wanted, row.devices) == ("running", "cancel", ["n0/0"])
 
 
+async def test_a_suspended_job_is_cancelled_at_once_and_its_snapshot_waits_to_be_given_back(control: Control):
+    job_id = await control.job()
+    snapshot = {"step": 3, "path": "/dev/shm/s"}
+    jobs.set_phase(control.db, job_id, "suspended", snapshot=snapshot)
+    cancelled = await control.sdk.fine_tuning.jobs.cancel(job_id)
+    assert cancelled.status == "cancelled" and cancelled.finished_at is not None
+    assert [(row.id, row.snapshot) for row in jobs.list_left_snapshots(control.db)] == [(job_id, snapshot)]
+    jobs.update(control.db, job_id, snapshot=None)
+    assert jobs.list_left_snapshots(control.db) == []
+
+
 @pytest.mark.parametrize("verb", ["pause", "resume", "cancel"])
 async def test_a_finished_job_cannot_be_moved(control: Control, verb: str):
     job_id = await control.job()
