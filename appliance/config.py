@@ -1,30 +1,42 @@
 """The box's configuration: one TOML file, typed, composed of the settings that each package keeps beside its code.
 
 This is the only file that reads the environment. Order of precedence: command line, `APPLIANCE_*` variables, the TOML
-file, defaults. An unknown key is an error that names it and its file.
+file, defaults. An unknown key is an error that names it, where it stands, and the keys that are known there.
+
+A variable is called APPLIANCE_<KEY> for a key of [box] and APPLIANCE_<SECTION>__<KEY> for any other, for example
+APPLIANCE_PORT and APPLIANCE_SCHEDULER__DRAIN_TIMEOUT_S. pydantic-settings would read them too, but merges the sources
+before it checks, and an error could no longer say which of them is wrong.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
 import json
 import os
 import tomllib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from appliance.controller.config import ControllerConfig
-from appliance.gateway.config import HoldLimits, Limits
+from appliance.gateway.config import GatewayConfig, HoldLimits, Limits
+from appliance.gateway.errors import ConfigInvalid
 from scheduler.config import SchedulerConfig
 from serve.config import EngineConfig
 from weights.config import WeightsConfig
 
 DEFAULT_DATA_DIR = Path("~/.local/share/appliance")
+FILE_NAME = "appliance.toml"
+_PREFIX = "APPLIANCE_"
+# Variables of ours that are no settings: they tell commands where a box is, or mark its processes.
+_NO_SETTINGS = ("URL", "API_KEY", "CONFIG", "BOX", "BUILD")
 
 
 class ConfigError(ValueError):
-    """The configuration cannot be used; the message names file and key, what was given and what is expected."""
+    """The configuration cannot be used; the message names its source and key, what was given and what is expected."""
 
 
 class _Section(BaseModel):
@@ -34,29 +46,35 @@ class _Section(BaseModel):
 class BoxSettings(_Section):
     """The box itself."""
 
-    data_dir: str = Field(str(DEFAULT_DATA_DIR), description="everything that survives a restart lies here")
-    host: str = Field("127.0.0.1", description="address the endpoint listens on; other than loopback needs a key")
-    port: int = Field(8000, ge=0, le=65535)
-    devices: Literal["auto"] | int = Field(
+    data_dir: str = Field(
+        str(DEFAULT_DATA_DIR), min_length=1, description="everything that survives a restart lies here"
+    )
+    host: str = Field(
+        "127.0.0.1",
+        min_length=1,
+        description="address of the endpoint; one other than loopback opens once a key exists",
+    )
+    port: int = Field(8000, ge=0, le=65535, description="TCP port of the endpoint")
+    devices: Literal["auto"] | Annotated[int, Field(ge=1)] = Field(
         "auto",
         description="'auto': every NVIDIA GPU, else 8 logical CPU devices; a number: so many logical CPU devices",
     )
     serving_floor: int = Field(0, ge=0, description="devices that serving keeps in every mode")
-    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of the controller's log")
     hub_offline: bool = Field(True, description="refuse downloads from a model hub")
     hub_endpoint: str = Field("https://huggingface.co", description="hub to download from when hub_offline is false")
 
 
 class GatewaySettings(_Section):
-    """The endpoint's bounds, see appliance.gateway.config."""
+    """The endpoint and its bounds."""
 
     workers: int = Field(1, ge=1, description="gateway processes sharing the port")
-    access_log: bool = True
-    tls_cert_path: str | None = None
-    tls_key_path: str | None = None
-    shutdown_s: float = Field(30.0, gt=0)
-    limits: Limits = Field(default_factory=Limits)
-    holds: HoldLimits = Field(default_factory=HoldLimits)
+    access_log: bool = Field(True, description="a line per request in logs/gateway.log")
+    tls_cert_path: str | None = Field(None, description="PEM file; with tls_key_path the endpoint speaks TLS")
+    tls_key_path: str | None = Field(None, description="PEM file, readable by the box alone")
+    shutdown_s: float = Field(30.0, gt=0, description="that running requests get to finish when the box stops")
+    limits: Limits = Field(default_factory=Limits, description="what one client may make the gateway do")
+    holds: HoldLimits = Field(default_factory=HoldLimits, description="requests kept while no replica is open")
 
 
 class BoxConfig(_Section):
@@ -70,69 +88,160 @@ class BoxConfig(_Section):
     weights: WeightsConfig = Field(default_factory=WeightsConfig)
 
 
-def load_config(path: Path | None, overrides: dict[str, Any] | None = None) -> BoxConfig:
+Table = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layer:
+    """Settings from one source; `name_of` says how a key is called there."""
+
+    source: str
+    table: Table
+    variables: bool = False
+
+    def name_of(self, location: tuple[str, ...]) -> str:
+        return _variable(location) if self.variables else ".".join(location)
+
+    def has(self, location: tuple[str, ...]) -> bool:
+        found: Any = self.table
+        for part in location:
+            if not isinstance(found, Mapping) or part not in found:
+                return False
+            found = found[part]
+        return True
+
+
+def load_config(
+    path: Path | None, overrides: dict[str, Any] | None = None, environ: Mapping[str, str] = os.environ
+) -> BoxConfig:
     """The configuration of `path` (None: `appliance.toml` in the data directory, if there is one).
 
     `overrides` are [box] settings from the command line; those that are None are left out. Raises ConfigError.
     """
-    given = {key: value for key, value in (overrides or {}).items() if value is not None}
-    box = {**_environment(), **given}
+    typed = {key: value for key, value in (overrides or {}).items() if value is not None}
+    layers = [_Layer("the command line", {"box": typed}), _Layer("the environment", _environment(environ), True)]
+    data_dir = next((layer.table["box"]["data_dir"] for layer in layers if layer.has(("box", "data_dir"))), None)
+    beside = path is None
     if path is None:
-        beside = Path(box.get("data_dir", DEFAULT_DATA_DIR)).expanduser() / "appliance.toml"
-        path = beside if beside.exists() else None
-    table: dict[str, Any] = {}
-    if path is not None:
-        try:
-            table = tomllib.loads(path.read_text())
-        except OSError as error:
-            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-        except tomllib.TOMLDecodeError as error:
-            raise ConfigError(f"{path} is not TOML: {error}") from error
-    table["box"] = {**table.get("box", {}), **box}
-    return _checked(table, str(path) if path else "the command line or environment")
+        path = Path(data_dir or DEFAULT_DATA_DIR).expanduser() / FILE_NAME
+    if not beside or path.exists():
+        layers.append(_Layer(str(path), _toml(path)))
+        if beside and layers[-1].has(("box", "data_dir")):
+            raise ConfigError(
+                f"{path}: box.data_dir: this file was found in the data directory and cannot name another; use "
+                "--data-dir or APPLIANCE_DATA_DIR, or name the file with --config"
+            )
+    return _checked(layers, path.parent)
 
 
 def load_resolved(text: str) -> BoxConfig:
     """A configuration that another process of the box resolved before. Raises ConfigError."""
-    return _checked(json.loads(text), "--config-json")
+    return _checked([_Layer("--config-json", json.loads(text))], Path.cwd())
 
 
-def _checked(table: dict[str, Any], source: str) -> BoxConfig:
+def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
+    """`folder`: relative paths of certificates are meant from there."""
+    table: Table = {}
+    for layer in reversed(layers):
+        for section, keys in layer.table.items():
+            if not isinstance(keys, dict):
+                raise ConfigError(f"{layer.source}: {section} is {keys!r}; expected a section, [{section}]")
+        table = _merged(table, layer.table)
     try:
         config = BoxConfig.model_validate(table)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
-            known = ", ".join(sorted(_known_keys(first["loc"][:-1])))
-            raise ConfigError(f"{source}: unknown key {key!r}; known there: {known}") from error
-        raise ConfigError(f"{source}: {key}: {first['input']!r} given, {first['msg']}") from error
+        raise ConfigError(_message(error.errors(), layers)) from error
+    gateway = config.gateway.model_copy(update={
+        key: str(folder / value)
+        for key in ("tls_cert_path", "tls_key_path")
+        if (value := getattr(config.gateway, key)) is not None
+    })  # fmt: skip
+    try:
+        # The gateway's own checks (bounds of every limit, both TLS files or none) before anything is started.
+        GatewayConfig.from_mapping(gateway.model_dump() | {
+            "host": config.box.host, "port": config.box.port, "controller_socket": "", "bus_socket": "",
+        })  # fmt: skip
+    except ConfigInvalid as error:
+        location = ("gateway", *str(error).partition(":")[0].split("."))
+        layer = next((layer for layer in layers if layer.has(location)), layers[-1])
+        raise ConfigError(f"{layer.source}: gateway.{error}") from error
     data_dir = str(Path(config.box.data_dir).expanduser().resolve())
-    return config.model_copy(update={"box": config.box.model_copy(update={"data_dir": data_dir})})
+    return config.model_copy(update={"gateway": gateway, "box": config.box.model_copy(update={"data_dir": data_dir})})
 
 
-def _known_keys(location: tuple[Any, ...]) -> set[str]:
+def _merged(below: Table, above: Table) -> Table:
+    both = dict(below)
+    for key, value in above.items():
+        tables = isinstance(value, dict) and isinstance(both.get(key), dict)
+        both[key] = _merged(both[key], value) if tables else value
+    return both
+
+
+def _message(errors: list[Any], layers: list[_Layer]) -> str:
+    """What is wrong with the first key at fault, and where it comes from."""
+    error = errors[0]
+    location = _place(error, layers)
+    layer = next((layer for layer in layers if layer.has(location)), layers[-1])
+    name = layer.name_of(location) if location else "the file"
+    if error["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+        known = sorted(_known_keys(location[:-1]))
+        close = difflib.get_close_matches(location[-1], known, n=1)
+        guess = f"; did you mean {close[0]}?" if close else ""
+        return f"{layer.source}: unknown key {name}{guess} (known there: {', '.join(known)})"
+    expected = " or ".join(dict.fromkeys(e["msg"] for e in errors if _place(e, layers) == location))
+    return f"{layer.source}: {name} is {error['input']!r}: {expected}"
+
+
+def _place(error: Any, layers: list[_Layer]) -> tuple[str, ...]:
+    location = tuple(str(part) for part in error["loc"])
+    # pydantic adds the branch of a union behind the key ("devices", "int"); no source has such a key.
+    while location and not any(layer.has(location) for layer in layers):
+        location = location[:-1]
+    return location
+
+
+def _known_keys(location: tuple[str, ...]) -> set[str]:
+    """Keys of the section at `location`; () for the sections themselves."""
     kind: Any = BoxConfig
     for part in location:
-        fields = getattr(kind, "model_fields", None)
-        kind = fields[part].annotation if fields and part in fields else kind
-    if hasattr(kind, "model_fields"):
-        return set(kind.model_fields)
-    return set(getattr(kind, "__dataclass_fields__", ()))
+        kind = kind.model_fields[part].annotation
+    return set(getattr(kind, "model_fields", None) or getattr(kind, "__dataclass_fields__", ()))
 
 
-def _environment() -> dict[str, Any]:
-    names = {
-        "APPLIANCE_DATA_DIR": "data_dir", "APPLIANCE_HOST": "host", "APPLIANCE_PORT": "port",
-        "APPLIANCE_DEVICES": "devices",
-    }  # fmt: skip
-    found: dict[str, Any] = {key: os.environ[name] for name, key in names.items() if os.environ.get(name)}
-    for key in ("port", "devices"):
-        if str(found.get(key, "")).isdigit():
-            found[key] = int(found[key])
-    return found
+def _toml(path: Path) -> Table:
+    try:
+        return tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
 
 
-def client_environment() -> tuple[str | None, str | None]:
-    """(APPLIANCE_URL, APPLIANCE_API_KEY), as the commands find a box that runs elsewhere."""
-    return os.environ.get("APPLIANCE_URL"), os.environ.get("APPLIANCE_API_KEY")
+def _environment(environ: Mapping[str, str]) -> Table:
+    """Settings among the variables, as text; pydantic makes numbers of them. Empty ones count as not set."""
+    table: Table = {}
+    for variable, text in environ.items():
+        name = variable.removeprefix(_PREFIX)
+        if name == variable or name in _NO_SETTINGS or not text:
+            continue
+        *sections, key = (part.lower() for part in name.split("__"))
+        if not sections:
+            # A name without a section may be somebody else's (Kubernetes sets APPLIANCE_SERVICE_HOST for a service
+            # called appliance); one that is nearly ours is a slip.
+            if key not in BoxSettings.model_fields:
+                close = difflib.get_close_matches(key, list(BoxSettings.model_fields), n=1, cutoff=0.8)
+                if close:
+                    raise ConfigError(f"the environment: unknown variable {variable}; did you mean "
+                                      f"{_variable(('box', close[0]))}?")  # fmt: skip
+                continue
+            sections = ["box"]
+        place = table
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[key] = text
+    return table
+
+
+def _variable(location: tuple[str, ...]) -> str:
+    parts = location[1:] if location[0] == "box" else location
+    return _PREFIX + "__".join(parts).upper()
