@@ -243,9 +243,11 @@ def steps(
         if holder not in busy:  # a lease whose holder does not live: a crash came between the two
             free.append(Chain(holder, "free", tuple(map(release, held))))
 
-    for chain in _takes(box, wanted, handover_id, {c.holder for c in free}, busy):
+    own = {c.holder: {s.target for s in c.steps if s.verb == "release"} for c in free}
+    for chain in _takes(box, wanted, handover_id, own, busy):
         needs = {lease.id for d in chain.devices if (lease := box.ledger.lease_on(d)) is not None}
-        take.append(replace(chain, needs=frozenset(needs)))
+        # Its own old lease too, even where the devices differ: a job must not start before it is suspended.
+        take.append(replace(chain, needs=frozenset(needs | own.get(chain.holder, set()))))
     return Handover(handover_id, tuple(free), tuple(take), tuple(swap))
 
 
@@ -266,7 +268,7 @@ def _leave(replica: ReplicaView, plan: ReplicaPlan | None, held: list[Lease]) ->
 
 
 def _takes(
-    box: Box, wanted: Allocation, handover_id: int, leaving: Collection[Holder], busy: Collection[Holder]
+    box: Box, wanted: Allocation, handover_id: int, leaving: Mapping[Holder, set[str]], busy: Collection[Holder]
 ) -> Iterator[Chain]:
     for plan in wanted.open_replicas:
         holder = Holder("replica", plan.id)
@@ -278,7 +280,7 @@ def _takes(
         yield Chain(holder, "take", (acquire(lease), rise, open_replica(plan.id)))
     for group in wanted.groups:
         holder = Holder("job", group.job_id)
-        if holder in busy or (group.job_id in box.groups and holder not in leaving):
+        if holder in busy or (group.job_id in box.groups and not leaving.get(holder)):
             continue
         lease = Lease(f"{handover_id}:{holder.kind}:{group.job_id}", holder, group.devices)
         yield Chain(holder, "take", (acquire(lease), start_group(group.job_id, lease)))

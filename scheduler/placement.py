@@ -111,11 +111,12 @@ class Pool:
         """As few nodes as possible: the fullest first, the last one by best fit."""
         by_left = sorted(self._nodes, key=lambda n: (-len(self._nodes[n]), self._order[n]))
         chosen: list[str] = []
-        for node in by_left:
+        for at, node in enumerate(by_left):
             rest = count - len(chosen)
             if len(self._nodes[node]) >= rest:
-                tight = self._tightest(rest)
-                chosen += _pick(list(self._nodes[tight or node].values()), rest, frozenset())
+                fitting = [n for n in by_left[at:] if len(self._nodes[n]) >= rest]
+                tight = min(fitting, key=lambda n: (len(self._nodes[n]), self._order[n]))
+                chosen += _pick(list(self._nodes[tight].values()), rest, frozenset())
                 break
             chosen += [d.id for d in sorted(self._nodes[node].values(), key=lambda d: d.index)]
         return tuple(chosen)

@@ -81,33 +81,37 @@ class _Round:
         self.jobs: dict[str, JobView] = {j.id: j for j in snapshot.jobs}
         self.reviews: list[float] = []
         self.notes: dict[str, str] = {}
+        self.limits: dict[str, int] = {}
         self.out: dict[str, ReplicaPlan] = {}
         self.groups: dict[str, GroupPlan] = {}
 
     def allocation(self) -> Allocation:
         self.remember()
-        serving = self.serving_counts(self.serving_capacity(), eager=self.policy.kind in ("serve", "split"))
-        claimed = self.cost(serving)
-        budget, why = self.training_budget(claimed)
-        # A person's change of mode takes hold at once; only `auto`, which changes by itself, dwells.
-        dwell_s = self.config.job_dwell_s if self.policy.kind == "auto" else 0.0
-        jobs = queue.allot(self.snapshot.jobs, budget, len(self.works), self.now_s, dwell_s, why)
+        for _ in range(len(self.deployments) + 1):
+            serving, jobs = self.count()
+            self.out, self.groups = {}, {}
+            unplaced = self.place(serving, jobs.sizes, keep_jobs=True)
+            if not unplaced:
+                break
+            if any(self.movable(j) for j in self.snapshot.jobs):
+                # Enough devices but not side by side: move the jobs that may be moved.
+                self.out, self.groups = {}, {}
+                unplaced = self.place(serving, jobs.sizes, keep_jobs=False)
+                if not unplaced:
+                    break
+            # Not to be had in this round: what they were counted for goes to others.
+            for model in set(unplaced):
+                self.limits[model] = sum(r.model == model for r in self.out.values())
         if jobs.review_at_s is not None:
             self.reviews.append(jobs.review_at_s)
-        lendable = len(self.works) - sum(jobs.sizes.values())
-        serving = self.serving_counts(lendable, eager=False, base=serving)
-        unplaced = self.place(serving, jobs.sizes, keep_jobs=True)
-        if unplaced and not self.snapshot.busy_devices and any(self.movable(j) for j in self.snapshot.jobs):
-            # Enough devices but not side by side: move the jobs that may be moved.
-            self.out, self.groups = {}, {}
-            unplaced = self.place(serving, jobs.sizes, keep_jobs=False)
-        for model in unplaced:
+        for model in {*unplaced, *self.limits}:
             width = self.deployments[model].tensor_parallel
             self.notes[model] = f"No node has {width} free devices side by side for another replica."
         waiting = dict(jobs.waiting)
+        self.keep_open()
+        self.defer()
         for job_id in jobs.sizes.keys() - self.groups.keys():
             waiting[job_id] = "Its devices are still being given back by their last holder."
-        self.keep_open()
         self.let_sleep()
         return Allocation(
             replicas=tuple(self.out[r] for r in sorted(self.out)),
@@ -119,6 +123,16 @@ class _Round:
         )
 
     # --- how many -----------------------------------------------------------------------------------------------
+
+    def count(self) -> tuple[dict[str, int], queue.Queue]:
+        """Replicas per model and devices per job."""
+        serving = self.serving_counts(self.serving_capacity(), eager=self.policy.kind in ("serve", "split"))
+        budget, why = self.training_budget(self.cost(serving))
+        # A person's change of mode takes hold at once; only `auto`, which changes by itself, dwells.
+        dwell_s = self.config.job_dwell_s if self.policy.kind == "auto" else 0.0
+        jobs = queue.allot(self.snapshot.jobs, budget, len(self.works), self.now_s, dwell_s, why)
+        lendable = len(self.works) - sum(jobs.sizes.values())
+        return self.serving_counts(lendable, eager=False, base=serving), jobs
 
     def remember(self) -> None:
         """Bring every model's memory up to now."""
@@ -187,6 +201,8 @@ class _Round:
         for slot in wishes:
             if slot.nth < counts.get(slot.model, 0) or not (slot.wanted or eager):
                 continue
+            if slot.nth >= self.limits.get(slot.model, slot.nth + 1):
+                continue
             if slot.nth == counts.get(slot.model, 0) and slot.tensor_parallel <= left:
                 counts[slot.model] = slot.nth + 1
                 left -= slot.tensor_parallel
@@ -208,10 +224,15 @@ class _Round:
 
     def place(self, serving: Mapping[str, int], sizes: Mapping[str, int], *, keep_jobs: bool) -> list[str]:
         """Fill `out` and `groups`; answers the models with a replica that found no devices."""
-        free_ids = self.works - self.snapshot.busy_devices
+        coming = [r.devices for r in self.snapshot.replicas if r.busy == "coming"]
+        coming += [j.devices for j in self.snapshot.jobs if j.busy == "coming"]
+        claimed = {d for devices in coming for d in devices}
+        self.deferred = self.snapshot.busy_devices - claimed
+        free_ids = self.works - claimed
         self.pool = Pool(self.devices[d] for d in self.devices if d in free_ids)
         held = {d for r in self.snapshot.replicas if r.awake for d in r.devices}
         held |= {d for j in self.snapshot.jobs for d in j.devices}
+        held |= self.deferred
         self.idle_pool = Pool(self.devices[d] for d in self.devices if d in free_ids and d not in held)
 
         for job_id, size in sizes.items():
@@ -271,12 +292,13 @@ class _Round:
         ]
         asleep.sort(key=lambda r: (not self.idle_pool.has(r.devices), -r.since_s, r.id))
         # A replica on its way to sleep can be woken in a moment; a new process would cost more than that wait.
-        falling = sum(
-            r.model == deployment.model and r.busy == "leaving" and self.now_s - r.since_s < self.config.await_sleep_s
-            for r in self.snapshot.replicas
-        )
-        if falling and count > 0:
-            self.reviews.append(self.now_s + self.config.await_sleep_s)
+        falling = 0
+        for replica in self.snapshot.replicas:
+            recent = replica.busy == "leaving" and self.now_s - replica.since_s < self.config.await_sleep_s
+            if falling < count and recent and replica.model == deployment.model and self.pool.has(replica.devices):
+                falling += 1
+                self.take(replica.devices)
+                self.reviews.append(replica.since_s + self.config.await_sleep_s)
         for nth in range(count):
             home = next((r for r in asleep if r.id not in self.out and self.pool.has(r.devices)), None)
             if home is not None and demand_.usable(deployment, self.now_s):
@@ -302,6 +324,31 @@ class _Round:
         self.out[replica.id] = ReplicaPlan(
             replica.id, replica.model, version, len(replica.devices), replica.devices, state
         )
+
+    def defer(self) -> None:
+        """Drop what cannot begin yet because a hand-over in flight still gives its devices back.
+
+        Until then the plan is the one it will be, so nothing is decided now that would be taken back then.
+        """
+        for replica in self.snapshot.replicas:
+            plan_ = self.out.get(replica.id)
+            if plan_ is not None and replica.state == "asleep" and not replica.busy and plan_.state == "open":
+                if not self.deferred.isdisjoint(plan_.devices):
+                    self.out[replica.id] = replace(plan_, state="asleep", version=replica.version)
+        known = {r.id for r in self.snapshot.replicas}
+        for replica_id, plan_ in list(self.out.items()):
+            if replica_id not in known and not self.deferred.isdisjoint(plan_.devices):
+                del self.out[replica_id]
+        for job_id, group in list(self.groups.items()):
+            job = self.jobs[job_id]
+            if job.busy or self.deferred.isdisjoint(group.devices):
+                continue
+            del self.groups[job_id]
+            taken = {d for r in self.out.values() if r.state == "open" for d in r.devices}
+            taken |= {d for g in self.groups.values() for d in g.devices}
+            stays = job.phase == "running" and job.devices and len(job.devices) in job.sizes
+            if stays and self.works.issuperset(job.devices) and taken.isdisjoint(job.devices):
+                self.groups[job_id] = GroupPlan(job_id, job.devices)
 
     # --- what is left -------------------------------------------------------------------------------------------
 

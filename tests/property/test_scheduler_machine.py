@@ -1,0 +1,339 @@
+"""The loop under random lives: jobs, traffic, modes, deaths, failing verbs and kill -9 in any order.
+
+Invariants. In every verb (see fakes.World): one holder per device, nothing runs without a lease, no engine sleeps with
+requests. After every step: no job is lost. At rest: the world is what the plan says (convergence), leases are exactly
+those of what lives, no device idles that somebody could use (work conservation). With nothing changing, hand-overs are
+bounded by turn-taking alone (no flapping), and every job that fits runs within a bounded number of job ends
+(no starvation).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from dataclasses import replace
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+
+from scheduler.config import SchedulerConfig
+from scheduler.effects import DeviceFailed, InventoryChanged
+from scheduler.errors import EffectFailed
+from scheduler.journal import MemoryJournal
+from scheduler.loop import SchedulerLoop
+from scheduler.virtual_time import VirtualClock, VirtualLoop
+from scheduler.workload import Demand, DeploymentView, JobView, Policy
+from tests.unit.scheduler.fakes import Crash, FakeEffects, FakeStore, World, box_of
+
+CONFIG = SchedulerConfig(
+    target_inflight=4,
+    give_back_after_s=20,
+    job_dwell_s=15,
+    turn_s=10,
+    backoff_max_s=8,
+    # Injected failures say nothing about a job or a model, so nobody is given up on here; test_loop has those cases.
+    job_attempts=10_000,
+    replica_attempts=10_000,
+)
+MODELS = ("a", "b", "wide")
+
+policies = st.one_of(
+    st.builds(Policy, st.just("serve")),
+    st.builds(Policy, st.just("train"), serving_floor=st.integers(0, 2)),
+    st.builds(Policy, st.just("split"), st.integers(0, 6), st.integers(0, 2)),
+    st.builds(Policy, st.just("auto"), serving_floor=st.integers(0, 2)),
+)
+demands = st.builds(Demand, inflight=st.sampled_from([0, 0, 1, 5, 30]), held=st.sampled_from([0, 0, 1, 9]))
+seconds = st.sampled_from([0.02, 0.3, 1.0, 7.0, 60.0])
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    steps = 0
+    verbs = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aio = VirtualLoop(1000.0)
+        self.world = World(box_of(3, nodes=2))
+        self.store, self.journal = FakeStore(), MemoryJournal(keep=50)
+        self.submitted: set[str] = set()
+        self.cancelled: set[str] = set()
+        self.broken: set[str] = set()
+        self.to_fail = 0
+        self.start()
+
+    # --- lives
+
+    def start(self) -> None:
+        self.effects = FakeEffects(self.world, self.hook)
+        self.loop = SchedulerLoop(self.effects, self.store, self.journal, VirtualClock(), CONFIG)
+        self.task = self.aio.create_task(self.loop.run())
+
+    def hook(self, when: str, verb: str, target: str) -> None:
+        if self.to_fail and when != "after":
+            self.to_fail -= 1
+            raise EffectFailed(verb, target, "injected")
+
+    def pass_time(self, seconds_: float) -> None:
+        self.aio.run_until_complete(asyncio.sleep(seconds_))
+        if self.task.done():
+            self.task.result()
+
+    def settle(self) -> None:
+        waiting = self.aio.create_task(self._settle())
+        self.aio.run_until_complete(waiting)
+
+    async def _settle(self) -> None:
+        began = self.journal.last_id()
+        try:
+            async with asyncio.timeout(3600):
+                await self.loop.wait_settled(self.loop.nudge())
+        except TimeoutError:
+            recent = [f"{r.id} {r.state} {r.reason} {r.error}" for r in self.journal.recent(6)]
+            raise AssertionError(
+                f"never at rest: {self.journal.last_id() - began} hand-overs, {recent}, {self.loop._moving}"
+            ) from None
+
+    def changed(self) -> None:
+        self.loop.nudge()
+        self.pass_time(0.05)
+
+    # --- what happens
+
+    @rule(policy=policies)
+    def set_mode(self, policy: Policy) -> None:
+        self.store.policy = policy
+        self.changed()
+
+    @precondition(lambda self: len(self.store.jobs) < 6)
+    @rule(
+        least=st.integers(1, 3),
+        extra=st.integers(0, 4),
+        powers=st.booleans(),
+        priority=st.integers(0, 2),
+        preemptible=st.booleans(),
+    )
+    def submit(self, least: int, extra: int, powers: bool, priority: int, preemptible: bool) -> None:
+        name = f"j{len(self.submitted)}"
+        most = min(least + extra, 6)
+        sizes = tuple(s for s in (1, 2, 4) if least <= s <= most) if powers else ()
+        self.submitted.add(name)
+        self.store.jobs[name] = JobView(
+            name, least, most, sizes, priority, self.aio.time(), preemptible, phase="wanted"
+        )
+        self.changed()
+
+    @rule(model=st.sampled_from(MODELS), demand=demands)
+    def traffic(self, model: str, demand: Demand) -> None:
+        old = self.store.deployments.get(model) or DeploymentView(
+            model,
+            "v1",
+            tensor_parallel=2 if model == "wide" else 1,
+            min_replicas=1 if model == "a" else 0,
+            max_replicas=3,
+            idle_sleep_s=40.0 if model == "b" else None,
+        )
+        last_s = self.aio.time() if demand.requests else old.demand.last_request_s
+        self.store.deployments[model] = replace(old, demand=replace(demand, last_request_s=last_s))
+        self.changed()
+
+    @precondition(lambda self: self.store.deployments)
+    @rule(data=st.data(), version=st.sampled_from(["v1", "v2", "v3"]))
+    def new_version(self, data: st.DataObject, version: str) -> None:
+        model = data.draw(st.sampled_from(sorted(self.store.deployments)))
+        self.store.deployments[model] = replace(self.store.deployments[model], version=version)
+        self.changed()
+
+    @precondition(lambda self: self.store.jobs)
+    @rule(data=st.data(), what=st.sampled_from(["pause", "resume", "hold", "release", "cancel"]))
+    def change_job(self, data: st.DataObject, what: str) -> None:
+        name = data.draw(st.sampled_from(sorted(self.store.jobs)))
+        job = self.store.jobs[name]
+        match what:
+            case "pause":
+                self.store.jobs[name] = replace(job, phase="paused")
+            case "resume" if job.phase == "paused":
+                self.store.jobs[name] = replace(job, phase="suspended")
+            case "hold" | "release":
+                self.store.jobs[name] = replace(job, held=what == "hold")
+            case "cancel":
+                del self.store.jobs[name]
+                self.cancelled.add(name)
+        self.changed()
+
+    @precondition(lambda self: any(g.ended is None for g in self.world.groups.values()))
+    @rule(data=st.data(), outcome=st.sampled_from(["succeeded", "failed"]))
+    def group_ends(self, data: st.DataObject, outcome: str) -> None:
+        name = data.draw(st.sampled_from(sorted(g.job_id for g in self.world.groups.values() if g.ended is None)))
+        self.effects.end_group(name, outcome, step=self.steps, error="a rank was killed")
+        self.pass_time(0.05)
+
+    @precondition(lambda self: any(r.state != "dead" for r in self.world.replicas.values()))
+    @rule(data=st.data())
+    def engine_dies(self, data: st.DataObject) -> None:
+        name = data.draw(st.sampled_from(sorted(r.id for r in self.world.replicas.values() if r.state != "dead")))
+        self.effects.kill_replica(name)
+        self.pass_time(0.05)
+
+    @rule(device=st.integers(0, 5), cordon=st.booleans())
+    def device_health(self, device: int, cordon: bool) -> None:
+        name = self.world.devices[device].id
+        if cordon:
+            self.store.cordoned ^= {name}
+        elif name in self.broken:
+            self.broken.clear()
+            self.effects.events.put_nowait(InventoryChanged())
+        else:
+            self.broken.add(name)
+            self.effects.events.put_nowait(DeviceFailed(name, "Xid 79"))
+        self.changed()
+
+    @rule(count=st.integers(1, 3))
+    def verbs_fail(self, count: int) -> None:
+        self.to_fail = count
+
+    @rule(orphans_finish=st.booleans())
+    def kill_controller(self, orphans_finish: bool) -> None:
+        self.effects.alive = False
+        self.task.cancel()
+        self.aio.run_until_complete(asyncio.gather(self.task, return_exceptions=True))
+        if orphans_finish:
+            self.effects.finish_orphans()
+        self.broken.clear()  # what the new controller knows of devices it learns anew
+        self.start()
+        self.pass_time(0.05)
+
+    @rule(seconds_=seconds)
+    def time_passes(self, seconds_: float) -> None:
+        self.pass_time(seconds_)
+
+    # --- what must hold
+
+    @invariant()
+    def no_job_is_lost(self) -> None:
+        type(self).steps += 1
+        self.world.check()
+        known = set(self.store.jobs) | set(self.store.ended) | self.cancelled
+        assert self.submitted <= known, f"lost: {self.submitted - known}"
+
+    @rule()
+    def at_rest(self) -> None:
+        self.to_fail = 0
+        self.settle()
+        self.pass_time(70.0)  # backoffs, dwells and give-backs run out
+        self.settle()
+        self.check_convergence()
+        self.check_work_conservation()
+
+    def check_convergence(self) -> None:
+        holders = [(le.holder.kind, le.holder.id) for le in self.world.leases.values()]
+        alive = {("replica", r.id) for r in self.world.replicas.values() if r.state not in ("asleep", "dead")}
+        alive |= {("job", g.job_id) for g in self.world.groups.values()}
+        assert set(holders) == alive and len(holders) == len(alive)
+        assert {r.state for r in self.world.replicas.values()} <= {"open", "asleep"}
+        assert {r.id: r.state for r in self.loop.box.replicas.values()} == {
+            r.id: r.state for r in self.world.replicas.values()
+        }
+        assert self.loop.box.ledger.leases == self.world.leases
+        assert not self.journal.unfinished()
+        for replica in self.world.replicas.values():
+            if replica.state == "open":
+                assert replica.version == self.store.deployments[replica.model].version
+
+    def usable(self) -> list[str]:
+        bad = self.store.cordoned | self.broken
+        return [d.id for d in self.world.devices if d.id not in bad]
+
+    def check_work_conservation(self) -> None:
+        usable, policy = self.usable(), self.store.policy
+        held = {d for le in self.world.leases.values() for d in le.device_ids}
+        assert held <= set(usable), "somebody sits on a device that must not be used"
+        free = [d for d in usable if d not in held]
+        training = sum(len(g.devices) for g in self.world.groups.values())
+        limit = {
+            "serve": 0,
+            "split": min(policy.train_devices or 0, len(usable) - min(policy.serving_floor, len(usable))),
+            "train": len(usable) - min(policy.serving_floor, len(usable)),
+            "auto": len(usable) - min(policy.serving_floor, len(usable)),
+        }[policy.kind]
+        for job in self.store.jobs.values():
+            if job.phase == "paused" or job.held or job.id in self.world.groups:
+                continue
+            assert job.sizes[0] > min(len(free), limit - training), f"{job} waits beside {free} ({policy})"
+        for model, deployment in self.store.deployments.items():
+            served = any(r.model == model and r.state == "open" for r in self.world.replicas.values())
+            if deployment.demand.requests and not served:
+                rooms = [sum(d.startswith(f"n{n}/") for d in free) for n in (0, 1)]
+                assert max(rooms) < deployment.tensor_parallel, f"{model} has no engine beside {free}"
+
+    def teardown(self) -> None:
+        try:
+            self.at_rest()
+            self.check_flapping()
+            self.check_starvation()
+        finally:
+            type(self).verbs += len(self.world.verbs_done)
+            self.loop.stop()
+            self.aio.run_until_complete(asyncio.gather(self.task, return_exceptions=True))
+            self.aio.close()
+
+    def check_flapping(self) -> None:
+        before, minutes = self.journal.last_id(), 10
+        self.pass_time(minutes * 60.0)
+        asked = sum(d.demand.requests > 0 for d in self.store.deployments.values())
+        turns = minutes * 60 / CONFIG.turn_s if asked > 1 else 0
+        assert self.journal.last_id() - before <= 2 * turns + 1, "hand-overs although nothing changes"
+
+    def check_starvation(self) -> None:
+        """All to training: every job that fits the box runs within as many job ends as there are jobs."""
+        self.store.policy = Policy("train")
+        self.store.cordoned, self.broken = frozenset(), set()
+        self.effects.events.put_nowait(InventoryChanged())
+        for job in list(self.store.jobs.values()):
+            self.store.jobs[job.id] = replace(job, held=False, phase="wanted" if job.phase == "paused" else job.phase)
+        for _ in range(len(self.store.jobs) + 1):
+            self.settle()
+            self.pass_time(30.0)
+            for name in [g.job_id for g in self.world.groups.values() if g.ended is None]:
+                self.effects.end_group(name, "succeeded")
+            self.pass_time(5.0)
+        assert not self.store.jobs, f"never ran: {self.store.jobs}, {self.store.reasons}"
+
+
+def explore(examples: int, steps: int) -> None:
+    chosen = int(os.environ.get("SCHEDULER_SEED") or random.SystemRandom().randrange(2**32))
+    print(f"scheduler machine: SCHEDULER_SEED={chosen}")
+    SchedulerMachine.steps = SchedulerMachine.verbs = 0
+    machine_settings = settings(
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        database=None,
+        suppress_health_check=list(HealthCheck),
+        phases=(Phase.generate, Phase.shrink),
+        print_blob=True,
+    )
+    run_state_machine_as_test(seed(chosen)(SchedulerMachine), settings=machine_settings)
+    print(f"scheduler machine: {SchedulerMachine.steps} steps, {SchedulerMachine.verbs} verbs, 0 violations")
+
+
+def test_random_lives() -> None:
+    explore(examples=300, steps=100)
+    assert SchedulerMachine.steps >= 25_000
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_random_lives_for_long() -> None:
+    while SchedulerMachine.steps < 1_000_000:
+        before = SchedulerMachine.steps
+        explore(examples=2500, steps=100)
+        SchedulerMachine.steps += before
+
+
+def test_a_crash_is_not_an_exception() -> None:
+    """Nothing in the loop may swallow it as one."""
+    assert not issubclass(Crash, Exception)
