@@ -227,11 +227,12 @@ async def wrk_load(port: int, mode: str, concurrency: int, seconds: float, folde
 
 
 def cpu_s(pids: list[int]) -> float:
-    ticks = 0
+    """Time on a core, from the scheduler's own nanosecond account: /proc/PID/stat only samples at each tick."""
+    nanoseconds = 0
     for pid in pids:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(") ", 1)[1].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            nanoseconds += int((thread / "schedstat").read_text().split()[0])
+    return nanoseconds / 1e9
 
 
 def tree(pid: int) -> list[int]:
@@ -363,7 +364,8 @@ async def measure(seconds: float, repeats: int, concurrencies: tuple[int, ...]) 
                 for name, pid in pids.items():
                     family = tree(pid)
                     before = cpu_s(family)
-                    row: dict[str, Any] = await load(ports[name], mode, concurrency, seconds)
+                    at_least_s = 3.0 if mode == "paced" else 0.0
+                    row: dict[str, Any] = await load(ports[name], mode, concurrency, max(seconds, at_least_s))
                     row["cpu_us"] = (cpu_s(family) - before) / row["requests"] * 1e6
                     rounds[name].append(row)
             for name, rows in rounds.items():
