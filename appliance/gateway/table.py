@@ -54,7 +54,7 @@ def parse_table(data: Mapping[str, Any], *, default_hold_s: float) -> Table:
 def _model(name: str, row: Any, default_hold_s: float) -> Model:
     where = f"models.{name}"
     row = _object(row, where)
-    task = row.get("task", "generate")
+    task = _given(row, "task", "generate")
     if task not in _TASKS:
         raise TableInvalid(f"{where}.task: {task!r} given, expected one of {', '.join(_TASKS)}")
     hold_s = row.get("hold_s")
