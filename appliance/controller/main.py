@@ -75,10 +75,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
+    ray.init(address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+    # After ray.init, which puts a SIGTERM handler of its own that would leave in the middle of a hand-over.
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    ray.init(address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
 
     db = Database(paths.database)
     store = _open_store(config, paths)
@@ -97,6 +98,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     states = SqliteStateStore(
         db, events, routing.demand, config.box.serving_floor, len(devices), config.serve, routing.refresh
     )
+    states.after_restart()
     journal = SqliteJournal(db)
     loop = SchedulerLoop(effects, states, journal, SystemClock(), config.scheduler)
     port = LoopPort(loop, effects, journal, bus, routing, store, db)
@@ -124,11 +126,13 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         deciding = tasks.create_task(loop.run(), name="scheduler loop")
         serving = tasks.create_task(server.serve(sockets=[_listen(paths.controller_socket)]), name="control routes")
         watching = tasks.create_task(port.watch_memory(), name="memory watch")
+        tidying = tasks.create_task(runs.tidy(), name="snapshots of finished jobs")
         await stop.wait()
         log.info("ending: suspending jobs and saving what only memory holds")
         server.should_exit = True
         loop.stop()
         watching.cancel()
+        tidying.cancel()
         await asyncio.wait({deciding, serving})
     await _save_everything(effects, runs, shelf)
     await bus.stop()

@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from appliance.controller.job_events import JobEvents
+from appliance.controller.naming import resolve
 from appliance.store import deployments, jobs, models
 from appliance.store.database import Database
 from appliance.store.rows import DeploymentRow
 from appliance.wiring.versions import VersionShelf
 from train.spec import TrainSpec
 from weights import tiers
-from weights.errors import WeightsError
+from weights.errors import VersionLeased, VersionNotFound, WeightsError
 from weights.store import StoredVersion, WeightStore
 
 log = logging.getLogger(__name__)
+
+TIDY_EVERY_S = 10.0
 
 
 class JobRuns:
@@ -62,17 +65,16 @@ class JobRuns:
         (folder / "spec.json").write_text(spec.to_json())
         return spec
 
-    def _base_path(self, model: str) -> str:
-        row = models.find(self._db, model)
-        version = row and row.active_version and models.find_version(self._db, model, row.active_version)
-        if not version:
-            raise LookupError(f"the base model {model} is not on this box any more")
-        stored = self._store.find("version", model, version.version)
+    def _base_path(self, name: str) -> str:
+        base = resolve(self._db, name)
+        if base is None:
+            raise LookupError(f"the base model {name} is not on this box any more")
+        stored = self._store.find("version", base.model.id, base.version.version)
         if stored is not None:
             return str(stored.path)
-        if version.disk_path is None or not Path(version.disk_path).is_dir():
-            raise LookupError(f"{model} {version.version} is neither in shared memory nor on disk")
-        return version.disk_path
+        if base.version.disk_path is None or not Path(base.version.disk_path).is_dir():
+            raise LookupError(f"{name} {base.version.version} is neither in shared memory nor on disk")
+        return base.version.disk_path
 
     def newest_snapshot(self, job_id: str) -> Path | None:
         """The newest snapshot, from shared memory or else read in from disk. May be called from any thread."""
@@ -105,18 +107,31 @@ class JobRuns:
         self._on_change()
 
     def on_stopped(self, job_id: str) -> None:
-        """Its ranks were ended by force: the end of a cancelled job."""
+        """Its ranks were ended by force: for a job to be cancelled, its end."""
         row = jobs.find(self._db, job_id)
         if row is not None and row.wanted == "cancel":
             self._events.cancelled(job_id)
-            self.forget(job_id)
 
-    def forget(self, job_id: str) -> None:
-        """The job is over: its snapshots are given back, in shared memory and on disk."""
-        for stored in self._store.list("snapshot"):
-            if stored.model == job_id:
-                self._store.remove(stored)
+    async def tidy(self) -> None:
+        """Gives back, now and then, the snapshots of jobs that are over."""
+        while True:
+            for row in jobs.list_left_snapshots(self._db):
+                if await asyncio.to_thread(self._forget, row.id):
+                    jobs.update(self._db, row.id, snapshot=None)
+            await asyncio.sleep(TIDY_EVERY_S)
+
+    def _forget(self, job_id: str) -> bool:
+        """Remove a job's snapshots, in shared memory and on disk; False while a rank still reads one."""
+        try:
+            for stored in self._store.list("snapshot"):
+                if stored.model == job_id:
+                    self._store.remove(stored)
+        except VersionLeased:
+            return False
+        except VersionNotFound:
+            return self._forget(job_id)  # the ending job removed it itself a moment ago
         shutil.rmtree(self._jobs_dir / job_id / "snapshots", ignore_errors=True)
+        return True
 
     async def save_all(self) -> None:
         """Returns when the newest snapshot of every unfinished job is on disk. Called before the box ends."""

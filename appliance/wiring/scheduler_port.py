@@ -88,8 +88,7 @@ class LoopPort:
         stale = [r["id"] for r in replicas if r["version"] != wanted]
         if stale:
             errors = [record.error for record in self._journal.recent(20) if record.id > last and record.error]
-            why = "; ".join(errors) or "no reason was recorded"
-            raise SwapFailed(f"replicas {', '.join(stale)} did not take {wanted}: {why}")
+            raise SwapFailed(model, wanted, "; ".join(errors) or f"{', '.join(stale)} serve another version")
         pauses = [
             step.detail["pause_s"]
             for record in self._journal.recent(20)

@@ -35,6 +35,11 @@ class SqliteStateStore:
         self._serving_floor, self._devices, self._config = serving_floor, devices, config
         self._on_models_changed = on_models_changed
 
+    def after_restart(self) -> None:
+        """Nothing runs before the loop has said so: jobs that a crash left "running" wait for devices again."""
+        for row in jobs.list_in_phase(self._db, "running"):
+            self.job_waiting(row.id, "the box was restarted", suspended=row.snapshot is not None)
+
     def load(self) -> Workload:
         self._finish_cancelled()
         now = read_mode(self._db)
