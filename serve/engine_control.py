@@ -65,14 +65,20 @@ class EngineControl:
         return await self._canary("load")
 
     async def status(self) -> dict[str, Any]:
-        """State, version, memory in bytes, and requests in the engine."""
+        """State, version, memory in bytes (shared pages divided by their sharers), and requests that the engine is
+        running and those it holds back."""
+        try:
+            running, waiting = await self.llm.engine_core.call_utility_async("shm_request_counts")
+            state = self.state
+        except EngineDeadError:
+            running, waiting, state = 0, 0, "dead"
         return {
-            "state": "dead" if self.llm.errored else self.state,
+            "state": state,
             "model": self.model,
             "version": self.version,
             "rss_bytes": await asyncio.to_thread(group_rss_bytes, self._group),
-            "running": self.llm.output_processor.get_num_unfinished_requests(),
-            "waiting": 0 if self.state == "ready" else self.llm.output_processor.get_num_unfinished_requests(),
+            "running": running,
+            "waiting": waiting,
         }
 
     async def fingerprint(self) -> dict[str, Any]:
@@ -152,7 +158,8 @@ class EngineControl:
                 await asyncio.sleep(0.01)
             before = await asyncio.to_thread(group_rss_bytes, self._group)
             began_s = time.perf_counter()
-            await self.llm.sleep(level=2)
+            # "keep": a request that slipped in since the check is recomputed after the wake instead of aborted.
+            await self.llm.sleep(level=2, mode="keep")
             self.state, self._lease = "asleep", None
             seconds = time.perf_counter() - began_s
             after = await asyncio.to_thread(group_rss_bytes, self._group)

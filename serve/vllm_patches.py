@@ -54,6 +54,8 @@ def apply(kind: str, *, eager: bool) -> None:
     # `wake_up(["kv_cache"])` resumes scheduling at once, so requests queued during the sleep would be answered by
     # weights whose fingerprint nobody has looked at.
     EngineCore.shm_run_canary = _run_canary
+    # The frontend counts requests but does not know which of them the scheduler holds back.
+    EngineCore.shm_request_counts = lambda core: core.scheduler.get_request_counts()
     # One message instead of six between frontend and core, each of which would wait its turn during the pause.
     EngineCore.shm_load = _load
 

@@ -34,6 +34,8 @@ async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, replicas):
     held = asyncio.create_task(greedy(sdk, "starter"))
     await asyncio.sleep(0.3)
     assert not held.done()
+    status = await replica.status()
+    assert (status["state"], status["running"], status["waiting"]) == ("asleep", 0, 1)
     awake = await replica.wake("starter", "a", str(a))
     assert awake["fingerprint"]["verdict"] == "verified"
     assert await held == expected == await greedy(sdk, "starter")

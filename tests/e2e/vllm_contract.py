@@ -57,6 +57,7 @@ def _claims():
         inspect.signature(NewRequestData).parameters
     )
     yield "an empty step can be made", SchedulerOutput.make_empty().total_num_scheduled_tokens == 0
+    yield from has(Scheduler, "get_request_counts", "has_unfinished_requests")
     yield "the scheduler knows its pause state", "pause_state" in inspect.getsource(Scheduler)
     yield "the registry shares the list of served names", "base_model_paths=base_model_paths" in inspect.getsource(
         OpenAIServingModels.__init__
