@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from appliance.cli import output, paths
+from appliance.cli import formats, output, paths
 from appliance.cli.command import Session, examples, for_box, group
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import AuthFailed, BadUsage, CliError
@@ -96,7 +96,7 @@ def _answer(gateway: Client, settings: dict[str, Any], messages: list[dict[str, 
             for choice in event.get("choices", ()):
                 piece = (choice.get("delta") or {}).get("content") or ""
                 pieces.append(piece)
-                print(_printable(piece), end="", flush=True)
+                print(formats.printable(piece), end="", flush=True)
     finally:
         print(flush=True)
     return "".join(pieces)
@@ -135,8 +135,3 @@ def _wait_until_known(gateway: Client) -> None:
             if time.monotonic() > deadline_s:
                 raise
             time.sleep(0.02)
-
-
-def _printable(text: str) -> str:
-    """Without the control characters that could drive the terminal."""
-    return "".join(char for char in text if char.isprintable() or char in "\n\t")

@@ -58,3 +58,8 @@ def or_dash(value: object) -> str:
     if isinstance(value, (list, tuple)):
         return ", ".join(str(item) for item in value) or "-"
     return "-" if value is None or value == "" else str(value)
+
+
+def printable(text: object) -> str:
+    """Without the control characters that could drive a terminal: what others wrote is shown, never obeyed."""
+    return "".join(char for char in str(text) if char.isprintable() or char in "\n\t")

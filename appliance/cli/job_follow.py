@@ -103,7 +103,8 @@ def _events_after(session: Session, job_id: str, last_id: str | None) -> Iterato
 
 
 def _print_event(session: Session, event: dict[str, Any], job: dict[str, Any]) -> None:
-    print(json.dumps(event, ensure_ascii=False) if session.as_json else event_line(event, job), flush=True)
+    text = json.dumps(event, ensure_ascii=False) if session.as_json else formats.printable(event_line(event, job))
+    print(text, flush=True)
 
 
 def _seconds_left(job: dict[str, Any]) -> float | None:

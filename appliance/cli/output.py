@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
+from appliance.cli import formats
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
@@ -23,7 +25,7 @@ def print_json(value: Any) -> None:
 
 def say(message: str) -> None:
     """A remark for a person; never part of a result."""
-    print(message, file=sys.stderr, flush=True)
+    print(formats.printable(message), file=sys.stderr, flush=True)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> RenderableType:
@@ -38,7 +40,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: st
     found = False
     for row in rows:
         found = True
-        drawn.add_row(*(Text(str(cell)) for cell in row))
+        drawn.add_row(*(Text(formats.printable(cell)) for cell in row))
     return drawn if found else Text(empty)
 
 
@@ -51,7 +53,7 @@ def fields(pairs: Iterable[tuple[str, object]]) -> RenderableType:
     drawn.add_column(style="bold", no_wrap=True)
     drawn.add_column(overflow="fold")
     for name, value in pairs:
-        drawn.add_row(Text(name), Text(str(value)))
+        drawn.add_row(Text(name), Text(formats.printable(value)))
     return drawn
 
 
@@ -63,6 +65,7 @@ def stack(*parts: RenderableType | None) -> RenderableType:
     shown: list[RenderableType] = []
     for part in parts:
         if part is not None:
+            part = formats.printable(part) if isinstance(part, str) else part
             shown += [Text(""), part] if shown else [part]
     return Group(*shown)
 
@@ -72,10 +75,12 @@ def above(title: str, part: RenderableType) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
-    return Group(Text(title), part)
+    return Group(Text(formats.printable(title)), part)
 
 
 def draw(renderable: RenderableType) -> None:
+    if isinstance(renderable, str):
+        renderable = formats.printable(renderable)
     if sys.stdout.isatty():
         _console().print(renderable)
         return

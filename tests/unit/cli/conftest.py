@@ -1,0 +1,212 @@
+"""Commands run in this process against two kinds of boxes: the real control app over simulated devices, and a server
+with prepared answers for what the real one does only under load or in trouble."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import uvicorn
+from typer.testing import CliRunner, Result
+
+from appliance.cli.main import app
+from appliance.controller.app import create_app
+from appliance.controller.context import ControllerContext
+from appliance.controller.job_events import JobEvents
+from appliance.store.database import Database
+from tests.simulator.control_plane import simulated_context
+from tests.unit.controller.conftest import insert_model
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No variable of the person who runs the tests, and a home without a box."""
+    for name in ("URL", "API_KEY", "DATA_DIR", "CONFIG", "HOST", "PORT", "DEVICES"):
+        monkeypatch.delenv(f"APPLIANCE_{name}", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+
+
+def run(*arguments: str, input: str | None = None) -> Result:
+    """One command, in this process, with its output caught."""
+    return CliRunner().invoke(app, list(arguments), input=input, prog_name="appliance", catch_exceptions=False)
+
+
+@pytest.fixture
+def main_process() -> Iterator[subprocess.Popen[bytes]]:
+    """A process that looks like a box's main process to the commands, and is none."""
+    process = subprocess.Popen(["/bin/sh", "-c", "read line", "appliance.main"], stdin=subprocess.PIPE)
+    # Until the shell has replaced the fork of Python, /proc tells Python's arguments.
+    while b"appliance.main" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+        time.sleep(0.001)
+    yield process
+    process.kill()
+    process.wait()
+    process.stdin.close()
+
+
+def write_box_file(data_dir: Path, **fields: Any) -> None:
+    data_dir.mkdir(exist_ok=True)
+    (data_dir / "box.json").write_text(json.dumps(fields))
+
+
+@dataclass
+class ControlledBox:
+    """The real control app in a thread of its own, with a data directory that commands find it by."""
+
+    data_dir: Path
+    context: ControllerContext
+    loop: asyncio.AbstractEventLoop
+
+    def run(self, *arguments: str, input: str | None = None) -> Result:
+        return run(*arguments, "--data-dir", str(self.data_dir), input=input)
+
+    def json(self, *arguments: str) -> Any:
+        result = self.run(*arguments, "-o", "json")
+        assert result.exit_code == 0, result.output
+        return json.loads(result.stdout)
+
+    def do(self, work: Callable[[], Any]) -> Any:
+        """Run `work` where the database may be used."""
+
+        async def call() -> Any:
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(10)
+
+    @property
+    def job_events(self) -> JobEvents:
+        return JobEvents(self.context.db, self.context.files_dir, self.context.config.organization)
+
+
+@pytest.fixture
+def box(tmp_path: Path, main_process: subprocess.Popen[bytes]) -> Iterator[ControlledBox]:
+    data_dir = tmp_path / "box"
+    data_dir.mkdir()
+    socket_path = data_dir / "controller.sock"
+    ready: list[Any] = []
+    started = threading.Event()
+
+    def serve() -> None:
+        async def main() -> None:
+            with Database(data_dir / "appliance.db") as db:
+                insert_model(db, "starter", versions=("v1", "v2"))
+                context = simulated_context(data_dir, db, progress_every_s=0.01)
+                server = uvicorn.Server(uvicorn.Config(create_app(context), log_config=None, access_log=False))
+                server.capture_signals = contextlib.nullcontext
+                listener = socket.socket(socket.AF_UNIX)
+                listener.bind(str(socket_path))
+                listener.listen()
+                ready.extend([context, asyncio.get_running_loop(), server])
+                serving = asyncio.create_task(server.serve(sockets=[listener]))
+                while not server.started:
+                    await asyncio.sleep(0.005)
+                started.set()
+                await serving
+
+        asyncio.run(main())
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    assert started.wait(20)
+    context, loop, server = ready
+    write_box_file(data_dir, pid=main_process.pid, url="http://127.0.0.1:9", state="ready", message="ready",
+                   controller_socket=str(socket_path))  # fmt: skip
+    yield ControlledBox(data_dir, context, loop)
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+Answer = tuple[int, Any]
+
+
+@dataclass
+class PreparedBox:
+    """A server on TCP and on a Unix socket whose answers a test prepares.
+
+    answers: (method, path without query) -> answers, used one after the other, the last one again and again. An
+    answer is (status, body): a JSON value, bytes to send as they are, or a function of the request's JSON.
+    """
+
+    url: str
+    socket_path: Path
+    answers: dict[tuple[str, str], list[Answer]] = field(default_factory=dict)
+    requests: list[dict[str, Any]] = field(default_factory=list)
+
+    def prepare(self, method: str, path: str, *answers: Answer) -> None:
+        self.answers[method, path] = list(answers)
+
+    def run(self, *arguments: str, input: str | None = None) -> Result:
+        return run(*arguments, "--url", self.url, input=input)
+
+    def sent(self, method: str, path: str) -> list[dict[str, Any]]:
+        return [r for r in self.requests if (r["method"], r["path"]) == (method, path)]
+
+    def answer(self, method: str, path: str) -> Answer:
+        prepared = self.answers.get((method, path))
+        if prepared is None:
+            return 404, openai_error(f"no answer prepared for {method} {path}", "unknown_url")
+        return prepared.pop(0) if len(prepared) > 1 else prepared[0]
+
+
+def openai_error(message: str, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+
+
+@pytest.fixture
+def prepared(tmp_path: Path) -> Iterator[PreparedBox]:
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def handle_one(self) -> None:
+            path, _, query = self.path.partition("?")
+            content = self.rfile.read(int(self.headers.get("content-length") or 0))
+            prepared_box.requests.append({
+                "method": self.command, "path": path, "query": query, "headers": dict(self.headers), "content": content,
+            })  # fmt: skip
+            status, body = prepared_box.answer(self.command, path)
+            if callable(body):
+                body = body(json.loads(content) if content else None)
+            raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+            self.send_response(status)
+            self.send_header("content-length", str(len(raw)))
+            self.send_header("connection", "close")
+            self.end_headers()
+            self.wfile.write(raw)
+
+        do_GET = do_POST = do_PUT = do_DELETE = handle_one
+
+        def address_string(self) -> str:
+            return "client"
+
+        def log_message(self, *_: Any) -> None:
+            return
+
+    class SocketServer(ThreadingHTTPServer):
+        address_family = socket.AF_UNIX
+
+        def server_bind(self) -> None:
+            self.socket.bind(self.server_address)
+
+    socket_path = tmp_path / "prepared.sock"
+    tcp, unix = ThreadingHTTPServer(("127.0.0.1", 0), Handler), SocketServer(str(socket_path), Handler)
+    prepared_box = PreparedBox(f"http://127.0.0.1:{tcp.server_address[1]}", socket_path)
+    threads = [threading.Thread(target=server.serve_forever, args=(0.02,)) for server in (tcp, unix)]
+    for thread in threads:
+        thread.start()
+    yield prepared_box
+    for server, thread in zip((tcp, unix), threads, strict=True):
+        server.shutdown()
+        thread.join(10)
+        server.server_close()

@@ -1,0 +1,86 @@
+"""Chat: streamed, whole, as a conversation, with a key made for it on the box itself."""
+
+from __future__ import annotations
+
+import json
+
+from tests.unit.cli.conftest import openai_error, run, write_box_file
+
+CHAT = "/v1/chat/completions"
+
+
+def sse(*pieces: str, done: bool = True) -> bytes:
+    events = [json.dumps({"choices": [{"delta": {"content": piece}}]}) for piece in pieces]
+    lines = [": keep-alive", *(f"data: {event}" for event in events), *(["data: [DONE]"] if done else [])]
+    return "".join(f"{line}\n\n" for line in lines).encode()
+
+
+def test_one_question(prepared):
+    prepared.prepare("POST", CHAT, (200, sse("Hel", "lo", "\x1b[2J!")))
+    result = prepared.run("chat", "starter", "Hi", "--system", "Be kind.", "--max-tokens", "5", "--temperature", "0")
+    assert (result.exit_code, result.stdout) == (0, "Hello[2J!\n")
+    assert json.loads(prepared.requests[0]["content"]) == {
+        "model": "starter", "max_tokens": 5, "temperature": 0.0, "stream": True,
+        "messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}],
+    }  # fmt: skip
+
+
+def test_a_question_from_a_pipe(prepared):
+    prepared.prepare("POST", CHAT, (200, sse("ok")))
+    assert prepared.run("chat", "starter", input="What?\n").stdout == "ok\n"
+    assert json.loads(prepared.requests[0]["content"])["messages"] == [{"role": "user", "content": "What?\n"}]
+
+
+def test_json_is_the_whole_completion(prepared):
+    prepared.prepare("POST", CHAT, (200, {"choices": [{"message": {"content": "ok"}}]}))
+    result = prepared.run("chat", "starter", "Hi", "-o", "json")
+    assert json.loads(result.stdout)["choices"][0]["message"]["content"] == "ok"
+    assert "stream" not in json.loads(prepared.requests[0]["content"])
+
+
+def test_an_answer_that_is_cut_off_is_an_error(prepared):
+    prepared.prepare("POST", CHAT, (200, sse("Hel", done=False)))
+    result = prepared.run("chat", "starter", "Hi")
+    assert result.exit_code == 1 and result.stdout == "Hel\n" and "cut off" in result.stderr
+
+
+def test_an_error_in_the_middle(prepared):
+    error = f"data: {json.dumps(openai_error('the engine died'))}\n\n".encode()
+    prepared.prepare("POST", CHAT, (200, sse("Hel", done=False) + error))
+    result = prepared.run("chat", "starter", "Hi")
+    assert result.exit_code == 1 and "the engine died" in result.stderr
+
+
+def test_an_unknown_model(prepared):
+    prepared.prepare("POST", CHAT, (404, openai_error("no such model", "model_not_found")))
+    assert prepared.run("chat", "nobody", "Hi").exit_code == 3
+
+
+def test_on_the_box_itself_a_key_is_made_and_revoked(prepared, tmp_path, main_process):
+    write_box_file(tmp_path / "box", pid=main_process.pid, state="ready", url=prepared.url,
+                   controller_socket=str(prepared.socket_path))  # fmt: skip
+    prepared.prepare("POST", "/admin/v1/keys", (200, {"id": "key_1", "key": "sk-fresh"}))
+    prepared.prepare("DELETE", "/admin/v1/keys/key_1", (200, {"id": "key_1"}))
+    # The gateway learns of the key a moment later.
+    prepared.prepare("GET", "/v1/models", (401, openai_error("unknown key")), (200, {"data": []}))
+    prepared.prepare("POST", CHAT, (200, sse("ok")))
+    assert run("chat", "starter", "Hi", "--data-dir", str(tmp_path / "box")).stdout == "ok\n"
+    assert [(r["method"], r["path"]) for r in prepared.requests] == [
+        ("POST", "/admin/v1/keys"), ("GET", "/v1/models"), ("GET", "/v1/models"), ("POST", CHAT),
+        ("DELETE", "/admin/v1/keys/key_1"),
+    ]  # fmt: skip
+    assert json.loads(prepared.requests[0]["content"])["scopes"] == ["inference"]
+    assert prepared.sent("POST", CHAT)[0]["headers"]["authorization"] == "Bearer sk-fresh"
+
+    prepared.prepare("POST", CHAT, (500, openai_error("boom")))
+    prepared.requests.clear()
+    assert run("chat", "starter", "Hi", "--data-dir", str(tmp_path / "box")).exit_code == 1
+    assert prepared.sent("DELETE", "/admin/v1/keys/key_1"), "also when the answer failed"
+
+
+def test_a_key_of_ones_own_is_used_on_the_box_too(prepared, tmp_path, main_process):
+    write_box_file(tmp_path / "box", pid=main_process.pid, state="ready", url=f"{prepared.url}/v1",
+                   controller_socket=str(prepared.socket_path))  # fmt: skip
+    prepared.prepare("POST", CHAT, (200, sse("ok")))
+    run("chat", "starter", "Hi", "--data-dir", str(tmp_path / "box"), "--api-key", "sk-mine")
+    assert [r["path"] for r in prepared.requests] == [CHAT]

@@ -1,0 +1,162 @@
+"""Exit codes and messages: what a script sees when things are not as it hoped."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from tests.unit.cli.conftest import openai_error, run, write_box_file
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "exit_code"),
+    [
+        (400, "invalid_value", 2),
+        (401, "invalid_api_key", 4),
+        (403, "insufficient_permissions", 4),
+        (404, "model_not_found", 3),
+        (409, "model_in_use", 5),
+        (413, "request_too_large", 2),
+        (500, None, 1),
+        (503, "controller_unavailable", 6),
+        (504, "wait_timeout", 124),
+    ],
+)
+def test_answers_become_exit_codes(prepared, status, code, exit_code):
+    prepared.prepare("DELETE", "/admin/v1/models/ft%3Astarter%3Alocal%2Fx", (status, openai_error("because", code)))
+    result = prepared.run("model", "rm", "ft:starter:local/x")
+    assert (result.exit_code, result.stdout, result.stderr) == (exit_code, "", "error: because\n")
+
+
+def test_an_answer_without_an_error_object(prepared):
+    prepared.prepare("GET", "/admin/v1/devices", (500, b"<html>oops"))
+    assert "answered 500" in prepared.run("gpu", "list").stderr
+    prepared.prepare("GET", "/admin/v1/devices", (200, b"<html>hello"))
+    wrong = prepared.run("gpu", "list")
+    assert wrong.exit_code == 1 and "this is no appliance" in wrong.stderr
+
+
+def test_nobody_answers():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        result = run("status", "--url", f"http://127.0.0.1:{taken.getsockname()[1]}")
+    assert result.exit_code == 6 and "cannot reach the box" in result.stderr
+
+
+@pytest.mark.parametrize("url", ["ftp://x", "http://", "http://x:y", "http://x/other"])
+def test_a_url_that_is_none(url):
+    result = run("status", "--url", url)
+    assert result.exit_code == 2 and "expected" in result.stderr
+
+
+@pytest.mark.parametrize("written", ["http://127.0.0.1:{port}", "http://127.0.0.1:{port}/v1", "127.0.0.1:{port}/v1/"])
+def test_a_url_with_or_without_v1(prepared, written):
+    prepared.prepare("GET", "/admin/v1/devices", (200, {"data": []}))
+    url = written.format(port=prepared.url.rpartition(":")[2])
+    assert run("gpu", "list", "--url", url).exit_code == 0
+
+
+def test_the_key_is_sent(prepared, monkeypatch):
+    prepared.prepare("GET", "/admin/v1/devices", (200, {"data": []}))
+    prepared.run("gpu", "list", "--api-key", "sk-1")
+    monkeypatch.setenv("APPLIANCE_API_KEY", "sk-2")
+    prepared.run("gpu", "list")
+    assert [r["headers"]["authorization"] for r in prepared.requests] == ["Bearer sk-1", "Bearer sk-2"]
+
+
+def test_which_box(prepared, monkeypatch, tmp_path, main_process):
+    """Typed beats environment; of two variables the URL wins; two typed names are one too many."""
+    prepared.prepare("GET", "/admin/v1/devices", (200, {"data": []}))
+    write_box_file(tmp_path / "box", pid=main_process.pid, state="ready", controller_socket=str(prepared.socket_path))
+    here = str(tmp_path / "box")
+    assert run("gpu", "list", "--data-dir", here).exit_code == 0
+    assert run("--data-dir", here, "gpu", "list").exit_code == 0
+    assert run(f"--data-dir={here}", "gpu", "list").exit_code == 0
+    assert run("gpu", "list", "--data-dir", here, "--url", prepared.url).exit_code == 2
+    monkeypatch.setenv("APPLIANCE_URL", "http://127.0.0.1:1")
+    assert run("gpu", "list").exit_code == 6
+    assert run("gpu", "list", "--data-dir", here).exit_code == 0
+    monkeypatch.setenv("APPLIANCE_DATA_DIR", here)
+    assert run("gpu", "list").exit_code == 6
+    monkeypatch.delenv("APPLIANCE_URL")
+    assert run("gpu", "list").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (None, "no box on"),
+        ({"state": "stopped", "pid": None}, "is stopped"),
+        ({"state": "failed", "pid": None, "message": "port 8000 is taken"}, "did not start: port 8000 is taken"),
+        ({"state": "ready", "pid": 2**22 + 1}, "was killed while ready"),
+        ({"state": "ready", "pid": os.getpid()}, "was killed while ready"),  # the number is somebody else's now
+    ],
+)
+def test_no_box_runs_here(tmp_path, fields, said):
+    if fields is not None:
+        write_box_file(tmp_path / "box", **fields)
+    result = run("status", "--data-dir", str(tmp_path / "box"))
+    assert result.exit_code == 6 and said in result.stderr
+
+
+def test_a_box_that_is_starting(tmp_path, main_process):
+    write_box_file(tmp_path / "box", pid=main_process.pid, state="starting", message="starting Ray",
+                   controller_socket=str(tmp_path / "none.sock"))  # fmt: skip
+    result = run("status", "--data-dir", str(tmp_path / "box"))
+    assert result.exit_code == 6 and "is starting: starting Ray" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("mode", "set", "split"),
+        ("mode", "set", "split", "--train", "many"),
+        ("mode", "set", "serve", "--train", "2"),
+        ("mode", "set", "auto", "--train", "2"),
+        ("mode", "set", "sometimes"),
+        ("job", "submit", "--model", "m", "--file", "no-such-file.jsonl"),
+        ("job", "submit", "--model", "m", "--file", "file-1", "--epochs", "many"),
+        ("job", "submit", "--model", "m", "--file", "file-1", "--set", "lora_alpha"),
+        ("job", "submit", "--model", "m", "--file", "file-1", "--epochs", "1", "--set", "n_epochs=2"),
+        ("job", "submit", "--file", "file-1"),
+        ("gpu", "list", "-o", "yaml"),
+        ("gpu", "lits"),
+        ("chat", "m", "  "),
+    ],
+)
+def test_usage_errors(prepared, arguments):
+    result = prepared.run(*arguments)
+    assert result.exit_code == 2 and result.stderr and not prepared.requests
+
+
+def test_slips_are_answered_with_a_guess():
+    assert "Did you mean 'job'?" in run("jbo", "list").stderr
+    assert "Did you mean 'list'?" in run("gpu", "lits").stderr
+
+
+def test_ctrl_c_ends_a_follow_command_cleanly(prepared):
+    prepared.prepare("GET", "/v1/fine_tuning/jobs/ftjob-1", (200, {"id": "ftjob-1", "status": "running"}))
+    event = {"id": "e1", "type": "message", "level": "info", "message": "hello", "created_at": 0, "data": {}}
+    prepared.prepare("GET", "/v1/fine_tuning/jobs/ftjob-1/events", (200, {"data": [event], "has_more": False}))
+    command = [sys.executable, "-m", "appliance.cli.main", "job", "logs", "-f", "ftjob-1", "--url", prepared.url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
+        assert "hello" in following.stdout.readline()
+        following.send_signal(signal.SIGINT)
+        assert following.wait(20) == 130
+        assert following.stderr.read() == ""
+
+
+def test_a_reader_that_leaves_ends_a_watch(prepared):
+    prepared.prepare("GET", "/admin/v1/devices", (200, {"data": []}))
+    command = [sys.executable, "-m", "appliance.cli.main", "gpu", "list", "--watch", "--every", "0.1", "-o", "json"]
+    with subprocess.Popen([*command, "--url", prepared.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watching:
+        assert watching.stdout.readline() == b'{"data": []}\n'
+        assert watching.stdout.readline() == b'{"data": []}\n'
+        watching.stdout.close()
+        assert watching.wait(20) == 1
+        assert b"Traceback" not in watching.stderr.read()

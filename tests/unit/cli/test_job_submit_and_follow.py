@@ -1,0 +1,147 @@
+"""From a file to a job, and a job followed to its end."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import pytest
+
+from appliance.cli import operations
+from appliance.cli.job_follow import event_line
+from tests.unit.cli.conftest import openai_error
+from tests.unit.cli.test_tables_and_json import make_job
+
+JOB = "/v1/fine_tuning/jobs/ftjob-1"
+
+
+def test_submit_sends_what_was_asked(prepared, tmp_path):
+    for name in ("train.jsonl", "valid.jsonl"):
+        (tmp_path / name).write_text('{"messages": []}\n')
+    uploads = [(200, {"id": f"file-{n}", "filename": "f", "status": "processed"}) for n in (1, 2)]
+    prepared.prepare("POST", "/v1/files", *uploads)
+    prepared.prepare("POST", "/v1/fine_tuning/jobs", (200, {"id": "ftjob-1"}))
+    done = prepared.run(
+        "job", "submit", "--model", "starter", "--file", str(tmp_path / "train.jsonl"),
+        "--validation-file", str(tmp_path / "valid.jsonl"), "--suffix", "s", "--epochs", "3", "--batch-size", "auto",
+        "--learning-rate-multiplier", "0.5", "--lora-rank", "8", "--lora", "--zero-stage", "2", "--max-length", "256",
+        "--seed", "7", "--set", "lora_dropout=0.1", "--set", "precision=fp32", "--set", "packing=false",
+        "--set", 'lora_targets=["q_proj"]', "--metadata", "team=a=b", "--max-devices", "4", "--priority", "-1",
+    )  # fmt: skip
+    assert (done.exit_code, done.stdout) == (0, "ftjob-1\n")
+    first, second = prepared.sent("POST", "/v1/files")
+    assert b'name="purpose"\r\n\r\nfine-tune\r\n' in first["content"] and b"train.jsonl" in first["content"]
+    assert b"valid.jsonl" in second["content"]
+    (request,) = prepared.sent("POST", "/v1/fine_tuning/jobs")
+    assert request["headers"]["idempotency-key"]
+    assert json.loads(request["content"]) == {
+        "model": "starter", "training_file": "file-1", "validation_file": "file-2", "suffix": "s", "seed": 7,
+        "metadata": {"team": "a=b"}, "max_devices": 4, "priority": -1,
+        "method": {"type": "supervised", "supervised": {"hyperparameters": {
+            "n_epochs": 3, "batch_size": "auto", "learning_rate_multiplier": 0.5, "lora_rank": 8, "full": False,
+            "zero_stage": 2, "max_length": 256, "lora_dropout": 0.1, "precision": "fp32", "packing": False,
+            "lora_targets": ["q_proj"],
+        }}},
+    }  # fmt: skip
+
+
+def test_every_option_is_a_hyperparameter_that_training_knows(box, tmp_path):
+    data = tmp_path / "train.jsonl"
+    data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 20)
+    done = box.run("job", "submit", "--model", "starter", "--file", str(data), "--epochs", "1", "--batch-size", "8",
+                   "--learning-rate-multiplier", "1.5", "--lora-rank", "4", "--lora", "--zero-stage", "1",
+                   "--max-length", "128", "--set", "weight_decay=0.1")  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    unknown = box.run("job", "submit", "--model", "starter", "--file", str(data), "--set", "lora_alpa=3")
+    assert unknown.exit_code == 2 and "lora_alpa" in unknown.stderr
+    missing = box.run("job", "submit", "--model", "nobody", "--file", str(data))
+    assert missing.exit_code == 3 and "nobody" in missing.stderr
+
+
+def test_a_file_that_is_on_the_box_already(prepared):
+    prepared.prepare("POST", "/v1/fine_tuning/jobs", (200, {"id": "ftjob-1"}))
+    prepared.run("job", "submit", "--model", "starter", "--file", "file-9")
+    assert json.loads(prepared.requests[0]["content"])["training_file"] == "file-9"
+
+
+def test_logs_of_a_real_job_until_it_succeeds(box, tmp_path):
+    job_id = make_job(box, tmp_path)
+    events = box.job_events
+    box.do(lambda: events.started(job_id, ["n0/0", "n0/1"], resumed=False))
+    outcome = {}
+    follower = threading.Thread(target=lambda: outcome.update(result=box.run("job", "logs", "-f", job_id)))
+    follower.start()
+    for step in range(1, 301):
+        metrics = {"event": "metrics", "step": step, "total_steps": 300, "loss": 3 - step / 200, "tokens_per_s": 1234.0,
+                   "devices": 2, "learning_rate": 1e-4, "grad_norm": 0.5, "epoch": 0.1}  # fmt: skip
+        box.do(lambda metrics=metrics: events.ingest(job_id, metrics))
+    box.do(lambda: events.ingest(job_id, {"event": "validation", "step": 300, "loss": 1.25}))
+    published = {"event": "published", "step": 300, "version": "final", "path": "/x", "bytes": 10, "seconds": 0.1}
+    box.do(lambda: events.ingest(job_id, published))
+    box.do(lambda: events.succeeded(job_id))
+    follower.join(30)
+    result = outcome["result"]
+    assert result.exit_code == 0, result.stderr
+    steps = [line.split()[2] for line in result.stdout.splitlines() if line[8:].lstrip().startswith("step ")]
+    assert steps == [*(f"{n}/300" for n in range(1, 301)), "300/300"], "each event once and in order"
+    assert "loss 1.5000" in result.stdout and "1,234 tokens/s" in result.stdout and "2 devices" in result.stdout
+    assert "validation loss 1.2500" in result.stdout
+    model = box.json("job", "get", job_id)["fine_tuned_model"]
+    assert f"succeeded: {model}" in result.stderr
+    as_json = [json.loads(line) for line in box.run("job", "logs", job_id, "-o", "json").stdout.splitlines()]
+    assert len(as_json) == len(result.stdout.splitlines())
+    assert {"id", "type", "level", "message", "created_at", "data"} <= set(as_json[0])
+    assert box.run("job", "wait", job_id).exit_code == 0
+    assert box.json("job", "wait", job_id)["fine_tuned_model"] == model
+
+
+def test_a_job_that_fails(box, tmp_path):
+    job_id = make_job(box, tmp_path)
+    box.do(lambda: box.job_events.failed(job_id, "out_of_memory", "the model does not fit"))
+    for command in (("job", "wait", job_id), ("job", "logs", "-f", job_id)):
+        result = box.run(*command)
+        assert result.exit_code == 1 and "failed: the model does not fit" in result.stderr
+
+
+def test_waiting_too_long(box, tmp_path):
+    job_id = make_job(box, tmp_path)
+    began_s = time.monotonic()
+    result = box.run("job", "wait", job_id, "--timeout", "0.2")
+    assert result.exit_code == 124 and "it goes on" in result.stderr
+    assert time.monotonic() - began_s < 10
+
+
+def test_an_unknown_job(box):
+    for command in (("logs",), ("wait",), ("get",), ("cancel",), ("logs", "-f")):
+        assert box.run("job", *command, "ftjob-none").exit_code == 3
+
+
+def test_following_rides_out_a_restart_of_the_box(prepared):
+    done = {"id": "ftjob-1", "status": "succeeded", "fine_tuned_model": "ft:x"}
+    away = (503, openai_error("the controller is away", "controller_unavailable"))
+    prepared.prepare("GET", JOB, away, (200, done))
+    result = prepared.run("job", "wait", "ftjob-1")
+    assert result.exit_code == 0
+    assert "the controller is away; trying again" in result.stderr
+
+
+def test_following_gives_up_in_the_end(prepared, monkeypatch):
+    monkeypatch.setattr(operations, "PATIENCE_S", 0.0)
+    prepared.prepare("GET", JOB, (503, openai_error("away", None)))
+    assert prepared.run("job", "wait", "ftjob-1").exit_code == 6
+
+
+@pytest.mark.parametrize(
+    ("data", "finish_in_s", "expected"),
+    [
+        ({"step": 3, "total_steps": 10, "train_loss": 2.5, "tokens_per_s": 900.4, "devices": 1}, 100,
+         "step 3/10  loss 2.5000  900 tokens/s  1 device  ETA 1 min 40 s"),
+        ({"step": 3, "total_steps": None, "train_loss": None}, None, "step 3/-"),
+    ],
+)  # fmt: skip
+def test_a_line_of_metrics(data, finish_in_s, expected, monkeypatch):
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    event = {"type": "metrics", "level": "info", "message": "", "created_at": 0, "data": data}
+    job = {"status": "running", "estimated_finish": None if finish_in_s is None else 1000 + finish_in_s}
+    assert event_line(event, job).split("  ", 1)[1] == expected

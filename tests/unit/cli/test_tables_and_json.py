@@ -1,0 +1,202 @@
+"""Every listing: a table for people, and JSON whose keys scripts rely on, from the real control app."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from appliance.store import jobs
+from tests.unit.cli.conftest import ControlledBox
+from tests.unit.controller.conftest import chat_lines
+
+
+def lines(text: str) -> list[list[str]]:
+    return [line.split() for line in text.splitlines() if line.strip()]
+
+
+def make_job(box: ControlledBox, tmp_path) -> str:
+    """A job that is queued, with its data checked."""
+    data = tmp_path / "train.jsonl"
+    data.write_bytes(chat_lines(40))
+    job_id = box.run("job", "submit", "--model", "starter", "--file", str(data), "--suffix", "demo").stdout.strip()
+    assert job_id.startswith("ftjob-")
+    deadline = time.monotonic() + 20
+    while box.do(lambda: jobs.get(box.context.db, job_id).phase) == "validating":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return job_id
+
+
+def test_gpu_list(box):
+    rows = lines(box.run("gpu", "list").stdout)
+    assert rows[0] == ["DEVICE", "KIND", "NAME", "MEMORY", "HEALTH", "HOLDER"]
+    assert rows[1] == ["n0/0", "cpu", "simulated", "1.1", "GB", "ok", "-"]
+    assert len(rows) == 9
+    data = box.json("gpu", "list")["data"]
+    assert set(data[0]) == {"id", "node", "index", "kind", "name", "memory_bytes", "health", "holder"}
+
+
+def test_a_holder_is_named(box):
+    box.context.scheduler.devices[2]["holder"] = {"kind": "job", "id": "ftjob-1"}
+    assert lines(box.run("gpu", "list").stdout)[3][-2:] == ["job", "ftjob-1"]
+
+
+def test_status(box, tmp_path):
+    job_id = make_job(box, tmp_path)
+    box.context.scheduler.replicas.append({
+        "id": "r1", "model": "starter", "version": "v2", "state": "ready", "devices": ["n0/0"], "inflight": 3,
+        "rss_bytes": 400_000_000,
+    })  # fmt: skip
+    text = box.run("status").stdout
+    assert "0123abcd" in text and "auto" in text and "0 of 8 held" in text
+    assert ["r1", "starter", "v2", "ready", "1", "3", "400", "MB"] in lines(text)
+    assert job_id in text
+    answer = box.json("status")
+    assert set(answer) == {"box", "mode", "devices", "replicas", "jobs", "memory", "handover", "notes"}
+    assert set(answer["box"]) >= {"id", "version", "url", "started_s", "data_dir"}
+    assert set(answer["mode"]) == {"policy", "train_devices"}
+
+
+def test_mode_show_and_set_and_history(box):
+    assert box.json("mode", "show") == {"policy": "auto", "train_devices": None, "since_s": 0.0, "serving_floor": 1}
+    done = box.run("mode", "set", "split", "--train", "6")
+    assert done.exit_code == 0
+    assert "split" in done.stdout and "drain_replica" in done.stdout
+    assert box.json("mode", "show")["train_devices"] == 6
+    changed = box.json("mode", "set", "serve", "--wait")
+    assert changed["policy"] == "serve" and changed["handover"]["state"] == "done"
+    history = box.json("mode", "history")["data"]
+    assert [handover["reason"] for handover in history] == ["mode serve", "mode split"]
+    assert set(history[0]["steps"][0]) == {"verb", "target", "state", "started_s", "ended_s", "detail"}
+    assert len(box.json("mode", "history", "--limit", "1")["data"]) == 1
+    text = box.run("mode", "history").stdout
+    assert "mode serve (done" in text and ["drain_replica", "r1-0", "done"] == lines(text)[2][:3]
+
+
+def test_mode_set_without_waiting_returns_a_running_handover(box):
+    box.context.scheduler.hang = True
+    assert box.json("mode", "set", "train", "--no-wait")["handover"]["state"] == "running"
+
+
+def test_a_mode_that_is_not_reached_in_time(box):
+    box.context.scheduler.hang = True
+    late = box.run("mode", "set", "train", "--timeout", "1")
+    assert late.exit_code == 124
+    assert "goes on" in late.stderr
+    assert box.json("mode", "show")["policy"] == "train"
+
+
+def test_models(box):
+    rows = lines(box.run("model", "list").stdout)
+    assert rows[0] == ["MODEL", "KIND", "ARCHITECTURE", "PARAMS", "SIZE", "VERSION", "STATE"]
+    assert rows[1] == ["starter", "base", "llama", "5.0", "M", "10", "B", "v2", "cold"]
+    shown = box.json("model", "show", "starter")
+    assert {"name", "kind", "arch", "params", "bytes", "active_version", "versions", "state", "base"} <= set(shown)
+    text = box.run("model", "show", "starter").stdout
+    assert "v2 *" in text and "v1 *" not in text
+
+
+def test_model_import_starter_verify_rollback_rm(box, tmp_path):
+    checkpoint = tmp_path / "my-model"
+    checkpoint.mkdir()
+    done = box.json("model", "import", str(checkpoint))
+    assert (done["state"], done["result"]["name"]) == ("succeeded", "my-model")
+    assert box.json("model", "show", "my-model")["source"] == str(checkpoint), "paths reach the box absolute"
+    started = box.json("model", "import", "hub/other", "--name", "other", "--no-wait")
+    assert started["kind"] == "import" and started["id"].startswith("op_")
+    assert box.json("model", "starter", "--minutes", "0.1")["result"]["name"] == "starter"
+    verified = box.json("model", "verify", "my-model")
+    assert verified["result"] == {"versions": ["v1"], "tensors": 3, "bytes": 10}
+    assert box.json("model", "rollback", "starter", "--version", "v2")["to"] == "v2"
+    assert box.run("model", "rollback", "starter").stdout.strip() == "starter: v2 -> v1"
+    assert box.run("model", "rm", "my-model").stdout.strip() == "deleted my-model"
+    assert box.run("model", "show", "my-model").exit_code == 3
+
+
+def test_an_operation_that_fails(box):
+    failed = box.run("model", "import", "broken", "--name", "x")
+    assert failed.exit_code == 1
+    assert "error: import failed: the header of model.safetensors overlaps" in failed.stderr
+
+
+def test_jobs(box, tmp_path):
+    assert "no jobs" in box.run("job", "list").stdout
+    job_id = make_job(box, tmp_path)
+    rows = lines(box.run("job", "list").stdout)
+    assert rows[0] == ["JOB", "STATUS", "PHASE", "MODEL", "DEVICES", "STEP", "LOSS", "TOKENS/S", "ETA", "REASON"]
+    assert rows[1][:4] == [job_id, "queued", "queued", "starter"]
+    data = box.json("job", "list")["data"][0]
+    assert {
+        "id", "status", "phase", "reason", "model", "fine_tuned_model", "devices", "step", "total_steps", "loss",
+        "tokens_per_s", "eta_s", "created_s",
+    } <= set(data)  # fmt: skip
+    assert box.json("job", "get", job_id)["id"] == job_id
+    assert f"job {job_id}" in " ".join(box.run("job", "get", job_id).stdout.split())
+
+
+def test_pause_resume_cancel(box, tmp_path):
+    job_id = make_job(box, tmp_path)
+    assert box.run("job", "pause", job_id).exit_code == 0
+    assert box.json("job", "get", job_id)["phase"] == "paused"
+    assert box.run("job", "resume", job_id).exit_code == 0
+    assert box.json("job", "cancel", job_id)["status"] == "cancelled"
+    again = box.run("job", "pause", job_id)
+    assert again.exit_code == 5 and "cancelled" in again.stderr
+
+
+def test_files(box, tmp_path):
+    path = tmp_path / 'my "data".jsonl'
+    path.write_bytes(chat_lines(3))
+    made = box.json("file", "upload", str(path))
+    assert made["filename"] == path.name and made["status"] == "processed" and made["purpose"] == "fine-tune"
+    assert made["bytes"] == path.stat().st_size
+    assert [f["id"] for f in box.json("file", "list")["data"]] == [made["id"]]
+    assert made["id"] in box.run("file", "list").stdout
+    assert box.json("file", "get", made["id"]) == made
+    saved = tmp_path / "saved"
+    assert box.run("file", "get", made["id"], "--save", str(saved)).exit_code == 0
+    assert saved.read_bytes() == path.read_bytes()
+    assert box.run("file", "get", made["id"], "--save", "-").stdout_bytes == path.read_bytes()
+    assert box.run("file", "rm", made["id"]).stdout.strip() == f"deleted {made['id']}"
+    assert box.json("file", "list")["data"] == []
+
+
+def test_bad_training_data_is_named_by_line(box, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(chat_lines(2) + b"not json\n")
+    refused = box.run("file", "upload", str(path))
+    assert refused.exit_code == 1
+    assert "line 3" in refused.stderr
+    submitted = box.run("job", "submit", "--model", "starter", "--file", str(path))
+    assert submitted.exit_code == 1 and "line 3" in submitted.stderr
+    assert box.json("job", "list")["data"] == [], "no job is made of data that cannot be trained on"
+
+
+def test_keys(box):
+    made = box.run("key", "create", "--name", "alice")
+    key = made.stdout.strip()
+    assert key.startswith("sk-") and "\n" not in key
+    assert "not shown again" in made.stderr
+    answer = box.json("key", "create", "--name", "ops", "--scope", "admin", "--scope", "inference")
+    assert set(answer) == {"id", "name", "key", "prefix", "scopes", "created_s", "revoked_s"}
+    assert answer["scopes"] == ["admin", "inference"]
+    listed = box.json("key", "list")
+    assert [k["name"] for k in listed["data"]] == ["alice", "ops"] and "key" not in listed["data"][0]
+    assert "alice" in box.run("key", "revoke", "alice").stdout
+    assert box.json("key", "list")["data"][0]["revoked_s"] is not None
+    assert box.run("key", "revoke", "nobody").exit_code == 3
+    assert box.run("key", "create", "--name", "ops").exit_code == 5
+    assert box.run("key", "create", "--name", "bad*name").exit_code == 2
+
+
+def test_json_is_one_line_in_a_pipe_and_holds_any_character(box):
+    text = box.run("key", "create", "--name", "zoë", "-o", "json")
+    assert text.exit_code == 2, "names of keys are ASCII"
+    text = box.run("gpu", "list", "-o", "json").stdout
+    assert text.count("\n") == 1 and json.loads(text)
+
+
+def test_text_of_the_box_is_never_markup(box):
+    box.context.scheduler.devices[0]["name"] = "[red]GPU[/red] \x1b[31m"
+    text = box.run("gpu", "list").stdout
+    assert "[red]GPU[/red]" in text and "\x1b" not in text
