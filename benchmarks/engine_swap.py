@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import platform
@@ -140,6 +141,7 @@ def documented_server(path: Path, rounds: int) -> dict:
     environment = {
         **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": str(path.parent), "TMPDIR": str(path.parent),
     }  # fmt: skip
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--host", "127.0.0.1",
                "--port", str(port), "--dtype", "bfloat16", "--served-model-name", "starter"]  # fmt: skip
@@ -166,7 +168,13 @@ def documented_server(path: Path, rounds: int) -> dict:
                 reloads.append(time.perf_counter() - reload_s)
         return {"cold_start_s": cold_s, "reload_s": statistics.median(reloads[1:])}
     finally:
-        os.killpg(server.pid, signal.SIGKILL)
+        os.kill(server.pid, signal.SIGTERM)  # an orderly end removes its segments from /dev/shm
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            print("the documented server did not end by itself", file=sys.stderr)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(server.pid, signal.SIGKILL)
         server.wait()
         log.close()
 

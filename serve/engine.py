@@ -57,7 +57,7 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
     template = read_chat_template(spec.version_path)
     options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template))
     validate_parsed_serve_args(options)
-    vllm_patches.apply(spec.kind, eager=options.enforce_eager)
+    vllm_patches.apply(spec.kind, eager=options.enforce_eager, segment_prefix=spec.segment_prefix)
     vllm_plugin.register()
     try:
         return uvloop.run(_serve(leash, spec, options, limits, started_s))

@@ -20,6 +20,7 @@ from serve.errors import BY_NAME, EngineFailed, EngineStartFailed, ServeError, W
 from serve.spec import ReplicaSpec
 
 ENTRY = "serve.engine:main"
+SEGMENTS = Path("/dev/shm")
 
 
 class Replica:
@@ -42,8 +43,7 @@ class Replica:
         if self._child is not None and self._child.alive:
             raise WrongState(f"replica {self._spec.replica_id} runs an engine already (pid {self._child.pid})")
         spec = spec if isinstance(spec, ReplicaSpec) else ReplicaSpec.from_json(spec)
-        Path(spec.socket_path).unlink(missing_ok=True)  # left by a supervisor that was killed with its engine
-        shutil.rmtree(spec.scratch_path, ignore_errors=True)
+        _remove_leftovers(spec)  # of a supervisor that was killed with its engine
         began_s = time.perf_counter()
         log_path = self._log_dir / f"engine-{spec.replica_id}.log"
         child = await Child.spawn(
@@ -61,7 +61,7 @@ class Replica:
                     ready = await child.next_event()
         except TimeoutError as error:
             await child.kill_and_wait()
-            self._forget_files()
+            _remove_leftovers(self._spec)
             self._state = "dead"
             raise EngineStartFailed(
                 f"engine {spec.replica_id} was not healthy after {self._config.start_timeout_s} s; "
@@ -69,7 +69,7 @@ class Replica:
             ) from error
         if ready is None or ready["event"] == "fatal":
             await child.kill_and_wait()
-            self._forget_files()
+            _remove_leftovers(self._spec)
             self._state = "dead"
             cause = f": {ready['type']}: {ready['message']}" if ready else ""
             raise EngineStartFailed(
@@ -122,7 +122,7 @@ class Replica:
             if self._child.alive:
                 await self._child.stop(self._config.stop_timeout_s)
             await self._child.kill_and_wait()
-            self._forget_files()
+            _remove_leftovers(self._spec)
         self._state = "dead"
 
     async def wait_dead(self) -> dict[str, Any]:
@@ -132,7 +132,7 @@ class Replica:
         await self._child.closed()
         await self._child.kill_and_wait()
         self._state = "dead"
-        self._forget_files()
+        _remove_leftovers(self._spec)
         fatal = self._child.fatal
         reason = f"{fatal['type']}: {fatal['message']}" if fatal else "the process ended"
         return {"exit": reason, "log": tail(self._child.log_path)}
@@ -149,6 +149,11 @@ class Replica:
         except (ChildDied, ChildTimeout) as error:
             raise EngineFailed(f"{method}: {error}") from error
 
-    def _forget_files(self) -> None:
-        Path(self._spec.socket_path).unlink(missing_ok=True)
-        shutil.rmtree(self._spec.scratch_path, ignore_errors=True)
+
+
+def _remove_leftovers(spec: ReplicaSpec) -> None:
+    """Socket, scratch directory and segments of a dead engine."""
+    Path(spec.socket_path).unlink(missing_ok=True)
+    shutil.rmtree(spec.scratch_path, ignore_errors=True)
+    for segment in SEGMENTS.glob(f"{spec.segment_prefix}*"):
+        segment.unlink(missing_ok=True)

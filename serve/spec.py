@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -77,6 +78,12 @@ class ReplicaSpec:
     def scratch_path(self) -> str:
         """Private directory of the running engine, for vLLM's inner sockets and rendezvous files."""
         return str(Path(self.socket_path).with_suffix(".d"))
+
+    @property
+    def segment_prefix(self) -> str:
+        """Begins the names of all segments that the engine makes in /dev/shm, so that its supervisor can remove what
+        a killed engine left there."""
+        return f"appliance-{hashlib.sha256(self.socket_path.encode()).hexdigest()[:10]}."
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ReplicaSpec:

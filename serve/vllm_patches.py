@@ -12,6 +12,8 @@ import functools
 import multiprocessing
 import tempfile
 import time
+import uuid
+from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +29,11 @@ from vllm.v1.executor import multiproc_executor
 from runtime.process import die_with_parent
 
 CANARY_REQUEST = "appliance-canary"
+SEGMENT_NAME_BYTES = 8
 _applied: list[bool] = []
 
 
-def apply(kind: str, *, eager: bool) -> None:
+def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
     """Idempotent. `kind` "cpu" or "cuda"; `eager`: the engine runs without compiled graphs."""
     if _applied:
         return
@@ -60,6 +63,12 @@ def apply(kind: str, *, eager: bool) -> None:
     EngineCore.shm_load = _load
 
 
+    # Tensor-parallel workers talk through segments in /dev/shm that only an orderly exit removes. With names of our
+    # own the supervisor can remove them after any death.
+    shared_memory._SHM_NAME_PREFIX = f"/{segment_prefix}"
+    shared_memory._SHM_SAFE_NAME_LENGTH = len(segment_prefix) + 1 + 2 * SEGMENT_NAME_BYTES
+    multiproc_executor.get_file_store_init_method = functools.partial(_rendezvous_file, segment_prefix)
+
     if kind == "cpu":
         # vLLM looks at an unknown architecture in a subprocess, lest the look initialise CUDA: 10 s of imports
         # that this process has behind it.
@@ -85,6 +94,11 @@ def _dies_with_parent(function):
         return function(*args, **kwargs)
 
     return run
+
+
+def _rendezvous_file(segment_prefix: str) -> str:
+    # vLLM's CPU collectives name their segments by the base name of this file.
+    return f"file://{tempfile.gettempdir()}/{segment_prefix}{uuid.uuid4().hex}"
 
 
 def first_failure() -> str | None:

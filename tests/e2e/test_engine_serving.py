@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import stat
+from pathlib import Path
 
 import httpx
 import openai
@@ -162,6 +163,24 @@ async def test_kill_9_of_the_api_process_takes_the_core_with_it(engine_box, repl
     async with asyncio.timeout(10):
         await replica.wait_dead()
     assert group_pids(pid) == []
+
+
+@pytest.mark.parametrize("how", ["stop", "kill -9"])
+async def test_a_tensor_parallel_engine_leaves_no_segment_behind(engine_box, replicas, how):
+    devices = Path("/dev/shm")
+    spec = engine_box.spec("segments", engine_box.version("a", seed=1), tensor_parallel=2, devices=(0, 1))
+    replica = replicas()
+    before = set(devices.iterdir())
+    pid = (await replica.start(spec))["pid"]
+    made = set(devices.glob(f"{spec.segment_prefix}*"))
+    assert len(made) >= 4
+    if how == "stop":
+        await replica.stop()
+    else:
+        os.kill(pid, signal.SIGKILL)
+        await replica.wait_dead()
+    assert not any(path.exists() for path in made)
+    assert not {path.name for path in set(devices.iterdir()) - before if path.name.startswith(("psm_", "vllm_"))}
 
 
 async def test_an_engine_that_cannot_start_says_why(engine_box, replicas):

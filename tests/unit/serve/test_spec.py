@@ -27,6 +27,11 @@ def test_a_spec_survives_the_trip_through_json():
     assert spec.devices == (3,) and spec.scratch_path == "/dev/shm/appliance-1/run/r/r1.d"
 
 
+def test_every_engine_names_its_segments_its_own_way():
+    one, other = (ReplicaSpec.from_json({**GOOD, "socket_path": f"/dev/shm/x/{name}.sock"}) for name in ("a", "b"))
+    assert one.segment_prefix != other.segment_prefix and "/" not in one.segment_prefix
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [
