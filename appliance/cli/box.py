@@ -74,12 +74,17 @@ def up(
         raise BadUsage(str(error)) from error
     folder = Path(resolved.box.data_dir)
     process = MainProcess(resolved.model_dump_json(), folder, detach=detach)
+    asked_to_stop = [] if detach else _forward_signals(process)
     try:
         with output.progress("starting the box") if detach else output.quiet() as meter:
             announced = process.wait_until_ready(meter.update)
     except KeyboardInterrupt:
         process.stop()
         process.wait()
+        raise
+    except CommandFailed as error:
+        if asked_to_stop:
+            raise typer.Exit(130) from error
         raise
     answer = {"url": announced["url"], "data_dir": str(folder), "first_key": announced.get("first_key")}
     if output_format == "json":
@@ -136,10 +141,22 @@ def _devices(text: str | None) -> str | int | None:
     return int(text)
 
 
-def _stay(process: Any) -> None:
-    """Until the box ends. Every signal that would end us ends it instead, in order; a second one kills it."""
+def _forward_signals(process: Any) -> list[int]:
+    """Every signal that would end us ends the box instead, in order; a second one kills it. Returns a list of those
+    that came."""
+    came: list[int] = []
+
+    def forward(number: int, _frame: Any) -> None:
+        came.append(number)
+        process.stop()
+
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: process.stop())
+        signal.signal(number, forward)
+    return came
+
+
+def _stay(process: Any) -> None:
+    """Until the box ends."""
     code = process.wait()
     if code != 0:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"

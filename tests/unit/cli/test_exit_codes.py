@@ -154,7 +154,9 @@ def test_ctrl_c_ends_a_follow_command_cleanly(prepared):
 def test_a_reader_that_leaves_ends_a_watch(prepared):
     prepared.prepare("GET", "/admin/v1/devices", (200, {"data": []}))
     command = [sys.executable, "-m", "appliance.cli.main", "gpu", "list", "--watch", "--every", "0.1", "-o", "json"]
-    with subprocess.Popen([*command, "--url", prepared.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as watching:
+    with subprocess.Popen(
+        [*command, "--url", prepared.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as watching:
         assert watching.stdout.readline() == b'{"data": []}\n'
         assert watching.stdout.readline() == b'{"data": []}\n'
         watching.stdout.close()

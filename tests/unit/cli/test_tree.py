@@ -1,0 +1,133 @@
+"""The tree of commands, frozen: what is here is what scripts and documents may rely on. And its help is quick."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import typer.main
+
+from appliance.cli.main import COMMANDS, SINGLE_COMMANDS, app
+from tests.unit.cli.conftest import run
+
+BOX = ["--api-key", "--data-dir", "--help", "--output", "--url"]
+FROZEN = {
+    "up": ["--config", "--data-dir", "--detach", "--devices", "--help", "--host", "--output", "--port"],
+    "down": ["--data-dir", "--force", "--help", "--timeout"],
+    "status": [*BOX, "--every", "--watch"],
+    "chat": [*BOX, "--max-tokens", "--system", "--temperature", "MODEL", "PROMPT"],
+    "gpu list": [*BOX, "--every", "--watch"],
+    "mode show": [*BOX, "--every", "--watch"],
+    "mode set": [*BOX, "--timeout", "--train", "--wait", "POLICY"],
+    "mode history": [*BOX, "--limit"],
+    "model import": [*BOX, "--name", "--revision", "--timeout", "--wait", "SOURCE"],
+    "model starter": [*BOX, "--minutes", "--timeout", "--wait"],
+    "model list": [*BOX, "--every", "--watch"],
+    "model show": [*BOX, "MODEL"],
+    "model rm": [*BOX, "MODEL"],
+    "model verify": [*BOX, "--timeout", "--wait", "MODEL"],
+    "model rollback": [*BOX, "--version", "MODEL"],
+    "job submit": [
+        *BOX, "--batch-size", "--epochs", "--file", "--full", "--learning-rate-multiplier", "--lora-rank",
+        "--max-devices", "--max-length", "--metadata", "--min-devices", "--model", "--priority", "--seed", "--set",
+        "--suffix", "--validation-file", "--wait", "--zero-stage",
+    ],
+    "job list": [*BOX, "--every", "--limit", "--watch"],
+    "job get": [*BOX, "--every", "--watch", "JOB_ID"],
+    "job logs": [*BOX, "--follow", "JOB_ID"],
+    "job wait": [*BOX, "--timeout", "JOB_ID"],
+    "job pause": [*BOX, "JOB_ID"],
+    "job resume": [*BOX, "JOB_ID"],
+    "job cancel": [*BOX, "JOB_ID"],
+    "file upload": [*BOX, "--purpose", "PATH"],
+    "file list": [*BOX, "--purpose"],
+    "file get": [*BOX, "--save", "FILE_ID"],
+    "file rm": [*BOX, "FILE_IDS"],
+    "key create": [*BOX, "--name", "--scope"],
+    "key list": BOX,
+    "key revoke": [*BOX, "KEY"],
+}  # fmt: skip
+
+
+def commands() -> dict:
+    """Full name -> command, of every command there is."""
+    root = typer.main.get_group(app)
+    found = {}
+    for name in COMMANDS:
+        command = root.get_command(None, name)
+        below = getattr(command, "commands", None)
+        found |= {f"{name} {sub}": c for sub, c in below.items()} if below else {name: command}
+    return found
+
+
+def test_the_tree_is_as_promised():
+    shown = {}
+    for name, command in commands().items():
+        options = [o for p in command.params if p.param_type_name == "option" for o in p.opts if o.startswith("--")]
+        arguments = [p.name.upper() for p in command.params if p.param_type_name == "argument"]
+        shown[name] = sorted({*options, *arguments, "--help"})
+    assert shown == {name: sorted(options) for name, options in FROZEN.items()}
+
+
+def test_short_forms():
+    short = {
+        name: sorted(o for p in command.params for o in p.opts if len(o) == 2) for name, command in commands().items()
+    }
+    assert short["job logs"] == ["-f", "-o"] and short["status"] == ["-o", "-w"] and short["up"] == ["-d", "-o"]
+
+
+@pytest.mark.parametrize("name", FROZEN)
+def test_every_help_says_what_and_shows_examples(name):
+    result = run(*name.split(), "--help")
+    assert result.exit_code == 0
+    assert "Examples:" in result.stdout and f"appliance {name}" in result.stdout.split("Examples:")[1]
+
+
+def test_the_overview_tells_the_truth():
+    """The root's list of commands stands in a table, so that showing it loads none of them."""
+    root = typer.main.get_group(app)
+    for name, (_, text) in COMMANDS.items():
+        assert root.get_command(None, name).help.splitlines()[0].startswith(text.removesuffix(".")), name
+    groups = {name for name in COMMANDS if getattr(root.get_command(None, name), "commands", None)}
+    assert groups == set(COMMANDS) - set(SINGLE_COMMANDS)
+
+
+HEAVY = ("torch", "vllm", "ray", "openai", "fastapi", "deepspeed", "transformers", "numpy", "pydantic", "rich", "httpx")
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["job", "submit", "--help"], ["up", "--help"], ["mode", "-h"]])
+def test_help_imports_nothing_heavy(arguments):
+    program = (
+        "import sys\nfrom appliance.cli.main import run\n"
+        "try: run()\nexcept SystemExit: print(*sys.modules, file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", program, *arguments], capture_output=True, text=True, check=True)
+    loaded = set(done.stderr.split())
+    assert "appliance.cli.main" in loaded
+    assert not loaded.intersection(HEAVY) and "appliance.config" not in loaded
+    # A generous bound on how much is loaded stands in for the time, which on a busy machine says little.
+    assert len(loaded) < 260, sorted(loaded)
+
+
+def test_commands_import_neither_ray_nor_torch():
+    names = [f"appliance.cli.{module}" for module in ("client", "locate", "up", *{m for m, _ in COMMANDS.values()})]
+    program = f"import sys, {', '.join(names)}, rich.table\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert not set(done.stdout.split()).intersection(
+        ("torch", "vllm", "ray", "openai", "fastapi", "deepspeed", "numpy")
+    )
+
+
+def test_completion_knows_commands_and_asks_the_box_for_names(box):
+    completing = {"_APPLIANCE_COMPLETE": "complete_bash", "COMP_WORDS": "appliance mo", "COMP_CWORD": "1"}
+    from typer.testing import CliRunner
+
+    assert CliRunner().invoke(app, env=completing, prog_name="appliance").stdout.split() == ["mode", "model"]
+    completing = {
+        "_APPLIANCE_COMPLETE": "complete_bash", "COMP_WORDS": "appliance model show st", "COMP_CWORD": "3",
+        "APPLIANCE_DATA_DIR": str(box.data_dir),
+    }  # fmt: skip
+    assert CliRunner().invoke(app, env=completing, prog_name="appliance").stdout.split() == ["starter"]
+    completing["APPLIANCE_DATA_DIR"] = "/nonexistent"
+    assert CliRunner().invoke(app, env=completing, prog_name="appliance").output.split() == []

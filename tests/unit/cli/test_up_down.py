@@ -1,0 +1,169 @@
+"""Starting and stopping, with a stand-in for the main process that keeps its side of the agreement."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from appliance.cli import up
+from tests.unit.cli.conftest import run, write_box_file
+
+PYTHON = sys.executable  # before a fixture replaces it
+# Called as `python -m appliance.main up --config-json JSON`, like the real one, whose announcement and box.json it
+# writes. What it does is told by a file `script.json` in the data directory.
+STAND_IN = """\
+import json, os, signal, sys, time
+config = json.loads(sys.argv[sys.argv.index("--config-json") + 1])
+folder = config["box"]["data_dir"]
+script = json.load(open(os.path.join(folder, "script.json")))
+def write(**fields):
+    with open(os.path.join(folder, "box.new"), "w") as out:
+        json.dump(fields, out)
+    os.replace(os.path.join(folder, "box.new"), os.path.join(folder, "box.json"))
+def stop(*_):
+    write(state="stopped", pid=None, message=script.get("note", ""))
+    os._exit(0)
+signal.signal(signal.SIGTERM, stop if not script.get("deaf") else signal.SIG_IGN)
+write(state="starting", pid=os.getpid(), message="starting Ray", url="", cwd=os.getcwd())
+print("12:00:00 starting Ray", file=sys.stderr, flush=True)
+if "exit" in script:
+    sys.exit(script["exit"])
+url = f"http://127.0.0.1:{config['box']['port']}"
+write(state="ready", pid=os.getpid(), message="ready", url=url, cwd=os.getcwd(), config=config)
+print(json.dumps({"state": "ready", "url": url + "/v1", "first_key": script.get("key")}), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A data directory with a stand-in behind `python -m appliance.main`; nothing of it survives the test."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(f"#!{PYTHON} -I\n{STAND_IN}")
+    stand_in.chmod(0o755)
+    monkeypatch.setattr(up.sys, "executable", str(stand_in))
+    folder = tmp_path / "box"
+    folder.mkdir()
+    (folder / "script.json").write_text("{}")
+    yield folder
+    state = folder / "box.json"
+    pid = json.loads(state.read_text()).get("pid") if state.exists() else None
+    if pid:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def script(data_dir: Path, **settings) -> None:
+    (data_dir / "script.json").write_text(json.dumps(settings))
+
+
+def box_file(data_dir: Path) -> dict:
+    return json.loads((data_dir / "box.json").read_text())
+
+
+def test_up_detached_and_down(data_dir):
+    script(data_dir, key="sk-first")
+    started = run("up", "--detach", "--data-dir", str(data_dir), "--port", "9123", "--devices", "4")
+    assert started.exit_code == 0, started.stderr
+    assert "http://127.0.0.1:9123/v1" in started.stdout and "sk-first" in started.stdout
+    box = box_file(data_dir)
+    assert box["config"]["box"]["port"] == 9123 and box["config"]["box"]["devices"] == 4
+    assert box["cwd"] == str(data_dir), "a folder called `train` where the command was typed must not be imported"
+    assert "starting Ray" in (data_dir / "logs" / "main.log").read_text()
+    assert stat.S_IMODE(os.stat(data_dir / "logs" / "main.log").st_mode) == 0o600
+    assert "sk-first" not in (data_dir / "logs" / "main.log").read_text()
+    assert os.getsid(box["pid"]) == box["pid"], "it outlives the terminal"
+
+    again = run("up", "--detach", "--data-dir", str(data_dir))
+    assert again.exit_code == 5 and "already" in again.stderr
+
+    stopped = run("down", "--data-dir", str(data_dir))
+    assert (stopped.exit_code, stopped.stderr) == (0, "")
+    assert "has stopped" in stopped.stdout
+    assert not Path(f"/proc/{box['pid']}").exists() or "Z" in Path(f"/proc/{box['pid']}/stat").read_text().split()[2]
+
+
+def test_up_as_json(data_dir):
+    started = run("up", "-d", "--data-dir", str(data_dir), "-o", "json")
+    assert json.loads(started.stdout) == {
+        "url": "http://127.0.0.1:8000/v1", "data_dir": str(data_dir), "first_key": None,
+    }  # fmt: skip
+
+
+def test_a_box_that_does_not_start(data_dir):
+    script(data_dir, exit=1)
+    failed = run("up", "--detach", "--data-dir", str(data_dir))
+    assert failed.exit_code == 1 and "starting Ray" in failed.stderr and "main.log" in failed.stderr
+    script(data_dir, exit=5)
+    assert run("up", "--detach", "--data-dir", str(data_dir)).exit_code == 5
+
+
+def test_bad_settings_start_nothing(data_dir, tmp_path):
+    config = tmp_path / "box.toml"
+    config.write_text("[box]\nprot = 8000\n")
+    wrong = run("up", "--config", str(config), "--data-dir", str(data_dir))
+    assert wrong.exit_code == 2
+    assert f"{config}: unknown key box.prot; did you mean port?" in wrong.stderr
+    assert run("up", "--devices", "many", "--data-dir", str(data_dir)).exit_code == 2
+    assert run("up", "--config", str(tmp_path / "none.toml")).exit_code == 2
+    assert not (data_dir / "box.json").exists()
+
+
+def test_down_where_nothing_runs(tmp_path):
+    nothing = run("down", "--data-dir", str(tmp_path / "none"))
+    assert nothing.exit_code == 0 and "no box runs on" in nothing.stdout
+    # The process that has the number now is not the box.
+    write_box_file(tmp_path / "stale", pid=os.getpid(), state="ready")
+    assert "no box runs on" in run("down", "--data-dir", str(tmp_path / "stale")).stdout
+
+
+def test_a_box_that_takes_its_time(data_dir):
+    script(data_dir, deaf=True)
+    run("up", "-d", "--data-dir", str(data_dir))
+    pid = box_file(data_dir)["pid"]
+    slow = run("down", "--data-dir", str(data_dir), "--timeout", "0.2")
+    assert slow.exit_code == 124 and "--force" in slow.stderr
+    killed = run("down", "--data-dir", str(data_dir), "--force")
+    assert killed.exit_code == 0 and "was killed" in killed.stdout
+    assert not up.BoxFile.read(data_dir).pid, f"{pid} is gone"
+
+
+def test_what_had_to_be_forced_is_told(data_dir):
+    script(data_dir, note="something had to be forced; see the logs")
+    run("up", "-d", "--data-dir", str(data_dir))
+    assert "note: something had to be forced" in run("down", "--data-dir", str(data_dir)).stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_in_the_foreground_the_box_ends_with_its_command(data_dir, tmp_path, number):
+    """Also when the command is killed: a box nobody watches any more must not stay."""
+    program = (
+        "import sys; from appliance.cli import up; up.sys.executable = sys.argv.pop(1); "
+        "from appliance.cli.main import run; run()"
+    )
+    command = [PYTHON, "-c", program, str(tmp_path / "python"), "up", "--data-dir", str(data_dir)]
+    script(data_dir, key="sk-first")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as foreground:
+        shown = ""
+        while "Ctrl-C" not in shown:
+            line = foreground.stdout.readline()
+            assert line, foreground.stderr.read()
+            shown += line
+        assert "sk-first" in shown
+        handle = os.pidfd_open(box_file(data_dir)["pid"])
+        foreground.send_signal(number)
+        assert foreground.wait(20) == (0 if number != signal.SIGKILL else -signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while box_file(data_dir)["state"] != "stopped":
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.close(handle)

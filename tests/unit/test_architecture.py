@@ -1,0 +1,250 @@
+"""The rules that keep the packages apart, checked on the source: imports point down only, heavy libraries stay behind
+their fences, the environment is read in one place, and no error is swallowed."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BELOW = {
+    "appliance": {"scheduler", "train", "serve", "weights", "runtime"},
+    "scheduler": {"train", "serve", "weights", "runtime"},
+    "train": {"weights", "runtime"},
+    "serve": {"weights", "runtime"},
+    "weights": set(),
+    "runtime": set(),
+}
+PACKAGES = tuple(BELOW)
+
+# Library -> the only files that may import it. A name ending in "/" stands for every file below it.
+FENCES = {
+    "ray": {"scheduler/ray_effects.py", "appliance/controller/main.py"},
+    "torch": {"train/", "serve/", "weights/torch_views.py"},
+    "vllm": {"serve/"},
+    "deepspeed": {"train/"},
+    "transformers": {"train/"},
+    "peft": {"train/"},
+    "openai": {"appliance/demo.py", "appliance/load.py"},
+    "fastapi": {"appliance/controller/"},
+    "typer": {"appliance/cli/"},
+}
+# Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
+WITHOUT_TORCH = (
+    "train/auto.py", "train/data_check.py", "train/errors.py", "train/formats.py", "train/group.py",
+    "train/rank_host.py", "train/spec.py", "serve/config.py", "serve/errors.py", "serve/holds.py", "serve/replica.py",
+    "serve/router.py", "serve/spec.py", "serve/sizing.py",
+)  # fmt: skip
+HEAVY = ("torch", "vllm", "ray", "deepspeed", "transformers", "peft")
+
+
+@cache
+def tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
+
+
+def files() -> list[Path]:
+    return sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def module_of(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+@cache
+def imports(path: Path, typing: bool = True) -> tuple[str, ...]:
+    """Every module that a file imports, at its top or later, with relative names made absolute.
+
+    typing: also those under `if TYPE_CHECKING`, which run nothing but still say who knows whom.
+    """
+    package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
+    found = []
+    unread = set() if typing else {
+        below
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+        for statement in node.body
+        for below in ast.walk(statement)
+    }  # fmt: skip
+    for node in ast.walk(tree(path)):
+        if node in unread:
+            continue
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = package.rsplit(".", node.level - 1)[0] if node.level > 1 else package if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            # `from package import module` imports the module too.
+            found += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    return tuple(found)
+
+
+def top(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def test_there_is_something_to_check():
+    assert len(files()) > 100 and {name_of(path).partition("/")[0] for path in files()} == set(PACKAGES)
+
+
+def test_imports_point_down():
+    wrong = {
+        f"{name_of(path)} imports {module}"
+        for path in files()
+        for module in imports(path)
+        if top(module) in BELOW
+        and top(module) not in BELOW[path.relative_to(ROOT).parts[0]] | {name_of(path).partition("/")[0]}
+    }
+    assert not wrong
+
+
+def test_only_the_effects_of_the_scheduler_know_training_and_serving():
+    """What decides imports neither; the configuration of engines (plain numbers) comes in from above."""
+    wrong = {
+        f"{name_of(path)} imports {module}"
+        for path in files()
+        if name_of(path).startswith("scheduler/") and path.name != "ray_effects.py"
+        for module in imports(path)
+        if top(module) in ("train", "serve", *HEAVY)
+    }
+    assert not wrong
+
+
+@pytest.mark.parametrize("library", FENCES)
+def test_heavy_libraries_stay_behind_their_fences(library):
+    allowed = FENCES[library]
+    inside = {name_of(path) for path in files() if any(top(module) == library for module in imports(path))}
+    outside = {
+        name for name in inside if name not in allowed and not any(name.startswith(a) for a in allowed if a[-1] == "/")
+    }
+    assert not outside
+    unused = {fence for fence in allowed if not any(name.startswith(fence) for name in inside)}
+    assert not unused, "a fence around nothing hides the next mistake"
+
+
+@pytest.mark.parametrize("name", WITHOUT_TORCH)
+def test_what_runs_outside_the_heavy_processes_is_light(name):
+    seen, waiting = set(), [name]
+    while waiting:
+        current = waiting.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        for module in imports(ROOT / current, typing=False):
+            assert top(module) not in HEAVY, f"{current} imports {module}, and {name} needs {current}"
+            source = ROOT / Path(*module.split(".")).with_suffix(".py")
+            if top(module) in BELOW and source.exists():
+                waiting.append(name_of(source))
+
+
+def test_the_command_line_is_a_thin_client():
+    allowed = {"typer", "rich", *sys.stdlib_module_names}
+    wrong = {
+        f"{name_of(path)} imports {module}"
+        for path in files()
+        if name_of(path).startswith("appliance/cli/")
+        for module in imports(path)
+        if top(module) not in allowed and not module.startswith("appliance.cli") and module not in ("appliance",)
+    }
+    # `up` resolves the configuration before it starts anything.
+    assert wrong == {"appliance/cli/box.py imports appliance.config"} | {
+        f"appliance/cli/box.py imports appliance.config.{name}" for name in ("ConfigError", "load_config")
+    }
+
+
+def test_no_cycles():
+    """Late imports count: one that hides a cycle is a cycle."""
+    graph: dict[str, set[str]] = {}
+    modules = {module_of(path): path for path in files()}
+    for module, path in modules.items():
+        graph[module] = {name for name in imports(path, typing=False) if name in modules and name != module}
+        # Importing a module runs its packages first; they are empty by rule, so they join nothing.
+        graph[module] -= {name for name in graph[module] if modules[name].name == "__init__.py"}
+    done: set[str] = set()
+
+    def visit(module: str, path: tuple[str, ...]) -> None:
+        assert module not in path, " -> ".join([*path[path.index(module) :], module])
+        if module not in done:
+            for following in sorted(graph[module]):
+                visit(following, (*path, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+def environment_reads(path: Path) -> Iterator[str]:
+    """Uses of the environment other than writing it or handing the whole of it to a child."""
+    source = tree(path)
+    parents = {child: node for node in ast.walk(source) for child in ast.iter_child_nodes(node)}
+    for node in ast.walk(source):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "os":
+            if node.attr in ("getenv", "getenvb", "environb"):
+                yield f"{name_of(path)}:{node.lineno}"
+            elif node.attr == "environ" and not _writes_or_hands_on(node, parents):
+                yield f"{name_of(path)}:{node.lineno}"
+        elif isinstance(node, ast.ImportFrom) and node.module == "os":
+            if {alias.name for alias in node.names} & {"environ", "getenv"}:
+                yield f"{name_of(path)}:{node.lineno}"
+
+
+def _writes_or_hands_on(node: ast.Attribute, parents: dict[ast.AST, ast.AST]) -> bool:
+    parent = parents[node]
+    if isinstance(parent, ast.Subscript):
+        return isinstance(parent.ctx, (ast.Store, ast.Del))
+    if isinstance(parent, ast.Attribute):
+        return parent.attr in ("update", "setdefault", "pop", "clear")
+    # {**os.environ, …} and dict(os.environ): the environment of a child.
+    if isinstance(parent, ast.Dict):
+        return any(key is None and value is node for key, value in zip(parent.keys, parent.values, strict=True))
+    return isinstance(parent, ast.Call) and isinstance(parent.func, ast.Name) and parent.func.id == "dict"
+
+
+def test_only_the_configuration_reads_the_environment():
+    reads = {read for path in files() for read in environment_reads(path)}
+    assert reads and all(read.startswith("appliance/config.py:") for read in reads), reads
+
+
+def broad_handlers(path: Path) -> Iterator[ast.ExceptHandler]:
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.ExceptHandler):
+            kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
+            if any(
+                kind is None or (isinstance(kind, ast.Name) and kind.id in ("Exception", "BaseException"))
+                for kind in kinds
+            ):
+                yield node
+
+
+# Handlers that log what they caught and end the process.
+ENDING = {"appliance/controller/main.py"}
+
+
+def test_no_error_is_swallowed():
+    """A handler for everything either raises, or passes the error it caught on to somebody (by its name)."""
+    wrong = []
+    for path in files():
+        for handler in broad_handlers(path):
+            inside = [node for statement in handler.body for node in ast.walk(statement)]
+            raises = any(isinstance(node, ast.Raise) for node in inside)
+            used = handler.name and any(isinstance(n, ast.Name) and n.id == handler.name for n in inside)
+            if not raises and not used and name_of(path) not in ENDING:
+                wrong.append(f"{name_of(path)}:{handler.lineno}")
+    suppressed = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in files()
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("suppress")
+        and any(isinstance(a, ast.Name) and a.id in ("Exception", "BaseException") for a in node.args)
+    ]  # fmt: skip
+    assert not wrong + suppressed
