@@ -229,7 +229,7 @@ def _environment(environ: Mapping[str, str]) -> Table:
             # A name without a section may be somebody else's (Kubernetes sets APPLIANCE_SERVICE_HOST for a service
             # called appliance); one that is nearly ours is a slip.
             if key not in BoxSettings.model_fields:
-                close = difflib.get_close_matches(key, list(BoxSettings.model_fields), n=1, cutoff=0.8)
+                close = difflib.get_close_matches(key, list(BoxSettings.model_fields), n=1, cutoff=0.75)
                 if close:
                     raise ConfigError(f"the environment: unknown variable {variable}; did you mean "
                                       f"{_variable(('box', close[0]))}?")  # fmt: skip

@@ -1,0 +1,126 @@
+"""One TOML file, variables and the command line: who wins, and what a mistake is told."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from appliance.cli.locate import DEFAULT_DATA_DIR as CLI_DATA_DIR
+from appliance.config import DEFAULT_DATA_DIR, BoxConfig, ConfigError, load_config, load_resolved
+from appliance.gateway.config import GatewayConfig
+
+
+def load(tmp_path: Path, text: str, environ: dict[str, str] | None = None, **overrides) -> BoxConfig:
+    path = tmp_path / "box.toml"
+    path.write_text(text)
+    return load_config(path, overrides, environ or {})
+
+
+def test_defaults(tmp_path):
+    config = load_config(None, {"data_dir": str(tmp_path)}, {})
+    assert (config.box.host, config.box.port, config.box.devices) == ("127.0.0.1", 8000, "auto")
+    assert config.box.hub_offline, "a box calls nobody unless it is told to"
+    assert config.box.data_dir == str(tmp_path)
+
+
+def test_commands_and_box_agree_on_where_a_box_is_by_default():
+    assert Path(CLI_DATA_DIR) == DEFAULT_DATA_DIR
+    assert load_config(None, {}, {}).box.data_dir == str(DEFAULT_DATA_DIR.expanduser())
+
+
+def test_precedence(tmp_path):
+    text = '[box]\nport = 1\nhost = "a"\ndevices = 3\n[scheduler]\nturn_s = 7\njob_dwell_s = 8\n'
+    environ = {"APPLIANCE_PORT": "2", "APPLIANCE_HOST": "b", "APPLIANCE_SCHEDULER__TURN_S": "9.5"}
+    config = load(tmp_path, text, environ, port=3, host=None)
+    assert (config.box.port, config.box.host, config.box.devices) == (3, "b", 3)
+    assert (config.scheduler.turn_s, config.scheduler.job_dwell_s) == (9.5, 8)
+
+
+def test_every_section_can_be_set_from_the_environment(tmp_path):
+    environ = {
+        "APPLIANCE_DEVICES": "4", "APPLIANCE_HUB_OFFLINE": "false", "APPLIANCE_GATEWAY__LIMITS__N": "5",
+        "APPLIANCE_GATEWAY__HOLDS__HOLD_S": "60", "APPLIANCE_CONTROLLER__ORGANIZATION": "acme",
+        "APPLIANCE_SERVE__MAX_NUM_SEQS": "8", "APPLIANCE_WEIGHTS__BUDGET_SHARE": "0.25",
+        # No settings, or nobody's: where commands find a box, what Kubernetes adds, and an empty one.
+        "APPLIANCE_URL": "x", "APPLIANCE_API_KEY": "x", "APPLIANCE_BOX": "0123abcd", "APPLIANCE_PORT": "",
+        "APPLIANCE_SERVICE_HOST": "10.0.0.1", "PATH": "/bin",
+    }  # fmt: skip
+    config = load_config(None, {"data_dir": str(tmp_path)}, environ)
+    assert (config.box.devices, config.box.hub_offline, config.box.port) == (4, False, 8000)
+    assert (config.gateway.limits.n, config.gateway.holds.hold_s) == (5, 60)
+    assert (config.controller.organization, config.serve.max_num_seqs) == ("acme", 8)
+    assert config.weights.budget_share == 0.25
+
+
+@pytest.mark.parametrize(
+    ("text", "environ", "said"),
+    [
+        ("[box]\nprot = 1", {}, "box.toml: unknown key box.prot; did you mean port? (known there: data_dir, devices,"),
+        ("[bxo]\nport = 1", {}, "box.toml: unknown key bxo; did you mean box? (known there: box, controller, gateway"),
+        ("[gateway.limits]\nm = 1", {}, "box.toml: unknown key gateway.limits.m (known there: body_window_bytes"),
+        ("[box]\nport = 'x'", {}, "box.toml: box.port is 'x': Input should be a valid integer"),
+        ("[box]\nport = 70000", {}, "box.toml: box.port is 70000"),
+        ("[box]\ndevices = 0", {}, "box.toml: box.devices is 0"),
+        ("[box]\ndevices = 'some'", {}, "Input should be 'auto' or Input should be a valid integer"),
+        ("[scheduler]\nturn_s = 0", {}, "box.toml: scheduler.turn_s is 0"),
+        ("[gateway.limits]\nn = -1", {}, "box.toml: gateway.limits.n: -1 given"),
+        ("[gateway]\ntls_cert_path = 'x'", {}, "tls_cert_path and tls_key_path: one given, expected both"),
+        ("box = 3", {}, "box.toml: box is 3; expected a section, [box]"),
+        ("[box\n", {}, "box.toml is not TOML"),
+        ("", {"APPLIANCE_PORT": "tcp://10.0.0.1"}, "the environment: APPLIANCE_PORT is 'tcp://10.0.0.1'"),
+        ("", {"APPLIANCE_PROT": "1"}, "unknown variable APPLIANCE_PROT; did you mean APPLIANCE_PORT?"),
+        ("", {"APPLIANCE_SERVE__N": "1"}, "the environment: unknown key APPLIANCE_SERVE__N"),
+        ("[box]\nport = 1", {"APPLIANCE_PORT": "x"}, "the environment: APPLIANCE_PORT is 'x'"),
+    ],
+)
+def test_mistakes_name_their_source_and_key(tmp_path, text, environ, said):
+    with pytest.raises(ConfigError) as caught:
+        load(tmp_path, text, environ)
+    assert said in str(caught.value)
+
+
+def test_a_mistake_on_the_command_line(tmp_path):
+    with pytest.raises(ConfigError, match="the command line: box.port is 70000"):
+        load(tmp_path, "[box]\nport = 1", {"APPLIANCE_PORT": "2"}, port=70000)
+
+
+def test_a_file_that_cannot_be_read(tmp_path):
+    with pytest.raises(ConfigError, match="cannot read .*none.toml: No such file"):
+        load_config(tmp_path / "none.toml", {}, {})
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_config(tmp_path / "binary.toml", {}, {})
+
+
+def test_the_file_in_the_data_directory(tmp_path):
+    (tmp_path / "appliance.toml").write_text("[box]\nport = 4321\n")
+    assert load_config(None, {"data_dir": str(tmp_path)}, {}).box.port == 4321
+    assert load_config(None, {}, {"APPLIANCE_DATA_DIR": str(tmp_path)}).box.port == 4321
+    (tmp_path / "appliance.toml").write_text("[box]\ndata_dir = '/elsewhere'\n")
+    with pytest.raises(ConfigError, match="cannot name another"):
+        load_config(None, {"data_dir": str(tmp_path)}, {})
+    assert load_config(tmp_path / "appliance.toml", {}, {}).box.data_dir == "/elsewhere"
+
+
+def test_certificates_are_found_beside_the_file(tmp_path):
+    config = load(tmp_path, "[gateway]\ntls_cert_path = 'cert.pem'\ntls_key_path = '/etc/key.pem'")
+    assert config.gateway.tls_cert_path == str(tmp_path / "cert.pem")
+    assert config.gateway.tls_key_path == "/etc/key.pem"
+
+
+def test_a_resolved_configuration_survives_the_way_to_another_process(tmp_path):
+    config = load(tmp_path, "[gateway.limits]\nn = 5\n[gateway]\ntls_cert_path='c'\ntls_key_path='k'", port=1234)
+    assert load_resolved(config.model_dump_json()) == config
+    with pytest.raises(ConfigError, match="--config-json: unknown key other"):
+        load_resolved(json.dumps({"other": {}}))
+
+
+def test_the_gateway_takes_what_the_box_hands_it(tmp_path):
+    """`appliance.main` adds four keys to the section; every other one must be the gateway's own, and be passed on."""
+    config = load_config(None, {"data_dir": str(tmp_path)}, {})
+    added = {"host": "127.0.0.1", "port": 1, "controller_socket": "/c", "bus_socket": "/b"}
+    built = GatewayConfig.from_mapping(config.gateway.model_dump() | added)
+    assert (built.workers, built.limits, built.holds) == (1, config.gateway.limits, config.gateway.holds)
+    assert built.shutdown_s == config.gateway.shutdown_s and built.access_log == config.gateway.access_log
