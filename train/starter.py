@@ -7,7 +7,8 @@ stdout as one JSON object per line: `{"event": "progress", "stage", "fraction", 
 and at the end `{"event": "done", "path", "steps", "tokens", "parameters", "validation_loss", "seconds"}`.
 
 With `--steps` the same seed, kind of machine and `--threads` give the same bytes. With `--minutes` the learning-rate
-schedule follows the clock, so the number of steps is what the machine manages; the model card records it.
+schedule follows the clock, so the number of steps is what the machine manages (but a least number is made, see
+`least_steps`); the model card records it.
 The directory appears under its name only when complete.
 """
 
@@ -35,8 +36,9 @@ from train.starter_tokenizer import END_OF_TEXT, TURN_END, render, tokenizer_con
 LENGTH, BATCH = 256, 8
 MUON_RATE, ADAM_RATE, WARMUP = 0.02, 0.008, 0.03
 TOKENIZER_DOCUMENTS, HELD_OUT_BATCHES = 5_000, 4
-# Fewer steps make no model at all; a machine too busy for them in the time given takes longer.
-MIN_STEPS = 30
+# What `--minutes` promises at least. An idle 2-core machine makes about 150 steps a minute; a busy one takes longer
+# instead of making a model that has learned nothing (at 35 steps it only stammers, at 200 it speaks in sentences).
+MIN_STEPS, MIN_STEPS_PER_MINUTE = 30, 120
 # Validation documents come from another stream; the offset keeps it apart from the training stream of any small seed.
 VALIDATION_SEED_OFFSET = 1_000_003
 
@@ -92,6 +94,11 @@ def choose_threads(net: StarterNet, tokenizer: Tokenizer) -> int:
     return min(seconds, key=lambda n: seconds[n])
 
 
+def least_steps(minutes: float) -> int:
+    """Steps that are made however busy the machine is."""
+    return max(MIN_STEPS, round(MIN_STEPS_PER_MINUTE * minutes))
+
+
 def pretrain(
     tokenizer: Tokenizer, net: StarterNet, *, seed: int, minutes: float, steps: int | None, device: str
 ) -> dict:
@@ -101,7 +108,7 @@ def pretrain(
     reported = started
     while True:
         elapsed = time.monotonic() - started
-        progress = step / steps if steps is not None else min(elapsed / (minutes * 60), step / MIN_STEPS)
+        progress = step / steps if steps is not None else min(elapsed / (minutes * 60), step / least_steps(minutes))
         if progress >= 1:
             break
         scale = rate_scale(progress)
@@ -204,7 +211,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m train.starter", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="directory to create; must not exist")
     length = parser.add_mutually_exclusive_group()
-    length.add_argument("--minutes", type=float, default=1.5, help="pretraining time (default %(default)s)")
+    length.add_argument(
+        "--minutes",
+        type=float,
+        default=1.5,
+        help="pretraining time; longer where the machine is busy (default %(default)s)",
+    )
     length.add_argument("--steps", type=int, help="pretrain this many steps instead, reproducibly")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads (default: whatever is fastest; 1 with --steps)")

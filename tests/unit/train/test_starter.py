@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from train.starter import rate_scale, vocabulary_texts
+from train.starter import least_steps, rate_scale, vocabulary_texts
 from train.starter_model import ChunkedCrossEntropy, Shape, StarterNet
 from train.starter_tokenizer import render
 
@@ -184,6 +184,10 @@ def test_the_rate_warms_up_and_falls():
     assert rates[0] == pytest.approx(0.02) and max(rates) > 0.95 and rates[100] == pytest.approx(0.02)
     top = rates.index(max(rates))
     assert rates[: top + 1] == sorted(rates[: top + 1]) and rates[top:] == sorted(rates[top:], reverse=True)
+
+
+def test_a_busy_machine_still_makes_a_model():
+    assert least_steps(0.2) == 30 and least_steps(1.5) == 180 and least_steps(0.001) > 1
 
 
 def test_vocabulary_texts_reads_chats_and_plain_text(tmp_path):
