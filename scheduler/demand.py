@@ -35,6 +35,10 @@ def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig
     demand = deployment.demand
     target = deployment.target_inflight or config.target_inflight
     count = ceil(demand.requests / target)
+    if deployment.prefill_tokens_per_s and deployment.ttft_target_s and demand.waiting_tokens:
+        # Half of the target: the other half is for what comes while a replica wakes.
+        in_time = deployment.prefill_tokens_per_s * deployment.ttft_target_s / 2
+        count = max(count, ceil(demand.waiting_tokens / in_time))
     if demand.last_request_s is not None and now_s - demand.last_request_s < _linger_s(deployment, config):
         count = max(count, 1)  # short requests come and go between two looks
     return min(max(count, deployment.floor_replicas), deployment.max_replicas)

@@ -120,6 +120,8 @@ class DeploymentView:
 
     `version`: the active one. `target_inflight`: requests per replica (None: the scheduler's setting).
     `idle_sleep_s`: put to sleep after this long without a request (None: only when the devices are wanted).
+    `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and the target for the time to first token;
+    where both are known, waiting tokens ask for replicas too.
     `pinned`: its `min_replicas` (at least one) come before everybody else's and are never given to training.
     `failed_reason`: given up on; it gets nothing until its version changes. `not_before_s`: backoff.
     """
@@ -131,6 +133,8 @@ class DeploymentView:
     max_replicas: int = 1
     demand: Demand = field(default_factory=Demand)
     target_inflight: int | None = None
+    prefill_tokens_per_s: float | None = None
+    ttft_target_s: float | None = None
     idle_sleep_s: float | None = None
     pinned: bool = False
     failed_reason: str = ""

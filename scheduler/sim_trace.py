@@ -1,0 +1,152 @@
+"""Reading real traces: requests in Azure's shape, training jobs in Philly's shape; plain or gzip CSV."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import random
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TextIO
+
+from scheduler.errors import TraceError
+
+
+@dataclass(slots=True)
+class Requests:
+    """Requests sorted by arrival. arrival_s: seconds from the first one. prompt, output: tokens, at least 1."""
+
+    arrival_s: array[float]
+    prompt: array[int]
+    output: array[int]
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def horizon_s(self) -> float:
+        """From the first arrival to the last."""
+        return self.arrival_s[-1] if self.arrival_s else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TraceJob:
+    """A training job: submitted `at_s` after the first job of its list, `devices` wanted, `duration_s` on those."""
+
+    id: str
+    at_s: float
+    devices: int
+    duration_s: float
+
+
+def _open(path: Path) -> TextIO:
+    try:
+        if path.suffix == ".gz":
+            return gzip.open(path, "rt", newline="", encoding="utf-8")
+        return open(path, newline="", encoding="utf-8")
+    except OSError as error:
+        raise TraceError(path, None, f"cannot be opened ({error.strerror or error})") from error
+
+
+def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
+    """(line number, the columns asked for) of each row. Raises TraceError for a missing column or short row."""
+    with _open(path) as file:
+        try:
+            reader = csv.reader(file)
+            header = [name.strip() for name in next(reader, [])]
+            missing = [c for c in columns if c not in header]
+            if missing:
+                raise TraceError(path, 1, f"columns {header} given, {list(columns)} expected")
+            places = [header.index(c) for c in columns]
+            for row in reader:
+                if not row:
+                    continue
+                try:
+                    yield reader.line_num, [row[p] for p in places]
+                except IndexError:
+                    raise TraceError(path, reader.line_num, f"{len(row)} columns, {len(header)} expected") from None
+        except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+            raise TraceError(path, None, f"is not readable as (gzip) CSV: {error}") from error
+
+
+def _time_s(text: str) -> float:
+    """Seconds since the epoch; Azure writes seven digits after the point, which fromisoformat does not take."""
+    head, _, fraction = text.strip().partition(".")
+    zone = ""
+    for sign in ("+", "-", "Z"):
+        if sign in fraction:
+            at = fraction.index(sign)
+            fraction, zone = fraction[:at], fraction[at:]
+            break
+    moment = datetime.fromisoformat(head + (zone if zone != "Z" else "+00:00"))
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=UTC)
+    return moment.timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
+
+
+def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Requests:
+    """A trace with columns TIMESTAMP, ContextTokens, GeneratedTokens, in any order of time.
+
+    scale: multiplies the load: each request is kept `scale` times on average (copies get a jitter of up to a second),
+    so that the shape over time stays what it is.
+
+    Raises:
+        TraceError: naming file and line, for anything that is not such a trace.
+    """
+    path = Path(path)
+    if not scale > 0:
+        raise TraceError(path, None, f"scale {scale} given, a number above 0 expected")
+    rng = random.Random(seed)
+    found: list[tuple[float, int, int]] = []
+    for line, (when, prompt_text, output_text) in _rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
+        try:
+            at_s, prompt, output = _time_s(when), int(prompt_text), int(output_text)
+        except ValueError as error:
+            raise TraceError(path, line, str(error)) from None
+        if prompt < 0 or output < 0:
+            raise TraceError(path, line, f"{prompt} and {output} tokens given, 0 or more expected")
+        request = (at_s, max(prompt, 1), max(output, 1))
+        if scale == 1.0:
+            found.append(request)
+            continue
+        copies = int(scale) + (rng.random() < scale - int(scale))
+        found += [(at_s + (rng.random() if n else 0.0), *request[1:]) for n in range(copies)]
+    if not found:
+        raise TraceError(path, None, "contains no request")
+    found.sort()
+    first_s = found[0][0]
+    return Requests(
+        array("d", (r[0] - first_s for r in found)),
+        array("l", (r[1] for r in found)),
+        array("l", (r[2] for r in found)),
+    )
+
+
+def read_jobs(path: str | Path, *, within_s: float, max_devices: int) -> list[TraceJob]:
+    """A job list with columns timestamp, duration (s), num_gpus; the jobs of the first `within_s` seconds.
+
+    A job that wants more than `max_devices` is cut to that many, its work kept.
+    """
+    path = Path(path)
+    rows: list[tuple[float, float, int]] = []
+    for line, (when, duration, gpus) in _rows(path, ("timestamp", "duration", "num_gpus")):
+        try:
+            row = (_time_s(when), float(duration), int(float(gpus)))
+        except ValueError as error:
+            raise TraceError(path, line, str(error)) from None
+        if row[1] > 0 and row[2] > 0:
+            rows.append(row)
+    if not rows:
+        raise TraceError(path, None, "contains no job with a duration and devices")
+    rows.sort()
+    first_s = rows[0][0]
+    jobs = []
+    for n, (at_s, duration_s, gpus) in enumerate(rows):
+        if at_s - first_s > within_s:
+            break
+        devices = min(gpus, max_devices)
+        jobs.append(TraceJob(f"job-{n}", at_s - first_s, devices, duration_s * gpus / devices))
+    return jobs

@@ -1,0 +1,209 @@
+"""The simulator: real traces, simulated engines and jobs, and the very scheduler that runs the box.
+
+`simulate` runs one policy in virtual time and compares it with every static split and with the oracle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from scheduler import oracle, virtual_time
+from scheduler.config import SchedulerConfig
+from scheduler.inventory import Device
+from scheduler.journal import MemoryJournal
+from scheduler.loop import SchedulerLoop
+from scheduler.sim_cluster import Cluster
+from scheduler.sim_engine import EngineModel
+from scheduler.sim_trace import Requests, TraceJob
+from scheduler.sim_world import (
+    MODEL,
+    Gateway,
+    Sample,
+    SimEffects,
+    SimJob,
+    SimStore,
+    VerbTimes,
+    elastic_job,
+    job_of,
+)
+from scheduler.workload import DeploymentView, Policy
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is simulated. slo_*: a request attains its targets when its first token came within `slo_ttft_s` and its
+    further tokens at `slo_tpot_s` each on average."""
+
+    requests: Requests
+    jobs: list[TraceJob] | None = None
+    nodes: int = 1
+    gpus_per_node: int = 8
+    slo_ttft_s: float = 2.0
+    slo_tpot_s: float = 0.1
+    hold_s: float = 600.0
+    min_replicas: int = 1
+    engine: EngineModel = field(default_factory=EngineModel)
+    times: VerbTimes = field(default_factory=VerbTimes)
+    config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    seed: int = 0
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def inventory(self) -> tuple[Device, ...]:
+        per = self.gpus_per_node
+        return tuple(
+            Device(
+                f"n{n}/{i}",
+                f"n{n}",
+                i,
+                "cuda",
+                "H100",
+                80 * 2**30,
+                numa_node=2 * i // per,
+                nvlink_peers=frozenset(f"n{n}/{k}" for k in range(per) if k != i),
+            )
+            for n in range(self.nodes)
+            for i in range(per)
+        )
+
+    def deployment(self) -> DeploymentView:
+        count = len(self.requests)
+        prompt, output = sum(self.requests.prompt) / count, sum(self.requests.output) / count
+        target = self.engine.target_inflight(
+            ttft_s=self.slo_ttft_s, tpot_s=self.slo_tpot_s, prompt=prompt, output=output
+        )
+        chunk = self.engine.chunk_tokens
+        return DeploymentView(
+            MODEL,
+            "v1",
+            min_replicas=self.min_replicas,
+            max_replicas=self.devices,
+            target_inflight=target,
+            prefill_tokens_per_s=chunk / self.engine.step_s(target, target * prompt, chunk),
+            ttft_target_s=self.slo_ttft_s,
+        )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What came of one policy. Times to first token are of requests that got one, waiting at the gateway included."""
+
+    requests_served: int
+    slo_attainment: float
+    ttft_p50_s: float | None
+    ttft_p95_s: float | None
+    training_gpu_hours: float
+    handovers: int
+    samples: list[Sample] = field(default_factory=list, compare=False)
+
+    def to_json(self) -> dict[str, Any]:
+        found = asdict(self)
+        del found["samples"]
+        return found
+
+
+def run_policy(setup: Setup, policy: Policy) -> Figures:
+    """One policy over the whole trace, and on until every request is answered or given up."""
+    cluster = Cluster(setup.requests, setup.engine, hold_s=setup.hold_s, seed=setup.seed)
+    horizon_s = setup.requests.horizon_s
+    jobs: list[SimJob] = [elastic_job(setup.devices)] if setup.jobs is None else [job_of(j) for j in setup.jobs]
+    store = SimStore(cluster, policy, jobs, setup.deployment())
+    effects = SimEffects(cluster, setup.inventory(), store.jobs, setup.times)
+    effects.horizon_s = horizon_s
+    journal = MemoryJournal()
+    gateway = Gateway(cluster, store, effects, setup.config, max(horizon_s / 1000, 1.0))
+
+    async def life() -> None:
+        loop = SchedulerLoop(effects, store, journal, virtual_time.VirtualClock(), setup.config)
+        running = asyncio.create_task(loop.run())
+        watching = asyncio.create_task(
+            gateway.run(loop, horizon_s, sorted(j.view.submitted_s for j in store.jobs.values()))
+        )
+        await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+        effects.close_books()
+        loop.stop()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await running
+
+    virtual_time.run(life())
+    return _figures(setup, cluster, effects, journal, gateway.samples)
+
+
+def _figures(
+    setup: Setup, cluster: Cluster, effects: SimEffects, journal: MemoryJournal, samples: list[Sample]
+) -> Figures:
+    requests, served = setup.requests, cluster.served
+    ttft, good, ended = [], 0, 0
+    for n, arrival_s in enumerate(requests.arrival_s):
+        first_s, end_s = served.first_token_s[n], served.end_s[n]
+        if first_s >= 0:
+            ttft.append(first_s - arrival_s)
+        if end_s >= 0:
+            ended += 1
+            tpot_s = (end_s - first_s) / max(requests.output[n] - 1, 1)
+            good += first_s - arrival_s <= setup.slo_ttft_s and tpot_s <= setup.slo_tpot_s
+    ttft.sort()
+
+    def percentile(q: float) -> float | None:
+        return ttft[min(int(q * len(ttft)), len(ttft) - 1)] if ttft else None
+
+    return Figures(
+        requests_served=ended,
+        slo_attainment=good / len(requests),
+        ttft_p50_s=percentile(0.5),
+        ttft_p95_s=percentile(0.95),
+        training_gpu_hours=effects.training_device_s / 3600,
+        handovers=journal.last_id(),
+        samples=samples,
+    )
+
+
+def simulate(
+    setup: Setup, policy: Policy, *, static: bool = True, progress: Callable[[str], None] = lambda text: None
+) -> tuple[dict[str, Any], Figures]:
+    """The figures of `policy` beside the oracle and the static splits, as plain values with stable keys."""
+    progress(f"policy {policy.kind}")
+    figures = run_policy(setup, policy)
+    bound_s = oracle.training_device_s(
+        setup.requests,
+        setup.engine,
+        setup.times,
+        devices=setup.devices,
+        jobs=setup.jobs,
+        attainment=figures.slo_attainment,
+        slo_ttft_s=setup.slo_ttft_s,
+        slo_tpot_s=setup.slo_tpot_s,
+    )
+    splits = []
+    if static:
+        shares = range(setup.devices + 1) if setup.devices <= 8 else [setup.devices * n // 8 for n in range(9)]
+        for share in shares:
+            progress(f"static split {share}/{setup.devices}")
+            row = run_policy(setup, Policy("split", share)).to_json()
+            splits.append({"train_devices": share, "serve_devices": setup.devices - share, **row})
+    result = {
+        "policy": policy.kind,
+        "devices": setup.devices,
+        "requests": len(setup.requests),
+        "horizon_s": setup.requests.horizon_s,
+        "slo": {"ttft_s": setup.slo_ttft_s, "tpot_s": setup.slo_tpot_s},
+        **figures.to_json(),
+        "oracle_training_gpu_hours": bound_s / 3600,
+        "oracle_ratio": figures.training_gpu_hours * 3600 / bound_s if bound_s else None,
+        "on_pareto_front": not any(_dominates(row, figures) for row in splits),
+        "static": splits,
+    }
+    return result, figures
+
+
+def _dominates(row: dict[str, Any], figures: Figures) -> bool:
+    """At least as good in both, better in one."""
+    a = (row["slo_attainment"], row["training_gpu_hours"])
+    b = (figures.slo_attainment, figures.training_gpu_hours)
+    return a[0] >= b[0] and a[1] >= b[1] and a != b
