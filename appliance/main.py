@@ -35,7 +35,7 @@ from scheduler.discovery import discover_devices
 
 CONTROLLER_START_S = 120.0
 GATEWAY_START_S = 30.0
-GATEWAY_END_S, CONTROLLER_END_S, RAY_END_S = 30.0, 120.0, 20.0
+GATEWAY_GRACE_S, CONTROLLER_END_S, RAY_END_S = 5.0, 120.0, 20.0
 
 
 class BoxError(RuntimeError):
@@ -137,7 +137,7 @@ class Box:
     async def end(self) -> bool:
         """Stop everything in order and give shared memory back; True if nothing had to be forced."""
         self._state.update(state="stopping", message="finishing requests")
-        well = await self._gateway.end(GATEWAY_END_S)
+        well = await self._gateway.end(self._config.gateway.shutdown_s + GATEWAY_GRACE_S)
         self._state.update(state="stopping", message="suspending jobs and saving what only memory holds")
         saved = await self._controller.end(CONTROLLER_END_S)
         self._state.update(state="stopping", message="stopping Ray")
@@ -168,6 +168,7 @@ class Box:
             "port": self._config.box.port,
             "controller_socket": str(self._paths.controller_socket),
             "bus_socket": str(self._paths.bus_socket),
+            "log_path": str(self._paths.logs / "access.log"),
         }
         return await self._python("gateway", "-m", "appliance.gateway.main", "--config-json", json.dumps(gateway))
 

@@ -1,0 +1,146 @@
+"""A whole box for tests: started, asked and stopped as a person does it, through the command and the OpenAI SDK."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import psutil
+
+from appliance.paths import BoxPaths
+
+COMMAND = str(Path(sys.executable).with_name("appliance"))
+DEMO_DATA = Path(__file__).parents[2] / "appliance" / "demo_data"
+
+
+def gsm8k(kind: str, count: int) -> bytes:
+    return "\n".join((DEMO_DATA / f"gsm8k_{kind}.jsonl").read_text().splitlines()[:count]).encode()
+
+
+class WholeBox:
+    """One box on its own data directory and port."""
+
+    def __init__(self, data_dir: Path):
+        self.data_dir, self.port = data_dir, _free_port()
+        self.key = ""
+
+    # --- as a person
+
+    def run(self, *arguments: str, code: int = 0, timeout_s: float = 300) -> str:
+        """An `appliance` command; its exit code must be `code`. Returns stdout."""
+        done = subprocess.run(
+            [COMMAND, *arguments], capture_output=True, text=True, timeout=timeout_s, env=self.environment()
+        )
+        said = f"appliance {' '.join(arguments)} ended with {done.returncode}\n{done.stdout}{done.stderr}"
+        assert done.returncode == code, said
+        return done.stdout
+
+    def ask(self, *arguments: str, **named: Any) -> Any:
+        return json.loads(self.run(*arguments, "-o", "json", **named))
+
+    def environment(self) -> dict[str, str]:
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("APPLIANCE_")}
+        return {**clean, "APPLIANCE_DATA_DIR": str(self.data_dir), "COLUMNS": "200"}
+
+    def up(self) -> str:
+        told = self.run("up", "--detach", "--port", str(self.port))
+        if not self.key:
+            self.key = next(word for word in told.split() if word.startswith("sk-appl-"))
+        return told
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/v1"
+
+    def client(self, **named: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=self.url, api_key=self.key, timeout=300, **{"max_retries": 0, **named})
+
+    def admin(self, path: str) -> Any:
+        headers = {"Authorization": f"Bearer {self.key}"}
+        return httpx.get(f"http://127.0.0.1:{self.port}/admin/v1/{path}", headers=headers, timeout=60).json()
+
+    def upload(self, content: bytes, name: str = "train.jsonl") -> str:
+        return self.client().files.create(file=(name, content), purpose="fine-tune").id
+
+    def losses(self, job_id: str) -> dict[int, float]:
+        rows = self.admin(f"jobs/{job_id}/metrics?limit=10000")["data"]
+        return {row["step"]: row["loss"] for row in rows if row["loss"] is not None}
+
+    def validation_losses(self, job_id: str) -> list[float]:
+        rows = self.admin(f"jobs/{job_id}/metrics?limit=10000")["data"]
+        return [row["valid_loss"] for row in rows if row["valid_loss"] is not None]
+
+    # --- from underneath
+
+    def pids_logging_to(self, pattern: str) -> list[int]:
+        """Processes whose stdout is a log of this box whose name matches the glob `pattern`."""
+        found = []
+        for process in psutil.process_iter():
+            try:
+                target = Path(os.readlink(f"/proc/{process.pid}/fd/1"))
+            except OSError:
+                continue
+            if target.parent == self.data_dir / "logs" and target.match(pattern):
+                found.append(process.pid)
+        return sorted(found)
+
+    def main_pid(self) -> int:
+        return json.loads((self.data_dir / "box.json").read_text())["pid"]
+
+    def left(self) -> list[str]:
+        """What still runs or lies about of this box."""
+        box_id = _box_id(self.data_dir)
+        running = []
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("APPLIANCE_BOX") == box_id and process.status() != psutil.STATUS_ZOMBIE:
+                    running.append(f"process {process.pid} {' '.join(process.cmdline())[:120]}")
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        shared = [str(path) for path in Path("/dev/shm").glob(f"*{box_id}*")]
+        session = Path(f"/tmp/appliance-{box_id}")
+        return running + shared + ([str(session)] if session.exists() else [])
+
+    def destroy(self) -> None:
+        subprocess.run([COMMAND, "down", "--force"], capture_output=True, env=self.environment(), timeout=60)
+        box_id = _box_id(self.data_dir)
+        for process in psutil.process_iter():
+            try:
+                if process.environ().get("APPLIANCE_BOX") == box_id:
+                    process.kill()
+            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+                continue
+        shutil.rmtree(f"/dev/shm/appliance-{box_id}", ignore_errors=True)
+        shutil.rmtree(f"/tmp/appliance-{box_id}", ignore_errors=True)
+
+
+def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (found := condition()):
+        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
+        time.sleep(0.1)
+    return found
+
+
+def shared_memory_files() -> set[str]:
+    return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def _box_id(data_dir: Path) -> str:
+    return BoxPaths.of(data_dir).box_id
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
