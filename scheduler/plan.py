@@ -7,6 +7,7 @@ possible: a holder whose size is unchanged keeps its devices, a sleeping engine 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -81,6 +82,9 @@ class _Round:
         self.jobs: dict[str, JobView] = {j.id: j for j in snapshot.jobs}
         self.reviews: list[float] = []
         self.notes: dict[str, str] = {}
+        self.by_model: dict[str, list[ReplicaView]] = {}
+        for replica in snapshot.replicas:
+            self.by_model.setdefault(replica.model, []).append(replica)
         self.limits: dict[str, int] = {}
         self.out: dict[str, ReplicaPlan] = {}
         self.groups: dict[str, GroupPlan] = {}
@@ -100,8 +104,9 @@ class _Round:
                 if not unplaced:
                     break
             # Not to be had in this round: what they were counted for goes to others.
+            placed = Counter(r.model for r in self.out.values())
             for model in set(unplaced):
-                self.limits[model] = sum(r.model == model for r in self.out.values())
+                self.limits[model] = placed[model]
         if jobs.review_at_s is not None:
             self.reviews.append(jobs.review_at_s)
         for model in {*unplaced, *self.limits}:
@@ -224,6 +229,7 @@ class _Round:
 
     def place(self, serving: Mapping[str, int], sizes: Mapping[str, int], *, keep_jobs: bool) -> list[str]:
         """Fill `out` and `groups`; answers the models with a replica that found no devices."""
+        self.new = 0
         coming = [r.devices for r in self.snapshot.replicas if r.busy == "coming"]
         coming += [j.devices for j in self.snapshot.jobs if j.busy == "coming"]
         claimed = {d for devices in coming for d in devices}
@@ -266,7 +272,11 @@ class _Round:
         """Open replicas that stay where they are, the longest open first."""
         counts = dict.fromkeys(serving, 0)
         rank = {"coming": 0, None: 1, "leaving": 2}
-        for replica in sorted(self.snapshot.replicas, key=lambda r: (rank[r.busy], r.state != "open", r.since_s, r.id)):
+
+        def seniority(r: ReplicaView) -> tuple[int, bool, float, str]:
+            return rank[r.busy], r.state != "open", r.since_s, r.id
+
+        for replica in sorted(self.snapshot.replicas, key=seniority):
             if replica.busy == "coming":
                 self.note_replica(replica, "open")
                 if replica.model in counts:
@@ -285,17 +295,16 @@ class _Round:
 
     def add_replicas(self, deployment: DeploymentView, count: int) -> bool:
         """`count` more replicas: sleeping ones where they sleep, then new ones. False when one finds no devices."""
-        asleep = [
-            r
-            for r in self.snapshot.replicas
-            if r.state == "asleep" and r.busy is None and r.model == deployment.model and self.fits(r)
-        ]
+        if count <= 0:
+            return True
+        own = self.by_model.get(deployment.model, [])
+        asleep = [r for r in own if r.state == "asleep" and r.busy is None and self.fits(r)]
         asleep.sort(key=lambda r: (not self.idle_pool.has(r.devices), -r.since_s, r.id))
         # A replica on its way to sleep can be woken in a moment; a new process would cost more than that wait.
         falling = 0
-        for replica in self.snapshot.replicas:
+        for replica in own:
             recent = replica.busy == "leaving" and self.now_s - replica.since_s < self.config.await_sleep_s
-            if falling < count and recent and replica.model == deployment.model and self.pool.has(replica.devices):
+            if falling < count and recent and self.pool.has(replica.devices):
                 falling += 1
                 self.take(replica.devices)
                 self.reviews.append(replica.since_s + self.config.await_sleep_s)
@@ -310,7 +319,8 @@ class _Round:
             devices = self.pool.choose(deployment.tensor_parallel, single_node=True, only=self.idle_pool)
             if devices is None:
                 return False
-            new_id = f"r{self.snapshot.epoch}-{sum(1 for r in self.out if r.startswith(f'r{self.snapshot.epoch}-'))}"
+            new_id = f"r{self.snapshot.epoch}-{self.new}"
+            self.new += 1
             self.out[new_id] = ReplicaPlan(
                 new_id, deployment.model, deployment.version, deployment.tensor_parallel, devices, "open"
             )
@@ -355,16 +365,17 @@ class _Round:
     def keep_open(self) -> None:
         """Engines that are open and in nobody's way stay open, until their own idle time puts them to sleep."""
         eager = self.policy.kind in ("serve", "split", "auto")
+        counts = Counter(r.model for r in self.out.values() if r.state == "open")
         for replica in sorted(self.snapshot.replicas, key=lambda r: (r.since_s, r.id)):
             deployment = self.deployments.get(replica.model)
             if replica.id in self.out or deployment is None or replica.state != "open" or replica.busy:
                 continue
-            count = sum(1 for r in self.out.values() if r.model == replica.model and r.state == "open")
-            allowed = eager and count < deployment.max_replicas and demand_.usable(deployment, self.now_s)
+            allowed = eager and counts[replica.model] < deployment.max_replicas and demand_.usable(deployment, self.now_s)
             if allowed and self.fits(replica) and not demand_.idle(deployment, self.now_s):
                 if self.pool.has(replica.devices):
                     self.note_replica(replica, "open")
                     self.take(replica.devices)
+                    counts[replica.model] += 1
 
     def let_sleep(self) -> None:
         """Everything else that lives sleeps; the least recently used beyond the bound are stopped."""

@@ -1,13 +1,13 @@
 """The simulated engines: what a continuous-batching server does with requests, in closed form between events.
 
-Model of one step of one replica (tensor-parallel 1), after Vidur (github microsoft/vidur) and vLLM's chunked prefill:
+Model of one step of one replica (tensor-parallel 1), after Vidur and vLLM's chunked prefill:
 
     step_s = base_s + per_token_s x (decoding sequences + prefill tokens of this step) + per_context_s x context tokens
 
-Every decoding sequence gets one token per step; a step takes up to `chunk_tokens` of the prompt at the head of the
-queue, prompts first come first served and several in one step where they are short. A sequence is admitted when its prompt and output fit the
-KV cache. Between two events (arrival, end of a prefill, end of a sequence) the rates are constant, so an engine costs
-a few operations per request, not per token. Left out: quadratic prefill attention (below 5 % to 8k tokens), growth of
+Every decoding sequence gets one token per step; a step takes up to `chunk_tokens` of the queued prompts, first come
+first served, several in one step where they are short. A sequence is admitted when its prompt and output fit the KV
+cache. Between two events (arrival, end of a prefill, end of a sequence) the rates are constant, so an engine costs a
+few operations per request, not per token. Left out: quadratic prefill attention (below 5 % to 8k tokens), growth of
 the context between two events, CPU time.
 
 `base_s` and `per_token_s` are least-squares fits of the H100 profile of Llama-2-7B (32 layers, medians of all linear,

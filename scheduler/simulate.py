@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from scheduler import oracle, virtual_time
@@ -100,11 +100,11 @@ class Figures:
     training_gpu_hours: float
     handovers: int
     samples: list[Sample] = field(default_factory=list, compare=False)
+    first_tokens: list[tuple[float, float]] = field(default_factory=list, compare=False)
+    """For the plot: (arrival, time to first token) of up to 5,000 requests."""
 
     def to_json(self) -> dict[str, Any]:
-        found = asdict(self)
-        del found["samples"]
-        return found
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
 
 
 def run_policy(setup: Setup, policy: Policy) -> Figures:
@@ -140,10 +140,14 @@ def _figures(
 ) -> Figures:
     requests, served = setup.requests, cluster.served
     ttft, good, ended = [], 0, 0
+    points: list[tuple[float, float]] = []
+    every = len(requests) // 5000 + 1
     for n, arrival_s in enumerate(requests.arrival_s):
         first_s, end_s = served.first_token_s[n], served.end_s[n]
         if first_s >= 0:
             ttft.append(first_s - arrival_s)
+            if n % every == 0:
+                points.append((arrival_s, first_s - arrival_s))
         if end_s >= 0:
             ended += 1
             tpot_s = (end_s - first_s) / max(requests.output[n] - 1, 1)
@@ -161,6 +165,7 @@ def _figures(
         training_gpu_hours=effects.training_device_s / 3600,
         handovers=journal.last_id(),
         samples=samples,
+        first_tokens=points,
     )
 
 

@@ -1,0 +1,149 @@
+"""What a decision costs as devices and jobs grow: `plan` and `steps` at 8 to 8,192 devices with up to 10,000 jobs.
+
+    python benchmarks/plan_scale.py [--json FILE]
+
+Three situations per size: "cold" (nothing runs yet, everything is placed), "steady" (everything runs, nothing
+changes) and "burst" (traffic takes a tenth of the devices back). The growth is fitted over the sizes: time ~ n^k
+with n = devices + jobs, by least squares on the logarithms, and time / (n log n) is printed beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import random
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from scheduler import handover
+from scheduler.config import SchedulerConfig
+from scheduler.handover import Box, GroupView
+from scheduler.inventory import Device, Holder, Lease, Ledger
+from scheduler.plan import Allocation, plan
+from scheduler.workload import Demand, DeploymentView, JobView, Policy, ReplicaView, Snapshot
+
+SIZES = ((8, 10), (64, 80), (1024, 1250), (8192, 10_000))
+CONFIG = SchedulerConfig()
+NOW_S = 1000.0
+
+
+def cluster(devices: int) -> tuple[Device, ...]:
+    return tuple(
+        Device(f"n{n}/{i}", f"n{n}", i, "cuda", numa_node=i // 4) for n in range(devices // 8) for i in range(8)
+    )
+
+
+def cold(devices: int, jobs: int, seed: int = 0) -> Snapshot:
+    rng = random.Random(seed)
+    models = max(devices // 32, 1)
+    return Snapshot(
+        Policy("auto"),
+        cluster(devices),
+        jobs=tuple(
+            JobView(f"j{n}", 1, size, tuple(2**k for k in range(size.bit_length())), rng.randrange(3), float(n))
+            for n in range(jobs)
+            for size in (rng.choice((1, 1, 2, 4, 8, 16)),)
+        ),
+        deployments=tuple(
+            DeploymentView(
+                f"m{n}", "v1", rng.choice((1, 1, 2, 4)), 1, 16, Demand(inflight=40, last_request_s=NOW_S)
+            )
+            for n in range(models)
+        ),
+        epoch=1,
+    )
+
+
+def after(snapshot: Snapshot, allocation: Allocation) -> tuple[Snapshot, Box]:
+    """The world in which this allocation has been carried out."""
+    groups = {g.job_id: g.devices for g in allocation.groups}
+    replicas = tuple(ReplicaView(r.id, r.model, r.version, r.state, r.devices) for r in allocation.replicas)
+    jobs = tuple(
+        replace(j, phase="running" if j.id in groups else "wanted", devices=groups.get(j.id, ()))
+        for j in snapshot.jobs
+    )
+    leases = [Lease(f"0:replica:{r.id}", Holder("replica", r.id), r.devices) for r in allocation.open_replicas]
+    leases += [Lease(f"0:job:{j}", Holder("job", j), d) for j, d in groups.items()]
+    box = Box(
+        devices={d.id: d for d in snapshot.devices},
+        ledger=Ledger(d.id for d in snapshot.devices).acquire(*leases),
+        replicas={r.id: r for r in replicas},
+        groups={j: GroupView(j, d) for j, d in groups.items()},
+    )
+    return replace(snapshot, jobs=jobs, replicas=replicas, memory=allocation.memory, epoch=2), box
+
+
+def burst(snapshot: Snapshot) -> Snapshot:
+    more = tuple(replace(d, demand=replace(d.demand, inflight=160)) for d in snapshot.deployments)
+    return replace(snapshot, deployments=more)
+
+
+def timed(snapshot: Snapshot, box: Box, repeat: int) -> tuple[float, int]:
+    """(median seconds of plan and steps together, chains)."""
+    seconds, chains = [], 0
+    for _ in range(repeat):
+        began_s = time.perf_counter()
+        allocation = plan(snapshot, NOW_S, CONFIG)
+        chains = len(handover.steps(box, allocation, snapshot.epoch).chains)
+        seconds.append(time.perf_counter() - began_s)
+    return sorted(seconds)[len(seconds) // 2], chains
+
+
+def growth(points: list[tuple[int, float]]) -> float:
+    """The exponent k of time ~ n^k."""
+    xs, ys = [math.log(n) for n, _ in points], [math.log(s) for _, s in points]
+    mx, my = sum(xs) / len(xs), sum(ys) / len(ys)
+    return sum((x - mx) * (y - my) for x, y in zip(xs, ys, strict=True)) / sum((x - mx) ** 2 for x in xs)
+
+
+def measure(sizes: tuple[tuple[int, int], ...] = SIZES) -> dict[str, object]:
+    rows: list[dict[str, object]] = []
+    points: dict[str, list[tuple[int, float]]] = {"cold": [], "steady": [], "burst": []}
+    for devices, jobs in sizes:
+        first = cold(devices, jobs)
+        empty = Box({d.id: d for d in first.devices}, Ledger(d.id for d in first.devices))
+        running, box = after(first, plan(first, NOW_S, CONFIG))
+        repeat = 3 if devices > 2000 else 9
+        for name, snapshot, world in (("cold", first, empty), ("steady", running, box), ("burst", burst(running), box)):
+            seconds, chains = timed(snapshot, world, repeat)
+            n = devices + jobs
+            points[name].append((n, seconds))
+            rows.append(
+                {
+                    "situation": name, "devices": devices, "jobs": jobs, "chains": chains,
+                    "decision_ms": seconds * 1e3, "us_per_n_log_n": seconds * 1e6 / (n * math.log2(n)),
+                }  # fmt: skip
+            )
+    return {
+        "machine": f"{platform.processor() or platform.machine()}, Python {platform.python_version()}",
+        "rows": rows,
+        # The two largest decades only: at 8 devices the fixed cost of a call hides the growth.
+        "growth_exponent": {name: growth(found[-3:]) for name, found in points.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE")
+    args = parser.parse_args()
+    result = measure()
+    print(f"{'situation':10}{'devices':>9}{'jobs':>8}{'chains':>8}{'decision ms':>13}{'us / n log n':>14}")
+    for r in result["rows"]:
+        print(
+            f"{r['situation']:10}{r['devices']:9}{r['jobs']:8}{r['chains']:8}"
+            f"{r['decision_ms']:13.2f}{r['us_per_n_log_n']:14.3f}"
+        )
+    for name, k in result["growth_exponent"].items():
+        print(f"{name}: time ~ n^{k:.2f}")
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from array import array
+from pathlib import Path
+
+import pytest
+
+from scheduler import oracle
+from scheduler.config import SchedulerConfig
+from scheduler.errors import TraceError
+from scheduler.sim_cluster import Cluster
+from scheduler.sim_engine import EngineModel
+from scheduler.sim_trace import Requests, TraceJob, read_jobs, read_requests
+from scheduler.sim_world import VerbTimes
+from scheduler.simulate import Setup, run_policy, simulate
+from scheduler.workload import Policy
+
+DATA = Path(os.environ.get("APPLIANCE_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
+
+
+def data(name: str) -> Path:
+    path = DATA / name
+    if not path.exists():
+        pytest.skip(f"{path} is not here; APPLIANCE_TEST_DATA names the folder of the shared data")
+    return path
+
+
+def steady(rate: float, seconds: float, prompt: int = 500, output: int = 100) -> Requests:
+    count = int(rate * seconds)
+    return Requests(
+        array("d", (n / rate for n in range(count))), array("l", [prompt] * count), array("l", [output] * count)
+    )
+
+
+def burst(at_s: float = 600.0, requests: int = 600, horizon_s: float = 1800.0) -> Requests:
+    """A trickle with one burst that a single engine cannot take."""
+    arrivals = sorted([*(float(n) for n in range(int(horizon_s))), *(at_s + n / 20 for n in range(requests))])
+    return Requests(
+        array("d", arrivals), array("l", [2000] * len(arrivals)), array("l", [200] * len(arrivals))
+    )
+
+
+# --- traces
+
+
+def test_azure_shape_with_seven_digits_out_of_order_and_gzip(tmp_path: Path) -> None:
+    text = (
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        "2023-11-16 18:15:50.9951690,396,109\n"
+        "2023-11-16 18:15:46.6805900,374,0\n"
+        "2023-11-17 18:15:46.6805900,1,1\n"
+    )
+    path = tmp_path / "t.csv.gz"
+    path.write_bytes(gzip.compress(text.encode()))
+    requests = read_requests(path)
+    assert list(requests.prompt) == [374, 396, 1] and list(requests.output) == [1, 109, 1]
+    assert requests.arrival_s[0] == 0 and requests.arrival_s[1] == pytest.approx(4.314579, abs=1e-5)
+    assert requests.horizon_s == pytest.approx(86400.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "columns"),
+        ("when,ContextTokens,GeneratedTokens\n", "line 1: columns"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "contains no request"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "line 2"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1\n", "line 2: 2 columns, 3 expected"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,-1,5\n", "line 2: -1 and 5 tokens"),
+    ],
+)
+def test_bad_traces_name_file_and_line(tmp_path: Path, text: str, said: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text)
+    with pytest.raises(TraceError, match=said):
+        read_requests(path)
+
+
+def test_missing_and_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="cannot be opened"):
+        read_requests(tmp_path / "none.csv")
+    (tmp_path / "x.csv.gz").write_bytes(b"not gzip")
+    with pytest.raises(TraceError, match="not readable"):
+        read_requests(tmp_path / "x.csv.gz")
+
+
+def test_scale_keeps_the_shape_and_is_reproducible() -> None:
+    path = data("traces/azure2023_code.csv.gz")
+    once, twice = read_requests(path), read_requests(path, scale=2.5, seed=3)
+    assert len(once) == 8819
+    assert len(twice) == pytest.approx(2.5 * len(once), rel=0.02)
+    assert list(read_requests(path, scale=2.5, seed=3).arrival_s) == list(twice.arrival_s)
+    assert twice.horizon_s == pytest.approx(once.horizon_s, abs=1.5)
+
+
+def test_philly_jobs() -> None:
+    jobs = read_jobs(data("traces/philly_jobs.csv.gz"), within_s=30 * 86400.0, max_devices=8)
+    assert len(jobs) > 10 and jobs[0].at_s == 0
+    assert all(1 <= j.devices <= 8 and j.duration_s > 0 for j in jobs)
+
+
+# --- engines
+
+
+def test_the_default_engine_is_the_fit_of_the_public_profile() -> None:
+    fitted = EngineModel.from_profile(data("profiles/vidur_h100_llama2_7b_mlp.csv.gz"))
+    assert fitted.base_s == pytest.approx(EngineModel().base_s, rel=0.02)
+    assert fitted.per_token_s == pytest.approx(EngineModel().per_token_s, rel=0.02)
+
+
+def test_one_request_alone_takes_its_steps() -> None:
+    model = EngineModel()
+    cluster = Cluster(Requests(array("d", [0.0]), array("l", [1000]), array("l", [11])), model)
+    cluster.start("r")
+    cluster.open("r")
+    cluster.advance(100.0)
+    first_s, end_s = cluster.served.first_token_s[0], cluster.served.end_s[0]
+    assert first_s == pytest.approx(model.step_s(0, 0, 1000), rel=1e-6)
+    assert end_s - first_s == pytest.approx(10 * model.step_s(1, 1001, 0), rel=0.01)
+
+
+def test_every_request_is_served_once_and_the_cache_is_never_overfull() -> None:
+    requests = steady(40, 120, prompt=3000, output=300)
+    cluster = Cluster(requests, EngineModel())
+    for name in ("a", "b"):
+        cluster.start(name)
+        cluster.open(name)
+    for second in range(120):
+        cluster.advance(float(second))
+        for engine in cluster._engines.values():
+            assert engine._reserved <= EngineModel().kv_tokens
+    cluster.advance(1e5)
+    assert min(cluster.served.end_s) > 0 and cluster.inflight_total == 0
+    assert all(e >= f >= a for a, f, e in zip(requests.arrival_s, *_times(cluster), strict=True))
+    for engine in cluster._engines.values():
+        assert engine._reserved == 0 and engine._queued == 0
+
+
+def _times(cluster: Cluster) -> tuple[list[float], list[float]]:
+    return cluster.served.first_token_s, cluster.served.end_s
+
+
+def test_requests_are_held_until_something_opens_and_given_up_at_the_bound() -> None:
+    cluster = Cluster(steady(1, 10), EngineModel(), hold_s=5)
+    cluster.advance(7.5)
+    assert len(cluster.held) == 5 and cluster.expired == 3
+    cluster.start("r")
+    cluster.open("r")
+    cluster.advance(100)
+    assert not cluster.held and sum(e > 0 for e in cluster.served.end_s) == 7
+
+
+# --- the oracle bounds every run
+
+
+@pytest.mark.parametrize(
+    ("requests", "policy"),
+    [
+        (burst(), Policy("auto")),
+        (burst(), Policy("split", 6)),
+        (burst(), Policy("split", 7)),
+        (steady(0.05, 3600), Policy("auto")),
+        (steady(0.05, 3600), Policy("split", 7)),
+        (steady(30, 300, prompt=2000, output=200), Policy("auto")),
+    ],
+)
+@pytest.mark.parametrize("config", [SchedulerConfig(), SchedulerConfig(give_back_after_s=2, job_dwell_s=1)])
+def test_nobody_beats_the_oracle(requests: Requests, policy: Policy, config: SchedulerConfig) -> None:
+    setup = Setup(requests, config=config, min_replicas=0)
+    figures = run_policy(setup, policy)
+    bound_s = oracle.training_device_s(
+        requests,
+        setup.engine,
+        setup.times,
+        devices=8,
+        jobs=None,
+        attainment=figures.slo_attainment,
+        slo_ttft_s=setup.slo_ttft_s,
+        slo_tpot_s=setup.slo_tpot_s,
+    )
+    assert 0 < figures.training_gpu_hours * 3600 <= bound_s <= 8 * requests.horizon_s
+
+
+def test_presence_and_work_bound_serving() -> None:
+    def bound(requests: Requests, attainment: float = 1.0) -> float:
+        return oracle.serving_device_s(
+            requests, EngineModel(), VerbTimes(), attainment=attainment, slo_ttft_s=2.0, slo_tpot_s=0.1
+        )
+
+    dense = steady(1, 600)
+    assert bound(dense) == pytest.approx(dense.horizon_s, rel=0.01), "one device is always there"
+    sparse = steady(1 / 60, 3600)
+    assert bound(sparse) < 0.2 * sparse.horizon_s, "between requests a minute apart it need not be"
+    heavy = steady(60, 600, prompt=2000, output=200)
+    assert bound(heavy) > 2 * heavy.horizon_s, "more work than one device can do"
+    assert bound(dense, 0.9) < bound(dense)
+
+
+# --- whole runs
+
+
+def test_auto_trains_more_than_the_splits_that_serve_as_well() -> None:
+    result, figures = simulate(Setup(burst()), Policy("auto"))
+    assert result["on_pareto_front"]
+    assert result["requests_served"] == result["requests"]
+    as_good = [s for s in result["static"] if s["slo_attainment"] >= result["slo_attainment"]]
+    assert as_good and all(s["training_gpu_hours"] < result["training_gpu_hours"] for s in as_good)
+    assert 0.5 < result["oracle_ratio"] <= 1
+    assert {"requests_served", "slo_attainment", "ttft_p50_s", "ttft_p95_s", "training_gpu_hours", "handovers",
+            "oracle_ratio", "static"} <= set(result)  # fmt: skip
+    assert [s["train_devices"] for s in result["static"]] == list(range(9))
+    json.dumps(result)
+    assert max(s.serving_devices + s.training_devices for s in figures.samples) <= 8
+
+
+def test_a_run_is_reproducible() -> None:
+    first, second = (run_policy(Setup(burst()), Policy("auto")) for _ in range(2))
+    assert first == second
+
+
+def test_listed_jobs_are_worked_off_exactly() -> None:
+    jobs = [TraceJob("a", 0.0, 4, 100.0), TraceJob("b", 10.0, 8, 50.0), TraceJob("c", 20.0, 1, 30.0)]
+    requests = steady(1, 1800)
+    figures = run_policy(Setup(requests, jobs=jobs), Policy("auto"))
+    assert figures.training_gpu_hours * 3600 == pytest.approx(4 * 100 + 8 * 50 + 30, rel=1e-6)
+
+
+def test_several_nodes() -> None:
+    figures = run_policy(Setup(burst(), nodes=4), Policy("auto"))
+    assert figures.slo_attainment > 0.9 and figures.training_gpu_hours > 0.8 * 32 * 0.5
+
+
+def test_the_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from scheduler.sim_plot import plot
+
+    setup = Setup(steady(1, 300))
+    figures = run_policy(setup, Policy("auto"))
+    plot(setup, figures, "a day", tmp_path / "day.svg")
+    assert "<svg" in (tmp_path / "day.svg").read_text()[:2000]
+    with pytest.raises(TraceError, match="png or .svg"):
+        plot(setup, figures, "a day", tmp_path / "day.bmp")
