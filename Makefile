@@ -34,8 +34,8 @@ fault: setup ## fault tests only: processes killed at every point
 soak: setup ## the long runs
 	$(PYTEST) -m soak --timeout 7200 tests
 
-bench: setup ## one figure per claim, into benchmarks/results
-	$(PY) -m benchmarks
+bench: setup ## one figure per claim, each script in benchmarks/ in turn
+	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(PY) "$$script" || exit 1; done
 
 sdk-conformance: setup ## openai-python's own tests against a running box
 	$(PY) -m tests.conformance
