@@ -24,8 +24,10 @@ def print_logs(session: Session, job_id: str, follow: bool) -> None:
         # The job before its events: when it has ended by now, its last event is among them.
         job = patience.get(session, paths.job(job_id)) if follow else session.client.get(paths.job(job_id))
         if job is not None:
-            for event in _events_after(session, job_id, last_id):
-                _print_event(session, event, job)
+            events = list(_events_after(session, job_id, last_id))
+            for event in events:
+                # The time to finish is known as of now, so it belongs to the newest line only.
+                _print_event(session, event, job if event is events[-1] else None)
                 last_id = event["id"]
             if not follow:
                 return
@@ -62,8 +64,8 @@ def end_well(job: dict[str, Any]) -> None:
     raise CommandFailed(f"{job['id']} {'was cancelled' if job['status'] == 'cancelled' else 'failed'}{reason}")
 
 
-def event_line(event: dict[str, Any], job: dict[str, Any]) -> str:
-    """One event for a person. `job` gives the time to finish, while it runs."""
+def event_line(event: dict[str, Any], job: dict[str, Any] | None) -> str:
+    """One event for a person. `job` gives the time to finish, while it runs; None: do not show it."""
     data = event.get("data") or {}
     at = formats.clock(event["created_at"])
     if event["type"] != "metrics":
@@ -81,7 +83,7 @@ def event_line(event: dict[str, Any], job: dict[str, Any]) -> str:
         parts.append(f"{data['tokens_per_s']:,.0f} tokens/s")
     if data.get("devices") is not None:
         parts.append(f"{data['devices']} device{'s' if data['devices'] != 1 else ''}")
-    left_s = _seconds_left(job)
+    left_s = _seconds_left(job) if job else None
     if left_s is not None:
         parts.append(f"ETA {formats.duration(left_s)}")
     return f"{at}  {'  '.join(parts)}"
@@ -102,14 +104,18 @@ def _events_after(session: Session, job_id: str, last_id: str | None) -> Iterato
         cursor = page["data"][-1]["id"]
 
 
-def _print_event(session: Session, event: dict[str, Any], job: dict[str, Any]) -> None:
+def _print_event(session: Session, event: dict[str, Any], job: dict[str, Any] | None) -> None:
     text = json.dumps(event, ensure_ascii=False) if session.as_json else formats.printable(event_line(event, job))
     print(text, flush=True)
 
 
 def _seconds_left(job: dict[str, Any]) -> float | None:
+    """None when it is not known, or too near for a time in whole seconds to tell."""
     finish = job.get("estimated_finish")
-    return None if finish is None or job["status"] in FINISHED else max(0.0, finish - time.time())
+    if finish is None or job["status"] in FINISHED:
+        return None
+    left_s = finish - time.time()
+    return left_s if left_s >= 1 else None
 
 
 def _update(session: Session, meter: output.Meter, job: dict[str, Any], patience: Patience) -> None:

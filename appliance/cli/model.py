@@ -112,14 +112,21 @@ def rollback(
 def _operation(operation: dict[str, Any]) -> Any:
     result = operation.get("result") or {}
     rows: list[tuple[str, object]] = [("operation", operation["id"]), ("state", operation["state"])]
+    checked = None
     for name, value in result.items():
-        if name == "bytes":
+        if name == "versions" and value and isinstance(value[0], dict):
+            checked = output.table(
+                ("VERSION", ">TENSORS", ">SIZE", "PLACE"),
+                ((v["version"], v["tensors"], formats.size(v["bytes"]), v["path"]) for v in value),
+                empty="",
+            )
+        elif name == "bytes":
             rows.append(("size", formats.size(value)))
         elif name == "params":
             rows.append(("parameters", formats.count(value)))
         else:
             rows.append((name, formats.or_dash(value)))
-    return output.fields(rows)
+    return output.stack(output.fields(rows), checked)
 
 
 def _table(answer: dict[str, Any]) -> Any:

@@ -113,6 +113,16 @@ def test_model_import_starter_verify_rollback_rm(box, tmp_path):
     assert box.run("model", "show", "my-model").exit_code == 3
 
 
+def test_what_was_verified_is_listed_place_by_place(prepared):
+    checked = [{"version": "v1", "path": f"/{place}/v1", "tensors": 3, "bytes": 2000} for place in ("disk", "memory")]
+    done = {"id": "op_1", "kind": "verify", "state": "succeeded", "progress": {}, "error": None,
+            "result": {"versions": checked, "tensors": 6, "bytes": 4000}}  # fmt: skip
+    prepared.prepare("POST", "/admin/v1/models/starter/verify", (202, {"operation": done}))
+    rows = lines(prepared.run("model", "verify", "starter").stdout)
+    assert ["size", "4.0", "kB"] in rows
+    assert rows[-1] == ["v1", "3", "2.0", "kB", "/memory/v1"]
+
+
 def test_an_operation_that_fails(box):
     failed = box.run("model", "import", "broken", "--name", "x")
     assert failed.exit_code == 1
