@@ -28,8 +28,9 @@ COMMANDS = {
     "file": ("file", "Files: training and validation data, and what jobs leave behind."),
     "key": ("key", "API keys: who may use the box over the network."),
     "chat": ("chat", "Talk to a model in the terminal."),
+    "simulate": ("simulate", "Run the box's own scheduler on a trace in virtual time."),
 }
-SINGLE_COMMANDS = ("up", "down", "status", "chat")
+SINGLE_COMMANDS = ("up", "down", "status", "chat", "simulate")
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
 
 

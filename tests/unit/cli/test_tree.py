@@ -17,6 +17,10 @@ FROZEN = {
     "down": ["--data-dir", "--force", "--help", "--timeout"],
     "status": [*BOX, "--every", "--watch"],
     "chat": [*BOX, "--max-tokens", "--system", "--temperature", "MODEL", "PROMPT"],
+    "simulate": [
+        "--floor", "--gpus-per-node", "--help", "--jobs", "--nodes", "--output", "--plot", "--policy", "--profile",
+        "--scale", "--seed", "--slo-tpot", "--slo-ttft", "--static", "--trace", "--train",
+    ],
     "gpu list": [*BOX, "--every", "--watch"],
     "mode show": [*BOX, "--every", "--watch"],
     "mode set": [*BOX, "--timeout", "--train", "--wait", "POLICY"],
@@ -96,7 +100,9 @@ def test_the_overview_tells_the_truth():
 HEAVY = ("torch", "vllm", "ray", "openai", "fastapi", "deepspeed", "transformers", "numpy", "pydantic", "rich", "httpx")
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["job", "submit", "--help"], ["up", "--help"], ["mode", "-h"]])
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["job", "submit", "--help"], ["up", "--help"], ["mode", "-h"], ["simulate", "-h"]]
+)
 def test_help_imports_nothing_heavy(arguments):
     program = (
         "import sys\nfrom appliance.cli.main import run\n"
