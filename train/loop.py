@@ -90,11 +90,18 @@ class Run:
     def resume_from(self, path: str) -> None:
         """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
         self.progress.enter("resuming")
-        self.step = snapshot.read_snapshot(self.engine, self.spec, self.store, path)
+        store = snapshot.store_of(path, self.store, self.spec)
+        self.step = snapshot.read_snapshot(self.engine, self.spec, store, path)
         self._resumed_from = path
 
     def run(self) -> dict[str, Any]:
         """Train to the end or to a wish; the outcome, as it stands in the final event."""
+        outcome = self._run()
+        if self._board is not None:
+            self._board.close()
+        return outcome
+
+    def _run(self) -> dict[str, Any]:
         total = self.plan.total_steps
         epoch_ends = self.plan.epoch_end_steps()
         if self._agreed()["suspend"]:
@@ -112,11 +119,11 @@ class Run:
             if wishes["cancel"]:
                 return {"outcome": "cancelled", "step": self.step}
             if wishes["suspend"]:
-                written = self._snapshot()
+                written = self._snapshot_somewhere()
                 return self._suspended(written.path, written.bytes, written.seconds)
             if wishes["snapshot"]:
                 self._snapshot_if_room()
-        self._publish(self.spec.output_version or snapshot.version_name(self.step))
+        self._publish_result()
         for thread in self._sealing:
             thread.join()
         return {"outcome": "succeeded", "step": self.step}
@@ -199,9 +206,9 @@ class Run:
             self._board.write("validation", self.step, {"loss": loss.item()})
         self.emit("validation", step=self.step, loss=loss.item())
 
-    def _snapshot(self) -> snapshot.Written:
+    def _snapshot(self, store: WeightStore | None = None) -> snapshot.Written:
         self.progress.enter("snapshot")
-        written = snapshot.write_snapshot(self.engine, self.spec, self.store, self.step)
+        written = snapshot.write_snapshot(self.engine, self.spec, store or self.store, self.step)
         self._last_snapshot_s, self.wishes.snapshot = time.monotonic(), False
         self.emit("snapshot", step=self.step, **asdict(written))
         return written
@@ -212,6 +219,22 @@ class Run:
         except StoreFull as full:  # raised on every rank; the run itself needs no room
             self._last_snapshot_s, self.wishes.snapshot = time.monotonic(), False
             self.emit("message", level="warning", text=f"no snapshot at step {self.step}: {full}")
+
+    def _snapshot_somewhere(self) -> snapshot.Written:
+        """A snapshot in shared memory, or on disk if that is full: the devices are wanted either way."""
+        try:
+            return self._snapshot()
+        except StoreFull as full:
+            self.emit("message", level="warning", text=f"the snapshot of step {self.step} goes to disk: {full}")
+            return self._snapshot(snapshot.disk_store(self.spec))
+
+    def _publish_result(self) -> None:
+        try:
+            self._publish(self.spec.output_version or snapshot.version_name(self.step))
+        except StoreFull:
+            # Hours of work must not depend on room in memory: with this snapshot a later start only publishes.
+            self._snapshot(snapshot.disk_store(self.spec))
+            raise
 
     def _publish(self, version: str) -> None:
         self.progress.enter("publishing")
@@ -289,3 +312,8 @@ class _Board:
             self._writer = SummaryWriter(str(self._directory), purge_step=step, flush_secs=10)
         for name, value in values.items():
             self._writer.add_scalar(f"{group}/{name}", value, step)
+
+    def close(self) -> None:
+        """Write out what is buffered: the process ends without any of Python's own clean-up."""
+        if self._writer is not None:
+            self._writer.close()

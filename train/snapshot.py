@@ -38,7 +38,7 @@ class Written:
     """A committed snapshot or version."""
 
     path: str
-    nbytes: int
+    bytes: int
     seconds: float
 
 
@@ -107,6 +107,16 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
     engine.global_steps = step
     engine.global_samples = step * spec.batch_size
     return step
+
+
+def disk_store(spec: TrainSpec) -> WeightStore:
+    """Where snapshots go when shared memory is full: a store of the same form in the job's directory."""
+    return WeightStore(Path(spec.run_dir) / "snapshots", budget_bytes=None)
+
+
+def store_of(path: str | Path, shared: WeightStore, spec: TrainSpec) -> WeightStore:
+    """The store that holds the snapshot at `path`."""
+    return shared if Path(path).is_relative_to(shared.root) else disk_store(spec)
 
 
 def version_name(step: int) -> str:

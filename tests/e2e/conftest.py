@@ -6,6 +6,7 @@ import pytest
 
 from serve.replica import Replica
 from tests.e2e.engine_support import Box
+from tests.train_support.world import WarmTrain
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +31,11 @@ async def replicas(engine_box: Box) -> AsyncIterator:
     yield make
     for replica in made:
         await replica.stop()
+
+
+@pytest.fixture(scope="session")
+def warm_train() -> Iterator[WarmTrain]:
+    """A warm parent of training ranks; its imports are paid once per session."""
+    parent = WarmTrain().wait()
+    yield parent
+    parent.close()

@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from runtime.child import Child
 from runtime.process import group_pids
 from tests.train_support.tiny import make_model_dir
-from tests.train_support.world import PATIENT, WarmTrain, Workshop
+from tests.train_support.world import PATIENT, Workshop
 from train.errors import RankFailed
 from train.group import Watch, free_port
 
@@ -24,16 +24,9 @@ from train.group import Watch, free_port
 ACROSS_SIZES = {"bf16": 1e-5, "fp32": 1e-6}
 
 
-@pytest.fixture(scope="module")
-def warm():
-    parent = WarmTrain().wait()
-    yield parent
-    parent.close()
-
-
 @pytest.fixture
-def shop(warm, tmp_path):
-    made = Workshop(warm, tmp_path)
+def shop(warm_train, tmp_path):
+    made = Workshop(warm_train, tmp_path)
     yield made
     made.close()
 
@@ -143,6 +136,28 @@ async def test_a_stopped_rank_is_noticed(shop):
     assert not any(group_pids(pid) for pid in world.pids())
 
 
+async def test_a_full_store_costs_no_progress(shop):
+    # Room for the published version (about 170 kB), not for a snapshot of a MB.
+    spec = shop.spec(n_epochs=4, shm_budget_bytes=600_000)
+    world = await shop.launch(spec, 2).start()
+    await world.reached(2)
+    report = await world.group.suspend()
+    assert report.snapshot_path.startswith(spec.run_dir) and shop.store.list("snapshot") == []
+    assert "goes to disk" in world.of("message")[-1]["text"]
+    again = await shop.run(spec, 1, snapshot=report.snapshot_path)
+    assert min(again.losses()) == report.step + 1 and len(again.of("published")) == 1
+
+
+async def test_a_result_that_does_not_fit_is_kept_on_disk_and_published_later(shop):
+    spec = shop.spec(n_epochs=1, shm_budget_bytes=100_000)
+    world = await shop.launch(spec, 2).start()
+    outcome = await world.group.wait()
+    assert outcome.outcome == "failed" and outcome.error["code"] == "StoreFull" and outcome.error["retryable"]
+    kept = world.of("snapshot")[-1]["path"]
+    again = await shop.run(replace(spec, shm_budget_bytes=None), 1, snapshot=kept)
+    assert again.losses() == {} and len(again.of("published")) == 1
+
+
 @pytest.mark.parametrize(
     "kind, fields",
     [
@@ -189,3 +204,36 @@ async def test_bad_input_fails_for_good_and_cancel_leaves_no_snapshot(shop):
     await world.reached(1)
     assert (await world.group.cancel()).outcome == "cancelled"
     assert shop.store.list("snapshot") == [] and shop.store.list("version") == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {}, {"model": {"tied": True}}, {"full": False, "lora_dropout": 0.1}, {"offload": "optimizer"},
+        {"offload": "parameters"}, {"micro_batch": 2, "batch_size": 16}, {"weight_decay": 0.1},
+        {"activation_checkpointing": True}, {"packing": False}, {"batch_size": 12, "sizes": (3, 4, 2)},
+    ],
+    ids=lambda more: "-".join(more) or "plain",
+)  # fmt: skip
+async def test_every_configuration_moves_between_sizes(shop, precision, zero_stage, more):
+    fields = dict(more)
+    if fields.get("offload") == "parameters" and zero_stage != 3:
+        pytest.skip("offloading parameters is a matter of ZeRO-3")
+    sizes = fields.pop("sizes", (8, 2, 4))
+    fields = {"batch_size": 8, "examples": 160} | fields | {"precision": precision, "zero_stage": zero_stage}
+    unbroken = await shop.run(shop.spec("unbroken", **fields), 2)
+    spec, snapshot, losses = shop.spec("moved", **fields), None, {}
+    for size in sizes:
+        world = await shop.launch(spec, size, snapshot=snapshot).start()
+        await world.reached(max(losses, default=0) + 2)
+        report = await world.group.suspend()
+        losses |= world.losses()
+        if report is None:
+            break
+        snapshot = report.snapshot_path
+    worst = max(abs(loss - unbroken.losses()[step]) / unbroken.losses()[step] for step, loss in losses.items())
+    assert worst <= ACROSS_SIZES[precision]
