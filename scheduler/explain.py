@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from scheduler.handover import Chain, Handover
+from scheduler.plan import Allocation
 from scheduler.workload import Policy
 
 
@@ -45,3 +48,19 @@ def reason_of(handover: Handover, policy: Policy) -> str:
     texts = [sentence(c) for c in handover.chains]
     more = f"; and {len(texts) - 4} more" if len(texts) > 4 else ""
     return f"{mode}: {'; '.join(texts[:4])}{more}"
+
+
+def explain(handover: Handover, allocation: Allocation, policy: Policy) -> dict[str, Any]:
+    """What would be done and why, as plain values: one sentence per chain, per waiting job, per model kept short."""
+    running = {g.job_id: list(g.devices) for g in allocation.groups}
+    opened: dict[str, list[list[str]]] = {}
+    for replica in allocation.open_replicas:
+        opened.setdefault(replica.model, []).append(list(replica.devices))
+    return {
+        "policy": policy.kind,
+        "steps": sentences(handover),
+        "waiting": dict(allocation.waiting),
+        "notes": dict(allocation.notes),
+        "jobs": running,
+        "models": opened,
+    }

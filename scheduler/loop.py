@@ -15,10 +15,11 @@ import asyncio
 import contextlib
 import logging
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from scheduler import handover as ho
+from scheduler import tidal, view
 from scheduler.config import SchedulerConfig
 from scheduler.effects import (
     DeviceFailed,
@@ -30,34 +31,18 @@ from scheduler.effects import (
     ReplicaDied,
 )
 from scheduler.errors import EffectFailed, Stopped
-from scheduler.explain import reason_of
+from scheduler.explain import explain, reason_of
 from scheduler.failures import Failures
 from scheduler.handover import Box, Chain, Handover, Step
-from scheduler.inventory import Device, Holder, Ledger
+from scheduler.inventory import Holder, Ledger
 from scheduler.journal import HandoverRecord, Journal
 from scheduler.plan import Allocation, plan
 from scheduler.ports import Clock, StateStore
 from scheduler.runner import ChainEnd, Runner
-from scheduler.workload import (
-    DeploymentView,
-    JobView,
-    ModelMemory,
-    Policy,
-    ReplicaView,
-    Snapshot,
-    Workload,
-)
+from scheduler.view import Moving
+from scheduler.workload import ModelMemory, Policy, ReplicaView, Snapshot, Workload
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Moving:
-    """A holder in the hands of a hand-over: `chains` still to end, `target` the devices it will hold (if any)."""
-
-    chains: int
-    target: tuple[str, ...]
-    take: Chain | None
 
 
 class SchedulerLoop:
@@ -88,6 +73,8 @@ class SchedulerLoop:
         self._running: dict[int, Runner] = {}
         self._interrupted: tuple[HandoverRecord, ...] = ()
         self._workload = Workload(Policy())
+        self._in_force = tidal.InForce(Policy(), 0.0, None, None)
+        self._settings: tuple[Any, ...] = ()
         self._allocation = Allocation()
         self._told: dict[str, tuple[str, bool]] = {}
         self._wake = asyncio.Event()
@@ -127,54 +114,18 @@ class SchedulerLoop:
 
     def status(self) -> dict[str, Any]:
         """What is, what is under way, and why jobs wait; plain values for JSON."""
-        snapshot = self._snapshot()
-        views = {j.id: j for j in snapshot.jobs}
-        held = {d: lease.holder for lease in self.box.ledger for d in lease.device_ids}
         return {
-            "policy": {
-                "kind": self._workload.policy.kind,
-                "train_devices": self._workload.policy.train_devices,
-                "serving_floor": self._workload.policy.serving_floor,
-            },
-            "devices": [
-                {
-                    "id": d.id,
-                    "node": d.node,
-                    "index": d.index,
-                    "kind": d.kind,
-                    "name": d.name,
-                    "memory_bytes": d.memory_bytes,
-                    "health": d.health,
-                    "health_reason": d.health_reason,
-                    "holder": {"kind": held[d.id].kind, "id": held[d.id].id} if d.id in held else None,
-                }
-                for d in snapshot.devices
-            ],
-            "replicas": [
-                {
-                    "id": r.id,
-                    "model": r.model,
-                    "version": r.version,
-                    "state": r.state,
-                    "devices": list(r.devices),
-                    "since_s": r.since_s,
-                }
-                for r in self.box.replicas.values()
-            ],
-            "jobs": [
-                {
-                    "id": j.id,
-                    "phase": "running" if j.id in self.box.groups else views[j.id].phase,
-                    "devices": list(self.box.groups[j.id].devices) if j.id in self.box.groups else [],
-                    "reason": self._allocation.waiting.get(j.id, ""),
-                }
-                for j in self._workload.jobs
-            ],
-            "notes": dict(self._allocation.notes),
+            **view.status(self.box, self._snapshot(), self._allocation, self._in_force),
             "handovers": sorted(self._running),
             "generation": self._generation,
             "settled": self._settled,
         }
+
+    def explain(self, policy: Policy | None = None) -> dict[str, Any]:
+        """What a round would do now under this policy (None: the one in force), and why. Nothing is done."""
+        snapshot = self._snapshot(policy)
+        allocation = plan(snapshot, self._clock.now_s(), self._config)
+        return explain(self._steps(snapshot, allocation), allocation, snapshot.policy)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -349,16 +300,25 @@ class SchedulerLoop:
         """Plan and start what leads there. True when a hand-over was started."""
         self._workload = self._store.load()
         now_s = self._clock.now_s()
+        self._tide(now_s)
         for replica in self.box.replicas.values():
             if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:
                 self._failures.model_stable(replica.model, replica.version)
         snapshot = self._snapshot()
         self._allocation = plan(snapshot, now_s, self._config)
         self._memory = self._allocation.memory
+        handover = self._steps(snapshot, self._allocation)
+        self._tell_waiting(snapshot)
+        if not handover.chains:
+            return False
+        self._launch(handover, reason_of(handover, snapshot.policy))
+        return True
+
+    def _steps(self, snapshot: Snapshot, allocation: Allocation) -> Handover:
         known = {j.id for j in snapshot.jobs}
-        handover = ho.steps(
+        return ho.steps(
             self.box,
-            self._allocation,
+            allocation,
             snapshot.epoch,
             busy=self._moving.keys(),
             over={j for j in self.box.groups if j not in known},
@@ -368,11 +328,14 @@ class SchedulerLoop:
                 if self._failures.chain_failures(f"free job {j}") >= self._config.suspend_attempts
             },
         )
-        self._tell_waiting(snapshot)
-        if not handover.chains:
-            return False
-        self._launch(handover, reason_of(handover, self._workload.policy))
-        return True
+
+    def _tide(self, now_s: float) -> None:
+        """The policy in force; looked up again when the store's settings change or a window fires."""
+        settings = (self._workload.windows, self._workload.policy, self._workload.policy_since_s)
+        fired = self._in_force.until_s is not None and self._in_force.until_s <= now_s
+        if settings != self._settings or fired:
+            self._settings = settings
+            self._in_force = tidal.in_force(*settings, now_s)
 
     def _launch(self, handover: Handover, reason: str) -> None:
         for chain in handover.chains:
@@ -445,73 +408,18 @@ class SchedulerLoop:
             del self._moving[holder]
         self._wake.set()
 
-    # --- the planner's view -------------------------------------------------------------------------------------
-
-    def _snapshot(self) -> Snapshot:
-        busy_devices: set[str] = set()
-        for holder, moving in self._moving.items():
-            busy_devices.update(moving.target)
-            busy_devices.update(d for le in self.box.ledger if le.holder == holder for d in le.device_ids)
-        return Snapshot(
-            policy=self._workload.policy,
-            devices=tuple(self._device(d) for d in self.box.devices.values()),
-            jobs=tuple(self._job(j) for j in self._workload.jobs),
-            deployments=tuple(self._deployment(d) for d in self._workload.deployments),
-            replicas=tuple(self._replicas()),
-            busy_devices=frozenset(busy_devices),
+    def _snapshot(self, policy: Policy | None = None) -> Snapshot:
+        return view.snapshot(
+            self.box,
+            self._moving,
+            self._workload,
+            self._failures,
+            self._failed_devices,
+            policy=policy or self._in_force.policy,
             memory=self._memory,
             epoch=self._journal.last_id() + 1,
+            now_s=self._clock.now_s(),
         )
-
-    def _device(self, device: Device) -> Device:
-        if device.id in self._failed_devices:
-            return replace(device, health="failed", health_reason=self._failed_devices[device.id])
-        if device.id in self._workload.cordoned and device.health == "ok":
-            return replace(device, health="draining", health_reason="drained by an operator")
-        return device
-
-    def _job(self, job: JobView) -> JobView:
-        group = self.box.groups.get(job.id)
-        moving = self._moving.get(Holder("job", job.id))
-        failure = self._failures.job(job.id)
-        not_before_s = failure.not_before_s if failure else 0.0
-        phase = job.phase
-        if phase != "paused":
-            phase = "running" if group and not group.ended else "suspended" if phase == "running" else phase
-        devices = group.devices if group is not None and not group.ended else ()
-        since_s = group.since_s if group else 0.0
-        busy = None
-        if moving is not None:
-            busy = "coming" if moving.target else "leaving"
-            devices = moving.target or devices
-        return replace(
-            job, phase=phase, devices=devices, since_s=since_s, not_before_s=not_before_s, busy=busy
-        )
-
-    def _deployment(self, deployment: DeploymentView) -> DeploymentView:
-        failure = self._failures.model(deployment.model, deployment.version)
-        if failure is None:
-            return deployment
-        return replace(
-            deployment,
-            failed_reason=failure.reason if failure.given_up else deployment.failed_reason,
-            not_before_s=failure.not_before_s,
-        )
-
-    def _replicas(self) -> list[ReplicaView]:
-        views = {r.id: r for r in self.box.replicas.values()}
-        for holder, moving in self._moving.items():
-            if holder.kind != "replica":
-                continue
-            view = views.get(holder.id)
-            if moving.target and moving.take is not None and view is None:
-                rise = moving.take.steps[1]
-                view = ReplicaView(
-                    holder.id, rise.model, rise.version, "starting", moving.target, self._clock.now_s()
-                )
-            if view is not None:
-                views[holder.id] = replace(view, busy="coming" if moving.target else "leaving")
-        return list(views.values())
 
     # --- telling ------------------------------------------------------------------------------------------------
 
@@ -547,9 +455,8 @@ class SchedulerLoop:
 
     async def _pause(self) -> None:
         """Until a nudge, an event, the end of a chain, or the time to look again."""
-        times = [self._look_again_s]
-        if self._allocation.review_at_s is not None:
-            times.append(self._allocation.review_at_s)
+        known = (self._look_again_s, self._allocation.review_at_s, self._in_force.until_s)
+        times = [t for t in known if t is not None]
         wait_s = max(min(times) - self._clock.now_s(), 0.001)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(wait_s):

@@ -368,10 +368,11 @@ class _Round:
         counts = Counter(r.model for r in self.out.values() if r.state == "open")
         for replica in sorted(self.snapshot.replicas, key=lambda r: (r.since_s, r.id)):
             deployment = self.deployments.get(replica.model)
-            if replica.id in self.out or deployment is None or replica.state != "open" or replica.busy:
+            if replica.id in self.out or deployment is None or replica.busy or replica.state != "open":
                 continue
-            allowed = eager and counts[replica.model] < deployment.max_replicas and demand_.usable(deployment, self.now_s)
-            if allowed and self.fits(replica) and not demand_.idle(deployment, self.now_s):
+            if not eager or counts[replica.model] >= deployment.max_replicas or not self.fits(replica):
+                continue
+            if demand_.usable(deployment, self.now_s) and not demand_.idle(deployment, self.now_s):
                 if self.pool.has(replica.devices):
                     self.note_replica(replica, "open")
                     self.take(replica.devices)

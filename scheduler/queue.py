@@ -1,8 +1,10 @@
 """How many devices each training job gets, and one sentence for each that gets none.
 
-Strict order: priority, then submission. In that order every job takes the largest size it may run at, so a job is
-never passed over for one behind it while it could run, and what it leaves is used by those behind it (backfill).
-Because running jobs are preemptible unless said otherwise, the head of the queue never starves behind backfilled ones.
+Strict order: priority; jobs that would miss their deadline if they waited any longer, nearest deadline first; fair
+share between owners (everybody's first job before anybody's second); those that run already; submission. In that order
+every job takes the largest size it may run at, so a job is never passed over for one behind it while it could run,
+and what it leaves is used by those behind it (backfill). Because running jobs are preemptible unless said otherwise,
+the head of the queue never starves behind backfilled ones.
 """
 
 from __future__ import annotations
@@ -22,8 +24,42 @@ class Queue:
     review_at_s: float | None
 
 
-def order(jobs: Sequence[JobView]) -> list[JobView]:
-    return sorted(jobs, key=lambda j: (-j.priority, j.submitted_s, j.id))
+URGENCY = 1.5
+"""A job is urgent when its deadline is nearer than this many times the run time it has left at its largest size."""
+
+
+def urgent_from_s(job: JobView) -> float | None:
+    """When the job becomes urgent; None without a deadline. Where its remaining work is unknown, at the deadline."""
+    if job.deadline_s is None:
+        return None
+    left_s = (job.remaining_device_s or 0.0) / job.sizes[-1]
+    return job.deadline_s - URGENCY * left_s
+
+
+def order(jobs: Sequence[JobView], now_s: float) -> list[JobView]:
+    """First served first. Stable: a job only moves forward as those before it end, or when its deadline presses."""
+    nth: dict[str, int] = {}
+    seen: dict[tuple[str, int], int] = {}
+    for job in sorted(jobs, key=lambda j: (j.submitted_s, j.id)):
+        # A job that cannot run now must not push its owner's next one back.
+        if job.wants_devices(now_s):
+            nth[job.id] = seen[job.owner, job.priority] = seen.get((job.owner, job.priority), -1) + 1
+
+    def key(job: JobView) -> tuple[object, ...]:
+        from_s = urgent_from_s(job)
+        urgent = from_s is not None and from_s <= now_s
+        deadline_s = job.deadline_s if urgent else None
+        return (
+            -job.priority,
+            not urgent,
+            deadline_s or 0.0,
+            nth.get(job.id, 0),
+            job.phase != "running",
+            job.submitted_s,
+            job.id,
+        )
+
+    return sorted(jobs, key=key)
 
 
 def runnable(jobs: Sequence[JobView], now_s: float) -> bool:
@@ -43,7 +79,8 @@ def allot(jobs: Sequence[JobView], budget: int, total: int, now_s: float, dwell_
     waiting: dict[str, str] = {}
     reviews: list[float] = []
     left = budget
-    ordered = order(jobs)
+    ordered = order(jobs, now_s)
+    reviews += [from_s for j in jobs if (from_s := urgent_from_s(j)) is not None and from_s > now_s]
     for job in ordered:
         if job.busy == "coming" or (job.phase == "running" and job.devices and not job.preemptible and not job.busy):
             if job.busy == "coming" or (job.wants_devices(now_s)):

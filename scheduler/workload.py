@@ -6,7 +6,7 @@ Times are seconds since the epoch by the box's clock (`_s`), device counts are w
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from scheduler.errors import InvalidWorkload
 from scheduler.inventory import Device
@@ -176,12 +176,18 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """What the store holds: read anew in every round."""
+    """What the store holds: read anew in every round.
+
+    policy: set by a person at `policy_since_s`. cordoned: devices that an operator asked to leave. windows: tidal
+    windows (`scheduler.tidal.Window`); the latest firing of any of them replaces a policy set before it.
+    """
 
     policy: Policy
     jobs: tuple[JobView, ...] = ()
     deployments: tuple[DeploymentView, ...] = ()
     cordoned: frozenset[str] = frozenset()
+    windows: tuple[Any, ...] = ()
+    policy_since_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

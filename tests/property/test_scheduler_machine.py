@@ -115,14 +115,15 @@ class SchedulerMachine(RuleBasedStateMachine):
         powers=st.booleans(),
         priority=st.integers(0, 2),
         preemptible=st.booleans(),
+        owner=st.sampled_from(["ann", "bob"]),
     )
-    def submit(self, least: int, extra: int, powers: bool, priority: int, preemptible: bool) -> None:
+    def submit(self, least: int, extra: int, powers: bool, priority: int, preemptible: bool, owner: str) -> None:
         name = f"j{len(self.submitted)}"
         most = min(least + extra, 6)
         sizes = tuple(s for s in (1, 2, 4) if least <= s <= most) if powers else ()
         self.submitted.add(name)
         self.store.jobs[name] = JobView(
-            name, least, most, sizes, priority, self.aio.time(), preemptible, phase="wanted"
+            name, least, most, sizes, priority, self.aio.time(), preemptible, owner=owner
         )
         self.changed()
 

@@ -1,0 +1,46 @@
+"""Order of the queue: priority, deadlines, fair share, who runs already."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from scheduler.queue import allot, order, urgent_from_s
+from scheduler.workload import JobView
+
+
+def job(name: str, submitted_s: float, owner: str = "", **fields) -> JobView:  # noqa: ANN003
+    return JobView(name, 1, 8, submitted_s=submitted_s, owner=owner, **fields)
+
+
+def names(jobs: list[JobView], now_s: float = 100.0) -> list[str]:
+    return [j.id for j in order(jobs, now_s)]
+
+
+def test_everybodys_first_job_before_anybodys_second() -> None:
+    jobs = [job(f"a{n}", n, "ann") for n in range(3)] + [job("b0", 10, "bob"), job("c0", 11, "cyd")]
+    assert names(jobs) == ["a0", "b0", "c0", "a1", "a2"]
+
+
+def test_one_owner_is_plain_order_of_submission_within_priority() -> None:
+    assert names([job("x", 2), job("y", 1), job("z", 3, priority=1)]) == ["z", "y", "x"]
+
+
+def test_a_share_that_runs_is_not_taken_by_an_equal_one() -> None:
+    running = job("b0", 10, "bob", phase="running")
+    assert names([job("a1", 1, "ann"), running]) == ["b0", "a1"]
+
+
+def test_jobs_that_cannot_run_do_not_push_their_owners_next_back() -> None:
+    jobs = [job("a0", 0, "ann", phase="paused"), job("a1", 1, "ann"), job("b0", 0.5, "bob")]
+    assert names(jobs).index("a1") == 2 and names([replace(j, phase="wanted") for j in jobs])[-1] == "a1"
+
+
+def test_a_deadline_presses_when_the_work_left_hardly_fits_before_it() -> None:
+    pressed = job("d", 50, deadline_s=1000.0, remaining_device_s=8 * 400.0)
+    assert urgent_from_s(pressed) == 1000.0 - 1.5 * 400.0
+    assert names([job("x", 1), pressed], now_s=399.0) == ["x", "d"]
+    assert names([job("x", 1), pressed], now_s=400.0) == ["d", "x"]
+    higher = job("p", 60, priority=1)
+    assert names([higher, pressed], now_s=900.0) == ["p", "d"], "priority comes first"
+    queue = allot([job("x", 1), pressed], 8, 8, 10.0, 0.0, "")
+    assert queue.review_at_s == 400.0, "and the plan is looked at again by then"
