@@ -11,7 +11,7 @@ from typing import Any
 
 class BoxState:
     """Fields: pid, url, controller_socket, state (starting|ready|stopping|stopped|failed|killed), message,
-    started_s (Unix time), first_key (only until the first command has shown it)."""
+    started_s (Unix time)."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -23,12 +23,6 @@ class BoxState:
 
     def update(self, **fields: Any) -> None:
         self._fields.update(fields)
-        self._write()
-
-    def ready(self, first_key: str | None) -> None:
-        self._fields.update(state="ready", message="ready")
-        if first_key is not None:
-            self._fields["first_key"] = first_key
         self._write()
 
     def end(self, *, clean: bool) -> None:

@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--examples", type=int, default=400, help="GSM8K examples to train on (default: 400)")
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--switches", type=int, default=4, help="mode switches under load (default: 4)")
-    parser.add_argument("--minutes", type=float, default=1.0, help="pretraining of the starter model (default: 1)")
+    parser.add_argument("--minutes", type=float, default=1.5, help="pretraining of the starter model (default: 1.5)")
     parser.add_argument("--keep", action="store_true", help="leave the box running at the end")
     options = parser.parse_args(argv)
 
@@ -51,9 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         tuned = box.fine_tune(files, options.epochs)
         after = box.chat(tuned)
         _show_answers(before, after)
-        report, rows = box.switch_modes(files, options.switches)
-        _summary(box, report, rows, time.monotonic() - began_s)
-        ok = not (report.dropped or report.truncated or report.duplicated) and before != after
+        swapped = box.roll_back_and_forth(tuned)
+        switched = box.switch_modes(files, options.switches)
+        _summary(box, (swapped, switched), time.monotonic() - began_s)
+        ok = before != after and not any(r.dropped or r.truncated or r.duplicated for r in (swapped, switched))
         if options.keep:
             console.print(f"\nThe box stays up at {box.url}; `appliance --help`, then "
                           f"`appliance down --data-dir {box.data_dir}`.")  # fmt: skip
@@ -74,7 +75,7 @@ class DemoBox:
         self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.port = _free_port()
         self.url = f"http://127.0.0.1:{self.port}/v1"
-        self._client: openai.OpenAI | None = None
+        self.client: openai.OpenAI | None = None
         self.job: Any = None
 
     # --- the box ------------------------------------------------------------------------------------------------
@@ -85,7 +86,7 @@ class DemoBox:
         _run("appliance", "up", "--detach", "--data-dir", str(self.data_dir), "--port", str(self.port))
         key = self.admin("key", "create", "--name", f"demo-{int(time.time())}")["key"]
         self.key = key
-        self._client = openai.OpenAI(base_url=self.url, api_key=key, timeout=900)
+        self.client = openai.OpenAI(base_url=self.url, api_key=key, timeout=900)
         _run("appliance", "gpu", "list", env=self._environment())
 
     def down(self) -> None:
@@ -104,14 +105,14 @@ class DemoBox:
 
     def starter(self, minutes: float) -> None:
         _headline("2  a base model: the starter (made here; `appliance model import` takes a real one)")
-        names = [model.id for model in self._client.models.list()]
+        names = [model.id for model in self.client.models.list()]
         if "starter" in names:
             console.print("starter is here from an earlier run")
             return
         _run("appliance", "model", "starter", "--minutes", str(minutes), env=self._environment())
 
     def chat(self, model: str) -> str:
-        answer = self._client.chat.completions.create(
+        answer = self.client.chat.completions.create(
             model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=96, temperature=0
         )
         return answer.choices[0].message.content
@@ -123,7 +124,7 @@ class DemoBox:
         ids = {}
         for kind, limit in (("train", examples), ("test", 50)):
             lines = _gsm8k(kind)[:limit]
-            made = self._client.files.create(
+            made = self.client.files.create(
                 file=(f"gsm8k_{kind}.jsonl", "\n".join(lines).encode()), purpose="fine-tune"
             )
             console.print(f"uploaded {made.filename}: {len(lines)} examples, {made.bytes:,} bytes, {made.id}")
@@ -134,26 +135,42 @@ class DemoBox:
         _headline("4  fine-tune with DeepSpeed, publish through shared memory")
         self.job = self.create_job(files, epochs, suffix="gsm8k")
         _run("appliance", "job", "logs", "-f", self.job.id, env=self._environment())
-        self.job = self._client.fine_tuning.jobs.retrieve(self.job.id)
+        self.job = self.client.fine_tuning.jobs.retrieve(self.job.id)
         if self.job.status != "succeeded":
             raise SystemExit(f"the job ended {self.job.status}: {self.job.error}")
         console.print(f"fine-tuned model: [bold]{self.job.fine_tuned_model}[/]")
         return self.job.fine_tuned_model
 
     def create_job(self, files: dict[str, str], epochs: int, suffix: str) -> Any:
-        return self._client.fine_tuning.jobs.create(
+        return self.client.fine_tuning.jobs.create(
             model="starter",
             training_file=files["train"],
             validation_file=files["test"],
             suffix=suffix,
             seed=7,
-            method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": epochs, "batch_size": 8}}},
+            method={
+                "type": "supervised",
+                "supervised": {"hyperparameters": {"n_epochs": epochs, "batch_size": 8, "publish": "epoch"}},
+            },
         )
+
+    # --- versions -----------------------------------------------------------------------------------------------
+
+    def roll_back_and_forth(self, tuned: str) -> LoadReport:
+        _headline("5  swap versions in the running engine, streams flowing")
+        newest = self.admin("model", "show", tuned)["active_version"]
+        with Load(self.url, self.key, tuned, workers=2, max_tokens=64) as load:
+            _wait_for(lambda: load.finished >= 4, "the load to flow")
+            _run("appliance", "model", "rollback", tuned, env=self._environment())
+            _run("appliance", "model", "rollback", tuned, "--version", newest, env=self._environment())
+            answered = load.finished
+            _wait_for(lambda: load.finished >= answered + 4, "answers after the swaps")
+        return load.report()
 
     # --- modes --------------------------------------------------------------------------------------------------
 
-    def switch_modes(self, files: dict[str, str], switches: int) -> tuple[LoadReport, list[dict]]:
-        _headline(f"5  {switches} mode switches under load, with a second job training in between")
+    def switch_modes(self, files: dict[str, str], switches: int) -> LoadReport:
+        _headline(f"6  {switches} mode switches under load, with a second job training in between")
         job = self.create_job(files, 50, suffix="background")
         self.admin("mode", "set", "serve", "--wait")
         with Load(self.url, self.key, "starter") as load:
@@ -173,43 +190,45 @@ class DemoBox:
                     time.sleep(2)
             if switches % 2:
                 self.admin("mode", "set", "serve", "--wait")
-        self._client.fine_tuning.jobs.cancel(job.id)
+        self.client.fine_tuning.jobs.cancel(job.id)
         self.admin("mode", "set", "auto", "--wait")
-        return load.report(), self.admin("mode", "history")["data"]
+        return load.report()
 
 
-def _summary(box: DemoBox, report: LoadReport, handovers: list[dict], seconds: float) -> None:
+def _summary(box: DemoBox, reports: Sequence[LoadReport], seconds: float) -> None:
     _headline("summary")
     table = Table("what", "measured", title="one run on this machine")
-    published = [e for e in box.admin("job", "get", box.job.id).get("published", [])]
-    for entry in published:
-        table.add_row("publish to shared memory", f"{entry['seconds'] * 1e3:.0f} ms for {entry['bytes'] / 1e6:.0f} MB")
+    steps = [step for handover in box.admin("mode", "history", "--limit", "1000")["data"] for step in handover["steps"]]
+    events = box.client.fine_tuning.jobs.list_events(box.job.id, limit=100)
+    published = [e.data["seconds"] for e in events if e.message.startswith("Checkpoint created")]
+    _row(table, "publish to shared memory", published)
+    _row(table, "swap pause, requests kept", _measured(steps, "swap_replica", "pause_s"))
     for label, verb in (
-        ("engine start (forked)", "start_replica"),
-        ("swap pause", "swap_replica"),
+        ("engine start, forked", "start_replica"),
         ("wake", "wake_replica"),
         ("sleep", "sleep_replica"),
-        ("drain", "drain_replica"),
         ("suspend training", "suspend_group"),
         ("start or resume training", "start_group"),
     ):
-        times = [
-            step["ended_s"] - step["started_s"]
-            for handover in handovers
-            for step in handover["steps"]
-            if step["verb"] == verb and step["state"] == "done"
-        ]
-        if times:
-            table.add_row(label, f"median {statistics.median(times):.2f} s of {len(times)}")
-    table.add_row("requests answered during the switches", str(report.requests))
-    table.add_row("longest request, held ones included", f"{report.longest_s:.1f} s")
-    table.add_row("requests dropped", str(report.dropped))
-    table.add_row("streams truncated", str(report.truncated))
-    table.add_row("answers duplicated", str(report.duplicated))
+        _row(table, label, [s["ended_s"] - s["started_s"] for s in steps if s["verb"] == verb and s["state"] == "done"])
+    table.add_row("requests answered meanwhile", str(sum(report.requests for report in reports)))
+    table.add_row("longest request, held ones included", f"{max(report.longest_s for report in reports):.1f} s")
+    table.add_row("requests dropped", str(sum(report.dropped for report in reports)))
+    table.add_row("streams truncated", str(sum(report.truncated for report in reports)))
+    table.add_row("answers duplicated", str(sum(report.duplicated for report in reports)))
     table.add_row("whole demo", f"{seconds:.0f} s")
     console.print(table)
-    for error in report.errors:
+    for error in {error for report in reports for error in report.errors}:
         console.print(f"[red]{error}[/]")
+
+
+def _measured(steps: list[dict], verb: str, name: str) -> list[float]:
+    return [step["detail"][name] for step in steps if step["verb"] == verb and name in step["detail"]]
+
+
+def _row(table: Table, label: str, seconds: list[float]) -> None:
+    if seconds:
+        table.add_row(label, f"median {statistics.median(seconds) * 1e3:,.0f} ms of {len(seconds)}")
 
 
 def _show_answers(before: str, after: str) -> None:

@@ -71,8 +71,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, lambda: _ask_to_stop(stop, state))
 
-    url = f"http://{config.box.host}:{config.box.port}"
-    state.begin(pid=os.getpid(), url=url, controller_socket=str(paths.controller_socket))
+    state.begin(pid=os.getpid(), url=local_url(config), controller_socket=str(paths.controller_socket))
     box = Box(config, paths, state)
     ended_well = False
     try:
@@ -97,6 +96,13 @@ def _ask_to_stop(stop: asyncio.Event, state: BoxState) -> None:
         state.update(state="killed", message="killed by a second signal; `appliance up` continues from here")
         os.kill(os.getpid(), signal.SIGKILL)
     stop.set()
+
+
+def local_url(config: BoxConfig) -> str:
+    """The endpoint as this machine reaches it."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.box.host, config.box.host)
+    scheme = "https" if config.gateway.tls_cert_path else "http"
+    return f"{scheme}://{host}:{config.box.port}"
 
 
 class Box:
@@ -129,9 +135,8 @@ class Box:
             raise BoxError(f"the controller broke off ({error!r}); {log} ends with:\n{tail(log)}") from error
         self._say("starting the gateway")
         await self._gateway.begin()
-        endpoint = f"http://{self._local_host()}:{self._config.box.port}"
-        await self._wait_for(self._gateway, endpoint, "/health", GATEWAY_START_S)
-        self._state.ready(first_key)
+        await self._wait_for(self._gateway, local_url(self._config), "/health", GATEWAY_START_S)
+        self._state.update(state="ready", message="ready")
         self._announce(first_key)
 
     async def end(self) -> bool:
@@ -187,7 +192,8 @@ class Box:
     async def _wait_for(
         self, process: Supervised, base_url: str, path: str, timeout_s: float, socket_path: str | None = None
     ) -> None:
-        transport = httpx.AsyncHTTPTransport(uds=socket_path, retries=0)
+        # Not verified: it is our own process we look for, and its certificate names the box, not loopback.
+        transport = httpx.AsyncHTTPTransport(uds=socket_path, verify=False)
         async with httpx.AsyncClient(transport=transport, base_url=base_url) as client:
             deadline = time.monotonic() + timeout_s
             while True:
@@ -215,12 +221,9 @@ class Box:
             )
             return made.raise_for_status().json()["key"]
 
-    def _local_host(self) -> str:
-        return "127.0.0.1" if self._config.box.host in ("0.0.0.0", "::") else self._config.box.host
-
     def _announce(self, first_key: str | None) -> None:
-        print(json.dumps({"state": "ready", "url": f"http://{self._local_host()}:{self._config.box.port}/v1",
-                          "first_key": first_key}), flush=True)  # fmt: skip
+        ready = {"state": "ready", "url": f"{local_url(self._config)}/v1", "first_key": first_key}
+        print(json.dumps(ready), flush=True)
 
     def _say(self, message: str) -> None:
         self._state.update(message=message)

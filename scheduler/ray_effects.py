@@ -34,6 +34,7 @@ from scheduler.effects import (
 )
 from scheduler.errors import EffectFailed
 from scheduler.inventory import Device, Holder, Lease
+from serve.config import EngineConfig
 from serve.errors import ServeError
 from serve.replica import Replica
 from serve.spec import ReplicaSpec
@@ -77,6 +78,9 @@ class Versions(Protocol):
 class Jobs(Protocol):
     """What a job's ranks are to do, and where their events go."""
 
+    def catch_up(self, job_id: str) -> None:
+        """Take in what earlier ranks of the job did that nobody has heard of."""
+
     def spec(self, job_id: str) -> TrainSpec:
         """What the job's ranks are to do. Raises LookupError when it cannot be done any more."""
 
@@ -110,7 +114,8 @@ class RayBox:
 class RayEffects:
     """Implements `scheduler.effects.Effects`. Lives in the controller's asyncio loop; Ray must be initialised."""
 
-    def __init__(self, box: RayBox, routing: Routing, versions: Versions, jobs: Jobs):
+    def __init__(self, box: RayBox, routing: Routing, versions: Versions, jobs: Jobs, engine: EngineConfig):
+        self._engine = engine
         self._box, self._routing, self._versions, self._jobs = box, routing, versions, jobs
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._devices = {device.id: device for device in box.devices}
@@ -272,6 +277,7 @@ class RayEffects:
             return None
         await self._warm("train", "start_group", job_id)
         try:
+            self._jobs.catch_up(job_id)
             spec = self._jobs.spec(job_id)
         except LookupError as error:
             raise EffectFailed("start_group", job_id, str(error)) from error

@@ -25,6 +25,7 @@ from train.chat import ChatEncoder
 from train.data import TokenSet, open_token_set
 from train.engine import build_engine
 from train.errors import TrainingDiverged
+from train.event_log import EventLog
 from train.model import load_model, load_tokenizer
 from train.objectives import SupervisedObjective, to_batch
 from train.packing import StepPlan
@@ -78,7 +79,7 @@ class Run:
         self.spec, self.store, self.engine = spec, store, engine
         self.train, self.valid = train, valid
         self.rank, self.world_size = comm.get_rank(), comm.get_world_size()
-        self.emit = emit if self.rank == 0 else lambda event, **data: None
+        self.emit = EventLog(spec.run_dir, emit) if self.rank == 0 else lambda event, **data: None
         self.wishes, self.progress = wishes, progress
         self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)
         self.step = 0
@@ -204,7 +205,7 @@ class Run:
         comm.all_reduce(loss)
         if self.rank == 0:
             self._board.write("validation", self.step, {"loss": loss.item()})
-        self.emit("validation", step=self.step, loss=loss.item())
+        self.emit("validation", step=self.step, total_steps=self.plan.total_steps, loss=loss.item())
 
     def _snapshot(self, store: WeightStore | None = None) -> snapshot.Written:
         self.progress.enter("snapshot")

@@ -13,8 +13,6 @@ class WeightsConfig(BaseModel):
     budget_bytes: int | None = Field(default=None, ge=1, description="Bound on all the store holds.")
     budget_share: float = Field(default=0.5, gt=0, le=1, description="Bound as a share of the size of the tmpfs.")
     pool_bytes: int | None = Field(default=None, ge=0, description="Bound on freed segments kept for re-use.")
-    max_file_bytes: int = Field(default=5_000_000_000, ge=1 << 20, description="Tensor bytes per safetensors file.")
-    checksum_threads: int = Field(default=1, ge=1, le=256, description="Threads that compute checksums.")
     persist_rate_bytes_s: int | None = Field(default=None, ge=1, description="Bound on background copies to disk.")
 
     def budget_for(self, filesystem_bytes: int) -> int:

@@ -88,13 +88,13 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         paths.bus_socket, config.controller, first_generation=first_generation(db), on_load=lambda _: loop.nudge()
     )
     routing = BusRouting(bus, db, config.gateway.holds.hold_s)
-    shelf = VersionShelf(db, store, paths.models, config.serve, devices[0])
+    shelf = VersionShelf(db, store, paths.models, config, devices[0])
     library = ModelLibrary(
         paths.models, hub_settings=HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
     )
     events = JobEvents(db, paths.files, config.controller.organization)
     runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, shelf, lambda: port.nudge("published"))
-    effects = RayEffects(_ray_box(paths, devices), routing, shelf, runs)
+    effects = RayEffects(_ray_box(paths, devices), routing, shelf, runs, config.serve)
     states = SqliteStateStore(
         db, events, routing.demand, config.box.serving_floor, len(devices), config.serve, routing.refresh
     )

@@ -12,10 +12,11 @@ from typing import Any
 
 from appliance.controller.job_events import JobEvents
 from appliance.controller.naming import resolve
-from appliance.store import deployments, jobs, models
+from appliance.store import deployments, job_records, jobs, models
 from appliance.store.database import Database
 from appliance.store.rows import DeploymentRow
 from appliance.wiring.versions import VersionShelf
+from train.event_log import read_events
 from train.spec import TrainSpec
 from weights import tiers
 from weights.errors import VersionLeased, VersionNotFound, WeightsError
@@ -42,6 +43,13 @@ class JobRuns:
         self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
         self._events, self._shelf, self._on_change = events, shelf, on_change
         self._saving: dict[str, asyncio.Task[None]] = {}
+
+    def catch_up(self, job_id: str) -> None:
+        """Take in the steps that were trained while no controller listened. Called before ranks start anew."""
+        known = {row.step for row in job_records.list_metrics(self._db, job_id)}
+        for event in read_events(self._jobs_dir / job_id):
+            if event["event"] == "metrics" and event["step"] not in known:
+                self._events.ingest(job_id, event)
 
     def spec(self, job_id: str) -> TrainSpec:
         """What the job's ranks are to do. Raises LookupError when the base model's bytes are gone."""

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from appliance.config import BoxConfig
 from appliance.controller.naming import resolve
 from appliance.store import models
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
 from scheduler.inventory import Device
-from serve.config import EngineConfig
 from serve.sizing import engine_settings
 from weights import tiers
 from weights.errors import WeightsError
@@ -28,7 +28,7 @@ class VersionShelf:
     A version that is being served stays leased here, so that a budget never evicts what a waking engine needs next.
     """
 
-    def __init__(self, db: Database, store: WeightStore, models_dir: Path, config: EngineConfig, device: Device):
+    def __init__(self, db: Database, store: WeightStore, models_dir: Path, config: BoxConfig, device: Device):
         self._db, self._store, self._models_dir = db, store, models_dir
         self._config, self._device = config, device
         self._leases: dict[str, tuple[str, Lease]] = {}
@@ -81,7 +81,7 @@ class VersionShelf:
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
         row = self._owner(model)
         return engine_settings(
-            self._config,
+            self._config.serve,
             task=row.task,
             max_position_embeddings=row.max_model_len,
             weight_bytes=row.bytes,
@@ -113,7 +113,9 @@ class VersionShelf:
             return
         target = self._models_dir / stored.path.parent.name / stored.path.name
         try:
-            await asyncio.to_thread(tiers.persist, stored, target)
+            await asyncio.to_thread(
+                tiers.persist, stored, target, rate_bytes_s=self._config.weights.persist_rate_bytes_s
+            )
         except (OSError, WeightsError) as error:
             log.error("version %s of %s could not be saved to %s: %s", version, model, target, error)
             return

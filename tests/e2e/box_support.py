@@ -69,6 +69,12 @@ class WholeBox:
         headers = {"Authorization": f"Bearer {self.key}"}
         return httpx.get(f"http://127.0.0.1:{self.port}/admin/v1/{path}", headers=headers, timeout=60).json()
 
+    def answers(self) -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{self.port}/health", timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
     def upload(self, content: bytes, name: str = "train.jsonl") -> str:
         return self.client().files.create(file=(name, content), purpose="fine-tune").id
 

@@ -35,9 +35,9 @@ def test_everything_is_private_and_the_token_is_made_once(tmp_path):
 def test_the_state_file_is_replaced_whole_and_private(tmp_path):
     state = BoxState(tmp_path / "box.json")
     state.begin(pid=7, url="http://127.0.0.1:1", controller_socket="/s")
-    state.ready("sk-first")
+    state.update(state="ready")
     written = json.loads((tmp_path / "box.json").read_text())
-    assert (written["state"], written["first_key"], written["pid"]) == ("ready", "sk-first", 7)
+    assert (written["state"], written["url"], written["pid"]) == ("ready", "http://127.0.0.1:1", 7)
     assert os.stat(tmp_path / "box.json").st_mode & 0o777 == 0o600
     state.end(clean=True)
     assert json.loads((tmp_path / "box.json").read_text())["state"] == "stopped"
