@@ -86,9 +86,12 @@ class JobRuns:
 
     def newest_snapshot(self, job_id: str) -> Path | None:
         """The newest snapshot, from shared memory or else read in from disk. May be called from any thread."""
-        in_memory = [stored for stored in self._store.list("snapshot") if stored.model == job_id]
-        if in_memory:
-            return max(in_memory, key=_step).path
+        # When shared memory is full, ranks write their snapshot into a store of the same form beside the job.
+        own = self._jobs_dir / job_id / "snapshots"
+        stores = [self._store, *([WeightStore(own, budget_bytes=None)] if (own / "snapshots").is_dir() else [])]
+        written = [stored for store in stores for stored in store.list("snapshot") if stored.model == job_id]
+        if written:
+            return max(written, key=_step).path
         saved = self._saved_snapshots(job_id)
         if not saved:
             return None

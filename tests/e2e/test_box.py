@@ -255,7 +255,7 @@ def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_b
     box.run("mode", "set", "train", "--wait")
     file_id = client.fine_tuning.jobs.retrieve(unbroken.id).training_file
     job = box.ask(
-        "job", "submit", "--model", starter, "--file", file_id, "--epochs", "12", "--batch-size", "8",
+        "job", "submit", "--model", starter, "--file", file_id, "--epochs", "8", "--batch-size", "8",
         "--set", "snapshot_every_s=2", "--set", "max_length=256",
     )  # fmt: skip
     job_id = job["id"]

@@ -1,0 +1,77 @@
+"""What a job's ranks report while nobody listens is taken in before they start anew."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.store import job_records, jobs
+from appliance.wiring.job_runs import JobRuns
+from train.event_log import EventLog, read_events
+from weights.layout import Layout, TensorSpec
+from weights.lease import StoredVersion
+from weights.store import WeightStore
+
+
+@pytest.fixture
+def store(tmp_path):
+    return WeightStore(tmp_path / "shm", budget_bytes=None)
+
+
+@pytest.fixture
+def runs(db, events, store, tmp_path):
+    return JobRuns(db, store, tmp_path / "jobs", tmp_path / "shm", events, None, lambda: None)
+
+
+def metrics(step):
+    return {"event": "metrics", "step": step, "total_steps": 9, "loss": 1.0 / step, "epoch": 0.1}
+
+
+def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path):
+    add_job(phase="running")
+    folder = tmp_path / "jobs" / "ftjob-1"
+    folder.mkdir(parents=True)
+    passed_on = []
+    log = EventLog(folder, lambda event, **data: passed_on.append(event))
+    for step in (1, 2, 3):
+        event = metrics(step)
+        log(event.pop("event"), **event)
+    with open(folder / "events.jsonl", "a") as file:
+        file.write('{"event": "metrics", "st')  # cut short by a kill
+    assert passed_on == ["metrics"] * 3 and len(list(read_events(folder))) == 3
+    events.ingest("ftjob-1", metrics(1))
+    runs.catch_up("ftjob-1")
+    runs.catch_up("ftjob-1")
+    assert [row.step for row in job_records.list_metrics(db, "ftjob-1")] == [1, 2, 3]
+    assert len(job_records.page_events(db, "ftjob-1", after=None, limit=50).data) == 3
+
+
+def test_the_newest_snapshot_wins_and_disk_is_the_second_tier(runs, store, tmp_path):
+    def write(step):
+        with store.reserve(Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1",
+                           version=f"step-{step}") as draft:  # fmt: skip
+            draft.view("w")[:] = bytes([step] * 16)
+            return draft.commit(meta={"step": step})
+
+    assert runs.newest_snapshot("ftjob-1") is None
+    write(9)
+    newest = write(10)
+    assert runs.newest_snapshot("ftjob-1") == newest.path
+    runs._copy_newest("ftjob-1")
+    assert [path.name for path in (tmp_path / "jobs/ftjob-1/snapshots").iterdir()] == ["step-10"]
+    for stored in store.list("snapshot"):
+        store.remove(stored)
+    again = runs.newest_snapshot("ftjob-1")
+    assert again is not None and again.name == newest.path.name
+    assert StoredVersion.read(again).manifest.meta["step"] == 10
+
+
+def test_a_finished_jobs_snapshots_are_given_back_unless_still_read(runs, store, db, add_job):
+    row = add_job(phase="succeeded", snapshot={"step": 1, "path": "/s"})
+    with store.reserve(Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model=row.id,
+                       version="step-1") as draft:  # fmt: skip
+        stored = draft.commit(meta={})
+    lease = store.lease(stored)
+    assert not runs._forget(row.id)
+    lease.release()
+    assert runs._forget(row.id) and store.list("snapshot") == []
+    assert jobs.list_left_snapshots(db)[0].id == row.id

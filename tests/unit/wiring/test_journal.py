@@ -1,0 +1,49 @@
+"""The journal on the store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from appliance.store.database import Database
+from appliance.wiring.journal import SqliteJournal
+from scheduler.journal import HandoverRecord, StepRecord
+
+RECORD = HandoverRecord(
+    3, "mode train", "running", 10.0,
+    steps=(StepRecord(0, "free r1", "drain_replica", "r1"), StepRecord(1, "free r1", "sleep_replica", "r1")),
+)  # fmt: skip
+
+
+@dataclass
+class Report:
+    step: int
+    seconds: dict
+
+
+def test_what_was_begun_is_found_after_a_restart(tmp_path):
+    with Database(tmp_path / "a.db") as db:
+        journal = SqliteJournal(db)
+        assert journal.last_id() == 0
+        journal.begin(RECORD)
+        journal.step(3, replace(RECORD.steps[0], state="doing", started_s=11.0))
+    with Database(tmp_path / "a.db") as db:
+        journal = SqliteJournal(db)
+        assert journal.last_id() == 3
+        (open_,) = journal.unfinished()
+        assert open_.steps[0].state == "doing" and open_.steps[1] == RECORD.steps[1]
+        journal.end(3, "undone", 12.0, "the engine died")
+        assert journal.unfinished() == ()
+        assert (journal.get(3).state, journal.get(3).error) == ("undone", "the engine died")
+        assert [record.id for record in journal.recent(5)] == [3]
+
+
+def test_undo_steps_are_added_and_details_become_plain(tmp_path):
+    with Database(tmp_path / "a.db") as db:
+        journal = SqliteJournal(db)
+        journal.begin(RECORD)
+        undo = StepRecord(2, "free replica r1", "open_replica", "r1", "done", 1.0, 2.0,
+                          {"report": Report(4, {"copy": 0.5}), "devices": ("n0/0",)}, undoes=1)  # fmt: skip
+        journal.step(3, undo)
+        read = journal.get(3).steps[2]
+        assert read.undoes == 1
+        assert read.detail == {"report": {"step": 4, "seconds": {"copy": 0.5}}, "devices": ["n0/0"]}

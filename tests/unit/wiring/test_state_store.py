@@ -1,0 +1,100 @@
+"""The scheduler's view of the store."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.controller.mode import write_mode
+from appliance.store import box, job_records, jobs
+from appliance.store.rows import CheckpointRow
+from appliance.wiring.state_store import CORDONED, SqliteStateStore
+from scheduler.workload import Demand
+from serve.config import EngineConfig
+
+PUBLISHED = {"event": "published", "version": "step-5", "step": 5, "path": "/p", "bytes": 9, "seconds": 0.1, "epoch": 1}
+
+
+@pytest.fixture
+def refreshed():
+    return []
+
+
+@pytest.fixture
+def states(db, events, refreshed):
+    return SqliteStateStore(
+        db, events, lambda model: Demand(held=3 if model == "starter" else 0), 1, 8, EngineConfig(max_replicas=2),
+        lambda: refreshed.append(1),
+    )  # fmt: skip
+
+
+def test_mode_deployments_and_cordons_are_read_anew(db, states, add_model):
+    add_model()
+    add_model("undeployed", deployed=False)
+    write_mode(db, "split", 6)
+    box.put(db, CORDONED, ["n0/3"])
+    load = states.load()
+    assert (load.policy.kind, load.policy.train_devices, load.policy.serving_floor) == ("split", 6, 1)
+    assert [(d.model, d.version, d.max_replicas, d.demand.held) for d in load.deployments] == [("starter", "v1", 2, 3)]
+    assert load.cordoned == {"n0/3"}
+
+
+def test_a_job_is_scheduled_once_validated_and_until_cancelled(states, add_model, add_job, db):
+    add_model()
+    add_job("ftjob-new", phase="validating")
+    add_job("ftjob-paused", wanted="pause")
+    add_job("ftjob-run", max_devices=4)
+    add_job("ftjob-gone", wanted="cancel")
+    seen = {job.id: job for job in states.load().jobs}
+    assert set(seen) == {"ftjob-paused", "ftjob-run"}
+    assert seen["ftjob-paused"].phase == "paused"
+    assert (seen["ftjob-run"].max_devices, seen["ftjob-run"].sizes) == (4, (1, 2, 4))
+    assert jobs.get(db, "ftjob-gone").phase == "cancelled"
+
+
+def test_a_running_job_that_is_cancelled_stays_running_until_its_ranks_are_gone(states, add_job, db):
+    add_job(phase="running", wanted="cancel")
+    assert states.load().jobs == ()
+    assert jobs.get(db, "ftjob-1").phase == "running"
+
+
+def test_phases_follow_the_loop(states, add_job, db):
+    add_job()
+    states.job_running("ftjob-1", ("n0/0", "n0/1"))
+    assert (jobs.get(db, "ftjob-1").phase, jobs.get(db, "ftjob-1").devices) == ("running", ["n0/0", "n0/1"])
+    states.job_waiting("ftjob-1", "serving needs the devices", suspended=True)
+    assert jobs.get(db, "ftjob-1").phase == "queued", "no snapshot was made, so it begins anew"
+    jobs.update(db, "ftjob-1", snapshot={"step": 4, "path": "/s"})
+    states.job_running("ftjob-1", ("n0/0",))
+    states.job_waiting("ftjob-1", "serving needs the devices", suspended=True)
+    row = jobs.get(db, "ftjob-1")
+    assert (row.phase, row.step, row.reason) == ("suspended", 4, "serving needs the devices")
+    states.job_ended("ftjob-1", "failed", "rank 3 died")
+    assert jobs.get(db, "ftjob-1").error["message"] == "rank 3 died"
+    states.job_running("ftjob-1", ("n0/0",))
+    assert jobs.get(db, "ftjob-1").phase == "failed", "an ended job never changes"
+
+
+def test_a_succeeded_job_can_be_called_at_once(states, events, add_model, add_job, db, refreshed):
+    add_model()
+    add_job(phase="running")
+    events.ingest("ftjob-1", PUBLISHED)
+    states.job_ended("ftjob-1", "succeeded", "")
+    assert jobs.get(db, "ftjob-1").phase == "succeeded" and refreshed == [1]
+    assert "ft:starter:local::ftjob-1" in {d.model for d in states.load().deployments}
+
+
+def test_checkpoints_can_be_called_by_name(states, add_model, add_job, db, events):
+    add_model()
+    add_job(phase="running")
+    events.ingest("ftjob-1", PUBLISHED)
+    name = job_records.list_checkpoints(db)[0].name
+    assert isinstance(job_records.list_checkpoints(db)[0], CheckpointRow) and name.endswith(":ckpt-step-5")
+    assert [(d.model, d.version) for d in states.load().deployments][-1] == (name, "step-5")
+
+
+def test_after_a_restart_nothing_counts_as_running(states, add_job, db):
+    add_job("ftjob-fresh", phase="running")
+    add_job("ftjob-saved", phase="running", snapshot={"step": 7, "path": "/s"})
+    states.after_restart()
+    assert jobs.get(db, "ftjob-fresh").phase == "queued"
+    assert jobs.get(db, "ftjob-saved").phase == "suspended"
