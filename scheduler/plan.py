@@ -97,12 +97,14 @@ class _Round:
             unplaced = self.place(serving, jobs.sizes, keep_jobs=True)
             if not unplaced:
                 break
-            if any(self.movable(j) for j in self.snapshot.jobs):
-                # Enough devices but not side by side: move the jobs that may be moved.
+            if self.owed(unplaced) and any(self.movable(j) for j in self.snapshot.jobs):
+                # Enough devices but not side by side: move the jobs that may be moved, if that helps.
                 self.out, self.groups = {}, {}
-                unplaced = self.place(serving, jobs.sizes, keep_jobs=False)
-                if not unplaced:
+                if not (moved := self.place(serving, jobs.sizes, keep_jobs=False)):
+                    unplaced = moved
                     break
+                self.out, self.groups = {}, {}
+                unplaced = self.place(serving, jobs.sizes, keep_jobs=True)
             # Not to be had in this round: what they were counted for goes to others.
             placed = Counter(r.model for r in self.out.values())
             for model in set(unplaced):
@@ -132,12 +134,18 @@ class _Round:
     def count(self) -> tuple[dict[str, int], queue.Queue]:
         """Replicas per model and devices per job."""
         serving = self.serving_counts(self.serving_capacity(), eager=self.policy.kind in ("serve", "split"))
+        self.claimed = serving
         budget, why = self.training_budget(self.cost(serving))
         # A person's change of mode takes hold at once; only `auto`, which changes by itself, dwells.
         dwell_s = self.config.job_dwell_s if self.policy.kind == "auto" else 0.0
         jobs = queue.allot(self.snapshot.jobs, budget, len(self.works), self.now_s, dwell_s, why)
         lendable = len(self.works) - sum(jobs.sizes.values())
         return self.serving_counts(lendable, eager=False, base=serving), jobs
+
+    def owed(self, unplaced: list[str]) -> bool:
+        """Whether serving has a claim on a replica without devices; a lent one is not worth moving a job."""
+        placed = Counter(r.model for r in self.out.values())
+        return any(placed[model] < self.claimed.get(model, 0) for model in unplaced)
 
     def remember(self) -> None:
         """Bring every model's memory up to now."""

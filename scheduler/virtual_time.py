@@ -35,6 +35,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._jumping = _JumpingSelector()
         self._start_s = start_s
         super().__init__(self._jumping)
+        # Seconds since the epoch have steps of 2.4e-7 as floats: with the real clock's 1 ns a timer that is due
+        # exactly now would never count as due, and the loop would spin.
+        self._clock_resolution = 1e-6
 
     def time(self) -> float:
         return self._start_s + self._jumping.jumped_s
