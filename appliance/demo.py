@@ -33,8 +33,8 @@ console = Console(highlight=False)
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
     parser.add_argument("--data-dir", default=".demo", help="the demo box's data directory (default: .demo)")
-    parser.add_argument("--examples", type=int, default=400, help="GSM8K examples to train on (default: 400)")
-    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--examples", type=int, default=600, help="GSM8K examples to train on (default: 600)")
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--switches", type=int, default=4, help="mode switches under load (default: 4)")
     parser.add_argument("--minutes", type=float, default=1.5, help="pretraining of the starter model (default: 1.5)")
     parser.add_argument("--keep", action="store_true", help="leave the box running at the end")
@@ -150,7 +150,7 @@ class DemoBox:
             seed=7,
             method={
                 "type": "supervised",
-                "supervised": {"hyperparameters": {"n_epochs": epochs, "batch_size": 8, "publish": "epoch"}},
+                "supervised": {"hyperparameters": {"n_epochs": epochs, "batch_size": 8, "learning_rate_multiplier": 2, "publish": "epoch"}},
             },
         )
 
