@@ -4,7 +4,7 @@
 
 Both fine-tune the same random Llama in bf16 on GSM8K (assistant tokens only) with AdamW. Ours runs as the product does:
 DeepSpeed ZeRO-1, fp32 master weights and accumulation, packing. TRL runs its SFTTrainer three ways: as documented, with
-the model in bf16, and with its own packing on top ("bfd"). Sides alternate over `--rounds`, medians are reported. Tokens
+the model in bf16, and with its own packing on top ("bfd"). Sides alternate over `--rounds`; medians reported. Tokens
 are real ones, not padding, of the steps after the first two. Ratios and shares are made of tokens per CPU second, which
 other work on the machine disturbs little; with one thread that is the speed of an idle machine. The bf16 matrix rate is
 measured before and after every run; the share of it is 6 * parameters * tokens/s over that rate.

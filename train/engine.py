@@ -48,6 +48,7 @@ def build_engine(objective: SupervisedObjective, spec: TrainSpec) -> Any:
         model=objective, optimizer=optimizer, config=_config(spec, world_size, trained), dist_init_required=False
     )
     fragments.sum_gradients(engine)
+    fragments.coarsen_clipping(engine)
     return engine
 
 

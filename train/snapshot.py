@@ -60,9 +60,11 @@ def write_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, step: int) 
             store.remove(stale)
         return store.reserve(Layout.plan(specs), kind=KIND, model=spec.job_id, version=name)
 
+    assert fragments.has_moments(engine), "a snapshot before the first step would hold undefined bytes"
     draft = reserve_together(store, reserve)
     with torch.no_grad():
         for fragment in fragments.trained_fragments(engine):
+            assert fragment.moments.keys() == set(fragments.MOMENTS)
             for part, source in (("master", fragment.weights), *fragment.moments.items()):
                 write_range(draft, f"{part}.{fragment.name}", fragment.start, source)
     meta = {

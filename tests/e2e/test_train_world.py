@@ -19,9 +19,9 @@ from tests.train_support.world import PATIENT, Workshop
 from train.errors import RankFailed
 from train.group import Watch, free_port
 
-# Relative. Gradients are reduced and accumulated in fp32, so only the order of fp32 sums differs between sizes: one
-# ulp of the loss was seen in fp32, none in bf16. A bf16 weight that such an ulp tips to its neighbour would cost more.
-ACROSS_SIZES = {"bf16": 1e-5, "fp32": 1e-6}
+# Relative. Gradients are reduced and accumulated in fp32 and clipped by a coarse norm, so what is left is the order of
+# a few fp32 sums: one ulp of the loss.
+ACROSS_SIZES = 1e-6
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def same(a, b):
 @pytest.mark.parametrize(
     "kind, fields",
     [
-        ("zero2", {"zero_stage": 2, "precision": "fp32"}),
+        ("zero2", {"zero_stage": 2, "precision": "fp32", "weight_decay": 0.1}),
         ("zero3", {"zero_stage": 3}),
         ("lora", {"zero_stage": 1, "full": False, "lora_rank": 4, "lora_dropout": 0.1, "learning_rate": 1e-2}),
     ],
@@ -70,7 +70,7 @@ async def test_suspend_and_resume_on_other_sizes_keeps_the_loss_curve(shop, kind
     assert losses.keys() == unbroken.losses().keys()
     worst = max(abs(losses[step] - loss) / loss for step, loss in unbroken.losses().items())
     print(f"{kind}: worst difference of a step's loss over sizes 4, 2, 4: {worst:.1e}")
-    assert worst <= ACROSS_SIZES[spec.precision]
+    assert worst <= ACROSS_SIZES
     assert len([s for s in shop.store.list("snapshot") if s.model == "moved"]) <= 2
 
 
@@ -236,4 +236,4 @@ async def test_every_configuration_moves_between_sizes(shop, precision, zero_sta
             break
         snapshot = report.snapshot_path
     worst = max(abs(loss - unbroken.losses()[step]) / unbroken.losses()[step] for step, loss in losses.items())
-    assert worst <= ACROSS_SIZES[precision]
+    assert worst <= ACROSS_SIZES

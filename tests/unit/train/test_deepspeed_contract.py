@@ -46,9 +46,12 @@ def engine_of(stage, precision):
     }  # fmt: skip
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
-    optimizer = torch.optim.AdamW(trained, lr=0.1, fused=True)
+    # Two groups, as with weight decay: ZeRO-2 links the moments of the first only.
+    groups = [{"params": [p for p in trained if p.ndim == 2]}, {"params": [p for p in trained if p.ndim == 1]}]
+    optimizer = torch.optim.AdamW(groups, lr=0.1, fused=True)
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     fragments.sum_gradients(engine)
+    fragments.coarsen_clipping(engine)
     return engine
 
 
