@@ -27,6 +27,7 @@ from rich.table import Table
 from appliance.load import Load, LoadReport
 
 QUESTION = "Natalia sold clips to 48 friends in April, and half as many in May. How many clips did she sell altogether?"
+HYPERPARAMETERS = {"batch_size": 8, "learning_rate_multiplier": 2, "publish": "epoch"}
 console = Console(highlight=False)
 
 
@@ -148,10 +149,7 @@ class DemoBox:
             validation_file=files["test"],
             suffix=suffix,
             seed=7,
-            method={
-                "type": "supervised",
-                "supervised": {"hyperparameters": {"n_epochs": epochs, "batch_size": 8, "learning_rate_multiplier": 2, "publish": "epoch"}},
-            },
+            method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": epochs, **HYPERPARAMETERS}}},
         )
 
     # --- versions -----------------------------------------------------------------------------------------------

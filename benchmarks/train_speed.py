@@ -2,7 +2,7 @@
 
     python benchmarks/train_speed.py [--size 25m] [--threads 1] [--steps 8] [--trl-path DIR] [--json FILE]
 
-Both fine-tune the same random Llama in bf16 on GSM8K (assistant tokens only) with AdamW. Ours runs as the product does:
+Both fine-tune the same random Llama in bf16 on GSM8K (assistant tokens only) with AdamW. Ours runs as the product:
 DeepSpeed ZeRO-1, fp32 master weights and accumulation, packing. TRL runs its SFTTrainer three ways: as documented, with
 the model in bf16, and with its own packing on top ("bfd"). Sides alternate over `--rounds`; medians reported. Tokens
 are real ones, not padding, of the steps after the first two. Ratios and shares are made of tokens per CPU second, which

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import tempfile
 from pathlib import Path
 
@@ -9,6 +10,10 @@ import psutil
 import pytest
 
 SHARED_MEMORY = Path("/dev/shm")
+
+# A shell starts background jobs with Ctrl-C ignored, and everything below them inherits that: the tests that press it
+# would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,6 +35,10 @@ _AUX_LIMIT_BYTES = 64 * 2**20
 def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any]) -> Written:
     """Collective: commit `version` of `spec.output_model`, a complete Hugging Face directory. Same on all ranks."""
     started = time.perf_counter()
+    known = store.find("version", spec.output_model, version)
+    if known is not None:
+        # An earlier world of this job committed it at the same step and died before its end was heard.
+        return Written(str(known.path), known.nbytes, time.perf_counter() - started)
     layout = Layout.plan(published_tensors(engine, spec))
 
     def reserve():

@@ -1,0 +1,52 @@
+"""Entries for forked ranks of tests, where what is to be checked exists only inside the ranks."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from deepspeed import comm, zero
+from peft.tuners.lora import LoraLayer
+
+from runtime.leash import Leash
+from train import fragments
+from train.engine import init_world
+from train.loop import Progress, Wishes, prepare
+from train.publish import publish
+from train.spec import TrainSpec
+from weights.torch_views import as_tensor
+
+
+def compare_publish(leash: Leash, args: dict[str, Any]) -> int:
+    """Train two steps, publish, gather the whole model the slow way, and report what differs."""
+    spec = TrainSpec.from_dict(args["spec"])
+    leash.serve({})
+    init_world("cpu", 60.0)
+    run = prepare(spec, lambda event, **data: None, Wishes(), Progress())
+    for _ in range(2):
+        run._one_step(run.plan.total_steps)
+    publish(run.engine, spec, run.store, version="v1", meta={})
+    params = list(run.engine.module.parameters())
+    gathered = zero.GatheredParameters(params) if fragments.is_zero3(run.engine) else nullcontext()
+    with gathered, torch.no_grad():
+        for layer in run.engine.module.modules():
+            if isinstance(layer, LoraLayer):
+                delta = layer.get_delta_weight("default").float()
+                layer.base_layer.weight.data = (layer.base_layer.weight.float() + delta).to(torch.bfloat16)
+        whole = {
+            p.name: p.tensor.detach().to(torch.bfloat16).clone()
+            for p in fragments.parameters(run.engine) if "lora_" not in p.name
+        }  # fmt: skip
+    stored = run.store.find("version", spec.output_model, "v1")
+    worst: dict[str, float] = {}
+    with run.store.lease(stored) as lease:
+        for placed in lease.layout:
+            ours = as_tensor(lease.view(placed.spec.name), placed.spec.dtype, placed.spec.shape)
+            difference = (ours.float() - whole[placed.spec.name].float()).abs().max().item()
+            if difference:
+                worst[placed.spec.name] = difference
+        names = sorted(placed.spec.name for placed in lease.layout)
+    leash.emit("compared", names=names, expected=sorted(whole), worst=worst, rank=comm.get_rank())
+    comm.barrier()
+    return 0
