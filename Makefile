@@ -5,7 +5,7 @@ PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
 RUFF := $(PY) -m ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-property e2e fault soak bench sdk-conformance lint lock clean
+.PHONY: help setup demo test test-unit test-property e2e soak bench sdk-conformance lint lock clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -16,7 +16,7 @@ setup: ## virtual environment with the pinned packages for CPU or CUDA, as detec
 demo: setup ## the whole loop with visible progress: fine-tune, publish, chat, switch modes under load
 	@$(PY) -m appliance.demo
 
-test: setup ## everything that must pass: lint, then unit, property, fault and end-to-end tests with the time of each
+test: setup ## everything that must pass: lint, then unit, property and end-to-end tests with the time of each
 	@images/run-tests.sh "$(PY)"
 
 test-unit: setup ## unit tests only
@@ -27,9 +27,6 @@ test-property: setup ## property tests only
 
 e2e: setup ## end-to-end tests only: real box, real engines, real training
 	$(PYTEST) tests/e2e
-
-fault: setup ## fault tests only: processes killed at every point
-	$(PYTEST) tests/fault
 
 soak: setup ## the long runs
 	$(PYTEST) -m soak --timeout 7200 tests

@@ -21,7 +21,7 @@ suite() {
 }
 
 suite lint "$python" -m ruff check .
-for name in unit property fault e2e; do
+for name in unit property e2e; do
     [ ! -d "tests/$name" ] || suite "$name" "$python" -m pytest -m 'not soak' --durations 5 "tests/$name"
 done
 printf '\n%s%-10s %5d s\n' "$summary" total "$SECONDS"

@@ -79,7 +79,7 @@ def test_make_targets_refer_to_what_exists():
     for script in re.findall(r"(images/[a-z-]+\.sh)", makefile):
         assert (PROJECT / script).exists()
     plan = subprocess.run(
-        ["make", "-n", "test"], cwd=PROJECT, capture_output=True, text=True, check=True
+        ["make", "--no-print-directory", "-n", "test"], cwd=PROJECT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
     assert "install.sh" in plan[0] and "run-tests.sh" in plan[1]
     assert "make test" in (PROJECT / ".ci" / "run").read_text()
