@@ -34,8 +34,10 @@ soak: setup ## the long runs
 bench: setup ## one figure per claim, each script in benchmarks/ in turn
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(PY) "$$script" || exit 1; done
 
-sdk-conformance: setup ## openai-python's own tests against a running box
-	$(PY) -m tests.conformance
+sdk-conformance: setup ## openai-python's own tests for files, jobs, checkpoints and models against a running box
+	@data=$$(mktemp -d) && $(VENV)/bin/appliance up --detach --data-dir "$$data" --port 8799 && code=0 && \
+	{ $(PY) -m tests.conformance --data-dir "$$data" || code=$$?; \
+	  $(VENV)/bin/appliance down --data-dir "$$data"; rm -rf "$$data"; exit $$code; }
 
 lint: setup ## ruff
 	$(RUFF) check .

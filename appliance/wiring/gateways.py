@@ -8,6 +8,7 @@ from typing import Any
 from appliance.controller.bus import Bus
 from appliance.store import deployments, job_records, models
 from appliance.store.database import Database
+from appliance.store.deployments import given_up
 from scheduler.workload import Demand
 
 
@@ -62,21 +63,31 @@ class BusRouting:
         )
         return Demand(row.inflight, row.held, waiting, row.last_request_s, row.ttft_p95_s)
 
-    def _callable(self) -> dict[str, tuple[str, str]]:
-        """Name to (version, task): models with a deployment, and the checkpoints of fine-tuning jobs."""
+    def _callable(self) -> dict[str, tuple[str, str, float]]:
+        """Name to (version, task, seconds to hold): models with a deployment, and checkpoints of fine-tuning jobs.
+
+        Nobody waits for a model that was given up on: its requests are refused at once.
+        """
         rows = {row.id: row for row in models.list_callable(self._db)}
-        deployed = [row.model for row in deployments.list_all(self._db) if row.model in rows]
-        found = {name: (rows[name].active_version, rows[name].task) for name in deployed}
+        found = {
+            row.model: (
+                rows[row.model].active_version,
+                rows[row.model].task,
+                0.0 if given_up(row, rows[row.model].active_version) else self._hold_s,
+            )
+            for row in deployments.list_all(self._db)
+            if row.model in rows
+        }
         for checkpoint in job_records.list_checkpoints(self._db):
             task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
-            found[checkpoint.name] = (checkpoint.version, task)
+            found[checkpoint.name] = (checkpoint.version, task, self._hold_s)
         return found
 
-    def _model(self, name: str, version: str, task: str) -> dict[str, Any]:
+    def _model(self, name: str, version: str, task: str, hold_s: float) -> dict[str, Any]:
         replicas = [
             {"id": replica_id, "socket": served.socket, "version": served.version, "state": served.state}
             for replica_id, served in sorted(self._replicas.items())
             if served.model == name
         ]
         state = "ready" if any(replica["state"] == "open" for replica in replicas) else "asleep"
-        return {"version": version, "state": state, "replicas": replicas, "task": task, "hold_s": self._hold_s}
+        return {"version": version, "state": state, "replicas": replicas, "task": task, "hold_s": hold_s}

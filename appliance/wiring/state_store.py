@@ -39,6 +39,7 @@ class SqliteStateStore:
         """Nothing runs before the loop has said so: jobs that a crash left "running" wait for devices again."""
         for row in jobs.list_in_phase(self._db, "running"):
             self.job_waiting(row.id, "the box was restarted", suspended=row.snapshot is not None)
+        deployments.forgive_all(self._db)
 
     def load(self) -> Workload:
         self._finish_cancelled()
@@ -89,7 +90,8 @@ class SqliteStateStore:
 
     def deployment_failed(self, model: str, version: str, reason: str) -> None:
         if deployments.find(self._db, model) is not None:
-            deployments.update(self._db, model, failed_reason=reason)
+            deployments.give_up(self._db, model, version, reason)
+            self._on_models_changed()
 
     def _finish_cancelled(self) -> None:
         """Jobs that are to be cancelled and hold nothing any more; one that runs is stopped first, by not being
@@ -134,6 +136,6 @@ class SqliteStateStore:
             demand=self._demand(row.model),
             idle_sleep_s=row.idle_sleep_s,
             pinned=bool(row.pinned),
-            failed_reason=row.failed_reason,
+            failed_reason=deployments.given_up(row, version),
             not_before_s=row.not_before_s,
         )

@@ -12,6 +12,7 @@ import time
 
 import openai
 import pytest
+import transformers
 
 from appliance.load import Load
 from tests.e2e.box_support import WholeBox, gsm8k, shared_memory_files, wait_for
@@ -179,6 +180,45 @@ def test_rollback_in_the_running_engine_gives_the_older_versions_tokens(box, unb
     assert max(abs(a - b) for a, b in zip(logprobs, fresh[2], strict=True)) < 0.05
     assert greedy(tuned) == newest
     assert {r["id"] for r in box.admin("status")["replicas"] if r["model"] == tuned} == replicas, "no engine restarted"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        (transformers.Qwen2ForCausalLM, {"lora_rank": 4, "zero_stage": 2}),
+        (transformers.MistralForCausalLM, {"zero_stage": 3}),
+    ],
+    ids=["qwen2-lora-zero2", "mistral-full-zero3"],
+)
+def test_a_checkpoint_directory_is_imported_served_and_tuned(box, starter, architecture, settings, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(next((box.data_dir / "models" / starter).iterdir()))
+    config = architecture.config_class(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    architecture(config).bfloat16().save_pretrained(tmp_path / "tiny")
+    tokenizer.save_pretrained(tmp_path / "tiny")
+    name = architecture.__name__.lower()
+    box.run("model", "import", str(tmp_path / "tiny"), "--name", name)
+    client = box.client()
+    assert client.chat.completions.create(model=name, messages=APPLES, max_tokens=4).usage.completion_tokens == 4
+    job = client.fine_tuning.jobs.create(
+        model=name,
+        training_file=box.upload(gsm8k("train", 40)),
+        method={
+            "type": "supervised",
+            "supervised": {"hyperparameters": {"n_epochs": 1, "batch_size": 8, "max_length": 256, **settings}},
+        },
+    )
+    box.run("job", "wait", job.id, "--timeout", "200")
+    losses = box.losses(job.id)
+    assert losses[max(losses)] < losses[1]
+    tuned = client.fine_tuning.jobs.retrieve(job.id).fine_tuned_model
+    assert client.chat.completions.create(model=tuned, messages=APPLES, max_tokens=4).usage.completion_tokens == 4
+    box.run("model", "rm", tuned)
+    box.run("model", "rm", name)
+    with pytest.raises(openai.NotFoundError):
+        client.models.retrieve(tuned)
 
 
 def test_ten_mode_switches_under_load_lose_no_request_and_no_step(box, starter, unbroken):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from appliance.controller.mode import write_mode
-from appliance.store import box, job_records, jobs
-from appliance.store.rows import CheckpointRow
+from appliance.store import box, job_records, jobs, models
+from appliance.store.rows import CheckpointRow, VersionRow
 from appliance.wiring.state_store import CORDONED, SqliteStateStore
 from scheduler.workload import Demand
 from serve.config import EngineConfig
@@ -98,3 +98,15 @@ def test_after_a_restart_nothing_counts_as_running(states, add_job, db):
     states.after_restart()
     assert jobs.get(db, "ftjob-fresh").phase == "queued"
     assert jobs.get(db, "ftjob-saved").phase == "suspended"
+
+
+def test_a_version_that_was_given_up_on_is_left_alone_and_a_new_one_tried(states, add_model, db, refreshed):
+    add_model()
+    states.deployment_failed("starter", "v1", "the engine does not start")
+    assert states.load().deployments[0].failed_reason == "the engine does not start" and refreshed == [1]
+    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0))
+    models.activate(db, "starter", "v2")
+    assert states.load().deployments[0].failed_reason == ""
+    models.activate(db, "starter", "v1")
+    states.after_restart()
+    assert states.load().deployments[0].failed_reason == ""
