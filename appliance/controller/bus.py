@@ -105,7 +105,7 @@ class Bus:
         return self._generation
 
     def set_models(self, models: dict[str, Any]) -> int:
-        """Publish the models of the table (the contract's shape); returns the generation that carries them."""
+        """Publish the models of the table (see appliance.gateway.table); returns the generation that carries them."""
         if models != self._models:
             self._models = models
             self._next_generation()

@@ -53,7 +53,7 @@ class JobEvents:
         }
 
     def ingest(self, job_id: str, event: dict[str, Any]) -> None:
-        """One event of the contract: {"event": "metrics" | "validation" | "published" | "snapshot" | "message" |
+        """One event of `train.group`: {"event": "metrics" | "validation" | "published" | "snapshot" | "message" |
         "finished", …}. Raises RowNotFound for an unknown job; an event of another kind is logged and left out."""
         handler = self._handlers.get(str(event.get("event")))
         if handler is None:
