@@ -7,6 +7,7 @@ from typing import Any
 
 from appliance.store import handovers
 from appliance.store.database import Database
+from appliance.store.errors import RowNotFound
 from appliance.store.rows import HandoverRow, HandoverStepRow
 from scheduler.journal import HandoverRecord, HandoverState, StepRecord
 
@@ -27,11 +28,10 @@ class SqliteJournal:
 
     def step(self, handover_id: int, record: StepRecord) -> None:
         row = _step_row(handover_id, record)
-        known = {step.position for step in handovers.steps(self._db, row.handover_id)}
-        if row.position in known:
-            changes = {"state": row.state, "started_s": row.started_s, "ended_s": row.ended_s, "detail": row.detail}
+        changes = {"state": row.state, "started_s": row.started_s, "ended_s": row.ended_s, "detail": row.detail}
+        try:
             handovers.update_step(self._db, row.handover_id, row.position, **changes)
-        else:
+        except RowNotFound:  # a step of an undo, which was not planned
             handovers.insert_step(self._db, row)
 
     def end(self, handover_id: int, state: HandoverState, ended_s: float, error: str = "") -> None:
