@@ -16,7 +16,6 @@ from typing import Any
 
 from appliance.cli.errors import CommandFailed, Conflict, WaitTimedOut
 from appliance.cli.locate import BoxFile
-from runtime.process import tail
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.1
@@ -87,7 +86,7 @@ class MainProcess:
         code = self._process.wait()
         if code == Conflict.exit_code:
             return Conflict(f"a box runs on {self._data_dir} already; `appliance down` stops it")
-        told = f"; {self.log_path} ends with:\n{tail(self.log_path, _TAIL_BYTES)}" if self._detach else ""
+        told = f"; {self.log_path} ends with:\n{_tail(self.log_path)}" if self._detach else ""
         return CommandFailed(f"the box did not start (exit code {code}){told}")
 
 
@@ -116,3 +115,9 @@ def stop_box(box: BoxFile, *, timeout_s: float, kill: bool, on_message: Callable
         return True
     finally:
         os.close(handle)
+
+
+def _tail(path: Path) -> str:
+    with open(path, "rb") as log:
+        log.seek(max(0, log.seek(0, os.SEEK_END) - _TAIL_BYTES))
+        return log.read().decode(errors="replace").strip()
