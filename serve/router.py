@@ -35,7 +35,8 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """One model's row of the routing table. hold_s: how long its requests may wait for a replica."""
+    """One model's row of the routing table. hold_s: how long its requests may wait for a replica. max_model_len: the
+    context of its engines in tokens, None where unknown."""
 
     name: str
     version: str
@@ -43,6 +44,7 @@ class Model:
     task: str
     hold_s: float
     replicas: tuple[Replica, ...] = ()
+    max_model_len: int | None = None
 
 
 @dataclass(slots=True)

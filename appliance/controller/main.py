@@ -87,7 +87,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     bus = Bus(
         paths.bus_socket, config.controller, first_generation=first_generation(db), on_load=lambda _: loop.nudge()
     )
-    routing = BusRouting(bus, db, config.gateway.holds.hold_s)
+    routing = BusRouting(bus, db, config.gateway.holds.hold_s, config.serve.max_model_len)
     shelf = VersionShelf(db, store, paths.models, config, devices[0])
     library = ModelLibrary(
         paths.models, hub_settings=HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)

@@ -1,11 +1,12 @@
-"""One inference request: place it, hold it, send it, retry it, relay its answer.
+"""One inference request: place it, hold it, send it, retry or continue it.
 
 Rules, in the order in which they bind:
 - Until a byte of the engine's answer has gone to the client, a failure of the engine is nobody's business: the
   request is placed again (another replica, or held until one opens), at most MAX_ATTEMPTS times, so that a
   request that kills engines cannot kill them all.
-- After that, a stream ends with an SSE error event; nothing is ever cut short silently.
-- Bytes of a good answer are relayed as they are; errors are always rewritten into OpenAI's object.
+- After that, a greedy stream goes on where another engine can write the same tokens (continuation.py); any other
+  stream ends with an SSE error event.
+- Bytes of a good answer are relayed as they are; what the client sees is answer.py's business.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
-import orjson
-
 from serve.holds import Refusal, Ticket
 from serve.router import Choice
 
 from . import errors, wire
+from .answer import ERROR_EVENT, Answer, error_event_code, event_error
+from .continuation import RESUME_PATH
 from .errors import ApiError
 from .request_check import Checked
 from .upstream import UpstreamConnection
@@ -31,20 +32,18 @@ if TYPE_CHECKING:
 
 MAX_ATTEMPTS = 3
 ERROR_BODY_BYTES = 64 * 1024
-SSE = b"text/event-stream; charset=utf-8"
-_SSE_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
-_ERROR_EVENT = b'data: {"error"'
 _HELD_COMMENT = b": held\n\n"
 
 
 class Exchange:
-    """See the module's docstring. `client` is None once the client is gone or the response is finished."""
+    """See the module's docstring. `answer.client` is None once the client is gone or the response is finished."""
 
     __slots__ = (
         "gateway",
-        "client",
+        "answer",
         "request",
         "checked",
+        "_path",
         "_body",
         "_choice",
         "_conn",
@@ -53,25 +52,25 @@ class Exchange:
         "_held_since_s",
         "_hold_deadline_s",
         "_attempts",
-        "_head_sent",
-        "_chunked",
         "_relayed",
-        "_sse",
+        "_continued",
         "_kept",
         "_kept_bytes",
-        "_tail",
-        "_error_seen",
         "_progress_s",
         "_comment_s",
     )
 
     def __init__(self, gateway: Gateway, client: ClientConnection, request: Request, checked: Checked) -> None:
         self.gateway = gateway
-        self.client: ClientConnection | None = client
+        self.answer = Answer(client, request)
         self.request = request
         self.checked = checked
+        assert request.route is not None
+        self._path = request.route.path
         chunks = request.chunks
         self._body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        if checked.continuation is not None:
+            self._body = checked.continuation.first_body(self._body)
         request.chunks = []
         self._choice: Choice | None = None
         self._conn: UpstreamConnection | None = None
@@ -80,14 +79,10 @@ class Exchange:
         self._held_since_s = 0.0
         self._hold_deadline_s = 0.0
         self._attempts = 0
-        self._head_sent = False
-        self._chunked = False
         self._relayed = False
-        self._sse = False
+        self._continued = False
         self._kept: list[bytes] = []
         self._kept_bytes = 0
-        self._tail = b""
-        self._error_seen = False
         self._progress_s = 0.0
         self._comment_s = 0.0
 
@@ -103,7 +98,7 @@ class Exchange:
         raise AssertionError("an inference request starts when its body is complete")
 
     def client_lost(self) -> None:
-        self.client = None
+        self.answer.client = None
         self._leave_queue()
         self._drop_upstream()
 
@@ -126,7 +121,7 @@ class Exchange:
         if self._ticket is not None:
             if self.checked.stream and now_s >= self._comment_s:
                 self._comment(now_s)
-        elif self._conn is not None and self.client is not None and not self.client.write_paused:
+        elif self._conn is not None and self.answer.client is not None and not self.answer.client.write_paused:
             if now_s - self._progress_s > self.gateway.limits.upstream_silence_s:
                 self.gateway.metrics.events["upstream_silent"] += 1
                 self._drop_upstream(failed=True)
@@ -163,7 +158,7 @@ class Exchange:
 
     def _connected(self, result: UpstreamConnection | OSError) -> None:
         self._connecting = None
-        if self.client is None or self._choice is None:
+        if self.answer.client is None or self._choice is None:
             if isinstance(result, UpstreamConnection):
                 self.gateway.pool.put(result)
         elif isinstance(result, OSError):
@@ -184,9 +179,9 @@ class Exchange:
         self._kept, self._kept_bytes = [], 0
         # Not the client's id, and a new one for each attempt: an engine must never see one twice.
         engine_id = self.gateway.new_request_id()
-        assert request.route is not None
-        conn.start(self, wire.engine_head(request.route.path, engine_id, len(self._body)) + self._body)
-        if self.client is not None and self.client.write_paused:
+        conn.start(self, wire.engine_head(self._path, engine_id, len(self._body)) + self._body)
+        client = self.answer.client
+        if client is not None and client.write_paused:
             conn.pause_reading()
 
     def _hold(self, now: float) -> None:
@@ -224,19 +219,17 @@ class Exchange:
                 self.gateway.changed()
 
     def _comment(self, now_s: float) -> None:
-        assert self.client is not None
         self._comment_s = now_s + self.gateway.config.holds.sse_interval_s
-        if not self._head_sent:
-            self._sse = True
-            self._send_head(SSE, None, _SSE_HEADERS)
-        self._write(_HELD_COMMENT)
+        if not self.answer.head_sent:
+            self.answer.begin_stream(None)
+        self.answer.write(_HELD_COMMENT)
 
     # -- the engine's answer
 
     def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
         if done:
             self._conn = None
-        if self.client is None:
+        if self.answer.client is None:
             return
         now = time.monotonic()
         self._progress_s = now
@@ -245,18 +238,7 @@ class Exchange:
             return
         status = conn.status
         if status == 200 and conn.headers.get(b"content-type", b"").startswith(b"text/event-stream"):
-            if body.startswith(_ERROR_EVENT) and self._first_event_fails(body, done):
-                return
-            if body:
-                self._first_bytes(now)
-                self._sse = True
-                if not self._head_sent:
-                    self._send_head(SSE, None, _SSE_HEADERS)
-                else:
-                    self._write(b": version %b\n\n" % (self._version() or b""))
-                self._relay(body, done)
-            elif done:
-                self._retry(errors.engine_failed())
+            self._first_of_stream(body, done, now)
             return
         if body:
             self._kept.append(body)
@@ -268,21 +250,41 @@ class Exchange:
             elif done:
                 self._refused(status, b"".join(self._kept), conn)
         elif done:
-            self._answer_whole(conn, now)
+            self._whole(conn, now)
         elif self._kept_bytes > self.gateway.limits.buffered_response_bytes:
             self._first_bytes(now)
-            self._send_kept(conn)
+            length = conn.headers.get(b"content-length")
+            self.answer.begin_body(
+                conn.headers.get(b"content-type", b"application/json"),
+                int(length) if length is not None else None,
+                self._version(),
+            )
+            kept, self._kept = self._kept, []
+            self.answer.write(b"".join(kept))
+
+    def _first_of_stream(self, body: bytes, done: bool, now: float) -> None:
+        if body.startswith(ERROR_EVENT) and self._first_event_fails(body, done):
+            return
+        if body:
+            self._first_bytes(now)
+            if self.answer.head_sent:
+                self.answer.write(b": version %b\n\n" % (self._version() or b""))
+            else:
+                self.answer.begin_stream(self._version())
+            self._relay(body, done)
+        elif done:
+            self._retry(errors.engine_failed())
 
     def upstream_lost(self, conn: UpstreamConnection) -> None:
         self._conn = None
-        if self.client is None:
+        if self.answer.client is None:
             return
         stale = conn.reused and not conn.answered
         if not stale:
             self.gateway.metrics.events["upstream_died"] += 1
         if self._relayed:
             self._undispatch(failed=True)
-            self._fail(errors.engine_failed())
+            self._continue_or_fail(errors.engine_failed())
         elif stale:
             # The engine had closed an idle connection just as we used it: no failure, a fresh one will do.
             self._undispatch(failed=False)
@@ -300,6 +302,28 @@ class Exchange:
             self._fail(otherwise)
             return
         self.gateway.metrics.events["retried"] += 1
+        self.place()
+
+    def _continue_or_fail(self, error: ApiError) -> None:
+        """The engine is gone in the middle of a stream: another one writes the rest, if that is possible."""
+        continuation, model = self.checked.continuation, self.gateway.router.models.get(self.checked.model)
+        self._attempts += 1
+        if continuation is None or model is None or self._attempts >= MAX_ATTEMPTS:
+            self._fail(error)
+            return
+        if not continuation.can_resume(model.max_model_len):
+            self._fail(error)
+            return
+        body = continuation.resume_body(model.max_model_len)
+        self.gateway.metrics.events["continued"] += 1
+        if body is None:
+            self.answer.end(continuation.ending())
+            return
+        self._path, self._body = RESUME_PATH, body
+        self._relayed = False
+        self._continued = True
+        # It is held anew, if no engine is there: with the whole time that the model's requests may wait.
+        self._held_since_s = 0.0
         self.place()
 
     def _refused(self, status: int, body: bytes, conn: UpstreamConnection | None = None) -> None:
@@ -327,9 +351,9 @@ class Exchange:
 
     def _first_event_fails(self, body: bytes, done: bool) -> bool:
         """True if a stream that begins with a server error could be handled without telling the client."""
-        if _error_event_code(body) is None:
+        if error_event_code(body) is None:
             return False
-        error = _event_error(body)
+        error = event_error(body)
         if not _engine_dead(error):
             return False
         if not done:
@@ -341,126 +365,53 @@ class Exchange:
         request, choice = self.request, self._choice
         assert choice is not None
         self._relayed = True
-        request.first_byte_s = now
         self.gateway.router.succeed(choice)
-        self.gateway.metrics.observe_ttft(choice.model, choice.replica.version, now - request.received_s, now)
+        if not self._continued:
+            request.first_byte_s = now
+            self.gateway.metrics.observe_ttft(choice.model, choice.replica.version, now - request.received_s, now)
 
-    def _answer_whole(self, conn: UpstreamConnection, now: float) -> None:
+    def _whole(self, conn: UpstreamConnection, now: float) -> None:
         self._first_bytes(now)
-        body = self._kept[0] if len(self._kept) == 1 else b"".join(self._kept)
-        client = self.client
-        assert client is not None
-        if self._head_sent:
-            # Comments opened a stream, yet the engine answered whole: relay it as what it is inside the stream.
-            self._write(b"data: %b\n\n" % body)
-            self._finish()
-            return
-        self.request.status = conn.status
-        self.request.sent_bytes = len(body)
-        head = wire.response_head(
-            conn.status,
-            self.request.request_id,
-            content_type=conn.headers.get(b"content-type", b"application/json"),
-            length=len(body),
-            close=not client.will_keep_alive,
-            version=self._version(),
-            processing_s=now - self.request.received_s,
-        )
-        client.write(head + body)
+        kept = self._kept
+        body = kept[0] if len(kept) == 1 else b"".join(kept)
+        version = self._version()
         self._end_dispatch()
-        self.client = None
-        client.finished(keep_alive=True)
+        self.answer.whole(conn.status, conn.headers.get(b"content-type", b"application/json"), body, version, now)
 
-    def _send_kept(self, conn: UpstreamConnection) -> None:
-        length = conn.headers.get(b"content-length")
-        self._send_head(
-            conn.headers.get(b"content-type", b"application/json"), int(length) if length is not None else None, ()
-        )
-        kept, self._kept = self._kept, []
-        self._write(b"".join(kept))
+    def _relay(self, body: bytes, done: bool) -> None:
+        continuation = self.checked.continuation if self.answer.sse else None
+        if continuation is not None:
+            # The engine's death, as its own last event says it, must not reach a client whose stream will go on.
+            at = body.find(ERROR_EVENT)
+            if at >= 0 and error_event_code(body[at:]) is not None:
+                error = event_error(body[at:])
+                if _engine_dead(error):
+                    self.answer.relay(continuation.take(body[:at]))
+                    self._drop_upstream(failed=True)
+                    self._undispatch(failed=True)
+                    self._continue_or_fail(error)
+                    return
+            body = continuation.take(body)
+        if not done:
+            if body:
+                self.answer.relay(body)
+            return
+        if self.answer.ends_well(body):
+            self._end_dispatch()
+            self.answer.end(body)
+            return
+        self.answer.relay(body)
+        self.gateway.metrics.events["stream_unfinished"] += 1
+        self._undispatch(failed=continuation is not None)
+        self._continue_or_fail(errors.engine_failed())
 
-    # -- towards the client
+    def _fail(self, error: ApiError) -> None:
+        if self.answer.client is not None and self.answer.head_sent and self.answer.sse:
+            self.gateway.metrics.events["stream_error"] += 1
+        self.answer.fail(error)
 
     def _version(self) -> bytes | None:
         return self._choice.replica.version.encode() if self._choice is not None else None
-
-    def _send_head(self, content_type: bytes, length: int | None, extra: tuple[tuple[bytes, bytes], ...]) -> None:
-        client = self.client
-        assert client is not None
-        self._head_sent = True
-        self._chunked = length is None and self.request.version == "1.1"
-        self.request.status = 200
-        client.write(
-            wire.response_head(
-                200,
-                self.request.request_id,
-                content_type=content_type,
-                length=length,
-                chunked=self._chunked,
-                close=not client.will_keep_alive or (length is None and not self._chunked),
-                version=self._version(),
-                processing_s=time.monotonic() - self.request.received_s,
-                extra=extra,
-            )
-        )
-
-    def _write(self, data: bytes) -> None:
-        if data and self.client is not None:
-            self.request.sent_bytes += len(data)
-            self.client.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
-
-    def _relay(self, body: bytes, done: bool) -> None:
-        if body:
-            if self._sse:
-                if _ERROR_EVENT in body:
-                    body = _rewritten_events(body)
-                    self._error_seen = True
-                end = self.request.route.stream_end  # type: ignore[union-attr]
-                if end is not None:
-                    self._tail = body[-len(end) :] if len(body) >= len(end) else (self._tail + body)[-len(end) :]
-            if not done:
-                self._write(body)
-                return
-        if done:
-            end = self.request.route.stream_end  # type: ignore[union-attr]
-            if self._sse and end is not None and self._tail != end and not self._error_seen:
-                # A clean end of HTTP without the protocol's own ending is a truncation that no client would notice.
-                self._write(body)
-                self.gateway.metrics.events["stream_unfinished"] += 1
-                self._end_dispatch()
-                self._fail(errors.engine_failed())
-                return
-            self._finish(body)
-
-    def _finish(self, body: bytes = b"") -> None:
-        client = self.client
-        assert client is not None
-        if self._chunked:
-            self.request.sent_bytes += len(body)
-            client.write((wire.chunk(body) if body else b"") + wire.LAST_CHUNK)
-        else:
-            self._write(body)
-        self._end_dispatch()
-        self.client = None
-        client.finished(keep_alive=self._chunked or not self._sse)
-
-    def _fail(self, error: ApiError) -> None:
-        """Tell the client, in whatever form is still possible, and finish."""
-        client, self.client = self.client, None
-        if client is None:
-            return
-        if not self._head_sent:
-            client.answer_error(error)
-        elif self._sse:
-            event = wire.sse_error(error)
-            if self._tail and not self._tail.endswith(b"\n\n"):
-                event = b"\n\n" + event
-            self.gateway.metrics.events["stream_error"] += 1
-            client.write(wire.chunk(event) + wire.LAST_CHUNK if self._chunked else event)
-            client.finished(keep_alive=False)
-        else:
-            # Part of a plain body is out: a broken transfer is the only error left that every client notices.
-            client.abort_response()
 
     # -- bookkeeping
 
@@ -487,25 +438,3 @@ class Exchange:
 def _engine_dead(error: ApiError) -> bool:
     # vLLM's EngineDeadError, as its HTTP handlers and its stream generators spell it.
     return error.status >= 500 and "EngineCore" in error.message
-
-
-def _error_event_code(body: bytes) -> int | None:
-    line = body[6:].split(b"\n", 1)[0]
-    try:
-        return errors.event_code(orjson.loads(line))
-    except orjson.JSONDecodeError:
-        return None
-
-
-def _event_error(body: bytes) -> ApiError:
-    line = body[6:].split(b"\n", 1)[0]
-    return errors.from_upstream(_error_event_code(body) or 500, line)
-
-
-def _rewritten_events(body: bytes) -> bytes:
-    """The same events with vLLM's error objects turned into OpenAI's."""
-    lines = body.split(b"\n")
-    for i, line in enumerate(lines):
-        if line.startswith(_ERROR_EVENT) and _error_event_code(line) is not None:
-            lines[i] = b"data: " + _event_error(line).body()
-    return b"\n".join(lines)

@@ -15,6 +15,7 @@ import orjson
 
 from . import errors
 from .config import Limits
+from .continuation import Continuation, continuation_of
 from .errors import ApiError
 from .routes import Route
 
@@ -48,12 +49,16 @@ _INT64 = (1 << 63) - 1
 
 @dataclass(slots=True)
 class Checked:
-    """tokens: estimate of prompt plus completion, for routing only. prefix: same for requests that begin alike."""
+    """tokens: estimate of prompt plus completion, for routing only. prefix: same for requests that begin alike.
+
+    continuation: of a stream that can go on after its engine's death.
+    """
 
     model: str
     stream: bool
     tokens: int
     prefix: bytes
+    continuation: Continuation | None = None
 
 
 def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
@@ -104,7 +109,9 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
             f"The request asks for {sequences} sequences (inputs × n), at most {limits.sequences} are allowed.",
             param="n",
         )
-    return Checked(model, bool(stream), len(body) // 4 + min(completion, 4096) * sequences, _prefix(data))
+    continuation = continuation_of(route.name, data) if stream else None
+    tokens = len(body) // 4 + min(completion, 4096) * sequences
+    return Checked(model, bool(stream), tokens, _prefix(data), continuation)
 
 
 _RULES_OF: dict[int, tuple[Limits, dict[str, tuple[type, float, float]]]] = {}

@@ -66,6 +66,9 @@ def _model(name: str, row: Any, default_hold_s: float) -> Model:
     if not isinstance(replicas, list):
         raise TableInvalid(f"{where}.replicas: {type(replicas).__name__} given, expected a list")
     version = _text(_given(row, "version", ""), f"{where}.version")
+    max_model_len = row.get("max_model_len")
+    if max_model_len is not None and (type(max_model_len) is not int or max_model_len < 1):
+        raise TableInvalid(f"{where}.max_model_len: {max_model_len!r} given, expected a number of tokens or null")
     return Model(
         name,
         version,
@@ -73,6 +76,7 @@ def _model(name: str, row: Any, default_hold_s: float) -> Model:
         task,
         float(hold_s),
         tuple(_replica(f"{where}.replicas.{i}", item, version) for i, item in enumerate(replicas)),
+        max_model_len,
     )
 
 

@@ -198,6 +198,29 @@ def response_head(
     return b"".join(parts)
 
 
+def whole_response(
+    status: int,
+    request_id: bytes,
+    content_type: bytes,
+    version: bytes | None,
+    processing_s: float,
+    body: bytes,
+    *,
+    close: bool,
+) -> bytes:
+    """A complete answer of an engine: `response_head` and body in one go, because most requests end so."""
+    return b"%bx-request-id: %b\r\ncontent-type: %b\r\n%bopenai-processing-ms: %d\r\ncontent-length: %d\r\n%b\r\n%b" % (
+        STATUS_LINE.get(status) or b"HTTP/1.1 %d Status\r\n" % status,
+        request_id,
+        content_type,
+        b"" if version is None else b"x-appliance-model-version: %b\r\n" % version,
+        processing_s * 1000,
+        len(body),
+        b"connection: close\r\n" if close else b"",
+        body,
+    )
+
+
 def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
     extra: list[tuple[bytes, bytes]] = []
     if error.retry_after_s is not None:

@@ -23,8 +23,9 @@ class _Served:
 class BusRouting:
     """Implements `scheduler.ray_effects.Routing` on the bus; `refresh` after models came or went."""
 
-    def __init__(self, bus: Bus, db: Database, hold_s: float):
-        self._bus, self._db, self._hold_s = bus, db, hold_s
+    def __init__(self, bus: Bus, db: Database, hold_s: float, max_model_len: int | None = None):
+        """max_model_len: what the box's engines are limited to, in tokens; None: each model's own context."""
+        self._bus, self._db, self._hold_s, self._max_model_len = bus, db, hold_s, max_model_len
         self._replicas: dict[str, _Served] = {}
 
     async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
@@ -48,7 +49,14 @@ class BusRouting:
 
     def refresh(self) -> int:
         """Publish the table as the store and the replicas have it now; returns its generation."""
-        return self._bus.set_models({name: self._model(name, *rest) for name, rest in self._callable().items()})
+        contexts = {row.id: row.max_model_len for row in models.list_callable(self._db)}
+        contexts |= {row.name: contexts.get(row.model) for row in job_records.list_checkpoints(self._db)}
+        return self._bus.set_models(
+            {
+                name: self._model(name, *rest) | {"max_model_len": self._context(contexts.get(name))}
+                for name, rest in self._callable().items()
+            }
+        )
 
     def demand(self, model: str) -> Demand:
         """What the gateways report of a model, for the planner."""
@@ -82,6 +90,10 @@ class BusRouting:
             task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
             found[checkpoint.name] = (checkpoint.version, task, self._hold_s)
         return found
+
+    def _context(self, model_tokens: int | None) -> int | None:
+        # As serve.sizing gives it to the engine.
+        return min(filter(None, (self._max_model_len, model_tokens)), default=None)
 
     def _model(self, name: str, version: str, task: str, hold_s: float) -> dict[str, Any]:
         replicas = [

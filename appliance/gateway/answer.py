@@ -1,0 +1,181 @@
+"""The response to one inference request, as far as it went: head, body, ending or error, in whatever form is left.
+
+Rules: nothing is cut short silently. A stream that cannot go on ends with an error event, a plain body that cannot
+is broken off, so that the client sees a failed transfer. Errors inside streams are rewritten into OpenAI's object.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+import orjson
+
+from . import errors, wire
+from .errors import ApiError
+from .wire import Request
+
+if TYPE_CHECKING:
+    from .server import ClientConnection
+
+SSE = b"text/event-stream; charset=utf-8"
+ERROR_EVENT = b'data: {"error"'
+_SSE_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+
+
+class Answer:
+    """`client` is None once the client is gone or the response is finished."""
+
+    __slots__ = ("client", "request", "head_sent", "sse", "_chunked", "_tail", "_error_seen")
+
+    def __init__(self, client: ClientConnection, request: Request) -> None:
+        self.client: ClientConnection | None = client
+        self.request = request
+        self.head_sent = False
+        self.sse = False
+        self._chunked = False
+        self._tail = b""
+        self._error_seen = False
+
+    # -- beginning
+
+    def begin_stream(self, version: bytes | None) -> None:
+        self.sse = True
+        self._head(SSE, None, version, _SSE_HEADERS)
+
+    def begin_body(self, content_type: bytes, length: int | None, version: bytes | None) -> None:
+        self._head(content_type, length, version, ())
+
+    def _head(
+        self, content_type: bytes, length: int | None, version: bytes | None, extra: tuple[tuple[bytes, bytes], ...]
+    ) -> None:
+        client = self.client
+        assert client is not None
+        self.head_sent = True
+        self._chunked = length is None and self.request.version == "1.1"
+        self.request.status = 200
+        client.write(
+            wire.response_head(
+                200,
+                self.request.request_id,
+                content_type=content_type,
+                length=length,
+                chunked=self._chunked,
+                close=not client.will_keep_alive or (length is None and not self._chunked),
+                version=version,
+                processing_s=time.monotonic() - self.request.received_s,
+                extra=extra,
+            )
+        )
+
+    # -- middle
+
+    def write(self, data: bytes) -> None:
+        if data and self.client is not None:
+            self.request.sent_bytes += len(data)
+            self.client.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+
+    def relay(self, body: bytes) -> None:
+        """Bytes of the engine's answer."""
+        if self.sse:
+            body = self._stream_bytes(body)
+        self.write(body)
+
+    def _stream_bytes(self, body: bytes) -> bytes:
+        if ERROR_EVENT in body:
+            body = _rewritten_events(body)
+            self._error_seen = True
+        end = self.request.route.stream_end  # type: ignore[union-attr]
+        if end is not None:
+            self._tail = body[-len(end) :] if len(body) >= len(end) else (self._tail + body)[-len(end) :]
+        return body
+
+    # -- ending
+
+    def whole(self, status: int, content_type: bytes, body: bytes, version: bytes | None, now_s: float) -> None:
+        """A complete answer of which nothing is out yet."""
+        client = self.client
+        assert client is not None
+        if self.head_sent:
+            # Comments opened a stream, yet the engine answered whole: relay it as what it is inside the stream.
+            self.write(b"data: %b\n\n" % body)
+            self.end()
+            return
+        request = self.request
+        request.status = status
+        request.sent_bytes = len(body)
+        client.write(
+            wire.whole_response(
+                status,
+                request.request_id,
+                content_type,
+                version,
+                now_s - request.received_s,
+                body,
+                close=not client.will_keep_alive,
+            )
+        )
+        self.client = None
+        client.finished(keep_alive=True)
+
+    def ends_well(self, body: bytes) -> bool:
+        """Whether the stream is complete once `body`, the last of it, is relayed.
+
+        A clean end of HTTP without the protocol's own ending is a truncation that no client would notice.
+        """
+        end = self.request.route.stream_end  # type: ignore[union-attr]
+        if not self.sse or end is None or self._error_seen or ERROR_EVENT in body:
+            return True
+        return (self._tail + body).endswith(end)
+
+    def end(self, body: bytes = b"") -> None:
+        client = self.client
+        assert client is not None
+        if body and self.sse:
+            body = self._stream_bytes(body)
+        if self._chunked:
+            self.request.sent_bytes += len(body)
+            client.write((wire.chunk(body) if body else b"") + wire.LAST_CHUNK)
+        else:
+            self.write(body)
+        self.client = None
+        client.finished(keep_alive=self._chunked or not self.sse)
+
+    def fail(self, error: ApiError) -> None:
+        """Tell the client, in whatever form is still possible, and finish."""
+        client, self.client = self.client, None
+        if client is None:
+            return
+        if not self.head_sent:
+            client.answer_error(error)
+        elif self.sse:
+            event = wire.sse_error(error)
+            if self._tail and not self._tail.endswith(b"\n\n"):
+                event = b"\n\n" + event
+            client.write(wire.chunk(event) + wire.LAST_CHUNK if self._chunked else event)
+            client.finished(keep_alive=False)
+        else:
+            client.abort_response()
+
+
+def error_event_code(body: bytes) -> int | None:
+    """Status inside the error event that `body` begins with, None if it is something else."""
+    line = body[6:].split(b"\n", 1)[0]
+    try:
+        return errors.event_code(orjson.loads(line))
+    except orjson.JSONDecodeError:
+        return None
+
+
+def event_error(body: bytes) -> ApiError:
+    line = body[6:].split(b"\n", 1)[0]
+    return errors.from_upstream(error_event_code(body) or 500, line)
+
+
+def _rewritten_events(body: bytes) -> bytes:
+    """The same events with vLLM's error objects turned into OpenAI's."""
+    lines = body.split(b"\n")
+    for i, line in enumerate(lines):
+        if line.startswith(ERROR_EVENT) and error_event_code(line) is not None:
+            lines[i] = b"data: " + event_error(line).body()
+    return b"\n".join(lines)

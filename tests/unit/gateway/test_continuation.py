@@ -1,0 +1,190 @@
+"""Greedy streams go on after their engine's death, with the tokens that it would have written."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import pytest
+
+from appliance.gateway.continuation import continuation_of
+
+from .conftest import Box, Start, chat
+from .upstreams import Reply, UpstreamRequest
+
+PROMPT = [5, 6, 7]
+# One token, one piece of text; "é" comes in two tokens, the first of which shows nothing yet.
+TOKENS = [(11, "Hel"), (12, "lo"), (13, ""), (14, "é"), (15, ' "token_ids":[1] '), (16, "!")]
+TEXT = "".join(text for _, text in TOKENS)
+
+
+def greedy_engine(lives: dict[str, int]):
+    """A script of a deterministic engine that dies after `lives[name]` tokens (and then never again)."""
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        body = request.json
+        is_chat = request.target == "/v1/chat/completions"
+        prompt = PROMPT if is_chat or isinstance(body["prompt"], str) else body["prompt"]
+        done = len(prompt) - len(PROMPT)
+        assert prompt == PROMPT + [token for token, _ in TOKENS[:done]], "asked to go on from other tokens"
+        budget = min(len(TOKENS) - done, body.get("max_tokens") or 99)
+        ids = bool(body.get("return_token_ids"))
+        await reply.sse_head()
+
+        async def event(choice: dict | None, **more) -> None:
+            kind = "chat.completion.chunk" if is_chat else "text_completion"
+            data = {"id": f"id-{done}", "object": kind, "created": 1 + done, "model": "m", "choices": [], **more}
+            if choice is not None:
+                data["choices"] = [{"index": 0, "logprobs": None, **choice}]
+            await reply.chunk(b"data: " + json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n")
+
+        if is_chat:
+            first = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+            await event(first, prompt_token_ids=prompt if ids else None)
+        for i, (token, text) in enumerate(TOKENS[done : done + budget]):
+            if lives and lives.get("tokens", 99) == i:
+                lives.clear()
+                reply.die()
+                return
+            last = i == budget - 1
+            choice: dict = {"delta": {"content": text}} if is_chat else {"text": text}
+            choice |= {"finish_reason": "stop" if last else None, "token_ids": [token] if ids else None}
+            if not is_chat and i == 0:
+                choice["prompt_token_ids"] = prompt if ids else None
+            await event(choice)
+        if lives and lives.get("tokens") == len(TOKENS):
+            lives.clear()
+            reply.die()
+            return
+        if (body.get("stream_options") or {}).get("include_usage"):
+            n = len(prompt)
+            await event(None, usage={"prompt_tokens": n, "completion_tokens": budget, "total_tokens": n + budget})
+        await reply.chunk(b"data: [DONE]\n\n")
+        await reply.end()
+
+    return script
+
+
+def events(body: bytes) -> list[dict]:
+    return [json.loads(line[6:]) for line in body.split(b"\n") if line.startswith(b"data: {")]
+
+
+def text_of(body: bytes) -> str:
+    choices = [choice for event in events(body) for choice in event["choices"]]
+    return "".join(choice.get("text") or (choice.get("delta") or {}).get("content") or "" for choice in choices)
+
+
+def completion(**more) -> dict:
+    return {"model": "m", "prompt": "Hi", "max_tokens": 50, **more}
+
+
+@pytest.mark.parametrize("dies_after", range(1, len(TOKENS) + 1))
+@pytest.mark.parametrize("route", ["chat/completions", "completions"])
+async def test_the_client_sees_one_unbroken_stream(box: Box, route: str, dies_after: int) -> None:
+    body = (chat if route.startswith("chat") else completion)(
+        stream=True, temperature=0, max_tokens=50, stream_options={"include_usage": True}
+    )
+    box.engines["e0"].script = greedy_engine({})
+    unbroken = await box.ask("POST", f"/v1/{route}", body)
+    box.engines["e0"].script = greedy_engine({"tokens": dies_after})
+    broken = await box.ask("POST", f"/v1/{route}", body)
+
+    assert unbroken.status == broken.status == 200
+    assert text_of(broken.body) == text_of(unbroken.body) == TEXT
+    assert broken.body.endswith(b"data: [DONE]\n\n")
+    seen = events(broken.body)
+    assert {event["id"] for event in seen} == {"id-0"} and len({event["object"] for event in seen}) == 1
+    assert seen[-1]["usage"] == events(unbroken.body)[-1]["usage"]
+    finished = [c["finish_reason"] for event in seen for c in event["choices"] if c["finish_reason"]]
+    assert finished == ["stop"]
+    assert box.gateway.metrics.events["continued"] == 1 and box.gateway.metrics.events["stream_error"] == 0
+
+
+async def test_token_ids_asked_for_by_the_gateway_stay_in_it(box: Box) -> None:
+    box.engines["e0"].script = greedy_engine({})
+    greedy = await box.ask("POST", "/v1/chat/completions", chat(stream=True, temperature=0))
+    sampled = await box.ask("POST", "/v1/chat/completions", chat(stream=True, temperature=1))
+    assert greedy.body == sampled.body
+    asked = [request.json.get("return_token_ids") for request in box.engines["e0"].requests]
+    assert asked == [True, None]
+
+
+async def test_a_second_death_is_outlived_too(box: Box) -> None:
+    scripts = [greedy_engine({"tokens": 3}), greedy_engine({"tokens": 2}), greedy_engine({})]
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await scripts[len(box.engines["e0"].requests) - 1](request, reply)
+
+    box.engines["e0"].script = script
+    response = await box.ask("POST", "/v1/chat/completions", chat(stream=True, temperature=0, max_tokens=50))
+    assert text_of(response.body) == TEXT and box.gateway.metrics.events["continued"] == 2
+
+
+async def test_it_waits_for_an_engine_and_says_so(start_box: Start) -> None:
+    box = await start_box(holds={"sse_grace_s": 0.01, "sse_interval_s": 0.01})
+    await box.engine("e0", greedy_engine({"tokens": 2}))
+    await box.engine("e1", greedy_engine({}))
+    box.serve("m", "e0")
+    wire = await box.connect()
+    from .conftest import request_bytes
+
+    body = chat(stream=True, temperature=0, max_tokens=50)
+    await wire.send(request_bytes("POST", "/v1/chat/completions", body))
+    await wire.head()
+    await box.until(lambda: box.gateway.metrics.events["continued"] == 1)
+    box.serve("m")  # no replica is left
+    received = b""
+    while b": held" not in received:
+        received += await wire.chunk()
+    box.serve("m", "e1")
+    received += await wire.response_body()
+    assert text_of(received) == TEXT and b": version v1" in received
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"temperature": 0.7}, {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"stop": ["x"]},
+        {"response_format": {"type": "json_object"}}, {"frequency_penalty": 0.5}, {"n": 2}, {"logprobs": True},
+        {"return_token_ids": True},
+    ],
+)  # fmt: skip
+async def test_what_cannot_be_continued_ends_with_an_error_event(box: Box, more: dict) -> None:
+    body = chat(**{"stream": True, "temperature": 0, **more})
+    assert continuation_of("chat.completions", body) is None
+    if "n" in more or "tools" in more:
+        return
+    box.engines["e0"].script = greedy_engine({"tokens": 2})
+    response = await box.ask("POST", "/v1/chat/completions", body)
+    assert events(response.body)[-1]["error"]["code"] == "engine_failed"
+
+
+async def test_without_a_limit_the_models_context_is_the_limit(box: Box) -> None:
+    body = chat(stream=True, temperature=0)
+    box.engines["e0"].script = greedy_engine({"tokens": 2})
+    assert b"engine_failed" in (await box.ask("POST", "/v1/chat/completions", body)).body
+    box.models["m"]["max_model_len"] = 64
+    box.apply()
+    box.gateway.router.loads["e0"].suspect_until_s = 0
+    box.engines["e0"].script = greedy_engine({"tokens": 2})
+    assert text_of((await box.ask("POST", "/v1/chat/completions", body)).body) == TEXT
+    assert box.engines["e0"].requests[-1].json["max_tokens"] == 64 - len(PROMPT) - 2
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_cut_of_the_bytes_gives_the_same(seed: int) -> None:
+    """However the socket cuts the engine's bytes, the client gets the same and the same tokens are known."""
+    stream = b"".join(
+        b'data: {"id":"a","choices":[{"index":0,"delta":{"content":"%d"},"token_ids":[%d]}],"prompt_token_ids":%b}\n\n'
+        % (i, i, b"[1,2]" if i == 0 else b"null")
+        for i in range(12)
+    )
+    draw = random.Random(seed)
+    cuts = sorted(draw.sample(range(1, len(stream)), 15))
+    continuation = continuation_of("chat.completions", chat(stream=True, temperature=0, max_tokens=99))
+    assert continuation is not None
+    pieces = [stream[a:b] for a, b in zip([0, *cuts], [*cuts, len(stream)], strict=True)]
+    seen = b"".join(continuation.take(piece) for piece in pieces)
+    assert b"[1,2]" not in seen and seen.count(b"data: ") == 12
+    resumed = json.loads(continuation.resume_body(None) or b"")
+    assert resumed["prompt"] == [1, 2, *range(12)] and resumed["max_tokens"] == 99 - 12
