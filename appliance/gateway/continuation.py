@@ -23,8 +23,8 @@ RESUME_PATH = b"/v1/completions"
 _SAMPLING = frozenset({"model", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stop_token_ids"})
 _NEUTRAL = frozenset(
     {
-        "messages", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "user", "metadata",
-        "store", "service_tier", "safety_identifier", "prompt_cache_key", "chat_template_kwargs",
+        "messages", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "user",
+        "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "chat_template_kwargs",
     }
 )  # fmt: skip
 _CONTINUABLE = _SAMPLING | _NEUTRAL

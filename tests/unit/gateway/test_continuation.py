@@ -9,7 +9,7 @@ import pytest
 
 from appliance.gateway.continuation import continuation_of
 
-from .conftest import Box, Start, chat
+from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest
 
 PROMPT = [5, 6, 7]
@@ -36,7 +36,8 @@ def greedy_engine(lives: dict[str, int]):
             data = {"id": f"id-{done}", "object": kind, "created": 1 + done, "model": "m", "choices": [], **more}
             if choice is not None:
                 data["choices"] = [{"index": 0, "logprobs": None, **choice}]
-            await reply.chunk(b"data: " + json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode() + b"\n\n")
+            text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+            await reply.chunk(b"data: " + text.encode() + b"\n\n")
 
         if is_chat:
             first = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
@@ -126,8 +127,6 @@ async def test_it_waits_for_an_engine_and_says_so(start_box: Start) -> None:
     await box.engine("e1", greedy_engine({}))
     box.serve("m", "e0")
     wire = await box.connect()
-    from .conftest import request_bytes
-
     body = chat(stream=True, temperature=0, max_tokens=50)
     await wire.send(request_bytes("POST", "/v1/chat/completions", body))
     await wire.head()
