@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from datetime import datetime
+from typing import Any
 from zoneinfo import ZoneInfo
 
 import pytest
@@ -11,7 +12,7 @@ from scheduler import virtual_time
 from scheduler.errors import InvalidSchedule
 from scheduler.journal import MemoryJournal
 from scheduler.loop import SchedulerLoop
-from scheduler.tidal import Window, in_force, preview
+from scheduler.tidal import InForce, Window, in_force, preview
 from scheduler.workload import DeploymentView, JobView, Policy, Workload
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of
 
@@ -51,14 +52,90 @@ def test_local_time_is_kept_over_the_change_of_the_clocks() -> None:
 
 def test_preview_of_a_day() -> None:
     now_s = at("2026-03-02 12:00:00")
-    assert preview(BERLIN, AUTO, now_s, now_s) == [
-        (now_s, AUTO),
-        (at("2026-03-02 22:00:00"), TRAIN),
-        (at("2026-03-03 06:00:00"), SERVE),
+    assert told(preview(BERLIN, AUTO, now_s, now_s)) == [
+        ("12:00", "22:00", "auto", True),
+        ("22:00", "06:00", "train", False),
+        ("06:00", "12:00", "serve", False),
     ]
 
 
-@pytest.mark.parametrize("cron", ["", "0 22 * *", "61 * * * *", "0 0 22 * * *", "@daily", "tonight please go now ok"])
+def told(segments: list[InForce]) -> list[tuple[str, str, str, bool]]:
+    def clock(at_s: float | None) -> str:
+        return datetime.fromtimestamp(at_s or 0.0, ZoneInfo("Europe/Berlin")).strftime("%H:%M")
+
+    return [(clock(h.since_s), clock(h.until_s), h.policy.kind, h.overridden is not None) for h in segments]
+
+
+NIGHT = Window("0 22 * * *", TRAIN, "Europe/Berlin", until="0 6 * * *")
+
+
+def test_between_windows_that_end_the_mode_set_by_hand_holds() -> None:
+    assert in_force((NIGHT,), SERVE, 5.0, at("2026-03-02 21:00:00")).window is None
+    night = in_force((NIGHT,), SERVE, 5.0, at("2026-03-03 01:00:00"))
+    assert (night.policy, night.until_s) == (TRAIN, at("2026-03-03 06:00:00"))
+    morning = in_force((NIGHT,), SERVE, 5.0, at("2026-03-03 07:00:00"))
+    assert (morning.policy, morning.window) == (SERVE, None)
+    assert (morning.since_s, morning.until_s) == (at("2026-03-03 06:00:00"), at("2026-03-03 22:00:00"))
+
+
+def test_a_choice_made_inside_a_window_lasts_until_an_edge_of_any_window() -> None:
+    set_s, noon = at("2026-03-02 23:00:00"), Window("0 1 * * *", SERVE, "Europe/Berlin", for_s=1800.0)
+    held = in_force((NIGHT, noon), AUTO, set_s, at("2026-03-02 23:30:00"))
+    assert (held.policy, held.window, held.overridden) == (AUTO, None, NIGHT)
+    assert held.until_s == at("2026-03-03 01:00:00")
+    assert in_force((NIGHT, noon), AUTO, set_s, at("2026-03-03 01:10:00")).window == noon
+    resumed = in_force((NIGHT, noon), AUTO, set_s, at("2026-03-03 01:30:00"))
+    assert (resumed.window, resumed.since_s) == (NIGHT, at("2026-03-03 01:30:00"))
+
+
+def test_a_preview_is_the_same_as_looking_at_every_minute() -> None:
+    windows = (NIGHT, Window("*/45 2-4 * * *", SERVE, "Europe/Berlin", for_s=600.0), Window("0 9 * * 1-5", SERVE))
+    now_s = at("2026-10-24 12:00:00")  # the night after it has 25 hours
+    segments = preview(windows, AUTO, now_s - 60, now_s)
+    assert segments[0].since_s == now_s and segments[-1].until_s == now_s + 24 * 3600
+    for one, following in zip(segments, segments[1:], strict=False):
+        assert one.until_s == following.since_s and (one.policy, one.window) != (following.policy, following.window)
+    for minute in range(24 * 60):
+        at_s = now_s + 60 * minute
+        shown = next(s for s in segments if s.since_s <= at_s < (s.until_s or 0.0))
+        holds = in_force(windows, AUTO, now_s - 60, at_s)
+        assert (shown.policy, shown.window) == (holds.policy, holds.window)
+
+
+def test_a_preview_is_bounded() -> None:
+    assert len(preview((Window("* * * * *", TRAIN), Window("*/2 * * * *", SERVE)), AUTO, 0.0, 1e9, most=10)) == 10
+
+
+def test_a_time_that_the_clocks_skip_or_repeat_fires_once() -> None:
+    half_past_two = Window("30 2 * * *", TRAIN, "Europe/Berlin")
+    assert half_past_two.next_s(at("2026-03-28 12:00")) == at("2026-03-29 03:00")
+    assert half_past_two.next_s(at("2026-03-29 03:00")) == at("2026-03-30 02:30")
+    first = half_past_two.next_s(at("2026-10-24 12:00"))
+    assert first == at("2026-10-25 02:30")
+    assert half_past_two.next_s(first) == at("2026-10-26 02:30"), "not in the hour that comes again"
+    assert half_past_two.last_s(at("2026-10-25 12:00")) == first
+    half_hourly = Window("*/30 * * * *", TRAIN, "Europe/Berlin")
+    assert half_hourly.next_s(first) == first + 1800.0, "which an interval does fire in"
+
+
+@pytest.mark.parametrize(
+    ("named", "told"),
+    [
+        ({"until": "0 6 * * *", "for_s": 60.0}, "not by both"), ({"for_s": 1.0}, "from a minute to a year"),
+        ({"until": "6 o'clock"}, "five fields expected"),
+    ],
+)  # fmt: skip
+def test_an_end_that_cannot_be_used(named: dict[str, Any], told: str) -> None:
+    with pytest.raises(InvalidSchedule, match=told):
+        Window("0 22 * * *", TRAIN, **named)
+
+
+def test_a_date_that_never_comes() -> None:
+    with pytest.raises(InvalidSchedule, match="never fires"):
+        Window("0 0 30 2 *", TRAIN)
+
+
+@pytest.mark.parametrize("cron", ["", "0 22 * *", "61 * * * *", "0 0 22 * * *", "@daily", "tonight please go now ok", "R R * * *", "H 3 * * *"])
 def test_what_is_no_cron_expression(cron: str) -> None:
     with pytest.raises(InvalidSchedule, match="five fields expected"):
         Window(cron, TRAIN)
