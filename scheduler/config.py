@@ -58,6 +58,18 @@ class SchedulerConfig(BaseModel):
     observe_every_s: Seconds = 30.0
     """Level trigger: how often the truth is read again without any event asking for it."""
 
+    def bounds(self) -> dict[str, float]:
+        """Dwell times (s), and how often at most the traffic of one model can make devices change hands.
+
+        A model's count of replicas falls at most once per `give_back_after_s` and rises as often.
+        """
+        return {
+            "give_back_after_s": self.give_back_after_s,
+            "job_dwell_s": self.job_dwell_s,
+            "turn_s": self.turn_s,
+            "handovers_per_hour": 2 * 3600.0 / self.give_back_after_s,
+        }
+
     def timeout_s(self, verb: str) -> float:
         """The time limit of one verb of the Effects protocol."""
         return {

@@ -61,7 +61,11 @@ class InvalidWorkload(SchedulerError, ValueError):
 
 
 class InvalidSchedule(SchedulerError, ValueError):
-    """A tidal window that cannot be understood."""
+    """A tidal window that cannot be understood; `param` names the field of scheduler.tidal.Window at fault."""
+
+    def __init__(self, message: str, param: str = "cron"):
+        super().__init__(message)
+        self.param = param
 
 
 class TraceError(SchedulerError, ValueError):

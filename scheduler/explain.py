@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from scheduler.handover import Chain, Handover
+from scheduler.inventory import Holder
 from scheduler.plan import Allocation
-from scheduler.workload import Policy
+from scheduler.workload import Policy, Snapshot
 
 
 def _count(n: int, what: str) -> str:
@@ -37,28 +38,91 @@ def sentence(chain: Chain) -> str:
     return f"{who} leaves its devices"
 
 
-def sentences(handover: Handover) -> list[str]:
-    """One sentence per chain, in the order in which they begin."""
-    return [f"{text[0].upper()}{text[1:]}." for text in map(sentence, handover.chains)]
+def because(chain: Chain, allocation: Allocation, snapshot: Snapshot) -> str:
+    """Why a chain is wanted, without a full stop."""
+    devices = set(chain.devices) or _held(chain.holder, snapshot)
+    unusable = [d for d in snapshot.devices if d.id in devices and not d.usable]
+    if chain.side == "free" and unusable:
+        return f"{unusable[0].id} is {unusable[0].health} ({unusable[0].health_reason or 'no reason was given'})"
+    if chain.holder.kind == "job":
+        return _why_job(chain, allocation, snapshot)
+    return _why_replica(chain, devices, allocation, snapshot)
+
+
+def _held(holder: Holder, snapshot: Snapshot) -> set[str]:
+    views = snapshot.jobs if holder.kind == "job" else snapshot.replicas
+    return {d for view in views if view.id == holder.id for d in view.devices}
+
+
+def _why_job(chain: Chain, allocation: Allocation, snapshot: Snapshot) -> str:
+    job = next((j for j in snapshot.jobs if j.id == chain.holder.id), None)
+    if job is None:
+        return "it has ended or was cancelled"
+    group = next((g for g in allocation.groups if g.job_id == job.id), None)
+    if chain.side == "free":
+        if group is None:
+            return allocation.waiting.get(job.id, "training gives its devices back").rstrip(".")
+        return f"it goes on with {_count(len(group.devices), 'device')} instead of {len(job.devices)}"
+    training = sum(len(g.devices) for g in allocation.groups)
+    size = f"from {job.sizes[0]} to {job.sizes[-1]}" if len(job.sizes) > 1 else str(job.sizes[0])
+    share = f"{training} of {len(snapshot.devices)} devices in {mode_of(snapshot.policy)}"
+    return f"training gets {share}, and it takes {size}"
+
+
+def _why_replica(chain: Chain, devices: set[str], allocation: Allocation, snapshot: Snapshot) -> str:
+    model = next((r.model for r in snapshot.replicas if r.id == chain.holder.id), "")
+    model = model or next((s.model for s in chain.steps if s.model), "")
+    deployment = next((d for d in snapshot.deployments if d.model == model), None)
+    if deployment is None:
+        return "its model is no longer served"
+    if chain.side == "swap":
+        return f"{deployment.version} is the active version of {model}"
+    requests = deployment.demand.requests
+    if chain.side == "take":
+        if requests:
+            return f"{_count(requests, 'request')} for {model} {'waits or runs' if requests == 1 else 'wait or run'}"
+        if deployment.floor_replicas:
+            return f"{model} keeps at least {_count(deployment.floor_replicas, 'replica')}"
+        return f"{mode_of(snapshot.policy)} gives serving its devices, and {model} was asked for lately"
+    for group in allocation.groups:
+        if devices & set(group.devices):
+            return f"job {group.job_id} gets {', '.join(sorted(devices & set(group.devices)))}"
+    for replica in allocation.open_replicas:
+        if replica.id != chain.holder.id and devices & set(replica.devices):
+            return f"replica {replica.id} of {replica.model} gets {', '.join(sorted(devices & set(replica.devices)))}"
+    if any(r.id == chain.holder.id and r.state == "dead" for r in snapshot.replicas):
+        return "its engine died"
+    return f"{mode_of(snapshot.policy)} leaves serving fewer devices" if requests else f"nobody asks for {model} now"
+
+
+def mode_of(policy: Policy) -> str:
+    return f"mode {policy.kind}" + (f" {policy.train_devices}" if policy.kind == "split" else "")
+
+
+def sentences(handover: Handover, allocation: Allocation, snapshot: Snapshot) -> list[str]:
+    """One sentence per chain with its reason, in the order in which they begin."""
+    told = [f"{sentence(chain)}, because {because(chain, allocation, snapshot)}." for chain in handover.chains]
+    return [f"{text[0].upper()}{text[1:]}" for text in told]
 
 
 def reason_of(handover: Handover, policy: Policy) -> str:
     """One line for the history: the mode, and what changes."""
-    mode = f"mode {policy.kind}" + (f" {policy.train_devices}" if policy.kind == "split" else "")
     texts = [sentence(c) for c in handover.chains]
     more = f"; and {len(texts) - 4} more" if len(texts) > 4 else ""
-    return f"{mode}: {'; '.join(texts[:4])}{more}"
+    return f"{mode_of(policy)}: {'; '.join(texts[:4])}{more}"
 
 
-def explain(handover: Handover, allocation: Allocation, policy: Policy) -> dict[str, Any]:
+def explain(handover: Handover, allocation: Allocation, snapshot: Snapshot) -> dict[str, Any]:
     """What would be done and why, as plain values: one sentence per chain, per waiting job, per model kept short."""
     running = {g.job_id: list(g.devices) for g in allocation.groups}
     opened: dict[str, list[list[str]]] = {}
     for replica in allocation.open_replicas:
         opened.setdefault(replica.model, []).append(list(replica.devices))
     return {
-        "policy": policy.kind,
-        "steps": sentences(handover),
+        "policy": snapshot.policy.kind,
+        "train_devices": snapshot.policy.train_devices,
+        "serving_floor": snapshot.policy.serving_floor,
+        "steps": sentences(handover, allocation, snapshot),
         "waiting": dict(allocation.waiting),
         "notes": dict(allocation.notes),
         "jobs": running,

@@ -125,7 +125,7 @@ class SchedulerLoop:
         """What a round would do now under this policy (None: the one in force), and why. Nothing is done."""
         snapshot = self._snapshot(policy)
         allocation = plan(snapshot, self._clock.now_s(), self._config)
-        return explain(self._steps(snapshot, allocation), allocation, snapshot.policy)
+        return explain(self._steps(snapshot, allocation), allocation, snapshot)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 

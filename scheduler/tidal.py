@@ -48,15 +48,15 @@ class Window:
             ZoneInfo(self.tz)
         except (ZoneInfoNotFoundError, ValueError, OSError):
             raise InvalidSchedule(
-                f'time zone {self.tz!r} is not known: an IANA name expected, e.g. "UTC" or "Europe/Berlin"'
+                f'time zone {self.tz!r} is not known: an IANA name expected, e.g. "UTC" or "Europe/Berlin"', "tz"
             ) from None
-        _check_cron(self.cron)
+        _check_cron(self.cron, "cron")
         if self.until is not None:
-            _check_cron(self.until)
+            _check_cron(self.until, "until")
             if self.for_s is not None:
-                raise InvalidSchedule("a window ends either by `until` or after `for_s` seconds, not by both")
+                raise InvalidSchedule("a window ends either by `until` or after `for_s` seconds, not by both", "until")
         if self.for_s is not None and not 60.0 <= self.for_s <= _MAX_S:
-            raise InvalidSchedule(f"a window lasts {self.for_s:g} s; from a minute to a year expected")
+            raise InvalidSchedule(f"a window lasts {self.for_s:g} s; from a minute to a year expected", "for_s")
 
     def last_s(self, now_s: float) -> float | None:
         """The latest beginning at or before now; None if there was none for a year."""
@@ -138,18 +138,19 @@ def preview(
     return out
 
 
-def _check_cron(cron: str) -> None:
+def _check_cron(cron: str, param: str) -> None:
     # croniter also takes "R" (another time at every look) and "H"; a schedule must say the same every time.
     plain = re.fullmatch(r"[\d*/,\-#lL ]+", _NAMES.sub("1", cron)) is not None
     if len(cron.split()) != 5 or not plain or not croniter.is_valid(cron):
         raise InvalidSchedule(
             f"schedule {cron!r} is no cron expression: five fields expected, minute hour day month weekday, "
-            'e.g. "0 22 * * *" for every day at 22:00'
+            'e.g. "0 22 * * *" for every day at 22:00',
+            param,
         )
     try:
         croniter(cron, datetime(2026, 1, 1)).get_next(datetime)
     except CroniterBadDateError:
-        raise InvalidSchedule(f"schedule {cron!r} never fires: no such date comes") from None
+        raise InvalidSchedule(f"schedule {cron!r} never fires: no such date comes", param) from None
 
 
 def _next_s(cron: str, tz: str, after_s: float) -> float:

@@ -125,6 +125,7 @@ def status(box: Box, shown: Snapshot, allocation: Allocation, in_force: InForce)
             "since_s": in_force.since_s,
             "until_s": in_force.until_s,
             "schedule": in_force.window.cron if in_force.window else None,
+            "window": in_force.window.id if in_force.window else None,
         },
         "devices": [
             {

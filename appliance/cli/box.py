@@ -15,7 +15,7 @@ from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.gpu import holder
 from appliance.cli.job import jobs_table
 from appliance.cli.locate import BoxFile
-from appliance.cli.mode import handover_steps
+from appliance.cli.mode_history import handover_steps
 
 _STOP_S = 300.0
 

@@ -13,6 +13,7 @@ from starlette.middleware import Middleware
 from appliance.controller import (
     admin_box,
     admin_keys,
+    admin_mode,
     admin_models,
     error_handlers,
     files,
@@ -66,6 +67,7 @@ def create_app(context: ControllerContext) -> FastAPI:
 
     admin = APIRouter(prefix="/admin/v1", route_class=StrictRoute, dependencies=[Depends(needs(ADMIN))])
     admin_box.routes(context, admin)
+    admin_mode.routes(context, admin)
     admin_keys.routes(context, admin)
     admin_models.routes(context, admin, running)
     for router in (files.routes(context), jobs.routes(context, validation), permissions.routes(context),

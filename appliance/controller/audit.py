@@ -7,9 +7,15 @@ from typing import Any, Literal
 
 from appliance.controller.context import ControllerContext
 from appliance.controller.principal import Principal
-from appliance.store import audit
+from appliance.store import audit, keys
 from appliance.store.ids import new_id
 from appliance.store.rows import AuditRow
+
+
+def name_of(context: ControllerContext, caller: Principal) -> str:
+    """The name of the caller's key; "box" for a command on the box itself, which needs none."""
+    row = keys.find(context.db, caller.key_id) if caller.key_id else None
+    return row.name if row else caller.key_id or "box"
 
 
 def record(context: ControllerContext, caller: Principal, action: str, target: str, *,

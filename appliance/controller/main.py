@@ -35,6 +35,7 @@ from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
 from appliance.ray_head import NAMESPACE
 from appliance.store.database import Database
+from appliance.wiring.asked import Asked
 from appliance.wiring.gateways import BusRouting
 from appliance.wiring.job_runs import JobRuns
 from appliance.wiring.journal import SqliteJournal
@@ -99,9 +100,12 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         db, events, routing.demand, config.box.serving_floor, len(devices), config.serve, routing.refresh
     )
     states.after_restart()
-    journal = SqliteJournal(db)
+    asked = Asked(lambda: loop.status())
+    journal = SqliteJournal(db, asked.now)
     loop = SchedulerLoop(effects, states, journal, SystemClock(), config.scheduler)
-    port = LoopPort(loop, effects, journal, bus, routing, store, db)
+    port = LoopPort(
+        loop, effects, journal, bus, routing, store, db, config.scheduler, config.box.serving_floor, asked
+    )
     context = ControllerContext(
         db=db,
         files_dir=paths.files,

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypedDict
 
+from scheduler.workload import Policy
+
 PolicyName = Literal["serve", "train", "split", "auto"]
 
 
@@ -34,30 +36,40 @@ class ReplicaStatus(TypedDict):
 
 class SchedulerStatus(TypedDict):
     """`memory` is {"budget_bytes", "used_bytes"} of the weight store; `handover` the id of the one in flight; `notes`
-    what a person should know (why something waits or was given up)."""
+    what a person should know (why something waits or was given up); `serving_floor` devices that serving keeps where
+    a mode names no number; `bounds` the dwell times (s) and the bound on hand-overs per hour that they mean."""
 
     devices: list[DeviceStatus]
     replicas: list[ReplicaStatus]
     memory: dict[str, int | None]
     handover: str | None
     serving_floor: int
+    bounds: dict[str, float]
     notes: list[str]
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """Who devices belong to; kept in the store under box["mode"], see `appliance.controller.mode`."""
+    """Who devices belong to; kept in the store under box["mode"], see `appliance.controller.mode`.
+
+    serving_floor None: the box's own. by: who set it.
+    """
 
     policy: PolicyName
     train_devices: int | None = None
     since_s: float = 0.0
+    serving_floor: int | None = None
+    by: str = ""
 
 
 class SchedulerPort(Protocol):
     """The loop that decides who holds which devices. The store is the truth it reads; calls here only wake it."""
 
-    def nudge(self, reason: str) -> None:
-        """The store changed (a job, a model, the mode): look again soon. Never blocks, never raises."""
+    def nudge(self, reason: str, by: str = "") -> None:
+        """The store changed (a job, a model, the mode): look again soon. Never blocks, never raises.
+
+        by: the person who asked; hand-overs that follow from it carry the name.
+        """
 
     def status(self) -> SchedulerStatus:
         """The present, from memory: no waiting."""
@@ -65,6 +77,10 @@ class SchedulerPort(Protocol):
     async def set_mode(self, mode: Mode) -> str | None:
         """The mode was just written to the store; returns once it is planned for: the id of the hand-over that
         brings it about, or None when nothing has to move."""
+
+    def explain(self, policy: Policy | None) -> dict[str, Any]:
+        """What would be done under this policy (None: the one that holds), and why; see `scheduler.explain`. Nothing
+        is done."""
 
     async def wait_handover(self, handover_id: str) -> None:
         """Returns when this hand-over has ended, well or not (its row in the store says which)."""

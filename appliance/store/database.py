@@ -182,9 +182,11 @@ class Database:
     def _migrate(self) -> None:
         migrations = _migrations()
         (found,) = self.execute("PRAGMA user_version").fetchone()
-        if found > len(migrations):
-            raise SchemaTooNew(self.path, found, len(migrations))
-        for number, script in enumerate(migrations[found:], start=found + 1):
+        if found > max(migrations):
+            raise SchemaTooNew(self.path, found, max(migrations))
+        for number, script in migrations.items():
+            if number <= found:
+                continue
             with self.transaction():
                 for statement in _statements(script):
                     self.execute(statement)
@@ -192,13 +194,14 @@ class Database:
 
 
 @cache
-def _migrations() -> tuple[str, ...]:
-    """The scripts of `migrations/`, numbered from 0001 without a gap; a released one is never edited."""
+def _migrations() -> dict[int, str]:
+    """The scripts of `migrations/` by their numbers, ascending; a released one is never edited, and none is ever put
+    before one that was released."""
     folder = resources.files("appliance.store") / "migrations"
     scripts = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".sql")), key=lambda e: e.name)
     numbers = [int(entry.name.split("_")[0]) for entry in scripts]
-    assert numbers == list(range(1, len(numbers) + 1)), f"migrations must be numbered 1, 2, …: {numbers}"
-    return tuple(entry.read_text() for entry in scripts)
+    assert numbers and len(set(numbers)) == len(numbers), f"migrations must have numbers of their own: {numbers}"
+    return {number: entry.read_text() for number, entry in zip(numbers, scripts, strict=True)}
 
 
 def _statements(script: str) -> Iterator[str]:

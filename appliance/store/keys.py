@@ -16,15 +16,15 @@ SCOPES = ("inference", "fine_tuning", "admin")
 _SHOWN_CHARACTERS = len(KEY_PREFIX) + 4
 
 
-def create(db: Database, name: str, scopes: list[str]) -> tuple[KeyRow, str]:
-    """Store a new key; returns its row and the key itself, which nobody can read again.
+def create(db: Database, name: str, scopes: list[str], owner: str | None = None) -> tuple[KeyRow, str]:
+    """Store a new key; returns its row and the key itself, which nobody can read again. `owner` None: its name.
 
     Raises DuplicateRow when a live key has this name; a revoked key's name is free.
     """
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     row = KeyRow(
         id=new_id("key_"), name=name, sha256=fingerprint(key), prefix=key[:_SHOWN_CHARACTERS],
-        scopes=list(scopes), created_s=time.time(),
+        scopes=list(scopes), created_s=time.time(), owner=name if owner is None else owner,
     )  # fmt: skip
     insert(db, row)
     return row, key

@@ -14,7 +14,10 @@ FINISHED_PHASES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"}
 
 @dataclass(frozen=True, slots=True)
 class KeyRow:
-    """An API key. Only the SHA-256 of the key is kept: 256 random bits need no slow hash."""
+    """An API key. Only the SHA-256 of the key is kept: 256 random bits need no slow hash.
+
+    owner: who shares the devices with whom; keys of one owner count as one.
+    """
 
     id: str
     name: str
@@ -22,6 +25,7 @@ class KeyRow:
     prefix: str
     created_s: float
     revoked_s: float | None = None
+    owner: str = ""
     scopes: list[str] = json_column(default_factory=list)
 
 
@@ -86,15 +90,21 @@ class VersionRow:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentRow:
-    """How a model is to be served. idle_sleep_s None: asleep only when the devices are wanted elsewhere."""
+    """How a model is to be served.
+
+    max_replicas None: as many as the box's settings allow. idle_sleep_s None: asleep only when the devices are wanted
+    elsewhere. ttft_p95_s, tpot_p95_ms: targets for the time to the first token and per further token; None: none.
+    """
 
     model: str
     created_s: float
     min_replicas: int = 0
-    max_replicas: int = 1
+    max_replicas: int | None = None
     tensor_parallel: int = 1
     pinned: int = 0
     idle_sleep_s: float | None = None
+    ttft_p95_s: float | None = None
+    tpot_p95_ms: float | None = None
     failures: int = 0
     failed_reason: str = ""
     not_before_s: float = 0.0
@@ -110,6 +120,8 @@ class JobRow:
     output_model: name of the model it makes, shown as `fine_tuned_model` once it succeeded.
     snapshot: {"step", "path"} of the newest resumable state; stays after the end until its bytes were given back.
     devices: device names held now.
+    owner: of the key it was made with, at that time; empty for the box itself. held: an operator keeps it waiting.
+    asked_sizes: numbers of devices it may run on as requested; allowed_sizes: those of them its batch size divides by.
     """
 
     id: str
@@ -134,6 +146,11 @@ class JobRow:
     min_devices: int | None = None
     max_devices: int | None = None
     allowed_sizes: list[int] | None = json_column(default=None)
+    asked_sizes: list[int] | None = json_column(default=None)
+    owner: str = ""
+    deadline_s: float | None = None
+    preemptible: int = 1
+    held: int = 0
     failures: int = 0
     not_before_s: float = 0.0
     devices: list[str] = json_column(default_factory=list)
@@ -263,3 +280,18 @@ class OperationRow:
     progress: dict[str, Any] = json_column(default_factory=dict)
     error: dict[str, Any] | None = json_column(default=None)
     result: dict[str, Any] | None = json_column(default=None)
+
+
+@dataclass(frozen=True, slots=True)
+class WindowRow:
+    """A tidal window, see scheduler.tidal. serving_floor None: the box's own."""
+
+    id: str
+    cron: str
+    tz: str
+    policy: Literal["serve", "train", "split", "auto"]
+    created_s: float
+    until: str | None = None
+    for_s: float | None = None
+    train_devices: int | None = None
+    serving_floor: int | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
@@ -13,17 +14,20 @@ from scheduler.journal import HandoverRecord, HandoverState, StepRecord
 
 
 class SqliteJournal:
-    """Implements `scheduler.journal.Journal`. Hand-over numbers are the rows' ids as text."""
+    """Implements `scheduler.journal.Journal`. Hand-over numbers are the rows' ids as text.
 
-    def __init__(self, db: Database):
-        self._db = db
+    asked: answers who asked for the hand-over that begins now, as `Asked.now` does.
+    """
+
+    def __init__(self, db: Database, asked: Callable[[], dict[str, str]] = dict):
+        self._db, self._asked = db, asked
 
     def last_id(self) -> int:
         newest = handovers.list_recent(self._db, 1)
         return int(newest[0].id) if newest else 0
 
     def begin(self, record: HandoverRecord) -> None:
-        row = HandoverRow(str(record.id), record.reason, record.state, record.started_s)
+        row = HandoverRow(str(record.id), record.reason, record.state, record.started_s, detail=self._asked())
         handovers.insert(self._db, row, [_step_row(record.id, step) for step in record.steps])
 
     def step(self, handover_id: int, record: StepRecord) -> None:
@@ -35,7 +39,8 @@ class SqliteJournal:
             handovers.insert_step(self._db, row)
 
     def end(self, handover_id: int, state: HandoverState, ended_s: float, error: str = "") -> None:
-        detail = {"error": error} if error else {}
+        row = handovers.find(self._db, str(handover_id))
+        detail = {**(row.detail if row else {}), **({"error": error} if error else {})}
         handovers.update(self._db, str(handover_id), state=state, ended_s=ended_s, detail=detail)
 
     def unfinished(self) -> tuple[HandoverRecord, ...]:

@@ -11,10 +11,13 @@ from appliance.controller.errors import SwapFailed
 from appliance.controller.ports import Mode, SchedulerStatus
 from appliance.store import models
 from appliance.store.database import Database
+from appliance.wiring.asked import Asked
 from appliance.wiring.gateways import BusRouting
+from scheduler.config import SchedulerConfig
 from scheduler.journal import Journal
 from scheduler.loop import SchedulerLoop
 from scheduler.ray_effects import RayEffects
+from scheduler.workload import Policy
 from weights.store import WeightStore
 
 RSS_EVERY_S = 5.0
@@ -32,15 +35,24 @@ class LoopPort:
         routing: BusRouting,
         weights: WeightStore,
         db: Database,
+        config: SchedulerConfig,
+        serving_floor: int,
+        asked: Asked,
     ):
         self._loop, self._effects, self._journal, self._bus = loop, effects, journal, bus
         self._routing, self._weights, self._db = routing, weights, db
+        self._config, self._serving_floor, self._asked = config, serving_floor, asked
         self._rss: dict[str, int] = {}
         self._settling: dict[str, int] = {}
 
-    def nudge(self, reason: str) -> None:
+    def nudge(self, reason: str, by: str = "") -> None:
         self._routing.refresh()  # models may have come or gone
-        self._loop.nudge()
+        generation = self._loop.nudge()
+        if by:
+            self._asked.note(generation, by, reason)
+
+    def explain(self, policy: Policy | None) -> dict[str, Any]:
+        return self._loop.explain(policy)
 
     def status(self) -> SchedulerStatus:
         now, usage = self._loop.status(), self._weights.usage()
@@ -56,13 +68,15 @@ class LoopPort:
             ],
             "memory": {"budget_bytes": usage.budget_bytes, "used_bytes": usage.used_bytes},
             "handover": str(now["handovers"][-1]) if now["handovers"] else None,
-            "serving_floor": now["policy"]["serving_floor"],
+            "serving_floor": self._serving_floor,
+            "bounds": self._config.bounds(),
             "notes": now["notes"],
         }
 
     async def set_mode(self, mode: Mode) -> str | None:
         last = self._journal.last_id()
         generation = self._loop.nudge()
+        self._asked.note(generation, mode.by, f"mode {mode.policy}")
         settled = asyncio.create_task(self._loop.wait_settled(generation))
         while not settled.done() and self._journal.last_id() == last:
             await asyncio.wait([settled], timeout=0.005)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from appliance.controller.job_events import JobEvents
-from appliance.controller.mode import read_mode
+from appliance.controller.mode import policy_of, read_mode, tidal_windows
 from appliance.store import box, deployments, job_records, jobs, models
 from appliance.store.database import Database
 from appliance.store.rows import DeploymentRow, JobRow
 from scheduler.ports import Outcome
-from scheduler.workload import Demand, DeploymentView, JobView, Policy, Workload
+from scheduler.workload import Demand, DeploymentView, JobView, Workload
 from serve.config import EngineConfig
 
 CORDONED = "cordoned_devices"
@@ -43,11 +43,13 @@ class SqliteStateStore:
 
     def load(self) -> Workload:
         self._finish_cancelled()
-        now = read_mode(self._db)
+        mode = read_mode(self._db)
         active = {row.id: row.active_version for row in models.list_callable(self._db)}
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
         return Workload(
-            policy=Policy(now.policy, now.train_devices, self._serving_floor),
+            policy=policy_of(mode, self._serving_floor),
+            policy_since_s=mode.since_s,
+            windows=tidal_windows(self._db, self._serving_floor),
             jobs=tuple(
                 self._job(row)
                 for row in jobs.list_unfinished(self._db)
@@ -123,7 +125,10 @@ class SqliteStateStore:
             priority=row.priority,
             submitted_s=row.created_s,
             phase="paused" if row.wanted == "pause" else "suspended" if row.phase == "suspended" else "wanted",
-            owner=row.key_id or "",
+            preemptible=bool(row.preemptible),
+            held=bool(row.held),
+            deadline_s=row.deadline_s,
+            owner=row.owner,
         )
 
     def _deployment(self, row: DeploymentRow, version: str) -> DeploymentView:
@@ -132,8 +137,11 @@ class SqliteStateStore:
             version=version,
             tensor_parallel=row.tensor_parallel,
             min_replicas=row.min_replicas,
-            max_replicas=max(row.max_replicas, self._config.max_replicas),
+            max_replicas=max(row.min_replicas, self._config.max_replicas)
+            if row.max_replicas is None
+            else row.max_replicas,
             demand=self._demand(row.model),
+            ttft_target_s=row.ttft_p95_s,
             idle_sleep_s=row.idle_sleep_s,
             pinned=bool(row.pinned),
             failed_reason=deployments.given_up(row, version),

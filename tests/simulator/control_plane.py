@@ -16,6 +16,7 @@ from appliance.store import handovers
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.rows import HandoverRow, HandoverStepRow
+from scheduler.workload import Policy
 
 
 class SimulatedScheduler:
@@ -35,12 +36,18 @@ class SimulatedScheduler:
             for i in range(devices)
         ]  # fmt: skip
 
-    def nudge(self, reason: str) -> None:
+    def nudge(self, reason: str, by: str = "") -> None:
         self.nudges.append(reason)
+
+    def explain(self, policy: Policy | None) -> dict[str, Any]:
+        """An idle box with nothing to move."""
+        kind = policy.kind if policy else "auto"
+        return {"policy": kind, "steps": [], "waiting": {}, "notes": {}, "jobs": {}, "models": {}}
 
     def status(self) -> dict[str, Any]:
         return {
             "devices": self.devices, "replicas": self.replicas, "handover": None, "serving_floor": 1, "notes": [],
+            "bounds": {"give_back_after_s": 45.0, "job_dwell_s": 30.0, "turn_s": 30.0, "handovers_per_hour": 160.0},
             "memory": {"budget_bytes": 2**30, "used_bytes": 0},
         }  # fmt: skip
 

@@ -23,7 +23,12 @@ FROZEN = {
     ],
     "gpu list": [*BOX, "--every", "--watch"],
     "mode show": [*BOX, "--every", "--watch"],
-    "mode set": [*BOX, "--timeout", "--train", "--wait", "POLICY"],
+    "mode set": [*BOX, "--floor", "--timeout", "--train", "--wait", "POLICY"],
+    "mode plan": [*BOX, "--dry-run", "--floor", "--train", "POLICY"],
+    "mode schedule add": [*BOX, "--floor", "--for", "--train", "--tz", "--until", "CRON", "MODE"],
+    "mode schedule list": BOX,
+    "mode schedule remove": [*BOX, "WINDOW"],
+    "mode schedule preview": [*BOX, "--hours"],
     "mode history": [*BOX, "--limit"],
     "model import": [*BOX, "--name", "--revision", "--timeout", "--wait", "SOURCE"],
     "model starter": [*BOX, "--minutes", "--timeout", "--wait"],
@@ -57,12 +62,14 @@ FROZEN = {
 def commands() -> dict:
     """Full name -> command, of every command there is."""
     root = typer.main.get_group(app)
-    found = {}
-    for name in COMMANDS:
-        command = root.get_command(None, name)
-        below = getattr(command, "commands", None)
-        found |= {f"{name} {sub}": c for sub, c in below.items()} if below else {name: command}
-    return found
+
+    def below(name: str, command) -> dict:
+        subs = getattr(command, "commands", None)
+        if not subs:
+            return {name: command}
+        return {full: c for sub, one in subs.items() for full, c in below(f"{name} {sub}", one).items()}
+
+    return {full: c for name in COMMANDS for full, c in below(name, root.get_command(None, name)).items()}
 
 
 def test_the_tree_is_as_promised():

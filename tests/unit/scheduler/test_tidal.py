@@ -135,7 +135,10 @@ def test_a_date_that_never_comes() -> None:
         Window("0 0 30 2 *", TRAIN)
 
 
-@pytest.mark.parametrize("cron", ["", "0 22 * *", "61 * * * *", "0 0 22 * * *", "@daily", "tonight please go now ok", "R R * * *", "H 3 * * *"])
+@pytest.mark.parametrize(
+    "cron",
+    ["", "0 22 * *", "61 * * * *", "0 0 22 * * *", "@daily", "tonight please go now ok", "R R * * *", "H 3 * * *"],
+)
 def test_what_is_no_cron_expression(cron: str) -> None:
     with pytest.raises(InvalidSchedule, match="five fields expected"):
         Window(cron, TRAIN)
@@ -184,8 +187,9 @@ def test_explain_says_what_would_happen_and_does_nothing() -> None:
         await loop.wait_settled(loop.nudge())
         told = loop.explain(TRAIN)
         assert told["steps"] == [
-            "Replica r1-0 finishes its requests and goes to sleep.",
-            "Job j runs on 2 devices (n0/0, n0/1).",
+            "Replica r1-0 finishes its requests and goes to sleep, because job j gets n0/0.",
+            "Job j runs on 2 devices (n0/0, n0/1), because training gets 2 of 2 devices in mode train, and it takes "
+            "from 1 to 2.",
         ]
         assert told["jobs"] == {"j": ["n0/0", "n0/1"]} and told["waiting"] == {}
         assert loop.explain()["steps"] == [] and "mode serve" in loop.explain()["waiting"]["j"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from appliance.controller.mode import write_mode
+from appliance.controller.ports import Mode
 from appliance.store import box, job_records, jobs, models
 from appliance.store.rows import CheckpointRow, VersionRow
 from appliance.wiring.state_store import CORDONED, SqliteStateStore
@@ -30,7 +31,7 @@ def states(db, events, refreshed):
 def test_mode_deployments_and_cordons_are_read_anew(db, states, add_model):
     add_model()
     add_model("undeployed", deployed=False)
-    write_mode(db, "split", 6)
+    write_mode(db, Mode("split", 6))
     box.put(db, CORDONED, ["n0/3"])
     load = states.load()
     assert (load.policy.kind, load.policy.train_devices, load.policy.serving_floor) == ("split", 6, 1)

@@ -1,0 +1,83 @@
+"""`appliance mode`: floors, the schedule and the dry run, from the real control app."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.cli.errors import BadUsage
+from appliance.cli.mode_schedule import seconds_of
+from tests.unit.cli.conftest import ControlledBox
+
+
+def test_a_floor_is_set_and_shown_with_bounds(box: ControlledBox):
+    assert box.json("mode", "set", "train", "--floor", "1")["serving_floor"] == 1
+    text = box.run("mode", "show").stdout
+    assert "1 devices; what lies idle above it is lent" in text and "hand (box)" in text
+    assert "at most 160 per hour" in text and "30 s" in text
+
+
+def test_a_schedule_is_made_shown_and_removed(box: ControlledBox):
+    night = box.json("mode", "schedule", "add", "0 22 * * *", "train", "--until", "0 6 * * *", "--tz", "Europe/Berlin")
+    assert night["policy"] == "train" and night["until"] == "0 6 * * *"
+    noon = box.json("mode", "schedule", "add", "0 12 * * 1-5", "split --train 6", "--for", "1h30m", "--floor", "2")
+    assert (noon["train_devices"], noon["for_s"], noon["serving_floor"]) == (6, 5400.0, 2)
+    assert [w["id"] for w in box.json("mode", "schedule", "list")["data"]] == [night["id"], noon["id"]]
+    listed = box.run("mode", "schedule", "list").stdout
+    assert "split --train 6" in listed and "after 1 h 30 min" in listed and "Europe/Berlin" in listed
+    drawn = box.run("mode", "schedule", "preview").stdout
+    bar = drawn.splitlines()[0]
+    assert len(bar) == 48 and 14 <= bar.count("T") <= 18 and night["id"] in drawn and "set by hand" in drawn
+    segments = box.json("mode", "schedule", "preview", "--hours", "48")["data"]
+    assert set(segments[0]) == {
+        "from_s", "to_s", "policy", "train_devices", "serving_floor", "window", "overridden",
+    }  # fmt: skip
+    assert box.run("mode", "schedule", "remove", night["id"]).stdout.strip() == f"removed {night['id']}"
+    assert box.run("mode", "schedule", "remove", night["id"]).exit_code == 3
+    assert box.run("mode", "schedule", "add", "22 o'clock", "train").exit_code == 2
+
+
+def test_a_mode_that_overrides_a_window_says_so(box: ControlledBox):
+    box.run("mode", "schedule", "add", "0 0 1 * *", "train")
+    box.run("mode", "set", "serve")
+    text = box.run("mode", "show").stdout
+    assert "hand (box), instead of window win_" in text and "when a window of the schedule begins or ends" in text
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nights"], ["split"], ["split --train x"], ["train --train 3"], ["split 6"], ["'"],
+                  ["train", "--train", "2"], ["split --train 6", "--train", "6"], ["train", "--for", "9"],
+                  ["train", "--for", "h"], ["train", "--for", "9h", "--until", "0 6 * * *"]],
+)  # fmt: skip
+def test_what_is_no_mode_or_no_time_is_refused_before_anything_is_sent(box: ControlledBox, arguments: list[str]):
+    refused = box.run("mode", "schedule", "add", "0 22 * * *", *arguments)
+    assert refused.exit_code == 2, refused.output
+    assert box.json("mode", "schedule", "list")["data"] == []
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("9h", 32400), ("90m", 5400), ("1h30m", 5400), ("2d", 172800), ("0.5h", 1800)]
+)
+def test_times(text: str, seconds: float):
+    assert seconds_of("--for", text) == seconds
+
+
+@pytest.mark.parametrize("text", ["", "9", "h", "1.2.3h", "0h", "-1h", "9x", "."])
+def test_what_is_no_time(text: str):
+    with pytest.raises(BadUsage):
+        seconds_of("--for", text)
+
+
+def test_a_plan_is_told_in_sentences(prepared):
+    told = {
+        "policy": "split", "train_devices": 6, "serving_floor": 1, "steps": ["Job j runs on 6 devices, because …."],
+        "waiting": {"k": "Needs 2 devices; none are left."}, "notes": {"m": "Wants a replica."}, "jobs": {},
+        "models": {},
+    }  # fmt: skip
+    prepared.prepare("POST", "/admin/v1/mode/plan", (200, told))
+    text = prepared.run("mode", "plan", "--dry-run", "split", "--train", "6", "--floor", "1").stdout
+    assert "mode split 6, serving floor 1:" in text and "1. Job j runs" in text
+    assert "job k" in text and "none are left" in text and "model m" in text
+    (sent,) = prepared.sent("POST", "/admin/v1/mode/plan")
+    assert sent["content"] == b'{"policy": "split", "train_devices": 6, "serving_floor": 1}'
+    prepared.prepare("POST", "/admin/v1/mode/plan", (200, {**told, "steps": [], "waiting": {}, "notes": {}}))
+    assert "Nothing would move." in prepared.run("mode", "plan").stdout

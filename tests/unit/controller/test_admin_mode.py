@@ -1,0 +1,99 @@
+"""/admin/v1/mode: floors, tidal windows and what a mode would do."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from appliance.controller.mode import mode_in_force, read_mode
+from appliance.store import windows
+from tests.unit.controller.conftest import SCOPES, Control
+from tests.unit.controller.test_admin import actions, ask
+
+NIGHT = {"cron": "0 22 * * *", "until": "0 6 * * *", "tz": "Europe/Berlin", "policy": "train", "serving_floor": 2}
+ALWAYS = {"cron": "* * * * *", "policy": "split", "train_devices": 3}
+
+
+async def test_a_mode_has_a_floor_of_its_own_or_the_boxs(control: Control):
+    assert (await ask(control, "PUT", "/mode", json={"policy": "train", "serving_floor": 2}))["serving_floor"] == 2
+    assert (await ask(control, "GET", "/mode"))["by_hand"]["serving_floor"] == 2
+    assert mode_in_force(control.db, 1, time.time()).policy.serving_floor == 2
+    assert (await ask(control, "PUT", "/mode", json={"policy": "train"}))["serving_floor"] == 1
+    error = (await ask(control, "PUT", "/mode", 400, json={"policy": "train", "serving_floor": 9}))["error"]
+    assert error["param"] == "serving_floor" and "8 devices" in error["message"]
+
+
+async def test_a_window_is_added_listed_previewed_and_removed(control: Control):
+    made = await ask(control, "POST", "/mode/schedule", json=NIGHT)
+    assert made["id"].startswith("win_") and made["next_s"] > time.time()
+    assert (made["policy"], made["until"], made["serving_floor"]) == ("train", "0 6 * * *", 2)
+    assert (await ask(control, "GET", "/mode/schedule"))["data"] == [made]
+    segments = (await ask(control, "GET", "/mode/schedule/preview"))["data"]
+    assert {s["policy"] for s in segments} == {"auto", "train"}
+    assert segments[-1]["to_s"] - segments[0]["from_s"] == pytest.approx(86400)
+    train_s = sum(s["to_s"] - s["from_s"] for s in segments if s["window"] == made["id"])
+    assert train_s == pytest.approx(8 * 3600, abs=3601), "an hour more or less when the clocks change"
+    assert control.scheduler.nudges == [f"window {made['id']} was added"]
+    assert await ask(control, "DELETE", f"/mode/schedule/{made['id']}") == {"id": made["id"], "deleted": True}
+    await ask(control, "DELETE", f"/mode/schedule/{made['id']}", 404)
+    assert windows.list_all(control.db) == []
+    assert actions(control) == [("mode.schedule.add", made["id"], "done"), ("mode.schedule.remove", made["id"], "done")]
+
+
+async def test_a_mode_set_by_hand_overrides_the_window_even_if_it_was_the_mode_before(control: Control):
+    await ask(control, "PUT", "/mode", json={"policy": "serve"})
+    made = await ask(control, "POST", "/mode/schedule", json={**ALWAYS, "cron": "0 0 1 1 *"})
+    held = await ask(control, "GET", "/mode")
+    if held["set_by"] == "hand":  # the person's mode is younger than the last New Year
+        assert held["overridden"]["id"] == made["id"] and held["until_s"] == made["next_s"]
+    minute = await ask(control, "POST", "/mode/schedule", json=ALWAYS)
+    before = read_mode(control.db)
+    control.db.execute("UPDATE box SET value = json_set(value, '$.since_s', 5.0) WHERE name = 'mode'")
+    held = await ask(control, "GET", "/mode")
+    assert (held["set_by"], held["policy"], held["train_devices"]) == ("window", "split", 3)
+    assert held["window"]["id"] == minute["id"] and held["by_hand"]["policy"] == "serve"
+    again = await ask(control, "PUT", "/mode", json={"policy": "serve"})
+    assert again["set_by"] == "hand" and again["since_s"] > before.since_s
+    assert again["overridden"]["id"] == minute["id"] and again["until_s"] - time.time() <= 60
+    status = await ask(control, "GET", "/status")
+    assert status["mode"] == {"policy": "serve", "train_devices": None}
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({**NIGHT, "cron": "at night"}, "cron"), ({**NIGHT, "cron": "0 0 30 2 *"}, "cron"),
+        ({**NIGHT, "until": "6"}, "until"), ({**NIGHT, "for_s": 60.0}, "until"), ({**NIGHT, "tz": "Berlin"}, "tz"),
+        ({"cron": "0 1 * * *", "policy": "train", "for_s": 0.5}, "for_s"),
+        ({**NIGHT, "policy": "split"}, "train_devices"),
+        ({**NIGHT, "serving_floor": 9}, "serving_floor"), ({"policy": "train"}, "cron"), ({**NIGHT, "x": 1}, "x"),
+    ],
+)  # fmt: skip
+async def test_bad_windows_are_refused_and_change_nothing(control: Control, body: dict[str, Any], param: str):
+    error = (await ask(control, "POST", "/mode/schedule", 400, json=body))["error"]
+    assert error["param"] == param and windows.list_all(control.db) == [] and actions(control) == []
+
+
+async def test_there_is_a_bound_on_windows(control: Control, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("appliance.controller.admin_mode.MAX_WINDOWS", 1)
+    await ask(control, "POST", "/mode/schedule", json=NIGHT)
+    assert (await ask(control, "POST", "/mode/schedule", 409, json=NIGHT))["error"]["code"] == "too_many_windows"
+
+
+async def test_a_plan_says_what_would_happen_and_changes_nothing(control: Control):
+    assert (await ask(control, "POST", "/mode/plan"))["policy"] == "auto"
+    assert (await ask(control, "POST", "/mode/plan", json={"policy": "train", "serving_floor": 1}))["policy"] == "train"
+    error = (await ask(control, "POST", "/mode/plan", 400, json={"policy": "split"}))["error"]
+    assert error["param"] == "train_devices"
+    assert read_mode(control.db).policy == "auto" and actions(control) == [] and control.scheduler.nudges == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path"), [("GET", "/mode"), ("POST", "/mode/plan"), ("POST", "/mode/schedule"),
+                         ("GET", "/mode/schedule/preview"), ("DELETE", "/mode/schedule/x")],
+)  # fmt: skip
+async def test_the_mode_needs_the_admin_scope(control: Control, method: str, path: str):
+    answer = await control.http.request(method, f"/admin/v1{path}", headers=SCOPES)
+    assert answer.status_code == 403 and answer.json()["error"]["code"] == "insufficient_permissions"
