@@ -1,15 +1,21 @@
 """Swap, wake and start of an engine against what they replace, all in one run on one machine.
 
-    python benchmarks/engine_swap.py [--sizes 5M,50M,200M] [--rounds N] [--no-cold] [--json FILE]
+    python benchmarks/engine_swap.py [--sizes 5M,50M,200M] [--rounds N] [--no-cold] [--dtype TYPE] [--json FILE]
 
-Per model size (random Llama, bf16), on the CPU engine with one thread:
+Per model size (random Llama), on the CPU engine with one thread, in bfloat16 where the machine multiplies it and else
+in float32:
 
     memcpy          one warm copy of all weight bytes, one thread: the limit
-    swap            staged, in-place and layerwise: `pause` as the engine reports it, and `gap` as a streaming client
-                    sees it (longest time between two chunks around the swap, less the typical one)
+    swap            staged, in-place and layerwise: `pause` as the engine reports it (no step under way nor begun), and
+                    `gap` as a streaming client sees it (longest time between two chunks around the swap, less the
+                    usual one). The client also waits for its own tokens so far to be computed again with the new
+                    weights: `recompute` is what a fresh prompt of that many tokens takes, less a usual step
+    staging         the usual wait between chunks while a version is staged, over the one before
     vLLM reload     vLLM's own `reload_weights` of the same directory on tmpfs, in its documented server
     fork start      a new engine forked from the warm parent, to its first token
     wake            a sleeping engine to its first token, from shared memory
+    sleepers        three engines: resident memory awake and asleep, and each one's fingerprint after its wake, one of
+                    them with a version it meets for the first time
     cold start      `python -m vllm.entrypoints.openai.api_server`, as documented, to its first token
 
 The machine is shared and noisy: read the ratios, not the seconds.
@@ -19,39 +25,31 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import platform
 import shutil
-import signal
-import socket
 import statistics
-import subprocess
 import sys
 import time
 from datetime import UTC, datetime
 from importlib.metadata import version as installed
 from pathlib import Path
 
-import httpx
-
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-from serve.replica import Replica  # noqa: E402 - the repository has to be on the path first
+from benchmarks._claims import Claim, at_least, at_most, record, stated  # noqa: E402 - the path comes first
+from benchmarks._documented_server import documented_server  # noqa: E402
+from benchmarks._models import SIZES  # noqa: E402
+from serve.replica import Replica  # noqa: E402
 from tests.e2e.engine_support import Box, client  # noqa: E402
 
-SIZES = {
-    "5M": {"hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 4, "num_attention_heads": 4,
-           "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 4096},
-    "50M": {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "num_attention_heads": 8,
-            "num_key_value_heads": 4, "head_dim": 64, "vocab_size": 16000},
-    "200M": {"hidden_size": 1024, "intermediate_size": 2816, "num_hidden_layers": 14, "num_attention_heads": 16,
-             "num_key_value_heads": 8, "head_dim": 64, "vocab_size": 16000},
-}  # fmt: skip
 WARM_ROUNDS = 1
 PHASES = ("pause_s", "drain_step_s", "load_s", "canary_s", "stage_s")
+ROOM_BYTES = 24  # free memory that a size takes, per byte of its weights: versions, engines, the documented server
+STREAM_TOKENS = 400
+SLEEPERS = 3
 
 
 def memcpy_seconds(path: Path, rounds: int) -> float:
@@ -69,13 +67,13 @@ def memcpy_seconds(path: Path, rounds: int) -> float:
     return min(seconds)
 
 
-async def gap_around(replica: Replica, sdk, model: str, version: Path, how: str) -> tuple[float, dict]:
-    """Seconds the stream stood still for the swap beyond its usual pace, and the engine's report."""
+async def gap_around(replica: Replica, sdk, model: str, version: Path, how: str) -> dict:
+    """What a stream sees of one swap, in seconds, and the engine's own report of it."""
     arrivals: list[float] = []
 
     async def read() -> None:
         stream = await sdk.completions.create(
-            model=model, prompt="the quick", max_tokens=400, temperature=0, stream=True,
+            model=model, prompt=[7, 8, 9], max_tokens=STREAM_TOKENS, temperature=0, stream=True,
             extra_body={"ignore_eos": True},
         )
         async for _ in stream:
@@ -84,22 +82,66 @@ async def gap_around(replica: Replica, sdk, model: str, version: Path, how: str)
     reading = asyncio.create_task(read())
     while len(arrivals) < 30:
         await asyncio.sleep(0.001)
+    began_s = time.perf_counter()
     report = await replica.swap(model, version.name, str(version), how=how)
     after = len(arrivals)
-    while len(arrivals) < min(after + 15, 400) and not reading.done():
+    while len(arrivals) < min(after + 15, STREAM_TOKENS) and not reading.done():
         await asyncio.sleep(0.001)
     reading.cancel()
     await asyncio.gather(reading, return_exceptions=True)
-    gaps = [b - a for a, b in zip(arrivals, arrivals[1:], strict=False)]
-    return max(gaps[20:]) - statistics.median(gaps), report
+    waits = [(start, end - start) for start, end in zip(arrivals, arrivals[1:], strict=False)]
+    usual_s = statistics.median(wait for start, wait in waits if start < began_s)
+    staging = [wait for start, wait in waits if began_s <= start and start + wait < began_s + report["stage_s"]]
+    return {
+        **{key: report[key] for key in PHASES},
+        "gap_s": max(wait for start, wait in waits[20:]) - usual_s,
+        "usual_s": usual_s,
+        "staging_ratio": statistics.median(staging) / usual_s if len(staging) >= 3 else None,
+        "tokens": 3 + after,
+        "canary": report["canary"],
+    }
+
+
+async def recompute_s(sdk, model: str, tokens: int, usual_s: float) -> float:
+    """Seconds that a prompt of so many tokens takes beyond a usual step; median of three, none cached."""
+    seconds = []
+    for turn in range(3):
+        prompt = [(turn * 31 + 11 * index) % 350 + 10 for index in range(tokens)]
+        began_s = time.perf_counter()
+        await sdk.completions.create(model=model, prompt=prompt, max_tokens=1)
+        seconds.append(time.perf_counter() - began_s)
+    return statistics.median(seconds) - usual_s
+
+
+async def sleepers(box: Box, size: str, versions: list[Path], dtype: str) -> dict:
+    """Several engines asleep at once. Raises if one wakes with another fingerprint than its version's."""
+    replicas, before, after, wakes = [], 0, 0, []
+    try:
+        for number in range(SLEEPERS):
+            replica = Replica(str(box.warm_socket), str(box.logs))
+            replicas.append(replica)
+            await replica.start(
+                box.spec(f"sleeper-{number}", versions[0], kv_cache_bytes=64 * 2**20, dtype=dtype)
+            )
+            asleep = await replica.sleep()
+            before, after = before + asleep["rss_before_bytes"], after + asleep["rss_after_bytes"]
+        for number, replica in enumerate(replicas):
+            path = versions[number % 2]
+            woken = await replica.wake("starter", path.name, str(path))
+            wakes.append(woken["seconds"])
+            await replica.sleep()
+        return {"engines": SLEEPERS, "awake_bytes": before, "asleep_bytes": after, "wake_s": statistics.median(wakes)}
+    finally:
+        for replica in replicas:
+            await replica.stop()
 
 
 async def first_token(sdk, model: str) -> None:
     await sdk.completions.create(model=model, prompt="the", max_tokens=1)
 
 
-async def own_engine(box: Box, size: str, versions: list[Path], rounds: int) -> dict:
-    spec = box.spec(f"bench-{size}", versions[0], kv_cache_bytes=64 * 2**20)
+async def own_engine(box: Box, size: str, versions: list[Path], rounds: int, dtype: str) -> dict:
+    spec = box.spec(f"bench-{size}", versions[0], kv_cache_bytes=64 * 2**20, dtype=dtype)
     sdk = client(spec)
     found: dict = {"swap": {}, "fork_start_s": [], "wake_s": []}
     for _ in range(rounds):
@@ -116,10 +158,10 @@ async def own_engine(box: Box, size: str, versions: list[Path], rounds: int) -> 
         for how in ("staged", "in-place", "layerwise"):
             seen = []
             for turn in range(WARM_ROUNDS + rounds):
-                gap_s, report = await gap_around(replica, sdk, spec.model, versions[(turn + 1) % 2], how)
-                seen.append({"gap_s": gap_s, **{key: report[key] for key in PHASES}})
-            seen = seen[WARM_ROUNDS:]
-            found["swap"][how] = {key: statistics.median(one[key] for one in seen) for key in seen[0]}
+                one = await gap_around(replica, sdk, spec.model, versions[(turn + 1) % 2], how)
+                one["recompute_s"] = await recompute_s(sdk, spec.model, one["tokens"], one["usual_s"])
+                seen.append(one)
+            found["swap"][how] = middle(seen[WARM_ROUNDS:])
         for _ in range(rounds):
             found["asleep"] = await replica.sleep()
             began_s = time.perf_counter()
@@ -133,50 +175,13 @@ async def own_engine(box: Box, size: str, versions: list[Path], rounds: int) -> 
     return found
 
 
-def documented_server(path: Path, rounds: int) -> dict:
-    """Cold start of vLLM's own server to its first token, and its own reload of the weights."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {
-        **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_RPC_BASE_PATH": str(path.parent), "TMPDIR": str(path.parent),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--host", "127.0.0.1",
-               "--port", str(port), "--dtype", "bfloat16", "--served-model-name", "starter"]  # fmt: skip
-    log = open(path.parent / "cold.log", "wb")
-    began_s = time.perf_counter()
-    server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd="/")
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=300) as http:
-            while True:
-                if server.poll() is not None:
-                    raise RuntimeError(Path(log.name).read_text()[-3000:])
-                try:
-                    if http.get("/health").status_code == 200:
-                        break
-                except httpx.TransportError:
-                    time.sleep(0.1)
-            body = {"model": "starter", "prompt": "the", "max_tokens": 1}
-            http.post("/v1/completions", json=body).raise_for_status()
-            cold_s = time.perf_counter() - began_s
-            reloads = []
-            for _ in range(rounds + 1):
-                reload_s = time.perf_counter()
-                http.post("/collective_rpc", json={"method": "reload_weights"}).raise_for_status()
-                reloads.append(time.perf_counter() - reload_s)
-        return {"cold_start_s": cold_s, "reload_s": statistics.median(reloads[1:])}
-    finally:
-        os.kill(server.pid, signal.SIGTERM)  # an orderly end removes its segments from /dev/shm
-        try:
-            server.wait(30)
-        except subprocess.TimeoutExpired:
-            print("the documented server did not end by itself", file=sys.stderr)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-        server.wait()
-        log.close()
+def middle(seen: list[dict]) -> dict:
+    """Medians of what is a number; what was not measured in any round stays None."""
+    found = {}
+    for key in seen[0]:
+        values = [one[key] for one in seen if one[key] is not None]
+        found[key] = statistics.median(values) if values and not isinstance(values[0], str) else (values or [None])[0]
+    return found
 
 
 def table(results: dict) -> str:
@@ -188,14 +193,25 @@ def table(results: dict) -> str:
         for how, swap in row["swap"].items():
             text = (
                 f"  swap {how:10} client gap {swap['gap_s'] * 1e3:7.1f} ms, pause {swap['pause_s'] * 1e3:7.1f} ms "
-                f"= {swap['pause_s'] / memcpy:5.2f} x memcpy (step {swap['drain_step_s'] * 1e3:.1f}, "
-                f"load {swap['load_s'] * 1e3:.1f}, canary {swap['canary_s'] * 1e3:.1f} ms)"
+                f"= {swap['pause_s'] / memcpy:5.2f} x memcpy (waited {swap['drain_step_s'] * 1e3:.1f}, "
+                f"load {swap['load_s'] * 1e3:.1f}, {swap['canary']} canary {swap['canary_s'] * 1e3:.1f} ms); "
+                f"step {swap['usual_s'] * 1e3:.1f}, recompute {swap['tokens']:.0f} tokens "
+                f"{swap['recompute_s'] * 1e3:.1f} ms"
             )
+            if swap["staging_ratio"]:
+                text += f"; staging {swap['stage_s'] * 1e3:.0f} ms, chunks {swap['staging_ratio']:.2f} x as far apart"
             if cold:
                 text += f"; reload/pause {row['reload_s'] / swap['pause_s']:.1f}"
                 text += f", restart/gap {cold / swap['gap_s']:.0f}"
             lines.append(text)
         lines.append(f"  fork start to first token {row['fork_start_s']:.2f} s, wake {row['wake_s'] * 1e3:.0f} ms")
+        if "sleepers" in row:
+            several = row["sleepers"]
+            lines.append(
+                f"  {several['engines']} engines: {several['awake_bytes'] / 1e6:.0f} MB awake, "
+                f"{several['asleep_bytes'] / 1e6:.0f} MB asleep; each woke with its version's fingerprint, in "
+                f"{several['wake_s'] * 1e3:.0f} ms"
+            )
         asleep = row["asleep"]
         lines.append(
             f"  memory {asleep['rss_before_bytes'] / 1e6:.0f} -> {asleep['rss_after_bytes'] / 1e6:.0f} MB asleep, "
@@ -209,37 +225,97 @@ def table(results: dict) -> str:
     return "\n".join(lines)
 
 
+def claims(size: str, row: dict) -> list[Claim]:
+    """This size's lines of the table that `make bench` ends with."""
+    staged, in_place, memcpy = row["swap"]["staged"], row["swap"]["in-place"], row["memcpy_s"]
+    asleep = row["asleep"]
+    found = [
+        at_most("staged swap: pause", size, staged["pause_s"] * 1e3, "ms", 30),
+        at_most("staged swap: gap of a stream", size, staged["gap_s"] * 1e3, "ms", 30),
+        at_most(
+            "staged swap: gap of a stream less its own recomputation", size,
+            (staged["gap_s"] - staged["recompute_s"]) * 1e3, "ms", 30,
+        ),
+        at_most("in-place swap: pause less 20 ms", size, (in_place["pause_s"] - 0.02) / memcpy, "x memcpy", 2),
+        stated("sleeping engine's memory", size, asleep["rss_after_bytes"] / asleep["rss_before_bytes"], "of awake"),
+    ]  # fmt: skip
+    if staged["staging_ratio"]:
+        found.append(stated("chunks of a stream while a version is staged", size, staged["staging_ratio"], "x apart"))
+    if "cold_start_s" in row:
+        cold_s = row["cold_start_s"]
+        found += [
+            at_least("in-place swap against vLLM's reload", size, row["reload_s"] / in_place["pause_s"], "x", 2.5),
+            at_least("in-place swap against a restart", size, cold_s / in_place["gap_s"], "x", 100),
+            at_least("wake to first token against a cold start", size, cold_s / row["wake_s"], "x", 50),
+            at_least("forked engine against a cold start", size, cold_s / row["fork_start_s"], "x", 20),
+        ]
+    return found
+
+
+def native_dtype() -> str:
+    """bfloat16 where the processor multiplies it; elsewhere vLLM is many times slower in it than in float32."""
+    import torch
+
+    return "bfloat16" if torch.ops.mkldnn._is_mkldnn_bf16_supported() else "float32"
+
+
+def stored_as(path: Path, dtype: str) -> Path:
+    """The version with its tensors cast to what the engine computes in, so that bytes read are bytes held."""
+    import torch
+    from safetensors.torch import load_file, save_file
+
+    if dtype != "bfloat16":
+        file = path / "model.safetensors"
+        tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(file).items()}
+        save_file(tensors, file, metadata={"format": "pt"})
+    return path
+
+
+def available_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default="5M,50M", help=f"comma list of {', '.join(SIZES)}")
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sizes", default="5M,50M,200M", help=f"comma list of {', '.join(SIZES)}")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-cold", action="store_true", help="leave out vLLM's documented server (a minute each)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="what the engines compute in")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    dtype = options.dtype or native_dtype()
     results = {
         "benchmark": "engine_swap",
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": {"cpu": platform.processor() or platform.machine(), "cores": os.cpu_count()},
         "versions": {name: installed(name) for name in ("torch", "transformers", "openai")},
+        "dtype": dtype,
         "sizes": {},
     }
     box = Box()
     try:
-        for size in options.sizes.split(","):
+        for number, size in enumerate(options.sizes.split(",")):
             shape = {**SIZES[size], "initializer_range": 0.05}
-            versions = [box.version(f"{size}-{seed}", seed=seed, **shape) for seed in (1, 2)]
-            row = {
-                "bytes": (versions[0] / "model.safetensors").stat().st_size,
-                "memcpy_s": memcpy_seconds(versions[0], options.rounds),
-            }
-            row |= asyncio.run(own_engine(box, size, versions, options.rounds))
+            versions = [stored_as(box.version(f"{size}-{seed}", seed=seed, **shape), dtype) for seed in (1, 2)]
+            weight_bytes = (versions[0] / "model.safetensors").stat().st_size
+            if available_bytes() < ROOM_BYTES * weight_bytes:
+                print(f"{size}: left out, {available_bytes() / 1e9:.1f} GB of memory are free and "
+                      f"{ROOM_BYTES * weight_bytes / 1e9:.1f} GB are needed")  # fmt: skip
+                continue
+            row = {"bytes": weight_bytes, "memcpy_s": memcpy_seconds(versions[0], options.rounds)}
+            row |= asyncio.run(own_engine(box, size, versions, options.rounds, dtype))
+            if number == 0:
+                row["sleepers"] = asyncio.run(sleepers(box, size, versions, dtype))
             if not options.no_cold:
-                row |= documented_server(versions[0], options.rounds)
+                row |= documented_server(versions[0], options.rounds, dtype)
             results["sizes"][size] = row
+            record(__file__, claims(size, row))
             for path in versions:
                 shutil.rmtree(path)
     finally:
         box.close()
+    print(f"engines compute in {dtype}")
     print(table(results))
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))

@@ -109,7 +109,7 @@ class DirectLoader:
             target = self.plan.targets[id(module), name]
             plain = self._plain(target, source, name)
             if isinstance(method, UnquantizedEmbeddingMethod) and name == "weight" and id(module) in self._heads:
-                shadow = _shadow(module)
+                shadow = twin_of(module)
                 shadow.weight = torch.nn.Parameter(plain, requires_grad=False)
                 method.process_weights_after_loading(shadow)
                 ready.attributes["cpu_linear"] = shadow.cpu_linear
@@ -122,7 +122,7 @@ class DirectLoader:
         return ready
 
     def _build_packed(self, module, method, names: list[str], source: VersionSource, ready: Ready) -> None:
-        shadow = _shadow(module)
+        shadow = twin_of(module)
         for name in names:
             plain = self._plain(self.plan.targets[id(module), name], source, name)
             if plain.ndim < 2:
@@ -242,7 +242,7 @@ def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
     return module._parameters[name] if name in module._parameters else module._buffers[name]
 
 
-def _shadow(module: torch.nn.Module) -> torch.nn.Module:
+def twin_of(module: torch.nn.Module) -> torch.nn.Module:
     """A twin with its own attribute and parameter tables: converting it leaves the serving module alone."""
     shadow = copy.copy(module)
     shadow.__dict__ = dict(module.__dict__)

@@ -4,14 +4,17 @@ The choreography of a swap, top to bottom:
 
     check       configuration, tokenizer and every tensor against the engine       (nothing touched yet)
     stage       build the new weights beside the old ones, where memory allows     (requests go on)
+    canary      one forward pass, compared with the version's recorded fingerprint: over the staged weights in
+                slices between the engine's steps                                  (requests go on)
     pause       keep requests, clear the prefix cache: what it holds was computed with other weights
     transfer    vLLM's start_weight_update, update_weights, finish_weight_update
-    canary      one forward pass, compared with the version's recorded fingerprint
-    rename      the served model name and version become the new ones
+    canary      here, if it could not be asked before
     resume
+    rename      the served model name and version become the new ones
 
 Rules
-- Between pause and resume nothing but the canary runs: no token is computed by unverified or mixed weights.
+- No token is computed by unverified or mixed weights: what a staged swap exchanges are the very tensors that answered
+  the canary, and between any other pause and its resumption nothing but the canary runs.
 - An error after pause brings the old version back by the same transfer, canary included, and resumes; if that
   fails too the engine stays paused for ever and EngineFailed tells the supervisor to kill it.
 - One operation at a time (`_lock`); a sleeping engine takes only `wake`.
@@ -20,6 +23,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -37,6 +41,7 @@ from serve.version_check import ModelIdentity, check_same_model
 from weights.locks import DirectoryLock
 
 HOW = ("auto", "staged", "in-place", "layerwise")
+logger = logging.getLogger(__name__)
 STAGE_POLL_S = 0.005
 DRAIN_GRACE_S = 2.0
 
@@ -62,6 +67,8 @@ class EngineControl:
 
     async def first_canary(self) -> dict[str, Any]:
         """Fingerprint of the engine's first load, before it serves anything."""
+        if self.spec.kind == "cpu" and self._pooling_task is None:
+            await self.llm.collective_rpc("shm_watch_canary")
         return await self._canary("load")
 
     async def status(self) -> dict[str, Any]:
@@ -95,8 +102,10 @@ class EngineControl:
         """Serve another version of the same architecture under the name `model`.
 
         `how` is "auto" (staged where the layout and free memory allow), "staged", "in-place" or "layerwise".
-        Returns seconds by phase, `pause_s` (no token computed meanwhile), `bytes_read` per worker, `how` it was
-        done and `why`. Raises VersionError (untouched), SwapFailed (old version back), EngineFailed (kill it).
+        Returns `seconds` in all and by phase, `pause_s` (no step under way nor begun; the step that was under way when
+        it was asked for is `drain_step_s`), `bytes_read` per worker, `how` it was done and `why`, and whether the
+        canary was asked of the "staged" weights or of the "paused" engine. Raises VersionError (untouched),
+        SwapFailed (old version serving), EngineFailed (kill it).
         """
         if how not in HOW:
             raise ValueError(f"how is {how!r}, expected one of {', '.join(HOW)}")
@@ -108,14 +117,23 @@ class EngineControl:
             facts = await self._check(version_path)
             plan, why = self._choose(how, facts)
             record = await asyncio.to_thread(self._record_of, version_path)
+            proof = None
             if plan == "staged":
                 await self._stage(version_path)
+                proof = await self._ask_staged(record, version_path)
             staged_s = time.perf_counter()
-            await self._pause()
-            paused_s = time.perf_counter()
             try:
-                loaded = await self._load(version, version_path, layerwise=plan == "layerwise")
-                fingerprint = record.check(loaded["answer"], "transfer")
+                if proof is not None:
+                    fingerprint, canary_s = proof["fingerprint"], proof["seconds"]
+                    loaded = await self._exchange(version, version_path)
+                    pause_s, drain_step_s = loaded["pause_s"], loaded["wait_s"]
+                else:
+                    await self._pause()
+                    paused_s = time.perf_counter()
+                    loaded = await self._load(version, version_path, layerwise=plan == "layerwise")
+                    fingerprint, canary_s = record.check(loaded["answer"], "transfer"), loaded["canary_s"]
+                    await self.llm.resume_generation()
+                    pause_s, drain_step_s = time.perf_counter() - paused_s, paused_s - staged_s
             except EngineDeadError as error:
                 self.state = "failed"
                 raise EngineFailed(f"the engine died while {version_path} was loaded into it") from error
@@ -124,24 +142,22 @@ class EngineControl:
                 raise SwapFailed(
                     f"{self.model} {self.version} is back and serving; {version_path} failed to load: {error}"
                 ) from error
-            verified_s = time.perf_counter()
             self._rename(model, version, version_path, held)
-            await self.llm.resume_generation()
-            resumed_s = time.perf_counter()
             await self.llm.collective_rpc("shm_release_retired")
             return {
                 "model": model,
                 "version": version,
                 "how": loaded["reports"][0]["how"],
                 "why": why,
+                "canary": "staged" if proof is not None else "paused",
                 "bytes": facts["bytes"],
                 "bytes_read": [report["bytes_read"] for report in loaded["reports"]],
+                "seconds": time.perf_counter() - began_s,
                 "stage_s": staged_s - began_s,
-                "pause_s": resumed_s - staged_s,
-                "drain_step_s": paused_s - staged_s,
-                "transfer_s": verified_s - paused_s,
+                "pause_s": pause_s,
+                "drain_step_s": drain_step_s,
                 "load_s": max(report["load_s"] for report in loaded["reports"]),
-                "canary_s": loaded["canary_s"],
+                "canary_s": canary_s,
                 "fingerprint": await asyncio.to_thread(record.keep, fingerprint),
             }
 
@@ -193,6 +209,7 @@ class EngineControl:
                 "seconds": time.perf_counter() - began_s,
                 "load_s": max(report["load_s"] for report in loaded["reports"]),
                 "how": loaded["reports"][0]["how"],
+                "bytes": sum(report["bytes_read"] for report in loaded["reports"]),
                 "bytes_read": [report["bytes_read"] for report in loaded["reports"]],
                 "fingerprint": await asyncio.to_thread(record.keep, fingerprint),
             }
@@ -232,6 +249,40 @@ class EngineControl:
         except BaseException:
             await self.llm.collective_rpc("shm_drop_staged")
             raise
+
+    async def _ask_staged(self, record: FingerprintRecord, path: str) -> dict[str, Any] | None:
+        """The fingerprint of the staged weights and the seconds it took; None if only a pause allows to ask.
+
+        Raises SwapFailed, with nothing exchanged, if it is not the version's own.
+        """
+        began_s = time.perf_counter()
+        try:
+            found = None
+            while found is None:
+                found = (await self.llm.collective_rpc("shm_advance_canary"))[0]
+            if "refused" in found:
+                logger.info("canary of %s in the pause: %s", path, found["refused"])
+                return None
+            return {
+                "fingerprint": record.check(found["answer"], "transfer"),
+                "seconds": time.perf_counter() - began_s,
+            }
+        except EngineDeadError as error:
+            self.state = "failed"
+            raise EngineFailed(f"the engine died while it tried {path}") from error
+        except Exception as error:  # noqa: BLE001 - a forward pass over foreign weights may fail in any way
+            await self.llm.collective_rpc("shm_drop_staged")
+            raise SwapFailed(
+                f"{self.model} {self.version} serves on; {path} was staged and refused: {error}"
+            ) from error
+
+    async def _exchange(self, version: str, path: str) -> dict[str, Any]:
+        asked_s = time.perf_counter()
+        await self.llm.renderer.clear_mm_cache_async()
+        answer = await self.llm.engine_core.call_utility_async(
+            "shm_exchange", version, {"path": path, "layerwise": False}
+        )
+        return {**answer, "wait_s": time.perf_counter() - asked_s - answer["pause_s"]}
 
     async def _pause(self) -> None:
         # AsyncLLM.pause_generation without its sleep of 20 ms, "not required for correctness", which would be most

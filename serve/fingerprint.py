@@ -25,7 +25,7 @@ from serve.errors import FingerprintMismatch
 from weights.lease import StoredVersion
 from weights.names import MANIFEST_FILE
 
-PROMPT_TOKENS = 16
+PROMPT_TOKENS = 4
 _HASH_BLOCK_BYTES = 2**20
 
 
@@ -92,7 +92,7 @@ def version_key(version_path: str | Path, *, dtype: str, kind: str, tensor_paral
     sizes and times of change.
     """
     path, digest = Path(version_path), hashlib.sha256()
-    digest.update(json.dumps([dtype, kind, tensor_parallel, task]).encode())
+    digest.update(json.dumps([dtype, kind, tensor_parallel, task, PROMPT_TOKENS]).encode())
     digest.update((path / "config.json").read_bytes())
     if (path / MANIFEST_FILE).exists():
         stored = StoredVersion.read(path)

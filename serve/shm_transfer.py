@@ -2,7 +2,8 @@
 
 One `update_weights` call loads one whole version from its directory in shared memory. Three ways, chosen per call:
 
-    staged      a thread built the new form beside the serving one; the call exchanges pointers
+    staged      a thread built the new form beside the serving one, the canary was asked there (serve.staged_canary);
+                the call exchanges pointers
     in-place    layer by layer, each old layer's memory freed first (serve.direct_load)
     layerwise   vLLM's own reload, for models whose layout the recorded plan cannot describe (serve.layerwise_load)
 
@@ -35,6 +36,7 @@ from serve.layerwise_load import load_layerwise
 from serve.load_plan import LoadPlan
 from serve.shm_loader import PLAN_ATTRIBUTE
 from serve.shm_source import VersionSource
+from serve.staged_canary import CanaryTrace, StagedCanary, TwinRefused, watch_next_pass
 
 STAGING_NICENESS = 10
 
@@ -60,9 +62,18 @@ class Staging:
     source: VersionSource
     thread: threading.Thread | None = None
     ready: list[Ready] | None = None
+    canary: StagedCanary | None = None
+    no_canary: str | None = None
     error: Exception | None = None
     cancelled: bool = False
     seconds: float = 0.0
+
+    def close(self) -> None:
+        """Unmap the version and end the canary's thread. Not before the building thread has ended."""
+        if self.canary is not None:
+            self.canary.close()
+            self.canary = None
+        self.source.close()
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
@@ -84,7 +95,11 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self.report: dict[str, Any] = {}
         self._direct = DirectLoader(model, plan, device)
         self._staging: Staging | None = None
+        self._spent: Staging | None = None
         self._retired: list[Ready] = []
+        self._trace: CanaryTrace | None = None
+        # Adapters find the sequence that a row belongs to in buffers of the running batch.
+        self._no_canary = "adapters share buffers of the running batch" if vllm_config.lora_config else None
         compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
         self.layerwise_reason = self._direct.refusal
         if self.layerwise_reason is None and device.type == "cpu" and compiled:
@@ -124,14 +139,36 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             raise staging.error
         return staging.ready is not None
 
+    def watch(self, runner: Any) -> None:
+        """Take the next forward pass of the model runner as the canary's."""
+
+        def keep(trace: CanaryTrace) -> None:
+            self._trace = trace
+
+        watch_next_pass(runner, keep)
+
+    def advance_canary(self) -> dict[str, Any] | None:
+        """Compute a slice of the staged version's canary, between two steps of the engine.
+
+        Returns None while there is more to compute, then `{"answer": ...}`; `{"refused": why}` if this model's
+        canary can be asked in a pause only. Raises what the forward pass raised.
+        """
+        staging = self._staging
+        if staging is None or staging.ready is None:
+            raise WrongState("no version is staged")
+        if staging.canary is None:
+            return {"refused": staging.no_canary}
+        answer = staging.canary.advance()
+        return None if answer is None else {"answer": answer}
+
     def drop_staged(self) -> None:
         """Forget a staged version and free its memory, waiting for its thread to notice."""
+        self.release_retired()
         staging, self._staging = self._staging, None
-        self._retired.clear()
         if staging is not None:
             staging.cancelled = True
             staging.thread.join()
-            staging.source.close()
+            staging.close()
 
     # -- vLLM's protocol -----------------------------------------------------------------------------------
 
@@ -176,6 +213,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def release_retired(self) -> None:
         """Free what a staged swap replaced. Called after the engine resumed: freeing gigabytes takes its time."""
         self._retired.clear()
+        staging, self._spent = self._spent, None
+        if staging is not None:
+            staging.close()
 
     def shutdown(self) -> None:
         self.drop_staged()
@@ -206,8 +246,19 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         except Exception as error:  # noqa: BLE001 - carried to `staged`, which raises it
             staging.error = error
             return
+        try:
+            staging.canary = self._staged_canary(ready)
+        except TwinRefused as refusal:
+            staging.no_canary = str(refusal)
         staging.seconds = time.perf_counter() - started_s
         staging.ready = ready
+
+    def _staged_canary(self, ready: list[Ready]) -> StagedCanary:
+        if self._no_canary is not None:
+            raise TwinRefused(self._no_canary)
+        if self._trace is None:
+            raise TwinRefused("no canary of this engine was watched")
+        return StagedCanary(self.model, ready, self._trace)
 
     def _flip(self, staging: Staging) -> None:
         started_s = time.perf_counter()
@@ -221,5 +272,4 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             "map_s": 0.0,
             "load_s": time.perf_counter() - started_s,
         }
-        self._staging = None
-        staging.source.close()
+        self._staging, self._spent = None, staging

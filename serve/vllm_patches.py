@@ -13,6 +13,7 @@ import multiprocessing
 import tempfile
 import time
 import uuid
+from concurrent.futures import Future
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
@@ -61,7 +62,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
     EngineCore.shm_request_counts = lambda core: core.scheduler.get_request_counts()
     # One message instead of six between frontend and core, each of which would wait its turn during the pause.
     EngineCore.shm_load = _load
-
+    # Pause, exchange and resume of a staged version, whose canary has answered already, as one message.
+    EngineCore.shm_exchange = _exchange
 
     # Tensor-parallel workers talk through segments in /dev/shm that only an orderly exit removes. With names of our
     # own the supervisor can remove them after any death.
@@ -141,6 +143,37 @@ def _load(
     began_s = time.perf_counter()
     answer = _run_canary(core, canary, pooling_task)
     return {"reports": reports, "answer": answer, "canary_s": time.perf_counter() - began_s}
+
+
+def _exchange(core: EngineCore, version: str, update: dict[str, Any]) -> Future:
+    """Put a staged and proven version in the place of the serving one between two steps of the engine.
+
+    After an error the engine stays paused, for a whole load to follow. Resolves to the workers' `reports`, and
+    `pause_s` from the moment no step is under way to the moment the next may begin.
+    """
+    done: Future[dict[str, Any]] = Future()
+
+    def exchange(paused: Future | None = None) -> None:
+        try:
+            if paused is not None:
+                paused.result()
+            core.collective_rpc("start_weight_update")
+            core.collective_rpc("update_weights", kwargs={"update_info": update})
+            core.collective_rpc("finish_weight_update")
+            core.set_weight_version(version)
+            reports = core.collective_rpc("shm_report")
+            core.resume_scheduler()
+            done.set_result({"reports": reports, "pause_s": time.perf_counter() - began_s})
+        except Exception as error:  # noqa: BLE001 - carried to the frontend by the future
+            done.set_exception(error)
+
+    began_s = time.perf_counter()
+    paused = core.pause_scheduler("keep", clear_cache=True)
+    if paused is None:
+        exchange()
+    else:
+        paused.add_done_callback(exchange)
+    return done
 
 
 def _run_canary(core: EngineCore, token_ids: list[int], pooling_task: str | None) -> dict[str, Any]:

@@ -106,7 +106,17 @@ def rollback(
     answer = session.client.send(
         "POST", f"{paths.model(model)}/rollback", body={"version": version} if version else {}, timeout_s=600
     )
-    session.show(answer, lambda done: f"{done['model']}: {done['from']} -> {done['to']}")
+    session.show(answer, _rolled_back)
+
+
+def _rolled_back(done: dict[str, Any]) -> str:
+    swap, told = done["swap"], f"{done['model']}: {done['from']} -> {done['to']}"
+    if swap.get("how") is None:
+        return told
+    return (
+        f"{told}, {swap['how']}: {formats.size(swap['bytes'])} in {formats.duration(swap['seconds'])}, "
+        f"streams paused {formats.duration(swap['pause_s'])}"
+    )
 
 
 def _operation(operation: dict[str, Any]) -> Any:

@@ -87,7 +87,8 @@ class SchedulerPort(Protocol):
 
     async def converge_model(self, model: str) -> dict[str, Any]:
         """The model's active version changed in the store: swap its replicas to it, and return what was measured
-        ({"replicas", "pause_s", …}). Raises SwapFailed with every replica back on the version it had."""
+        ({"replicas", "pause_s", "seconds", "bytes", "how"}).
+        Raises SwapFailed with every replica back on the version it had."""
 
     async def withdraw(self, model: str) -> None:
         """The model's rows are gone from the store: returns when no replica of it is left."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -99,3 +100,15 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(item) for item in value]
     return value
+
+
+def measured_swap(steps: Iterable[StepRecord]) -> dict[str, Any]:
+    """What the swaps among `steps` took: medians of `pause_s` and `seconds`, `bytes` in all, and by which path (`how`)
+    the versions came in. None where no engine was swapped."""
+    swaps = [step.detail for step in steps if step.verb == "swap_replica" and "pause_s" in step.detail]
+    return {
+        "pause_s": statistics.median(swap["pause_s"] for swap in swaps) if swaps else None,
+        "seconds": statistics.median(swap["seconds"] for swap in swaps) if swaps else None,
+        "bytes": sum(swap["bytes"] for swap in swaps) if swaps else None,
+        "how": ", ".join(sorted({swap["how"] for swap in swaps})) or None,
+    }

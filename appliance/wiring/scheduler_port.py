@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import statistics
 from typing import Any
 
 from appliance.controller.bus import Bus
@@ -13,6 +12,7 @@ from appliance.store import models
 from appliance.store.database import Database
 from appliance.wiring.asked import Asked
 from appliance.wiring.gateways import BusRouting
+from appliance.wiring.journal import measured_swap
 from scheduler.config import SchedulerConfig
 from scheduler.journal import Journal
 from scheduler.loop import SchedulerLoop
@@ -103,14 +103,8 @@ class LoopPort:
         if stale:
             errors = [record.error for record in self._journal.recent(20) if record.id > last and record.error]
             raise SwapFailed(model, wanted, "; ".join(errors) or f"{', '.join(stale)} serve another version")
-        pauses = [
-            step.detail["pause_s"]
-            for record in self._journal.recent(20)
-            if record.id > last
-            for step in record.steps
-            if step.verb == "swap_replica" and "pause_s" in step.detail
-        ]
-        return {"replicas": len(replicas), "pause_s": statistics.median(pauses) if pauses else None}
+        done = [step for record in self._journal.recent(20) if record.id > last for step in record.steps]
+        return {"replicas": len(replicas), **measured_swap(done)}
 
     async def withdraw(self, model: str) -> None:
         while any(replica["model"] == model for replica in self._loop.status()["replicas"]):

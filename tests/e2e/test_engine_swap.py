@@ -59,6 +59,7 @@ async def test_a_stream_goes_on_through_a_swap_with_the_new_models_tokens(engine
     await streaming
 
     assert report["how"] == how and len(seen) == TOKENS
+    assert report["canary"] == ("staged" if how == "staged" else "paused")
     switch = next(index for index in range(TOKENS) if seen[index] != old[index])
     assert before <= switch, "tokens of the new weights were sent before the swap was asked for"
     # The first new token may equal the old model's; the switch then lies a little earlier.
@@ -195,7 +196,8 @@ async def test_tensor_parallel_workers_read_only_their_slices(engine_box, replic
         assert 0.49 < slice_bytes / report["bytes"] < 0.52  # half, and the norms, which every worker needs
     await replica.sleep()
     await replica.wake("starter", "a", str(a))
-    await replica.swap("starter", "b", str(b), how="staged")
+    staged = await replica.swap("starter", "b", str(b), how="staged")
+    assert staged["canary"] == "staged" and staged["fingerprint"]["verdict"] == "verified"
     answer = await greedy(client(spec), "starter")
     await replica.stop()
     await reference.start(fresh)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.errors import FingerprintMismatch
-from serve.fingerprint import Fingerprint, FingerprintBook, canary_prompt, version_key
+from serve.fingerprint import PROMPT_TOKENS, Fingerprint, FingerprintBook, canary_prompt, version_key
 from weights.layout import Layout, TensorSpec
 from weights.store import WeightStore
 
@@ -23,7 +23,7 @@ def test_the_canary_prompt_stays_inside_every_vocabulary(vocabulary, length):
 
 
 def test_the_canary_prompt_touches_different_rows_and_never_changes():
-    assert len(set(canary_prompt(32000))) == 16
+    assert len(set(canary_prompt(32000))) == PROMPT_TOKENS
     assert canary_prompt(384)[:4] == [237, 90, 327, 181]
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import pytest
+
 from appliance.store.database import Database
-from appliance.wiring.journal import SqliteJournal
+from appliance.wiring.journal import SqliteJournal, measured_swap
 from scheduler.journal import HandoverRecord, StepRecord
 
 RECORD = HandoverRecord(
@@ -47,3 +49,19 @@ def test_undo_steps_are_added_and_details_become_plain(tmp_path):
         read = journal.get(3).steps[2]
         assert read.undoes == 1
         assert read.detail == {"report": {"step": 4, "seconds": {"copy": 0.5}}, "devices": ["n0/0"]}
+
+
+def test_a_swap_is_told_with_its_path_bytes_and_seconds():
+    def swapped(number, **detail):
+        return StepRecord(number, "swap", "swap_replica", f"r{number}", "done", detail=detail)
+
+    steps = [
+        swapped(0, how="staged", bytes=100, seconds=0.4, pause_s=0.01),
+        swapped(1, how="in-place", bytes=100, seconds=0.2, pause_s=0.03),
+        replace(swapped(2), detail={"error": "refused"}),
+        StepRecord(3, "take", "wake_replica", "r3", "done", detail={"seconds": 9.0}),
+    ]
+    told = measured_swap(steps)
+    assert (told["how"], told["bytes"]) == ("in-place, staged", 200)
+    assert (told["seconds"], told["pause_s"]) == pytest.approx((0.3, 0.02))
+    assert set(measured_swap(steps[2:]).values()) == {None}
