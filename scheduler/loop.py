@@ -38,6 +38,7 @@ from scheduler.inventory import Holder, Ledger
 from scheduler.journal import HandoverRecord, Journal
 from scheduler.plan import Allocation, plan
 from scheduler.ports import Clock, StateStore
+from scheduler.queue import places
 from scheduler.runner import ChainEnd, Runner
 from scheduler.view import Moving
 from scheduler.workload import ModelMemory, Policy, ReplicaView, Snapshot, Workload
@@ -114,8 +115,10 @@ class SchedulerLoop:
 
     def status(self) -> dict[str, Any]:
         """What is, what is under way, and why jobs wait; plain values for JSON."""
+        snapshot = self._snapshot()
+        queue = places(snapshot.jobs, self._clock.now_s())
         return {
-            **view.status(self.box, self._snapshot(), self._allocation, self._in_force),
+            **view.status(self.box, snapshot, self._allocation, self._in_force, queue),
             "handovers": sorted(self._running),
             "generation": self._generation,
             "settled": self._settled,

@@ -62,6 +62,37 @@ def order(jobs: Sequence[JobView], now_s: float) -> list[JobView]:
     return sorted(jobs, key=key)
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a job stands. `reason`: why it waits, in one of Slurm's words; None while it has devices.
+
+    Held: an operator keeps it. JobHeldUser: paused by request. BeginTime: waits out a failure. Priority: others are
+    ahead of it. Resources: the next to run, it waits for devices.
+    """
+
+    job_id: str
+    position: int
+    reason: str | None
+
+
+def places(jobs: Sequence[JobView], now_s: float) -> list[Place]:
+    """Every job in the order of the queue, from position 1."""
+    out, waiting = [], False
+    for position, job in enumerate(order(jobs, now_s), 1):
+        reason = None
+        if job.held:
+            reason = "Held"
+        elif job.phase == "paused":
+            reason = "JobHeldUser"
+        elif job.not_before_s > now_s:
+            reason = "BeginTime"
+        elif not job.devices or job.busy == "leaving":
+            reason = "Priority" if waiting else "Resources"
+            waiting = True
+        out.append(Place(job.id, position, reason))
+    return out
+
+
 def runnable(jobs: Sequence[JobView], now_s: float) -> bool:
     return any(j.wants_devices(now_s) or (j.busy == "coming") for j in jobs)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,6 +10,7 @@ from scheduler.failures import Failures
 from scheduler.handover import Box, Chain
 from scheduler.inventory import Device, Holder
 from scheduler.plan import Allocation
+from scheduler.queue import Place
 from scheduler.tidal import InForce
 from scheduler.workload import (
     DeploymentView,
@@ -114,8 +115,11 @@ def _replicas(box: Box, all_moving: Mapping[Holder, Moving], now_s: float) -> li
     return list(views.values())
 
 
-def status(box: Box, shown: Snapshot, allocation: Allocation, in_force: InForce) -> dict[str, Any]:
-    """Mode, devices with their holders, replicas and jobs as plain values for JSON."""
+def status(
+    box: Box, shown: Snapshot, allocation: Allocation, in_force: InForce, queue: Sequence[Place]
+) -> dict[str, Any]:
+    """Mode, devices with their holders, replicas and jobs (in the order of the queue) as plain values for JSON."""
+    jobs = {j.id: j for j in shown.jobs}
     held = {d: lease.holder for lease in box.ledger for d in lease.device_ids}
     return {
         "policy": {
@@ -154,12 +158,14 @@ def status(box: Box, shown: Snapshot, allocation: Allocation, in_force: InForce)
         ],
         "jobs": [
             {
-                "id": j.id,
-                "phase": "running" if j.id in box.groups else j.phase,
-                "devices": list(box.groups[j.id].devices) if j.id in box.groups else [],
-                "reason": allocation.waiting.get(j.id, ""),
+                "id": place.job_id,
+                "position": place.position,
+                "phase": "running" if place.job_id in box.groups else jobs[place.job_id].phase,
+                "devices": list(box.groups[place.job_id].devices) if place.job_id in box.groups else [],
+                "reason": place.reason,
+                "message": allocation.waiting.get(place.job_id, ""),
             }
-            for j in shown.jobs
+            for place in queue
         ],
         "notes": dict(allocation.notes),
     }

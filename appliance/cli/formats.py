@@ -40,6 +40,20 @@ def duration(seconds: float | None) -> str:
     return f"{hours} h {minutes:02d} min" if hours < 48 else f"{hours // 24} d {hours % 24} h"
 
 
+def seconds_of(text: str) -> float | None:
+    """9h, 90m, 1h30m, 2d or 45s in seconds; None where it is none of these."""
+    units = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
+    total, digits = 0.0, ""
+    for char in text.strip().lower():
+        if char.isascii() and (char.isdigit() or char == "."):
+            digits += char
+        elif char in units and digits.strip(".") and digits.count(".") <= 1:
+            total, digits = total + float(digits) * units[char], ""
+        else:
+            return None
+    return total if total and not digits else None
+
+
 def moment(unix_s: float | None) -> str:
     """Local date and time."""
     return "-" if unix_s is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))

@@ -10,10 +10,24 @@ from appliance.cli import formats, output, paths
 from appliance.cli.command import EVERY, WATCH, Session, examples, for_box, group
 from appliance.cli.complete import jobs as complete_jobs
 from appliance.cli.job_follow import end_well, print_logs, wait_for_end
+from appliance.cli.job_queue import (
+    HOLD_EPILOG,
+    QUEUE_EPILOG,
+    RELEASE_EPILOG,
+    UPDATE_EPILOG,
+    hold,
+    queue,
+    release,
+    update,
+)
 from appliance.cli.job_submit import EPILOG, submit
 
 app = group("Fine-tuning jobs.")
 app.command("submit", epilog=EPILOG)(submit)
+app.command("queue", epilog=QUEUE_EPILOG)(for_box(queue))
+app.command("update", epilog=UPDATE_EPILOG)(for_box(update))
+app.command("hold", epilog=HOLD_EPILOG)(for_box(hold))
+app.command("release", epilog=RELEASE_EPILOG)(for_box(release))
 JOB = Annotated[str, typer.Argument(metavar="JOB_ID", autocompletion=complete_jobs)]
 
 
@@ -125,6 +139,9 @@ def _one(job: dict[str, Any]) -> Any:
         ("model", job["model"]),
         ("fine-tuned model", formats.or_dash(job["fine_tuned_model"])),
         ("devices", formats.or_dash(job["devices"])),
+        ("owner", formats.or_dash(job["owner"])),
+        ("priority", f"{job['priority']}{'' if job['preemptible'] else ', not preemptible'}"),
+        ("deadline", formats.moment(job["deadline_s"])),
         ("step", _step(job)),
         ("loss", formats.loss(job["loss"])),
         ("validation loss", formats.loss(job.get("valid_loss"))),

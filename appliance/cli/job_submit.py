@@ -15,6 +15,15 @@ from appliance.cli.command import Session, examples, for_box
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage
 from appliance.cli.job_follow import end_well, print_logs, wait_for_end
+from appliance.cli.job_request import (
+    DEADLINE,
+    MAX_DEVICES,
+    MIN_DEVICES,
+    PREEMPTIBLE,
+    PRIORITY,
+    SIZES,
+    device_fields,
+)
 
 _SHAPES = "auto or a number"
 
@@ -23,6 +32,7 @@ EPILOG = examples(
     "appliance job submit --model starter --file train.jsonl --validation-file valid.jsonl --suffix gsm8k --epochs 3",
     "appliance job submit --model llama-1b --file file-abc123 --lora-rank 16 --set lora_dropout=0.05",
     "appliance job submit --model llama-1b --file train.jsonl --full --zero-stage 2 --max-length 2048",
+    "appliance job submit --model starter --file train.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible",
     "",
     "Further names for --set: lora_alpha, lora_dropout, lora_targets, precision, learning_rate, warmup_ratio,",
     "weight_decay, max_grad_norm, gradient_accumulation, micro_batch, packing, activation_checkpointing, offload,",
@@ -64,9 +74,13 @@ def submit(
     metadata: Annotated[
         list[str] | None, typer.Option("--metadata", metavar="NAME=VALUE", help="To find it again; repeatable.")
     ] = None,
-    min_devices: Annotated[int | None, typer.Option("--min-devices", metavar="N", min=1)] = None,
-    max_devices: Annotated[int | None, typer.Option("--max-devices", metavar="N", min=1)] = None,
-    priority: Annotated[int | None, typer.Option("--priority", help="Higher goes first; default 0.")] = None,
+    min_devices: MIN_DEVICES = None,
+    max_devices: MAX_DEVICES = None,
+    sizes: SIZES = None,
+    priority: PRIORITY = None,
+    deadline: DEADLINE = None,
+    preemptible: PREEMPTIBLE = None,
+    hold: Annotated[bool, typer.Option("--hold", help="Stays in the queue until `job release`.")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="Follow it to its end, as `job logs -f` does.")] = False,
 ) -> None:
     """Fine-tune a model on a file of conversations. Files are uploaded and checked before any device is taken."""
@@ -90,7 +104,8 @@ def submit(
         "method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
         "min_devices": min_devices,
         "max_devices": max_devices,
-        "priority": priority,
+        **device_fields(sizes, priority, deadline, preemptible),
+        "held": hold or None,
     }
     # With the key a copy of this request, sent again by whatever lies between, makes no second job.
     job = session.client.send(

@@ -17,6 +17,7 @@ app = group("API keys: who may use the box over the network. Commands on the box
     epilog=examples(
         "appliance key create --name alice",
         "appliance key create --name ops --scope admin",
+        "appliance key create --name alice-laptop --owner alice     shares alice's part of the devices",
         "export OPENAI_API_KEY=$(appliance key create --name ci -o json | jq -r .key)",
     )
 )
@@ -28,9 +29,13 @@ def create(
         list[str] | None,
         typer.Option("--scope", help="inference, fine_tuning or admin; repeatable. Default: the first two."),
     ] = None,
+    owner: Annotated[
+        str | None, typer.Option("--owner", help="Whose share of the devices its jobs count towards. Default: NAME.")
+    ] = None,
 ) -> None:
     """Make a key and show it once: the box keeps only its SHA-256."""
-    answer = session.client.post("/admin/v1/keys", {"name": name} | ({"scopes": scope} if scope else {}))
+    body = {"name": name, "scopes": scope or None, "owner": owner}
+    answer = session.client.post("/admin/v1/keys", {k: v for k, v in body.items() if v is not None})
     if not session.as_json:
         output.say(f"Key {answer['name']} ({', '.join(answer['scopes'])}). It is not shown again:")
     output.print_json(answer) if session.as_json else print(answer["key"])
@@ -53,9 +58,9 @@ def revoke(session: Session, key: Annotated[str, typer.Argument(metavar="NAME_OR
 
 def _table(answer: dict[str, Any]) -> Any:
     return output.table(
-        ("ID", "NAME", "SCOPES", "KEY", "CREATED", "REVOKED"),
+        ("ID", "NAME", "OWNER", "SCOPES", "KEY", "CREATED", "REVOKED"),
         (
-            (k["id"], k["name"], ", ".join(k["scopes"]), f"{k['prefix']}…", formats.moment(k["created_s"]),
+            (k["id"], k["name"], k["owner"], ", ".join(k["scopes"]), f"{k['prefix']}…", formats.moment(k["created_s"]),
              formats.moment(k["revoked_s"]))
             for k in answer["data"]
         ),

@@ -48,7 +48,7 @@ def add(
     policy, asked = _mode(mode, train)
     body = {
         "cron": cron, "tz": tz, "policy": policy, "train_devices": asked, "until": until,
-        "for_s": None if for_ is None else seconds_of("--for", for_), "serving_floor": floor,
+        "for_s": None if for_ is None else _length(for_), "serving_floor": floor,
     }  # fmt: skip
     answer = session.client.post(
         "/admin/v1/mode/schedule", {name: value for name, value in body.items() if value is not None}
@@ -95,21 +95,11 @@ def mode_name(held: dict[str, Any]) -> str:
     return f"split --train {held['train_devices']}" if held["policy"] == "split" else held["policy"]
 
 
-def seconds_of(option: str, text: str) -> float:
-    """9h, 90m, 1h30m, 2d or 45s in seconds. Raises BadUsage."""
-    units = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
-    total, digits = 0.0, ""
-    for char in text.strip().lower():
-        if char.isascii() and (char.isdigit() or char == "."):
-            digits += char
-        elif char in units and digits and digits.count(".") <= 1 and digits != ".":
-            total, digits = total + float(digits) * units[char], ""
-        else:
-            break
-    else:
-        if total and not digits:
-            return total
-    raise BadUsage(f"{option} is {text!r}; expected a time such as 9h, 90m, 1h30m or 2d")
+def _length(text: str) -> float:
+    seconds = formats.seconds_of(text)
+    if seconds is None:
+        raise BadUsage(f"--for is {text!r}; expected a time such as 9h, 90m, 1h30m or 2d")
+    return seconds
 
 
 def _mode(text: str, train: int | None) -> tuple[str, int | None]:

@@ -18,11 +18,17 @@ from appliance.store.errors import DuplicateRow, RowNotFound
 DEFAULT_SCOPES = [INFERENCE, FINE_TUNING]
 
 
+Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ @-]{0,63}$")]
+
+
 class KeyCreate(BaseModel):
+    """owner: whose share of the devices its jobs count towards; left out, the key's own name."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    name: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ @-]{0,63}$")]
+    name: Name
     scopes: Annotated[list[str], Field(min_length=1, max_length=8)] | None = None
+    owner: Name | None = None
 
 
 def routes(context: ControllerContext, router: APIRouter) -> None:
@@ -42,8 +48,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                              param="scopes", code="invalid_value")  # fmt: skip
         try:
             with db.transaction():
-                row, key = keys.create(db, body.name, list(dict.fromkeys(scopes)))
-                record(context, caller, "key.create", row.id, name=row.name, scopes=row.scopes)
+                row, key = keys.create(db, body.name, list(dict.fromkeys(scopes)), body.owner)
+                record(context, caller, "key.create", row.id, name=row.name, scopes=row.scopes, owner=row.owner)
         except DuplicateRow as error:
             raise Conflict(f"A key named {shown(body.name)} exists; revoke it first or choose another name.",
                            param="name", code="key_exists") from error  # fmt: skip

@@ -18,7 +18,8 @@ def job(row: JobRow) -> dict[str, Any]:
         "id": row.id, "status": job_status(row), "phase": job_phase(row), "reason": row.reason, "model": row.model,
         "fine_tuned_model": row.output_model if row.phase == "succeeded" else None, "output_model": row.output_model,
         "devices": row.devices, "min_devices": row.min_devices, "max_devices": row.max_devices,
-        "allowed_sizes": row.allowed_sizes, "priority": row.priority, "step": row.step,
+        "allowed_sizes": row.allowed_sizes, "priority": row.priority, "owner": row.owner or None,
+        "deadline_s": row.deadline_s, "preemptible": bool(row.preemptible), "held": bool(row.held), "step": row.step,
         "total_steps": row.total_steps, "loss": row.loss, "valid_loss": row.valid_loss,
         "tokens_per_s": row.tokens_per_s, "eta_s": row.eta_s, "snapshot": row.snapshot, "error": row.error,
         "hyperparameters": row.hyperparameters, "resolved": row.resolved, "training_file": row.training_file,
@@ -28,8 +29,8 @@ def job(row: JobRow) -> dict[str, Any]:
 
 
 def key(row: KeyRow) -> dict[str, Any]:
-    return {"id": row.id, "name": row.name, "scopes": row.scopes, "prefix": row.prefix, "created_s": row.created_s,
-            "revoked_s": row.revoked_s}  # fmt: skip
+    return {"id": row.id, "name": row.name, "scopes": row.scopes, "owner": row.owner, "prefix": row.prefix,
+            "created_s": row.created_s, "revoked_s": row.revoked_s}  # fmt: skip
 
 
 def model(db: Database, row: ModelRow, status: SchedulerStatus) -> dict[str, Any]:

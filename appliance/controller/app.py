@@ -15,6 +15,7 @@ from appliance.controller import (
     admin_keys,
     admin_mode,
     admin_models,
+    admin_queue,
     error_handlers,
     files,
     jobs,
@@ -68,6 +69,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin = APIRouter(prefix="/admin/v1", route_class=StrictRoute, dependencies=[Depends(needs(ADMIN))])
     admin_box.routes(context, admin)
     admin_mode.routes(context, admin)
+    admin_queue.routes(context, admin)
     admin_keys.routes(context, admin)
     admin_models.routes(context, admin, running)
     for router in (files.routes(context), jobs.routes(context, validation), permissions.routes(context),

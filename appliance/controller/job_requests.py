@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
+from appliance.controller import job_devices
 from appliance.controller.errors import BadRequest, shown
 from appliance.controller.naming import SUFFIX_RULE, is_suffix
 from appliance.store.rows import FileRow
@@ -14,6 +15,10 @@ from train.errors import InvalidHyperparameter
 
 MAX_METADATA_PAIRS = 16
 Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+Devices = Annotated[int, Field(ge=1, le=65536)]
+Sizes = Annotated[list[Devices], Field(min_length=1, max_length=64)]
+Priority = Annotated[int, Field(ge=-1000, le=1000)]
+Moment = Annotated[float, Field(gt=0, lt=1e11)]
 Hyperparameters = dict[Annotated[str, StringConstraints(max_length=64)], Any]
 
 
@@ -47,7 +52,10 @@ class Integration(_Strict):
 
 
 class JobCreate(_Strict):
-    """OpenAI's request, and three fields of our own (`extra_body` in the SDK): min_devices, max_devices, priority."""
+    """OpenAI's request, and fields of our own (`extra_body` in the SDK): how it may use the devices of the box.
+
+    deadline_s: seconds since 1970. allowed_sizes: numbers of devices. held: stays in the queue until it is released.
+    """
 
     model: Name
     training_file: Name
@@ -58,9 +66,13 @@ class JobCreate(_Strict):
     method: Method | None = None
     hyperparameters: Hyperparameters | None = None
     integrations: Annotated[list[Integration], Field(max_length=5)] | None = None
-    min_devices: Annotated[int, Field(ge=1, le=65536)] | None = None
-    max_devices: Annotated[int, Field(ge=1, le=65536)] | None = None
-    priority: Annotated[int, Field(ge=-1000, le=1000)] = 0
+    min_devices: Devices | None = None
+    max_devices: Devices | None = None
+    allowed_sizes: Sizes | None = None
+    priority: Priority = 0
+    deadline_s: Moment | None = None
+    preemptible: bool = True
+    held: bool = False
 
 
 def check(request: JobCreate) -> None:
@@ -74,12 +86,7 @@ def check(request: JobCreate) -> None:
     if request.suffix is not None and not is_suffix(request.suffix):
         raise BadRequest(f"Invalid value for 'suffix': {shown(request.suffix)} was given, expected {SUFFIX_RULE}.",
                          param="suffix", code="invalid_value")  # fmt: skip
-    if request.min_devices and request.max_devices and request.min_devices > request.max_devices:
-        raise BadRequest(
-            f"min_devices is {request.min_devices} and max_devices {request.max_devices}; expected min <= max.",
-            param="min_devices",
-            code="invalid_value",
-        )
+    job_devices.check(request.min_devices, request.max_devices, request.allowed_sizes)
     check_metadata(request.metadata)
 
 

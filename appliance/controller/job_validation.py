@@ -13,7 +13,7 @@ from typing import Any
 
 from anyio import to_thread
 
-from appliance.controller import files, job_requests
+from appliance.controller import files, job_devices, job_requests
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_events import add_message, fail
 from appliance.controller.naming import resolve
@@ -143,9 +143,13 @@ class JobValidation:
 
     def _queue(self, row: JobRow, resolved: dict[str, Any], warnings: list[str], examples: int) -> None:
         context, db = self._context, self._context.db
+        row = jobs.get(db, row.id)  # a person may have changed it meanwhile
         _, device_count = self.facts(context, _model(context, row))
-        most = min(row.max_devices or device_count, device_count)
-        sizes = auto.allowed_sizes(resolved["batch_size"], most, resolved["micro_batch"])
+        by_batch, sizes = job_devices.sizes(row, resolved, device_count)
+        if not sizes:
+            fail(db, row.id, "invalid_devices",
+                 job_devices.no_size(resolved, by_batch), "allowed_sizes" if row.asked_sizes else "min_devices")
+            return
         with db.transaction():
             for text in warnings:
                 add_message(db, row.id, text, level="warn")

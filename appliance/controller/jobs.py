@@ -21,7 +21,7 @@ from appliance.controller.naming import fine_tuned_name, resolve, root_base
 from appliance.controller.paging import After, Limit, list_object
 from appliance.controller.principal import FINE_TUNING, Caller, needs
 from appliance.controller.strict_json import StrictRoute
-from appliance.store import files, job_records, jobs
+from appliance.store import files, job_records, jobs, keys
 from appliance.store.errors import IllegalTransition
 from appliance.store.ids import new_id
 from appliance.store.rows import FileRow, JobRow, JobWanted
@@ -47,7 +47,8 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
             earlier = repeats.find(db, attempt, context.config)
             if earlier is not None and (known := jobs.find(db, earlier)) is not None:
                 return shown_job(known)
-            row = _new_job(context, body, caller.key_id)
+            key = keys.find(db, caller.key_id) if caller.key_id else None
+            row = _new_job(context, body, caller.key_id, key.owner if key else "")
             jobs.insert(db, row)
             add_message(db, row.id, f"Created fine-tuning job: {row.id}")
             if body.integrations:
@@ -104,7 +105,7 @@ def known_job(context: ControllerContext, job_id: str) -> JobRow:
     return row
 
 
-def _new_job(context: ControllerContext, body: JobCreate, key_id: str | None) -> JobRow:
+def _new_job(context: ControllerContext, body: JobCreate, key_id: str | None, owner: str) -> JobRow:
     """Raises BadRequest and NotFound for everything that can be known before the data is converted."""
     job_requests.check(body)
     base = resolve(context.db, body.model)
@@ -130,6 +131,8 @@ def _new_job(context: ControllerContext, body: JobCreate, key_id: str | None) ->
         seed=secrets.randbelow(2**31) if body.seed is None else body.seed, metadata=body.metadata,
         integrations=[item.model_dump(exclude_none=True) for item in body.integrations or []] or None,
         hyperparameters=given, priority=body.priority, min_devices=body.min_devices, max_devices=body.max_devices,
+        asked_sizes=sorted(set(body.allowed_sizes)) if body.allowed_sizes else None, deadline_s=body.deadline_s,
+        preemptible=int(body.preemptible), held=int(body.held), owner=owner,
         output_model=fine_tuned_name(root_base(context.db, base.model), context.config.organization, body.suffix),
         created_s=time.time(), reason="the training file is being validated",
     )  # fmt: skip

@@ -69,6 +69,7 @@ class LoopPort:
             "memory": {"budget_bytes": usage.budget_bytes, "used_bytes": usage.used_bytes},
             "handover": str(now["handovers"][-1]) if now["handovers"] else None,
             "serving_floor": self._serving_floor,
+            "queue": now["jobs"],
             "bounds": self._config.bounds(),
             "notes": now["notes"],
         }

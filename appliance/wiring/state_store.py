@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from appliance.controller import job_devices
 from appliance.controller.job_events import JobEvents
 from appliance.controller.mode import policy_of, read_mode, tidal_windows
 from appliance.store import box, deployments, job_records, jobs, models
@@ -34,6 +35,7 @@ class SqliteStateStore:
         self._db, self._events, self._demand = db, events, demand
         self._serving_floor, self._devices, self._config = serving_floor, devices, config
         self._on_models_changed = on_models_changed
+        self._remaining_device_s: dict[str, float] = {}  # as far as known: what a job said when it ran last
 
     def after_restart(self) -> None:
         """Nothing runs before the loop has said so: jobs that a crash left "running" wait for devices again."""
@@ -79,6 +81,7 @@ class SqliteStateStore:
             jobs.set_phase(self._db, job_id, "suspended", reason=reason)
 
     def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:
+        self._remaining_device_s.pop(job_id, None)
         if self._open(job_id) is None:
             return
         match outcome:
@@ -115,13 +118,15 @@ class SqliteStateStore:
         return row if row is not None and not row.finished else None
 
     def _job(self, row: JobRow) -> JobView:
-        most = min(row.max_devices or self._devices, self._devices)
-        sizes = tuple(size for size in (row.allowed_sizes or ()) if size <= most)
+        least, most, sizes = job_devices.bounds(row, self._devices)
+        if row.eta_s is not None and row.devices:
+            self._remaining_device_s[row.id] = row.eta_s * len(row.devices)
         return JobView(
             id=row.id,
-            min_devices=min(row.min_devices or 1, most),
+            min_devices=least,
             max_devices=most,
             allowed_sizes=sizes,
+            remaining_device_s=self._remaining_device_s.get(row.id),
             priority=row.priority,
             submitted_s=row.created_s,
             phase="paused" if row.wanted == "pause" else "suspended" if row.phase == "suspended" else "wanted",

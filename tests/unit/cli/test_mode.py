@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.cli.errors import BadUsage
-from appliance.cli.mode_schedule import seconds_of
+from appliance.cli import formats
 from tests.unit.cli.conftest import ControlledBox
 
 
@@ -58,13 +57,12 @@ def test_what_is_no_mode_or_no_time_is_refused_before_anything_is_sent(box: Cont
     ("text", "seconds"), [("9h", 32400), ("90m", 5400), ("1h30m", 5400), ("2d", 172800), ("0.5h", 1800)]
 )
 def test_times(text: str, seconds: float):
-    assert seconds_of("--for", text) == seconds
+    assert formats.seconds_of(text) == seconds
 
 
 @pytest.mark.parametrize("text", ["", "9", "h", "1.2.3h", "0h", "-1h", "9x", "."])
 def test_what_is_no_time(text: str):
-    with pytest.raises(BadUsage):
-        seconds_of("--for", text)
+    assert formats.seconds_of(text) is None
 
 
 def test_a_plan_is_told_in_sentences(prepared):

@@ -19,11 +19,12 @@ def lines(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines() if line.strip()]
 
 
-def make_job(box: ControlledBox, tmp_path) -> str:
+def make_job(box: ControlledBox, tmp_path, *options: str) -> str:
     """A job that is queued, with its data checked."""
     data = tmp_path / "train.jsonl"
     data.write_bytes(chat_lines(40))
-    job_id = box.run("job", "submit", "--model", "starter", "--file", str(data), "--suffix", "demo").stdout.strip()
+    submitted = box.run("job", "submit", "--model", "starter", "--file", str(data), "--suffix", "demo", *options)
+    job_id = submitted.stdout.strip()
     assert job_id.startswith("ftjob-")
     deadline = time.monotonic() + 20
     while box.do(lambda: jobs.get(box.context.db, job_id).phase) == "validating":
@@ -194,7 +195,7 @@ def test_keys(box):
     assert key.startswith("sk-") and "\n" not in key
     assert "not shown again" in made.stderr
     answer = box.json("key", "create", "--name", "ops", "--scope", "admin", "--scope", "inference")
-    assert set(answer) == {"id", "name", "key", "prefix", "scopes", "created_s", "revoked_s"}
+    assert set(answer) == {"id", "name", "key", "owner", "prefix", "scopes", "created_s", "revoked_s"}
     assert answer["scopes"] == ["admin", "inference"]
     listed = box.json("key", "list")
     assert [k["name"] for k in listed["data"]] == ["alice", "ops"] and "key" not in listed["data"][0]

@@ -38,10 +38,16 @@ FROZEN = {
     "model verify": [*BOX, "--timeout", "--wait", "MODEL"],
     "model rollback": [*BOX, "--version", "MODEL"],
     "job submit": [
-        *BOX, "--batch-size", "--epochs", "--file", "--full", "--learning-rate-multiplier", "--lora-rank",
-        "--max-devices", "--max-length", "--metadata", "--min-devices", "--model", "--priority", "--seed", "--set",
-        "--suffix", "--validation-file", "--wait", "--zero-stage",
+        *BOX, "--batch-size", "--deadline", "--epochs", "--file", "--full", "--hold", "--learning-rate-multiplier",
+        "--lora-rank", "--max-devices", "--max-length", "--metadata", "--min-devices", "--model", "--preemptible",
+        "--priority", "--seed", "--set", "--sizes", "--suffix", "--validation-file", "--wait", "--zero-stage",
     ],
+    "job queue": [*BOX, "--every", "--watch"],
+    "job update": [
+        *BOX, "--deadline", "--max-devices", "--min-devices", "--preemptible", "--priority", "--sizes", "JOB_ID",
+    ],
+    "job hold": [*BOX, "JOB_ID"],
+    "job release": [*BOX, "JOB_ID"],
     "job list": [*BOX, "--every", "--limit", "--watch"],
     "job get": [*BOX, "--every", "--watch", "JOB_ID"],
     "job logs": [*BOX, "--follow", "JOB_ID"],
@@ -53,7 +59,7 @@ FROZEN = {
     "file list": [*BOX, "--purpose"],
     "file get": [*BOX, "--save", "FILE_ID"],
     "file rm": [*BOX, "FILE_IDS"],
-    "key create": [*BOX, "--name", "--scope"],
+    "key create": [*BOX, "--name", "--owner", "--scope"],
     "key list": BOX,
     "key revoke": [*BOX, "KEY"],
 }  # fmt: skip

@@ -64,7 +64,7 @@ async def test_a_key_is_shown_once_works_at_the_gateways_at_once_and_ends_at_onc
     [
         ({"name": ""}, "name"), ({"name": "a\nb"}, "name"), ({"name": "x" * 65}, "name"), ({"name": "=cmd()"}, "name"),
         ({"name": "a", "scopes": ["root"]}, "scopes"), ({"name": "a", "scopes": []}, "scopes"), ({}, "name"),
-        ({"name": "a", "owner": "x"}, "owner"),
+        ({"name": "a", "owner": ""}, "owner"), ({"name": "a", "team": "x"}, "team"),
     ],
 )  # fmt: skip
 async def test_bad_keys_are_refused(control: Control, body: dict[str, Any], param: str):

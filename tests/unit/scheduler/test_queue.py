@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scheduler.queue import allot, order, urgent_from_s
+from scheduler.queue import allot, order, places, urgent_from_s
 from scheduler.workload import JobView
 
 
@@ -44,3 +44,19 @@ def test_a_deadline_presses_when_the_work_left_hardly_fits_before_it() -> None:
     assert names([higher, pressed], now_s=900.0) == ["p", "d"], "priority comes first"
     queue = allot([job("x", 1), pressed], 8, 8, 10.0, 0.0, "")
     assert queue.review_at_s == 400.0, "and the plan is looked at again by then"
+
+
+def test_places_say_in_slurms_words_why_a_job_waits() -> None:
+    jobs = [
+        JobView("running", 1, 2, devices=("n0/0",), phase="running", submitted_s=1.0),
+        JobView("paused", phase="paused", submitted_s=2.0, priority=9),
+        JobView("held", held=True, submitted_s=2.0, priority=8),
+        JobView("backoff", not_before_s=20.0, submitted_s=2.0, priority=7),
+        JobView("next", 4, 4, submitted_s=3.0, priority=6),
+        JobView("after", submitted_s=4.0),
+        JobView("leaving", devices=("n0/1",), phase="running", busy="leaving", submitted_s=9.0, priority=-1),
+    ]
+    assert [(p.position, p.job_id, p.reason) for p in places(jobs, 10.0)] == [
+        (1, "paused", "JobHeldUser"), (2, "held", "Held"), (3, "backoff", "BeginTime"), (4, "next", "Resources"),
+        (5, "running", None), (6, "after", "Priority"), (7, "leaving", "Priority"),
+    ]  # fmt: skip

@@ -1,0 +1,136 @@
+"""/admin/v1/queue, and what an operator changes about jobs."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from appliance.controller import job_devices
+from appliance.store import jobs, keys
+from tests.unit.controller.conftest import SCOPES, Control
+from tests.unit.controller.test_admin import actions, ask
+
+
+async def test_a_job_says_how_it_may_use_the_devices(control: Control):
+    deadline_s = time.time() + 3600
+    job_id = await control.job(
+        hyperparameters={"batch_size": 8},
+        extra_body={"priority": 5, "allowed_sizes": [4, 2, 3], "deadline_s": deadline_s, "preemptible": False,
+                    "held": True, "min_devices": 1, "max_devices": 4},
+    )  # fmt: skip
+    row = jobs.get(control.db, job_id)
+    assert (row.priority, row.deadline_s, row.preemptible, row.held) == (5, deadline_s, 0, 1)
+    assert row.asked_sizes == [2, 3, 4] and row.allowed_sizes == [2, 4], "three do not divide a step of eight"
+    shown = await ask(control, "GET", f"/jobs/{job_id}")
+    assert (shown["deadline_s"], shown["preemptible"], shown["held"], shown["owner"]) == (deadline_s, False, True, None)
+
+
+async def test_a_job_that_no_size_suits_fails_and_says_which_there_are(control: Control):
+    job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body={"allowed_sizes": [3]})
+    row = jobs.get(control.db, job_id)
+    assert row.phase == "failed" and row.error is not None and row.error["code"] == "invalid_devices"
+    assert row.error["param"] == "allowed_sizes" and "1, 2, 4, 8 devices" in row.error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"allowed_sizes": []}, "allowed_sizes"), ({"allowed_sizes": [0]}, "allowed_sizes.0"),
+        ({"allowed_sizes": [8], "max_devices": 4}, "allowed_sizes"), ({"deadline_s": -1}, "deadline_s"),
+        ({"preemptible": "no"}, "preemptible"), ({"min_devices": 3, "max_devices": 2}, "min_devices"),
+    ],
+)  # fmt: skip
+async def test_contradictions_are_refused_at_once(control: Control, fields: dict[str, Any], param: str):
+    with pytest.raises(openai.BadRequestError) as refused:
+        await control.job(extra_body=fields)
+    assert refused.value.param == param
+
+
+async def test_jobs_belong_to_the_owner_of_the_key_they_were_made_with(control: Control):
+    made = await ask(control, "POST", "/keys", json={"name": "laptop", "owner": "alice"})
+    assert made["owner"] == "alice"
+    assert (await ask(control, "POST", "/keys", json={"name": "ci"}))["owner"] == "ci"
+    control.http.headers["x-appliance-key-id"] = made["id"]
+    job_id = await control.job()
+    keys.revoke(control.db, "laptop")
+    (entry,) = (await ask(control, "GET", "/queue"))["data"]
+    assert (entry["id"], entry["owner"]) == (job_id, "alice"), "and stay theirs when the key is gone"
+
+
+async def test_the_queue_has_the_planners_order_and_reasons(control: Control):
+    first, second, third = [await control.job(suffix=name) for name in ("a", "b", "c")]
+    jobs.set_phase(control.db, second, "running", devices=["n0/0", "n0/1"])
+    control.scheduler.queue = [
+        {"id": second, "position": 1, "phase": "running", "devices": ["n0/0", "n0/1"], "reason": None, "message": ""},
+        {"id": first, "position": 2, "phase": "wanted", "devices": [], "reason": "Resources", "message": "Needs 1."},
+    ]
+    answer = await ask(control, "GET", "/queue")
+    assert [(e["position"], e["id"], e["reason"]) for e in answer["data"]] == [
+        (1, second, None), (2, first, "Resources"), (3, third, "Priority"),
+    ]  # fmt: skip
+    assert answer["data"][1]["message"] == "Needs 1."
+    assert answer["owners"] == [{"owner": None, "running": 1, "waiting": 2, "devices": 2}]
+    jobs.set_wanted(control.db, third, "cancel")
+    assert len((await ask(control, "GET", "/queue"))["data"]) == 2
+
+
+async def test_hold_and_release_are_idempotent_and_said(control: Control):
+    job_id = await control.job()
+    for _ in range(2):
+        assert (await ask(control, "POST", f"/jobs/{job_id}/hold"))["held"] is True
+    assert (await ask(control, "POST", f"/jobs/{job_id}/release"))["held"] is False
+    said = [text for text in await control.messages(job_id) if "operator" in text]
+    assert said == ["Held by an operator; it keeps its state and waits.", "Released by an operator."]
+    assert [name for name, _, _ in actions(control)] == ["job.hold", "job.hold", "job.release"]
+    jobs.set_phase(control.db, job_id, "failed")
+    error = (await ask(control, "POST", f"/jobs/{job_id}/hold", 409))["error"]
+    assert error["code"] == "invalid_job_state"
+    await ask(control, "POST", "/jobs/ftjob-none/hold", 404)
+
+
+async def test_a_job_is_changed_while_it_waits(control: Control):
+    job_id = await control.job(hyperparameters={"batch_size": 8})
+    assert jobs.get(control.db, job_id).allowed_sizes == [1, 2, 4, 8]
+    changed = await ask(control, "PATCH", f"/jobs/{job_id}", json={"priority": 7, "max_devices": 4, "deadline_s": 9.0})
+    assert (changed["priority"], changed["allowed_sizes"], changed["deadline_s"]) == (7, [1, 2, 4], 9.0)
+    changed = await ask(control, "PATCH", f"/jobs/{job_id}", json={"deadline_s": None, "allowed_sizes": [2, 8]})
+    assert (changed["priority"], changed["allowed_sizes"], changed["deadline_s"]) == (7, [2], None)
+    changed = await ask(control, "PATCH", f"/jobs/{job_id}", json={"allowed_sizes": None, "max_devices": None})
+    assert changed["allowed_sizes"] == [1, 2, 4, 8]
+    assert "Changed by an operator: deadline_s none, allowed_sizes [2, 8]." in await control.messages(job_id)
+    assert actions(control)[0] == ("job.update", job_id, "done")
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, None), ({"priority": None}, "priority"), ({"preemptible": None}, "preemptible"),
+        ({"min_devices": 3, "max_devices": 2}, "min_devices"), ({"allowed_sizes": [3]}, "allowed_sizes"),
+        ({"min_devices": 5, "max_devices": 7}, "allowed_sizes"), ({"held": True}, "held"),
+    ],
+)  # fmt: skip
+async def test_bad_changes_change_nothing(control: Control, body: dict[str, Any], param: str | None):
+    job_id = await control.job(hyperparameters={"batch_size": 8})
+    before = jobs.get(control.db, job_id)
+    error = (await ask(control, "PATCH", f"/jobs/{job_id}", 400, json=body))["error"]
+    assert error["param"] == param and jobs.get(control.db, job_id) == before and actions(control) == []
+
+
+async def test_only_admins_change_the_queue(control: Control):
+    job_id = await control.job()
+    for method, path in (("GET", "/queue"), ("PATCH", f"/jobs/{job_id}"), ("POST", f"/jobs/{job_id}/hold")):
+        answer = await control.http.request(method, f"/admin/v1{path}", headers=SCOPES, json={"priority": 9})
+        assert answer.status_code == 403
+
+
+async def test_bounds_for_the_planner_never_contradict_each_other(control: Control):
+    job_id = await control.job(hyperparameters={"batch_size": 8})
+    row = jobs.get(control.db, job_id)
+    assert job_devices.bounds(row, 4) == (1, 8, (1, 2, 4, 8)), "it waits for the devices it may have one day"
+    jobs.update(control.db, job_id, min_devices=5, max_devices=6)
+    assert job_devices.bounds(jobs.get(control.db, job_id), 4) == (1, 8, (1, 2, 4, 8))
+    jobs.update(control.db, job_id, allowed_sizes=None, min_devices=16, max_devices=None)
+    assert job_devices.bounds(jobs.get(control.db, job_id), 4) == (16, 16, ())
