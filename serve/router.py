@@ -9,7 +9,7 @@ follows "Consistent Hashing with Bounded Loads" (Mirrokni et al. 2016).
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 OPEN, DRAINING = "open", "draining"
@@ -99,8 +99,12 @@ class Router:
         self._states = states
         self.loads = {key: load for key, load in self.loads.items() if key in states or load.inflight}
 
-    def choose(self, name: str, tokens: int, stream: bool, prefix: bytes, now_s: float) -> Choice | None:
-        """Place a request, or None when no replica of the model can take it now. Raises KeyError: unknown model."""
+    def choose(
+        self, name: str, tokens: int, stream: bool, prefix: Callable[[], bytes], now_s: float
+    ) -> Choice | None:
+        """Place a request, or None when no replica of the model can take it now. Raises KeyError: unknown model.
+
+        prefix: gives the beginning of the prompt; asked only where there is a choice."""
         best: Replica | None = None
         best_load: Load | None = None
         usable: list[tuple[Replica, Load]] = []
@@ -116,7 +120,8 @@ class Router:
         if best is None or best_load is None:
             return None
         if len(usable) > 1:
-            preferred, preferred_load = max(usable, key=lambda pair: _score(pair[0].id, prefix))
+            text = prefix()
+            preferred, preferred_load = max(usable, key=lambda pair: _score(pair[0].id, text))
             if preferred_load.tokens <= best_load.tokens * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS:
                 best, best_load = preferred, preferred_load
         best_load.inflight += 1

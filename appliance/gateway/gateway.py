@@ -59,6 +59,7 @@ class Gateway:
         self.access_log = AccessLog(config.log_path if config.access_log else None)
         self.keys: dict[str, Principal] = {}
         self.generation = -1
+        self.tables_applied = 0
         self.stopping = False
         self.started_s = time.time()
         self._buffered_bytes = 0
@@ -128,6 +129,7 @@ class Gateway:
         revoked = self.keys.keys() - table.keys.keys()
         gone = {self.keys[digest].id for digest in revoked} - {owner.id for owner in table.keys.values()}
         self.keys = dict(table.keys)
+        self.tables_applied += 1
         known = {f.name: type(getattr(self.config.limits, f.name)) for f in dataclasses.fields(Limits)}
         changed = {name: known[name](value) for name, value in table.limits.items() if name in known}
         limits = dataclasses.replace(self.config.limits, **changed)

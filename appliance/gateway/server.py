@@ -17,6 +17,7 @@ import httptools
 
 from . import errors, wire
 from .errors import ApiError
+from .repeated_head import RepeatedHead, repeated_head
 from .routes import Kind, resolve
 from .wire import Request
 
@@ -30,6 +31,8 @@ _ONCE = frozenset({b"host", b"content-length", b"transfer-encoding", b"authoriza
 # Body of a refused request that is read to its end, to keep the connection; a larger one costs the connection.
 _DISCARD_BYTES = 256 * 1024
 _LINGER_S = 2.0
+# A connection whose heads differ so often in a row does without remembering them.
+_DIFFERING_HEADS = 4
 _LINGER_BYTES = 4 * 1024 * 1024
 
 
@@ -75,6 +78,10 @@ class ClientConnection(asyncio.Protocol):
         "_read_paused",
         "_window_start_s",
         "_window_bytes",
+        "_between",
+        "_fed",
+        "_repeat",
+        "_differing",
     )
 
     def __init__(self, gateway: Gateway) -> None:
@@ -100,6 +107,10 @@ class ClientConnection(asyncio.Protocol):
         self._read_paused = False
         self._window_start_s = 0.0
         self._window_bytes = 0
+        self._between = True
+        self._fed: bytes | None = None
+        self._repeat: RepeatedHead | None = None
+        self._differing = 0
 
     # -- asyncio.Protocol
 
@@ -120,6 +131,13 @@ class ClientConnection(asyncio.Protocol):
             if self._linger_bytes > _LINGER_BYTES:
                 self.abort()
             return
+        between, self._between = self._between, False
+        if between and self._differing < _DIFFERING_HEADS:
+            if self._repeat is not None and self._repeated(self._repeat, data):
+                return
+            self._fed = data
+        else:
+            self._fed = None
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -140,6 +158,29 @@ class ClientConnection(asyncio.Protocol):
                 self._unparsed_head += len(data)
                 if self._unparsed_head > self.gateway.limits.head_bytes + len(data):
                     self._refuse(errors.protocol_error("The request head is too large.", 431))
+
+    def _repeated(self, repeat: RepeatedHead, data: bytes) -> bool:
+        """Begin a request whose head is known. False: the parser must look at these bytes."""
+        gateway = self.gateway
+        # With a new table its key may be revoked, or may do something else.
+        if self.active is not None or gateway.stopping or repeat.table != gateway.tables_applied:
+            return False
+        body = repeat.body_of(data)
+        if body is None:
+            self._differing += 1
+            return False
+        if len(body) > gateway.limits.inference_body_bytes:
+            return False
+        request = repeat.again(body)
+        try:
+            gateway.take_body(request, len(body))
+        except ApiError:
+            return False
+        self._differing = 0
+        self._between = True
+        request.request_id = gateway.new_request_id()
+        self._begin(request)
+        return True
 
     def eof_received(self) -> bool:
         # Half-closed clients are treated as gone: waiting would keep an engine busy for nobody.
@@ -183,6 +224,7 @@ class ClientConnection(asyncio.Protocol):
         if self.gateway.stopping:
             raise errors.unavailable("The server is shutting down.", "shutting_down", 2)
         self._head_started = True
+        self._between = False
         self._url = b""
         self._headers = {}
         self._header_count = self._head_bytes = self._unparsed_head = 0
@@ -297,9 +339,11 @@ class ClientConnection(asyncio.Protocol):
         if request is None:
             return
         self._parsing = None
-        self._in_head = True
+        self._in_head = self._between = True
         self._unparsed_head = 0
         request.complete = True
+        if self._fed is not None:
+            self._repeat = repeated_head(self._fed, request, self.gateway.tables_applied)
         if request is self.active_request:
             if self.active is not None:
                 self.active.body_end()

@@ -17,6 +17,7 @@ import httptools
 CONNECT_TIMEOUT_S = 5.0
 FULL_BACKLOG_RETRY_S = 0.01
 RESPONSE_HEAD_BYTES = 64 * 1024
+_OK = b"HTTP/1.1 200 OK\r\n"
 
 
 class Owner(Protocol):
@@ -118,6 +119,8 @@ class UpstreamConnection(asyncio.Protocol):
             return
         self.answered = True
         if not self._head_done:
+            if not self._head_bytes and data.startswith(_OK) and self._whole(owner, data):
+                return
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -147,6 +150,32 @@ class UpstreamConnection(asyncio.Protocol):
         elif self.transport is not None:
             self.transport.close()
         owner.upstream_data(self, body, True)
+
+    def _whole(self, owner: Owner, data: bytes) -> bool:
+        """Take a complete plain answer that came in one piece. False: the parser must look at these bytes.
+
+        Most answers of engines are like that, and an engine is no stranger whose framing needs a parser's distrust.
+        """
+        end = data.find(b"\r\n\r\n")
+        headers: dict[bytes, bytes] = {}
+        for line in data[len(_OK) : end].split(b"\r\n"):
+            name, colon, value = line.partition(b": ")
+            if not colon:
+                return False
+            headers[name.lower()] = value
+        length = headers.get(b"content-length", b"")
+        if end < 0 or not length.isdigit() or int(length) != len(data) - end - 4 or b"transfer-encoding" in headers:
+            return False
+        self.status, self.headers = 200, headers
+        self.owner = None
+        self.resume_reading()
+        if b"connection" in headers:
+            if self.transport is not None:
+                self.transport.close()
+        else:
+            self._pool.put(self)
+        owner.upstream_data(self, data[end + 4 :], True)
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 
+import httpx
 import openai
 import pytest
 import transformers
@@ -279,15 +280,28 @@ def test_pause_resume_and_cancel(box, starter, unbroken):
     box.run("mode", "set", "auto", "--wait")
 
 
-def test_a_killed_engine_comes_back(box, starter):
+def test_a_killed_engine_comes_back_and_its_greedy_stream_never_broke(box, starter):
     client = box.client()
-    client.chat.completions.create(model=starter, messages=APPLES, max_tokens=2)
+    greedy = {"model": starter, "messages": APPLES, "temperature": 0, "max_tokens": 120, "stream": True}
+    greedy |= {"extra_body": {"ignore_eos": True}, "stream_options": {"include_usage": True}}
+    unbroken = list(client.chat.completions.create(**greedy))
     replica = next(r["id"] for r in box.admin("status")["replicas"] if r["model"] == starter and r["state"] == "open")
+    stream = client.chat.completions.create(**greedy)
+    broken = [next(stream) for _ in range(5)]
     for pid in box.pids_logging_to(f"engine-{replica}.log"):
         os.kill(pid, signal.SIGKILL)
+    broken += stream
+    assert text_of(broken) == text_of(unbroken) and broken[-1].usage == unbroken[-1].usage
+    assert len({chunk.id for chunk in broken}) == 1
+    metrics = httpx.get(f"http://127.0.0.1:{box.port}/metrics", headers={"Authorization": f"Bearer {box.key}"}).text
+    assert 'appliance_gateway_events_total{event="continued"} 1' in metrics
     answer = client.chat.completions.create(model=starter, messages=APPLES, max_tokens=4)
     assert answer.usage.completion_tokens == 4
     assert replica not in {r["id"] for r in box.admin("status")["replicas"] if r["state"] == "open"}
+
+
+def text_of(chunks) -> str:
+    return "".join(choice.delta.content or "" for chunk in chunks for choice in chunk.choices)
 
 
 def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_box(box, starter, unbroken):

@@ -152,7 +152,9 @@ async def test_engine_errors_are_rewritten(box: Box) -> None:
             response = await box.ask("POST", "/v1/chat/completions", chat(stream=stream))
             assert (response.status, response.error["param"], response.error["code"]) == (expected, param, code)
             assert response.headers["x-request-id"].startswith("req_")
-    assert box.gateway.router.choose("m", 1, False, b"", 0.0) is not None, "one client's 500s must not block a replica"
+    assert box.gateway.router.choose("m", 1, False, lambda: b"", 0.0) is not None, (
+        "one client's 500s must not block a replica"
+    )
 
 
 async def test_upstream_retry_after_is_capped(box: Box) -> None:

@@ -188,7 +188,7 @@ def test_prefix_is_that_of_the_conversation_not_of_its_length() -> None:
     longer = [*start, {"role": "assistant", "content": "a"}, {"role": "user", "content": "more"}]
     other = [start[0], {"role": "user", "content": "something else"}]
     one, two, three = (
-        check_body(CHAT, orjson.dumps({"model": "m", "messages": m}), LIMITS).prefix for m in (start, longer, other)
+        check_body(CHAT, orjson.dumps({"model": "m", "messages": m}), LIMITS).prefix() for m in (start, longer, other)
     )
     assert one == two != three
 

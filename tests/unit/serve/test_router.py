@@ -22,20 +22,20 @@ def _router(*models: Model, max_inflight: int = 100) -> Router:
 
 def test_draining_suspect_and_full_replicas_get_nothing() -> None:
     router = _router(_model(a="open", b="draining"), max_inflight=2)
-    first = router.choose("m", 1, True, b"0", 0.0)
-    second = router.choose("m", 1, False, b"0", 0.0)
+    first = router.choose("m", 1, True, lambda: b"0", 0.0)
+    second = router.choose("m", 1, False, lambda: b"0", 0.0)
     assert first is not None and second is not None and {first.replica.id, second.replica.id} == {"a"}
-    assert router.choose("m", 1, False, b"0", 0.0) is None
+    assert router.choose("m", 1, False, lambda: b"0", 0.0) is None
     router.end(first)
     router.fail(second, 10.0)
-    assert router.choose("m", 1, False, b"0", 10.1) is None
+    assert router.choose("m", 1, False, lambda: b"0", 10.1) is None
     assert router.suspects("m", 10.1) == pytest.approx(10.25)
-    assert router.choose("m", 1, False, b"0", 10.3) is not None
+    assert router.choose("m", 1, False, lambda: b"0", 10.3) is not None
 
 
 def test_unknown_model_is_a_key_error() -> None:
     with pytest.raises(KeyError):
-        _router().choose("m", 1, False, b"0", 0.0)
+        _router().choose("m", 1, False, lambda: b"0", 0.0)
 
 
 def test_failures_back_off_and_success_or_a_changed_row_forgives() -> None:
@@ -43,7 +43,7 @@ def test_failures_back_off_and_success_or_a_changed_row_forgives() -> None:
     waits = []
     now = 0.0
     for _ in range(8):
-        choice = router.choose("m", 1, False, b"0", now)
+        choice = router.choose("m", 1, False, lambda: b"0", now)
         assert choice is not None
         router.fail(choice, now)
         router.end(choice)
@@ -59,13 +59,13 @@ def test_failures_back_off_and_success_or_a_changed_row_forgives() -> None:
 
 def test_zero_of_a_draining_or_removed_replica_is_told() -> None:
     router = _router(_model(a="open"))
-    one, two = (router.choose("m", 1, False, b"0", 0.0) for _ in range(2))
+    one, two = (router.choose("m", 1, False, lambda: b"0", 0.0) for _ in range(2))
     assert one is not None and two is not None
     router.apply([_model(a="draining")])
     assert router.end(one) is False
     assert router.end(two) is True
     router.apply([_model(a="open")])
-    three = router.choose("m", 1, False, b"0", 0.0)
+    three = router.choose("m", 1, False, lambda: b"0", 0.0)
     assert three is not None
     router.apply([])
     assert router.report() == {"a": {"inflight": 1, "streams": 0, "waiting_tokens": 1}}
@@ -83,11 +83,11 @@ def test_replica_shared_by_models_counts_once_and_drains_only_when_all_rows_do()
 
 def test_affinity_yields_to_clear_imbalance() -> None:
     router = _router(_model(a="open", b="open"))
-    home = router.choose("m", 100, False, b"42", 0.0)
+    home = router.choose("m", 100, False, lambda: b"42", 0.0)
     assert home is not None
-    same = router.choose("m", AFFINITY_SLACK_TOKENS, False, b"42", 0.0)
+    same = router.choose("m", AFFINITY_SLACK_TOKENS, False, lambda: b"42", 0.0)
     assert same is not None and same.replica.id == home.replica.id
-    away = router.choose("m", 100, False, b"42", 0.0)
+    away = router.choose("m", 100, False, lambda: b"42", 0.0)
     assert away is not None and away.replica.id != home.replica.id
 
 
@@ -98,7 +98,7 @@ def test_load_balances_and_returns_to_zero(requests: list[tuple[int, int, bool]]
     placed: list[Choice] = []
     for prefix, tokens, stream in requests:
         before = [load.tokens for load in router.loads.values()]
-        choice = router.choose("m", tokens, stream, b"%d" % prefix, 0.0)
+        choice = router.choose("m", tokens, stream, lambda prefix=prefix: b"%d" % prefix, 0.0)
         assert choice is not None
         # Whoever was chosen stood within the bound of the least loaded before this request.
         assert choice.load.tokens - tokens <= min(before) * AFFINITY_FACTOR + AFFINITY_SLACK_TOKENS
