@@ -1,13 +1,20 @@
-"""`appliance gpu`: which devices there are and who holds them."""
+"""`appliance gpu`: which devices there are, who holds them, and taking one out of use."""
 
 from __future__ import annotations
 
-from typing import Any
+import time
+from typing import Annotated, Any
+
+import typer
 
 from appliance.cli import formats, output
 from appliance.cli.command import EVERY, WATCH, Session, examples, for_box, group
+from appliance.cli.errors import WaitTimedOut
+from appliance.cli.operations import TIMEOUT, Patience
 
 app = group("Devices: GPUs, or logical CPU devices where there is none.")
+DEVICE = Annotated[str, typer.Argument(metavar="DEVICE", help="As `gpu list` names it, e.g. n0/3.")]
+_LOOK_EVERY_S = 0.5
 
 
 @app.command("list", epilog=examples("appliance gpu list", "appliance gpu list --watch", "appliance gpu list -o json"))
@@ -17,17 +24,72 @@ def list_devices(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> 
     session.follow(lambda: session.client.get("/admin/v1/devices"), _table, watch, every)
 
 
+@app.command(
+    epilog=examples(
+        'appliance gpu drain n0/3 --reason "row remap pending"',
+        "appliance gpu drain n0/3 --no-wait",
+    )
+)
+@for_box
+def drain(
+    session: Session,
+    device: DEVICE,
+    reason: Annotated[str, typer.Option("--reason", help="Shown in `gpu list` and in the audit log.")] = "",
+    wait: Annotated[bool, typer.Option("--wait/--no-wait", help="Return when nobody holds it any more.")] = True,
+    timeout: TIMEOUT = None,
+) -> None:
+    """Take a device out of use: its engine or job moves elsewhere without losing a request or a step.
+
+    Drained devices stay so over restarts. Waiting may be interrupted: the box goes on. Exit code 124 if it takes
+    longer than --timeout.
+    """
+    answer = session.client.post(f"/admin/v1/devices/{device}/drain", {"reason": reason})
+    if wait:
+        answer = _until_free(session, device, answer, timeout)
+    session.show(answer, _state)
+
+
+@app.command(epilog=examples("appliance gpu undrain n0/3"))
+@for_box
+def undrain(session: Session, device: DEVICE) -> None:
+    """Put a device back into use, whether a person or the box itself took it out."""
+    session.show(session.client.post(f"/admin/v1/devices/{device}/undrain"), _state)
+
+
 def holder(device: dict[str, Any]) -> str:
     held = device.get("holder")
     return f"{held['kind']} {held['id']}" if held else "-"
 
 
+def _until_free(session: Session, device_id: str, device: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    patience = Patience()
+    with output.progress(f"draining {device_id}") as meter:
+        while device["holder"] is not None and device["drain"] is not None:
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                raise WaitTimedOut(
+                    f"{device_id} is drained, but {holder(device)} has not left it within {timeout_s:g} s; the box "
+                    "goes on, `appliance gpu list` shows when it is free"
+                )
+            meter.update(f"draining {device_id}: {holder(device)} is leaving")
+            time.sleep(_LOOK_EVERY_S)
+            answer = patience.get(session, "/admin/v1/devices")
+            device = next((d for d in answer["data"] if d["id"] == device_id), device) if answer else device
+    return device
+
+
+def _state(device: dict[str, Any]) -> str:
+    health = device["health"] + (f" ({device['health_reason']})" if device.get("health_reason") else "")
+    return f"{device['id']}: {health}, held by {'nobody' if device['holder'] is None else holder(device)}"
+
+
 def _table(answer: dict[str, Any]) -> Any:
     return output.table(
-        ("DEVICE", "KIND", "NAME", ">MEMORY", "HEALTH", "HOLDER"),
+        ("DEVICE", "KIND", "NAME", ">MEMORY", "HEALTH", "HOLDER", "REASON"),
         (
-            (d["id"], d["kind"], d["name"], formats.size(d["memory_bytes"]), d["health"], holder(d))
+            (d["id"], d["kind"], d["name"], formats.size(d["memory_bytes"]), d["health"], holder(d),
+             d.get("health_reason") or "")
             for d in answer["data"]
         ),
         empty="no devices",
-    )
+    )  # fmt: skip

@@ -10,9 +10,12 @@ import typer
 from appliance.cli import formats, output, paths
 from appliance.cli.command import EVERY, WATCH, Session, examples, for_box, group
 from appliance.cli.complete import models as complete_models
+from appliance.cli.model_deploy import EPILOG as DEPLOY_EPILOG
+from appliance.cli.model_deploy import deploy
 from appliance.cli.operations import TIMEOUT, WAIT, finish
 
 app = group("Models: base models, fine-tuned ones, and their versions.")
+app.command("deploy", epilog=DEPLOY_EPILOG)(for_box(deploy))
 MODEL = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)]
 
 

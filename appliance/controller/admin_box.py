@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
-from appliance.controller import admin_views
+from appliance.controller import admin_views, cordons
 from appliance.controller.context import ControllerContext
 from appliance.controller.jobs import known_job
 from appliance.controller.mode import mode_in_force
@@ -33,17 +33,13 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return {
             "box": {**context.box, "started_s": context.started_s},
             "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
-            "devices": now["devices"],
+            "devices": [cordons.shown(db, dict(device)) for device in now["devices"]],
             "replicas": now["replicas"],
             "jobs": [admin_views.job(row) for row in jobs.list_unfinished(db)],
             "memory": now["memory"],
             "handover": handover_view(now["handover"]),
             "notes": now["notes"],
         }
-
-    @router.get("/devices")
-    async def devices() -> dict[str, Any]:
-        return {"object": "list", "data": context.scheduler.status()["devices"]}
 
     @router.get("/handovers")
     async def list_handovers(limit: RecentLimit = 20) -> dict[str, Any]:

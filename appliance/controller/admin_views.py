@@ -6,9 +6,9 @@ from typing import Any
 
 from appliance.controller.ports import SchedulerStatus
 from appliance.controller.views import job_phase, job_status
-from appliance.store import handovers, models
+from appliance.store import deployments, handovers, models
 from appliance.store.database import Database
-from appliance.store.rows import AuditRow, HandoverRow, JobRow, KeyRow, ModelRow
+from appliance.store.rows import AuditRow, DeploymentRow, HandoverRow, JobRow, KeyRow, ModelRow
 
 _AWAKE = ("starting", "ready", "open", "draining", "waking")
 
@@ -39,11 +39,20 @@ def model(db: Database, row: ModelRow, status: SchedulerStatus) -> dict[str, Any
         "base": row.base, "active_version": row.active_version, "max_model_len": row.max_model_len,
         "source": row.source, "job_id": row.job_id, "created_s": row.created_s, "info": row.info,
         "state": model_state(row.id, status),
+        "deployment": deployment(found) if (found := deployments.find(db, row.id)) else None,
         "versions": [
             {"version": v.version, "created_s": v.created_s, "bytes": v.bytes, "source": v.source,
              "in_memory": v.shm_path is not None, "on_disk": v.disk_path is not None}
             for v in models.list_versions(db, row.id)
         ],
+    }  # fmt: skip
+
+
+def deployment(row: DeploymentRow) -> dict[str, Any]:
+    return {
+        "model": row.model, "min_replicas": row.min_replicas, "max_replicas": row.max_replicas,
+        "tensor_parallel": row.tensor_parallel, "ttft_p95_s": row.ttft_p95_s, "tpot_p95_ms": row.tpot_p95_ms,
+        "idle_sleep_s": row.idle_sleep_s, "pinned": bool(row.pinned), "failed_reason": row.failed_reason or None,
     }  # fmt: skip
 
 

@@ -12,6 +12,8 @@ from starlette.middleware import Middleware
 
 from appliance.controller import (
     admin_box,
+    admin_deployments,
+    admin_devices,
     admin_keys,
     admin_mode,
     admin_models,
@@ -70,6 +72,8 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_box.routes(context, admin)
     admin_mode.routes(context, admin)
     admin_queue.routes(context, admin)
+    admin_devices.routes(context, admin)
+    admin_deployments.routes(context, admin)
     admin_keys.routes(context, admin)
     admin_models.routes(context, admin, running)
     for router in (files.routes(context), jobs.routes(context, validation), permissions.routes(context),

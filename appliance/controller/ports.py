@@ -81,6 +81,9 @@ class SchedulerPort(Protocol):
         """The mode was just written to the store; returns once it is planned for: the id of the hand-over that
         brings it about, or None when nothing has to move."""
 
+    def forgive(self, model: str) -> None:
+        """Try a model again that was given up on."""
+
     def explain(self, policy: Policy | None) -> dict[str, Any]:
         """What would be done under this policy (None: the one that holds), and why; see `scheduler.explain`. Nothing
         is done."""

@@ -51,6 +51,9 @@ class LoopPort:
         if by:
             self._asked.note(generation, by, reason)
 
+    def forgive(self, model: str) -> None:
+        self._loop.forgive(model)
+
     def explain(self, policy: Policy | None) -> dict[str, Any]:
         return self._loop.explain(policy)
 

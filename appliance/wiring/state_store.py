@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from appliance.controller import job_devices
+from appliance.controller.cordons import CORDONED
 from appliance.controller.job_events import JobEvents
 from appliance.controller.mode import policy_of, read_mode, tidal_windows
 from appliance.store import box, deployments, job_records, jobs, models
@@ -15,7 +16,6 @@ from scheduler.ports import Outcome
 from scheduler.workload import Demand, DeploymentView, JobView, Workload
 from serve.config import EngineConfig
 
-CORDONED = "cordoned_devices"
 CHECKPOINT_IDLE_S = 300.0
 
 

@@ -26,6 +26,7 @@ class SimulatedScheduler:
         self._db = db
         self.nudges: list[str] = []
         self.withdrawn: list[str] = []
+        self.forgiven: list[str] = []
         self.converged: list[str] = []
         self.swap_error: str | None = None
         self.hang = False
@@ -39,6 +40,9 @@ class SimulatedScheduler:
 
     def nudge(self, reason: str, by: str = "") -> None:
         self.nudges.append(reason)
+
+    def forgive(self, model: str) -> None:
+        self.forgiven.append(model)
 
     def explain(self, policy: Policy | None) -> dict[str, Any]:
         """An idle box with nothing to move."""

@@ -35,11 +35,11 @@ def make_job(box: ControlledBox, tmp_path, *options: str) -> str:
 
 def test_gpu_list(box):
     rows = lines(box.run("gpu", "list").stdout)
-    assert rows[0] == ["DEVICE", "KIND", "NAME", "MEMORY", "HEALTH", "HOLDER"]
+    assert rows[0] == ["DEVICE", "KIND", "NAME", "MEMORY", "HEALTH", "HOLDER", "REASON"]
     assert rows[1] == ["n0/0", "cpu", "simulated", "1.1", "GB", "ok", "-"]
     assert len(rows) == 9
     data = box.json("gpu", "list")["data"]
-    assert set(data[0]) == {"id", "node", "index", "kind", "name", "memory_bytes", "health", "holder"}
+    assert set(data[0]) == {"id", "node", "index", "kind", "name", "memory_bytes", "health", "holder", "drain"}
 
 
 def test_a_holder_is_named(box):

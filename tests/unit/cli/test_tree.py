@@ -22,6 +22,12 @@ FROZEN = {
         "--scale", "--seed", "--slo-tpot", "--slo-ttft", "--static", "--trace", "--train",
     ],
     "gpu list": [*BOX, "--every", "--watch"],
+    "gpu drain": [*BOX, "--reason", "--timeout", "--wait", "DEVICE"],
+    "gpu undrain": [*BOX, "DEVICE"],
+    "model deploy": [
+        *BOX, "--idle-sleep-s", "--max-replicas", "--min-replicas", "--pin", "--tensor-parallel", "--tpot-p95-ms",
+        "--ttft-p95-s", "MODEL",
+    ],
     "mode show": [*BOX, "--every", "--watch"],
     "mode set": [*BOX, "--floor", "--timeout", "--train", "--wait", "POLICY"],
     "mode plan": [*BOX, "--dry-run", "--floor", "--train", "POLICY"],

@@ -6,10 +6,11 @@ import pytest
 
 from appliance.controller.mode import write_mode
 from appliance.controller.ports import Mode
-from appliance.store import box, job_records, jobs, models
-from appliance.store.rows import CheckpointRow, VersionRow
+from appliance.store import box, deployments, job_records, jobs, models, windows
+from appliance.store.rows import CheckpointRow, VersionRow, WindowRow
 from appliance.wiring.state_store import CORDONED, SqliteStateStore
-from scheduler.workload import Demand
+from scheduler.tidal import Window
+from scheduler.workload import Demand, Policy
 from serve.config import EngineConfig
 
 PUBLISHED = {"event": "published", "version": "step-5", "step": 5, "path": "/p", "bytes": 9, "seconds": 0.1, "epoch": 1}
@@ -111,3 +112,25 @@ def test_a_version_that_was_given_up_on_is_left_alone_and_a_new_one_tried(states
     models.activate(db, "starter", "v1")
     states.after_restart()
     assert states.load().deployments[0].failed_reason == ""
+
+
+def test_what_people_say_of_jobs_models_and_hours_reaches_the_planner(states, add_model, add_job, db):
+    add_model()
+    deployments.update(db, "starter", max_replicas=1, min_replicas=1, ttft_p95_s=1.5, pinned=1)
+    add_job(asked_sizes=[2], allowed_sizes=[2], deadline_s=9.0, preemptible=0, held=1, owner="alice", priority=3)
+    write_mode(db, Mode("train", serving_floor=2), now_s=50.0)
+    windows.insert(db, WindowRow("win_1", "0 22 * * *", "UTC", "split", 1.0, None, 3600.0, 6))
+    load = states.load()
+    (model,) = load.deployments
+    assert (model.max_replicas, model.min_replicas, model.ttft_target_s, model.pinned) == (1, 1, 1.5, True)
+    (job,) = load.jobs
+    assert (job.sizes, job.deadline_s, job.preemptible, job.held, job.owner) == ((2,), 9.0, False, True, "alice")
+    assert (load.policy, load.policy_since_s) == (Policy("train", None, 2), 50.0)
+    assert load.windows == (Window("0 22 * * *", Policy("split", 6, 1), "UTC", None, 3600.0, "win_1"),)
+
+
+def test_the_work_a_job_has_left_is_remembered_while_it_waits(states, add_job, db):
+    add_job(phase="running", devices=["n0/0", "n0/1"], eta_s=30.0)
+    assert states.load().jobs[0].remaining_device_s == 60.0
+    states.job_waiting("ftjob-1", "serving needs the devices", suspended=True)
+    assert states.load().jobs[0].remaining_device_s == 60.0

@@ -1,0 +1,78 @@
+"""`appliance model deploy`: how a model is to be served."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import formats, output, paths
+from appliance.cli.command import Session, examples
+from appliance.cli.complete import models as complete_models
+from appliance.cli.errors import BadUsage
+
+EPILOG = examples(
+    "appliance model deploy starter --min-replicas 1 --max-replicas 4",
+    "appliance model deploy llama-70b --tensor-parallel 4 --ttft-p95-s 2 --tpot-p95-ms 100",
+    "appliance model deploy starter --pin               a replica of it is never given to training",
+    "appliance model deploy starter --idle-sleep-s none --max-replicas none",
+    "appliance model deploy starter                     shows how it is served",
+)
+_NULLABLE = ("max_replicas", "ttft_p95_s", "tpot_p95_ms", "idle_sleep_s")
+
+
+def deploy(
+    session: Session,
+    model: Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)],
+    min_replicas: Annotated[int | None, typer.Option("--min-replicas", metavar="N", min=0)] = None,
+    max_replicas: Annotated[
+        str | None, typer.Option("--max-replicas", metavar="N|none", help="none: [serve] max_replicas.")
+    ] = None,
+    tensor_parallel: Annotated[
+        int | None, typer.Option("--tensor-parallel", metavar="N", min=1, help="Devices of one replica.")
+    ] = None,
+    ttft_p95_s: Annotated[
+        str | None,
+        typer.Option("--ttft-p95-s", metavar="SECONDS|none", help="Target: time to first token, 95 of 100 requests."),
+    ] = None,
+    tpot_p95_ms: Annotated[
+        str | None, typer.Option("--tpot-p95-ms", metavar="MS|none", help="Target: time per further token.")
+    ] = None,
+    idle_sleep_s: Annotated[
+        str | None, typer.Option("--idle-sleep-s", metavar="SECONDS|none", help="Sleeps after this long unasked.")
+    ] = None,
+    pin: Annotated[
+        bool | None, typer.Option("--pin/--unpin", help="Its replicas come first and are never given to training.")
+    ] = None,
+) -> None:
+    """Change how a model is served; only what is given changes, and it takes effect at once."""
+    body: dict[str, Any] = {"min_replicas": min_replicas, "tensor_parallel": tensor_parallel, "pinned": pin}
+    body = {name: value for name, value in body.items() if value is not None}
+    for name, text in zip(_NULLABLE, (max_replicas, ttft_p95_s, tpot_p95_ms, idle_sleep_s), strict=True):
+        if text is not None:
+            body[name] = None if text == "none" else _number(name, text)
+    path = f"{paths.model(model)}/deployment"
+    answer = session.client.send("PATCH", path, body=body) if body else session.client.get(path)
+    session.show(answer, _deployment)
+
+
+def _number(name: str, text: str) -> float | int:
+    option = "--" + name.replace("_", "-")
+    try:
+        return int(text) if name == "max_replicas" else float(text)
+    except ValueError:
+        raise BadUsage(f"{option} is {text!r}; expected a number, or none") from None
+
+
+def _deployment(answer: dict[str, Any]) -> Any:
+    most = answer["max_replicas"]
+    return output.fields([
+        ("model", answer["model"]),
+        ("replicas", f"{answer['min_replicas']} to {'[serve] max_replicas' if most is None else most}"),
+        ("tensor parallel", answer["tensor_parallel"]),
+        ("TTFT p95", formats.duration(answer["ttft_p95_s"])),
+        ("TPOT p95", "-" if answer["tpot_p95_ms"] is None else f"{answer['tpot_p95_ms']:g} ms"),
+        ("sleeps after", formats.duration(answer["idle_sleep_s"])),
+        ("pinned", "yes" if answer["pinned"] else "no"),
+        ("given up", formats.or_dash(answer["failed_reason"])),
+    ])  # fmt: skip

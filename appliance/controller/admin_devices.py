@@ -1,0 +1,66 @@
+"""/admin/v1/devices: which there are, who holds them, and taking one out of use."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, StringConstraints
+
+from appliance.controller import cordons
+from appliance.controller.audit import name_of, record
+from appliance.controller.context import ControllerContext
+from appliance.controller.errors import NotFound, shown
+from appliance.controller.job_events import add_message
+from appliance.controller.principal import Caller
+from appliance.store import jobs
+
+
+class Drain(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    reason: Annotated[str, StringConstraints(max_length=512)] = ""
+
+
+def routes(context: ControllerContext, router: APIRouter) -> None:
+    """Add the routes to the admin router."""
+    db = context.db
+
+    def known(device_id: str) -> dict[str, Any]:
+        for device in context.scheduler.status()["devices"]:
+            if device["id"] == device_id:
+                return cordons.shown(db, dict(device))
+        raise NotFound(f"The box has no device {shown(device_id)}; GET /admin/v1/devices lists them.",
+                       param="device_id", code="device_not_found")  # fmt: skip
+
+    @router.get("/devices")
+    async def devices() -> dict[str, Any]:
+        status = context.scheduler.status()
+        return {"object": "list", "data": [cordons.shown(db, dict(device)) for device in status["devices"]]}
+
+    @router.post("/devices/{device_id:path}/drain")
+    async def drain(device_id: str, caller: Caller, body: Drain | None = None) -> dict[str, Any]:
+        """Its holder moves elsewhere, and nobody gets it until `undrain`. Idempotent; GET /devices shows when it is
+        free."""
+        device, reason = known(device_id), body.reason if body else ""
+        by = name_of(context, caller)
+        with db.transaction():
+            fresh = cordons.drain(db, device_id, reason, by, time.time())
+            record(context, caller, "device.drain", device_id, reason=reason, holder=device["holder"])
+            holder = device["holder"]
+            if fresh and holder and holder["kind"] == "job" and jobs.find(db, holder["id"]):
+                told = f"Device {device_id} is drained by {by}{': ' + reason if reason else ''}; the job moves off it."
+                add_message(db, holder["id"], told, level="warn", data={"device": device_id, "reason": reason})
+        context.scheduler.nudge(f"drain of {device_id}", by)
+        return known(device_id)
+
+    @router.post("/devices/{device_id:path}/undrain")
+    async def undrain(device_id: str, caller: Caller) -> dict[str, Any]:
+        """Let it be used again. Idempotent."""
+        known(device_id)
+        with db.transaction():
+            cordons.undrain(db, device_id)
+            record(context, caller, "device.undrain", device_id)
+        context.scheduler.nudge(f"undrain of {device_id}", name_of(context, caller))
+        return known(device_id)

@@ -1,0 +1,47 @@
+"""Cordons: devices that their holders are to leave and that get no new ones, kept in the store until lifted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from appliance.store import box
+from appliance.store.database import Database
+
+CORDONED = "cordoned_devices"
+DRAINS = "drained_devices"
+FAILING = "cordon_reasons"
+
+
+def drain(db: Database, device_id: str, reason: str, by: str, now_s: float) -> bool:
+    """Ask the device's holder to leave. False when it was asked already; a new reason replaces the old one."""
+    with db.transaction():
+        drains, cordoned = box.get(db, DRAINS, {}), box.get(db, CORDONED, [])
+        fresh = device_id not in cordoned
+        since_s = drains.get(device_id, {}).get("since_s", now_s)
+        box.put(db, DRAINS, {**drains, device_id: {"reason": reason, "by": by, "since_s": since_s}})
+        box.put(db, CORDONED, sorted({*cordoned, device_id}))
+        return fresh
+
+
+def undrain(db: Database, device_id: str) -> bool:
+    """Let it be used again, whoever cordoned it. False when it was not cordoned."""
+    with db.transaction():
+        drains, cordoned = box.get(db, DRAINS, {}), box.get(db, CORDONED, [])
+        drains.pop(device_id, None)
+        box.put(db, DRAINS, drains)
+        box.put(db, CORDONED, [d for d in cordoned if d != device_id])
+        return device_id in cordoned
+
+
+def shown(db: Database, device: dict[str, Any]) -> dict[str, Any]:
+    """A device with `drain`: {"reason", "by", "since_s"} or None, and its health as the store has it now."""
+    drained = box.get(db, DRAINS, {}).get(device["id"])
+    failing = box.get(db, FAILING, {}).get(device["id"])
+    cordoned = device["id"] in box.get(db, CORDONED, [])
+    if not cordoned:
+        return {**device, "drain": None}
+    health = "draining" if device["health"] == "ok" else device["health"]
+    told = failing
+    if drained:
+        told = f"drained by {drained['by']}" + (f": {drained['reason']}" if drained["reason"] else "")
+    return {**device, "health": health, "health_reason": told or device.get("health_reason", ""), "drain": drained}

@@ -1,0 +1,41 @@
+"""`appliance gpu drain|undrain` and `appliance model deploy`, from the real control app."""
+
+from __future__ import annotations
+
+import threading
+
+from tests.unit.cli.conftest import ControlledBox
+from tests.unit.cli.test_tables_and_json import lines
+
+
+def test_a_free_device_is_drained_shown_and_put_back(box: ControlledBox):
+    told = box.run("gpu", "drain", "n0/3", "--reason", "fan noise").stdout.strip()
+    assert told == "n0/3: draining (drained by box: fan noise), held by nobody"
+    assert lines(box.run("gpu", "list").stdout)[4][-6:] == ["-", "drained", "by", "box:", "fan", "noise"]
+    assert box.run("gpu", "undrain", "n0/3").stdout.strip() == "n0/3: ok, held by nobody"
+    assert box.run("gpu", "drain", "n0/99").exit_code == 3
+
+
+def test_draining_waits_until_the_holder_has_left(box: ControlledBox):
+    device = box.context.scheduler.devices[2]
+    device["holder"] = {"kind": "replica", "id": "r1-0"}
+    late = box.run("gpu", "drain", "n0/2", "--timeout", "0")
+    assert late.exit_code == 124 and "replica r1-0 has not left" in late.stderr
+    assert box.json("gpu", "drain", "n0/2", "--no-wait")["holder"]["id"] == "r1-0"
+    leaving = threading.Timer(0.2, lambda: device.update(holder=None))
+    leaving.start()
+    assert box.json("gpu", "drain", "n0/2")["holder"] is None
+    leaving.join()
+
+
+def test_a_deployment_is_changed_and_shown(box: ControlledBox):
+    made = box.json("model", "deploy", "starter", "--max-replicas", "3", "--ttft-p95-s", "1.5", "--pin")
+    assert set(made) == {
+        "model", "min_replicas", "max_replicas", "tensor_parallel", "ttft_p95_s", "tpot_p95_ms", "idle_sleep_s",
+        "pinned", "failed_reason",
+    }  # fmt: skip
+    assert (made["max_replicas"], made["ttft_p95_s"], made["pinned"]) == (3, 1.5, True)
+    assert box.json("model", "deploy", "starter", "--ttft-p95-s", "none", "--unpin")["ttft_p95_s"] is None
+    assert "0 to 3" in box.run("model", "deploy", "starter").stdout
+    assert box.run("model", "deploy", "starter", "--max-replicas", "many").exit_code == 2
+    assert box.run("model", "deploy", "nobody").exit_code == 3

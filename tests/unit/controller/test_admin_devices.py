@@ -1,0 +1,81 @@
+"""/admin/v1/devices: drain and undrain; /admin/v1/models/{name}/deployment: how a model is served."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from appliance.controller import cordons
+from appliance.store import box, deployments
+from tests.unit.controller.conftest import SCOPES, Control, insert_model
+from tests.unit.controller.test_admin import actions, ask
+
+
+async def test_a_device_is_drained_with_a_reason_and_put_back(control: Control):
+    job_id = await control.job()
+    control.scheduler.devices[3]["holder"] = {"kind": "job", "id": job_id}
+    for _ in range(2):
+        drained = await ask(control, "POST", "/devices/n0/3/drain", json={"reason": "row remap"})
+        assert (drained["health"], drained["health_reason"]) == ("draining", "drained by key_admin: row remap")
+        assert drained["drain"]["by"] == "key_admin" and drained["holder"]["id"] == job_id
+    assert box.get(control.db, cordons.CORDONED) == ["n0/3"]
+    told = [text for text in await control.messages(job_id) if "n0/3" in text]
+    assert told == ["Device n0/3 is drained by key_admin: row remap; the job moves off it."], "once, not every time"
+    listed = {d["id"]: d["health"] for d in (await ask(control, "GET", "/devices"))["data"]}
+    assert listed["n0/3"] == "draining" and listed["n0/2"] == "ok"
+    for _ in range(2):
+        back = await ask(control, "POST", "/devices/n0%2F3/undrain")
+        assert (back["health"], back["drain"]) == ("ok", None)
+    assert box.get(control.db, cordons.CORDONED) == []
+    assert [name for name, _, _ in actions(control)] == ["device.drain"] * 2 + ["device.undrain"] * 2
+    assert "drain of n0/3" in control.scheduler.nudges
+    error = (await ask(control, "POST", "/devices/n0/99/drain", 404))["error"]
+    assert error["code"] == "device_not_found"
+
+
+async def test_a_cordon_that_the_box_set_itself_shows_its_reason_and_is_lifted(control: Control):
+    box.put(control.db, cordons.CORDONED, ["n0/1"])
+    box.put(control.db, cordons.FAILING, {"n0/1": "Xid 79"})
+    device = (await ask(control, "GET", "/devices"))["data"][1]
+    assert (device["health"], device["health_reason"], device["drain"]) == ("draining", "Xid 79", None)
+    assert (await ask(control, "POST", "/devices/n0/1/undrain"))["health"] == "ok"
+
+
+async def test_draining_needs_the_admin_scope(control: Control):
+    answer = await control.http.post("/admin/v1/devices/n0/1/drain", headers=SCOPES)
+    assert answer.status_code == 403 and box.get(control.db, cordons.CORDONED) is None
+
+
+async def test_a_deployment_is_changed_field_by_field(control: Control):
+    assert (await ask(control, "GET", "/models/starter/deployment"))["max_replicas"] is None
+    made = await ask(control, "PATCH", "/models/starter/deployment", json={"min_replicas": 1, "max_replicas": 4})
+    assert (made["min_replicas"], made["max_replicas"], made["pinned"]) == (1, 4, False)
+    made = await ask(
+        control, "PATCH", "/models/starter/deployment",
+        json={"ttft_p95_s": 2, "tpot_p95_ms": 80.5, "idle_sleep_s": 600, "pinned": True, "tensor_parallel": 2},
+    )  # fmt: skip
+    assert (made["max_replicas"], made["ttft_p95_s"], made["tpot_p95_ms"]) == (4, 2, 80.5)
+    made = await ask(control, "PATCH", "/models/starter/deployment", json={"max_replicas": None, "ttft_p95_s": None})
+    assert (made["max_replicas"], made["ttft_p95_s"], made["idle_sleep_s"]) == (None, None, 600)
+    row = deployments.find(control.db, "starter")
+    assert row is not None and (row.pinned, row.tensor_parallel, row.max_replicas) == (1, 2, None)
+    assert (await ask(control, "GET", "/models/starter"))["deployment"] == made
+    assert actions(control) == [("model.deploy", "starter", "done")] * 3
+    assert control.scheduler.forgiven == ["starter"] * 3
+    insert_model(control.db, "team/model")
+    assert (await ask(control, "PATCH", "/models/team/model/deployment", json={"pinned": True}))["pinned"] is True
+    await ask(control, "PATCH", "/models/none/deployment", 404, json={"pinned": True})
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({"min_replicas": 2, "max_replicas": 1}, "max_replicas"), ({"pinned": True, "max_replicas": 0}, "max_replicas"),
+        ({"tensor_parallel": 16}, "tensor_parallel"), ({"tensor_parallel": 4, "min_replicas": 3}, "min_replicas"),
+        ({"pinned": None}, "pinned"), ({"ttft_p95_s": 0}, "ttft_p95_s"), ({"replicas": 1}, "replicas"),
+    ],
+)  # fmt: skip
+async def test_deployments_that_cannot_be_are_refused(control: Control, body: dict[str, Any], param: str):
+    error = (await ask(control, "PATCH", "/models/starter/deployment", 400, json=body))["error"]
+    assert error["param"] == param and deployments.find(control.db, "starter") is None and actions(control) == []
