@@ -41,7 +41,7 @@ DEVICES = 8
 AIM_S = 3.0
 MEMCPY_BYTES = 256 * 2**20
 POLL_S = 0.005
-ROWS = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}] * 64
+ROWS = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}]}] * 640
 
 
 def memcpy_rate(threads: int) -> float:
@@ -73,8 +73,8 @@ class Handed:
         (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
         job = box.ask(
             "job", "submit", "--model", MODEL, "--file", str(folder / "rows.jsonl"), "--full", "--zero-stage", "1",
-            "--epochs", "100000", "--batch-size", str(DEVICES), "--max-length", "16", "--min-devices", str(DEVICES),
-            "--set", "precision=fp32", "--set", "publish=end", "--set", "snapshot_every_s=0",
+            "--epochs", "50", "--batch-size", str(DEVICES), "--max-length", "32", "--min-devices", str(DEVICES),
+            "--set", "precision=fp32", "--set", "packing=false", "--set", "snapshot_every_s=0",
         )  # fmt: skip
         self.events = box.data_dir / "jobs" / job["id"] / "events.jsonl"
         self.job = job["id"]

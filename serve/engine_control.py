@@ -3,7 +3,7 @@
 The choreography of a swap, top to bottom:
 
     check       configuration, tokenizer and every tensor against the engine       (nothing touched yet)
-    stage       build the new weights beside the old ones, where memory allows     (requests go on)
+    stage       map the new version; where memory allows, build its weights beside the old ones (requests go on)
     canary      one forward pass, compared with the version's recorded fingerprint: over the staged weights in
                 slices between the engine's steps                                  (requests go on)
     pause       keep requests, clear the prefix cache: what it holds was computed with other weights
@@ -118,8 +118,8 @@ class EngineControl:
             plan, why = self._choose(how, facts)
             record = await asyncio.to_thread(self._record_of, version_path)
             proof = None
+            await self._stage(version_path, build=plan == "staged")
             if plan == "staged":
-                await self._stage(version_path)
                 proof = await self._ask_staged(record, version_path)
             staged_s = time.perf_counter()
             try:
@@ -241,9 +241,9 @@ class EngineControl:
         free = _available_bytes()
         return "staged" if free >= need else "in-place", f"{free} bytes free, {need} needed beside the serving weights"
 
-    async def _stage(self, path: str) -> None:
+    async def _stage(self, path: str, *, build: bool) -> None:
         try:
-            await self.llm.collective_rpc("shm_stage", args=(path,))
+            await self.llm.collective_rpc("shm_stage", args=(path, build))
             while not all(await self.llm.collective_rpc("shm_staged")):
                 await asyncio.sleep(STAGE_POLL_S)
         except BaseException:

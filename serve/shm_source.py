@@ -7,6 +7,7 @@ For a GPU the mapping is shared and page-locked once, so that copies run at the 
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import mmap
 import os
@@ -23,6 +24,7 @@ from weights.layout import Layout, Placed
 from weights.locks import DirectoryLock
 from weights.torch_views import torch_dtype
 
+_libc = ctypes.CDLL(None, use_errno=True)
 MADV_POPULATE_READ = 22  # linux/mman.h; not yet a constant of Python's mmap module
 
 
@@ -177,15 +179,16 @@ class _MappedFile:
 def _fault_in(mapping: mmap.mmap) -> None:
     """Make all pages present for reading, in one kernel call where there is one (Linux 5.14).
 
-    MAP_POPULATE would not do: on a private writable mapping it faults for writing and so copies every page.
+    MAP_POPULATE would not do: on a private writable mapping it faults for writing and so copies every page. Nor would
+    `mapping.madvise`, which holds the interpreter's lock meanwhile, and with it the engine's steps.
     """
-    try:
-        mapping.madvise(MADV_POPULATE_READ)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        for offset in range(0, len(mapping), mmap.PAGESIZE):
-            mapping[offset]
+    start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(len(mapping)), MADV_POPULATE_READ) == 0:
+        return
+    if ctypes.get_errno() != errno.EINVAL:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    for offset in range(0, len(mapping), mmap.PAGESIZE):
+        mapping[offset]
 
 
 def _page_lock(tensor: torch.Tensor) -> bool:

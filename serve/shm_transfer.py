@@ -56,15 +56,18 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 
 @dataclass
 class Staging:
-    """A version being built beside the serving one by a thread of low priority."""
+    """A version being made ready by a thread of low priority: mapped, and with `build` also built beside the serving
+    one with its canary about to be asked. `done` once all of it is."""
 
     path: str
-    source: VersionSource
+    build: bool
+    source: VersionSource | None = None
     thread: threading.Thread | None = None
     ready: list[Ready] | None = None
     canary: StagedCanary | None = None
     no_canary: str | None = None
     error: Exception | None = None
+    done: bool = False
     cancelled: bool = False
     seconds: float = 0.0
 
@@ -73,7 +76,8 @@ class Staging:
         if self.canary is not None:
             self.canary.close()
             self.canary = None
-        self.source.close()
+        if self.source is not None:
+            self.source.close()
 
 
 class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
@@ -121,11 +125,14 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         finally:
             source.close()
 
-    def stage(self, path: str) -> None:
-        """Begin to build `path` beside the serving weights. Poll `staged`; the next update to that path uses it."""
+    def stage(self, path: str, build: bool) -> None:
+        """Begin to make `path` ready in the background; poll `staged`. The next update to that path uses it.
+
+        Faulting its pages in, and on a GPU locking them, takes time by itself: it is done here also for a version
+        that is not built beside the serving one.
+        """
         self.drop_staged()
-        source = self._open(path)
-        staging = self._staging = Staging(path, source)
+        staging = self._staging = Staging(path, build)
         staging.thread = threading.Thread(target=self._stage, args=(staging,), name="stage", daemon=True)
         staging.thread.start()
 
@@ -137,7 +144,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         if staging.error is not None:
             self.drop_staged()
             raise staging.error
-        return staging.ready is not None
+        return staging.done
 
     def watch(self, runner: Any) -> None:
         """Take the next forward pass of the model runner as the canary's."""
@@ -154,7 +161,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         canary can be asked in a pause only. Raises what the forward pass raised.
         """
         staging = self._staging
-        if staging is None or staging.ready is None:
+        if staging is None or staging.ready is None or not staging.done:
             raise WrongState("no version is staged")
         if staging.canary is None:
             return {"refused": staging.no_canary}
@@ -182,13 +189,17 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         """Load the version at `update_info.path`. Raises VersionError with the model untouched, or any error of
         the load itself with `dirty` set."""
         staging = self._staging
-        if staging is not None and staging.path == update_info.path and staging.ready is not None:
+        mapped = staging is not None and staging.path == update_info.path and staging.done
+        if mapped and staging.build:
             self._flip(staging)
             return
-        self.drop_staged()
         reason = self.layerwise_reason or ("asked for" if update_info.layerwise else None)
         started_s = time.perf_counter()
-        source = self._open(update_info.path)
+        if mapped:
+            source, staging.source = staging.source, None
+        else:
+            source = self._open(update_info.path)
+        self.drop_staged()
         mapped_s = time.perf_counter()
         try:
             self.dirty = True
@@ -237,21 +248,24 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def _stage(self, staging: Staging) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STAGING_NICENESS)
         started_s = time.perf_counter()
-        ready = []
         try:
-            for module in self._direct.stage(staging.source):
-                if staging.cancelled:
-                    return
-                ready.append(module)
+            staging.source = self._open(staging.path)
+            if staging.build:
+                ready = []
+                for module in self._direct.stage(staging.source):
+                    if staging.cancelled:
+                        return
+                    ready.append(module)
+                try:
+                    staging.canary = self._staged_canary(ready)
+                except TwinRefused as refusal:
+                    staging.no_canary = str(refusal)
+                staging.ready = ready
         except Exception as error:  # noqa: BLE001 - carried to `staged`, which raises it
             staging.error = error
             return
-        try:
-            staging.canary = self._staged_canary(ready)
-        except TwinRefused as refusal:
-            staging.no_canary = str(refusal)
         staging.seconds = time.perf_counter() - started_s
-        staging.ready = ready
+        staging.done = True
 
     def _staged_canary(self, ready: list[Ready]) -> StagedCanary:
         if self._no_canary is not None:

@@ -23,8 +23,8 @@ class ShmWorkerExtension:
         except VersionError as error:
             return {"refused": [type(error).__name__, str(error)]}
 
-    def shm_stage(self, path: str) -> None:
-        self.weight_transfer_engine.stage(path)
+    def shm_stage(self, path: str, build: bool) -> None:
+        self.weight_transfer_engine.stage(path, build)
 
     def shm_staged(self) -> bool:
         return self.weight_transfer_engine.staged()

@@ -79,3 +79,20 @@ async def test_a_refused_version_leaves_the_engine_asleep_and_wakeable(engine_bo
         await replica.wake("starter", "other", str(other))
     await replica.wake("starter", "a", str(a))
     assert await greedy(client(spec), "starter") == expected
+
+
+async def test_several_engines_sleep_side_by_side_and_each_wakes_with_its_own_version(engine_box, replicas):
+    paths = [engine_box.version(name, seed=seed) for name, seed in (("a", 1), ("b", 2), ("c", 3))]
+    specs = [engine_box.spec(f"resident-{path.name}", path, kv_cache_bytes=64 * MIB) for path in paths]
+    engines = [replicas() for _ in specs]
+    expected = []
+    for engine, spec in zip(engines, specs, strict=True):
+        await engine.start(spec)
+        expected.append(await greedy(client(spec), "starter"))
+        asleep = await engine.sleep()
+        assert asleep["rss_before_bytes"] - asleep["rss_after_bytes"] > 0.9 * 64 * MIB
+    assert [(await engine.status())["state"] for engine in engines] == ["asleep"] * 3
+    for engine, spec, path, answer in zip(engines, specs, paths, expected, strict=True):
+        woken = await engine.wake("starter", path.name, str(path))
+        assert woken["fingerprint"]["verdict"] == "verified"
+        assert await greedy(client(spec), "starter") == answer
