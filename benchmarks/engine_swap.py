@@ -47,7 +47,7 @@ from tests.e2e.engine_support import Box, client  # noqa: E402
 
 WARM_ROUNDS = 1
 PHASES = ("pause_s", "drain_step_s", "load_s", "canary_s", "stage_s")
-ROOM_BYTES = 24  # free memory that a size takes, per byte of its weights: versions, engines, the documented server
+ROOM_BYTES = 12  # of free memory per byte of weights: two versions, what makes them, an engine with both, a server
 STREAM_TOKENS = 400
 SLEEPERS = 3
 
