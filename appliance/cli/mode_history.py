@@ -8,45 +8,67 @@ import typer
 
 from appliance.cli import formats, output
 from appliance.cli.command import Session, examples
+from appliance.cli.paths import segment
 
-EPILOG = examples("appliance mode history", "appliance mode history --limit 3", "appliance mode history -o json")
+EPILOG = examples(
+    "appliance mode history",
+    "appliance mode history 42                  one of them, with its details",
+    "appliance mode history --limit 3 -o json",
+    "",
+    "OF LIMIT compares the rate at which bytes moved with what the hardware was measured to copy",
+    "(`appliance gpu limits`).",
+)
 
 
 def history(
     session: Session,
-    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="So many hand-overs, the newest first.")] = 10,
+    handover: Annotated[str | None, typer.Argument(metavar="[ID]", help="Only this one.")] = None,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="So many, the newest first.")] = 10,
 ) -> None:
-    """The hand-overs of devices, step by step with their times."""
+    """The hand-overs of devices, phase by phase: bytes, seconds, the share of the hardware's limit, who asked."""
+    if handover is not None:
+        session.show(session.client.get(f"/admin/v1/handovers/{segment(handover)}"), _with_details)
+        return
     session.show(session.client.get("/admin/v1/handovers", limit=limit), _history)
 
 
 def handover_steps(handover: dict[str, Any]) -> Any:
     """A hand-over as a title and a table of its steps."""
-    title = f"hand-over {handover['id']}: {handover['reason']} ({handover['state']}"
-    if handover.get("ended_s") is not None and handover.get("started_s") is not None:
-        title += f", {formats.duration(handover['ended_s'] - handover['started_s'])}"
+    ended = "" if handover["seconds"] is None else f", {formats.duration(handover['seconds'])}"
+    moved = f", {formats.size(handover['bytes'])}" if handover["bytes"] else ""
+    asked = f"; asked by {handover['asked_by']} ({handover['asked_for']})" if handover["asked_by"] else ""
+    title = f"hand-over {handover['id']}: {handover['reason']} ({handover['state']}{ended}{moved}{asked})"
     rows = [
-        (step["verb"], formats.or_dash(step["target"]), step["state"], _seconds(step), _detail(step.get("detail")))
+        (f"  {step['verb']}", formats.or_dash(step["target"]), step["state"], formats.duration(step["seconds"]),
+         formats.size(step["bytes"]), _rate(step["bytes_per_s"]), _share(step["limit_fraction"]),
+         formats.or_dash(step["path"]))
         for step in handover["steps"]
-    ]
-    steps = output.table(("  STEP", "TARGET", "STATE", ">TIME", "DETAIL"), _indented(rows), empty="  no steps")
-    return output.above(f"{title})", steps)
+    ]  # fmt: skip
+    columns = ("  STEP", "TARGET", "STATE", ">TIME", ">BYTES", ">RATE", ">OF LIMIT", "PATH")
+    return output.above(title, output.table(columns, rows, empty="  no steps"))
+
+
+def _with_details(handover: dict[str, Any]) -> Any:
+    details = output.table(
+        ("STEP", "TARGET", "DETAIL"),
+        ((step["verb"], formats.or_dash(step["target"]), _detail(step["detail"])) for step in handover["steps"]),
+        empty="",
+    )
+    return output.stack(handover_steps(handover), details, handover["error"])
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "-" if bytes_per_s is None else f"{formats.size(bytes_per_s)}/s"
+
+
+def _share(fraction: float | None) -> str:
+    return "-" if fraction is None else f"{100 * fraction:.0f} %"
 
 
 def _history(answer: dict[str, Any]) -> Any:
     if not answer["data"]:
         return "no hand-overs yet"
     return output.stack(*(handover_steps(handover) for handover in answer["data"]))
-
-
-def _indented(rows: list[tuple]) -> list[tuple]:
-    return [(f"  {first}", *rest) for first, *rest in rows]
-
-
-def _seconds(step: dict[str, Any]) -> str:
-    if step.get("started_s") is None or step.get("ended_s") is None:
-        return "-"
-    return formats.duration(step["ended_s"] - step["started_s"])
 
 
 def _detail(detail: dict[str, Any] | None) -> str:

@@ -8,11 +8,14 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 
-from appliance.controller import admin_views, cordons
+from appliance.controller import admin_views, cordons, handover_views, limits
+from appliance.controller.audit import record
 from appliance.controller.context import ControllerContext
+from appliance.controller.errors import NotFound, shown
 from appliance.controller.jobs import known_job
 from appliance.controller.mode import mode_in_force
 from appliance.controller.paging import After, list_object
+from appliance.controller.principal import Caller
 from appliance.store import audit, handovers, job_records, jobs
 
 RecentLimit = Annotated[int, Query(ge=1, le=1000)]
@@ -24,7 +27,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     def handover_view(handover_id: str | None) -> dict[str, Any] | None:
         row = handovers.find(db, handover_id) if handover_id else None
-        return admin_views.handover(db, row) if row else None
+        return handover_views.handover(db, row, limits.read(db)) if row else None
 
     @router.get("/status")
     async def status() -> dict[str, Any]:
@@ -44,7 +47,29 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.get("/handovers")
     async def list_handovers(limit: RecentLimit = 20) -> dict[str, Any]:
         rows = handovers.list_recent(db, limit)
-        return {"object": "list", "data": [admin_views.handover(db, row) for row in rows]}
+        measured = limits.read(db)
+        return {"object": "list", "data": [handover_views.handover(db, row, measured) for row in rows]}
+
+    @router.get("/handovers/{handover_id}")
+    async def show_handover(handover_id: str) -> dict[str, Any]:
+        found = handover_view(handover_id)
+        if found is None:
+            raise NotFound(f"No hand-over {shown(handover_id)}; GET /admin/v1/handovers lists the newest.",
+                           param="handover_id", code="handover_not_found")  # fmt: skip
+        return found
+
+    @router.get("/limits")
+    async def show_limits() -> dict[str, Any]:
+        """The measured rates of the hardware that hand-overs are compared with."""
+        return limits.read(db)
+
+    @router.post("/limits/measure")
+    async def measure_limits(caller: Caller) -> dict[str, Any]:
+        """Measure them again; best on a quiet box."""
+        devices = context.scheduler.status()["devices"]
+        found = await limits.measure(db, any(device["kind"] == "cuda" for device in devices))
+        record(context, caller, "limits.measure", "box", **found)
+        return found
 
     @router.get("/jobs")
     async def list_jobs(limit: RecentLimit = 100) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from appliance.controller import admin_views
+from appliance.controller import handover_views, limits
 from appliance.controller.audit import name_of, record
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import ApiError, BadRequest, Conflict, NotFound, shown
@@ -101,7 +101,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 headers={"x-should-retry": "false"},
             ) from error
         row = handovers.find(db, handover_id) if handover_id else None
-        return mode_view() | {"handover": admin_views.handover(db, row) if row else None}
+        return mode_view() | {"handover": handover_views.handover(db, row, limits.read(db)) if row else None}
 
     @router.post("/mode/plan")
     async def plan(body: ModeSet | None = None) -> dict[str, Any]:

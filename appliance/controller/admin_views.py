@@ -6,9 +6,9 @@ from typing import Any
 
 from appliance.controller.ports import SchedulerStatus
 from appliance.controller.views import job_phase, job_status
-from appliance.store import deployments, handovers, models
+from appliance.store import deployments, models
 from appliance.store.database import Database
-from appliance.store.rows import AuditRow, DeploymentRow, HandoverRow, JobRow, KeyRow, ModelRow
+from appliance.store.rows import AuditRow, DeploymentRow, JobRow, KeyRow, ModelRow
 
 _AWAKE = ("starting", "ready", "open", "draining", "waking")
 
@@ -62,18 +62,6 @@ def model_state(name: str, status: SchedulerStatus) -> str:
     if not states.isdisjoint(_AWAKE):
         return "serving"
     return "asleep" if "asleep" in states else "cold"
-
-
-def handover(db: Database, row: HandoverRow) -> dict[str, Any]:
-    return {
-        "id": row.id, "reason": row.reason, "state": row.state, "started_s": row.started_s, "ended_s": row.ended_s,
-        "detail": row.detail,
-        "steps": [
-            {"verb": s.verb, "target": s.target, "state": s.state, "started_s": s.started_s, "ended_s": s.ended_s,
-             "detail": s.detail}
-            for s in handovers.steps(db, row.id)
-        ],
-    }  # fmt: skip
 
 
 def audit(row: AuditRow) -> dict[str, Any]:

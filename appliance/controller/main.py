@@ -25,6 +25,7 @@ import ray
 import uvicorn
 
 from appliance.config import BoxConfig, load_resolved
+from appliance.controller import limits
 from appliance.controller.app import create_app
 from appliance.controller.bus import Bus, first_generation
 from appliance.controller.context import ControllerContext
@@ -130,6 +131,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         deciding = tasks.create_task(loop.run(), name="scheduler loop")
         serving = tasks.create_task(server.serve(sockets=[_listen(paths.controller_socket)]), name="control routes")
         watching = tasks.create_task(port.watch_memory(), name="memory watch")
+        if limits.read(db)["measured_s"] is None:
+            tasks.create_task(limits.measure(db, devices[0].kind == "cuda"), name="limits of the hardware")
         tidying = tasks.create_task(runs.tidy(), name="snapshots of finished jobs")
         await stop.wait()
         log.info("ending: suspending jobs and saving what only memory holds")

@@ -74,7 +74,16 @@ def test_mode_show_and_set_and_history(box):
     assert changed["policy"] == "serve" and changed["handover"]["state"] == "done"
     history = box.json("mode", "history")["data"]
     assert [handover["reason"] for handover in history] == ["mode serve", "mode split"]
-    assert set(history[0]["steps"][0]) == {"verb", "target", "state", "started_s", "ended_s", "detail"}
+    assert set(history[0]) == {
+        "id", "reason", "state", "started_s", "ended_s", "seconds", "bytes", "asked_by", "asked_for", "error", "detail",
+        "steps",
+    }  # fmt: skip
+    assert set(history[0]["steps"][0]) == {
+        "verb", "target", "state", "started_s", "ended_s", "seconds", "bytes", "moved_s", "bytes_per_s", "limit",
+        "limit_fraction", "path", "undoes", "detail",
+    }  # fmt: skip
+    assert box.json("mode", "history", history[1]["id"]) == history[1]
+    assert box.run("mode", "history", "none").exit_code == 3
     assert len(box.json("mode", "history", "--limit", "1")["data"]) == 1
     text = box.run("mode", "history").stdout
     assert "mode serve (done" in text and ["drain_replica", "r1-0", "done"] == lines(text)[2][:3]

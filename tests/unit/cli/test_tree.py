@@ -23,6 +23,7 @@ FROZEN = {
     ],
     "gpu list": [*BOX, "--every", "--watch"],
     "gpu drain": [*BOX, "--reason", "--timeout", "--wait", "DEVICE"],
+    "gpu limits": [*BOX, "--measure"],
     "gpu undrain": [*BOX, "DEVICE"],
     "model deploy": [
         *BOX, "--idle-sleep-s", "--max-replicas", "--min-replicas", "--pin", "--tensor-parallel", "--tpot-p95-ms",
@@ -35,7 +36,7 @@ FROZEN = {
     "mode schedule list": BOX,
     "mode schedule remove": [*BOX, "WINDOW"],
     "mode schedule preview": [*BOX, "--hours"],
-    "mode history": [*BOX, "--limit"],
+    "mode history": [*BOX, "--limit", "HANDOVER"],
     "model import": [*BOX, "--name", "--revision", "--timeout", "--wait", "SOURCE"],
     "model starter": [*BOX, "--minutes", "--timeout", "--wait"],
     "model list": [*BOX, "--every", "--watch"],

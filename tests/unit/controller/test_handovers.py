@@ -1,0 +1,73 @@
+"""/admin/v1/handovers: phases with bytes, seconds and the share of what the hardware was measured to copy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from appliance.controller import handover_views, limits
+from appliance.store import box, handovers
+from appliance.store.rows import HandoverRow, HandoverStepRow
+from runtime.limits import memcpy_bytes_per_s
+from tests.unit.controller.conftest import Control
+from tests.unit.controller.test_admin import actions, ask
+
+CPU = {"memcpy_bytes_per_s": 1e10, "host_to_device_bytes_per_s": None, "measured_s": 1.0}
+GPU = {**CPU, "host_to_device_bytes_per_s": 5e10}
+STAGED = {"how": "staged", "bytes": 100, "bytes_read": [5_000_000_000], "stage_s": 1.0, "load_s": 0.001}
+IN_PLACE = {"how": "in-place", "bytes": 100, "bytes_read": [10_000_000_000, 10_000_000_000], "load_s": 2.0}
+SNAPSHOT = {"bytes": 8_000_000_000, "seconds": {"agree": 0.1, "snapshot": 1.0, "exit": 0.2, "total": 1.3}}
+
+
+def seen(verb: str, detail: dict[str, Any], measured: dict[str, Any]) -> tuple[Any, ...]:
+    step = handover_views.step(HandoverStepRow("1", 0, verb, "x", "done", 1.0, 3.5, {}, detail), measured)
+    assert step["seconds"] == 2.5
+    return step["bytes"], step["moved_s"], step["limit"], step["limit_fraction"], step["path"]
+
+
+@pytest.mark.parametrize(
+    ("verb", "detail", "measured", "expected"),
+    [
+        ("swap_replica", STAGED, CPU, (5_000_000_000, 1.0, "memcpy", 0.5, "staged")),
+        ("swap_replica", IN_PLACE, CPU, (20_000_000_000, 2.0, "memcpy", 1.0, "in place")),
+        ("wake_replica", IN_PLACE, GPU, (20_000_000_000, 2.0, "host_to_device", 0.1, "in place")),
+        ("suspend_group", SNAPSHOT, CPU, (8_000_000_000, 1.0, "memcpy", 0.8, "shared memory")),
+        ("suspend_group", {"bytes": 0, "seconds": {}}, CPU, (None, None, None, None, None)),
+        ("swap_replica", STAGED, limits.NONE, (5_000_000_000, 1.0, None, None, "staged")),
+        ("drain_replica", {"model": "m"}, CPU, (None, None, None, None, None)),
+    ],
+)
+def test_what_a_step_moved(verb: str, detail: dict[str, Any], measured: dict[str, Any], expected: tuple[Any, ...]):
+    assert seen(verb, detail, measured) == expected
+
+
+async def test_a_hand_over_says_who_asked_and_how_near_the_limit_it_came(control: Control):
+    box.put(control.db, limits.LIMITS, CPU)
+    handovers.insert(
+        control.db,
+        HandoverRow("7", "mode train: …", "done", 10.0, 14.0, {"asked_by": "ops", "asked_for": "mode train"}),
+        [HandoverStepRow("7", 0, "suspend_group", "j", "done", 10.0, 12.0, {"undoes": None}, SNAPSHOT),
+         HandoverStepRow("7", 1, "wake_replica", "r", "done", 12.0, 14.0, {"undoes": None}, IN_PLACE)],
+    )  # fmt: skip
+    shown = await ask(control, "GET", "/handovers/7")
+    assert (shown["seconds"], shown["bytes"], shown["asked_by"], shown["asked_for"]) == (
+        4.0, 28_000_000_000, "ops", "mode train",
+    )  # fmt: skip
+    assert [step["limit_fraction"] for step in shown["steps"]] == [0.8, 1.0]
+    assert (await ask(control, "GET", "/handovers"))["data"] == [shown]
+    assert (await ask(control, "GET", "/handovers/8", 404))["error"]["code"] == "handover_not_found"
+
+
+async def test_limits_are_measured_once_and_kept(control: Control, monkeypatch: pytest.MonkeyPatch):
+    assert await ask(control, "GET", "/limits") == limits.NONE
+    asked: list[bool] = []
+    rates = {"memcpy_bytes_per_s": 5.0, "host_to_device_bytes_per_s": None}
+    monkeypatch.setattr(limits, "measured", lambda has_gpu: (asked.append(has_gpu), rates)[1])
+    found = await ask(control, "POST", "/limits/measure")
+    assert found == {**rates, "measured_s": found["measured_s"]} == await ask(control, "GET", "/limits")
+    assert asked == [False] and actions(control) == [("limits.measure", "box", "done")]
+
+
+def test_a_copy_is_measured():
+    assert memcpy_bytes_per_s(threads=2, buffer_bytes=1 << 20) > 0
