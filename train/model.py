@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
@@ -79,18 +75,6 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 def checkpoint_name(name: str) -> str:
     """Name in the model's own checkpoint of a parameter of the (LoRA-wrapped) model."""
     return name.replace(".base_layer.", ".")
-
-
-def base_tensor_names(path: str | Path) -> set[str]:
-    """Names of the tensors in a model directory's safetensors files."""
-    index = Path(path) / "model.safetensors.index.json"
-    if index.exists():
-        return set(json.loads(index.read_text())["weight_map"])
-    names: set[str] = set()
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            names |= set(tensors.keys())
-    return names
 
 
 def _refuse_unsupported(model: PreTrainedModel) -> None:

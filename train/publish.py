@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,11 @@ from deepspeed import comm, zero
 from peft.tuners.lora import LoraLayer
 
 from train import fragments
-from train.errors import UnsupportedModel
 from train.fragments import Fragment
-from train.model import ADAPTER, DTYPES, base_tensor_names, checkpoint_name
+from train.model import ADAPTER, DTYPES, checkpoint_name
 from train.snapshot import Written, commit_together, reserve_together, write_range
 from train.spec import TrainSpec
+from train.stored_names import StoredNames, stored_names
 from weights.layout import Layout, TensorSpec
 from weights.store import WeightStore
 from weights.torch_views import dtype_code
@@ -46,33 +47,44 @@ def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, m
                              aux_files=aux_files(spec))  # fmt: skip
 
     draft = reserve_together(store, reserve)
+    names = _names(engine, spec.base_path)
     with torch.no_grad():
         for fragment in served_fragments(engine):
-            write_range(draft, fragment.name, fragment.start, fragment.weights)
+            _write(draft, names, fragment.name, fragment.start, fragment.weights)
         if comm.get_rank() == 0:
             for name, buffer in _buffers(engine):
-                write_range(draft, name, 0, buffer.reshape(-1))
+                _write(draft, names, name, 0, buffer.reshape(-1))
     return Written(*commit_together(draft, meta), time.perf_counter() - started)
 
 
 def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:
-    """What a published version holds: the base checkpoint's tensors, whole, in the serving dtype."""
+    """What a published version holds: the base checkpoint's tensors under their stored names, in the serving dtype.
+
+    In the order of the model's parameters, fused ones in their order in memory: what an engine fuses lies adjacent.
+    """
     code = dtype_code(DTYPES[spec.serve_dtype])
-    adapters = _adapter_names(engine)
-    specs = [TensorSpec(p.name, code, p.shape) for p in fragments.parameters(engine) if p.name not in adapters]
-    return specs + [TensorSpec(name, dtype_code(buffer.dtype), tuple(buffer.shape))
-                    for name, buffer in _buffers(engine)]  # fmt: skip
+    names, adapters = _names(engine, spec.base_path), _adapter_names(engine)
+    dtypes = {p.name: code for p in fragments.parameters(engine) if p.name not in adapters}
+    dtypes |= {name: dtype_code(buffer.dtype) for name, buffer in _buffers(engine)}
+    return [TensorSpec(t.name, dtype, t.shape) for name, dtype in dtypes.items() for t in names.of(name)]
 
 
 def check_publishable(engine: Any, spec: TrainSpec) -> None:
     """Raises UnsupportedModel, before any step, if the result could not be written under the base's own names."""
-    ours = {tensor.name for tensor in published_tensors(engine, spec)}
-    unknown = sorted(ours - base_tensor_names(spec.base_path))
-    if unknown:
-        raise UnsupportedModel(
-            f"{unknown[0]} does not stand in the base checkpoint under that name (transformers loads this "
-            "architecture into other tensors than it is stored in), so the result could not be served"
-        )
+    _names(engine, spec.base_path)
+
+
+@lru_cache(maxsize=1)  # a rank has one engine
+def _names(engine: Any, base_path: str) -> StoredNames:
+    adapters = _adapter_names(engine)
+    shapes = {p.name: p.shape for p in fragments.parameters(engine) if p.name not in adapters}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in _buffers(engine)}
+    return stored_names(engine.module.model, shapes, base_path)
+
+
+def _write(draft: Any, names: StoredNames, parameter: str, start: int, weights: torch.Tensor) -> None:
+    for name, at, ours in names.cut(parameter, start, weights.numel()):
+        write_range(draft, name, at, weights[ours])
 
 
 def served_fragments(engine: Any) -> Iterator[Fragment]:

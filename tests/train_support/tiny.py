@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
+from transformers import PreTrainedTokenizerFast
 
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
@@ -20,6 +21,16 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 VOCABULARY = 384
+FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
+    "llama": ("Llama", {}),
+    "mistral": ("Mistral", {}),
+    "qwen2": ("Qwen2", {}),  # biases on q, k and v
+    "qwen3": ("Qwen3", {}),  # norms on q and k
+    "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+    "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 52}),
+    "qwen2_moe": ("Qwen2Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 52,
+                               "shared_expert_intermediate_size": 60}),
+}  # fmt: skip
 
 
 def tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
@@ -45,9 +56,10 @@ def make_model_dir(path: Path, *, family: str = "llama", tied: bool = False, see
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
         "tie_word_embeddings": tied, "initializer_range": 0.1, "eos_token_id": 2, "pad_token_id": 0,
         "bos_token_id": None,
-    } | config  # fmt: skip
-    made = {"llama": lambda: LlamaForCausalLM(LlamaConfig(**settings)),
-            "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**settings))}[family]()  # fmt: skip
+    }
+    name, more = FAMILIES[family]
+    settings = getattr(transformers, f"{name}Config")(**(settings | more | config))
+    made = getattr(transformers, f"{name}ForCausalLM")(settings)
     made.to(dtype).save_pretrained(path)
     tokenizer().save_pretrained(path)
     return path
