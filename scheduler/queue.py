@@ -67,7 +67,8 @@ class Place:
     """Where a job stands. `reason`: why it waits, in one of Slurm's words; None while it has devices.
 
     Held: an operator keeps it. JobHeldUser: paused by request. BeginTime: waits out a failure. Priority: others are
-    ahead of it. Resources: the next to run, it waits for devices.
+    ahead of it. Resources: the next to run, it waits for devices, or for what the box
+    lacks.
     """
 
     job_id: str
@@ -86,6 +87,8 @@ def places(jobs: Sequence[JobView], now_s: float) -> list[Place]:
             reason = "JobHeldUser"
         elif job.not_before_s > now_s:
             reason = "BeginTime"
+        elif job.lacks:
+            reason = "Resources"
         elif not job.devices or job.busy == "leaving":
             reason = "Priority" if waiting else "Resources"
             waiting = True
@@ -127,6 +130,9 @@ def allot(jobs: Sequence[JobView], budget: int, total: int, now_s: float, dwell_
             continue
         if job.held:
             waiting[job.id] = "Held by an operator; release it to let it run."
+            continue
+        if job.lacks:
+            waiting[job.id] = job.lacks
             continue
         if job.not_before_s > now_s:
             waiting[job.id] = f"Failed a moment ago; tries again in {job.not_before_s - now_s:.0f} s."

@@ -46,7 +46,8 @@ class JobView:
     phase: "wanted" (never ran, or to be restarted), "running", "suspended" (its snapshot waits), "paused" (a person
     asked; it gets no devices until resumed). `held`: an operator keeps it in the queue. `devices`: held now, or to be
     held once the hand-over in flight has ended (`busy` "coming"). `allowed_sizes`: world sizes it can run at; empty
-    means every size from `min_devices` to `max_devices`. `priority`: higher first. `not_before_s`: backoff.
+    means every size from `min_devices` to `max_devices`. `priority`: higher first. `not_before_s`: backoff. `lacks`:
+    what the box lacks for it to begin, as a sentence; it is not started before that is "".
     """
 
     id: str
@@ -58,6 +59,7 @@ class JobView:
     preemptible: bool = True
     phase: JobPhase = "wanted"
     held: bool = False
+    lacks: str = ""
     deadline_s: float | None = None
     owner: str = ""
     remaining_device_s: float | None = None
@@ -92,7 +94,7 @@ class JobView:
         return max((s for s in self.allowed_sizes if self.min_devices <= s <= min(budget, self.max_devices)), default=0)
 
     def wants_devices(self, now_s: float) -> bool:
-        return self.phase != "paused" and not self.held and self.not_before_s <= now_s
+        return self.phase != "paused" and not self.held and not self.lacks and self.not_before_s <= now_s
 
 
 @dataclass(frozen=True, slots=True)

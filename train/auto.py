@@ -62,9 +62,32 @@ def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: Model
     fields["weight_decay"] = given.number("weight_decay", 0, 1, auto=0.0)
     fields["max_grad_norm"] = given.number("max_grad_norm", 0, 1e6, auto=1.0)
     fields["publish"] = given.choice("publish", ("end", "epoch"), auto="end")
+    fields["serve_dtype"] = _serve_dtype(given)
+    _refuse_model_parallel(given)
     fields["snapshot_every_s"] = given.number("snapshot_every_s", 0, 86400, auto=300.0)
     given.refuse_unread()
     return fields
+
+
+def _serve_dtype(given: _Given) -> str:
+    if given.value("serve_dtype", "bf16") == "fp8":
+        raise InvalidHyperparameter(
+            "serve_dtype", "fp8",
+            "'bf16' or 'fp32': a version in fp8 needs one scale for each tensor, that is, its largest element before "
+            "the first byte is written, and no rank sees a whole tensor; publish in bf16, and quantise the exported "
+            "version with llm-compressor if the engine is to serve fp8",
+        )  # fmt: skip
+    return given.choice("serve_dtype", ("bf16", "fp32"), auto="bf16")
+
+
+def _refuse_model_parallel(given: _Given) -> None:
+    for name in ("tensor_parallel", "pipeline_parallel"):
+        if given.value(name, 1) != 1:
+            raise InvalidHyperparameter(
+                name, given.value(name, 1),
+                "1: jobs move between any number of devices, which ZeRO does and a fixed model-parallel grid does not; "
+                "zero_stage 3 shares out a model that is too large for one device",
+            )  # fmt: skip
 
 
 def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1) -> list[int]:
@@ -157,7 +180,7 @@ class _Given:
         return self._values.get(name, "auto") != "auto"
 
     def integer(self, name: str, low: int, high: int, *, auto: int) -> int:
-        value = self._value(name, auto)
+        value = self.value(name, auto)
         if value is auto:
             return auto
         if isinstance(value, float) and value.is_integer():
@@ -167,25 +190,25 @@ class _Given:
         return value
 
     def number(self, name: str, low: float, high: float, *, auto: float) -> float:
-        value = self._value(name, auto)
+        value = self.value(name, auto)
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
             raise InvalidHyperparameter(name, value, f"'auto' or a number from {low} to {high}")
         return float(value)
 
     def flag(self, name: str, *, auto: bool) -> bool:
-        value = self._value(name, auto)
+        value = self.value(name, auto)
         if not isinstance(value, bool):
             raise InvalidHyperparameter(name, value, "true or false")
         return value
 
     def choice(self, name: str, options: tuple[str, ...], *, auto: str) -> str:
-        value = self._value(name, auto)
+        value = self.value(name, auto)
         if value not in options:
             raise InvalidHyperparameter(name, value, f"one of {', '.join(options)}")
         return value
 
     def names(self, name: str) -> list[str]:
-        value = self._value(name, [])
+        value = self.value(name, [])
         if isinstance(value, str):
             value = [part.strip() for part in value.split(",") if part.strip()]
         if not isinstance(value, (list, tuple)) or not all(isinstance(part, str) for part in value):
@@ -199,7 +222,7 @@ class _Given:
                 unknown[0], self._values[unknown[0]], f"a known name: one of {', '.join(sorted(self._read))}"
             )
 
-    def _value(self, name: str, auto: Any) -> Any:
+    def value(self, name: str, auto: Any) -> Any:
         self._read.add(name)
         value = self._values.get(name, "auto")
         return auto if isinstance(value, str) and value == "auto" else value

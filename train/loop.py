@@ -278,6 +278,7 @@ def prepare(spec: TrainSpec, emit: Events, wishes: Wishes, progress: Progress,
     assert train is not None
     if rank == 0 and snapshot_path is None:
         _tell_about_data(emit, spec, train)
+        _tell_about_stage(emit, spec)
 
     progress.enter("loading")
     engine = build_engine(SupervisedObjective(load_model(spec)), spec)
@@ -286,6 +287,14 @@ def prepare(spec: TrainSpec, emit: Events, wishes: Wishes, progress: Progress,
     if snapshot_path:
         run.resume_from(snapshot_path)
     return run
+
+
+def _tell_about_stage(emit: Events, spec: TrainSpec) -> None:
+    if spec.zero_stage == 0:
+        emit("message", level="info", text=(
+            "zero_stage 0 was asked for and runs as stage 1: the same steps to the last bit, in less memory, because "
+            "the ranks share the optimizer's state instead of each holding all of it"
+        ))  # fmt: skip
 
 
 def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:

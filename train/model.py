@@ -38,6 +38,7 @@ def load_model(spec: TrainSpec) -> PreTrainedModel:
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"{spec.base_path} cannot be loaded as a causal language model: {error}") from error
     _refuse_unsupported(model)
+    _choose_experts(model)
     model.config.use_cache = False
     if spec.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -75,6 +76,13 @@ def linear_layers(model: PreTrainedModel) -> list[str]:
 def checkpoint_name(name: str) -> str:
     """Name in the model's own checkpoint of a parameter of the (LoRA-wrapped) model."""
     return name.replace(".base_layer.", ".")
+
+
+def _choose_experts(model: PreTrainedModel) -> None:
+    """torch's grouped matrix product, which transformers takes by default, wants rows of whole 16 bytes."""
+    uneven = any(p.ndim == 3 and p.shape[-1] * p.element_size() % 16 for p in model.parameters())
+    if uneven and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
 
 
 def _refuse_unsupported(model: PreTrainedModel) -> None:

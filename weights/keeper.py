@@ -66,6 +66,13 @@ class Keeper:
             if excess_bytes() > 0:
                 raise self.full(needed_bytes)
 
+    def evictable_bytes(self) -> int:
+        """Held by versions that nobody leases and that are not pinned."""
+        return sum(held.nbytes for held in self.all_committed() if not held.pinned and not _leased(held))
+
+    def pool_bytes_held(self) -> int:
+        return sum(pooled.nbytes for pooled in self.pool.files())
+
     def evict(self, excess_bytes: int) -> None:
         """Takes down unleased, unpinned versions, least recently used first, until `excess_bytes` are free or
         none is left. Their segments go to the pool."""

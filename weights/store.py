@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import uuid
 from collections.abc import Mapping
@@ -254,6 +255,19 @@ class WeightStore:
     def usage(self) -> Usage:
         """What the store holds now, in bytes of file sizes (reserved counts as held)."""
         return self._keeper.usage()
+
+    def room_bytes(self, *, enough_bytes: int | None = None) -> int:
+        """Bytes that a reservation made now could get: what is free, and what nobody leases or has pinned.
+
+        With `enough_bytes` the answer may be less than the whole truth once it is at least that, and cheap.
+        """
+        usage, disk_free = self.usage(), shutil.disk_usage(self.root).free + self._keeper.pool_bytes_held()
+        free = disk_free if self.budget_bytes is None else min(disk_free, self.budget_bytes - usage.committed_bytes
+                                                               - usage.draft_bytes)  # fmt: skip
+        if enough_bytes is not None and free >= enough_bytes:
+            return free
+        with self._mutex():
+            return free + self._keeper.evictable_bytes()
 
     def _mutex(self) -> StoreMutex:
         return StoreMutex(self.root / ".mutex")

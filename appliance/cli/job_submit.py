@@ -85,15 +85,15 @@ def submit(
 ) -> None:
     """Fine-tune a model on a file of conversations. Files are uploaded and checked before any device is taken."""
     given = {
-        "n_epochs": _auto_or_number("--epochs", epochs),
-        "batch_size": _auto_or_number("--batch-size", batch_size),
-        "learning_rate_multiplier": _auto_or_number("--learning-rate-multiplier", learning_rate_multiplier),
+        "n_epochs": auto_or_number("--epochs", epochs),
+        "batch_size": auto_or_number("--batch-size", batch_size),
+        "learning_rate_multiplier": auto_or_number("--learning-rate-multiplier", learning_rate_multiplier),
         "lora_rank": lora_rank,
         "full": full,
         "zero_stage": zero_stage,
         "max_length": max_length,
     }
-    hyperparameters = _with_pairs({name: value for name, value in given.items() if value is not None}, set_ or [])
+    hyperparameters = with_pairs({name: value for name, value in given.items() if value is not None}, set_ or [])
     body = {
         "model": model,
         "training_file": _file_id(session, "--file", file),
@@ -136,7 +136,7 @@ def _file_id(session: Session, option: str, given: str) -> str:
     raise BadUsage(f"{option} is {given!r}; expected a file on this machine, or the id of an uploaded one (file-…)")
 
 
-def _auto_or_number(option: str, text: str | None) -> int | float | str | None:
+def auto_or_number(option: str, text: str | None) -> int | float | str | None:
     if text is None or text == "auto":
         return text
     try:
@@ -158,7 +158,7 @@ def _pairs(option: str, texts: list[str]) -> list[tuple[str, str]]:
     return pairs
 
 
-def _with_pairs(hyperparameters: dict[str, Any], texts: list[str]) -> dict[str, Any]:
+def with_pairs(hyperparameters: dict[str, Any], texts: list[str]) -> dict[str, Any]:
     """Values are JSON where they can be (numbers, true, lists), else text. Raises BadUsage for a name given twice."""
     merged = dict(hyperparameters)
     for name, text in _pairs("--set", texts):

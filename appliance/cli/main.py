@@ -25,6 +25,7 @@ COMMANDS = {
     "mode": ("mode", "Modes: who the devices belong to, serving or training."),
     "model": ("model", "Models: base models, fine-tuned ones, and their versions."),
     "job": ("job", "Fine-tuning jobs."),
+    "plan": ("plan", "Would it fit? An estimate before anything is started."),
     "file": ("file", "Files: training and validation data, and what jobs leave behind."),
     "key": ("key", "API keys: who may use the box over the network."),
     "chat": ("chat", "Talk to a model in the terminal."),

@@ -17,6 +17,7 @@ from appliance.controller import (
     admin_keys,
     admin_mode,
     admin_models,
+    admin_plan,
     admin_queue,
     error_handlers,
     files,
@@ -76,6 +77,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_deployments.routes(context, admin)
     admin_keys.routes(context, admin)
     admin_models.routes(context, admin, running)
+    admin_plan.routes(context, admin)
     for router in (files.routes(context), jobs.routes(context, validation), permissions.routes(context),
                    models.routes(context), admin):  # fmt: skip
         app.include_router(router)

@@ -14,6 +14,7 @@ from typing import Any
 from anyio import to_thread
 
 from appliance.controller import files, job_devices, job_requests
+from appliance.controller.admin_plan import job_verdict
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_events import add_message, fail
 from appliance.controller.naming import resolve
@@ -144,12 +145,21 @@ class JobValidation:
     def _queue(self, row: JobRow, resolved: dict[str, Any], warnings: list[str], examples: int) -> None:
         context, db = self._context, self._context.db
         row = jobs.get(db, row.id)  # a person may have changed it meanwhile
-        _, device_count = self.facts(context, _model(context, row))
+        base = resolve(context.db, row.model)
+        assert base is not None, "resolved a moment ago, on the same thread"
+        _, device_count = self.facts(context, base.model)
         by_batch, sizes = job_devices.sizes(row, resolved, device_count)
         if not sizes:
             fail(db, row.id, "invalid_devices",
                  job_devices.no_size(resolved, by_batch), "allowed_sizes" if row.asked_sizes else "min_devices")
             return
+        verdict = job_verdict(context, base, resolved, sizes)
+        if not verdict.fits:
+            instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
+            fail(db, row.id, "insufficient_memory", " ".join(verdict.problems) + instead)
+            return
+        # Only sizes whose ranks fit their devices: on fewer a job would die of memory in the middle of its work.
+        sizes, warnings = list(verdict.sizes), [*warnings, *verdict.warnings]
         with db.transaction():
             for text in warnings:
                 add_message(db, row.id, text, level="warn")
@@ -160,9 +170,3 @@ class JobValidation:
 
 class _Gone(Exception):
     """Something a job needs was deleted between its creation and its validation."""
-
-
-def _model(context: ControllerContext, row: JobRow) -> ModelRow:
-    base = resolve(context.db, row.model)
-    assert base is not None, "resolved a moment ago, on the same thread"
-    return base.model

@@ -28,6 +28,7 @@ from appliance.config import BoxConfig, load_resolved
 from appliance.controller import limits
 from appliance.controller.app import create_app
 from appliance.controller.bus import Bus, first_generation
+from appliance.controller.capacity import BoxFacts
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_events import JobEvents
 from appliance.logs import configure_logging
@@ -38,6 +39,7 @@ from appliance.ray_head import NAMESPACE
 from appliance.store.database import Database
 from appliance.wiring.asked import Asked
 from appliance.wiring.gateways import BusRouting
+from appliance.wiring.job_room import JobRoom
 from appliance.wiring.job_runs import JobRuns
 from appliance.wiring.journal import SqliteJournal
 from appliance.wiring.model_work import LibraryOps
@@ -47,6 +49,7 @@ from appliance.wiring.versions import VersionShelf
 from runtime.node import WarmSpec
 from runtime.process import die_with_parent
 from scheduler.discovery import discover_devices
+from scheduler.inventory import Device
 from scheduler.loop import SchedulerLoop
 from scheduler.ports import SystemClock
 from scheduler.ray_effects import RayBox, RayEffects
@@ -98,7 +101,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, shelf, lambda: port.nudge("published"))
     effects = RayEffects(_ray_box(paths, devices), routing, shelf, runs, config.serve)
     states = SqliteStateStore(
-        db, events, routing.demand, config.box.serving_floor, len(devices), config.serve, routing.refresh
+        db, events, routing.demand, config.box.serving_floor, len(devices), config.serve, routing.refresh,
+        JobRoom(db, store, _facts(devices, store)).waits_for,
     )
     states.after_restart()
     asked = Asked(lambda: loop.status())
@@ -175,6 +179,11 @@ async def _save_everything(effects: RayEffects, runs: JobRuns, shelf: VersionShe
     await runs.save_all()
     await shelf.save_all()
     await effects.stop_everything()
+
+
+def _facts(devices: tuple[Device, ...], store: WeightStore) -> BoxFacts:
+    memory_bytes = min(device.memory_bytes for device in devices)
+    return BoxFacts(len(devices), devices[0].kind, memory_bytes, store.budget_bytes, store.room_bytes())
 
 
 def _ray_box(paths: BoxPaths, devices) -> RayBox:

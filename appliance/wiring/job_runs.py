@@ -66,6 +66,8 @@ class JobRuns:
                 "valid_path": str(folder / "valid.jsonl") if row.validation_file else None,
                 "run_dir": str(folder),
                 "shm_root": str(self._shm_root),
+                # Else ranks would fill the tmpfs past the box's share, and everybody else would find it full.
+                "shm_budget_bytes": self._store.budget_bytes,
                 "output_model": row.output_model,
                 "seed": row.seed,
             }

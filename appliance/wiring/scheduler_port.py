@@ -69,7 +69,11 @@ class LoopPort:
                 }
                 for replica in now["replicas"]
             ],
-            "memory": {"budget_bytes": usage.budget_bytes, "used_bytes": usage.used_bytes},
+            "memory": {
+                "budget_bytes": usage.budget_bytes,
+                "used_bytes": usage.used_bytes,
+                "room_bytes": self._weights.room_bytes(),
+            },
             "handover": str(now["handovers"][-1]) if now["handovers"] else None,
             "serving_floor": self._serving_floor,
             "queue": now["jobs"],

@@ -31,10 +31,11 @@ class SqliteStateStore:
         devices: int,
         config: EngineConfig,
         on_models_changed: Callable[[], Any],
+        job_lacks: Callable[[JobRow], str] = lambda row: "",
     ):
         self._db, self._events, self._demand = db, events, demand
         self._serving_floor, self._devices, self._config = serving_floor, devices, config
-        self._on_models_changed = on_models_changed
+        self._on_models_changed, self._job_lacks = on_models_changed, job_lacks
         self._remaining_device_s: dict[str, float] = {}  # as far as known: what a job said when it ran last
 
     def after_restart(self) -> None:
@@ -134,6 +135,7 @@ class SqliteStateStore:
             held=bool(row.held),
             deadline_s=row.deadline_s,
             owner=row.owner,
+            lacks=self._job_lacks(row),
         )
 
     def _deployment(self, row: DeploymentRow, version: str) -> DeploymentView:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from deepspeed import comm, zero
 from peft.tuners.lora import LoraLayer
+from transformers.core_model_loading import revert_weight_conversion
 
 from runtime.leash import Leash
 from train import fragments
@@ -34,10 +35,11 @@ def compare_publish(leash: Leash, args: dict[str, Any]) -> int:
             if isinstance(layer, LoraLayer):
                 delta = layer.get_delta_weight("default").float()
                 layer.base_layer.weight.data = (layer.base_layer.weight.float() + delta).to(torch.bfloat16)
-        whole = {
+        loaded = {
             p.name: p.tensor.detach().to(torch.bfloat16).clone()
             for p in fragments.parameters(run.engine) if "lora_" not in p.name
         }  # fmt: skip
+        whole = revert_weight_conversion(run.engine.module.model, loaded)
     stored = run.store.find("version", spec.output_model, "v1")
     worst: dict[str, float] = {}
     with run.store.lease(stored) as lease:

@@ -62,6 +62,11 @@ FROZEN = {
     "job pause": [*BOX, "JOB_ID"],
     "job resume": [*BOX, "JOB_ID"],
     "job cancel": [*BOX, "JOB_ID"],
+    "plan serve": [*BOX, "--replicas", "--tensor-parallel", "MODEL"],
+    "plan job": [
+        *BOX, "--batch-size", "--devices", "--examples", "--full", "--lora-rank", "--max-length", "--model", "--set",
+        "--zero-stage",
+    ],
     "file upload": [*BOX, "--purpose", "PATH"],
     "file list": [*BOX, "--purpose"],
     "file get": [*BOX, "--save", "FILE_ID"],

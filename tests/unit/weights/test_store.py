@@ -538,3 +538,20 @@ def test_a_root_of_another_user_is_refused(tmp_path):
 def test_negative_bounds_are_refused(root, keywords):
     with pytest.raises(ValueError, match="at least 0"):
         WeightStore(root, **keywords)
+
+
+def test_room_is_what_a_reservation_could_get(tmp_path):
+    store = WeightStore(tmp_path / "store", budget_bytes=4 * MIB)
+    assert store.room_bytes() == 4 * MIB
+    put(store, "kept", pinned=True)
+    loose = put(store, "loose")
+    unpinned = store.room_bytes()
+    assert 3 * MIB - 4096 < unpinned <= 3 * MIB  # a manifest beside the tensors
+    assert MIB < store.room_bytes(enough_bytes=MIB) < unpinned
+    with store.lease(loose):
+        leased = store.room_bytes()
+        assert unpinned - MIB - 4096 < leased <= unpinned - MIB
+        with pytest.raises(StoreFull):
+            store.reserve(sized(leased // 64 * 64 + 64), kind="version", model="m", version="too much")
+    assert put(store, "all of it", store.room_bytes() // 64 * 64)
+    assert names(store) == {"kept", "all of it"}

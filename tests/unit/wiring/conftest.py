@@ -24,9 +24,9 @@ def events(db, tmp_path):
 
 @pytest.fixture
 def add_model(db):
-    def add(name="starter", version="v1", deployed=True):
-        models.insert(db, ModelRow(id=name, kind="base", arch="LlamaForCausalLM", params=5, bytes=10, owned_by="org",
-                                   source="here", created_s=1.0))  # fmt: skip
+    def add(name="starter", version="v1", deployed=True, params=5):
+        models.insert(db, ModelRow(id=name, kind="base", arch="LlamaForCausalLM", params=params, bytes=10,
+                                   owned_by="org", source="here", created_s=1.0))  # fmt: skip
         models.insert_version(db, VersionRow(name, version, "here", 10, 1.0, disk_path=f"/models/{name}/{version}"))
         models.activate(db, name, version)
         if deployed:

@@ -1,0 +1,119 @@
+"""Whether it fits, and what would instead."""
+
+import json
+
+import pytest
+
+from appliance.controller import capacity
+from appliance.controller.capacity import BoxFacts
+from appliance.store import models
+from tests.unit.controller.conftest import ADMIN
+from train.auto import DatasetStats, ModelStats, resolve
+from train.estimate import ModelShape
+
+GIB = 2**30
+H100S = BoxFacts(8, "cuda", 80 * GIB, 400 * 10**9, 400 * 10**9)
+LLAMA_8B = ModelShape(8_030_261_248, 4096, 32, 8, 128, 14336, 128256, 2_621_440)
+LLAMA_70B = ModelShape(70_553_706_496, 8192, 80, 8, 128, 28672, 128256, 13_107_200)
+SIZES = (1, 2, 4, 8)
+
+
+def fields(shape=LLAMA_8B, **given):
+    return resolve(given, DatasetStats(7473, 1_200_000, 480), ModelStats(shape.n_parameters, 8192, "cuda"), 8)
+
+
+def test_lora_of_8b_fits_anywhere_and_all_of_it_only_on_enough_devices():
+    assert capacity.job(LLAMA_8B, fields(), SIZES, H100S).sizes == SIZES
+    verdict = capacity.job(LLAMA_8B, fields(full=True, zero_stage=2), SIZES, H100S)
+    assert verdict.fits and verdict.sizes == (2, 4, 8)
+    assert verdict.numbers["device"]["room_bytes"] == 80 * GIB
+    assert verdict.numbers["host"]["needed_bytes"] == 14 * LLAMA_8B.n_parameters
+
+
+def test_what_does_not_fit_says_by_how_much_and_what_would():
+    verdict = capacity.job(LLAMA_8B, fields(full=True, zero_stage=1), (1, 2), H100S)
+    assert not verdict.fits and verdict.sizes == ()
+    (problem,) = verdict.problems
+    assert "on each of 2 devices" in problem and "optimizer 48.18 GB" in problem and "there are 85.90 GB" in problem
+    assert any("LoRA" in text for text in verdict.instead)
+    smaller = capacity.job(LLAMA_8B, fields(full=False, activation_checkpointing=True), (1, 2), H100S)
+    assert smaller.fits
+
+
+def test_a_result_beyond_the_budget_can_never_fit():
+    box = BoxFacts(8, "cuda", 80 * GIB, 100 * 10**9, 100 * 10**9)
+    verdict = capacity.job(LLAMA_70B, fields(LLAMA_70B, full=False), SIZES, box)
+    assert not verdict.fits and "The result takes 141.11 GB of shared memory" in verdict.problems[0]
+
+
+def test_a_snapshot_beyond_the_budget_is_a_warning():
+    box = BoxFacts(8, "cuda", 80 * GIB, 50 * 10**9, 50 * 10**9)
+    verdict = capacity.job(LLAMA_8B, fields(full=True, zero_stage=3), SIZES, box)
+    assert verdict.fits and "snapshots go to disk" in verdict.warnings[0]
+    assert verdict.numbers["host"]["needed_bytes"] == 2 * LLAMA_8B.n_parameters and not verdict.waits
+
+
+def test_a_full_store_makes_it_wait():
+    full = BoxFacts(8, "cuda", 80 * GIB, 400 * 10**9, 10**9)
+    verdict = capacity.job(LLAMA_8B, fields(full=True, zero_stage=3), SIZES, full)
+    assert verdict.fits and "need 112.42 GB, 1.00 GB can be given now" in verdict.waits
+
+
+def test_serving_one_device_or_the_next_power_of_two():
+    one = capacity.serve(LLAMA_8B, 16 * 10**9, 8, 1, H100S)
+    assert one.fits and one.numbers["device"]["kv_cache_tokens"] > 400_000
+    large = capacity.serve(LLAMA_70B, 141 * 10**9, 1, 1, H100S)
+    assert not large.fits and large.instead == ("1 replica over 2 devices each",)
+    assert capacity.serve(LLAMA_70B, 141 * 10**9, 1, 2, H100S).fits
+    many = capacity.serve(LLAMA_70B, 141 * 10**9, 5, 2, H100S)
+    assert "the box has 8" in many.problems[0] and many.instead == ("4 replicas over 2 devices each",)
+
+
+def test_logical_devices_share_the_hosts_memory():
+    box = BoxFacts(8, "cpu", 3 * 10**9, None, 10**12)
+    assert capacity.serve(LLAMA_8B, 16 * 10**9, 1, 1, box).fits
+    two = capacity.serve(LLAMA_8B, 16 * 10**9, 2, 1, box)
+    assert not two.fits and two.instead == ("1 replica over 1 device each",)
+
+
+async def plan(control, **body):
+    return await control.http.post("/admin/v1/plan", json=body, headers=ADMIN)
+
+
+async def test_the_route_reads_the_models_own_config(control, tmp_path):
+    (tmp_path / "v1").mkdir()
+    (tmp_path / "v1" / "config.json").write_text(
+        json.dumps({"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 1024})
+    )
+    models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "v1"))
+    told = (await plan(control, job={"model": "starter", "hyperparameters": {"full": True, "zero_stage": 2}})).json()
+    assert told["fits"] and told["sizes"] == [1, 2, 4, 8] and told["hyperparameters"]["zero_stage"] == 2
+    assert told["numbers"]["device"]["weights_bytes"] == 10_000_000
+    assert told["numbers"]["device"]["activations_bytes"] > 0
+    served = (await plan(control, serve={"model": "starter", "replicas": 3})).json()
+    assert served["fits"] and served["numbers"]["devices"] == 3
+
+
+@pytest.mark.parametrize(
+    "body, status, said",
+    [
+        ({}, 400, "either"),
+        ({"serve": {"model": "starter"}, "job": {"model": "starter"}}, 400, "either"),
+        ({"job": {"model": "nobody"}}, 404, "nobody"),
+        ({"job": {"model": "starter", "hyperparameters": {"zero_stage": 7}}}, 400, "zero_stage"),
+        ({"serve": {"model": "starter", "replicas": 0}}, 400, "replicas"),
+        ({"job": {"model": "starter", "hyperparameters": {"serve_dtype": "fp8"}}}, 400, "one scale for each tensor"),
+        ({"job": {"model": "starter", "hyperparameters": {"tensor_parallel": 2}}}, 400, "zero_stage 3"),
+    ],
+)
+async def test_bad_questions_are_named(control, body, status, said):
+    answer = await plan(control, **body)
+    assert answer.status_code == status and said in answer.json()["error"]["message"]
+
+
+async def test_a_job_that_can_never_fit_fails_before_it_is_queued(control):
+    control.scheduler.devices = [d | {"memory_bytes": 2**20} for d in control.scheduler.devices]
+    job_id = await control.job(method={"type": "supervised", "supervised": {"hyperparameters": {"full": True}}})
+    made = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert made.status == "failed" and made.error.code == "insufficient_memory"
+    assert "Training needs" in made.error.message and "there are" in made.error.message

@@ -1,0 +1,105 @@
+"""What a job takes, against the numbers of the papers and against real models' parameters."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2MoeConfig
+from transformers.utils import logging as transformers_logging
+
+from train import estimate
+from train.auto import DatasetStats, ModelStats, resolve
+from train.estimate import ModelShape
+from train.model import add_lora
+from train.spec import TrainSpec
+
+transformers_logging.set_verbosity_error()
+LLAMA_8B = ModelShape.from_config(
+    {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
+     "intermediate_size": 14336, "vocab_size": 128256},
+    8_030_261_248,
+)  # fmt: skip
+PLACE = {"job_id": "j", "base_path": "b", "train_path": "t", "run_dir": "r", "shm_root": "s", "output_model": "o"}
+GB = 10**9
+
+
+def fields(**given):
+    return resolve(given, DatasetStats(7473, 1_200_000, 480), ModelStats(LLAMA_8B.n_parameters, 8192, "cuda"), 8)
+
+
+def test_zero_shares_out_what_its_paper_says():
+    alone, shared = (estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=1), n) for n in (1, 8))
+    # 2 + 4 + 12 bytes per parameter: 16 in the paper, with 2 bytes of gradients.
+    assert alone.state_bytes == 18 * LLAMA_8B.n_parameters
+    assert shared.state_bytes == 6 * LLAMA_8B.n_parameters + 12 * LLAMA_8B.n_parameters // 8
+    two = estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=2), 8)
+    three = estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=3), 8)
+    assert two.state_bytes == pytest.approx(2 * LLAMA_8B.n_parameters + 2 * LLAMA_8B.n_parameters, rel=1e-6)
+    assert three.state_bytes == pytest.approx(18 * LLAMA_8B.n_parameters / 8 + 2 * estimate.LIVE_ELEMENTS, rel=1e-6)
+    assert alone.device_bytes > shared.device_bytes > two.device_bytes > three.device_bytes
+
+
+def test_zero_0_counts_as_what_it_runs_as():
+    given = fields(full=True, zero_stage=1)
+    assert estimate.rank_memory(LLAMA_8B, given | {"zero_stage": 0}, 4) == estimate.rank_memory(LLAMA_8B, given, 4)
+
+
+def test_offloaded_state_leaves_the_device():
+    kept = estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=3), 8)
+    away = estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=3, offload="optimizer"), 8)
+    further = estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=3, offload="parameters"), 8)
+    assert kept.device_bytes - away.device_bytes == 12 * LLAMA_8B.n_parameters // 8
+    assert away.device_bytes - further.device_bytes == 2 * LLAMA_8B.n_parameters // 8
+
+
+def test_activations_grow_with_tokens_and_shrink_with_checkpointing():
+    def bytes_of(**given):
+        memory = estimate.rank_memory(LLAMA_8B, fields(full=True, **given), 8)
+        return memory.activations_bytes - 2 * estimate.LOGITS_BYTES
+
+    plain = bytes_of(max_length=4096, activation_checkpointing=False)
+    assert bytes_of(max_length=8192, activation_checkpointing=False) == 2 * plain
+    assert bytes_of(max_length=4096, micro_batch=2, batch_size=16, activation_checkpointing=False) == 2 * plain
+    assert plain / bytes_of(max_length=4096, activation_checkpointing=True) > 10
+    # 34 bytes per token, layer and hidden element in the paper, for an MLP of four times the hidden size, no copies in
+    # fp32 and two matrices in the MLP in place of three.
+    assert plain / (4096 * 32 * 4096) == pytest.approx(25 + 8 * 3.5)
+
+
+def test_the_store_holds_twelve_bytes_per_trained_parameter():
+    full, lora = fields(full=True), fields(full=False, lora_rank=16)
+    assert estimate.snapshot_bytes(LLAMA_8B, full) == 12 * LLAMA_8B.n_parameters
+    # 16 x (in + out) over q, k, v, o, gate, up and down of 32 layers: peft's count for Llama 3 8B.
+    assert estimate.trained_parameters(LLAMA_8B, lora) == 41_943_040
+    assert estimate.version_bytes(LLAMA_8B, full) == 2 * LLAMA_8B.n_parameters
+    assert LLAMA_8B.kv_bytes_per_token == 131_072
+
+
+COMMON = {"hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 4,
+          "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 384}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "config, ffn",
+    [
+        (LlamaConfig(**COMMON), 100),
+        (MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2), 200),
+        (Qwen2MoeConfig(**COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=52,
+                        shared_expert_intermediate_size=60), 164),
+    ],
+    ids=["llama", "mixtral", "qwen2_moe"],
+)  # fmt: skip
+def test_lora_is_counted_as_peft_makes_it(config, ffn):
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    shape = ModelShape.from_config(config.to_dict(), sum(p.numel() for p in model.parameters()))
+    assert (shape.ffn, shape.layers, shape.kv_heads, shape.head_dim) == (ffn, 3, 2, 16)
+    with torch.device("meta"):
+        add_lora(model, TrainSpec(**PLACE, full=False, lora_rank=4))
+    made = sum(p.numel() for n, p in model.named_parameters() if "lora_" in n)
+    counted = estimate.trained_parameters(shape, {"full": False, "lora_rank": 4})
+    assert counted == made
+
+
+def test_a_config_that_tells_nothing_still_counts_parameters():
+    shape = ModelShape.from_config({"model_type": "?"}, 1000)
+    memory = estimate.rank_memory(shape, fields(full=True, zero_stage=1), 1)
+    assert memory.state_bytes == 18_000 and memory.activations_bytes == 0

@@ -1,0 +1,61 @@
+"""A job that has not begun waits while shared memory has no room for its result."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.controller.capacity import BoxFacts
+from appliance.store import jobs
+from appliance.wiring.job_room import JobRoom
+from appliance.wiring.state_store import SqliteStateStore
+from scheduler.queue import allot
+from scheduler.workload import Demand
+from serve.config import EngineConfig
+from train.auto import DatasetStats, ModelStats, resolve
+from weights.layout import Layout, TensorSpec
+from weights.store import WeightStore
+
+MB = 10**6
+RESOLVED = resolve({"full": True}, DatasetStats(100, 9000, 100), ModelStats(1_000_000, 2048), 8)
+
+
+@pytest.fixture
+def store(tmp_path):
+    return WeightStore(tmp_path / "store", budget_bytes=20 * MB)
+
+
+def hold(store, nbytes):
+    draft = store.reserve(Layout.plan([TensorSpec("w", "U8", (nbytes,))]), kind="version", model="m", version="v")
+    return draft.commit(meta={})
+
+
+def test_it_waits_with_the_numbers_and_begins_when_room_is_given_back(db, events, store, add_model, add_job):
+    add_model(params=1_000_000)  # 2 MB of result and 12 MB of snapshot
+    add_job("ftjob-new", resolved=RESOLVED)
+    room = JobRoom(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
+    states = SqliteStateStore(db, events, lambda model: Demand(), 1, 8, EngineConfig(), lambda: None, room.waits_for)
+    served = hold(store, 10 * MB)
+    (view,) = states.load().jobs
+    assert "need 14.0 MB, 10.0 MB can be given now" in view.lacks
+    queue = allot([view], 8, 8, 0.0, 0.0, "")
+    assert queue.sizes == {} and queue.waiting == {"ftjob-new": view.lacks}
+    store.remove(served)
+    (view,) = states.load().jobs
+    assert view.lacks == "" and allot([view], 8, 8, 0.0, 0.0, "").sizes == {"ftjob-new": 8}
+
+
+def test_what_may_be_evicted_counts_as_room(db, store, add_model, add_job):
+    add_model(params=1_000_000)
+    add_job("ftjob-new", resolved=RESOLVED)
+    room = JobRoom(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
+    store.unpin(hold(store, 10 * MB))
+    assert room.waits_for(jobs.get(db, "ftjob-new")) == ""
+
+
+def test_a_job_that_has_begun_is_never_sent_back(db, store, add_model, add_job):
+    add_model(params=1_000_000)
+    add_job("ftjob-runs", phase="running", resolved=RESOLVED)
+    add_job("ftjob-moved", phase="suspended", resolved=RESOLVED, snapshot={"step": 3, "path": "/p"})
+    room = JobRoom(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
+    hold(store, 19 * MB)
+    assert [room.waits_for(jobs.get(db, job_id)) for job_id in ("ftjob-runs", "ftjob-moved")] == ["", ""]
