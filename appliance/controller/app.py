@@ -80,7 +80,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_plan.routes(context, admin)
     for router in (files.routes(context), jobs.routes(context, validation), permissions.routes(context),
                    models.routes(context), admin):  # fmt: skip
-        app.include_router(router)
+        app.include_router(router, responses=error_handlers.RESPONSES)
     return app
 
 

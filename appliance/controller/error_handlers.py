@@ -8,12 +8,33 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from appliance.controller.errors import NEVER_RETRY, ApiError, error_object, shown
 from appliance.store.errors import UnknownCursor
 
 log = logging.getLogger("appliance.controller")
+
+
+class ErrorObject(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """OpenAI's error object, which every refusal and failure answers with."""
+
+    error: ErrorObject
+
+
+# For the OpenAPI document; with "4XX" in it FastAPI does not add its own 422, which is never answered here.
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer, "description": "Refused: the message says what was given and what is expected."},
+    "5XX": {"model": ErrorAnswer, "description": "Not done: the message says why, or which log says it."},
+}
 
 
 def install(app: FastAPI) -> None:

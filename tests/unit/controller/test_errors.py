@@ -130,3 +130,13 @@ async def test_the_box_itself_needs_no_key_but_a_key_without_scopes_has_none(con
     del (only_id := control.http.build_request("GET", "/admin/v1/status")).headers["x-appliance-scopes"]
     checked(await control.http.send(only_id), 403, "insufficient_permissions")
     assert (await control.http.get("/admin/v1/status", headers=ADMIN)).status_code == 200
+
+
+async def test_the_document_says_how_refusals_look_and_nothing_of_fastapis_own(control: Control):
+    document = (await control.http.get("/openapi.json")).json()
+    operations = [(path, verb, o) for path, verbs in document["paths"].items() for verb, o in verbs.items()]
+    assert len(operations) > 50
+    for path, verb, operation in operations:
+        assert "422" not in operation["responses"], (verb, path)
+        shape = operation["responses"]["4XX"]["content"]["application/json"]["schema"]
+        assert shape == {"$ref": "#/components/schemas/ErrorAnswer"}, (verb, path)

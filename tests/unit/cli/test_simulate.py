@@ -1,0 +1,33 @@
+"""`appliance simulate`: the JSON that scripts rely on, from a short run of the real scheduler in virtual time."""
+
+from __future__ import annotations
+
+import json
+
+from tests.unit.cli.conftest import run
+
+KEYS = {
+    "requests_served", "slo_attainment", "ttft_p50_s", "ttft_p95_s", "training_gpu_hours", "handovers", "oracle_ratio",
+    "static",
+}  # fmt: skip
+
+
+def test_the_keys_are_there_and_static_splits_have_the_same_figures(tmp_path):
+    trace, philly = tmp_path / "trace.csv", tmp_path / "jobs.csv"
+    rows = "".join(f"2023-11-16 18:{n // 60:02d}:{n % 60:02d}.000,200,20\n" for n in range(0, 120, 4))
+    trace.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    philly.write_text("timestamp,duration,num_gpus\n2017-10-09 00:00:00,600,2\n")
+    done = run("simulate", "--trace", str(trace), "--jobs", str(philly), "--gpus-per-node", "2", "-o", "json")
+    assert done.exit_code == 0, done.output
+    result = json.loads(done.stdout)
+    assert set(result) >= KEYS
+    assert result["requests_served"] == 30 and 0 <= result["slo_attainment"] <= 1
+    assert [split["train_devices"] for split in result["static"]] == [0, 1, 2]
+    assert all(set(split) >= KEYS - {"oracle_ratio", "static"} for split in result["static"])
+
+
+def test_a_trace_that_is_none_is_named(tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text("nonsense\n")
+    refused = run("simulate", "--trace", str(path), "-o", "json")
+    assert refused.exit_code == 2 and str(path) in refused.stderr
