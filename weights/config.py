@@ -1,19 +1,87 @@
-"""Settings of the weight store."""
+"""Settings of the weight store and its tiers."""
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict, Field
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
-class WeightsConfig(BaseModel):
-    """How much memory weights may take, and how they are laid out. Unknown keys are errors."""
-
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class KeepRules(_Strict):
+    """What a tier keeps of each model's versions. Nothing set: everything. Several set: what any of them keeps."""
+
+    keep_last: int | None = Field(default=None, ge=1, description="the newest so many")
+    keep_best: int | None = Field(default=None, ge=1, description="so many with the lowest validation loss")
+    keep_every_hours: float | None = Field(default=None, gt=0, description="the newest of every so many hours")
+    keep_newer_s: float | None = Field(default=None, gt=0, description="whatever is younger than this")
+
+    @property
+    def keeps_everything(self) -> bool:
+        rules = (self.keep_last, self.keep_best, self.keep_every_hours, self.keep_newer_s)
+        return all(rule is None for rule in rules)
+
+
+class SnapshotRules(KeepRules):
+    """What a tier keeps of each unfinished job's snapshots. The newest that can be resumed always stays."""
+
+    keep_last: int | None = Field(default=1, ge=1, description="the newest so many")
+
+
+class Packing(_Strict):
+    """How bytes are written to a packed tier."""
+
+    compression: Literal["zstd", "none"] = Field(
+        default="zstd", description="'zstd': lossless, byte planes shuffled apart; 'none': as they are"
+    )
+    level: int = Field(default=1, ge=1, le=19, description="of zstd; above 3 hardly smaller and much slower")
+    moments: Literal["exact", "int8"] = Field(
+        default="exact",
+        description="Adam moments of snapshots; 'int8': one byte per element and a scale per 256, a job resumed from "
+        "it goes on close to, not exactly as before",
+    )
+
+
+class DiskTier(Packing):
+    """The local disk: snapshots packed, versions as plain directories. The keys of packing hold for snapshots."""
+
+    rate_bytes_s: int | None = Field(default=None, ge=1, description="bound on background copies to disk")
+    free_bytes: int = Field(default=1 << 30, ge=0, description="of the disk that tiers leave free")
+    versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
+    snapshots: SnapshotRules = Field(default_factory=SnapshotRules, description="snapshots kept")
+
+
+class RemoteTier(Packing):
+    """A directory on a mount, or an S3-compatible store; versions and snapshots packed. Off without `url`."""
+
+    url: str | None = Field(default=None, description="/path/of/a/mounted/directory or s3://bucket/prefix, one per box")
+    endpoint: str | None = Field(default=None, description="https address of the S3-compatible store; unset: Amazon's")
+    region: str | None = Field(default=None, description="of the bucket; unset: us-east-1")
+    credentials_file: str | None = Field(default=None, description="AWS credentials file; unset: where boto3 looks")
+    credentials_profile: str | None = Field(default=None, description="section of the credentials file")
+    rate_bytes_s: int | None = Field(default=None, ge=1, description="bound on background copies to the remote")
+    versions: KeepRules = Field(default_factory=KeepRules, description="versions kept")
+    snapshots: SnapshotRules = Field(default_factory=SnapshotRules, description="snapshots kept")
+
+    @field_validator("url")
+    @classmethod
+    def _known_kind(cls, url: str | None) -> str | None:
+        if url is not None and not (url.startswith("/") or url.startswith("s3://") and url[5:].strip("/")):
+            raise ValueError("expected an absolute path of a directory or s3://bucket/prefix")
+        return url
+
+
+class WeightsConfig(_Strict):
+    """How much memory weights may take, and how they are laid out. Unknown keys are errors."""
 
     budget_bytes: int | None = Field(default=None, ge=1, description="Bound on all the store holds.")
     budget_share: float = Field(default=0.5, gt=0, le=1, description="Bound as a share of the size of the tmpfs.")
     pool_bytes: int | None = Field(default=None, ge=0, description="Bound on freed segments kept for re-use.")
-    persist_rate_bytes_s: int | None = Field(default=None, ge=1, description="Bound on background copies to disk.")
+    disk: DiskTier = Field(default_factory=DiskTier, description="the local disk")
+    remote: RemoteTier = Field(default_factory=RemoteTier, description="an optional further tier")
 
     def budget_for(self, filesystem_bytes: int) -> int:
         """The budget in bytes on a tmpfs of `filesystem_bytes`."""

@@ -14,11 +14,14 @@ WeightsError
 │   ├── DraftNotFound        attach to a draft that was committed, aborted or swept
 │   └── HandleClosed         use of a draft or lease after its end, or in a forked child
 ├── TierExists               the destination of a disk copy is taken
+├── TierFull                 a tier has no room left (its disk, or what it must leave free)
+├── TierUnavailable          a tier cannot be reached, or is not the one this box wrote to
 └── IntegrityError           bytes that are not what they claim; carries path, file and tensor
     ├── HeaderInvalid        a safetensors header that breaks the format; the file is never mapped
     ├── ManifestInvalid      manifest.json is missing, malformed or disagrees with the files
     ├── ChecksumMismatch     bytes differ from their recorded checksum
     ├── NotSealed            no checksums were recorded, so nothing can be verified
+    ├── ObjectDamaged        an object of a packed tier is missing, truncated or not the bytes of its name
     └── UnsafeFile           a symlink, device or unsafe name inside a version
 """
 
@@ -132,6 +135,14 @@ class TierExists(WeightsError):
     """The destination of a disk copy is taken."""
 
 
+class TierFull(WeightsError):
+    """A tier has no room left: its disk is full, or would have less free than it must leave. Nothing was committed."""
+
+
+class TierUnavailable(WeightsError):
+    """A tier cannot be reached, refuses us, or is not the one this box wrote to. Work on it goes on later."""
+
+
 class IntegrityError(WeightsError):
     """Bytes that are not what they claim. `path`, `file` and `tensor` say where; `reason` says what."""
 
@@ -160,6 +171,10 @@ class ChecksumMismatch(IntegrityError):
 
 class NotSealed(IntegrityError):
     """No checksums were recorded, so nothing can be verified. Seal the version first."""
+
+
+class ObjectDamaged(IntegrityError):
+    """An object of a packed tier is missing, truncated or not the bytes that its name says. `path` names it."""
 
 
 class UnsafeFile(IntegrityError):

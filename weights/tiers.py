@@ -23,6 +23,7 @@ from weights.lease import Lease, StoredVersion, take_lease, unpin
 from weights.locks import DirectoryLock
 from weights.manifest import FileRecord, Manifest
 from weights.names import MANIFEST_FILE
+from weights.pace import Pace
 from weights.removal import dismantle
 from weights.source import check_aux, read_source
 from weights.store import WeightStore
@@ -47,15 +48,16 @@ def persist(
     rate_bytes_s: float | None = None,
     keep_pinned: bool = False,
     on_progress: Callable[[int, int], None] | None = None,
+    pace: Pace | None = None,
 ) -> TierCopy:
     """Copies `stored` to the new directory `dst_dir`, durably; then unpins it, so that eviction may take it.
 
     The copy is sealed: checksums are computed on the way, and compared where the version had them. It
     appears by a rename after everything is on the medium; after a crash only a hidden
     `.<name>.partial-*` sibling is left, which the next call removes. `on_progress(done_bytes, total_bytes)`
-    is called after every chunk. If `dst_dir` already holds this very version (a crash came between the rename
-    and the unpinning), nothing is copied. Raises TierExists if it holds anything else, ChecksumMismatch,
-    VersionNotFound, OSError (disk full: nothing is left behind).
+    is called after every chunk; a `pace` replaces both. If `dst_dir` already holds this very version (a crash
+    came between the rename and the unpinning), nothing is copied. Raises TierExists if it holds anything else,
+    ChecksumMismatch, VersionNotFound, OSError (disk full: nothing is left behind).
     """
     dst_dir = Path(dst_dir)
     started_s = time.monotonic()
@@ -72,7 +74,8 @@ def persist(
         lock = DirectoryLock.try_shared(partial)
         assert lock is not None
         try:
-            manifest = _write_copy(lease, partial, lock.fd, _Pace(rate_bytes_s, lease.manifest.nbytes, on_progress))
+            pace = pace or Pace(rate_bytes_s, lease.manifest.nbytes, on_progress)
+            manifest = _write_copy(lease, partial, lock.fd, pace)
             os.rename(partial, dst_dir)
         except BaseException as error:
             dismantle(partial, None)
@@ -111,7 +114,7 @@ def verify(directory: Path | str, *, rate_bytes_s: float | None = None) -> Manif
         raise NotSealed("checksums were never recorded", path=directory, file=MANIFEST_FILE)
     layout = Layout.read(directory)
     manifest.check_layout(layout, path=directory)
-    digests = _checksums_of(directory, layout, _Pace(rate_bytes_s, manifest.nbytes, None))
+    digests = _checksums_of(directory, layout, Pace(rate_bytes_s))
     compare(digests, {name: record.checksum for name, record in manifest.tensors.items()}, layout, path=directory)
     aux_files = {}
     for name in manifest.aux_files:
@@ -139,7 +142,7 @@ def seal_dir(
         created_s=time.time(),
         meta=meta or {},
         aux_files={name: FileRecord(len(data), checksum(data)) for name, data in source.aux_files.items()},
-        checksums=_checksums_of(directory, source.layout, _Pace(None, source.layout.nbytes, None)),
+        checksums=_checksums_of(directory, source.layout, Pace()),
     )
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -150,30 +153,6 @@ def seal_dir(
         os.close(fd)
     sync_directory(directory)
     return manifest
-
-
-class _Pace:
-    """Keeps a copy under its rate by sleeping after each chunk, and tells of the progress."""
-
-    def __init__(
-        self, rate_bytes_s: float | None, total_bytes: int, on_progress: Callable[[int, int], None] | None
-    ) -> None:
-        if rate_bytes_s is not None and rate_bytes_s <= 0:
-            raise ValueError(f"rate_bytes_s must be positive or None, got {rate_bytes_s}")
-        self._rate = rate_bytes_s
-        self._total = total_bytes
-        self._on_progress = on_progress
-        self._done = 0
-        self._started_s = time.monotonic()
-
-    def moved(self, nbytes: int) -> None:
-        self._done += nbytes
-        if self._on_progress is not None:
-            self._on_progress(self._done, self._total)
-        if self._rate is not None:
-            ahead_s = self._done / self._rate - (time.monotonic() - self._started_s)
-            if ahead_s > 0:
-                time.sleep(ahead_s)
 
 
 def _already_there(stored: StoredVersion, dst_dir: Path) -> TierCopy:
@@ -194,7 +173,7 @@ def _already_there(stored: StoredVersion, dst_dir: Path) -> TierCopy:
     return TierCopy(dst_dir, 0, 0.0, there)
 
 
-def _write_copy(lease: Lease, partial: Path, partial_fd: int, pace: _Pace) -> Manifest:
+def _write_copy(lease: Lease, partial: Path, partial_fd: int, pace: Pace) -> Manifest:
     digests: dict[str, str] = {}
     for file in lease.layout.files:
         fd = os.open(
@@ -235,7 +214,7 @@ def _write_all(fd: int, data: memoryview) -> None:
         data = data[os.write(fd, data) :]
 
 
-def _checksums_of(directory: Path, layout: Layout, pace: _Pace) -> dict[str, str]:
+def _checksums_of(directory: Path, layout: Layout, pace: Pace) -> dict[str, str]:
     digests: dict[str, str] = {}
     for layout_file in layout.files:
         for name, text in _file_checksums(directory, layout_file, pace):
@@ -243,7 +222,7 @@ def _checksums_of(directory: Path, layout: Layout, pace: _Pace) -> dict[str, str
     return digests
 
 
-def _file_checksums(directory: Path, layout_file: FileLayout, pace: _Pace) -> Iterator[tuple[str, str]]:
+def _file_checksums(directory: Path, layout_file: FileLayout, pace: Pace) -> Iterator[tuple[str, str]]:
     # Reading instead of mapping: a file that shrinks meanwhile is an error, not a SIGBUS.
     buffer = memoryview(bytearray(CHUNK_BYTES))
     with open_regular(directory, layout_file.name) as file:

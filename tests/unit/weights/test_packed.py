@@ -1,0 +1,317 @@
+"""A packed tier: what is written once, what comes back, what is noticed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+
+import numpy as np
+import pytest
+
+from tests.unit.weights.conftest import SPECS, check, content, write
+from weights import codec
+from weights.errors import ChecksumMismatch, IntegrityError, ObjectDamaged, TierFull, TierUnavailable, VersionNotFound
+from weights.layout import Layout, TensorSpec
+from weights.objects import DirectoryObjects
+from weights.packed import PackedTier, moment_codecs
+from weights.record import Name
+from weights.store import WeightStore
+
+
+@pytest.fixture
+def home(tmp_path):
+    return tmp_path / "packed"
+
+
+@pytest.fixture
+def tier(home):
+    return PackedTier("disk", DirectoryObjects(home, create=True))
+
+
+def name_of(stored):
+    return Name(stored.kind, stored.model, stored.version)
+
+
+def files(home):
+    return sorted(path.relative_to(home).as_posix() for path in home.rglob("*") if path.is_file())
+
+
+def objects(home):
+    return [name for name in files(home) if name.startswith("objects/")]
+
+
+def flip(path):
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 0x10
+    path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("sealed", [True, False])
+def test_a_version_comes_back_as_it_was(store, tier, sealed):
+    stored = write(store, checksums=sealed)
+    suffixes = (".safetensors", ".json")
+    before = {path.name: path.read_bytes() for path in stored.path.iterdir() if path.suffix in suffixes}
+    done = tier.put(stored.path)
+    assert done.nbytes == stored.nbytes and done.written_bytes > 0
+    store.remove(stored)
+    again = PackedTier("disk", DirectoryObjects(tier.where)).restore(store, name_of(stored))
+    check(store, again)
+    assert again.manifest.meta == {"step": 3} and again.sealed and not again.pinned
+    before.pop("manifest.json")
+    assert before == {name: (again.path / name).read_bytes() for name in before}
+    assert tier.verify(name_of(stored)).tensors.keys() == again.manifest.tensors.keys()
+
+
+def test_several_files_with_an_index_come_back(store, tier):
+    specs = [TensorSpec(f"t{i}", "F32", (100,)) for i in range(5)]
+    with store.reserve(Layout.plan(specs, max_file_bytes=800), kind="version", model="m", version="1") as draft:
+        for spec in specs:
+            draft.view(spec.name)[:] = content(spec.name, "1", spec.nbytes)
+        stored = draft.commit(meta={})
+    index = (stored.path / "model.safetensors.index.json").read_bytes()
+    tier.put(stored.path)
+    store.remove(stored)
+    again = tier.restore(store, name_of(stored))
+    assert (again.path / "model.safetensors.index.json").read_bytes() == index
+    check(store, again)
+
+
+def test_only_changed_tensors_are_written(store, tier):
+    first = write(store)
+    whole = tier.put(first.path)
+    draft = store.reserve(Layout.plan(SPECS), kind="version", model="starter", version="2")
+    for placed in draft.layout:
+        same = placed.spec.name != "model.norm.weight"
+        draft.view(placed.spec.name)[:] = content(placed.spec.name, "1" if same else "2", placed.nbytes)
+    second = draft.commit(meta={})
+    done = tier.put(second.path)
+    assert done.new_bytes == 12 and done.written_bytes < whole.written_bytes / 20
+    tier.remove(name_of(first))
+    tier.collect()  # what the second still uses stays
+    store.remove(second)
+    again = tier.restore(store, name_of(second))
+    with store.lease(again) as lease:
+        assert bytes(lease.view("counter")) == content("counter", "1", 8)
+        assert bytes(lease.view("model.norm.weight")) == content("model.norm.weight", "2", 12)
+
+
+def test_a_put_that_was_done_before_writes_nothing_but_its_record(store, tier, home):
+    stored = write(store)
+    tier.put(stored.path)
+    before = {name: (home / name).stat().st_mtime_ns for name in objects(home)}
+    (home / name_of(stored).key).unlink()
+    again = PackedTier("disk", DirectoryObjects(home)).put(stored.path)
+    assert again.written_bytes == 0
+    assert {name: (home / name).stat().st_mtime_ns for name in objects(home)} == before
+
+
+def test_big_tensors_are_cut_into_objects(store, tier, home, monkeypatch):
+    monkeypatch.setattr("weights.packed.OBJECT_BYTES", 5000)
+    stored = write(store)
+    tier.put(stored.path)
+    assert len(objects(home)) > 10
+    store.remove(stored)
+    check(store, tier.restore(store, name_of(stored)))
+    tier.verify(name_of(stored))
+
+
+@pytest.mark.parametrize("harm", ["flip", "truncate", "missing", "record"])
+def test_damage_is_noticed_and_never_mapped(store, tier, home, harm):
+    stored = write(store)
+    tier.put(stored.path)
+    store.remove(stored)
+    biggest = max(objects(home), key=lambda name: (home / name).stat().st_size)
+    victim = home / (name_of(stored).key if harm == "record" else biggest)
+    if harm == "missing":
+        victim.unlink()
+    elif harm == "truncate":
+        os.truncate(victim, victim.stat().st_size // 2)
+    else:
+        flip(victim)
+    with pytest.raises(ObjectDamaged):
+        tier.restore(store, name_of(stored))
+    with pytest.raises(ObjectDamaged):
+        tier.verify(name_of(stored))
+    assert store.list("version") == [] and os.listdir(store.root / "staging") == []
+    fresh = PackedTier("disk", DirectoryObjects(home))
+    fresh.quarantine(name_of(stored))
+    fresh.collect()
+    assert files(home) == []
+
+
+def test_quarantine_takes_all_that_rest_on_a_damaged_object(store, tier, home):
+    first, second, other = write(store), write(store, "2"), write(store, "1", model="other")
+    for stored in (first, second, other):
+        tier.put(stored.path)
+    shared = [name for name in objects(home)]
+    tier.quarantine(name_of(second))  # whole: only itself goes
+    assert set(tier.names("version")) == {name_of(first), name_of(other)} and objects(home) == shared
+    tier.collect()
+    for name in objects(home):
+        flip(home / name)
+    tier.quarantine(name_of(first))
+    assert tier.names("version") == {}, "the other model has the same bytes and so the same objects"
+
+
+def test_damage_in_the_source_is_not_packed(store, tier, home):
+    stored = write(store)
+    flip(stored.path / "model.safetensors")
+    with pytest.raises(ChecksumMismatch):
+        tier.put(stored.path)
+    assert tier.names("version") == {}
+    tier.collect()
+    assert files(home) == []
+
+
+def test_a_lost_object_is_not_built_upon(store, tier, home):
+    tier.put(write(store).path)
+    for name in objects(home):
+        (home / name).unlink()
+    twin = write(store, "1", model="twin")
+    tier.put(twin.path)
+    store.remove(twin)
+    check(store, tier.restore(store, name_of(twin)))
+
+
+def test_kill_at_every_point_of_a_put_loses_nothing_and_leaves_no_litter(store, tmp_path, home):
+    """A process is killed before its n-th call that changes the disk, for every n."""
+    stored, kept = write(store, "2"), write(store)
+    for n in range(200):
+        shutil.rmtree(home, ignore_errors=True)
+        PackedTier("disk", DirectoryObjects(home, create=True)).put(kept.path)
+        pid = os.fork()
+        if pid == 0:
+            left = n
+
+            def counted(real):
+                def call(*arguments, **named):
+                    nonlocal left
+                    if left == 0:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    left -= 1
+                    return real(*arguments, **named)
+
+                return call
+
+            for what in ("fsync", "rename", "mkdir", "unlink"):
+                setattr(os, what, counted(getattr(os, what)))
+            try:
+                tier = PackedTier("disk", DirectoryObjects(home))
+                tier.put(stored.path)
+                tier.remove(name_of(kept))
+                tier.collect()
+            finally:
+                os._exit(0)
+        killed = os.WIFSIGNALED(os.waitpid(pid, 0)[1])
+        after = PackedTier("disk", DirectoryObjects(home))
+        names = set(after.names("version"))
+        assert names & {name_of(kept), name_of(stored)}
+        for name in names:
+            after.verify(name)
+        after.put(stored.path)
+        after.verify(name_of(stored))
+        after.remove(name_of(kept))
+        after.collect()
+        needed = {name for name in files(home) if name.startswith("objects/")}
+        assert len(files(home)) == len(needed) + 1 and after.names("version").keys() == {name_of(stored)}
+        if not killed:
+            assert n > 5
+            return
+    raise AssertionError("it never came to its end")
+
+
+def test_a_full_disk_is_said_and_leaves_no_record(store, home):
+    stored = write(store)
+    tier = PackedTier("disk", DirectoryObjects(home, create=True, free_bytes=1 << 60))
+    with pytest.raises(TierFull, match="must keep"):
+        tier.put(stored.path)
+    assert files(home) == []
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting needs root")
+def test_a_disk_that_is_really_full(store, tmp_path):
+    small = tmp_path / "small"
+    small.mkdir()
+    if os.system(f"mount -t tmpfs -o size=40k tmpfs {small} 2>/dev/null") != 0:
+        pytest.skip("mounting is not allowed here")
+    try:
+        stored = write(store)
+        tier = PackedTier("disk", DirectoryObjects(small))
+        with pytest.raises(TierFull):
+            tier.put(stored.path)
+        assert tier.names("version") == {} and not list((small / ".partial").iterdir())
+        os.system(f"mount -o remount,size=4m {small}")
+        tier.put(stored.path)
+        tier.verify(name_of(stored))
+    finally:
+        os.system(f"umount {small}")
+
+
+def test_a_lost_mount_is_unavailable_and_not_filled_in_beneath(store, tmp_path):
+    tier = PackedTier("remote", DirectoryObjects(tmp_path / "mnt"))
+    with pytest.raises(TierUnavailable, match="mounted"):
+        tier.put(write(store).path)
+    assert not (tmp_path / "mnt").exists()
+
+
+def test_one_tier_is_copied_from_another(store, tier, tmp_path):
+    stored = write(store)
+    tier.put(stored.path)
+    other = PackedTier("remote", DirectoryObjects(tmp_path / "remote", create=True))
+    assert other.copy_from(tier, name_of(stored)).written_bytes > 0
+    assert other.copy_from(tier, name_of(stored)).written_bytes == 0
+    store.remove(stored)
+    check(store, other.restore(store, name_of(stored)))
+    with pytest.raises(VersionNotFound):
+        other.restore(store, Name("version", "nobody", "1"))
+
+
+def test_moments_are_quantised_only_where_asked_and_within_their_error(store, home):
+    values = np.random.default_rng(0).standard_normal(3000).astype(np.float32) * 1e-3
+    squares = values**2
+    specs = [TensorSpec(f"{part}.w", "F32", (3000,)) for part in ("master", "exp_avg", "exp_avg_sq")]
+    arrays = {"master.w": values, "exp_avg.w": values, "exp_avg_sq.w": squares}
+    with store.reserve(Layout.plan(specs), kind="snapshot", model="job", version="step-1") as draft:
+        for name, array in arrays.items():
+            draft.view(name)[:] = memoryview(array).cast("B")
+        stored = draft.commit(meta={"step": 1})
+    tier = PackedTier("disk", DirectoryObjects(home, create=True), codec_of=moment_codecs)
+    done = tier.put(stored.path)
+    assert done.written_bytes < stored.nbytes * 0.55
+    tier.verify(name_of(stored))
+    store.remove(stored)
+    again = tier.restore(store, name_of(stored))
+    assert again.manifest.meta["quantised"] == ["exp_avg.w", "exp_avg_sq.w"]
+    with store.lease(again) as lease:
+        found = {name: np.frombuffer(bytes(lease.view(name)), np.float32) for name in arrays}
+    assert np.array_equal(found["master.w"], values)
+    assert np.abs(found["exp_avg.w"] - values).max() <= np.abs(values).max() / 254 * 1.001
+    root, exact = np.sqrt(found["exp_avg_sq.w"]), np.sqrt(squares)
+    assert (root >= exact * (1 - 1e-6)).all() and (root - exact).max() <= exact.max() / 255 * 1.001
+
+
+def test_a_record_does_not_pass_for_another(store, tier, home):
+    stored = write(store)
+    tier.put(stored.path)
+    stolen = Name("version", "other", "1")
+    (home / stolen.key).parent.mkdir(parents=True)
+    shutil.copy(home / name_of(stored).key, home / stolen.key)
+    fresh = PackedTier("disk", DirectoryObjects(home))
+    assert set(fresh.names("version")) == {name_of(stored)}
+    with pytest.raises(IntegrityError):
+        fresh.collect()
+
+
+@pytest.mark.parametrize("raw", [b"", b"AWO1", codec.encode(b"abc" * 99, codec="zstd", width=2)[:-3],
+                                 codec.encode(b"abc", codec="raw") + b"x", b"\0" * 64])  # fmt: skip
+def test_no_bytes_make_the_decoder_fail_otherwise(raw):
+    with pytest.raises(ObjectDamaged):
+        codec.decode(raw, name="x")
+
+
+def test_a_store_of_another_process_reads_it(store, tier, tmp_path):
+    stored = write(store)
+    tier.put(stored.path)
+    other = WeightStore(tmp_path / "other", budget_bytes=None)
+    check(other, tier.restore(other, name_of(stored)))

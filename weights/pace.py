@@ -1,0 +1,39 @@
+"""Keeping a copy in the background: a rate, progress, and a way to stop it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+
+class Pace:
+    """Keeps a copy under `rate_bytes_s` by waiting after each chunk, and tells `on_progress(done, total)` of it.
+
+    An exception from `on_progress` or `wait` ends the copy. `wait` waits that many seconds.
+    """
+
+    def __init__(
+        self,
+        rate_bytes_s: float | None = None,
+        total_bytes: int = 0,
+        on_progress: Callable[[int, int], None] | None = None,
+        wait: Callable[[float], object] | None = None,
+    ) -> None:
+        if rate_bytes_s is not None and rate_bytes_s <= 0:
+            raise ValueError(f"rate_bytes_s must be positive or None, got {rate_bytes_s}")
+        self.done_bytes = 0
+        self.total_bytes = total_bytes
+        self._rate = rate_bytes_s
+        self._on_progress = on_progress
+        self._wait = wait
+        self._started_s = time.monotonic()
+
+    def moved(self, nbytes: int) -> None:
+        """`nbytes` more are done; returns when that is no more than the rate allows."""
+        self.done_bytes += nbytes
+        if self._on_progress is not None:
+            self._on_progress(self.done_bytes, self.total_bytes)
+        if self._rate is not None:
+            ahead_s = self.done_bytes / self._rate - (time.monotonic() - self._started_s)
+            if ahead_s > 0:
+                (self._wait or time.sleep)(ahead_s)
