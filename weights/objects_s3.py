@@ -31,8 +31,10 @@ class S3Objects:
     def __init__(
         self, bucket: str, prefix: str = "", *, endpoint: str | None = None, region: str | None = None,
         credentials_file: str | None = None, credentials_profile: str | None = None, timeout_s: float = 30.0,
+        page_keys: int = 1000,
     ) -> None:  # fmt: skip
         self._bucket = bucket
+        self._page_keys = page_keys
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
         self.where = f"s3://{bucket}/{self._prefix}"
         with self._translated(""):
@@ -67,7 +69,7 @@ class S3Objects:
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
         with self._translated(prefix):
             pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=self._prefix + prefix
+                Bucket=self._bucket, Prefix=self._prefix + prefix, PaginationConfig={"PageSize": self._page_keys}
             )
             for page in pages:
                 for entry in page.get("Contents", ()):

@@ -67,7 +67,7 @@ def persist(
             unpin(stored)
         return copy
     dst_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    _remove_partials(dst_dir)
+    remove_partials(dst_dir)
     with take_lease(stored) as lease:
         partial = dst_dir.parent / f".{dst_dir.name}.partial-{uuid.uuid4().hex}"
         partial.mkdir(mode=0o700)
@@ -241,7 +241,8 @@ def _file_checksums(directory: Path, layout_file: FileLayout, pace: Pace) -> Ite
             yield placed.spec.name, running.text()
 
 
-def _remove_partials(dst_dir: Path) -> None:
+def remove_partials(dst_dir: Path) -> None:
+    """Removes half-written copies of `dst_dir` that no living process holds."""
     for path in dst_dir.parent.glob(f".{_escape(dst_dir.name)}.partial-*"):
         lock = DirectoryLock.try_exclusive(path)
         if lock is not None:  # else a living process is writing it

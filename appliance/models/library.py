@@ -32,10 +32,12 @@ from appliance.models.errors import (
 )
 from appliance.models.template_trial import try_template
 from weights import tiers
+from weights.directory_tier import DirectoryTier
 from weights.files import sync_directory
 from weights.layout import Layout
 from weights.manifest import Manifest
 from weights.names import decode_name, encode_name
+from weights.record import Name
 
 STARTER_NAME, STARTER_MINUTES = "starter", 1.5
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
@@ -246,20 +248,7 @@ class ModelLibrary:
 
     def remove(self, name: str, version: str) -> bool:
         """Deletes a version; False if there was none. It is out of sight in one step, whatever happens then."""
-        path = self.path(name, version)
-        hidden = self._private(self._root / ".staging") / f"removed-{os.getpid()}-{uuid.uuid4().hex}"
-        try:
-            os.rename(path, hidden)
-        except FileNotFoundError:
-            return False
-        sync_directory(path.parent)
-        shutil.rmtree(hidden)
-        try:
-            path.parent.rmdir()
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                raise
-        return True
+        return DirectoryTier("disk", self._root).remove(Name("version", name, version))
 
     # --- the directory itself ---------------------------------------------------------------------------------------
 

@@ -75,7 +75,7 @@ class ModelRow:
 @dataclass(frozen=True, slots=True)
 class VersionRow:
     """One set of weights of a model. shm_path: its directory in shared memory while it is there; disk_path: its copy
-    on disk once persisted; at least one of both."""
+    on disk once persisted. pinned: no retention rule drops it."""
 
     model: str
     version: str
@@ -86,6 +86,18 @@ class VersionRow:
     shm_path: str | None = None
     fingerprint: dict[str, Any] | None = json_column(default=None)
     meta: dict[str, Any] = json_column(default_factory=dict)
+    pinned: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TierRemovalRow:
+    """A version or snapshot that is to leave a tier."""
+
+    tier: str
+    kind: str
+    model: str
+    version: str
+    created_s: float
 
 
 @dataclass(frozen=True, slots=True)
