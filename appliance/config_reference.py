@@ -83,6 +83,9 @@ def _said(kind: type) -> dict[str, str]:
         if issubclass(kind, BaseModel):
             text = kind.model_fields[node.target.id].description or text
         found[node.target.id] = text.replace("|", "\\|")
+    if issubclass(kind, BaseModel):  # fields of a base class stand in other source
+        for name, field in kind.model_fields.items():
+            found.setdefault(name, (field.description or "").replace("|", "\\|"))
     return found
 
 

@@ -55,6 +55,10 @@ class BoxPaths:
         return self.data_dir / "models"
 
     @property
+    def packed(self) -> Path:
+        return self.data_dir / "packed"
+
+    @property
     def jobs(self) -> Path:
         return self.data_dir / "jobs"
 

@@ -81,6 +81,9 @@ class Jobs(Protocol):
     def catch_up(self, job_id: str) -> None:
         """Take in what earlier ranks of the job did that nobody has heard of."""
 
+    async def prepare(self, job_id: str) -> None:
+        """Bring in what `spec` is to name. Raises LookupError."""
+
     def spec(self, job_id: str) -> TrainSpec:
         """What the job's ranks are to do. Raises LookupError when it cannot be done any more."""
 
@@ -278,6 +281,7 @@ class RayEffects:
         await self._warm("train", "start_group", job_id)
         try:
             self._jobs.catch_up(job_id)
+            await self._jobs.prepare(job_id)
             spec = self._jobs.spec(job_id)
         except LookupError as error:
             raise EffectFailed("start_group", job_id, str(error)) from error

@@ -24,7 +24,14 @@ from blake3 import blake3
 from weights import codec
 from weights.checksums import checksum, compare
 from weights.codec import Codec
-from weights.errors import ChecksumMismatch, HeaderInvalid, IntegrityError, ObjectDamaged, VersionNotFound
+from weights.errors import (
+    ChecksumMismatch,
+    HeaderInvalid,
+    IntegrityError,
+    ObjectDamaged,
+    TierUnavailable,
+    VersionNotFound,
+)
 from weights.files import open_regular
 from weights.header import DTYPE_BITS, parse_header
 from weights.layout import FileLayout, Layout, Placed, TensorSpec
@@ -39,6 +46,7 @@ from weights.store import WeightStore
 log = logging.getLogger(__name__)
 
 OBJECT_BYTES = 32 << 20
+OWNER_KEY = "owner"
 READ_BYTES = 8 << 20
 
 
@@ -73,12 +81,29 @@ class PackedTier:
 
     def names(self, kind: str) -> Mapping[Name, float]:
         """Creation time (Unix seconds) by name, of what can be read. A damaged record is logged and left out."""
-        return {name: record.manifest.created_s for name, record in self._known().items() if name.kind == kind}
+        return {name: record.manifest.created_s for name, record in list(self._known().items()) if name.kind == kind}
 
     def usage_bytes(self) -> int:
         """Stored bytes of everything that a record needs."""
-        objects = {key: nbytes for record in self._known().values() for key, nbytes in record.objects.items()}
+        objects = {key: nbytes for record in list(self._known().values()) for key, nbytes in record.objects.items()}
         return sum(objects.values())
+
+    def claim(self, owner: str, first: bool) -> None:
+        """Makes sure that the tier is `owner`'s; takes it if it is nobody's and this is the `first` time.
+
+        Raises TierUnavailable otherwise: a mount that is gone leaves an empty directory behind, and two boxes in one
+        place would remove each other's objects.
+        """
+        if self._objects.size(OWNER_KEY) is None:
+            if not first:
+                raise TierUnavailable(f"{self.where} is not what this box wrote to: it is empty; is it mounted?")
+            self._objects.put(OWNER_KEY, owner.encode())
+        found = self._objects.get(OWNER_KEY).decode(errors="replace")
+        if found != owner:
+            raise TierUnavailable(
+                f"{self.where} belongs to box {found[:40]!r}, this is {owner!r}; give each box a place of its own, or "
+                f"delete {OWNER_KEY} there to take it over"
+            )
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
@@ -294,7 +319,7 @@ class PackedTier:
 
     def _places_by_checksum(self) -> dict[str, tuple[Part, ...]]:
         places = {}
-        for record in self._known().values():
+        for record in list(self._known().values()):
             quantised = set(record.manifest.meta.get("quantised", ()))
             for tensor, found in record.manifest.tensors.items():
                 if found.checksum is not None and tensor not in quantised:
@@ -305,7 +330,7 @@ class PackedTier:
         return all(self._objects.size(object_key(part.object)) == self._size_of(part.object) for part in parts)
 
     def _size_of(self, key: str) -> int:
-        for record in self._known().values():
+        for record in list(self._known().values()):
             if key in record.objects:
                 return record.objects[key]
         raise AssertionError(f"object {key} came from no record")

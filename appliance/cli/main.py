@@ -24,6 +24,7 @@ COMMANDS = {
     "gpu": ("gpu", "Devices: GPUs, or logical CPU devices where there is none."),
     "mode": ("mode", "Modes: who the devices belong to, serving or training."),
     "model": ("model", "Models: base models, fine-tuned ones, and their versions."),
+    "tier": ("tier", "Tiers: where the bytes of models and jobs are kept."),
     "job": ("job", "Fine-tuning jobs."),
     "plan": ("plan", "Would it fit? An estimate before anything is started."),
     "file": ("file", "Files: training and validation data, and what jobs leave behind."),

@@ -74,7 +74,7 @@ def list_models(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> N
 @app.command(epilog=examples("appliance model show starter", "appliance model show ft:starter:local:gsm8k:a1b2c3d4"))
 @for_box
 def show(session: Session, model: MODEL) -> None:
-    """One model with all its versions."""
+    """One model with all its versions and the tiers that each is in."""
     session.show(session.client.get(paths.model(model)), _one)
 
 
@@ -122,6 +122,24 @@ def _rolled_back(done: dict[str, Any]) -> str:
     )
 
 
+@app.command(
+    epilog=examples(
+        "appliance model pin ft:starter:local:gsm8k:a1b2c3d4 step-120",
+        "appliance model pin ft:starter:local:gsm8k:a1b2c3d4 step-120 --off",
+    )
+)
+@for_box
+def pin(
+    session: Session,
+    model: MODEL,
+    version: Annotated[str, typer.Argument(metavar="VERSION")],
+    off: Annotated[bool, typer.Option("--off", help="Leave it to the retention rules again.")] = False,
+) -> None:
+    """Keep a version in every tier, whatever the retention rules say."""
+    answer = session.client.post(f"{paths.model(model)}/pin", {"version": version, "pinned": not off})
+    session.show(answer, lambda done: f"{done['model']} {done['version']} is {'' if done['pinned'] else 'not '}pinned")
+
+
 def _operation(operation: dict[str, Any]) -> Any:
     result = operation.get("result") or {}
     rows: list[tuple[str, object]] = [("operation", operation["id"]), ("state", operation["state"])]
@@ -166,10 +184,10 @@ def _one(model: dict[str, Any]) -> Any:
         ("state", model["state"]),
     ])  # fmt: skip
     versions = output.table(
-        ("VERSION", "CREATED", ">SIZE", "IN", "SOURCE"),
+        ("VERSION", "CREATED", ">SIZE", "IN", "PINNED", "SOURCE"),
         (
             (v["version"] + (" *" if v["version"] == model["active_version"] else ""), formats.moment(v["created_s"]),
-             formats.size(v["bytes"]), _places(v), formats.or_dash(v["source"]))
+             formats.size(v["bytes"]), _places(v), "yes" if v["pinned"] else "-", formats.or_dash(v["source"]))
             for v in model["versions"]
         ),
         empty="no versions",
@@ -178,5 +196,4 @@ def _one(model: dict[str, Any]) -> Any:
 
 
 def _places(version: dict[str, Any]) -> str:
-    places = [name for name, key in (("memory", "in_memory"), ("disk", "on_disk")) if version.get(key)]
-    return " + ".join(places) or "-"
+    return " + ".join(version["tiers"]) or "-"

@@ -44,6 +44,10 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "notes": now["notes"],
         }
 
+    @router.get("/tiers")
+    async def tiers() -> dict[str, Any]:
+        return {"object": "list", "data": context.tiers.status()}
+
     @router.get("/handovers")
     async def list_handovers(limit: RecentLimit = 20) -> dict[str, Any]:
         rows = handovers.list_recent(db, limit)

@@ -43,6 +43,11 @@ class Starter(_Strict):
     minutes: Annotated[float, Field(gt=0, le=24 * 60)] | None = None
 
 
+class Pin(_Strict):
+    version: Text
+    pinned: bool
+
+
 class Rollback(_Strict):
     version: Text | None = None
 
@@ -68,7 +73,8 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations) -
     @router.get("/models")
     async def list_models() -> dict[str, Any]:
         status = context.scheduler.status()
-        return {"object": "list", "data": [admin_views.model(db, row, status) for row in models.list_all(db)]}
+        data = [admin_views.model(db, row, status, context.tiers) for row in models.list_all(db)]
+        return {"object": "list", "data": data}
 
     @router.post("/models/import", status_code=202)
     async def import_model(body: Import, caller: Caller) -> JSONResponse:
@@ -126,9 +132,19 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations) -
         record(context, caller, "model.rollback", row.id, before=before, to=target)
         return {"model": row.id, "from": before, "to": target, "swap": measured}
 
+    @router.post("/models/{name:path}/pin")
+    async def pin(name: str, body: Pin, caller: Caller) -> dict[str, Any]:
+        row = known(name)
+        if models.find_version(db, row.id, body.version) is None:
+            raise _no_version(db, row, body.version)
+        models.update_version(db, row.id, body.version, pinned=int(body.pinned))
+        context.tiers.nudge()
+        record(context, caller, "model.pin", row.id, version=body.version, pinned=body.pinned)
+        return {"model": row.id, "version": body.version, "pinned": body.pinned}
+
     @router.get("/models/{name:path}")
     async def show(name: str) -> dict[str, Any]:
-        return admin_views.model(db, known(name), context.scheduler.status())
+        return admin_views.model(db, known(name), context.scheduler.status(), context.tiers)
 
     @router.delete("/models/{name:path}")
     async def delete(name: str, caller: Caller) -> dict[str, Any]:
@@ -189,12 +205,16 @@ def _register(context: ControllerContext, stats: ModelStats) -> dict[str, Any]:
 def _rollback_target(db: Database, row: ModelRow, asked: str | None) -> str:
     if asked is not None:
         if models.find_version(db, row.id, asked) is None:
-            have = ", ".join(version.version for version in models.list_versions(db, row.id))
-            raise NotFound(f"{row.id} has no version {shown(asked)}; it has {have}.", param="version",
-                           code="version_not_found")  # fmt: skip
+            raise _no_version(db, row, asked)
         return asked
     older = models.version_before(db, row.id, row.active_version) if row.active_version else None
     if older is None:
         raise Conflict(f"{row.id} has no version before {row.active_version}.", param="version",
                        code="no_older_version")  # fmt: skip
     return older.version
+
+
+def _no_version(db: Database, row: ModelRow, asked: str) -> NotFound:
+    have = ", ".join(version.version for version in models.list_versions(db, row.id))
+    return NotFound(f"{row.id} has no version {shown(asked)}; it has {have}.", param="version",
+                    code="version_not_found")  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from appliance.controller.ports import SchedulerStatus
+from appliance.controller.ports import SchedulerStatus, TierPort
 from appliance.controller.views import job_phase, job_status
 from appliance.store import deployments, models
 from appliance.store.database import Database
@@ -33,7 +33,7 @@ def key(row: KeyRow) -> dict[str, Any]:
             "created_s": row.created_s, "revoked_s": row.revoked_s}  # fmt: skip
 
 
-def model(db: Database, row: ModelRow, status: SchedulerStatus) -> dict[str, Any]:
+def model(db: Database, row: ModelRow, status: SchedulerStatus, tiers: TierPort) -> dict[str, Any]:
     return {
         "name": row.id, "kind": row.kind, "arch": row.arch, "task": row.task, "params": row.params, "bytes": row.bytes,
         "base": row.base, "active_version": row.active_version, "max_model_len": row.max_model_len,
@@ -42,7 +42,7 @@ def model(db: Database, row: ModelRow, status: SchedulerStatus) -> dict[str, Any
         "deployment": deployment(found) if (found := deployments.find(db, row.id)) else None,
         "versions": [
             {"version": v.version, "created_s": v.created_s, "bytes": v.bytes, "source": v.source,
-             "in_memory": v.shm_path is not None, "on_disk": v.disk_path is not None}
+             "pinned": bool(v.pinned), "tiers": tiers.version_places(row.id, v.version)}
             for v in models.list_versions(db, row.id)
         ],
     }  # fmt: skip

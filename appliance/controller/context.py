@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from appliance.controller.config import ControllerConfig
-from appliance.controller.ports import KeySink, ModelOps, SchedulerPort
+from appliance.controller.ports import KeySink, ModelOps, SchedulerPort, TierPort
 from appliance.store import keys
 from appliance.store.database import Database
 
@@ -23,6 +23,7 @@ class ControllerContext:
     scheduler: SchedulerPort
     model_ops: ModelOps
     key_sink: KeySink
+    tiers: TierPort
     config: ControllerConfig = field(default_factory=ControllerConfig)
     box: dict[str, str] = field(default_factory=dict)
     started_s: float = field(default_factory=time.time)

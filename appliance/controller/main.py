@@ -45,6 +45,8 @@ from appliance.wiring.journal import SqliteJournal
 from appliance.wiring.model_work import LibraryOps
 from appliance.wiring.scheduler_port import LoopPort
 from appliance.wiring.state_store import SqliteStateStore
+from appliance.wiring.tier_flow import TierFlow
+from appliance.wiring.tier_levels import make_levels
 from appliance.wiring.versions import VersionShelf
 from runtime.node import WarmSpec
 from runtime.process import die_with_parent
@@ -93,12 +95,16 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         paths.bus_socket, config.controller, first_generation=first_generation(db), on_load=lambda _: loop.nudge()
     )
     routing = BusRouting(bus, db, config.gateway.holds.hold_s, config.serve.max_model_len)
-    shelf = VersionShelf(db, store, paths.models, config, devices[0])
+    flow = TierFlow(
+        db, store, make_levels(config.weights, paths), jobs_dir=paths.jobs, owner=paths.box_id,
+        is_held=lambda name: shelf.holds(name),
+    )  # fmt: skip
+    shelf = VersionShelf(db, store, flow, config, devices[0])
     library = ModelLibrary(
         paths.models, hub_settings=HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
     )
     events = JobEvents(db, paths.files, config.controller.organization)
-    runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, shelf, lambda: port.nudge("published"))
+    runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, flow, lambda: port.nudge("published"))
     effects = RayEffects(_ray_box(paths, devices), routing, shelf, runs, config.serve)
     states = SqliteStateStore(
         db, events, routing.demand, config.box.serving_floor, len(devices), config.serve, routing.refresh,
@@ -116,8 +122,9 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         files_dir=paths.files,
         jobs_dir=paths.jobs,
         scheduler=port,
-        model_ops=LibraryOps(library, store, shelf.let_go),
+        model_ops=LibraryOps(library, store, flow, shelf.let_go),
         key_sink=bus,
+        tiers=flow,
         config=config.controller,
         box={
             "id": paths.box_id,
@@ -138,18 +145,20 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         if limits.read(db)["measured_s"] is None:
             tasks.create_task(limits.measure(db, devices[0].kind == "cuda"), name="limits of the hardware")
         tidying = tasks.create_task(runs.tidy(), name="snapshots of finished jobs")
+        flowing = tasks.create_task(flow.run(), name="tiers")
         await stop.wait()
         log.info("ending: suspending jobs and saving what only memory holds")
         server.should_exit = True
         loop.stop()
         watching.cancel()
         tidying.cancel()
+        flowing.cancel()
         await asyncio.wait({deciding, serving})
-    await _save_everything(effects, runs, shelf)
+    saved = await _save_everything(effects, flow)
     await bus.stop()
     ray.shutdown()
     db.close()
-    return 0
+    return 0 if saved else 1
 
 
 class _Server(uvicorn.Server):
@@ -170,15 +179,16 @@ def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
     return store
 
 
-async def _save_everything(effects: RayEffects, runs: JobRuns, shelf: VersionShelf) -> None:
+async def _save_everything(effects: RayEffects, flow: TierFlow) -> bool:
+    """False if something is in shared memory only: then that is kept for the next start."""
     for group in (await effects.observe()).groups:
         # A job that cannot be suspended any more goes on from its last snapshot.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(SUSPEND_S):
                 await effects.suspend_group(group.job_id)
-    await runs.save_all()
-    await shelf.save_all()
+    saved = await flow.finish()
     await effects.stop_everything()
+    return saved
 
 
 def _facts(devices: tuple[Device, ...], store: WeightStore) -> BoxFacts:

@@ -165,3 +165,17 @@ class KeySink(Protocol):
 
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
         """keys: SHA-256 in hex -> {"id", "name", "scopes"}; replaces what was known before."""
+
+
+class TierPort(Protocol):
+    """Where the bytes of versions and snapshots are, from shared memory to the remote tier."""
+
+    def status(self) -> list[dict[str, Any]]:
+        """Per tier, nearest first: {"name", "where", "versions", "snapshots", "bytes", "limit_bytes", "backlog",
+        "backlog_bytes", "busy", "damaged", "last_error", "last_error_s", "next_try_s"}."""
+
+    def version_places(self, model: str, version: str) -> list[str]:
+        """Names of the tiers that have a version."""
+
+    def nudge(self) -> None:
+        """What is to be kept has changed."""

@@ -15,11 +15,12 @@ from appliance.controller.naming import resolve
 from appliance.store import deployments, job_records, jobs, models
 from appliance.store.database import Database
 from appliance.store.rows import DeploymentRow
-from appliance.wiring.versions import VersionShelf
+from appliance.wiring.tier_facts import step_of
+from appliance.wiring.tier_flow import TierFlow
 from train.event_log import read_events
 from train.spec import TrainSpec
-from weights import tiers
-from weights.errors import VersionLeased, VersionNotFound, WeightsError
+from weights.errors import StoreFull, VersionLeased, VersionNotFound, WeightsError
+from weights.record import Name
 from weights.store import StoredVersion, WeightStore
 
 log = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ TIDY_EVERY_S = 10.0
 
 
 class JobRuns:
-    """Implements `scheduler.ray_effects.Jobs`; keeps the newest snapshot of every job on disk as well."""
+    """Implements `scheduler.ray_effects.Jobs`. What a job wrote flows to the other tiers by itself once told of."""
 
     def __init__(
         self,
@@ -37,12 +38,11 @@ class JobRuns:
         jobs_dir: Path,
         shm_root: Path,
         events: JobEvents,
-        shelf: VersionShelf,
+        flow: TierFlow,
         on_change: Callable[[], None],
     ):
         self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
-        self._events, self._shelf, self._on_change = events, shelf, on_change
-        self._saving: dict[str, asyncio.Task[None]] = {}
+        self._events, self._flow, self._on_change = events, flow, on_change
 
     def catch_up(self, job_id: str) -> None:
         """Take in the steps that were trained while no controller listened. Called before ranks start anew."""
@@ -50,6 +50,19 @@ class JobRuns:
         for event in read_events(self._jobs_dir / job_id):
             if event["event"] == "metrics" and event["step"] not in known:
                 self._events.ingest(job_id, event)
+
+    async def prepare(self, job_id: str) -> None:
+        """Bring in the base model's bytes where neither shared memory nor the disk has them. Raises LookupError."""
+        try:
+            self._base_path(jobs.get(self._db, job_id).model)
+        except LookupError:
+            base = resolve(self._db, jobs.get(self._db, job_id).model)
+            if base is None:
+                raise
+            try:
+                await asyncio.to_thread(self._flow.bring_in, Name("version", base.model.id, base.version.version))
+            except WeightsError as error:
+                raise LookupError(str(error)) from error
 
     def spec(self, job_id: str) -> TrainSpec:
         """What the job's ranks are to do. Raises LookupError when the base model's bytes are gone."""
@@ -83,35 +96,46 @@ class JobRuns:
         if stored is not None:
             return str(stored.path)
         if base.version.disk_path is None or not Path(base.version.disk_path).is_dir():
-            raise LookupError(f"{name} {base.version.version} is neither in shared memory nor on disk")
+            raise LookupError(f"{name} {base.version.version} is neither in shared memory nor in any other tier")
         return base.version.disk_path
 
     def newest_snapshot(self, job_id: str) -> Path | None:
-        """The newest snapshot, from shared memory or else read in from disk. May be called from any thread."""
+        """The newest snapshot that is whole, from shared memory or else read in from the nearest tier. May be called
+        from any thread."""
         # When shared memory is full, ranks write their snapshot into a store of the same form beside the job.
         own = self._jobs_dir / job_id / "snapshots"
         stores = [self._store, *([WeightStore(own, budget_bytes=None)] if (own / "snapshots").is_dir() else [])]
         written = [stored for store in stores for stored in store.list("snapshot") if stored.model == job_id]
-        if written:
-            return max(written, key=_step).path
-        saved = self._saved_snapshots(job_id)
-        if not saved:
-            return None
-        return self._store.import_dir(saved[-1], model=job_id, version=saved[-1].name, kind="snapshot").path
+        newest = max(written, key=_step, default=None)
+        for name in self._flow.newest_snapshot(job_id):
+            if newest is not None and step_of(name) <= _step(newest):
+                break
+            try:
+                return self._bring_in(name).path
+            except LookupError as error:
+                log.error("job %s goes on from an older snapshot: %s", job_id, error)
+        return None if newest is None else newest.path
+
+    def _bring_in(self, name: Name) -> StoredVersion:
+        try:
+            return self._flow.bring_in(name)
+        except StoreFull:
+            own = WeightStore(self._jobs_dir / name.model / "snapshots", budget_bytes=None)
+            return self._flow.bring_in(name, own)
 
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
-        """Record it; a snapshot is copied to disk and a published version reported, both in the background."""
+        """Record it; snapshots and published versions flow to the other tiers in the background."""
         if event["event"] == "started":
             return  # the loop says the same with the devices' names
         self._events.ingest(job_id, event)
         if event["event"] == "published":
             self._published(job_id, event["version"])
         elif event["event"] == "snapshot":
-            self._save_soon(job_id)
+            self._flow.nudge()
 
     def _published(self, job_id: str, version: str) -> None:
         row = jobs.get(self._db, job_id)
-        self._shelf.save_soon(row.output_model, version)
+        self._flow.nudge()
         if row.resolved["publish"] == "epoch":
             # Asked for: each epoch's weights go live at once, into the engine that serves the model already.
             models.activate(self._db, row.output_model, version)
@@ -131,10 +155,12 @@ class JobRuns:
             for row in jobs.list_left_snapshots(self._db):
                 if await asyncio.to_thread(self._forget, row.id):
                     jobs.update(self._db, row.id, snapshot=None)
+                    self._flow.nudge()
             await asyncio.sleep(TIDY_EVERY_S)
 
     def _forget(self, job_id: str) -> bool:
-        """Remove a job's snapshots, in shared memory and on disk; False while a rank still reads one."""
+        """Remove a job's snapshots from memory and its own directory; False while a rank still reads one. The tiers
+        drop those of a job that is over by themselves."""
         try:
             for stored in self._store.list("snapshot"):
                 if stored.model == job_id:
@@ -145,37 +171,6 @@ class JobRuns:
             return self._forget(job_id)  # the ending job removed it itself a moment ago
         shutil.rmtree(self._jobs_dir / job_id / "snapshots", ignore_errors=True)
         return True
-
-    async def save_all(self) -> None:
-        """Returns when the newest snapshot of every unfinished job is on disk. Called before the box ends."""
-        await asyncio.gather(*self._saving.values())
-        for row in jobs.list_unfinished(self._db):
-            await self._save_newest(row.id)
-
-    def _save_soon(self, job_id: str) -> None:
-        running = self._saving.get(job_id)
-        if running is None or running.done():
-            self._saving[job_id] = asyncio.create_task(self._save_newest(job_id))
-
-    async def _save_newest(self, job_id: str) -> None:
-        try:
-            await asyncio.to_thread(self._copy_newest, job_id)
-        except (OSError, WeightsError) as error:
-            log.error("the newest snapshot of job %s could not be saved: %s", job_id, error)
-
-    def _copy_newest(self, job_id: str) -> None:
-        in_memory = [stored for stored in self._store.list("snapshot") if stored.model == job_id]
-        if not in_memory:
-            return
-        newest = max(in_memory, key=_step)
-        target = self._jobs_dir / job_id / "snapshots" / newest.version
-        tiers.persist(newest, target)
-        for older in self._saved_snapshots(job_id)[:-1]:
-            shutil.rmtree(older)
-
-    def _saved_snapshots(self, job_id: str) -> list[Path]:
-        found = (self._jobs_dir / job_id / "snapshots").glob("step-*")
-        return sorted((path for path in found if path.name[5:].isdigit()), key=lambda path: int(path.name[5:]))
 
 
 def _step(stored: StoredVersion) -> int:

@@ -11,15 +11,17 @@ from appliance.controller.errors import OperationFailed
 from appliance.controller.ports import ModelStats, Progress, Report, VersionPlace
 from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary, ModelVersion
+from appliance.wiring.tier_flow import TierFlow
 from weights.errors import VersionNotFound, WeightsError
+from weights.record import Name
 from weights.store import WeightStore
 
 
 class LibraryOps:
     """Implements `appliance.controller.ports.ModelOps`. `let_go` gives up the box's own leases on a model."""
 
-    def __init__(self, library: ModelLibrary, store: WeightStore, let_go: Callable[[str], None]):
-        self._library, self._store, self._let_go = library, store, let_go
+    def __init__(self, library: ModelLibrary, store: WeightStore, flow: TierFlow, let_go: Callable[[str], None]):
+        self._library, self._store, self._flow, self._let_go = library, store, flow, let_go
 
     async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
         made = await _thread(self._library.import_model, source, name=name, revision=revision, report=_reporter(report))
@@ -38,6 +40,10 @@ class LibraryOps:
                 total["versions"].append({"version": place.version, "path": directory, **found})
                 total["tensors"] += found["tensors"]
                 total["bytes"] += found["bytes"]
+            for where, found in (await _thread(self._flow.verify, Name("version", name, place.version))).items():
+                total["versions"].append({"version": place.version, "path": where, **found})
+                total["tensors"] += found["tensors"]
+                total["bytes"] += found["bytes"]
         return total
 
     async def remove(self, name: str, places: list[VersionPlace]) -> None:
@@ -45,6 +51,7 @@ class LibraryOps:
         for place in places:
             await _thread(self._library.remove, name, place.version)
             await _thread(self._forget, name, place.version)
+            self._flow.forget(Name("version", name, place.version))
 
     def _forget(self, name: str, version: str) -> None:
         stored = self._store.find("version", name, version)

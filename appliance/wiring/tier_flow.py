@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from appliance.store import tier_removals
+from appliance.store import box, tier_removals
 from appliance.store.database import Database
 from appliance.wiring.tier_facts import Facts, read_facts
 from weights.config import KeepRules
@@ -35,6 +35,7 @@ from weights.errors import (
     WeightsError,
 )
 from weights.lease import StoredVersion, take_lease, unpin
+from weights.names import version_path
 from weights.pace import Pace
 from weights.packed import PackedTier
 from weights.record import Name
@@ -94,17 +95,18 @@ class _Running:
 class TierFlow:
     """Owns the tiers. `run` works until it is cancelled; `bring_in` may be called from any thread.
 
-    `is_held(name)` says whether the box serves or trains from a version now; `jobs_dir` holds the stores that ranks
-    write their snapshots to when shared memory is full.
+    `owner` names the box: a remote tier belongs to one. `is_held(name)` says whether the box serves a version now;
+    `jobs_dir` holds the stores that ranks write their snapshots to when shared memory is full.
     """
 
     def __init__(
-        self, db: Database, store: WeightStore, levels: Iterable[Level], *, jobs_dir: Path,
+        self, db: Database, store: WeightStore, levels: Iterable[Level], *, jobs_dir: Path, owner: str,
         is_held: Callable[[Name], bool] = lambda name: False, clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         self._db, self._store, self._jobs_dir = db, store, jobs_dir
-        self._is_held, self._clock = is_held, clock
+        self._owner, self._is_held, self._clock = owner, is_held, clock
         self._stopping = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._levels = [
             _Running(level, ThreadPoolExecutor(1, f"tier-{level.name}", initializer=_be_nice)) for level in levels
         ]
@@ -113,6 +115,7 @@ class TierFlow:
 
     async def run(self) -> None:
         """Works until it is cancelled."""
+        self._loop = asyncio.get_running_loop()
         async with asyncio.TaskGroup() as workers:
             for running in self._levels:
                 workers.create_task(self._work(running), name=f"tier {running.level.name}")
@@ -166,6 +169,10 @@ class TierFlow:
 
     async def _pass(self, running: _Running, above: list[_Running], unthrottled: bool) -> None:
         level = running.level
+        if isinstance(level.versions, PackedTier):
+            known = f"tier {level.where}"
+            await self._on(running, level.versions.claim, self._owner, box.get(self._db, known) is None)
+            box.put(self._db, known, self._owner)
         for row in tier_removals.list_of(self._db, level.name):
             await self._on(running, level.of(row.kind).remove, Name(row.kind, row.model, row.version))
             tier_removals.delete(self._db, row)
@@ -329,6 +336,8 @@ class TierFlow:
         def done(future: Future[None]) -> None:
             if future.exception() is not None:
                 self._note(running, f"the damaged copy of {name} could not be removed: {future.exception()}")
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self.nudge)
 
         running.pool.submit(work).add_done_callback(done)
 
@@ -351,16 +360,21 @@ class TierFlow:
     # --- what a person sees -----------------------------------------------------------------------------------------
 
     def places(self, name: Name) -> list[str]:
-        """Names of the tiers that had `name` when they were last looked at."""
-        return [running.level.name for running in self._levels if name in running.here]
+        """Names of the places that have `name`; of the tiers, those that had it when they were last looked at."""
+        memory = ["memory"] if version_path(self._store.root, *name).is_dir() else []
+        return memory + [running.level.name for running in self._levels if name in running.here]
 
-    def verify(self, name: Name) -> dict[str, int]:
-        """Reads `name` in every packed tier; {tier: bytes}. Raises IntegrityError, TierUnavailable."""
+    def version_places(self, model: str, version: str) -> list[str]:
+        return self.places(Name("version", model, version))
+
+    def verify(self, name: Name) -> dict[str, dict[str, int]]:
+        """Reads `name` in every packed tier; {where: {"tensors", "bytes"}}. Raises IntegrityError, TierUnavailable."""
         read = {}
         for running in self._levels:
             tier = running.level.of(name.kind)
             if isinstance(tier, PackedTier) and name in running.here:
-                read[running.level.name] = tier.verify(name).nbytes
+                manifest = tier.verify(name)
+                read[tier.where] = {"tensors": len(manifest.tensors), "bytes": manifest.nbytes}
         return read
 
     def status(self) -> list[dict[str, Any]]:

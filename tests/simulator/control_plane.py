@@ -109,6 +109,21 @@ class SimulatedModelOps:
         self.removed.append((name, places))
 
 
+class SimulatedTiers:
+    """A disk that has every version."""
+
+    def status(self) -> list[dict[str, Any]]:
+        nothing = {"busy": None, "damaged": 0, "last_error": None, "last_error_s": None, "next_try_s": None}
+        return [{"name": "disk", "where": "/data", "versions": 1, "snapshots": 0, "bytes": 10, "limit_bytes": None,
+                 "backlog": 0, "backlog_bytes": 0, **nothing}]  # fmt: skip
+
+    def version_places(self, model: str, version: str) -> list[str]:
+        return ["disk"]
+
+    def nudge(self) -> None:
+        return
+
+
 class RecordingKeySink:
     """What the gateways would know."""
 
@@ -126,6 +141,7 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
         path.mkdir(exist_ok=True)
     return ControllerContext(
         db=db, files_dir=files_dir, jobs_dir=jobs_dir, scheduler=SimulatedScheduler(db),  # type: ignore[arg-type]
-        model_ops=SimulatedModelOps(), key_sink=RecordingKeySink(), config=ControllerConfig(**config),
+        model_ops=SimulatedModelOps(), key_sink=RecordingKeySink(), tiers=SimulatedTiers(),
+        config=ControllerConfig(**config),
         box={"id": "0123abcd", "version": "0.1.0", "url": "http://127.0.0.1:8000", "data_dir": str(folder)},
     )  # fmt: skip

@@ -33,6 +33,8 @@ FENCES = {
     "openai": {"appliance/demo.py", "appliance/load.py"},
     "fastapi": {"appliance/controller/"},
     "typer": {"appliance/cli/"},
+    "boto3": {"weights/objects_s3.py"},
+    "botocore": {"weights/objects_s3.py"},
     "matplotlib": {"scheduler/sim_plot.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.

@@ -44,6 +44,8 @@ FROZEN = {
     "model rm": [*BOX, "MODEL"],
     "model verify": [*BOX, "--timeout", "--wait", "MODEL"],
     "model rollback": [*BOX, "--version", "MODEL"],
+    "model pin": [*BOX, "--off", "MODEL", "VERSION"],
+    "tier list": [*BOX, "--every", "--watch"],
     "job submit": [
         *BOX, "--batch-size", "--deadline", "--epochs", "--file", "--full", "--hold", "--learning-rate-multiplier",
         "--lora-rank", "--max-devices", "--max-length", "--metadata", "--min-devices", "--model", "--preemptible",

@@ -5,9 +5,15 @@ import time
 import pytest
 
 from appliance.controller.job_events import JobEvents
+from appliance.paths import BoxPaths
 from appliance.store import deployments, jobs, models
 from appliance.store.database import Database
 from appliance.store.rows import DeploymentRow, JobRow, ModelRow, VersionRow
+from appliance.wiring.tier_flow import TierFlow
+from appliance.wiring.tier_levels import make_levels
+from weights.config import WeightsConfig
+from weights.segment import forget_mappings
+from weights.store import WeightStore
 
 
 @pytest.fixture
@@ -20,6 +26,22 @@ def db(tmp_path):
 def events(db, tmp_path):
     (tmp_path / "files").mkdir()
     return JobEvents(db, tmp_path / "files", "local")
+
+
+@pytest.fixture
+def store(tmp_path):
+    yield WeightStore(tmp_path / "shm", budget_bytes=None)
+    forget_mappings()
+
+
+@pytest.fixture
+def flow(db, store, tmp_path):
+    """A disk and a remote directory below `tmp_path`, with the rules of the defaults."""
+    (tmp_path / "mount").mkdir()
+    (tmp_path / "data").mkdir()
+    config = WeightsConfig.model_validate({"disk": {"free_bytes": 0}, "remote": {"url": str(tmp_path / "mount")}})
+    levels = make_levels(config, BoxPaths(tmp_path / "data", tmp_path / "shm"))
+    return TierFlow(db, store, levels, jobs_dir=tmp_path / "jobs", owner="box-1")
 
 
 @pytest.fixture

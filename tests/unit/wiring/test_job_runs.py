@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from appliance.store import job_records, jobs
@@ -9,17 +11,12 @@ from appliance.wiring.job_runs import JobRuns
 from train.event_log import EventLog, read_events
 from weights.layout import Layout, TensorSpec
 from weights.lease import StoredVersion
-from weights.store import WeightStore
+from weights.record import Name
 
 
 @pytest.fixture
-def store(tmp_path):
-    return WeightStore(tmp_path / "shm", budget_bytes=None)
-
-
-@pytest.fixture
-def runs(db, events, store, tmp_path):
-    return JobRuns(db, store, tmp_path / "jobs", tmp_path / "shm", events, None, lambda: None)
+def runs(db, events, store, flow, tmp_path):
+    return JobRuns(db, store, tmp_path / "jobs", tmp_path / "shm", events, flow, lambda: None)
 
 
 def metrics(step):
@@ -45,7 +42,9 @@ def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path):
     assert len(job_records.page_events(db, "ftjob-1", after=None, limit=50).data) == 3
 
 
-def test_the_newest_snapshot_wins_and_disk_is_the_second_tier(runs, store, tmp_path):
+async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow, store, add_job, tmp_path):
+    add_job(phase="running")
+
     def write(step):
         with store.reserve(Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1",
                            version=f"step-{step}") as draft:  # fmt: skip
@@ -56,8 +55,11 @@ def test_the_newest_snapshot_wins_and_disk_is_the_second_tier(runs, store, tmp_p
     write(9)
     newest = write(10)
     assert runs.newest_snapshot("ftjob-1") == newest.path
-    runs._copy_newest("ftjob-1")
-    assert [path.name for path in (tmp_path / "jobs/ftjob-1/snapshots").iterdir()] == ["step-10"]
+    for tier in ("disk", "remote"):
+        await flow.run_once(tier)
+    assert flow.places(Name("snapshot", "ftjob-1", "step-10")) == ["memory", "disk", "remote"]
+    assert flow.places(Name("snapshot", "ftjob-1", "step-9")) == ["memory"], "one is kept"
+    shutil.rmtree(tmp_path / "data" / "packed" / "objects")
     for stored in store.list("snapshot"):
         store.remove(stored)
     again = runs.newest_snapshot("ftjob-1")

@@ -1,0 +1,44 @@
+"""`appliance tier`: shared memory, disk and the remote store, and what is still on its way between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from appliance.cli import formats, output
+from appliance.cli.command import EVERY, WATCH, Session, examples, for_box, group
+
+app = group("Tiers: where the bytes of models and jobs are kept.")
+
+
+@app.command(
+    "list", epilog=examples("appliance tier list", "appliance tier list --watch", "appliance tier list -o json")
+)
+@for_box
+def list_tiers(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
+    """Every tier with what it holds, what is still to be copied to it, and its last error."""
+    session.follow(lambda: session.client.get("/admin/v1/tiers"), _table, watch, every)
+
+
+def _table(answer: dict[str, Any]) -> Any:
+    return output.table(
+        ("TIER", "WHERE", ">VERSIONS", ">SNAPSHOTS", ">SIZE", ">BACKLOG", "NOW", "LAST ERROR"),
+        (
+            (t["name"], t["where"], t["versions"], t["snapshots"], formats.size(t["bytes"]), _backlog(t), _now(t),
+             _error(t))
+            for t in answer["data"]
+        ),
+        empty="no tiers",
+    )  # fmt: skip
+
+
+def _backlog(tier: dict[str, Any]) -> str:
+    return f"{tier['backlog']} ({formats.size(tier['backlog_bytes'])})" if tier["backlog"] else "-"
+
+
+def _now(tier: dict[str, Any]) -> str:
+    busy = tier["busy"]
+    return f"{busy['name']}, {formats.size(busy['done_bytes'])} written" if busy else "-"
+
+
+def _error(tier: dict[str, Any]) -> str:
+    return f"{formats.clock(tier['last_error_s'])} {tier['last_error']}" if tier["last_error"] else "-"
