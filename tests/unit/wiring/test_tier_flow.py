@@ -1,0 +1,260 @@
+"""Versions and snapshots on their way between the tiers: what arrives, what stays, what happens when a tier fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+
+import pytest
+
+from appliance.store import jobs, models, tier_removals
+from appliance.store.rows import VersionRow
+from appliance.wiring.tier_flow import Level, TierFlow
+from appliance.wiring.versions import VersionShelf
+from tests.unit.weights.conftest import check, write
+from weights.config import KeepRules
+from weights.errors import StoreFull, TierUnavailable
+from weights.layout import Layout, TensorSpec
+from weights.record import Name
+from weights.store import WeightStore
+
+V1 = Name("version", "starter", "v1")
+
+
+@pytest.fixture
+def publish(db, store, add_model):
+    """Commits versions of `starter` to shared memory as publishing does."""
+    add_model(version="v0")
+
+    def made(*versions):
+        for version in versions:
+            models.insert_version(db, VersionRow("starter", version, "job", 10, float(version[1:])))
+            yield write(store, version)
+
+    return lambda *versions: list(made(*versions))
+
+
+def snapshot(store, step, job="ftjob-1"):
+    with store.reserve(Layout.plan([TensorSpec("master.w", "F32", (400,))]), kind="snapshot", model=job,
+                       version=f"step-{step}") as draft:  # fmt: skip
+        draft.view("master.w")[:] = bytes([step]) * 1600
+        return draft.commit(meta={"step": step}, checksums=False)
+
+
+def put_off(flow, tier):
+    return next(status for status in flow.status() if status["name"] == tier)
+
+
+async def passes(flow, *tiers):
+    for tier in tiers:
+        await flow.run_once(tier)
+
+
+def damage(path):
+    raw = bytearray(path.read_bytes())
+    raw[-5] ^= 1
+    path.write_bytes(raw)
+
+
+async def quiet(flow):
+    """Returns when what was handed to the tiers' threads is done."""
+    for running in flow._levels:
+        await asyncio.wrap_future(running.pool.submit(lambda: None))
+
+
+async def test_a_published_version_reaches_every_tier_once(flow, publish, db, tmp_path):
+    (stored,) = publish("v1")
+    assert flow.version_places("starter", "v1") == ["memory"]
+    await passes(flow, "disk", "remote")
+    assert flow.version_places("starter", "v1") == ["memory", "disk", "remote"]
+    row = models.find_version(db, "starter", "v1")
+    assert row.disk_path == str(tmp_path / "data/models/starter/v1") and not stored.pinned
+    written = {p: p.stat().st_mtime_ns for p in (tmp_path / "mount/objects").rglob("*") if p.is_file()}
+    await passes(flow, "disk", "remote")
+    assert {p: p.stat().st_mtime_ns for p in (tmp_path / "mount/objects").rglob("*") if p.is_file()} == written
+    status = put_off(flow, "remote")
+    assert status["versions"] == 1 and status["backlog"] == 0 and status["bytes"] > 0 and status["last_error"] is None
+
+
+async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_remote_tier(
+    flow, publish, db, store, tmp_path, caplog
+):
+    (stored,) = publish("v1")
+    models.activate(db, "starter", "v1")
+    await passes(flow, "disk", "remote")
+    assert store.evict(1 << 40) > 0 and flow.version_places("starter", "v1") == ["disk", "remote"]
+    damage(tmp_path / "data/models/starter/v1/model.safetensors")
+    shelf = VersionShelf(db, store, flow, None, None)
+    path = await shelf.in_memory("starter", "v1")
+    check(store, store.find(*V1))
+    assert path == stored.path and shelf.holds(V1)
+    await quiet(flow)
+    assert not (tmp_path / "data/models/starter/v1").exists(), "the damaged copy is gone"
+    assert "damaged" in caplog.text and "removed from the disk tier" in caplog.text
+    assert put_off(flow, "disk")["damaged"] == 1 and "is damaged" in put_off(flow, "disk")["last_error"]
+    await passes(flow, "disk")
+    flow._levels[0].level.versions.verify(V1)
+
+
+async def test_the_last_copy_is_kept_even_if_damaged(flow, publish, store, tmp_path):
+    publish("v1")
+    await passes(flow, "disk")
+    store.evict(1 << 40)
+    damage(tmp_path / "data/models/starter/v1/model.safetensors")
+    with pytest.raises(LookupError, match="damaged in the disk tier"):
+        flow.bring_in(V1)
+    await quiet(flow)
+    assert (tmp_path / "data/models/starter/v1/model.safetensors").exists(), "a person may want to look at it"
+
+
+async def test_a_lost_mount_holds_up_nothing_and_is_tried_again(flow, publish, store, tmp_path):
+    now_s = 1000.0
+    flow._clock = lambda: now_s
+    publish("v1")
+    await passes(flow, "disk", "remote")
+    shutil.move(tmp_path / "mount", tmp_path / "elsewhere")
+    (tmp_path / "mount").mkdir()  # what is left of a mount point
+    publish("v2")
+    waits = []
+    for _ in range(10):
+        await passes(flow, "disk", "remote")
+        waits.append(put_off(flow, "remote")["next_try_s"] - now_s)
+    assert waits[:3] == [2, 4, 8] and waits[-1] == 300
+    status = put_off(flow, "remote")
+    assert "mounted" in status["last_error"] and list((tmp_path / "mount").iterdir()) == []
+    assert flow.places(Name("version", "starter", "v2")) == ["memory", "disk"]
+    (tmp_path / "mount").rmdir()
+    shutil.move(tmp_path / "elsewhere", tmp_path / "mount")
+    await passes(flow, "remote")
+    assert flow.places(Name("version", "starter", "v2")) == ["memory", "disk", "remote"]
+    assert put_off(flow, "remote")["next_try_s"] is None
+
+
+async def test_another_boxs_place_is_not_touched(flow, publish, db, store, tmp_path):
+    publish("v1")
+    await passes(flow, "remote")
+    other = TierFlow(db, store, [running.level for running in flow._levels], jobs_dir=tmp_path, owner="box-2")
+    await passes(other, "remote")
+    assert "belongs to box 'box-1'" in put_off(other, "remote")["last_error"]
+
+
+async def test_a_full_disk_does_not_keep_a_version_from_the_remote_tier(flow, publish, store):
+    (stored,) = publish("v1")
+    disk = flow._levels[0].level
+    disk.versions._free_bytes = disk.snapshots._objects._free_bytes = 1 << 60
+    await passes(flow, "disk", "remote")
+    status = put_off(flow, "disk")
+    assert status["backlog"] == 1 and status["backlog_bytes"] == stored.nbytes and "free" in status["last_error"]
+    assert flow.places(V1) == ["memory", "remote"]
+    assert not await flow.finish(), "the box must not give shared memory back"
+    disk.versions._free_bytes = 0
+    assert await flow.finish() and put_off(flow, "disk")["backlog"] == 0
+
+
+async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publish, db, tmp_path):
+    publish(*(f"v{n}" for n in range(1, 7)))
+    models.activate(db, "starter", "v1")
+    models.update_version(db, "starter", "v2", pinned=1)
+    await passes(flow, "disk", "remote")
+    level: Level = flow._levels[1].level
+    level.version_rules = KeepRules(keep_last=2)
+    await passes(flow, "remote")
+    there = {name.version for name in level.versions.names("version")}
+    assert there == {"v1", "v2", "v5", "v6"}
+    assert len(list((tmp_path / "data/models/starter").iterdir())) == 6, "each tier has its own rules"
+    await passes(flow, "remote")
+    assert {name.version for name in level.versions.names("version")} == there, "nothing goes to and fro"
+
+
+async def test_what_a_rule_does_not_want_may_leave_memory(flow, publish, store):
+    old, new = publish("v1", "v2")
+    flow._levels[0].level.version_rules = KeepRules(keep_last=1)
+    await passes(flow, "disk")
+    assert flow.places(Name("version", "starter", "v1")) == ["memory"]
+    assert not old.pinned and not new.pinned
+
+
+async def test_a_deleted_version_leaves_a_tier_that_could_not_be_reached_then(flow, publish, db, store, tmp_path):
+    (stored,) = publish("v1")
+    await passes(flow, "disk", "remote")
+    shutil.move(tmp_path / "mount", tmp_path / "elsewhere")
+    models.delete_version(db, "starter", "v1")
+    store.remove(stored)
+    flow.forget(V1)
+    await passes(flow, "disk", "remote")
+    assert len(tier_removals.list_of(db, "remote")) == 1 and tier_removals.list_of(db, "disk") == []
+    shutil.move(tmp_path / "elsewhere", tmp_path / "mount")
+    await passes(flow, "remote")
+    assert tier_removals.list_of(db, "remote") == []
+    assert [path.name for path in (tmp_path / "mount").rglob("*") if path.is_file()] == ["owner"]
+
+
+async def test_what_no_row_knows_is_left_alone(flow, publish, db):
+    publish("v1")
+    await passes(flow, "disk", "remote")
+    models.delete(db, "starter")
+    for running in flow._levels:
+        running.level.version_rules = KeepRules(keep_last=1)
+    await passes(flow, "disk", "remote")
+    assert flow.places(V1) == ["memory", "disk", "remote"]
+
+
+async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job):
+    add_job(phase="running")
+    kept = [snapshot(store, step) for step in (1, 2, 3)]
+    await passes(flow, "disk")
+    for stored in kept:
+        store.remove(stored)
+    await passes(flow, "remote")  # from the disk's objects: memory has it no more
+    newest = Name("snapshot", "ftjob-1", "step-3")
+    assert flow.places(newest) == ["disk", "remote"] and flow.newest_snapshot("ftjob-1") == [newest]
+    again = flow.bring_in(newest)
+    with store.lease(again) as lease:
+        assert bytes(lease.view("master.w")) == bytes([3]) * 1600
+    store.remove(again)
+    jobs.set_phase(db, "ftjob-1", "cancelled")
+    await passes(flow, "disk", "remote")
+    assert flow.newest_snapshot("ftjob-1") == [] and put_off(flow, "remote")["bytes"] == 0
+
+
+async def test_no_room_in_memory_says_so_and_loses_nothing(flow, publish, store, tmp_path):
+    publish("v1")
+    await passes(flow, "disk")
+    small = WeightStore(tmp_path / "small", budget_bytes=1000)
+    with pytest.raises(StoreFull):
+        flow.bring_in(V1, small)
+    assert flow.bring_in(V1).sealed
+
+
+async def test_stopping_in_the_middle_of_a_copy_goes_on_later(flow, publish, tmp_path):
+    publish("v1")
+    await passes(flow, "disk")
+    flow._stopping.set()
+    await passes(flow, "remote")
+    assert flow.places(V1) == ["memory", "disk"] and put_off(flow, "remote")["last_error"] is None
+    flow._stopping.clear()
+    await passes(flow, "remote")
+    assert flow.places(V1) == ["memory", "disk", "remote"]
+
+
+async def test_a_worker_waits_for_a_nudge_or_its_time(flow, publish, caplog):
+    caplog.set_level(logging.ERROR)
+    publish("v1")
+    task = asyncio.create_task(flow.run())
+    while flow.places(V1) != ["memory", "disk", "remote"]:
+        flow.nudge()
+        await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert caplog.text == ""
+
+
+def test_an_unreachable_tier_is_named_when_nothing_else_has_the_bytes(flow, publish, monkeypatch):
+    def unreachable(*arguments):
+        raise TierUnavailable("no route to the store")
+
+    monkeypatch.setattr(flow._levels[1].level.versions, "restore", unreachable)
+    with pytest.raises(LookupError, match="unreachable in the remote tier .no route"):
+        flow.bring_in(V1)
