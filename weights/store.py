@@ -214,6 +214,16 @@ class WeightStore:
             self._keeper.take_down(stored.path, lock)
             self._keeper.trim(0)
 
+    def discard(self, kind: str, model: str, version: str) -> None:
+        """Removes what stands under this name, also what can no longer be read. Idempotent. Raises VersionLeased."""
+        path = version_path(self.root, _check_kind(kind), model, version)
+        with self._mutex():
+            lock = DirectoryLock.try_exclusive(path)
+            if lock is not None:
+                self._keeper.take_down(path, lock)
+            elif path.exists():
+                raise VersionLeased(f"{path} is being read; it can be removed when its last lease is released")
+
     def evict(self, bytes_needed: int) -> int:
         """Frees at least `bytes_needed` bytes if it can: the pool first, then unleased, unpinned versions,
         least recently used first. Returns the bytes freed."""

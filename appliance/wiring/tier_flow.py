@@ -297,11 +297,18 @@ class TierFlow:
         anew. May be called from any thread. Raises LookupError if no tier has it whole, StoreFull.
         """
         store = store or self._store
-        found = store.find(*name)
-        if found is not None:
-            return found
         damaged: list[_Running] = []
         faults: list[str] = []
+        try:
+            found = store.find(*name)
+        except IntegrityError as error:
+            log.error("%s is damaged in memory: %s", name, error)
+            if not any(name in running.here for running in self._levels):
+                raise
+            store.discard(*name)
+            found = None
+        if found is not None:
+            return found
         for running in self._levels:
             try:
                 found = running.level.of(name.kind).restore(store, name)

@@ -14,7 +14,7 @@ from appliance.wiring.tier_flow import Level, TierFlow
 from appliance.wiring.versions import VersionShelf
 from tests.unit.weights.conftest import check, write
 from weights.config import KeepRules
-from weights.errors import StoreFull, TierUnavailable
+from weights.errors import ManifestInvalid, StoreFull, TierUnavailable
 from weights.layout import Layout, TensorSpec
 from weights.record import Name
 from weights.store import WeightStore
@@ -95,6 +95,19 @@ async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_rem
     assert put_off(flow, "disk")["damaged"] == 1 and "is damaged" in put_off(flow, "disk")["last_error"]
     await passes(flow, "disk")
     flow._levels[0].level.versions.verify(V1)
+
+
+async def test_a_copy_in_memory_that_cannot_be_read_gives_way_to_one_that_can(flow, publish, store):
+    (stored,) = publish("v1")
+    damage(stored.path / "manifest.json")
+    with pytest.raises(ManifestInvalid):
+        flow.bring_in(V1)
+    assert stored.path.exists(), "nobody else has it"
+    store.discard(*V1)
+    (again,) = [write(store, "v1")]
+    await passes(flow, "disk")
+    damage(again.path / "manifest.json")
+    check(store, flow.bring_in(V1))
 
 
 async def test_the_last_copy_is_kept_even_if_damaged(flow, publish, store, tmp_path):
