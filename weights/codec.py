@@ -1,10 +1,9 @@
 """How bytes of tensors lie in a packed tier: byte planes apart, each with zstd where that gains something.
 
 Neighbouring weights differ in their mantissas and share their exponents. So an object is cut into planes (byte 0 of
-every element, byte 1, ...), after each element was rotated left by one bit: the sign goes to the noise of the
-mantissa, and the whole exponent of bf16, fp16's neighbour, and fp32 becomes one byte. A plane that a sample shows to be
-noise is kept as it is, which costs a copy and no compression. Lossless but for the two moment codecs, which are
-used only where `snapshot_moments` asks for them. Pure functions of bytes.
+every element, byte 1, ...). A plane that a sample shows to be noise is kept as it is, which costs a copy and no
+compression. Lossless but for the two moment codecs, which are used only where the `moments` setting asks for them.
+Pure functions of bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ _PLANE = struct.Struct("<BQ")  # compressed?, bytes that follow
 _MAGIC = b"AWO1"
 _SAMPLE_BYTES = 1 << 16
 _WORTH_IT = 0.97
-_WIDTHS = {2: np.uint16, 4: np.uint32, 8: np.uint64}
 MAX_OBJECT_BYTES = 1 << 30
 BLOCK = 256
 """Elements that share one scale in a quantised moment."""
@@ -89,11 +87,6 @@ def _planes(view: memoryview, width: int) -> list[np.ndarray]:
     if width == 1:
         return [np.frombuffer(view, np.uint8)]
     elements = np.frombuffer(view, np.uint8).reshape(len(view) // width, width)
-    if width in _WIDTHS:
-        kind = _WIDTHS[width]
-        numbers = elements.reshape(-1).view(kind)
-        rotated = (numbers << kind(1)) | (numbers >> kind(8 * width - 1))
-        elements = rotated.view(np.uint8).reshape(elements.shape)
     return [np.ascontiguousarray(elements[:, byte]) for byte in range(width)]
 
 
@@ -119,10 +112,6 @@ def _unpack_planes(body: memoryview, width: int, nbytes: int) -> memoryview:
         target[:] = np.frombuffer(plane, np.uint8)
     if position != len(body):
         raise ValueError("bytes follow the last plane")
-    if width in _WIDTHS and whole:
-        kind = _WIDTHS[width]
-        numbers = out[:whole].view(kind)
-        out[:whole] = ((numbers >> kind(1)) | (numbers << kind(8 * width - 1))).view(np.uint8)
     return memoryview(out)
 
 
