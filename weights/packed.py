@@ -313,6 +313,7 @@ class PackedTier:
                 except IntegrityError as error:
                     log.error("the %s tier has a damaged record: %s", self.name, error)
                     if strict:
+                        self._records = None  # so that the next look leaves it out, and what it named comes anew
                         raise
             self._records = found
         return self._records

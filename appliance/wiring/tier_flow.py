@@ -160,7 +160,7 @@ class TierFlow:
             await self._pass(running, self._levels[:index], unthrottled)
         except TransferStopped:
             return
-        except (TierFull, TierUnavailable, OSError) as error:
+        except (WeightsError, OSError) as error:
             running.failures += 1
             running.next_try_s = self._clock() + min(BACKOFF_MAX_S, 2.0**running.failures)
             self._note(running, f"{error}; trying again in {running.next_try_s - self._clock():.0f} s")

@@ -203,6 +203,18 @@ async def test_a_deleted_version_leaves_a_tier_that_could_not_be_reached_then(fl
     assert [path.name for path in (tmp_path / "mount").rglob("*") if path.is_file()] == ["owner"]
 
 
+async def test_a_damaged_record_is_said_and_written_anew(flow, publish, tmp_path):
+    publish("v1", "v2")
+    await passes(flow, "disk", "remote")
+    damage(tmp_path / "mount" / V1.key)
+    flow._levels[1].dirty = True
+    await passes(flow, "remote")
+    assert "checksum does not match" in put_off(flow, "remote")["last_error"]
+    flow._levels[1].next_try_s = None
+    await passes(flow, "remote")
+    assert flow._levels[1].level.versions.verify(V1).version == "v1" and not flow._levels[1].dirty
+
+
 async def test_what_no_row_knows_is_left_alone(flow, publish, db):
     publish("v1")
     await passes(flow, "disk", "remote")
