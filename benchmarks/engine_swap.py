@@ -45,6 +45,7 @@ from benchmarks._models import SIZES  # noqa: E402
 from serve.replica import Replica  # noqa: E402
 from tests.e2e.engine_support import Box, client  # noqa: E402
 
+BEGAN_S = time.perf_counter()
 WARM_ROUNDS = 1
 PHASES = ("pause_s", "drain_step_s", "load_s", "canary_s", "stage_s")
 ROOM_BYTES = 12  # of free memory per byte of weights: two versions, what makes them, an engine with both, a server
@@ -156,6 +157,7 @@ async def own_engine(box: Box, size: str, versions: list[Path], rounds: int, dty
     await replica.start(spec)
     try:
         for how in ("staged", "in-place", "layerwise"):
+            progress(f"{size}: {how}")
             seen = []
             for turn in range(WARM_ROUNDS + rounds):
                 one = await gap_around(replica, sdk, spec.model, versions[(turn + 1) % 2], how)
@@ -271,6 +273,10 @@ def stored_as(path: Path, dtype: str) -> Path:
     return path
 
 
+def progress(text: str) -> None:
+    print(f"[{time.perf_counter() - BEGAN_S:5.0f} s] {text}", file=sys.stderr, flush=True)
+
+
 def available_bytes() -> int:
     lines = Path("/proc/meminfo").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
@@ -297,6 +303,7 @@ def main() -> None:
     try:
         for number, size in enumerate(options.sizes.split(",")):
             shape = {**SIZES[size], "initializer_range": 0.05}
+            progress(f"{size}: two random versions")
             versions = [stored_as(box.version(f"{size}-{seed}", seed=seed, **shape), dtype) for seed in (1, 2)]
             weight_bytes = (versions[0] / "model.safetensors").stat().st_size
             if available_bytes() < ROOM_BYTES * weight_bytes:
@@ -304,10 +311,13 @@ def main() -> None:
                       f"{ROOM_BYTES * weight_bytes / 1e9:.1f} GB are needed")  # fmt: skip
                 continue
             row = {"bytes": weight_bytes, "memcpy_s": memcpy_seconds(versions[0], options.rounds)}
+            progress(f"{size}: swaps, wakes and starts of our engine")
             row |= asyncio.run(own_engine(box, size, versions, options.rounds, dtype))
             if number == 0:
+                progress(f"{size}: {SLEEPERS} engines asleep")
                 row["sleepers"] = asyncio.run(sleepers(box, size, versions, dtype))
             if not options.no_cold:
+                progress(f"{size}: the documented server, cold\n{table({'sizes': {size: row}})}")
                 row |= documented_server(versions[0], options.rounds, dtype)
             results["sizes"][size] = row
             record(__file__, claims(size, row))
