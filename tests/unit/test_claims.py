@@ -1,0 +1,22 @@
+"""The table that `make bench` ends with."""
+
+from __future__ import annotations
+
+from benchmarks._claims import at_least, at_most, record, stated, table
+
+
+def test_a_figure_measured_again_replaces_its_row_and_others_stay(tmp_path):
+    first = [at_most("pause", "5M", 12.0, "ms", 30), at_most("pause", "50M", 44.0, "ms", 30)]
+    record("benchmarks/swap.py", first, tmp_path)
+    record("benchmarks/swap.py", [at_most("pause", "50M", 29.0, "ms", 30)], tmp_path)
+    other = [at_least("wake", "5M", 3.0, "x", 50), stated("memory", "5M", 0.2, "of awake")]
+    record("benchmarks/wake.py", other, tmp_path)
+    lines = table(tmp_path).splitlines()
+    assert [line.split()[0] for line in lines] == ["claim", "pause", "pause", "wake", "memory"]
+    assert lines[1].split()[1:] == ["5M", "12", "ms", "<=", "30", "met"]
+    assert lines[2].split()[1:] == ["50M", "29", "ms", "<=", "30", "met"]
+    assert lines[3].endswith("missed") and lines[4].endswith("stated")
+
+
+def test_without_figures_the_table_says_what_to_run(tmp_path):
+    assert "make bench" in table(tmp_path)
