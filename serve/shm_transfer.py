@@ -38,7 +38,7 @@ from serve.shm_loader import PLAN_ATTRIBUTE
 from serve.shm_source import VersionSource
 from serve.staged_canary import CanaryTrace, StagedCanary, TwinRefused, watch_next_pass
 
-STAGING_NICENESS = 10
+STAGING_NICENESS = 10  # added to the engine's own
 
 
 @dataclass
@@ -246,7 +246,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         return self.plan.bytes_read(source) if self.plan.complete else source.nbytes
 
     def _stage(self, staging: Staging) -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), STAGING_NICENESS)
+        me = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + STAGING_NICENESS, 19))
         started_s = time.perf_counter()
         try:
             staging.source = self._open(staging.path)
