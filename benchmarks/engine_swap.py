@@ -49,7 +49,7 @@ BEGAN_S = time.perf_counter()
 WARM_ROUNDS = 1
 PHASES = ("pause_s", "drain_step_s", "load_s", "canary_s", "stage_s")
 ROOM_BYTES = 12  # of free memory per byte of weights: two versions, what makes them, an engine with both, a server
-STREAM_TOKENS = 400
+STREAM_TOKENS = 1500
 SLEEPERS = 3
 
 
@@ -86,6 +86,8 @@ async def gap_around(replica: Replica, sdk, model: str, version: Path, how: str)
     began_s = time.perf_counter()
     report = await replica.swap(model, version.name, str(version), how=how)
     after = len(arrivals)
+    if reading.done():
+        raise RuntimeError(f"the stream ended before the {how} swap did; the machine is too busy to measure it")
     while len(arrivals) < min(after + 15, STREAM_TOKENS) and not reading.done():
         await asyncio.sleep(0.001)
     reading.cancel()
@@ -302,7 +304,7 @@ def main() -> None:
     box = Box()
     try:
         for number, size in enumerate(options.sizes.split(",")):
-            shape = {**SIZES[size], "initializer_range": 0.05}
+            shape = {**SIZES[size], "initializer_range": 0.05, "max_position_embeddings": 2048}
             progress(f"{size}: two random versions")
             versions = [stored_as(box.version(f"{size}-{seed}", seed=seed, **shape), dtype) for seed in (1, 2)]
             weight_bytes = (versions[0] / "model.safetensors").stat().st_size
