@@ -1,0 +1,62 @@
+"""The loop on the real store behind the port that the routes ask: modes, drains and who asked, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+from appliance.controller import cordons
+from appliance.controller.mode import write_mode
+from appliance.controller.ports import Mode
+from appliance.store import deployments, handovers
+from appliance.wiring.asked import Asked
+from appliance.wiring.journal import SqliteJournal
+from appliance.wiring.scheduler_port import LoopPort
+from appliance.wiring.state_store import SqliteStateStore
+from scheduler.config import SchedulerConfig
+from scheduler.loop import SchedulerLoop
+from scheduler.ports import SystemClock
+from scheduler.workload import Demand, Policy
+from serve.config import EngineConfig
+from tests.unit.scheduler.fakes import FakeEffects, World, box_of
+
+
+async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, events, add_model, add_job):
+    add_model()
+    add_job(allowed_sizes=[1, 2])
+    deployments.update(db, "starter", min_replicas=1, max_replicas=1)
+    world = World(box_of(3))
+    states = SqliteStateStore(db, events, lambda _: Demand(), 0, 3, EngineConfig(), lambda: None)
+    write_mode(db, Mode("serve"))
+    asked = Asked(lambda: loop.status())
+    journal = SqliteJournal(db, asked.now)
+    loop = SchedulerLoop(FakeEffects(world), states, journal, SystemClock(), SchedulerConfig())
+    nothing = SimpleNamespace(
+        inflight=lambda _: 0,
+        refresh=lambda: None,
+        usage=lambda: SimpleNamespace(budget_bytes=1, used_bytes=0),
+        room_bytes=lambda: 1,
+    )
+    port = LoopPort(loop, nothing, journal, nothing, nothing, nothing, db, SchedulerConfig(), 0, asked)
+    running = asyncio.create_task(loop.run())
+    await loop.wait_settled(loop.nudge())
+    (device,) = [d["id"] for d in port.status()["devices"] if d["holder"]]
+    assert [(place["reason"], place["position"]) for place in port.status()["queue"]] == [("Resources", 1)]
+
+    told = port.explain(Policy("train"))
+    assert any("ftjob-1 runs on 2 devices" in step and ", because training gets" in step for step in told["steps"])
+
+    cordons.drain(db, device, "a test", "ops", 1.0)
+    port.nudge(f"drain of {device}", "ops")
+    await loop.wait_settled(loop.nudge())
+    held = {d["id"]: d["holder"] for d in port.status()["devices"]}
+    assert held[device] is None and sum(holder is not None for holder in held.values()) == 1
+    newest = handovers.list_recent(db, 1)[0]
+    assert newest.detail == {"asked_by": "ops", "asked_for": f"drain of {device}"}
+
+    wanted = write_mode(db, Mode("train", serving_floor=1, by="alice"))
+    handover_id = await port.set_mode(wanted)
+    await port.wait_handover(handover_id)
+    assert handovers.find(db, handover_id).detail == {"asked_by": "alice", "asked_for": "mode train"}
+    loop.stop()
+    await running
