@@ -9,6 +9,7 @@ import deepspeed
 import torch
 from deepspeed import comm
 from deepspeed.ops.op_builder.all_ops import ALL_OPS
+from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.distributed import distributed_c10d
 
 from train import fragments
@@ -31,6 +32,8 @@ def init_world(device_kind: str, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Non
     timeout = timedelta(seconds=timeout_s)
     distributed_c10d._get_default_timeout = lambda backend: timeout
     backend = "nccl" if device_kind == "cuda" else "gloo"
+    # load_model gives every rank the same bytes; sending them once more through gloo costs more than loading them.
+    DeepSpeedEngine._broadcast_model = lambda engine: None
     deepspeed.init_distributed(dist_backend=backend, timeout=timeout, auto_mpi_discovery=False, verbose=False)
 
 

@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -266,11 +267,11 @@ def prepare(spec: TrainSpec, emit: Events, wishes: Wishes, progress: Progress,
     rank, world_size = comm.get_rank(), comm.get_world_size()
     store = WeightStore(Path(spec.shm_root), budget_bytes=spec.shm_budget_bytes)
     progress.enter("tokenising")
-    encoder = ChatEncoder(load_tokenizer(spec.base_path))
+    encoder = cache(lambda: ChatEncoder(load_tokenizer(spec.base_path)))
     sets = [
         open_token_set(
-            path, encoder, Path(spec.run_dir) / "tokens", max_length=spec.max_length, packing=spec.packing,
-            rank=rank, world_size=world_size, barrier=comm.barrier,
+            path, spec.base_path, encoder, Path(spec.run_dir) / "tokens", max_length=spec.max_length,
+            packing=spec.packing, rank=rank, world_size=world_size, barrier=comm.barrier,
         ) if path else None
         for path in (spec.train_path, spec.valid_path)
     ]  # fmt: skip
@@ -281,8 +282,9 @@ def prepare(spec: TrainSpec, emit: Events, wishes: Wishes, progress: Progress,
         _tell_about_stage(emit, spec)
 
     progress.enter("loading")
-    engine = build_engine(SupervisedObjective(load_model(spec)), spec)
-    check_publishable(engine, spec)
+    engine = build_engine(SupervisedObjective(load_model(spec, weights=snapshot_path is None)), spec)
+    if snapshot_path is None:
+        check_publishable(engine, spec)
     run = Run(spec, store, engine, train, valid, emit, wishes, progress)
     if snapshot_path:
         run.resume_from(snapshot_path)

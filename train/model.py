@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from peft import LoraConfig, inject_adapter_in_model
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from train import attention
@@ -23,18 +24,21 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
         raise UnsupportedModel(f"{path} has no tokenizer that can be loaded: {error}") from error
 
 
-def load_model(spec: TrainSpec) -> PreTrainedModel:
+def load_model(spec: TrainSpec, *, weights: bool = True) -> PreTrainedModel:
     """The base model in the precision to train in, on the CPU, with what is trained marked `requires_grad`.
 
-    The same bytes on every rank: LoRA starts from `spec.seed`. Raises UnsupportedModel.
+    The same bytes on every rank: LoRA starts from `spec.seed`. With `weights=False` parameters that are trained may
+    hold anything: a snapshot brings them. Raises UnsupportedModel.
     """
     attention.register()
     transformers_logging.disable_progress_bar()
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            spec.base_path, dtype=DTYPES[spec.precision], attn_implementation=attention.NAME,
-            local_files_only=True, trust_remote_code=False, use_safetensors=True,
-        )  # fmt: skip
+        model = None if weights or not spec.full else _without_weights(spec)
+        if model is None:
+            model = AutoModelForCausalLM.from_pretrained(
+                spec.base_path, dtype=DTYPES[spec.precision], attn_implementation=attention.NAME,
+                local_files_only=True, trust_remote_code=False, use_safetensors=True,
+            )  # fmt: skip
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"{spec.base_path} cannot be loaded as a causal language model: {error}") from error
     _refuse_unsupported(model)
@@ -50,6 +54,18 @@ def load_model(spec: TrainSpec) -> PreTrainedModel:
             model.enable_input_require_grads()
     model.train()
     return model
+
+
+def _without_weights(spec: TrainSpec) -> PreTrainedModel | None:
+    """The architecture with its parameters as memory came; None if it has more state than its parameters."""
+    config = AutoConfig.from_pretrained(spec.base_path, local_files_only=True, trust_remote_code=False)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[spec.precision], attn_implementation=attention.NAME, trust_remote_code=False
+        )
+    model.tie_weights()
+    persistent = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return None if persistent else model
 
 
 def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:

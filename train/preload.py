@@ -14,9 +14,13 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-# Imported by DeepSpeed inside deepspeed.initialize, where it costs 6 s: it loads dynamo and inductor.
+# Imported inside deepspeed.init_distributed and deepspeed.initialize; the last costs 6 s: it loads dynamo and inductor.
+import deepspeed.comm.mori  # noqa: E402, F401
+import deepspeed.module_inject.auto_ep_layer  # noqa: E402, F401
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
 import deepspeed.runtime.zero.stage3  # noqa: E402, F401
+import numpy.ma  # noqa: E402, F401
+import torch.profiler._cupti_monitor  # noqa: E402, F401
 
 # transformers resolves these by name when a model of the family is loaded.
 import transformers.models.auto.modeling_auto  # noqa: E402, F401
@@ -25,5 +29,8 @@ import transformers.models.mistral.modeling_mistral  # noqa: E402, F401
 import transformers.models.mixtral.modeling_mixtral  # noqa: E402, F401
 import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
 
 import train.worker  # noqa: E402, F401
+
+get_checkpoint_conversion_mapping("llama")  # compiles 700 regular expressions once, here instead of in every rank

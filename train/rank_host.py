@@ -12,6 +12,10 @@ from runtime.errors import ChildDied
 ENTRY = "train.worker:main"
 COLLECTIVE_TIMEOUT_S = 600.0
 
+# Read by glibc when the warm parent starts. Ranks take and give back hundreds of MB in every step; with huge pages the
+# faults on that memory cost a fifth, and a killed rank is gone sooner.
+WARM_ENV = (("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),)
+
 
 class RankHost:
     """One rank at a time, forked from the warm parent at `warm_socket`, logging into `log_dir`."""

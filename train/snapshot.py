@@ -20,8 +20,9 @@ from deepspeed import comm
 from train import fragments
 from train.errors import SnapshotMismatch
 from train.spec import TrainSpec
-from weights.errors import StoreError
+from weights.errors import IntegrityError, StoreError
 from weights.layout import Layout, TensorSpec
+from weights.lease import StoredVersion
 from weights.store import WeightStore
 from weights.torch_views import as_tensor
 
@@ -83,9 +84,10 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
 
     Raises SnapshotMismatch if it is gone or belongs to another run.
     """
-    stored = next((s for s in store.list(KIND) if s.path == Path(path)), None)
-    if stored is None:
-        raise SnapshotMismatch(f"there is no snapshot at {path}; it was removed or never committed")
+    try:
+        stored = StoredVersion.read(Path(path))
+    except IntegrityError as error:
+        raise SnapshotMismatch(f"there is no snapshot at {path}; it was removed or never committed") from error
     meta = stored.manifest.meta
     for key in _IDENTITY:
         if meta["spec"][key] != getattr(spec, key):
@@ -100,12 +102,15 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
                     f"the snapshot {path} has {shapes.get(f'master.{parameter.name}')} for {parameter.name}, the model "
                     f"{parameter.shape}; it belongs to another model or other LoRA targets"
                 )
+
+        def whole(name: str) -> torch.Tensor:
+            return as_tensor(lease.view(name), "F32", (math.prod(shapes[name]),))
+
         fragments.create_moments(engine, step)
         for fragment in fragments.trained_fragments(engine):
             for part, target in (("master", fragment.weights), *fragment.moments.items()):
-                whole = as_tensor(lease.view(f"{part}.{fragment.name}"), "F32", shapes[f"{part}.{fragment.name}"])
-                target.copy_(whole.view(-1)[fragment.start : fragment.start + fragment.numel])
-        fragments.refresh_low_precision(engine)
+                target.copy_(whole(f"{part}.{fragment.name}")[fragment.start : fragment.start + fragment.numel])
+        fragments.refresh_low_precision(engine, lambda name: whole(f"master.{name}"))
     engine.global_steps = step
     engine.global_samples = step * spec.batch_size
     return step

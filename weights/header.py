@@ -8,6 +8,7 @@ so alignment is a matter of padding the header with spaces and of ordering the t
 from __future__ import annotations
 
 import json
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 MAX_RANK = 32
 MAX_NAME_BYTES = 1024
 METADATA_KEY = "__metadata__"
+_FORBIDDEN = re.compile(r"[\x00-\x1f\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def spec_fault(name: Any, dtype: Any, shape: Any) -> str | None:
     """Why these cannot be a tensor, or None. Total: any object may be given."""
     if not isinstance(name, str) or not name or name == METADATA_KEY:
         return f"the name must be a non-empty string other than {METADATA_KEY!r}"
-    if any(ord(char) < 32 or 0xD800 <= ord(char) <= 0xDFFF for char in name):
+    if _FORBIDDEN.search(name):
         return "the name holds control characters or lone surrogates"
     if len(name.encode()) > MAX_NAME_BYTES:
         return f"the name is longer than {MAX_NAME_BYTES} bytes"

@@ -55,6 +55,7 @@ from scheduler.inventory import Device
 from scheduler.loop import SchedulerLoop
 from scheduler.ports import SystemClock
 from scheduler.ray_effects import RayBox, RayEffects
+from train.rank_host import WARM_ENV
 from weights.store import WeightStore
 
 log = logging.getLogger(__name__)
@@ -197,15 +198,15 @@ def _facts(devices: tuple[Device, ...], store: WeightStore) -> BoxFacts:
 
 
 def _ray_box(paths: BoxPaths, devices) -> RayBox:
-    def warm(name: str, socket_path: Path) -> WarmSpec:
-        return WarmSpec(name, f"{name}.preload", str(socket_path), str(paths.logs / f"warm-{name}.log"))
+    def warm(name: str, socket_path: Path, env: tuple[tuple[str, str], ...] = ()) -> WarmSpec:
+        return WarmSpec(name, f"{name}.preload", str(socket_path), str(paths.logs / f"warm-{name}.log"), env)
 
     return RayBox(
         devices=devices,
         run_dir=paths.run,
         log_dir=paths.logs,
         shm_root=paths.shm_root,
-        warm=(warm("serve", paths.warm_serve_socket), warm("train", paths.warm_train_socket)),
+        warm=(warm("serve", paths.warm_serve_socket), warm("train", paths.warm_train_socket, WARM_ENV)),
     )
 
 
