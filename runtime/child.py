@@ -10,7 +10,7 @@ from typing import Any
 
 from runtime.channel import AsyncChannel
 from runtime.errors import ChannelClosed, ChildDied, ChildError, ChildTimeout, WarmParentError
-from runtime.process import group_pids, kill_group, tail
+from runtime.process import group_alive, kill_group, tail
 
 
 class Child:
@@ -106,8 +106,8 @@ class Child:
         self.kill()
         async with asyncio.timeout(timeout_s):
             await self.closed()
-            while group_pids(self.pid):
-                await asyncio.sleep(0.005)
+            while group_alive(self.pid):
+                await asyncio.sleep(0.002)
 
     async def stop(self, timeout_s: float) -> bool:
         """Call the child's own `stop` and wait for its end; kill it after `timeout_s`. True if it ended by itself."""

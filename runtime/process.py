@@ -63,6 +63,15 @@ def group_pids(pgid: int) -> list[int]:
     return sorted(found)
 
 
+def group_alive(pgid: int) -> bool:
+    """Whether a process of the group is left that is no zombie. The kernel's answer first: /proc is slow to walk."""
+    try:
+        os.killpg(pgid, 0)
+    except ProcessLookupError:
+        return False
+    return bool(group_pids(pgid))
+
+
 def tail(path: str | Path, limit_bytes: int = 2000) -> str:
     """Last bytes of a log as text, empty when there is none."""
     try:

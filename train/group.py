@@ -5,8 +5,8 @@ Events handed to `on_event` (all have "event" and "job"):
   started     step, devices, seconds {start, join, prepare}
   metrics     step, total_steps, epoch, loss, grad_norm, learning_rate, tokens_per_s, tokens, devices
   validation  step, loss
-  snapshot    step, path, bytes, seconds
-  published   version, path, step, epoch, bytes, seconds
+  snapshot    step, path, bytes, seconds, stall_s (of them training stood still)
+  published   version, path, step, epoch, bytes, seconds, stall_s
   finished    outcome, step, error
 
 Rules

@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +23,7 @@ from deepspeed import comm
 from torch.utils.tensorboard import SummaryWriter
 
 from train import snapshot
+from train.beside import Writing, Written
 from train.chat import ChatEncoder
 from train.data import TokenSet, open_token_set
 from train.engine import build_engine
@@ -30,13 +32,16 @@ from train.event_log import EventLog
 from train.model import load_model, load_tokenizer
 from train.objectives import SupervisedObjective, to_batch
 from train.packing import StepPlan
-from train.publish import check_publishable, publish
+from train.publish import begin_publish, check_publishable
+from train.room import make_room
 from train.schedule import learning_rate
 from train.spec import TrainSpec
 from weights.errors import StoreFull
+from weights.layout import Layout
 from weights.store import WeightStore
 
 WISHES = ("suspend", "cancel", "snapshot")
+_PACED_SHARE = 0.5  # of a step's time, over which a copy beside it is spread
 
 
 class Events(Protocol):
@@ -87,6 +92,9 @@ class Run:
         self._resumed_from: str | None = None
         self._last_snapshot_s = time.monotonic()
         self._sealing: list[threading.Thread] = []
+        self._writing: list[tuple[Writing | Written, Callable[[Written], None]]] = []
+        self._room: threading.Thread | None = None
+        self._pace_s = 0.0
         self._board = _Board(Path(spec.run_dir) / "tb") if self.rank == 0 else None
 
     def resume_from(self, path: str) -> None:
@@ -112,22 +120,27 @@ class Run:
             self._validate()
         while self.step < total:
             wishes = self._one_step(total)
+            if self._room is None:
+                self._make_room()
             if self.step in epoch_ends:
                 self._validate()
                 if self.spec.publish == "epoch" and self.step < total:
-                    self._publish(snapshot.version_name(self.step))
+                    self._begin_publish(snapshot.version_name(self.step), pace_s=self._pace_s)
             if self.step == total:
                 break
             if wishes["cancel"]:
+                self._finish_writing()
                 return {"outcome": "cancelled", "step": self.step}
             if wishes["suspend"]:
+                self._finish_writing()
                 written = self._snapshot_somewhere()
                 return self._suspended(written.path, written.bytes, written.seconds)
             if wishes["snapshot"]:
                 self._snapshot_if_room()
         self._publish_result()
-        for thread in self._sealing:
-            thread.join()
+        for thread in (*self._sealing, self._room):
+            if thread is not None:
+                thread.join()
         return {"outcome": "succeeded", "step": self.step}
 
     def _one_step(self, total: int) -> dict[str, bool]:
@@ -140,7 +153,8 @@ class Run:
             group["lr"] = rate
 
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
-        for number, micro in self.plan.micro_batches(step, self.rank, self.world_size):
+        micro_batches = self.plan.micro_batches(step, self.rank, self.world_size)
+        for turn, (number, micro) in enumerate(micro_batches, 1):
             self.progress.enter("step", step)
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
@@ -149,8 +163,11 @@ class Run:
             # although told not to (its hook there runs before it notices that this is its own backward).
             self.engine.backward(part * 1, scale_wrt_gas=False)
             loss += part.detach()
+            if turn == len(micro_batches):
+                self._finish_writing()  # from here on the state is another
             self.engine.step()
         self.step += 1
+        self._pace_s = _PACED_SHARE * (time.perf_counter() - started)
         return self._agree_and_report(loss, rate, packs, total, started)
 
     def _agree_and_report(self, loss: torch.Tensor, rate: float, packs: np.ndarray, total: int,
@@ -208,16 +225,29 @@ class Run:
             self._board.write("validation", self.step, {"loss": loss.item()})
         self.emit("validation", step=self.step, total_steps=self.plan.total_steps, loss=loss.item())
 
-    def _snapshot(self, store: WeightStore | None = None) -> snapshot.Written:
+    def _snapshot(self, store: WeightStore | None = None) -> Written:
+        """A snapshot now; training stands still."""
         self.progress.enter("snapshot")
-        written = snapshot.write_snapshot(self.engine, self.spec, store or self.store, self.step)
+        store = store or self.store
+        written = snapshot.begin_snapshot(self.engine, self.spec, store, self._layout, self.step).finish()
         self._last_snapshot_s, self.wishes.snapshot = time.monotonic(), False
         self.emit("snapshot", step=self.step, **asdict(written))
+        if self.rank == 0 and store is not self.store:
+            snapshot.forget_older(store, self.spec)
         return written
 
     def _snapshot_if_room(self) -> None:
+        """A snapshot of this step, copied beside the next."""
+        step = self.step
+
+        def tell(written: Written) -> None:
+            self.emit("snapshot", step=step, **asdict(written))
+            self._make_room()
+
         try:
-            self._snapshot()
+            writing = snapshot.begin_snapshot(self.engine, self.spec, self.store, self._layout, step, self._pace_s)
+            self._writing.append((writing, tell))
+            self._last_snapshot_s, self.wishes.snapshot = time.monotonic(), False
         except StoreFull as full:  # raised on every rank; the run itself needs no room
             self._last_snapshot_s, self.wishes.snapshot = time.monotonic(), False
             self.emit("message", level="warning", text=f"no snapshot at step {self.step}: {full}")
@@ -230,25 +260,54 @@ class Run:
             self.emit("message", level="warning", text=f"the snapshot of step {self.step} goes to disk: {full}")
             return self._snapshot(snapshot.disk_store(self.spec))
 
+    def _finish_writing(self) -> None:
+        """Collective: what is being written beside training is committed and told."""
+        while self._writing:
+            writing, tell = self._writing.pop(0)
+            tell(writing.finish())
+
+    def _make_room(self) -> None:
+        """Forget old snapshots and make room for the next, on a thread: the next suspension is then only a copy."""
+        if self._room is not None and self._room.is_alive():
+            return
+        ours = snapshot.own_ranges(self.engine)
+
+        def make() -> None:
+            if self.rank == 0:
+                snapshot.forget_older(self.store, self.spec)
+            make_room(self.store, self._layout, ours, stock=self.rank == 0)
+
+        self._room = threading.Thread(target=make, name="room", daemon=True)
+        self._room.start()
+
+    @cached_property
+    def _layout(self) -> Layout:
+        return snapshot.snapshot_layout(self.engine)
+
     def _publish_result(self) -> None:
         try:
-            self._publish(self.spec.output_version or snapshot.version_name(self.step))
+            self._begin_publish(self.spec.output_version or snapshot.version_name(self.step), pace_s=None)
+            self._finish_writing()
         except StoreFull:
             # Hours of work must not depend on room in memory: with this snapshot a later start only publishes.
             self._snapshot(snapshot.disk_store(self.spec))
             raise
 
-    def _publish(self, version: str) -> None:
+    def _begin_publish(self, version: str, *, pace_s: float | None) -> None:
         self.progress.enter("publishing")
-        epoch = self.step * self.spec.batch_size / len(self.train.packs)
+        step, epoch = self.step, self.step * self.spec.batch_size / len(self.train.packs)
         meta = {
             "job": self.spec.job_id, "base": self.spec.base_model, "step": self.step, "epoch": epoch,
             "method": self.spec.method,
         }  # fmt: skip
-        written = publish(self.engine, self.spec, self.store, version=version, meta=meta)
-        self.emit("published", version=version, step=self.step, epoch=epoch, **asdict(written))
-        if self.rank == 0:
-            self._seal(version)
+
+        def tell(written: Written) -> None:
+            self.emit("published", version=version, step=step, epoch=epoch, **asdict(written))
+            if self.rank == 0:
+                self._seal(version)
+
+        writing = begin_publish(self.engine, self.spec, self.store, version=version, meta=meta, pace_s=pace_s)
+        self._writing.append((writing, tell))
 
     def _seal(self, version: str) -> None:
         stored = self.store.find("version", self.spec.output_model, version)

@@ -7,6 +7,7 @@ adds the same range of scaling * B @ A to it.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -19,9 +20,10 @@ from deepspeed import comm, zero
 from peft.tuners.lora import LoraLayer
 
 from train import fragments
+from train.beside import Writing, Written
 from train.fragments import Fragment
 from train.model import ADAPTER, DTYPES, checkpoint_name
-from train.snapshot import Written, commit_together, reserve_together, write_range
+from train.snapshot import reserve_together, write_range
 from train.spec import TrainSpec
 from train.stored_names import StoredNames, stored_names
 from weights.layout import Layout, TensorSpec
@@ -34,27 +36,46 @@ _AUX_LIMIT_BYTES = 64 * 2**20
 
 
 def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any]) -> Written:
-    """Collective: commit `version` of `spec.output_model`, a complete Hugging Face directory. Same on all ranks."""
-    started = time.perf_counter()
+    """Collective: `begin_publish` and its finish at once."""
+    return begin_publish(engine, spec, store, version=version, meta=meta).finish()
+
+
+def begin_publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any],
+                  pace_s: float | None = None) -> Writing | Written:  # fmt: skip
+    """Collective: write, and on `finish` commit, `version` of `spec.output_model`, a complete Hugging Face directory.
+
+    With `pace_s` the copy goes on beside the next step, until its optimizer is due; not so for LoRA under ZeRO-3, where
+    merging gathers the factors and a collective has no place on a thread.
+    """
+    began = time.perf_counter()
     known = store.find("version", spec.output_model, version)
     if known is not None:
         # An earlier world of this job committed it at the same step and died before its end was heard.
-        return Written(str(known.path), known.nbytes, time.perf_counter() - started)
+        return Written(str(known.path), known.nbytes, time.perf_counter() - began)
     layout = Layout.plan(published_tensors(engine, spec))
 
     def reserve():
         return store.reserve(layout, kind="version", model=spec.output_model, version=version,
                              aux_files=aux_files(spec))  # fmt: skip
 
-    draft = reserve_together(store, reserve)
+    draft = reserve_together(store, reserve, layout)
     names = _names(engine, spec.base_path)
-    with torch.no_grad():
-        for fragment in served_fragments(engine):
+    # Merging computes, so it is left to the thread; without it the fragments are views, listed at once.
+    served = served_fragments(engine) if _adapter_names(engine) else list(served_fragments(engine))
+
+    def fill() -> Iterator[int]:
+        for fragment in served:
             _write(draft, names, fragment.name, fragment.start, fragment.weights)
+            yield fragment.numel
         if comm.get_rank() == 0:
             for name, buffer in _buffers(engine):
                 _write(draft, names, name, 0, buffer.reshape(-1))
-    return Written(*commit_together(draft, meta), time.perf_counter() - started)
+                yield buffer.numel()
+
+    if fragments.is_zero3(engine) and _adapter_names(engine):
+        pace_s = None
+    elements = sum(math.prod(placed.spec.shape) for placed in layout) // comm.get_world_size()
+    return Writing(draft, fill, elements=elements, meta=meta, began=began, pace_s=pace_s)
 
 
 def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:

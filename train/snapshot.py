@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +17,7 @@ import torch
 from deepspeed import comm
 
 from train import fragments
+from train.beside import Writing
 from train.errors import SnapshotMismatch
 from train.spec import TrainSpec
 from weights.errors import IntegrityError, StoreError
@@ -34,49 +34,53 @@ PARTS = ("master", *fragments.MOMENTS)
 _IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_epochs", "full", "lora_rank")
 
 
-@dataclass(frozen=True)
-class Written:
-    """A committed snapshot or version."""
-
-    path: str
-    bytes: int
-    seconds: float
-
-
-def write_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, step: int) -> Written:
-    """Collective: all ranks copy their fragments, rank 0 commits. `step` is the number of steps done.
-
-    Returns the same on every rank. Raises StoreFull where the store has no room (on every rank).
-    """
-    started = time.perf_counter()
-    specs = [
+def snapshot_layout(engine: Any) -> Layout:
+    """Where everything of a snapshot lies; the same on every rank and for every step of a run."""
+    return Layout.plan(
         TensorSpec(f"{part}.{p.name}", "F32", p.shape)
         for part in PARTS for p in fragments.parameters(engine) if p.trained
-    ]  # fmt: skip
+    )  # fmt: skip
+
+
+def own_ranges(engine: Any) -> list[tuple[str, int, int]]:
+    """(tensor, first byte, byte after the last) of what this rank writes into a snapshot."""
+    return [(f"{part}.{f.name}", 4 * f.start, 4 * (f.start + f.numel))
+            for f in fragments.trained_fragments(engine) for part in PARTS]  # fmt: skip
+
+
+def begin_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, layout: Layout, step: int,
+                   pace_s: float | None = None) -> Writing:  # fmt: skip
+    """Collective: all ranks copy their fragments; `finish` commits. `step` is the number of steps done.
+
+    With `pace_s` the copy goes on beside the next step, until its optimizer is due. Raises StoreFull where the store
+    has no room (on every rank).
+    """
+    began = time.perf_counter()
     name = version_name(step)
 
     def reserve():
         stale = store.find(KIND, spec.job_id, name)
         if stale:
             store.remove(stale)
-        return store.reserve(Layout.plan(specs), kind=KIND, model=spec.job_id, version=name)
+        return store.reserve(layout, kind=KIND, model=spec.job_id, version=name)
 
     assert fragments.has_moments(engine), "a snapshot before the first step would hold undefined bytes"
-    draft = reserve_together(store, reserve)
-    with torch.no_grad():
-        for fragment in fragments.trained_fragments(engine):
+    draft = reserve_together(store, reserve, layout)
+    owned = fragments.trained_fragments(engine)
+
+    def fill() -> Iterator[int]:
+        for fragment in owned:
             assert fragment.moments.keys() == set(fragments.MOMENTS)
             for part, source in (("master", fragment.weights), *fragment.moments.items()):
                 write_range(draft, f"{part}.{fragment.name}", fragment.start, source)
+                yield fragment.numel
+
     meta = {
         "format": FORMAT, "step": step, "world_size": comm.get_world_size(), "zero_stage": spec.zero_stage,
         "loss_scale": 1.0, "spec": {key: getattr(spec, key) for key in _IDENTITY},
     }  # fmt: skip
-    # Checksums would double the time the devices are held; WeightStore.seal adds them afterwards.
-    stored = commit_together(draft, meta)
-    if comm.get_rank() == 0:
-        _forget_older(store, spec, keep=spec.keep_snapshots)
-    return Written(*stored, time.perf_counter() - started)
+    elements = len(PARTS) * sum(fragment.numel for fragment in owned)
+    return Writing(draft, fill, elements=elements, meta=meta, began=began, pace_s=pace_s)
 
 
 def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | Path) -> int:
@@ -136,7 +140,7 @@ def newest_snapshot(store: WeightStore, job_id: str) -> str | None:
     return None if newest is None else str(newest.path)
 
 
-def reserve_together(store: WeightStore, reserve) -> Any:
+def reserve_together(store: WeightStore, reserve: Callable[[], Any], layout: Layout) -> Any:
     """Rank 0 calls `reserve()`, all attach to the draft. An error on rank 0 is raised on every rank."""
     outcome: list[Any] = [None]
     draft = None
@@ -149,20 +153,7 @@ def reserve_together(store: WeightStore, reserve) -> Any:
     torch.distributed.broadcast_object_list(outcome, src=0)
     if isinstance(outcome[0], Exception):
         raise outcome[0]
-    return draft if draft is not None else store.attach(outcome[0])
-
-
-def commit_together(draft: Any, meta: dict[str, Any]) -> tuple[str, int]:
-    """Commit on rank 0 once every rank has written; (path, bytes) on all."""
-    comm.barrier()
-    outcome: list[Any] = [None]
-    if comm.get_rank() == 0:
-        stored = draft.commit(meta=meta, checksums=False)
-        outcome = [(str(stored.path), stored.nbytes)]
-    else:
-        draft.close()
-    torch.distributed.broadcast_object_list(outcome, src=0)
-    return outcome[0]
+    return draft if draft is not None else store.attach(outcome[0], layout)
 
 
 def write_range(draft: Any, name: str, start: int, source: torch.Tensor) -> None:
@@ -176,9 +167,10 @@ def _of_job(store: WeightStore, job_id: str) -> Iterable[Any]:
     return [stored for stored in store.list(KIND) if stored.model == job_id]
 
 
-def _forget_older(store: WeightStore, spec: TrainSpec, keep: int) -> None:
+def forget_older(store: WeightStore, spec: TrainSpec) -> None:
+    """Give back the job's snapshots but the newest `keep_snapshots`. For one rank."""
     of_job = sorted(_of_job(store, spec.job_id), key=lambda s: s.manifest.meta["step"], reverse=True)
-    for stored in of_job[keep:]:
+    for stored in of_job[spec.keep_snapshots :]:
         try:
             store.remove(stored)
         except StoreError:  # leased by a copy to disk: the next snapshot tries again

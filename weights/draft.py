@@ -48,6 +48,11 @@ class Draft:
     def closed(self) -> bool:
         return self._lock is None or not self._lock.held
 
+    @property
+    def target(self) -> Path:
+        """Where the version will stand once it is committed."""
+        return self._target()
+
     def view(self, name: str) -> memoryview:
         """Writable bytes of tensor `name` (uint8, 1-D), shared with every process that has the draft open.
 
@@ -209,15 +214,16 @@ def describe_draft(directory_fd: int, *, kind: str, model: str, version: str) ->
     write_file(directory_fd, DRAFT_FILE, body.encode())
 
 
-def attach_draft(root: Path, path: Path) -> Draft:
-    """The draft at `path`, in this process. Raises DraftNotFound, IntegrityError."""
+def attach_draft(root: Path, path: Path, layout: Layout | None = None) -> Draft:
+    """The draft at `path`, in this process; `layout` is that of its reservation, read from its files where it is not
+    given. Raises DraftNotFound, IntegrityError."""
     gone = f"no draft at {path}: it was committed, aborted or swept, or is of another store"
     lock = DirectoryLock.try_shared(path) if path.parent == root / "staging" else None
     if lock is None:
         raise DraftNotFound(gone)
     try:
         body = json.loads((path / DRAFT_FILE).read_bytes())
-        layout = Layout.read(path)
+        layout = layout or Layout.read(path)
     except BaseException as error:
         # At once, not when the traceback goes: the last holder of an aborted draft cleans up.
         lock.close()

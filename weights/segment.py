@@ -81,7 +81,7 @@ def allocate(directory_fd: int, name: str) -> bool:
         os.close(fd)
 
 
-def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock) -> memoryview:
+def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock | None) -> memoryview:
     """All `nbytes` of the file as a memoryview (uint8) that keeps `keeps` alive as long as it lives.
 
     "read" views are read-only; "write" views are shared with every other process; "private" views are

@@ -34,6 +34,7 @@ from weights.lease import Lease, StoredVersion, pin, take_lease, unpin
 from weights.locks import DirectoryLock, StoreMutex
 from weights.manifest import KINDS
 from weights.names import MANIFEST_FILE, check_aux_name, version_path
+from weights.pool import best_fit
 from weights.removal import dismantle
 from weights.source import copy_tensors, read_source
 from weights.space import Usage
@@ -109,9 +110,45 @@ class WeightStore:
             self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True
         )  # fmt: skip
 
-    def attach(self, path: Path | str) -> Draft:
-        """The draft that another process reserved at `path`. Raises DraftNotFound, IntegrityError."""
-        return attach_draft(self.root, Path(path))
+    def attach(self, path: Path | str, layout: Layout | None = None) -> Draft:
+        """The draft that another process reserved at `path`; a caller who knows its layout saves the reading of it.
+        Raises DraftNotFound, IntegrityError."""
+        return attach_draft(self.root, Path(path), layout)
+
+    def stock(self, layout: Layout) -> bool:
+        """Leaves segments for a later reservation of `layout` in the pool, with their memory, unless they are there.
+
+        Evicts nobody, and asks for twice the room, so that a reservation that comes meanwhile still finds its own;
+        False where there is not so much. Any other reservation may take what is stocked. Raises StoreFull in a race.
+        """
+        if self._stocked_paths(layout) is not None:
+            return True
+        usage, free = self.usage(), shutil.disk_usage(self.root).free
+        if self.budget_bytes is not None:
+            free = min(free, self.budget_bytes - usage.committed_bytes - usage.draft_bytes)
+        if free < 2 * layout.nbytes:
+            return False
+        self.reserve(layout, kind="snapshot", model="stock", version=uuid.uuid4().hex).abort()
+        return True
+
+    def stocked(self, layout: Layout) -> dict[str, memoryview]:
+        """Writable views, by file name, of the segments that the next reservation of `layout` will take; empty where
+        they are not all in the pool. To be populated, not written: they may go to another at any time."""
+        paths = self._stocked_paths(layout)
+        if paths is None:
+            return {}
+        return {file.name: segment.window(path, file.nbytes, "write", None)
+                for file, path in zip(layout.files, paths, strict=True)}  # fmt: skip
+
+    def _stocked_paths(self, layout: Layout) -> list[Path] | None:
+        pooled, found = self._keeper.pool.files(), []
+        for file in layout.files:
+            best = best_fit(pooled, file.nbytes)
+            if best is None or best.nbytes != file.nbytes:
+                return None
+            pooled.remove(best)
+            found.append(best.path)
+        return found
 
     def import_dir(
         self,

@@ -49,6 +49,8 @@ def as_tensor(view: memoryview, code: str, shape: Sequence[int]) -> torch.Tensor
         raise InvalidLayout(f"{code} of shape {tuple(shape)} takes {expected} bytes, the view has {view.nbytes}")
     if expected == 0:
         return torch.empty(tuple(shape), dtype=dtype)
+    if not view.readonly:
+        return torch.frombuffer(view, dtype=dtype).reshape(tuple(shape))
     with warnings.catch_warnings():
         # Read-only is what a lease means here; the docstring says so instead of a warning per tensor.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
