@@ -1,22 +1,26 @@
-"""Suspend and resume of a training world against DeepSpeed's checkpoint through disk and a process restart.
+"""Training state in motion: suspend, resume at another size, snapshots and versions beside training, new worlds.
 
-    python benchmarks/suspend_resume.py [--size 25m] [--ranks 4] [--resume-ranks 2] [--disk DIR] [--json FILE]
+    python benchmarks/suspend_resume.py [--sizes 25m] [--zero 2] [--disk DIR] [--skip-cold-8] [--json FILE]
 
-Ours: `Group.suspend` on a training world (to the step boundary, snapshot into shared memory, processes gone), then a
-new world forked from the warm parent on another number of ranks, until its first step is done. Theirs: the same model
-and engine, `save_checkpoint` to `--disk`, then new Python processes on the same number of ranks (DeepSpeed cannot load
-at another without a conversion), `load_checkpoint`, until the first step is done. The memcpy time of the state's bytes
-is measured in the same run.
+Ours: a world of 4 ranks trains, with snapshots and versions written beside its steps; `Group.suspend` (to the step
+boundary, snapshot into shared memory, processes gone); a new world of 2 forked from the warm parent, until its first
+step is done. The same from 8 ranks to 4, whose first start is that of a new world.
+Theirs: the same model and engine in new Python processes: `save_checkpoint` to `--disk` on 4 ranks, DeepSpeed's
+`ds_to_universal`, new processes on 2 ranks, `load_checkpoint` of the universal checkpoint, until the next step is done;
+and a cold world of 8. Both sides compute the same steps, so steps are kept short: this is about moving state.
+The time to copy the state once (one thread, pages mapped) is measured in the same run.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import json
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -29,139 +33,243 @@ sys.path.insert(0, str(REPOSITORY))
 
 SIZES = {"5m": (192, 512, 6, 6, 3), "25m": (384, 1024, 10, 6, 3), "50m": (512, 1408, 12, 8, 4)}
 VOCABULARY = 8192
+EXAMPLES = 72  # nine steps of an epoch, each epoch ends with a version
+UNIVERSAL = "global_step1_universal"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="25m")
-    parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--resume-ranks", type=int, default=2)
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["25m"])
     parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=2)
+    parser.add_argument("--tokens", type=int, default=32, help="tokens per sequence; 8 sequences per step")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 where the CPU has it")
+    parser.add_argument("--steps", type=int, default=20, help="steps of the world of 4 before it is suspended")
+    parser.add_argument("--skip-theirs", action="store_true", help="measure ours only")
+    parser.add_argument("--skip-cold-8", action="store_true", help="leave the cold world of 8 out (it takes a minute)")
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="directory on a disk for DeepSpeed's checkpoint")
     parser.add_argument("--json", help="write the results to this file")
-    parser.add_argument("--rank-of", choices=("save", "load"), help=argparse.SUPPRESS)
+    parser.add_argument("--rank-of", choices=("save", "load", "start"), help=argparse.SUPPRESS)
     parser.add_argument("--spec", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
         return _baseline_rank(options)
+    results = [_measure(size, options) for size in options.sizes]
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
+    return 0
 
+
+def _measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
     shm = Path(tempfile.mkdtemp(prefix="bench-", dir="/dev/shm"))
     disk = Path(tempfile.mkdtemp(prefix="bench-", dir=options.disk))
     try:
-        spec = _prepare(shm, disk, options)
+        spec = _prepare(shm, disk, size, options)
         ours = asyncio.run(_ours(spec, shm, options))
-        theirs = _theirs(spec, disk, options)
-        copy_s = _memcpy_s(ours["bytes"])
+        ours["copy_s"] = _memcpy_s(ours["bytes"])
+        print(json.dumps(ours, indent=2), flush=True)
+        theirs = {} if options.skip_theirs else _theirs(spec, disk, options)
     finally:
         shutil.rmtree(shm)
         shutil.rmtree(disk)
     result = {
-        "benchmark": "suspend_resume", "size": options.size, "zero": options.zero, "ranks": options.ranks,
-        "resume_ranks": options.resume_ranks, "date": time.strftime("%Y-%m-%d"), "cpus": os.cpu_count(),
-        "cpu": platform.processor() or platform.machine(), "memcpy_s": copy_s, "ours": ours, "deepspeed": theirs,
-        "speedup": theirs["total_s"] / ours["total_s"], "snapshot_over_memcpy": ours["snapshot_s"] / copy_s,
+        "benchmark": "suspend_resume", "size": size, "zero": options.zero, "precision": spec.precision,
+        "date": time.strftime("%Y-%m-%d"), "cpus": os.cpu_count(), "cpu": platform.processor() or platform.machine(),
+        "ours": ours, "deepspeed": theirs,
     }  # fmt: skip
-    print(json.dumps(result, indent=2))
-    if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
-    return 0
+    print(json.dumps(theirs, indent=2), flush=True)
+    _claim(size, ours, theirs)
+    return result
 
 
-async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, float]:
+def _claim(size: str, ours: dict[str, Any], theirs: dict[str, float]) -> None:
+    import _claims
+
+    rows = [
+        _claims.at_most("suspend over one copy of the state, 4 ranks", size, ours["4"]["suspend_s"] / ours["copy_s"],
+                        "x", 1.5),
+        _claims.at_most("suspend over one copy of the state, 8 ranks", size, ours["8"]["suspend_s"] / ours["copy_s"],
+                        "x", 1.5),
+        _claims.at_most("step with a snapshot beside it over a step without", size, ours["snapshot_step_ratio"], "x",
+                        1.03),
+        _claims.stated("training stands still for a snapshot beside it", size, 1000 * ours["snapshot_stall_s"], "ms"),
+        _claims.stated("training stands still for a version beside it", size, 1000 * ours["publish_stall_s"], "ms"),
+    ]  # fmt: skip
+    if theirs:
+        rows.append(_claims.at_least(
+            "suspend + resume 4 -> 2 to the next step, faster than through DeepSpeed's universal checkpoint", size,
+            theirs["total_s"] / ours["4"]["total_s"], "x", 20))  # fmt: skip
+    if "cold_8_s" in theirs:
+        rows.append(_claims.at_least("new world of 8 to its first step, forked over cold", size,
+                                     theirs["cold_8_s"] / ours["world_8_s"], "x", 20))  # fmt: skip
+    for row in rows:
+        print(f"{row['claim']}: {row['measured']:.3g} {row['unit']} (aim {row['aim']})", flush=True)
+    _claims.record(__file__, rows)
+
+
+class _Watcher:
+    """What a group tells, with the time it was heard."""
+
+    def __init__(self) -> None:
+        self.heard: list[tuple[float, dict[str, Any]]] = []
+        self._news = asyncio.Event()
+
+    def __call__(self, event: dict[str, Any]) -> None:
+        self.heard.append((time.monotonic(), event))
+        self._news.set()
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [event for _, event in self.heard if event["event"] == kind]
+
+    async def stepped(self, count: int) -> float:
+        """When the `count`-th step of this world was heard of."""
+        while len(steps := [at for at, event in self.heard if event["event"] == "metrics"]) < count:
+            assert not self.of("finished"), self.heard[-1]
+            self._news.clear()
+            await self._news.wait()
+        return steps[count - 1]
+
+    def step_seconds(self) -> dict[int, float]:
+        """Seconds of each step but the first, by its number."""
+        steps = [(at, event["step"]) for at, event in self.heard if event["event"] == "metrics"]
+        return {step: at - before for (before, _), (at, step) in zip(steps, steps[1:], strict=False)}
+
+
+async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, Any]:
     from train.group import Group, Watch
-    from train.rank_host import RankHost
+    from train.rank_host import WARM_ENV, RankHost
 
     socket = shm / "warm.sock"
     parent = subprocess.Popen(
         [sys.executable, "-m", "runtime.warm_parent", "--socket", str(socket), "--preload", "train.preload",
-         "--log", str(shm / "warm.log")], cwd=REPOSITORY,
+         "--log", str(shm / "warm.log")], cwd=REPOSITORY, env={**os.environ, **dict(WARM_ENV)},
     )  # fmt: skip
-    watch = Watch(ping_timeout_s=60.0)
-    stepped = asyncio.Event()
 
-    def note(event: dict[str, Any]) -> None:
-        if event["event"] == "metrics":
-            stepped.set()
+    async def start(spec: Any, size: int, snapshot: str | None = None) -> tuple[Group, _Watcher, float, float]:
+        """A world, and the seconds until all its ranks train and until its first step is done."""
+        watcher = _Watcher()
+        group = Group(watcher, Watch(ping_timeout_s=60.0))
+        hosts = [RankHost(str(socket), str(shm / "logs")) for _ in range(size)]
+        started = time.monotonic()
+        await group.start(spec, hosts, ["cpu"] * size, snapshot)
+        ready_s = time.monotonic() - started
+        return group, watcher, ready_s, await watcher.stepped(1) - started
+
+    async def there_and_back(group: Group, spec: Any, size: int) -> dict[str, float]:
+        report = await group.suspend()
+        assert report is not None
+        again, watcher, ready_s, next_step_s = await start(spec, size, report.snapshot_path)
+        await watcher.stepped(3)
+        await again.kill()
+        suspend_s = report.seconds["snapshot"] + report.seconds["exit"]
+        return {"bytes": report.bytes, "snapshot_s": report.seconds["snapshot"], "exit_s": report.seconds["exit"],
+                "suspend_s": suspend_s, "ready_s": ready_s, "next_step_s": next_step_s,
+                "step_s": statistics.median(watcher.step_seconds().values()),
+                "total_s": suspend_s + next_step_s}  # fmt: skip
 
     try:
         while not socket.exists():
             assert parent.poll() is None, (shm / "warm.log").read_text()
             await asyncio.sleep(0.05)
-        group = Group(note, watch)
-        hosts = [RankHost(str(socket), str(shm / "logs")) for _ in range(options.ranks)]
-        await group.start(spec, hosts, ["cpu"] * len(hosts))
-        await stepped.wait()
-        report = await group.suspend()
-        assert report is not None
-        stepped.clear()
-        started = time.monotonic()
-        again = Group(note, watch)
-        hosts = hosts[: options.resume_ranks]
-        await again.start(spec, hosts, ["cpu"] * len(hosts), report.snapshot_path)
-        ready_s = time.monotonic() - started
-        await stepped.wait()
-        resume_s = time.monotonic() - started
-        await again.kill()
+        group, watcher, _, _ = await start(spec, 4)
+        for count in range(2, options.steps + 1):
+            await watcher.stepped(count)
+            if count % 3 == 0 and count < options.steps - 4:
+                await group.snapshot()
+        four = await there_and_back(group, spec, 2)
+        beside = {event["step"] + 1 for event in watcher.of("snapshot")}
+        versions = {event["step"] + 1 for event in watcher.of("published")}
+        seconds = watcher.step_seconds()
+        plain = [s for step, s in seconds.items() if step not in beside | versions and step > 3]
+        copied = [s for step, s in seconds.items() if step in beside]
+        eight_spec = dataclasses.replace(spec, job_id="bench8", run_dir=f"{spec.run_dir}8")
+        group, _, ready_8_s, world_8_s = await start(eight_spec, 8)
+        await asyncio.sleep(3.0)
+        eight = await there_and_back(group, eight_spec, 4)
     finally:
         parent.terminate()
         parent.wait()
-    suspend_s = report.seconds["snapshot"] + report.seconds["exit"]
-    return {"bytes": report.bytes, "snapshot_s": report.seconds["snapshot"], "exit_s": report.seconds["exit"],
-            "suspend_s": suspend_s, "ready_s": ready_s, "next_step_s": resume_s,
-            "total_s": suspend_s + resume_s}  # fmt: skip
+    stalls = [event["stall_s"] for event in watcher.of("snapshot")[:-1]]
+    return {
+        "bytes": four["bytes"], "4": four, "8": eight, "ready_8_s": ready_8_s, "world_8_s": world_8_s,
+        "step_s": statistics.median(plain), "snapshot_step_s": statistics.median(copied),
+        "snapshot_step_ratio": statistics.median(copied) / statistics.median(plain), "snapshots": len(copied),
+        "snapshot_stall_s": statistics.median(stalls),
+        "publish_stall_s": statistics.median(event["stall_s"] for event in watcher.of("published")),
+    }  # fmt: skip
 
 
 def _theirs(spec: Any, disk: Path, options: argparse.Namespace) -> dict[str, float]:
+    found: dict[str, float] = {}
+    told, _ = _cold_world("save", 4, spec, disk)
+    found["save_s"] = max(t["seconds"] for t in told)
+    started = time.monotonic()
+    folder = disk / "checkpoint"
+    subprocess.run(
+        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state",
+         "--input_folder", str(folder / "global_step1"), "--output_folder", str(folder / UNIVERSAL)],
+        check=True, stdout=subprocess.DEVNULL, env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    found["convert_s"] = time.monotonic() - started
+    told, started = _cold_world("load", 2, spec, disk)
+    found["load_s"] = max(t["seconds"] for t in told)
+    found["restart_to_next_step_s"] = max(t["stepped_at"] for t in told) - started
+    found["total_s"] = found["save_s"] + found["convert_s"] + found["restart_to_next_step_s"]
+    if not options.skip_cold_8:
+        told, started = _cold_world("start", 8, spec, disk)
+        found["cold_8_s"] = max(t["stepped_at"] for t in told) - started
+    return found
+
+
+def _cold_world(part: str, size: int, spec: Any, disk: Path) -> tuple[list[dict[str, float]], float]:
     from train.group import free_port
 
-    found: dict[str, float] = {}
-    for part in ("save", "load"):
-        port = free_port()
-        started = time.time()
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, __file__, "--rank-of", part, "--spec", spec.to_json(), "--disk", str(disk)],
-                env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(options.ranks), "LOCAL_RANK": "0",
-                     "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
-                     "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
-            )
-            for rank in range(options.ranks)
-        ]  # fmt: skip
-        outputs = [rank.communicate()[0] for rank in ranks]
-        assert all(rank.returncode == 0 for rank in ranks), f"the {part} world failed"
-        told = [json.loads(output.strip().splitlines()[-1]) for output in outputs]
-        found |= {f"{part}_s": max(t["seconds"] for t in told)}
-        if part == "load":
-            found["restart_to_next_step_s"] = max(t["stepped_at"] for t in told) - started
-    return found | {"total_s": found["save_s"] + found["restart_to_next_step_s"]}
+    port = free_port()
+    started = time.time()
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--rank-of", part, "--spec", spec.to_json(), "--disk", str(disk)],
+            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0",
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
+                 "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, stderr=open(disk / f"{part}-{rank}.log", "w"), text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+    outputs = [rank.communicate()[0] for rank in ranks]
+    assert all(rank.returncode == 0 for rank in ranks), (disk / f"{part}-0.log").read_text()[-3000:]
+    return [json.loads(output.strip().splitlines()[-1]) for output in outputs], started
 
 
 def _baseline_rank(options: argparse.Namespace) -> int:
+    from train import engine
     from train.engine import init_world
     from train.loop import Progress, Wishes, prepare
     from train.spec import TrainSpec
 
     spec = TrainSpec.from_json(options.spec)
     init_world("cpu")
+    if options.rank_of == "load":
+        config = engine._config
+        engine._config = lambda *given: config(*given) | {"checkpoint": {"load_universal": True}}
     run = prepare(spec, lambda event, **data: None, Wishes(), Progress())
     folder = str(Path(options.disk) / "checkpoint")
-    if options.rank_of == "save":
-        run._one_step(run.plan.total_steps)
+    seconds = 0.0
+    if options.rank_of == "load":
         started = time.perf_counter()
-        run.engine.save_checkpoint(folder)
+        run.engine.load_checkpoint(folder, tag=UNIVERSAL)
+        seconds = time.perf_counter() - started
+    run._one_step(run.plan.total_steps)
+    stepped_at = time.time()
+    if options.rank_of == "save":
+        started = time.perf_counter()
+        run.engine.save_checkpoint(folder, tag="global_step1")
         os.sync()
         seconds = time.perf_counter() - started
-    else:
-        started = time.perf_counter()
-        run.engine.load_checkpoint(folder)
-        seconds = time.perf_counter() - started
-        run._one_step(run.plan.total_steps)
-    print(json.dumps({"seconds": seconds, "stepped_at": time.time()}), flush=True)
+    print(json.dumps({"seconds": seconds, "stepped_at": stepped_at}), flush=True)
     return 0
 
 
-def _prepare(shm: Path, disk: Path, options: argparse.Namespace) -> Any:
+def _prepare(shm: Path, disk: Path, size: str, options: argparse.Namespace) -> Any:
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -177,21 +285,22 @@ def _prepare(shm: Path, disk: Path, options: argparse.Namespace) -> Any:
         tokenizer_object=bytes_only, eos_token="<|end|>", pad_token="<|pad|>",
         chat_template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>\n{% endfor %}",
     ).save_pretrained(shm / "model")  # fmt: skip
-    hidden, intermediate, layers, heads, kv_heads = SIZES[options.size]
+    hidden, intermediate, layers, heads, kv_heads = SIZES[size]
     model = LlamaForCausalLM(LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
         num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=2048,
     ))  # fmt: skip
     model.to(torch.bfloat16).save_pretrained(shm / "model")
     with open(shm / "chat.jsonl", "w") as file:
-        for number in range(4000):
+        for number in range(EXAMPLES):
             answer = " ".join(map(str, range(number % 60))) + " done"
             messages = [{"role": "user", "content": f"count to {number}"}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": messages}) + "\n")
     return TrainSpec(
         job_id="bench", base_path=str(shm / "model"), train_path=str(shm / "chat.jsonl"), run_dir=str(disk / "run"),
-        shm_root=str(shm / "store"), output_model="ft:bench", max_length=128, batch_size=options.ranks,
-        zero_stage=options.zero, snapshot_every_s=0.0, n_epochs=50,
+        shm_root=str(shm / "store"), output_model="ft:bench", max_length=options.tokens, batch_size=8, packing=False,
+        zero_stage=options.zero, snapshot_every_s=0.0, n_epochs=500, publish="epoch",
+        precision=options.precision or ("bf16" if torch.cpu._is_avx512_bf16_supported() else "fp32"),
     )  # fmt: skip
 
 
