@@ -33,7 +33,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 SIZES = {"5m": (192, 512, 6, 6, 3), "25m": (384, 1024, 10, 6, 3), "50m": (512, 1408, 12, 8, 4)}
 VOCABULARY = 8192
-EXAMPLES = 72  # nine steps of an epoch, each epoch ends with a version
+EXAMPLES = 36  # nine steps of an epoch, each epoch ends with a version
 UNIVERSAL = "global_step1_universal"
 
 
@@ -41,7 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["25m"])
     parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=2)
-    parser.add_argument("--tokens", type=int, default=32, help="tokens per sequence; 8 sequences per step")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens per sequence, one sequence per rank")
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 where the CPU has it")
     parser.add_argument("--steps", type=int, default=20, help="steps of the world of 4 before it is suspended")
     parser.add_argument("--skip-theirs", action="store_true", help="measure ours only")
@@ -181,7 +181,7 @@ async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, 
         seconds = watcher.step_seconds()
         plain = [s for step, s in seconds.items() if step not in beside | versions and step > 3]
         copied = [s for step, s in seconds.items() if step in beside]
-        eight_spec = dataclasses.replace(spec, job_id="bench8", run_dir=f"{spec.run_dir}8")
+        eight_spec = dataclasses.replace(spec, batch_size=8, job_id="bench8", run_dir=f"{spec.run_dir}8")
         group, _, ready_8_s, world_8_s = await start(eight_spec, 8)
         await asyncio.sleep(3.0)
         eight = await there_and_back(group, eight_spec, 4)
@@ -215,7 +215,8 @@ def _theirs(spec: Any, disk: Path, options: argparse.Namespace) -> dict[str, flo
     found["restart_to_next_step_s"] = max(t["stepped_at"] for t in told) - started
     found["total_s"] = found["save_s"] + found["convert_s"] + found["restart_to_next_step_s"]
     if not options.skip_cold_8:
-        told, started = _cold_world("start", 8, spec, disk)
+        print(json.dumps(found), flush=True)
+        told, started = _cold_world("start", 8, dataclasses.replace(spec, batch_size=8), disk)
         found["cold_8_s"] = max(t["stepped_at"] for t in told) - started
     return found
 
@@ -298,7 +299,7 @@ def _prepare(shm: Path, disk: Path, size: str, options: argparse.Namespace) -> A
             file.write(json.dumps({"messages": messages}) + "\n")
     return TrainSpec(
         job_id="bench", base_path=str(shm / "model"), train_path=str(shm / "chat.jsonl"), run_dir=str(disk / "run"),
-        shm_root=str(shm / "store"), output_model="ft:bench", max_length=options.tokens, batch_size=8, packing=False,
+        shm_root=str(shm / "store"), output_model="ft:bench", max_length=options.tokens, batch_size=4, packing=False,
         zero_stage=options.zero, snapshot_every_s=0.0, n_epochs=500, publish="epoch",
         precision=options.precision or ("bf16" if torch.cpu._is_avx512_bf16_supported() else "fp32"),
     )  # fmt: skip

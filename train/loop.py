@@ -32,7 +32,7 @@ from train.event_log import EventLog
 from train.model import load_model, load_tokenizer
 from train.objectives import SupervisedObjective, to_batch
 from train.packing import StepPlan
-from train.publish import begin_publish, check_publishable
+from train.publish import begin_publish, check_publishable, published_tensors
 from train.room import make_room
 from train.schedule import learning_rate
 from train.spec import TrainSpec
@@ -271,10 +271,13 @@ class Run:
         if self._room is not None and self._room.is_alive():
             return
         ours = snapshot.own_ranges(self.engine)
+        version = Layout.plan(published_tensors(self.engine, self.spec))
 
         def make() -> None:
             if self.rank == 0:
                 snapshot.forget_older(self.store, self.spec)
+                if self.spec.publish == "epoch":  # else the version would be cut out of the snapshot's segment
+                    make_room(self.store, version, [], stock=True)
             make_room(self.store, self._layout, ours, stock=self.rank == 0)
 
         self._room = threading.Thread(target=make, name="room", daemon=True)
@@ -305,6 +308,7 @@ class Run:
             self.emit("published", version=version, step=step, epoch=epoch, **asdict(written))
             if self.rank == 0:
                 self._seal(version)
+            self._make_room()
 
         writing = begin_publish(self.engine, self.spec, self.store, version=version, meta=meta, pace_s=pace_s)
         self._writing.append((writing, tell))

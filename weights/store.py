@@ -34,7 +34,7 @@ from weights.lease import Lease, StoredVersion, pin, take_lease, unpin
 from weights.locks import DirectoryLock, StoreMutex
 from weights.manifest import KINDS
 from weights.names import MANIFEST_FILE, check_aux_name, version_path
-from weights.pool import best_fit
+from weights.pool import Pool, best_fit
 from weights.removal import dismantle
 from weights.source import copy_tensors, read_source
 from weights.space import Usage
@@ -128,7 +128,13 @@ class WeightStore:
             free = min(free, self.budget_bytes - usage.committed_bytes - usage.draft_bytes)
         if free < 2 * layout.nbytes:
             return False
-        self.reserve(layout, kind="snapshot", model="stock", version=uuid.uuid4().hex).abort()
+        # Not out of the pool: it would cut down or grow what was stocked for another layout.
+        path, lock = self._stake(layout, layout.nbytes, pooled=False)
+        try:
+            self._allocate(layout, lock.fd, layout.nbytes)
+        finally:
+            lock.close()
+            self._discard(path, self._keeper.pool)
         return True
 
     def stocked(self, layout: Layout) -> dict[str, memoryview]:
@@ -319,7 +325,7 @@ class WeightStore:
     def _mutex(self) -> StoreMutex:
         return StoreMutex(self.root / ".mutex")
 
-    def _stake(self, layout: Layout, needed_bytes: int) -> tuple[Path, DirectoryLock]:
+    def _stake(self, layout: Layout, needed_bytes: int, *, pooled: bool = True) -> tuple[Path, DirectoryLock]:
         """A locked draft directory whose files have their sizes, counted against the budget."""
         path = self._keeper.staging / uuid.uuid4().hex
         with self._mutex():
@@ -330,7 +336,7 @@ class WeightStore:
             assert lock is not None, "nobody else removes drafts while we hold the mutex"
             try:
                 for file in layout.files:
-                    if not self._keeper.pool.claim(file.nbytes, path / file.name):
+                    if not pooled or not self._keeper.pool.claim(file.nbytes, path / file.name):
                         segment.create(lock.fd, file.name, file.nbytes)
                 self._keeper.trim(needed_bytes - layout.nbytes)
             except BaseException:
@@ -352,11 +358,11 @@ class WeightStore:
                     self._keeper.pool.trim(0)
                 segment.allocate(directory_fd, file.name)
 
-    def _discard(self, path: Path) -> None:
+    def _discard(self, path: Path, pool: Pool | None = None) -> None:
         lock = DirectoryLock.try_exclusive(path)
         if lock is not None:
             try:
-                dismantle(path, None)
+                dismantle(path, pool)
             finally:
                 lock.close()
 

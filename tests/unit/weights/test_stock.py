@@ -13,6 +13,9 @@ def test_a_reservation_takes_what_was_stocked_and_finds_it_mapped(tmp_path):
     assert store.stock(LAYOUT) and store.usage().draft_bytes == 0
     assert store.stock(LAYOUT), "it is there"
     assert store.usage().pool_bytes == LAYOUT.nbytes
+    other = Layout.plan([TensorSpec("a", "BF16", (64, 1024))])
+    assert store.stock(other) and store.stocked(other) and store.stocked(LAYOUT), "neither is made of the other"
+    store.reserve(other, kind="version", model="m", version="1").commit(meta={})
     views = store.stocked(LAYOUT)
     for view in views.values():
         segment.populate(view, write=True)
