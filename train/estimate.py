@@ -14,7 +14,7 @@ ZeRO's terms are those of Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), s
 gradients because that is what train.engine configures. The activations are counted as Korthikanti et al., "Reducing
 Activation Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198), section 4.1 do: 11 h for attention
 whose scores are recomputed, 4 h for the inputs of two norms, here 8 h more for their fp32 copies, 2 h + 8 f for a
-gated MLP in place of theirs. benchmarks/results.md compares it with what ranks hold.
+gated MLP in place of theirs.
 """
 
 from __future__ import annotations
