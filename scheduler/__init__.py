@@ -1,5 +1,5 @@
 """Who holds which devices, and how they change hands.
 
 Pure: inventory, workload, demand, queue, placement, plan, handover. Shell: loop, runner (through `Effects`).
-Only `ray_effects` knows Ray, the trainer and the engines; everything else decides or keeps records.
+Only `ray_*` know Ray, the trainer and the engines; everything else decides or keeps records.
 """

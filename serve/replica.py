@@ -1,6 +1,6 @@
 """One replica: the torch-free supervisor of one forked engine.
 
-Runs inside a Ray actor (wrapped in scheduler.ray_effects) or in any asyncio program. It asks the node's warm parent
+Runs inside a Ray actor (wrapped in scheduler.ray_replicas) or in any asyncio program. It asks the node's warm parent
 for an engine process, holds its leash, and passes calls through. The engine dies with it.
 """
 

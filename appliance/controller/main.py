@@ -54,7 +54,8 @@ from scheduler.discovery import discover_devices
 from scheduler.inventory import Device
 from scheduler.loop import SchedulerLoop
 from scheduler.ports import SystemClock
-from scheduler.ray_effects import RayBox, RayEffects
+from scheduler.ray_box import RayBox
+from scheduler.ray_effects import RayEffects
 from train.rank_host import WARM_ENV
 from weights.store import WeightStore
 
@@ -106,7 +107,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     )
     events = JobEvents(db, paths.files, config.controller.organization)
     runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, flow, lambda: port.nudge("published"))
-    effects = RayEffects(_ray_box(paths, devices), routing, shelf, runs, config.serve)
+    ray_box = _ray_box(paths, devices)
+    effects = RayEffects(ray_box, routing, shelf, runs, config.serve)
     states = SqliteStateStore(
         db, events, routing.demand, config.box.serving_floor, len(devices), config.serve, routing.refresh,
         JobRoom(db, store, _facts(devices, store)).waits_for,
@@ -136,7 +138,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     )
     routing.refresh()
     await bus.start()
-    await effects.connect()
+    await ray_box.connect()
 
     server = _Server(uvicorn.Config(create_app(context), log_config=None, access_log=False, http="httptools"))
     async with asyncio.TaskGroup() as tasks:

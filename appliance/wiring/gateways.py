@@ -21,7 +21,7 @@ class _Served:
 
 
 class BusRouting:
-    """Implements `scheduler.ray_effects.Routing` on the bus; `refresh` after models came or went."""
+    """Implements `scheduler.ray_replicas.Routing` on the bus; `refresh` after models came or went."""
 
     def __init__(self, bus: Bus, db: Database, hold_s: float, max_model_len: int | None = None):
         """max_model_len: what the box's engines are limited to, in tokens; None: each model's own context."""

@@ -29,7 +29,7 @@ TIDY_EVERY_S = 10.0
 
 
 class JobRuns:
-    """Implements `scheduler.ray_effects.Jobs`. What a job wrote flows to the other tiers by itself once told of."""
+    """Implements `scheduler.ray_groups.Jobs`. What a job wrote flows to the other tiers by itself once told of."""
 
     def __init__(
         self,

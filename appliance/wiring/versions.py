@@ -20,7 +20,7 @@ from weights.store import Lease, StoredVersion, WeightStore
 
 
 class VersionShelf:
-    """Implements `scheduler.ray_effects.Versions`.
+    """Implements `scheduler.ray_replicas.Versions`.
 
     A version that is being served stays leased here, so that a budget never evicts what a waking engine needs next.
     """

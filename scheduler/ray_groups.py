@@ -1,0 +1,204 @@
+"""Training groups: the ranks of a job, driven through one named detached actor per device."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from ray.exceptions import ActorDiedError, RayError
+
+from runtime.errors import ChildDied
+from scheduler.effects import Detail, Event, GroupEnded, GroupObserved
+from scheduler.errors import EffectFailed
+from scheduler.inventory import Device, Holder, Lease
+from scheduler.ray_actors import actor_names, ask, first_line, named_actor
+from scheduler.ray_box import RayBox
+from train.group import Group
+from train.rank_host import RankHost
+from train.spec import TrainSpec
+
+ACTOR = "rank:"
+
+
+class Jobs(Protocol):
+    """What a job's ranks are to do, and where their events go."""
+
+    def catch_up(self, job_id: str) -> None:
+        """Take in what earlier ranks of the job did that nobody has heard of."""
+
+    async def prepare(self, job_id: str) -> None:
+        """Bring in what `spec` is to name. Raises LookupError."""
+
+    def spec(self, job_id: str) -> TrainSpec:
+        """What the job's ranks are to do. Raises LookupError when it cannot be done any more."""
+
+    def newest_snapshot(self, job_id: str) -> Path | None:
+        """The newest snapshot that can be resumed from, in shared memory."""
+
+    def on_event(self, job_id: str, event: dict[str, Any]) -> None:
+        """An event of the job's ranks, see train.group."""
+
+    def on_stopped(self, job_id: str) -> None:
+        """Its ranks were ended by force."""
+
+
+class Groups:
+    """The verbs on groups, and what is true of them."""
+
+    def __init__(self, box: RayBox, jobs: Jobs, tell: Callable[[Event], None]):
+        self._box, self._jobs, self._tell = box, jobs, tell
+        self._hosts: dict[str, Any] = {}
+        self._groups: dict[str, _RunningGroup] = {}
+        self._starting: set[str] = set()
+
+    async def start_group(self, job_id: str, lease: Lease) -> Detail:
+        running = self._groups.get(job_id)
+        if running is not None and running.lease.id == lease.id:
+            return None
+        await self._box.wait_warm("train", "start_group", job_id)
+        try:
+            self._jobs.catch_up(job_id)
+            await self._jobs.prepare(job_id)
+            spec = self._jobs.spec(job_id)
+        except LookupError as error:
+            raise EffectFailed("start_group", job_id, str(error)) from error
+        snapshot = await asyncio.to_thread(self._jobs.newest_snapshot, job_id)
+        hosts = [_Host(self._host(device_id)) for device_id in lease.device_ids]
+        devices = [self._box.device(device_id) for device_id in lease.device_ids]
+        group = Group(on_event=lambda event: self._jobs.on_event(job_id, event))
+        began_s = time.monotonic()
+        self._starting.add(job_id)
+        try:
+            await self._start(job_id, group, spec, hosts, devices, snapshot)
+        finally:
+            self._starting.discard(job_id)
+        running = self._groups[job_id] = _RunningGroup(group, lease)
+        running.watcher = asyncio.create_task(self._wait_group(job_id, running))
+        return {"seconds": time.monotonic() - began_s, "snapshot": snapshot.name if snapshot else None}
+
+    async def _start(self, job_id: str, group: Group, spec: TrainSpec, hosts: list[_Host], devices: list[Device],
+                     snapshot: Path | None) -> None:  # fmt: skip
+        await ask(
+            "start_group",
+            job_id,
+            group.start(
+                spec,
+                hosts,
+                ["cpu" if device.kind == "cpu" else str(device.index) for device in devices],
+                str(snapshot) if snapshot else None,
+            ),
+        )
+
+    async def suspend_group(self, job_id: str) -> Detail:
+        running = self._groups.get(job_id)
+        if running is None:
+            return None
+        report = await ask("suspend_group", job_id, running.group.suspend())
+        await running.watcher
+        if report is None and running.ended is not None and running.ended.outcome == "failed":
+            raise EffectFailed("suspend_group", job_id, running.ended.error)
+        self._groups.pop(job_id, None)
+        return asdict(report) if report is not None else None
+
+    async def stop_group(self, job_id: str) -> Detail:
+        running = self._groups.pop(job_id, None)
+        if running is not None:
+            running.watcher.cancel()
+            if running.ended is None:
+                await ask("stop_group", job_id, running.group.kill())
+        for host in await self._hosts_of(job_id):
+            await ask("stop_group", job_id, host.kill.remote())
+        self._jobs.on_stopped(job_id)
+        return None
+
+    async def _wait_group(self, job_id: str, running: _RunningGroup) -> None:
+        outcome = await running.group.wait()
+        if outcome.outcome == "suspended":
+            return
+        error = outcome.error or {}
+        running.ended = GroupEnded(
+            job_id,
+            running.lease.id,
+            outcome.outcome,
+            outcome.step,
+            error.get("message", ""),
+            error.get("retryable", True),
+        )
+        self._tell(running.ended)
+
+    def _host(self, device_id: str) -> Any:
+        if device_id not in self._hosts:
+            self._hosts[device_id] = named_actor(
+                RankHost, ACTOR + device_id, self._box.warm_socket("train"), str(self._box.log_dir)
+            )
+        return self._hosts[device_id]
+
+    async def _hosts_of(self, job_id: str) -> list[Any]:
+        """Supervisors whose living rank belongs to the job."""
+        return [self._host(device_id) for device_id, owner in (await self._living_ranks()).items() if owner == job_id]
+
+    async def _living_ranks(self) -> dict[str, str]:
+        """Device id to the job whose rank lives there."""
+        found = {}
+        for name in await actor_names():
+            if name.startswith(ACTOR):
+                device_id = name.removeprefix(ACTOR)
+                try:
+                    status = await self._host(device_id).status.remote()
+                except RayError:
+                    self._hosts.pop(device_id, None)  # its actor died, and the rank on its leash with it
+                    continue
+                if status["alive"]:
+                    found[device_id] = status["job_id"]
+        return found
+
+    # --- the truth
+
+    async def observe(self, leases: tuple[Lease, ...]) -> tuple[GroupObserved, ...]:
+        """Every group with a living rank, and those that ended and were not cleaned up yet."""
+        found: dict[str, GroupObserved] = {
+            job_id: GroupObserved(job_id, running.lease.device_ids, running.lease.id, running.ended)
+            for job_id, running in self._groups.items()
+        }
+        orphans: dict[str, list[str]] = {}
+        for device_id, job_id in (await self._living_ranks()).items():
+            if job_id not in found and job_id not in self._starting:
+                orphans.setdefault(job_id, []).append(device_id)
+        for job_id, devices in orphans.items():
+            # Ranks whose controller died: nobody reads their events. They end, and the job resumes from its snapshot.
+            lease = next((le for le in leases if le.holder == Holder("job", job_id)), None)
+            lease_id = lease.id if lease else ""
+            lost = GroupEnded(job_id, lease_id, "failed", 0, "the controller was restarted while it trained")
+            found[job_id] = GroupObserved(job_id, tuple(devices), lease_id, lost)
+        return tuple(found.values())
+
+    async def stop_all(self) -> None:
+        await asyncio.gather(*(self.stop_group(job_id) for job_id in list(self._groups)))
+
+
+@dataclass(slots=True)
+class _RunningGroup:
+    group: Group
+    lease: Lease
+    watcher: asyncio.Task | None = None
+    ended: GroupEnded | None = None
+
+
+class _Host:
+    """A RankHost behind its actor handle. An actor that died took its rank along, so its death is the rank's."""
+
+    def __init__(self, actor: Any):
+        self._actor = actor
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*arguments: Any, **named: Any) -> Any:
+            try:
+                return await getattr(self._actor, method).remote(*arguments, **named)
+            except ActorDiedError as error:
+                raise ChildDied("rank", 0, "its supervisor's", first_line(error)) from error
+
+        return call

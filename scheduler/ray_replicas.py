@@ -1,0 +1,211 @@
+"""Replicas: one named detached actor per engine, its requests opened and drained at the gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import RayError
+
+from scheduler.effects import Detail, Event, ReplicaDied, ReplicaObserved, ReplicaOrder
+from scheduler.errors import EffectFailed
+from scheduler.ray_actors import actor_names, ask, find_actor, named_actor, until_unnamed
+from scheduler.ray_box import RayBox
+from serve.config import EngineConfig
+from serve.replica import Replica
+from serve.spec import ReplicaSpec
+
+log = logging.getLogger(__name__)
+
+ACTOR = "replica:"
+
+
+class Routing(Protocol):
+    """Which replicas the gateways send requests to; the controller's bus."""
+
+    async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
+        """Returns when every gateway has it in its table."""
+
+    async def drain(self, replica_id: str) -> None:
+        """No new requests; returns when every gateway reports none in flight."""
+
+    def is_open(self, replica_id: str) -> bool: ...
+
+    def close(self, replica_id: str) -> None:
+        """Forget a replica that is gone."""
+
+
+class Versions(Protocol):
+    """Where the bytes of model versions are."""
+
+    async def in_memory(self, model: str, version: str) -> Path:
+        """The version's directory in shared memory, read in from disk if need be. Raises LookupError."""
+
+    def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
+        """Fields of ReplicaSpec that depend on the model: task, dtype, max_model_len, kv_cache_bytes, ..."""
+
+
+class Replicas:
+    """The verbs on replicas, and what is true of them."""
+
+    def __init__(
+        self,
+        box: RayBox,
+        routing: Routing,
+        versions: Versions,
+        engine: EngineConfig,
+        tell: Callable[[Event], None],
+    ):
+        self._box, self._routing, self._versions, self._engine, self._tell = box, routing, versions, engine, tell
+        self._replicas: dict[str, Any] = {}
+        self._watchers: dict[str, asyncio.Task] = {}
+        self._stopping: set[str] = set()
+
+    async def start_replica(self, order: ReplicaOrder, lease_id: str) -> Detail:
+        spec = await self._replica_spec(order)
+        await self._box.wait_warm("serve", "start_replica", order.id)
+        self._stopping.discard(order.id)
+        replica = self._replicas.get(order.id) or self._new_replica(order.id)
+        detail = await ask("start_replica", order.id, replica.start.remote(spec))
+        self._watch(order.id, replica)
+        return detail
+
+    async def stop_replica(self, replica_id: str) -> Detail:
+        self._stopping.add(replica_id)
+        self._routing.close(replica_id)
+        watcher = self._watchers.pop(replica_id, None)
+        if watcher is not None:
+            watcher.cancel()
+        replica = self._replicas.pop(replica_id, None) or find_actor(ACTOR + replica_id)
+        if replica is None:
+            return None
+        try:
+            await replica.stop.remote()
+        except RayError as error:
+            log.warning("replica %s did not stop by itself: %s", replica_id, error)
+        ray.kill(replica)  # its leash then kills whatever is left of the engine
+        await until_unnamed(ACTOR + replica_id)
+        return None
+
+    async def open_replica(self, replica_id: str) -> Detail:
+        status = await self._status("open_replica", replica_id)
+        if status["state"] != "ready":
+            raise EffectFailed("open_replica", replica_id, f"the engine is {status['state']}")
+        await self._routing.open(replica_id, status["model"], status["version"], self._box.socket_path(replica_id))
+        return None
+
+    async def drain_replica(self, replica_id: str) -> Detail:
+        watcher = self._watchers.get(replica_id)
+        draining = asyncio.ensure_future(self._routing.drain(replica_id))
+        await asyncio.wait({draining, *([watcher] if watcher else [])}, return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
+            draining.cancel()
+            raise EffectFailed("drain_replica", replica_id, "the engine died while it finished its requests")
+        draining.result()
+        return None
+
+    async def sleep_replica(self, replica_id: str) -> Detail:
+        return await self._ask_replica("sleep_replica", replica_id, "sleep")
+
+    async def wake_replica(self, replica_id: str, model: str, version: str, lease_id: str) -> Detail:
+        path = await self._version_path("wake_replica", replica_id, model, version)
+        return await self._ask_replica("wake_replica", replica_id, "wake", model, version, str(path))
+
+    async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
+        path = await self._version_path("swap_replica", replica_id, model, version)
+        detail = await self._ask_replica("swap_replica", replica_id, "swap", model, version, str(path))
+        if self._routing.is_open(replica_id):
+            await self._routing.open(replica_id, model, version, self._box.socket_path(replica_id))
+        return detail
+
+    def _new_replica(self, replica_id: str) -> Any:
+        replica = named_actor(
+            Replica, ACTOR + replica_id, self._box.warm_socket("serve"), str(self._box.log_dir), self._engine
+        )
+        self._replicas[replica_id] = replica
+        return replica
+
+    async def _replica_spec(self, order: ReplicaOrder) -> ReplicaSpec:
+        path = await self._version_path("start_replica", order.id, order.model, order.version)
+        devices = [self._box.device(device_id) for device_id in order.devices]
+        return ReplicaSpec(
+            replica_id=order.id,
+            model=order.model,
+            version=order.version,
+            version_path=str(path),
+            socket_path=self._box.socket_path(order.id),
+            devices=tuple(device.index for device in devices),
+            kind=devices[0].kind,
+            shm_root=str(self._box.shm_root),
+            tensor_parallel=order.tensor_parallel,
+            **self._versions.engine_settings(order.model, order.tensor_parallel),
+        )
+
+    async def _version_path(self, verb: str, target: str, model: str, version: str) -> Path:
+        try:
+            return await self._versions.in_memory(model, version)
+        except (LookupError, OSError) as error:
+            raise EffectFailed(verb, target, f"version {version} of {model} cannot be read: {error}") from error
+
+    async def _status(self, verb: str, replica_id: str) -> dict[str, Any]:
+        return await self._ask_replica(verb, replica_id, "status")
+
+    async def _ask_replica(self, verb: str, replica_id: str, method: str, *arguments: Any) -> Any:
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            raise EffectFailed(verb, replica_id, "there is no such engine")
+        return await ask(verb, replica_id, getattr(replica, method).remote(*arguments))
+
+    def _watch(self, replica_id: str, replica: Any) -> None:
+        if replica_id not in self._watchers:
+            self._watchers[replica_id] = asyncio.create_task(self._wait_dead(replica_id, replica))
+
+    async def _wait_dead(self, replica_id: str, replica: Any) -> None:
+        try:
+            reason = str((await replica.wait_dead.remote()).get("exit", "the engine ended"))
+        except RayError as error:
+            reason = f"its supervisor died: {error}".splitlines()[0]
+        if replica_id not in self._stopping:
+            self._routing.close(replica_id)
+            self._tell(ReplicaDied(replica_id, reason))
+
+    # --- the truth
+
+    async def observe(self) -> tuple[ReplicaObserved, ...]:
+        """Every replica that has an actor, whoever started it."""
+        names = [name.removeprefix(ACTOR) for name in await actor_names() if name.startswith(ACTOR)]
+        found = [await self._observe_replica(replica_id) for replica_id in names]
+        return tuple(replica for replica in found if replica is not None)
+
+    async def stop_all(self) -> None:
+        await asyncio.gather(*(self.stop_replica(replica_id) for replica_id in list(self._replicas)))
+
+    async def _observe_replica(self, replica_id: str) -> ReplicaObserved | None:
+        replica = self._replicas.get(replica_id) or find_actor(ACTOR + replica_id)
+        if replica is None:
+            return None
+        self._replicas[replica_id] = replica
+        try:
+            status = await replica.status.remote()
+        except RayError:
+            return ReplicaObserved(replica_id, "", "", "dead", ())
+        state = status["state"]
+        if state == "ready":
+            self._watch(replica_id, replica)
+            state = "open" if self._routing.is_open(replica_id) else "ready"
+        devices = tuple(f"n0/{index}" for index in status["devices"])
+        return ReplicaObserved(replica_id, status["model"], status["version"], state, devices)
+
+    async def resident_bytes(self) -> dict[str, int]:
+        """Resident memory of each engine, by replica id."""
+        found = {}
+        for replica_id, replica in list(self._replicas.items()):
+            try:
+                found[replica_id] = (await replica.status.remote())["rss_bytes"]
+            except RayError:
+                continue  # it is being replaced; the watcher reports its death
+        return found
