@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ray.exceptions import ActorDiedError, RayError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
 
 from runtime.errors import ChildDied
-from scheduler.effects import Detail, Event, GroupEnded, GroupObserved
+from scheduler.effects import Detail, Event, GroupEnded, GroupObserved, InventoryChanged
 from scheduler.errors import EffectFailed
 from scheduler.inventory import Device, Holder, Lease
 from scheduler.ray_actors import actor_names, ask, first_line, named_actor
@@ -20,6 +21,8 @@ from scheduler.ray_box import RayBox
 from train.group import Group
 from train.rank_host import RankHost
 from train.spec import TrainSpec
+
+log = logging.getLogger(__name__)
 
 ACTOR = "rank:"
 
@@ -76,8 +79,7 @@ class Groups:
             await self._start(job_id, group, spec, hosts, devices, snapshot)
         finally:
             self._starting.discard(job_id)
-        running = self._groups[job_id] = _RunningGroup(group, lease)
-        running.watcher = asyncio.create_task(self._wait_group(job_id, running))
+        self._attend(job_id, group, lease)
         return {"seconds": time.monotonic() - began_s, "snapshot": snapshot.name if snapshot else None}
 
     async def _start(self, job_id: str, group: Group, spec: TrainSpec, hosts: list[_Host], devices: list[Device],
@@ -97,6 +99,7 @@ class Groups:
         running = self._groups.get(job_id)
         if running is None:
             return None
+        running.leaving = True
         report = await ask("suspend_group", job_id, running.group.suspend())
         await running.watcher
         if report is None and running.ended is not None and running.ended.outcome == "failed":
@@ -115,9 +118,16 @@ class Groups:
         self._jobs.on_stopped(job_id)
         return None
 
+    def _attend(self, job_id: str, group: Group, lease: Lease) -> None:
+        running = self._groups[job_id] = _RunningGroup(group, lease)
+        running.watcher = asyncio.create_task(self._wait_group(job_id, running))
+
     async def _wait_group(self, job_id: str, running: _RunningGroup) -> None:
         outcome = await running.group.wait()
         if outcome.outcome == "suspended":
+            if not running.leaving:  # an earlier controller asked for it: its devices are free, it waits for its turn
+                self._groups.pop(job_id, None)
+                self._tell(InventoryChanged())
             return
         error = outcome.error or {}
         running.ended = GroupEnded(
@@ -138,43 +148,57 @@ class Groups:
         return self._hosts[device_id]
 
     async def _hosts_of(self, job_id: str) -> list[Any]:
-        """Supervisors whose living rank belongs to the job."""
-        return [self._host(device_id) for device_id, owner in (await self._living_ranks()).items() if owner == job_id]
+        """Supervisors whose rank belongs to the job."""
+        return [self._host(device) for device, place in (await self._ranks()).items() if place["job_id"] == job_id]
 
-    async def _living_ranks(self) -> dict[str, str]:
-        """Device id to the job whose rank lives there."""
-        found = {}
-        for name in await actor_names():
-            if name.startswith(ACTOR):
-                device_id = name.removeprefix(ACTOR)
-                try:
-                    status = await self._host(device_id).status.remote()
-                except RayError:
-                    self._hosts.pop(device_id, None)  # its actor died, and the rank on its leash with it
-                    continue
-                if status["alive"]:
-                    found[device_id] = status["job_id"]
-        return found
+    async def _ranks(self) -> dict[str, dict[str, Any]]:
+        """Device id to the status of the rank there; see RankHost.status."""
+        device_ids = [name.removeprefix(ACTOR) for name in await actor_names() if name.startswith(ACTOR)]
+        statuses = await asyncio.gather(*map(self._rank, device_ids))
+        return {d: status for d, status in zip(device_ids, statuses, strict=True) if status and status["job_id"]}
+
+    async def _rank(self, device_id: str) -> dict[str, Any] | None:
+        try:
+            return await self._host(device_id).status.remote()
+        except RayError:
+            self._hosts.pop(device_id, None)  # its actor died, and the rank on its leash with it
+            return None
 
     # --- the truth
 
     async def observe(self, leases: tuple[Lease, ...]) -> tuple[GroupObserved, ...]:
-        """Every group with a living rank, and those that ended and were not cleaned up yet."""
-        found: dict[str, GroupObserved] = {
-            job_id: GroupObserved(job_id, running.lease.device_ids, running.lease.id, running.ended)
-            for job_id, running in self._groups.items()
-        }
-        orphans: dict[str, list[str]] = {}
-        for device_id, job_id in (await self._living_ranks()).items():
-            if job_id not in found and job_id not in self._starting:
-                orphans.setdefault(job_id, []).append(device_id)
-        for job_id, devices in orphans.items():
-            # Ranks whose controller died: nobody reads their events. They end, and the job resumes from its snapshot.
+        """Every group with a living rank, and those that ended and were not cleaned up yet.
+
+        Ranks whose controller died are adopted here if their world is whole, and go on training.
+        """
+        worlds: dict[str, dict[str, dict[str, Any]]] = {}
+        for device_id, place in (await self._ranks()).items():
+            if place["job_id"] not in self._groups and place["job_id"] not in self._starting:
+                worlds.setdefault(place["job_id"], {})[device_id] = place
+        found: dict[str, GroupObserved] = {}
+        for job_id, places in worlds.items():
             lease = next((le for le in leases if le.holder == Holder("job", job_id)), None)
-            lease_id = lease.id if lease else ""
-            lost = GroupEnded(job_id, lease_id, "failed", 0, "the controller was restarted while it trained")
-            found[job_id] = GroupObserved(job_id, tuple(devices), lease_id, lost)
+            if lease is not None and is_whole(places.values()):
+                await self._adopt(job_id, lease, places)
+            elif any(place["alive"] for place in places.values()):
+                # A world that was being started, or is dying: it ends, and the job resumes from its snapshot.
+                lease_id = lease.id if lease else ""
+                lost = GroupEnded(job_id, lease_id, "failed", 0, "the controller was restarted while it started")
+                found[job_id] = GroupObserved(job_id, tuple(places), lease_id, lost)
+        for job_id, running in self._groups.items():
+            found[job_id] = GroupObserved(job_id, running.lease.device_ids, running.lease.id, running.ended)
         return tuple(found.values())
+
+    async def _adopt(self, job_id: str, lease: Lease, places: dict[str, dict[str, Any]]) -> None:
+        log.info("job %s trains on %s since before this controller: adopted", job_id, ", ".join(sorted(places)))
+        try:
+            self._jobs.catch_up(job_id)
+        except LookupError as error:
+            log.warning("what job %s trained meanwhile cannot be read in: %s", job_id, error)
+        in_order = sorted(places, key=lambda device_id: places[device_id]["rank"])
+        group = Group(on_event=lambda event: self._jobs.on_event(job_id, event))
+        await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in in_order])
+        self._attend(job_id, group, lease)
 
     async def stop_all(self) -> None:
         await asyncio.gather(*(self.stop_group(job_id) for job_id in list(self._groups)))
@@ -186,6 +210,18 @@ class _RunningGroup:
     lease: Lease
     watcher: asyncio.Task | None = None
     ended: GroupEnded | None = None
+    leaving: bool = False
+
+
+def is_whole(places: Collection[Mapping[str, Any]]) -> bool:
+    """Whether these ranks (see RankHost.status) are all ranks of one world, each alive or come to its end."""
+    sizes = {place["world_size"] for place in places}
+    ranks = sorted(place["rank"] for place in places)
+    return (
+        len(sizes) == 1
+        and ranks == list(range(sizes.pop()))
+        and all(place["alive"] or place["done"] for place in places)
+    )
 
 
 class _Host:
@@ -198,7 +234,9 @@ class _Host:
         async def call(*arguments: Any, **named: Any) -> Any:
             try:
                 return await getattr(self._actor, method).remote(*arguments, **named)
-            except ActorDiedError as error:
+            except (ActorDiedError, ActorUnavailableError) as error:
+                if method == "kill":
+                    return None
                 raise ChildDied("rank", 0, "its supervisor's", first_line(error)) from error
 
         return call

@@ -41,7 +41,7 @@ class Host(Protocol):
     async def start(self, spec: dict, rank: int, world_size: int, master_addr: str, master_port: int, device: str,
                     snapshot: str | None = None) -> dict: ...  # fmt: skip
     async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any: ...
-    async def next_event(self) -> dict | None: ...
+    async def next_event(self, after: int = 0) -> dict | None: ...
     async def kill(self) -> None: ...
 
 
@@ -90,6 +90,7 @@ class Group:
         self._ended: asyncio.Future[Outcome] | None = None
         self._failing: asyncio.Task | None = None
         self._started_s = 0.0
+        self._adopted = False
 
     async def start(
         self, spec: TrainSpec, hosts: Sequence[Host], devices: Sequence[str], snapshot: str | None = None, *,
@@ -112,16 +113,22 @@ class Group:
             if isinstance(result, BaseException):
                 await self._kill_all()
                 raise RankFailed(rank, f"was not started: {result}", retryable=True) from result
-        for rank in range(len(hosts)):
-            listener = asyncio.create_task(self._listen(rank), name=f"{spec.job_id} events {rank}")
-            listener.add_done_callback(lambda done, rank=rank: self._listened(rank, done))
-            self._tasks.append(listener)
-            self._tasks.append(asyncio.create_task(self._watch_rank(rank), name=f"{spec.job_id} watch {rank}"))
+        self._attend()
         while len(self._ready) < len(hosts) and not self._ended.done():
             await asyncio.wait([self._ended], timeout=0.01)
         if self._ended.done() and (outcome := self._ended.result()).outcome == "failed":
             error = outcome.error or {}
             raise RankFailed(error["rank"], error["reason"], retryable=error["retryable"])
+
+    async def adopt(self, job_id: str, hosts: Sequence[Host]) -> None:
+        """Go on with ranks that another Group started, whose process died. `hosts` in the order of ranks, all of them.
+
+        Events that nobody acknowledged are told now, the last of them perhaps a second time.
+        """
+        self._started_s = time.monotonic()
+        self._hosts, self._job_id, self._adopted = list(hosts), job_id, True
+        self._ended = asyncio.get_running_loop().create_future()
+        self._attend()
 
     async def suspend(self) -> SuspendReport | None:
         """Snapshot at the next step boundary and leave the devices; returns when no process is left.
@@ -165,17 +172,25 @@ class Group:
                 pass  # the rank died just now; its listener ends the group
         return await self.wait()
 
+    def _attend(self) -> None:
+        for rank in range(len(self._hosts)):
+            listener = asyncio.create_task(self._listen(rank), name=f"{self._job_id} events {rank}")
+            listener.add_done_callback(lambda done, rank=rank: self._listened(rank, done))
+            self._tasks.append(listener)
+            self._tasks.append(asyncio.create_task(self._watch_rank(rank), name=f"{self._job_id} watch {rank}"))
+
     async def _listen(self, rank: int) -> None:
+        heard = 0
         while True:
-            event = await self._hosts[rank].next_event()
+            event = await self._hosts[rank].next_event(heard)
             if event is None:
                 if len(self._done) < len(self._hosts):
                     self._fail_after_grace(rank)
                 return
-            name = event["event"]
+            heard, name = event["number"], event["event"]
             if name == "ready":
                 self._ready[rank] = event
-                if len(self._ready) == len(self._hosts):
+                if len(self._ready) == len(self._hosts) and not self._adopted:
                     self._tell_started()
             elif name == "done":
                 self._done[rank] = event | {"left_s": time.monotonic()}
@@ -186,7 +201,8 @@ class Group:
                 self._fail_after_grace(rank)
             else:
                 self._step = event.get("step", self._step)
-                self._on_event({**event, "job": self._job_id})
+                told = {key: value for key, value in event.items() if key != "number"}
+                self._on_event({**told, "job": self._job_id})
 
     def _listened(self, rank: int, listener: asyncio.Task) -> None:
         # An event that its taker cannot take must not be lost in silence, with all that follow it.

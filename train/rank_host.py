@@ -1,8 +1,13 @@
-"""Supervises one rank: holds its device, has it forked, passes calls and events. Torch-free; body of a Ray actor."""
+"""Supervises one rank: holds its device, has it forked, passes calls and events. Torch-free; body of a Ray actor.
+
+Its caller may die and another one take over: events are kept until a caller has acknowledged them, and those that say
+where the rank is (`STATES`) for as long as it lives, so that a new caller can read from the beginning.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +16,8 @@ from runtime.errors import ChildDied
 
 ENTRY = "train.worker:main"
 COLLECTIVE_TIMEOUT_S = 600.0
+STATES = ("ready", "done", "fatal")
+NOWHERE = {"job_id": "", "rank": 0, "world_size": 0}
 
 # Read by glibc when the warm parent starts. Ranks take and give back hundreds of MB in every step; with huge pages the
 # faults on that memory cost a fifth, and a killed rank is gone sooner.
@@ -23,7 +30,8 @@ class RankHost:
     def __init__(self, warm_socket: str, log_dir: str):
         self._warm_socket, self._log_dir = warm_socket, Path(log_dir)
         self._child: Child | None = None
-        self._job_id = ""
+        self._place: dict[str, Any] = dict(NOWHERE)
+        self._events = _Events()
 
     async def start(
         self, spec: dict[str, Any], rank: int, world_size: int, master_addr: str, master_port: int, device: str,
@@ -34,7 +42,7 @@ class RankHost:
         Raises WarmParentError. Returns {"pid"} as soon as the process exists.
         """
         await self.kill()
-        self._job_id = spec["job_id"]
+        self._place = {"job_id": spec["job_id"], "rank": rank, "world_size": world_size}
         self._log_dir.mkdir(parents=True, exist_ok=True)
         env = {
             "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_SIZE": "1",
@@ -49,25 +57,30 @@ class RankHost:
             {"spec": spec, "snapshot": snapshot, "collective_timeout_s": collective_timeout_s},
             env=env, log_path=self._log_dir / f"{spec['job_id']}-rank{rank}.log", name=f"{spec['job_id']} rank {rank}",
         )  # fmt: skip
+        self._events = _Events(self._child)
         return {"pid": self._child.pid}
 
     async def status(self) -> dict[str, Any]:
-        """`{"alive", "job_id", "pid"}` of the rank started last; alive is False before the first."""
+        """`{"alive", "done", "job_id", "rank", "world_size", "pid"}` of the rank started last; `done`: it came to its
+        end. The job is "" before the first rank, and again once `kill` has cleared the device."""
         alive = self._child is not None and self._child.alive
-        return {"alive": alive, "job_id": self._job_id, "pid": self._child.pid if alive else None}
+        return {**self._place, "alive": alive, "done": self._events.done, "pid": self._child.pid if alive else None}
 
     async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any:
         """Ask the rank something; raises ChildDied, ChildError, ChildTimeout."""
         return await self._started().call(method, timeout_s=timeout_s, **args)
 
-    async def next_event(self) -> dict[str, Any] | None:
-        """Next event of the rank; None once it is dead and all its events are read."""
-        return await self._started().next_event()
+    async def next_event(self, after: int = 0) -> dict[str, Any] | None:
+        """The rank's first event with a "number" above `after`, all up to there being acknowledged by it; None once
+        it is dead and all its events are read. Asking again is harmless: an answer may have been lost."""
+        self._started()
+        return await self._events.next(after)
 
     async def kill(self) -> None:
         """Kill the rank if there is one and return when its device is free."""
         if self._child is not None:
             await self._child.kill_and_wait()
+            self._place = dict(NOWHERE)
 
     async def wait_dead(self) -> None:
         """Returns when no process of the rank is left."""
@@ -79,3 +92,38 @@ class RankHost:
         if self._child is None:
             raise ChildDied("rank", 0, str(self._log_dir), "it was never started")
         return self._child
+
+
+class _Events:
+    """The numbered events of one rank's life."""
+
+    def __init__(self, child: Child | None = None):
+        self.done = False
+        self._over = child is None
+        self._kept: deque[dict[str, Any]] = deque()
+        self._news = asyncio.Condition()
+        self._reader = asyncio.create_task(self._read(child), name=f"events of {child.name}") if child else None
+
+    async def next(self, after: int) -> dict[str, Any] | None:
+        async with self._news:
+            while True:
+                self._kept = deque(e for e in self._kept if e["number"] > after or e["event"] in STATES)
+                found = next((event for event in self._kept if event["number"] > after), None)
+                if found is not None or self._over:
+                    return found
+                await self._news.wait()
+
+    async def _read(self, child: Child) -> None:
+        number = 0
+        while True:
+            event = await child.next_event()
+            async with self._news:
+                if event is None:
+                    self._over = True
+                else:
+                    number += 1
+                    self._kept.append({**event, "number": number})
+                    self.done = self.done or event["event"] == "done"
+                self._news.notify_all()
+            if event is None:
+                return

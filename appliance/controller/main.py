@@ -113,7 +113,6 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         db, events, routing.demand, config.box.serving_floor, len(devices), config.serve, routing.refresh,
         JobRoom(db, store, _facts(devices, store)).waits_for,
     )
-    states.after_restart()
     asked = Asked(lambda: loop.status())
     journal = SqliteJournal(db, asked.now)
     loop = SchedulerLoop(effects, states, journal, SystemClock(), config.scheduler)
@@ -139,6 +138,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     routing.refresh()
     await bus.start()
     await ray_box.connect()
+    states.after_restart(adopted={group.job_id for group in (await effects.observe()).groups if group.ended is None})
 
     server = _Server(uvicorn.Config(create_app(context), log_config=None, access_log=False, http="httptools"))
     async with asyncio.TaskGroup() as tasks:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from appliance.controller import job_devices
@@ -38,9 +38,11 @@ class SqliteStateStore:
         self._on_models_changed, self._job_lacks = on_models_changed, job_lacks
         self._remaining_device_s: dict[str, float] = {}  # as far as known: what a job said when it ran last
 
-    def after_restart(self) -> None:
-        """Nothing runs before the loop has said so: jobs that a crash left "running" wait for devices again."""
+    def after_restart(self, adopted: Collection[str] = ()) -> None:
+        """Jobs that a crash left "running" wait for devices again, but for those whose ranks run on (`adopted`)."""
         for row in jobs.list_in_phase(self._db, "running"):
+            if row.id in adopted:
+                continue
             self.job_waiting(row.id, "the box was restarted", suspended=row.snapshot is not None)
         deployments.forgive_all(self._db)
 

@@ -323,11 +323,13 @@ def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_b
     wait_for(lambda: rank not in box.pids_logging_to(f"{job_id}-rank1.log"), "the rank to be gone")
     wait_for(restarts_beyond(max(box.losses(job_id))), "training to go on after the rank's death")
 
+    ranks = box.pids_logging_to(f"{job_id}-rank*.log")
     controller = box.pids_logging_to("controller.log")[0]
     os.kill(controller, signal.SIGKILL)
     assert box.client(max_retries=8).models.list().data, "the controller came back"
     assert box.ask("mode", "show")["policy"] == "train"
     wait_for(restarts_beyond(max(box.losses(job_id))), "training to go on after the controller's death")
+    assert ranks and box.pids_logging_to(f"{job_id}-rank*.log") == ranks, "the new controller adopts the same ranks"
 
     gateway = box.pids_logging_to("gateway.log")[0]
     os.kill(gateway, signal.SIGKILL)

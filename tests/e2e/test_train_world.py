@@ -17,7 +17,7 @@ from runtime.process import group_pids
 from tests.train_support.tiny import make_model_dir
 from tests.train_support.world import PATIENT, Workshop
 from train.errors import RankFailed
-from train.group import Watch, free_port
+from train.group import Group, Watch, free_port
 
 # Relative. Gradients are reduced and accumulated in fp32 and clipped by a coarse norm, so what is left is the order of
 # a few fp32 sums: one ulp of the loss.
@@ -272,3 +272,39 @@ async def test_killed_ranks_cost_the_steps_since_the_snapshot_and_the_rest_goes_
     assert min(again.losses()) == snapshot["step"] + 1
     worst = max(abs(loss - whole.losses()[step]) / whole.losses()[step] for step, loss in again.losses().items())
     assert worst <= ACROSS_SIZES
+
+
+async def test_another_group_takes_over_where_the_first_one_was_left(shop):
+    """What a controller does that was killed while a job trained: same processes, no event lost, no step twice."""
+    first = await shop.launch(shop.spec(n_epochs=3), 2).start()
+    await first.reached(2)
+    for task in first.group._tasks:  # as its process's death would
+        task.cancel()
+    heard, pids = len(first.events), first.pids()
+    second, told = Group(lambda event: told.append(event), PATIENT), []
+    await second.adopt("job", first.hosts)
+    assert [await host.status() for host in first.hosts] == [
+        {"job_id": "job", "rank": rank, "world_size": 2, "alive": True, "done": False, "pid": pids[rank]}
+        for rank in range(2)
+    ]
+    assert (await second.wait()).outcome == "succeeded"
+    assert len(first.events) == heard and "started" not in [event["event"] for event in told]
+    steps = [event["step"] for event in [*first.of("metrics"), *told] if event["event"] == "metrics"]
+    total = first.of("metrics")[0]["total_steps"]
+    assert sorted(set(steps)) == list(range(1, total + 1)) and len(steps) <= total + 1
+    assert [event["outcome"] for event in told if event["event"] == "finished"] == ["succeeded"]
+    assert [(await host.status())["job_id"] for host in first.hosts] == ["", ""]
+
+
+async def test_a_world_that_ended_unwatched_is_still_taken_over(shop):
+    first = await shop.launch(shop.spec(n_epochs=1), 2).start()
+    for task in first.group._tasks:
+        task.cancel()
+    for host in first.hosts:
+        await host._child.closed()
+    statuses = [await host.status() for host in first.hosts]
+    assert [(status["alive"], status["done"]) for status in statuses] == [(False, True)] * 2
+    second, told = Group(lambda event: told.append(event), PATIENT), []
+    await second.adopt("job", first.hosts)
+    assert (await second.wait()).outcome == "succeeded"
+    assert "published" in [event["event"] for event in told]

@@ -134,3 +134,11 @@ def test_the_work_a_job_has_left_is_remembered_while_it_waits(states, add_job, d
     assert states.load().jobs[0].remaining_device_s == 60.0
     states.job_waiting("ftjob-1", "serving needs the devices", suspended=True)
     assert states.load().jobs[0].remaining_device_s == 60.0
+
+
+def test_after_a_restart_jobs_wait_but_for_those_whose_ranks_run_on(states, add_job, db):
+    add_job("ftjob-on", phase="running")
+    add_job("ftjob-off", phase="running")
+    states.after_restart(adopted={"ftjob-on"})
+    assert jobs.get(db, "ftjob-on").phase == "running"
+    assert jobs.get(db, "ftjob-off").phase == "queued"
