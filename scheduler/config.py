@@ -17,8 +17,19 @@ class SchedulerConfig(BaseModel):
     # --- deciding
     target_inflight: int = Field(32, ge=1)
     """Requests one replica carries before another one is wanted, where no engine rate has been measured."""
-    give_back_after_s: Seconds = 45.0
-    """How long demand must stay lower before serving gives a device back: the hysteresis of `auto`."""
+    give_back_after_s: Seconds = 10.0
+    """How long demand must stay lower, at the least, before serving gives a device back: the hysteresis of `auto`.
+    While jobs run it is longer: until the devices have idled for what a hand-over there and back costs training."""
+    give_back_at_latest_s: Seconds = 300.0
+    """No cost of a hand-over keeps idle devices in serving for longer than this."""
+    give_backs_per_hour: int = Field(30, ge=1)
+    """How often a model's traffic may give devices back within an hour; beyond it they stay. Each has one return."""
+    job_pause_s: Seconds = 3.0
+    """What a change of size costs a running job: from its last step before to its first step after."""
+    late_share: Annotated[float, Field(ge=0, lt=1)] = 0.03
+    """Share of the demand of the last half hour that may come on top of the floor `auto` keeps for a model."""
+    floor_hold_s: Seconds = 60.0
+    """How long after a model's last request that floor is kept."""
     job_dwell_s: Seconds = 30.0
     """A running job is not grown again before this long after its last (re)start. Shrinking is never delayed."""
     turn_s: Seconds = 30.0

@@ -1,7 +1,8 @@
 """How many replicas each model should have, and whose turn it is when there are too few devices.
 
-Growing is at once, shrinking only after demand stayed lower for `give_back_after_s`: so a model's count falls at most
-once per that time, which bounds the hand-overs its traffic can cause.
+Growing is at once, and never below the floor that the last half hour taught (`recent_load`). Shrinking comes when the
+devices have idled for longer than a hand-over there and back would cost training (the rent exceeds the price), and
+no sooner than `give_back_after_s`; at most `give_backs_per_hour` times, which bounds the hand-overs of its traffic.
 """
 
 from __future__ import annotations
@@ -51,25 +52,58 @@ def _linger_s(deployment: DeploymentView, config: SchedulerConfig) -> float:
 
 
 def required(
-    deployment: DeploymentView, memory: ModelMemory, now_s: float, config: SchedulerConfig
+    deployment: DeploymentView,
+    memory: ModelMemory,
+    now_s: float,
+    config: SchedulerConfig,
+    *,
+    switch_device_s: float = 0.0,
 ) -> tuple[ModelMemory, float | None]:
-    """The replicas this model should have now (in the memory answered), and when to look again by the clock alone."""
+    """The replicas this model should have now (in the memory answered), and when to look again by the clock alone.
+
+    switch_device_s: device seconds of training that giving devices back and taking them again would cost.
+    """
     want = wanted_now(deployment, now_s, config)
-    review_s = None
+    memory = replace(memory, load=memory.load.seen(want, now_s))
     last = deployment.demand.last_request_s
+    reviews: list[float] = []
     if last is not None and (end_s := last + _linger_s(deployment, config)) > now_s:
-        review_s = end_s
+        reviews.append(end_s)
+    if last is not None and (end_s := last + _floor_hold_s(deployment, config)) > now_s:
+        floor = memory.load.floor(config.late_share)
+        want = max(want, min(floor, deployment.max_replicas))
+        reviews.append(end_s)
     if want >= memory.replicas:
-        return replace(memory, replicas=want, low_since_s=None, low_peak=0), review_s
+        return replace(memory, replicas=want, low_since_s=None, low_peak=0), min(reviews, default=None)
     since_s = now_s if memory.low_since_s is None else memory.low_since_s
     peak = max(memory.low_peak, want)
+    # Rent or buy: idle devices are worth a hand-over once they have idled for what it costs.
+    spare_devices = (memory.replicas - peak) * deployment.tensor_parallel
     wait_s = _linger_s(deployment, config)
-    if now_s - since_s >= wait_s:
+    if spare_devices:
+        wait_s = max(wait_s, min(switch_device_s / spare_devices, config.give_back_at_latest_s))
+    given_back_s = tuple(t for t in memory.given_back_s if t > now_s - 3600.0)
+    due_s = since_s + wait_s
+    if len(given_back_s) >= config.give_backs_per_hour:
+        due_s = max(due_s, given_back_s[0] + 3600.0)
+    if due_s <= now_s:
         # The highest count asked for meanwhile, not the one of this instant.
         still_low = None if peak == want else now_s
-        return replace(memory, replicas=peak, low_since_s=still_low, low_peak=want), review_s
-    review_s = min(since_s + wait_s, review_s or since_s + wait_s)
-    return replace(memory, low_since_s=since_s, low_peak=peak), review_s
+        if peak < memory.replicas:
+            given_back_s = (*given_back_s, now_s)
+        found = replace(memory, replicas=peak, low_since_s=still_low, low_peak=want, given_back_s=given_back_s)
+        if still_low is not None:
+            reviews.append(now_s + _linger_s(deployment, config))
+        return found, min(reviews, default=None)
+    reviews.append(due_s)
+    return replace(memory, low_since_s=since_s, low_peak=peak, given_back_s=given_back_s), min(reviews)
+
+
+def _floor_hold_s(deployment: DeploymentView, config: SchedulerConfig) -> float:
+    """How long after its last request a model keeps the floor that its load taught."""
+    if deployment.idle_sleep_s is None:
+        return config.floor_hold_s
+    return min(deployment.idle_sleep_s, config.floor_hold_s)
 
 
 def idle(deployment: DeploymentView, now_s: float) -> bool:

@@ -151,9 +151,16 @@ class _Round:
         """Bring every model's memory up to now."""
         is_open = {r.model for r in self.snapshot.replicas if r.state == "open" or r.busy == "coming"}
         self.memory: dict[str, ModelMemory] = {}
+        # Devices come from the jobs that run, and stop all ranks of the job they come from and go to.
+        largest = max((len(j.devices) for j in self.jobs.values() if j.preemptible and j.phase == "running"), default=0)
+        switch_device_s = 2 * self.config.job_pause_s * largest if self.policy.kind == "auto" else 0.0
         for model, deployment in self.deployments.items():
             memory, review_s = demand_.required(
-                deployment, self.snapshot.memory.get(model, ModelMemory()), self.now_s, self.config
+                deployment,
+                self.snapshot.memory.get(model, ModelMemory()),
+                self.now_s,
+                self.config,
+                switch_device_s=switch_device_s,
             )
             waits = deployment.demand.requests > 0 and model not in is_open
             since_s = memory.waiting_since_s

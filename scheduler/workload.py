@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from scheduler.errors import InvalidWorkload
 from scheduler.inventory import Device
+from scheduler.recent_load import RecentLoad
 
 JobPhase = Literal["wanted", "running", "suspended", "paused"]
 ReplicaState = Literal["starting", "ready", "open", "draining", "asleep", "dead"]
@@ -194,12 +195,18 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class ModelMemory:
-    """What the planner remembers of one model between rounds: the hysteresis."""
+    """What the planner remembers of one model between rounds: the hysteresis.
+
+    low_since_s, low_peak: since when fewer replicas would do, and the most that were asked for since. load: what was
+    asked for lately. given_back_s: when the count fell, over the last hour.
+    """
 
     replicas: int = 0
     low_since_s: float | None = None
     low_peak: int = 0
     waiting_since_s: float | None = None
+    load: RecentLoad = field(default_factory=RecentLoad)
+    given_back_s: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
