@@ -36,7 +36,7 @@ class RayEffects:
         self.start_replica, self.stop_replica = self._replicas.start_replica, self._replicas.stop_replica
         self.open_replica, self.drain_replica = self._replicas.open_replica, self._replicas.drain_replica
         self.sleep_replica, self.wake_replica = self._replicas.sleep_replica, self._replicas.wake_replica
-        self.swap_replica = self._replicas.swap_replica
+        self.swap_replica, self.unload_adapter = self._replicas.swap_replica, self._replicas.unload_adapter
         self.start_group, self.suspend_group = self._groups.start_group, self._groups.suspend_group
         self.stop_group = self._groups.stop_group
 

@@ -33,6 +33,12 @@ class Routing(Protocol):
     async def drain(self, replica_id: str) -> None:
         """No new requests; returns when every gateway reports none in flight."""
 
+    async def withhold_adapters(self, replica_id: str) -> None:
+        """No new requests of LoRA adapters; returns when every gateway knows."""
+
+    def offer_adapters(self, replica_id: str) -> None:
+        """Requests of adapters again, where they were withheld."""
+
     def is_open(self, replica_id: str) -> bool: ...
 
     def close(self, replica_id: str) -> None:
@@ -117,10 +123,21 @@ class Replicas:
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         path = await self._version_path("swap_replica", replica_id, model, version)
-        detail = await self._ask_replica("swap_replica", replica_id, "swap", model, version, str(path))
+        # Adapters belong to the weights they were trained on; the engine waits for those that it has requests of.
+        await self._routing.withhold_adapters(replica_id)
+        try:
+            detail = await self._ask_replica("swap_replica", replica_id, "swap", model, version, str(path))
+        except EffectFailed:
+            self._routing.offer_adapters(replica_id)
+            raise
         if self._routing.is_open(replica_id):
             await self._routing.open(replica_id, model, version, self._box.socket_path(replica_id))
         return detail
+
+    async def unload_adapter(self, name: str) -> None:
+        """No engine knows the adapter `NAME@VERSION` any more, once its requests have ended. Raises EffectFailed."""
+        for replica_id in list(self._replicas):
+            await self._ask_replica("unload_adapter", replica_id, "unload_adapter", name)
 
     def _new_replica(self, replica_id: str) -> Any:
         replica = named_actor(

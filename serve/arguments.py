@@ -34,6 +34,11 @@ TOOL_PARSERS: Mapping[str, str] = {
     "gpt_oss": "openai",
 }
 
+# Linear layers of the architectures that take adapters (serve.sizing), by the last part of their names.
+ADAPTER_MODULES = (
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"
+)  # fmt: skip
+LORA_RANK_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CPU_WORKER = "serve.cpu_worker.ShmCPUWorker"
 WORKER_EXTENSION = "serve.worker_extension.ShmWorkerExtension"
 LOAD_FORMAT = "shm"
@@ -89,6 +94,15 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
         args += ["--distributed-executor-backend", "mp"]
     if spec.max_model_len is not None:
         args += ["--max-model-len", str(spec.max_model_len)]
+    if spec.adapter_slots:
+        args += [
+            "--enable-lora",
+            "--max-loras", str(spec.adapter_slots),
+            "--max-lora-rank", str(lora_rank_bound(spec.adapter_max_rank)),
+            "--max-cpu-loras", str(spec.adapters_resident),
+            # Without the embedding and the head, which vLLM else wraps and asks in every step.
+            "--lora-target-modules", *ADAPTER_MODULES,
+        ]  # fmt: skip
     if spec.task == "embed":
         args += ["--runner", "pooling", "--convert", "embed"]
     else:
@@ -96,6 +110,11 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
         if parser is not None and "--tool-call-parser" not in spec.extra_args:
             args += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
     return [*args, *spec.extra_args]
+
+
+def lora_rank_bound(rank: int) -> int:
+    """The smallest `--max-lora-rank` that vLLM 0.32 takes (vllm/config/lora.py) and that covers `rank`."""
+    return next(bound for bound in LORA_RANK_BOUNDS if bound >= rank)
 
 
 def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dict[str, str]:
@@ -108,7 +127,8 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
         # "auto" pins every engine of a machine to the same first core.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "OMP_NUM_THREADS": str(spec.threads_per_worker),
-        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if "--enable-lora" in spec.extra_args else "0",
+        # Without it vLLM does not ask for adapters that it does not know (serve.adapters).
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if spec.adapter_slots or "--enable-lora" in spec.extra_args else "0",
         "VLLM_SERVER_DEV_MODE": "0",
         # By default the sockets between frontend and core stand in /tmp, where every user may connect.
         "VLLM_RPC_BASE_PATH": spec.scratch_path,

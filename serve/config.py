@@ -20,6 +20,16 @@ class EngineConfig(BaseModel):
     sleep_timeout_s: float = Field(120.0, gt=0)
     stop_timeout_s: float = Field(10.0, gt=0, description="after it the engine is killed")
     max_sequences_per_request: int = Field(64, ge=1, le=16384, description="upper bound of the request field `n`")
+    adapter_slots: int = Field(
+        0, ge=0, description="LoRA adapters in one batch of an engine; 0: none are served, LoRA jobs publish merged"
+    )
+    adapter_max_rank: int = Field(32, ge=1, le=512, description="largest rank of an adapter that engines take")
+    adapters_resident: int = Field(
+        32, ge=1, description="adapters an engine keeps loaded (at least adapter_slots); others load when asked for"
+    )
+    adapter_drain_timeout_s: float = Field(
+        90.0, gt=0, description="that requests of adapters get to finish before the weights below them change"
+    )
     stage_memory_factor: float = Field(
         1.5, ge=1.0, description="a swap is staged when this many times the model's bytes of host memory are free"
     )

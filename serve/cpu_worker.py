@@ -11,6 +11,7 @@ import ctypes
 import gc
 
 import torch
+from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from serve.direct_load import drop_packed, drop_weights
@@ -33,8 +34,8 @@ class ShmCPUWorker(CPUWorker):
         self._asleep: dict[int, tuple[torch.UntypedStorage, int, str]] = {}
 
     def sleep(self, level: int = 1) -> None:
-        """Free weights and KV cache. The level is not looked at: what a level-1 sleep would keep in host memory
-        is in the shared version directory already."""
+        """Free weights, the slots of adapters and KV cache. The level is not looked at: what a level-1 sleep would
+        keep in host memory is in the shared version directory already."""
         self.weight_transfer_engine.drop_staged()
         # The layerwise reload writes into the parameters it finds, so those keep their shapes.
         drop = drop_weights if self.weight_transfer_engine.layerwise_reason is None else drop_packed
@@ -42,18 +43,25 @@ class ShmCPUWorker(CPUWorker):
             drop(module)
         for parameter in self.model_runner.model.parameters():
             self._put_to_sleep(parameter, "weights")
+        for module in self.model_runner.model.modules():
+            if isinstance(module, BaseLayerWithLoRA):
+                for name in ("lora_a_stacked", "lora_b_stacked"):
+                    for tensor in _tensors(module.__dict__.get(name)):
+                        self._put_to_sleep(tensor, "adapters")
         for tensor in _tensors(self.model_runner.kv_caches):
             self._put_to_sleep(tensor, "kv_cache")
         gc.collect()
         _libc.malloc_trim(0)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Allocate again what the tags name. Weights hold garbage until the next weight transfer; KV is zeroed."""
+        """Allocate again what the tags name. Weights hold garbage until the next weight transfer; the
+        rest is zeroed."""
         for key, (storage, nbytes, tag) in list(self._asleep.items()):
-            if tags is not None and tag not in tags:
+            # The slots of adapters come back with the weights, empty.
+            if tags is not None and tag not in tags and not (tag == "adapters" and "weights" in tags):
                 continue
             storage.resize_(nbytes)
-            if tag == "kv_cache":
+            if tag != "weights":
                 torch.empty(0, dtype=torch.uint8).set_(storage).zero_()
             del self._asleep[key]
 

@@ -125,7 +125,9 @@ def _handlers(control: EngineControl, server: uvicorn.Server) -> dict[str, Calla
     async def stop() -> None:
         server.should_exit = True
 
-    calls = (control.status, control.swap, control.sleep, control.wake, control.fingerprint, stop)
+    calls = (
+        control.status, control.swap, control.sleep, control.wake, control.fingerprint, control.unload_adapter, stop
+    )  # fmt: skip
     return {call.__name__: on_loop(call) for call in calls}
 
 

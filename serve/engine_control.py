@@ -33,6 +33,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from runtime.process import group_rss_bytes
+from serve.adapters import EngineAdapters
 from serve.errors import BY_NAME, EngineFailed, ServeError, SwapFailed, WrongState
 from serve.fingerprint import FingerprintBook, FingerprintRecord, canary_prompt, version_key
 from serve.shm_source import lease
@@ -62,6 +63,11 @@ class EngineControl:
         self._lock = asyncio.Lock()
         self._prompt = canary_prompt(llm.model_config.get_vocab_size())
         self._pooling_task = "embed" if spec.task == "embed" else None
+        self._adapters: EngineAdapters | None = None
+        if spec.adapter_slots:
+            models = app_state.openai_serving_models
+            self._adapters = EngineAdapters(llm, models, spec.adapter_roots, spec.adapters_resident)
+            self._adapters.serve_on(spec.version_path)
 
     # -- calls over the leash --------------------------------------------------------------------------------
 
@@ -86,7 +92,17 @@ class EngineControl:
             "rss_bytes": await asyncio.to_thread(group_rss_bytes, self._group),
             "running": running,
             "waiting": waiting,
+            "adapters": None if self._adapters is None or state != "ready" else await self._adapters.report(),
         }
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Forget the adapter `NAME@VERSION` once its requests have ended; False if this engine does not know it."""
+        if self._adapters is None:
+            return False
+        try:
+            return await self._adapters.unload(name, self._limits["adapter_drain_timeout_s"])
+        except TimeoutError as error:
+            raise WrongState(f"the adapter {name} still has requests") from error
 
     async def fingerprint(self) -> dict[str, Any]:
         """Compute the canary of the weights as they are now and compare it with the record. Pauses the engine."""
@@ -121,6 +137,7 @@ class EngineControl:
             await self._stage(version_path, build=plan == "staged")
             if plan == "staged":
                 proof = await self._ask_staged(record, version_path)
+            await self._close_adapters(version_path)
             staged_s = time.perf_counter()
             try:
                 if proof is not None:
@@ -174,6 +191,7 @@ class EngineControl:
                 await asyncio.sleep(0.01)
             before = await asyncio.to_thread(group_rss_bytes, self._group)
             began_s = time.perf_counter()
+            await self._close_adapters(None)
             # "keep": a request that slipped in since the check is recomputed after the wake instead of aborted.
             await self.llm.sleep(level=2, mode="keep")
             self.state, self._lease = "asleep", None
@@ -219,6 +237,16 @@ class EngineControl:
     def _require(self, state: str, call: str) -> None:
         if self.state != state:
             raise WrongState(f"{call} needs a {state} engine, this one is {self.state}")
+
+    async def _close_adapters(self, version_path: str | None) -> None:
+        """Unload all adapters before other weights come in (None: before none are there)."""
+        if self._adapters is None or version_path == self.path:
+            return
+        try:
+            await self._adapters.close(self._limits["adapter_drain_timeout_s"])
+        except TimeoutError as error:
+            await self.llm.collective_rpc("shm_drop_staged")
+            raise WrongState("adapters of the served version still have requests; route them elsewhere") from error
 
     async def _check(self, path: str) -> dict[str, Any]:
         answers = await self.llm.collective_rpc("shm_check", args=(path,))
@@ -307,6 +335,8 @@ class EngineControl:
             raise EngineFailed(
                 f"swap failed ({cause}) and {self.path}, served before, cannot be brought back: {error}"
             ) from error
+        if self._adapters is not None:
+            self._adapters.serve_on(self.path)
         await self.llm.resume_generation()
 
     async def _canary(self, origin: str) -> dict[str, Any]:
@@ -331,6 +361,8 @@ class EngineControl:
             if getattr(handler, "system_fingerprint", None) is not None:
                 handler.system_fingerprint = version
         self.model, self.version, self.path, self._lease = model, version, path, held
+        if self._adapters is not None:
+            self._adapters.serve_on(path)
 
 
 def _available_bytes() -> int:

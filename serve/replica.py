@@ -101,17 +101,25 @@ class Replica:
         self._state = "ready"
         return answer
 
+    async def unload_adapter(self, name: str) -> bool:
+        """Forget the LoRA adapter `NAME@VERSION`, its requests ended; False if this engine does not know it."""
+        if self._child is None or not self._child.alive or self._state != "ready":
+            return False
+        return await self._call("unload_adapter", self._config.swap_timeout_s, name=name)
+
     async def fingerprint(self) -> dict[str, Any]:
         """Check the weights in place against the record, pausing the engine for one forward pass."""
         return await self._call("fingerprint", self._config.sleep_timeout_s)
 
     async def status(self) -> dict[str, Any]:
-        """`{"state", "model", "version", "pid", "rss_bytes", "running", "waiting"}`; state "dead" when it is."""
+        """`{"state", "model", "version", "pid", "rss_bytes", "running", "waiting", "adapters"}`; state "dead" when it
+        is. adapters: see EngineAdapters.report, None where there are none."""
         if self._child is None or not self._child.alive:
             spec = self._spec
             return {
                 "state": "dead", "model": spec and spec.model, "version": spec and spec.version, "pid": None,
-                "rss_bytes": 0, "running": 0, "waiting": 0, "devices": list(spec.devices) if spec else [],
+                "rss_bytes": 0, "running": 0, "waiting": 0, "adapters": None,
+                "devices": list(spec.devices) if spec else [],
             }
         answer = await self._call("status", self._config.sleep_timeout_s)
         return {**answer, "pid": self._child.pid, "devices": list(self._spec.devices)}

@@ -36,7 +36,8 @@ class Replica:
 @dataclass(frozen=True, slots=True)
 class Model:
     """One model's row of the routing table. hold_s: how long its requests may wait for a replica. max_model_len: the
-    context of its engines in tokens, None where unknown."""
+    context of its engines in tokens, None where unknown. adapter: the name by which its replicas, which serve its
+    base, know it; empty where they serve the model itself."""
 
     name: str
     version: str
@@ -45,6 +46,7 @@ class Model:
     hold_s: float
     replicas: tuple[Replica, ...] = ()
     max_model_len: int | None = None
+    adapter: str = ""
 
 
 @dataclass(slots=True)

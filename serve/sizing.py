@@ -12,8 +12,20 @@ from serve.config import EngineConfig
 
 CPU_KV_BYTES = 256 * 2**20
 LEAST_KV_BYTES = 64 * 2**20
-# Activations, CUDA context and graphs beside weights and KV; measured by vLLM's own profile at 1-4 GiB.
+# Dense architectures whose every linear layer vLLM takes adapters for. Experts are left out: on a CPU it does not.
+ADAPTER_ARCHITECTURES = frozenset(
+    f"{family}ForCausalLM"
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Granite", "Olmo2", "Olmo3", "Phi3")
+)
+# Activations, CUDA context, graphs and the slots of adapters beside weights and KV; measured by vLLM's own profile at
+# 1-4 GiB.
 GPU_RESERVE_BYTES = 4 * 2**30
+
+
+def adapter_rank_limit(config: EngineConfig, *, task: str, arch: str) -> int:
+    """The largest rank of an adapter that engines of such a model take; 0: none."""
+    taken = config.adapter_slots and task == "generate" and arch in ADAPTER_ARCHITECTURES
+    return config.adapter_max_rank if taken else 0
 
 
 class ModelTooLarge(ValueError):
@@ -24,6 +36,7 @@ def engine_settings(
     config: EngineConfig,
     *,
     task: str,
+    arch: str,
     max_position_embeddings: int | None,
     weight_bytes: int,
     tensor_parallel: int,
@@ -35,6 +48,12 @@ def engine_settings(
     `weight_bytes` of the whole model, of which each of `tensor_parallel` devices holds its part; `kv_cache_bytes`
     in the answer is per device. Raises ModelTooLarge.
     """
+    rank = adapter_rank_limit(config, task=task, arch=arch)
+    adapters = {
+        "adapter_slots": config.adapter_slots,
+        "adapter_max_rank": rank,
+        "adapters_resident": max(config.adapters_resident, config.adapter_slots),
+    }  # fmt: skip
     longest = min(filter(None, (config.max_model_len, max_position_embeddings)), default=None)
     return {
         "task": task,
@@ -42,6 +61,7 @@ def engine_settings(
         "max_num_seqs": config.max_num_seqs,
         "kv_cache_bytes": config.kv_cache_bytes
         or _kv_bytes(weight_bytes // tensor_parallel, device_kind, device_memory_bytes, config.gpu_memory_fraction),
+        **(adapters if rank else {}),
     }
 
 

@@ -26,6 +26,8 @@ class ReplicaSpec:
     `devices` are local device indexes on the replica's node; `tensor_parallel` of them are used.
     `kv_cache_bytes` is per worker, always given: vLLM's own fraction of memory means something else on every
     version. `max_model_len` None takes the model's own. `version_path` is a HF checkpoint directory on tmpfs.
+    `adapter_slots` LoRA adapters of at most `adapter_max_rank` take part in one batch (0: none at all),
+    `adapters_resident` stay loaded; `adapter_roots` are searched for `<name>/<version>`, in this order.
     Raises InvalidReplicaSpec.
     """
 
@@ -45,6 +47,10 @@ class ReplicaSpec:
     task: str = "generate"
     threads_per_worker: int = 1
     extra_args: tuple[str, ...] = ()
+    adapter_slots: int = 0
+    adapter_max_rank: int = 0
+    adapters_resident: int = 0
+    adapter_roots: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("replica_id", "model", "version"):
@@ -67,6 +73,11 @@ class ReplicaSpec:
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise InvalidReplicaSpec(field, value, "a whole number of at least 1")
+        if self.adapter_slots and (self.adapter_max_rank < 1 or self.adapters_resident < self.adapter_slots):
+            raise InvalidReplicaSpec(
+                "adapters_resident", (self.adapter_max_rank, self.adapters_resident),
+                f"a rank of at least 1, and at least the {self.adapter_slots} adapters of one batch",
+            )
         if self.max_model_len is not None and self.max_model_len < 1:
             raise InvalidReplicaSpec("max_model_len", self.max_model_len, "a whole number of at least 1, or null")
         if len(self.devices) < self.tensor_parallel or len(set(self.devices)) != len(self.devices):
@@ -93,7 +104,7 @@ class ReplicaSpec:
         if unknown:
             raise InvalidReplicaSpec(unknown[0], data[unknown[0]], f"only the fields {', '.join(sorted(known))}")
         values = dict(data)
-        for field in ("devices", "extra_args"):
+        for field in ("devices", "extra_args", "adapter_roots"):
             if field in values:
                 values[field] = tuple(values[field])
         try:
@@ -103,4 +114,5 @@ class ReplicaSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values only."""
-        return {**asdict(self), "devices": list(self.devices), "extra_args": list(self.extra_args)}
+        lists = {field: list(getattr(self, field)) for field in ("devices", "extra_args", "adapter_roots")}
+        return {**asdict(self), **lists}

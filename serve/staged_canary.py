@@ -27,6 +27,7 @@ import torch
 from vllm.config import CompilationConfig, VllmConfig
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 
+from serve.cpu_lora import GroupedLoRA, without_adapters
 from serve.direct_load import Ready, twin_of
 
 # Block 0 is vLLM's null block; the canary's KV lies in block 1 (serve.vllm_patches).
@@ -83,6 +84,8 @@ class StagedCanary:
             if isinstance(getattr(layer, "kv_cache", None), torch.Tensor) and layer.kv_cache.numel():
                 layer.kv_cache = layer.kv_cache.new_zeros((TWIN_KV_BLOCKS, *layer.kv_cache.shape[1:]))
         for twin in twins.values():
+            if isinstance(twin.__dict__.get("punica_wrapper"), GroupedLoRA):
+                twin.punica_wrapper = without_adapters(twin.punica_wrapper)
             if getattr(twin, "quant_method", None) is not None:
                 twin.register_forward_pre_hook(self._stop)
         self._inputs, self._context = trace.inputs, replace(trace.context, no_compile_layers=layers)

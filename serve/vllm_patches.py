@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.lora.punica_wrapper import punica_cpu
+from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
@@ -28,6 +30,7 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor
 
 from runtime.process import die_with_parent
+from serve.cpu_lora import GroupedLoRA
 
 CANARY_REQUEST = "appliance-canary"
 SEGMENT_NAME_BYTES = 8
@@ -71,7 +74,12 @@ def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
     shared_memory._SHM_SAFE_NAME_LENGTH = len(segment_prefix) + 1 + 2 * SEGMENT_NAME_BYTES
     multiproc_executor.get_file_store_init_method = functools.partial(_rendezvous_file, segment_prefix)
 
+    # Loads of adapters happen inside a step, unseen: nothing in vLLM counts or times them.
+    LRUCacheWorkerLoRAManager.shm_loads, LRUCacheWorkerLoRAManager.shm_load_s = 0, 0.0
+    LRUCacheWorkerLoRAManager._load_adapter = _counted(LRUCacheWorkerLoRAManager._load_adapter)
+
     if kind == "cpu":
+        punica_cpu.PunicaWrapperCPU = GroupedLoRA
         # vLLM looks at an unknown architecture in a subprocess, lest the look initialise CUDA: 10 s of imports
         # that this process has behind it.
         _LazyRegisteredModel.inspect_model_cls = _inspect_here
@@ -79,6 +87,18 @@ def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
             # Small helpers (rank of a log-probability, vocabulary masks) are torch.compiled even in eager mode, and
             # the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.
             torch.compiler.set_stance("force_eager")
+
+
+def _counted(load):
+    @functools.wraps(load)
+    def run(manager: LRUCacheWorkerLoRAManager, request: Any):
+        began_s = time.perf_counter()
+        loaded = load(manager, request)
+        manager.shm_loads += 1
+        manager.shm_load_s += time.perf_counter() - began_s
+        return loaded
+
+    return run
 
 
 def _inspect_here(model: _LazyRegisteredModel) -> _ModelInfo:

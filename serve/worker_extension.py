@@ -12,6 +12,7 @@ class ShmWorkerExtension:
     """Mixed into vLLM's worker class; `weight_transfer_engine` is the worker's own attribute."""
 
     weight_transfer_engine: ShmWeightTransferEngine
+    model_runner: Any
 
     def shm_check(self, path: str) -> dict[str, Any]:
         """What a version would take to load: see ShmWeightTransferEngine.check.
@@ -47,3 +48,12 @@ class ShmWorkerExtension:
         if self.weight_transfer_engine.dirty:
             raise WrongState("the last load did not complete; the model holds mixed weights")
         return self.weight_transfer_engine.report
+
+    def shm_adapters(self) -> dict[str, Any]:
+        """How many LoRA adapters are loaded, and how many were, in how many seconds, since the start."""
+        manager = self.model_runner.lora_manager
+        return {
+            "resident": len(manager.list_adapters()),
+            "loads": manager.shm_loads,
+            "load_s": manager.shm_load_s,
+        }

@@ -27,11 +27,15 @@ class DatasetStats:
 
 @dataclass(frozen=True)
 class ModelStats:
-    """Of the base model. `max_position_embeddings` is its context in tokens."""
+    """Of the base model. `max_position_embeddings` is its context in tokens.
+
+    adapter_max_rank: the largest LoRA rank that engines serve beside this base without merging; 0: none.
+    """
 
     n_parameters: int
     max_position_embeddings: int
     device_kind: str = "cpu"
+    adapter_max_rank: int = 0
 
 
 def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int) -> dict:
@@ -44,6 +48,7 @@ def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: Model
     fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
     fields["lora_dropout"] = given.number("lora_dropout", 0, 0.9, auto=0.0)
     fields["lora_targets"] = tuple(given.names("lora_targets"))
+    fields["lora_publish"] = _lora_publish(given, model, fields)
     fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16")
     fields["offload"] = given.choice("offload", ("none", "optimizer", "parameters"), auto="none")
     fields["zero_stage"] = _zero_stage(given, model, fields)
@@ -98,8 +103,25 @@ def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1) -> li
 
 def _full(given: _Given, model: ModelStats) -> bool:
     # LoRA above a size where the optimizer's 12 bytes per parameter hurt; asking for a rank asks for LoRA.
-    lora_asked = given.is_set("lora_rank") or given.is_set("lora_alpha")
+    lora_asked = given.is_set("lora_rank") or given.is_set("lora_alpha") or given.is_set("lora_publish")
     return given.flag("full", auto=not lora_asked and model.n_parameters < LORA_FROM_PARAMETERS)
+
+
+def _lora_publish(given: _Given, model: ModelStats, fields: dict) -> str:
+    # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
+    refusal = None
+    if fields["full"]:
+        refusal = "'merged', because full is true"
+    elif not model.adapter_max_rank:
+        refusal = "'merged': engines of this base take no adapters"
+    elif not all(target.endswith("_proj") for target in fields["lora_targets"]):
+        refusal = "'merged': engines take adapters of the layers named *_proj only"
+    elif fields["lora_rank"] > model.adapter_max_rank:
+        refusal = f"'merged', or a lora_rank of at most {model.adapter_max_rank} (serve.adapter_max_rank)"
+    publish = given.choice("lora_publish", ("adapter", "merged"), auto="merged" if refusal else "adapter")
+    if publish == "adapter" and refusal:
+        raise InvalidHyperparameter("lora_publish", publish, refusal)
+    return publish
 
 
 def _zero_stage(given: _Given, model: ModelStats, fields: dict) -> int:

@@ -301,11 +301,15 @@ class Run:
         step, epoch = self.step, self.step * self.spec.batch_size / len(self.train.packs)
         meta = {
             "job": self.spec.job_id, "base": self.spec.base_model, "step": self.step, "epoch": epoch,
-            "method": self.spec.method,
+            "method": self.spec.method, "base_version": self.spec.base_version,
         }  # fmt: skip
+        adapter = None
+        if self.spec.published_kind == "adapter":
+            adapter = {"base": self.spec.base_model, "base_version": self.spec.base_version,
+                       "rank": self.spec.lora_rank}  # fmt: skip
 
         def tell(written: Written) -> None:
-            self.emit("published", version=version, step=step, epoch=epoch, **asdict(written))
+            self.emit("published", version=version, adapter=adapter, step=step, epoch=epoch, **asdict(written))
             if self.rank == 0:
                 self._seal(version)
             self._make_room()
@@ -314,7 +318,7 @@ class Run:
         self._writing.append((writing, tell))
 
     def _seal(self, version: str) -> None:
-        stored = self.store.find("version", self.spec.output_model, version)
+        stored = self.store.find(self.spec.published_kind, self.spec.output_model, version)
         thread = threading.Thread(target=self.store.seal, args=(stored,), name="seal")
         thread.start()
         self._sealing.append(thread)

@@ -9,11 +9,11 @@ from transformers.initialization import no_init_weights
 from transformers.utils import logging as transformers_logging
 
 from train import attention
+from train.adapter import ADAPTER, merge_into
 from train.errors import UnsupportedModel
 from train.spec import TrainSpec
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-ADAPTER = "default"
 
 
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
@@ -43,6 +43,8 @@ def load_model(spec: TrainSpec, *, weights: bool = True) -> PreTrainedModel:
         raise UnsupportedModel(f"{spec.base_path} cannot be loaded as a causal language model: {error}") from error
     _refuse_unsupported(model)
     _choose_experts(model)
+    if spec.base_adapter is not None:
+        merge_into(model, spec.base_adapter)
     model.config.use_cache = False
     if spec.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})

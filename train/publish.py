@@ -1,7 +1,7 @@
 """Publish the weights: every rank writes what it owns, cast to the serving dtype, into a version in shared memory.
 
-No gather and no process with a full copy. LoRA is merged on the way: the rank that owns a range of a base weight
-adds the same range of scaling * B @ A to it.
+No gather and no process with a full copy. A LoRA run publishes its factors alone, as peft stores them, or merged on
+the way: the rank that owns a range of a base weight adds the same range of scaling * B @ A to it.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from typing import Any
 
 import torch
 from deepspeed import comm, zero
-from peft.tuners.lora import LoraLayer
 
-from train import fragments
+from train import adapter, fragments
+from train.adapter import ADAPTER
 from train.beside import Writing, Written
 from train.fragments import Fragment
-from train.model import ADAPTER, DTYPES, checkpoint_name
+from train.model import DTYPES, checkpoint_name
 from train.snapshot import reserve_together, write_range
 from train.spec import TrainSpec
 from train.stored_names import StoredNames, stored_names
@@ -42,28 +42,37 @@ def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, m
 
 def begin_publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any],
                   pace_s: float | None = None) -> Writing | Written:  # fmt: skip
-    """Collective: write, and on `finish` commit, `version` of `spec.output_model`, a complete Hugging Face directory.
+    """Collective: write, and on `finish` commit, `version` of `spec.output_model`: a complete Hugging Face
+    directory, or for kind "adapter" (`spec.published_kind`) a peft one.
 
     With `pace_s` the copy goes on beside the next step, until its optimizer is due; not so for LoRA under ZeRO-3, where
     merging gathers the factors and a collective has no place on a thread.
     """
     began = time.perf_counter()
-    known = store.find("version", spec.output_model, version)
+    kind = spec.published_kind
+    known = store.find(kind, spec.output_model, version)
     if known is not None:
         # An earlier world of this job committed it at the same step and died before its end was heard.
         return Written(str(known.path), known.nbytes, time.perf_counter() - began)
-    layout = Layout.plan(published_tensors(engine, spec))
+    layout = Layout.plan(published_tensors(engine, spec), stem=adapter.STEM if kind == "adapter" else "model")
 
     def reserve():
-        return store.reserve(layout, kind="version", model=spec.output_model, version=version,
-                             aux_files=aux_files(spec))  # fmt: skip
+        return store.reserve(layout, kind=kind, model=spec.output_model, version=version,
+                             aux_files=aux_files(engine, spec))  # fmt: skip
 
     draft = reserve_together(store, reserve, layout)
     names = _names(engine, spec.base_path)
     # Merging computes, so it is left to the thread; without it the fragments are views, listed at once.
-    served = served_fragments(engine) if _adapter_names(engine) else list(served_fragments(engine))
+    merging = kind == "version" and bool(_adapter_names(engine))
+    factors = fragments.trained_fragments(engine) if kind == "adapter" else []
+    served = [] if kind == "adapter" else served_fragments(engine) if merging else list(served_fragments(engine))
 
     def fill() -> Iterator[int]:
+        for fragment in factors:
+            write_range(draft, adapter.stored_name(fragment.name), fragment.start, fragment.weights)
+            yield fragment.numel
+        if kind == "adapter":
+            return
         for fragment in served:
             _write(draft, names, fragment.name, fragment.start, fragment.weights)
             yield fragment.numel
@@ -72,18 +81,22 @@ def begin_publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: 
                 _write(draft, names, name, 0, buffer.reshape(-1))
                 yield buffer.numel()
 
-    if fragments.is_zero3(engine) and _adapter_names(engine):
+    if fragments.is_zero3(engine) and merging:
         pace_s = None
     elements = sum(math.prod(placed.spec.shape) for placed in layout) // comm.get_world_size()
     return Writing(draft, fill, elements=elements, meta=meta, began=began, pace_s=pace_s)
 
 
 def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:
-    """What a published version holds: the base checkpoint's tensors under their stored names, in the serving dtype.
+    """What a published version holds, in the serving dtype: the base checkpoint's tensors under their stored names, or
+    LoRA's factors.
 
     In the order of the model's parameters, fused ones in their order in memory: what an engine fuses lies adjacent.
     """
     code = dtype_code(DTYPES[spec.serve_dtype])
+    if spec.published_kind == "adapter":
+        return [TensorSpec(adapter.stored_name(p.name), code, p.shape)
+                for p in fragments.parameters(engine) if p.trained]  # fmt: skip
     names, adapters = _names(engine, spec.base_path), _adapter_names(engine)
     dtypes = {p.name: code for p in fragments.parameters(engine) if p.name not in adapters}
     dtypes |= {name: dtype_code(buffer.dtype) for name, buffer in _buffers(engine)}
@@ -116,7 +129,7 @@ def served_fragments(engine: Any) -> Iterator[Fragment]:
         yield from fragments.frozen_fragments(engine)
         return
     layers = {checkpoint_name(f"{name}.base_layer.weight").removeprefix("model."): layer
-              for name, layer in engine.module.named_modules() if isinstance(layer, LoraLayer)}  # fmt: skip
+              for name, layer in adapter.layers(engine.module).items()}  # fmt: skip
     owned = {fragment.name: fragment for fragment in fragments.frozen_fragments(engine)}
     for parameter in fragments.parameters(engine):
         fragment = owned.get(parameter.name)
@@ -141,8 +154,11 @@ def _merged(fragment: Fragment, down: torch.Tensor, up: torch.Tensor, scaling: f
     return Fragment(fragment.name, fragment.start, merged, {})
 
 
-def aux_files(spec: TrainSpec) -> dict[str, bytes]:
-    """config.json with the serving dtype, tokenizer and the like, from the base directory."""
+def aux_files(engine: Any, spec: TrainSpec) -> dict[str, bytes]:
+    """adapter_config.json for an adapter; for whole weights config.json with the serving dtype, tokenizer and the
+    like, from the base directory."""
+    if spec.published_kind == "adapter":
+        return {adapter.CONFIG_FILE: adapter.config_json(engine.module.model.peft_config[ADAPTER], spec.base_model)}
     files = {}
     for path in sorted(Path(spec.base_path).iterdir()):
         wanted = path.suffix in _AUX_SUFFIXES and path.name not in _NOT_AUX and not path.name.endswith(".index.json")
@@ -156,7 +172,7 @@ def aux_files(spec: TrainSpec) -> dict[str, bytes]:
 
 
 def _adapter_names(engine: Any) -> set[str]:
-    return {p.name for p in fragments.parameters(engine) if ".lora_" in p.name}
+    return {p.name for p in fragments.parameters(engine) if adapter.is_factor(p.name)}
 
 
 def _buffers(engine: Any) -> list[tuple[str, torch.Tensor]]:

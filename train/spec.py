@@ -27,6 +27,8 @@ class TrainSpec:
     shm_root: str  # root of the weight store
     output_model: str  # public name of the result, e.g. ft:base:suffix:id
     base_model: str = ""
+    base_version: str = ""  # of base_model
+    base_adapter: str | None = None  # directory of an adapter to be merged into base_path before training
     valid_path: str | None = None
     method: Literal["supervised"] = "supervised"
     output_version: str | None = None  # of the final weights; None: "step-<n>"
@@ -50,6 +52,7 @@ class TrainSpec:
     lora_alpha: float = 32.0
     lora_dropout: float = 0.0
     lora_targets: tuple[str, ...] = field(default=())  # (): every linear layer but the output head
+    lora_publish: Literal["adapter", "merged"] = "merged"  # what a LoRA run publishes
 
     zero_stage: int = 1
     precision: Literal["bf16", "fp32"] = "bf16"
@@ -75,6 +78,7 @@ class TrainSpec:
             "max_grad_norm": self.max_grad_norm >= 0,
             "lora_rank": self.lora_rank >= 1,
             "lora_dropout": 0 <= self.lora_dropout < 1,
+            "base_adapter": self.base_adapter is None or self.published_kind == "version",
             "zero_stage": self.zero_stage in (0, 1, 2, 3),
             "offload": self.offload != "parameters" or self.zero_stage == 3,
             "keep_snapshots": self.keep_snapshots >= 1,
@@ -84,8 +88,15 @@ class TrainSpec:
                 raise InvalidSpec(
                     f"TrainSpec.{name}={getattr(self, name)!r} is out of range; see the field's comment in train.spec"
                     + (" (offloading parameters needs zero_stage 3)" if name == "offload" else "")
+                    + (" (no stored base has the weights that an adapter trained on a merged one belongs to: "
+                       "publish it merged)" if name == "base_adapter" else "")
                     + (" (batch_size must be a multiple of micro_batch)" if name == "micro_batch" else "")
                 )
+
+    @property
+    def published_kind(self) -> Literal["adapter", "version"]:
+        """The kind of what this run publishes, as the weight store knows it."""
+        return "adapter" if not self.full and self.lora_publish == "adapter" else "version"
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)

@@ -44,7 +44,7 @@ class DirectoryTier:
 
     def names(self, kind: str) -> Mapping[Name, float]:
         """Creation time (Unix seconds) by name, of every version whose manifest can be read."""
-        return {name: manifest.created_s for name, manifest in self._manifests().items()} if kind == "version" else {}
+        return {name: manifest.created_s for name, manifest in self._manifests().items() if name.kind == kind}
 
     def usage_bytes(self) -> int:
         return sum(manifest.nbytes for manifest in self._manifests().values())
@@ -105,7 +105,8 @@ class DirectoryTier:
                 changed_ns = os.stat(path / MANIFEST_FILE, follow_symlinks=False).st_mtime_ns
                 if self._read.get(path, (0,))[0] != changed_ns:
                     self._read[path] = changed_ns, Manifest.read(path)
-                found[Name("version", model, version)] = self._read[path][1]
+                manifest = self._read[path][1]
+                found[Name(manifest.kind, model, version)] = manifest
             except (FileNotFoundError, IntegrityError):
                 continue
         self._read = {path: known for path, known in self._read.items() if path.exists()}

@@ -20,7 +20,7 @@ from weights.layout import Layout
 from weights.names import MANIFEST_FILE, check_file_name, encode_name
 
 FORMAT = 1
-KINDS = ("version", "snapshot")
+KINDS = ("version", "adapter", "snapshot")
 MAX_MANIFEST_BYTES = 256 << 20
 
 

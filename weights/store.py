@@ -77,7 +77,7 @@ class WeightStore:
     ) -> Draft:
         """A draft with all its memory allocated, headers and `aux_files` written, tensors undefined.
 
-        `kind` is "version" or "snapshot". Evicts unleased, unpinned versions if the budget asks for it. The
+        `kind` is "version", "adapter" or "snapshot". Evicts unleased, unpinned versions if the budget asks for it. The
         tensors' bytes are undefined (segments are re-used): write every byte before the commit. Raises
         StoreFull (nothing left behind), VersionExists, InvalidName.
         """

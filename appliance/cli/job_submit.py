@@ -34,9 +34,9 @@ EPILOG = examples(
     "appliance job submit --model llama-1b --file train.jsonl --full --zero-stage 2 --max-length 2048",
     "appliance job submit --model starter --file train.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible",
     "",
-    "Further names for --set: lora_alpha, lora_dropout, lora_targets, precision, learning_rate, warmup_ratio,",
-    "weight_decay, max_grad_norm, gradient_accumulation, micro_batch, packing, activation_checkpointing, offload,",
-    "publish, snapshot_every_s.",
+    "Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,",
+    "learning_rate, warmup_ratio, weight_decay, max_grad_norm, gradient_accumulation, micro_batch, packing,",
+    "activation_checkpointing, offload, publish, snapshot_every_s.",
 )
 
 

@@ -164,7 +164,7 @@ def _table(answer: dict[str, Any]) -> Any:
     return output.table(
         ("MODEL", "KIND", "ARCHITECTURE", ">PARAMS", ">SIZE", "VERSION", "STATE"),
         (
-            (m["name"], m["kind"], m["arch"], formats.count(m["params"]), formats.size(m["bytes"]),
+            (m["name"], _kind(m), m["arch"], formats.count(m["params"]), formats.size(m["bytes"]),
              formats.or_dash(m["active_version"]), m["state"])
             for m in answer["data"]
         ),
@@ -172,10 +172,17 @@ def _table(answer: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
+def _kind(model: dict[str, Any]) -> str:
+    adapter = model.get("adapter")
+    return f"adapter of {adapter['base']}" if adapter else model["kind"]
+
+
 def _one(model: dict[str, Any]) -> Any:
+    adapter = model.get("adapter")
     about = output.fields([
         ("model", model["name"]),
-        ("kind", model["kind"] + (f" of {model['base']}" if model.get("base") else "")),
+        ("kind", f"adapter of {adapter['base']} {adapter['base_version']}, rank {adapter['rank']}" if adapter
+         else model["kind"] + (f" of {model['base']}" if model.get("base") else "")),
         ("architecture", model["arch"]),
         ("parameters", formats.count(model["params"])),
         ("size", formats.size(model["bytes"])),

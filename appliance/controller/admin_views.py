@@ -7,6 +7,7 @@ from typing import Any
 from appliance.controller.ports import SchedulerStatus, TierPort
 from appliance.controller.views import job_phase, job_status
 from appliance.store import deployments, models
+from appliance.store.adapters import AdapterRow
 from appliance.store.database import Database
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow, KeyRow, ModelRow
 
@@ -34,14 +35,18 @@ def key(row: KeyRow) -> dict[str, Any]:
 
 
 def model(db: Database, row: ModelRow, status: SchedulerStatus, tiers: TierPort) -> dict[str, Any]:
+    """`adapter`: {"base", "base_version", "rank", "host"} where the active version is one; `host` is whose engines
+    serve it."""
+    adapter = _adapter(db, row)
     return {
         "name": row.id, "kind": row.kind, "arch": row.arch, "task": row.task, "params": row.params, "bytes": row.bytes,
         "base": row.base, "active_version": row.active_version, "max_model_len": row.max_model_len,
         "source": row.source, "job_id": row.job_id, "created_s": row.created_s, "info": row.info,
-        "state": model_state(row.id, status),
+        "adapter": adapter, "state": model_state(adapter["host"] if adapter else row.id, status),
         "deployment": deployment(found) if (found := deployments.find(db, row.id)) else None,
         "versions": [
             {"version": v.version, "created_s": v.created_s, "bytes": v.bytes, "source": v.source,
+             "kind": "adapter" if v.meta.get("adapter") else "version",
              "pinned": bool(v.pinned), "tiers": tiers.version_places(row.id, v.version)}
             for v in models.list_versions(db, row.id)
         ],
@@ -54,6 +59,17 @@ def deployment(row: DeploymentRow) -> dict[str, Any]:
         "tensor_parallel": row.tensor_parallel, "ttft_p95_s": row.ttft_p95_s, "tpot_p95_ms": row.tpot_p95_ms,
         "idle_sleep_s": row.idle_sleep_s, "pinned": bool(row.pinned), "failed_reason": row.failed_reason or None,
     }  # fmt: skip
+
+
+def _adapter(db: Database, row: ModelRow) -> dict[str, Any] | None:
+    version = models.find_version(db, row.id, row.active_version) if row.active_version else None
+    known = version.meta.get("adapter") if version else None
+    if known is None:
+        return None
+    base = models.find(db, known["base"])
+    adapter = AdapterRow(row.id, row.id, version.version, known["base"], known["base_version"],
+                         base.active_version if base else None)  # fmt: skip
+    return {**known, "host": adapter.host}
 
 
 def model_state(name: str, status: SchedulerStatus) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -10,12 +11,13 @@ from appliance.controller.config import ControllerConfig
 from appliance.controller.ports import KeySink, ModelOps, SchedulerPort, TierPort
 from appliance.store import keys
 from appliance.store.database import Database
+from appliance.store.rows import ModelRow
 
 
 @dataclass
 class ControllerContext:
     """files_dir: bytes of files by id. jobs_dir: one folder per job. box: {"id", "version", "url", "data_dir"} as
-    `/admin/v1/status` shows it."""
+    `/admin/v1/status` shows it. adapter_rank_limit: the largest LoRA rank that engines of a model take, 0: none."""
 
     db: Database
     files_dir: Path
@@ -24,6 +26,7 @@ class ControllerContext:
     model_ops: ModelOps
     key_sink: KeySink
     tiers: TierPort
+    adapter_rank_limit: Callable[[ModelRow], int] = lambda _: 0
     config: ControllerConfig = field(default_factory=ControllerConfig)
     box: dict[str, str] = field(default_factory=dict)
     started_s: float = field(default_factory=time.time)

@@ -148,11 +148,17 @@ class JobEvents:
         db, step, version = self._db, int(event["step"]), str(event["version"])
         self._ensure_output_model(row, int(event["bytes"]))
         meta = {"step": step, "epoch": event.get("epoch"), "job_id": row.id, "seconds": event.get("seconds")}
+        adapter = event.get("adapter")
+        if adapter:
+            meta["adapter"] = adapter
         if models.find_version(db, row.output_model, version) is None:
             models.insert_version(db, VersionRow(
                 model=row.output_model, version=version, source=f"job {row.id}", bytes=int(event["bytes"]),
                 shm_path=str(event["path"]), created_s=time.time(), meta=meta,
             ))  # fmt: skip
+            if adapter:
+                add_message(db, row.id, f"Published adapter {version}, {event['bytes']} bytes, to be served beside "
+                            f"{adapter['base']} {adapter['base_version']}", data=meta)  # fmt: skip
         name = checkpoint_name(row.output_model, step)
         if job_records.find_checkpoint(db, name) is None:
             job_records.insert_checkpoint(db, CheckpointRow(

@@ -17,10 +17,10 @@ from appliance.controller import files, job_devices, job_requests
 from appliance.controller.admin_plan import job_verdict
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_events import add_message, fail
-from appliance.controller.naming import resolve
+from appliance.controller.naming import Resolved, resolve
 from appliance.store import files as file_rows
 from appliance.store import jobs
-from appliance.store.rows import FileRow, JobRow, ModelRow
+from appliance.store.rows import FileRow, JobRow
 from train import auto
 from train.data_check import DataReport, convert_to_chat
 from train.errors import InvalidHyperparameter
@@ -45,13 +45,16 @@ class JobValidation:
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     @staticmethod
-    def facts(context: ControllerContext, model: ModelRow) -> tuple[auto.ModelStats, int]:
+    def facts(context: ControllerContext, base: Resolved) -> tuple[auto.ModelStats, int]:
         """What `train.auto` wants to know of the base model and the box: (stats, number of devices)."""
+        model = base.model
         devices = context.scheduler.status()["devices"]
         stats = auto.ModelStats(
             n_parameters=model.params,
             max_position_embeddings=model.max_model_len or DEFAULT_CONTEXT_TOKENS,
             device_kind=devices[0]["kind"] if devices else "cpu",
+            # What is trained on an adapter has merged weights below it, which no engine serves.
+            adapter_max_rank=0 if base.version.meta.get("adapter") else context.adapter_rank_limit(model),
         )
         return stats, max(1, len(devices))
 
@@ -122,7 +125,7 @@ class JobValidation:
             held_out = self._file(row.validation_file)
             held_out_report = await self._convert("validation_file", held_out, folder / "valid.jsonl")
             warnings += [f"{held_out.filename}: {text}" for text in held_out_report.warnings]
-        stats, device_count = self.facts(context, base.model)
+        stats, device_count = self.facts(context, base)
         most = min(row.max_devices or device_count, device_count)
         resolved = job_requests.resolve(row.hyperparameters, training, stats, most)
         return resolved, warnings, report.n_examples
@@ -147,7 +150,7 @@ class JobValidation:
         row = jobs.get(db, row.id)  # a person may have changed it meanwhile
         base = resolve(context.db, row.model)
         assert base is not None, "resolved a moment ago, on the same thread"
-        _, device_count = self.facts(context, base.model)
+        _, device_count = self.facts(context, base)
         by_batch, sizes = job_devices.sizes(row, resolved, device_count)
         if not sizes:
             fail(db, row.id, "invalid_devices",

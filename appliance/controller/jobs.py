@@ -119,7 +119,7 @@ def _new_job(context: ControllerContext, body: JobCreate, key_id: str | None, ow
     if body.validation_file is not None:
         _data_file(context, body.validation_file, "validation_file")
     given, where = job_requests.hyperparameters(body)
-    stats, device_count = JobValidation.facts(context, base.model)
+    stats, device_count = JobValidation.facts(context, base)
     try:
         # Only to refuse what is wrong while the client listens; the values are worked out again from the checked data.
         job_requests.resolve(given, training, stats, min(body.max_devices or device_count, device_count))

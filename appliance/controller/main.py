@@ -127,6 +127,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         model_ops=LibraryOps(library, store, flow, shelf.let_go),
         key_sink=bus,
         tiers=flow,
+        adapter_rank_limit=shelf.adapter_rank_limit,
         config=config.controller,
         box={
             "id": paths.box_id,

@@ -15,7 +15,7 @@ from appliance.controller.naming import Resolved, resolve
 from appliance.controller.ports import VersionPlace
 from appliance.controller.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, needs
 from appliance.controller.strict_json import StrictRoute
-from appliance.store import job_records, jobs, models
+from appliance.store import adapters, job_records, jobs, models
 from appliance.store.rows import VersionRow
 
 
@@ -73,14 +73,24 @@ async def remove(context: ControllerContext, found: Resolved) -> None:
             raise Conflict(f"{found.name} is the active version of {model.id}; roll back to another version first, "
                            "or delete the model.", param="model", code="version_in_use")  # fmt: skip
         models.delete_version(db, model.id, version.version)
+        await _unload(context, [version])
         await context.model_ops.remove(model.id, [place(version)])
         context.scheduler.nudge(f"version {version.version} of {model.id} was deleted")
         return
-    places = [place(row) for row in models.list_versions(db, model.id)]
+    versions = models.list_versions(db, model.id)
+    places = [place(row) for row in versions]
     models.delete(db, model.id)
     context.scheduler.nudge(f"model {model.id} was deleted")
     await context.scheduler.withdraw(model.id)
+    await _unload(context, versions)
     await context.model_ops.remove(model.id, places)
+
+
+async def _unload(context: ControllerContext, versions: list[VersionRow]) -> None:
+    """Engines drop those of these versions that are adapters, so that their bytes can go."""
+    names = [f"{row.model}@{row.version}" for row in versions if row.meta.get("adapter")]
+    if names:
+        await context.scheduler.unload_adapters(names)
 
 
 def _refuse_if_in_use(context: ControllerContext, found: Resolved) -> None:
@@ -88,6 +98,15 @@ def _refuse_if_in_use(context: ControllerContext, found: Resolved) -> None:
         if job.wanted != "cancel" and (job.model in (found.name, found.model.id) or job.output_model == found.model.id):
             raise Conflict(
                 f"{found.name} is used by the fine-tuning job {job.id}; cancel the job or wait for its end.",
+                param="model",
+                code="model_in_use",
+            )
+    one = found.version.version if found.checkpoint or found.pinned else None
+    for adapter in adapters.list_on(context.db, found.model.id):
+        if one in (None, adapter.base_version):
+            raise Conflict(
+                f"{adapter.model} is an adapter on {adapter.base} {adapter.base_version} and cannot answer without "
+                "it; delete the adapter first.",
                 param="model",
                 code="model_in_use",
             )

@@ -99,6 +99,10 @@ class SchedulerPort(Protocol):
     async def withdraw(self, model: str) -> None:
         """The model's rows are gone from the store: returns when no replica of it is left."""
 
+    async def unload_adapters(self, names: list[str]) -> None:
+        """The rows of these adapters ("NAME@VERSION") are gone: returns when no engine has them. Raises
+        OperationFailed while requests of theirs go on for too long."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelStats:

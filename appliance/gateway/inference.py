@@ -22,7 +22,7 @@ from . import errors, wire
 from .answer import ERROR_EVENT, Answer, error_event_code, event_error
 from .continuation import RESUME_PATH
 from .errors import ApiError
-from .request_check import Checked
+from .request_check import Checked, with_model
 from .upstream import UpstreamConnection
 from .wire import Request
 
@@ -179,7 +179,10 @@ class Exchange:
         self._kept, self._kept_bytes = [], 0
         # Not the client's id, and a new one for each attempt: an engine must never see one twice.
         engine_id = self.gateway.new_request_id()
-        conn.start(self, wire.engine_head(self._path, engine_id, len(self._body)) + self._body)
+        body, model = self._body, self.gateway.router.models.get(self.checked.model)
+        if model is not None and model.adapter:
+            body = with_model(body, model.adapter)
+        conn.start(self, wire.engine_head(self._path, engine_id, len(body)) + body)
         client = self.answer.client
         if client is not None and client.write_paused:
             conn.pause_reading()

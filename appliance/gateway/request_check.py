@@ -123,6 +123,12 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
     return Checked(model, bool(stream), tokens, beginning, continuation)
 
 
+def with_model(body: bytes, model: str) -> bytes:
+    """A checked body with `model` as its model. A second key is appended: both parsers take the last, and nothing
+    else of the client's bytes changes."""
+    return body.rstrip()[:-1] + b',"model":' + orjson.dumps(model) + b"}"
+
+
 _RULES_OF: dict[int, tuple[Limits, dict[str, tuple[type, float, float]]]] = {}
 
 

@@ -77,6 +77,7 @@ def _model(name: str, row: Any, default_hold_s: float) -> Model:
         float(hold_s),
         tuple(_replica(f"{where}.replicas.{i}", item, version) for i, item in enumerate(replicas)),
         max_model_len,
+        _text(_given(row, "adapter", ""), f"{where}.adapter"),
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from appliance.controller.bus import Bus
-from appliance.store import deployments, job_records, models
+from appliance.controller.naming import resolve
+from appliance.store import adapters, deployments, job_records, models
+from appliance.store.adapters import AdapterRow
 from appliance.store.database import Database
 from appliance.store.deployments import given_up
 from scheduler.workload import Demand
@@ -14,10 +16,24 @@ from scheduler.workload import Demand
 
 @dataclass(frozen=True, slots=True)
 class _Served:
+    """What a replica serves. `owner`: the model whose version it is, whatever name it is served by."""
+
     model: str
     version: str
+    owner: str
     socket: str
     state: str  # "open" or "draining"
+    takes_adapters: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Callable:
+    """A name that can be called. `hold_s`: how long its requests may wait."""
+
+    version: str
+    task: str
+    hold_s: float
+    adapter: AdapterRow | None = None
 
 
 class BusRouting:
@@ -27,17 +43,25 @@ class BusRouting:
         """max_model_len: what the box's engines are limited to, in tokens; None: each model's own context."""
         self._bus, self._db, self._hold_s, self._max_model_len = bus, db, hold_s, max_model_len
         self._replicas: dict[str, _Served] = {}
+        self._guests: dict[str, list[str]] = {}  # host name -> names of the adapters that its engines serve
 
     async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
-        self._replicas[replica_id] = _Served(model, version, socket_path, "open")
+        found = resolve(self._db, model)
+        owner = found.model.id if found else model
+        self._replicas[replica_id] = _Served(model, version, owner, socket_path, "open")
         await self._bus.wait_applied(self.refresh())
 
     async def drain(self, replica_id: str) -> None:
-        served = self._replicas.get(replica_id)
-        if served is not None:
-            self._replicas[replica_id] = _Served(served.model, served.version, served.socket, "draining")
-        self.refresh()
+        self._change(replica_id, state="draining")
         await self._bus.wait_drained(replica_id)
+
+    async def withhold_adapters(self, replica_id: str) -> None:
+        """No new requests of adapters for this replica, which gets other weights; returns when all gateways know."""
+        await self._bus.wait_applied(self._change(replica_id, takes_adapters=False))
+
+    def offer_adapters(self, replica_id: str) -> None:
+        """Its weights stayed: adapters may use it again."""
+        self._change(replica_id, takes_adapters=True)
 
     def is_open(self, replica_id: str) -> bool:
         served = self._replicas.get(replica_id)
@@ -49,57 +73,96 @@ class BusRouting:
 
     def refresh(self) -> int:
         """Publish the table as the store and the replicas have it now; returns its generation."""
+        names = self._callable()
+        self._guests = {}
+        for name, row in names.items():
+            if row.adapter is not None:
+                self._guests.setdefault(row.adapter.host, []).append(name)
         contexts = {row.id: row.max_model_len for row in models.list_callable(self._db)}
         contexts |= {row.name: contexts.get(row.model) for row in job_records.list_checkpoints(self._db)}
         return self._bus.set_models(
             {
-                name: self._model(name, *rest) | {"max_model_len": self._context(contexts.get(name))}
-                for name, rest in self._callable().items()
+                name: self._model(name, row) | {"max_model_len": self._context(contexts.get(name))}
+                for name, row in names.items()
             }
         )
 
+    async def wait_applied(self) -> None:
+        """Returns when every gateway routes by the table as it is now."""
+        await self._bus.wait_applied(self.refresh())
+
     def demand(self, model: str) -> Demand:
-        """What the gateways report of a model, for the planner."""
+        """What the gateways report of a model and of the adapters that its engines serve, for the planner."""
         load = self._bus.load()
-        row = load.models.get(model)
-        if row is None:
+        rows = [load.models[name] for name in (model, *self._guests.get(model, ())) if name in load.models]
+        if not rows:
             return Demand()
         waiting = sum(
             load.replicas[replica_id].waiting_tokens
             for replica_id, served in self._replicas.items()
             if served.model == model and replica_id in load.replicas
         )
-        return Demand(row.inflight, row.held, waiting, row.last_request_s, row.ttft_p95_s)
+        return Demand(
+            sum(row.inflight for row in rows),
+            sum(row.held for row in rows),
+            waiting,
+            max((row.last_request_s for row in rows if row.last_request_s is not None), default=None),
+            max((row.ttft_p95_s for row in rows if row.ttft_p95_s is not None), default=None),
+        )
 
-    def _callable(self) -> dict[str, tuple[str, str, float]]:
-        """Name to (version, task, seconds to hold): models with a deployment, and checkpoints of fine-tuning jobs.
+    def _change(self, replica_id: str, **changes: Any) -> int:
+        served = self._replicas.get(replica_id)
+        if served is not None:
+            self._replicas[replica_id] = replace(served, **changes)
+        return self.refresh()
+
+    def _callable(self) -> dict[str, _Callable]:
+        """Models with a deployment, and checkpoints of fine-tuning jobs.
 
         Nobody waits for a model that was given up on: its requests are refused at once.
         """
         rows = {row.id: row for row in models.list_callable(self._db)}
-        found = {
-            row.model: (
-                rows[row.model].active_version,
-                rows[row.model].task,
-                0.0 if given_up(row, rows[row.model].active_version) else self._hold_s,
-            )
-            for row in deployments.list_all(self._db)
-            if row.model in rows
-        }
+        guests = {row.name: row for row in adapters.list_callable(self._db)}
+        deployed = {row.model: row for row in deployments.list_all(self._db) if row.model in rows}
+
+        def hold_s(host: str) -> float:
+            row = deployed.get(host)
+            return 0.0 if row is not None and given_up(row, rows[host].active_version) else self._hold_s
+
+        found = {}
+        for name in deployed:
+            adapter = guests.get(name)
+            host = adapter.host if adapter else name
+            found[name] = _Callable(rows[name].active_version, rows[name].task, hold_s(host), adapter)
         for checkpoint in job_records.list_checkpoints(self._db):
             task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
-            found[checkpoint.name] = (checkpoint.version, task, self._hold_s)
+            adapter = guests.get(checkpoint.name)
+            found[checkpoint.name] = _Callable(checkpoint.version, task, self._hold_s, adapter)
         return found
 
     def _context(self, model_tokens: int | None) -> int | None:
         # As serve.sizing gives it to the engine.
         return min(filter(None, (self._max_model_len, model_tokens)), default=None)
 
-    def _model(self, name: str, version: str, task: str, hold_s: float) -> dict[str, Any]:
+    def _model(self, name: str, row: _Callable) -> dict[str, Any]:
         replicas = [
-            {"id": replica_id, "socket": served.socket, "version": served.version, "state": served.state}
+            {
+                "id": replica_id,
+                "socket": served.socket,
+                "version": row.version if row.adapter else served.version,
+                "state": served.state,
+            }
             for replica_id, served in sorted(self._replicas.items())
-            if served.model == name
+            if _answers(served, name, row.adapter)
         ]
         state = "ready" if any(replica["state"] == "open" for replica in replicas) else "asleep"
-        return {"version": version, "state": state, "replicas": replicas, "task": task, "hold_s": hold_s}
+        table_row = {"version": row.version, "state": state, "replicas": replicas, "task": row.task,
+                     "hold_s": row.hold_s}  # fmt: skip
+        return {**table_row, "adapter": row.adapter.engine_name} if row.adapter else table_row
+
+
+def _answers(served: _Served, name: str, adapter: AdapterRow | None) -> bool:
+    """Whether a replica can take requests for `name`. An adapter fits the weights it was trained on, and no others."""
+    if adapter is None:
+        return served.model == name
+    return served.takes_adapters and (served.owner, served.version) == (adapter.base, adapter.base_version)

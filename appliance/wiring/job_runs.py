@@ -14,7 +14,7 @@ from appliance.controller.job_events import JobEvents
 from appliance.controller.naming import resolve
 from appliance.store import deployments, job_records, jobs, models
 from appliance.store.database import Database
-from appliance.store.rows import DeploymentRow
+from appliance.store.rows import DeploymentRow, JobRow, VersionRow
 from appliance.wiring.tier_facts import step_of
 from appliance.wiring.tier_flow import TierFlow
 from train.event_log import read_events
@@ -68,13 +68,13 @@ class JobRuns:
         """What the job's ranks are to do. Raises LookupError when the base model's bytes are gone."""
         row = jobs.get(self._db, job_id)
         assert row.resolved is not None, f"job {job_id} was scheduled before it was validated"
+        base = self._base(row)
         folder = self._jobs_dir / job_id
         spec = TrainSpec.from_dict(
             {
                 **row.resolved,
                 "job_id": job_id,
-                "base_model": row.model,
-                "base_path": self._base_path(row.model),
+                **base,
                 "train_path": str(folder / "train.jsonl"),
                 "valid_path": str(folder / "valid.jsonl") if row.validation_file else None,
                 "run_dir": str(folder),
@@ -88,16 +88,38 @@ class JobRuns:
         (folder / "spec.json").write_text(spec.to_json())
         return spec
 
-    def _base_path(self, name: str) -> str:
-        base = resolve(self._db, name)
+    def _base(self, row: JobRow) -> dict[str, Any]:
+        """The fields of a TrainSpec that say what is trained: the version that was active when the job first ran.
+
+        A resumed LoRA run reads its frozen weights again, and an adapter is served beside the weights it was trained
+        on: neither may change because another version went live meanwhile.
+        """
+        base = resolve(self._db, row.model)
         if base is None:
-            raise LookupError(f"the base model {name} is not on this box any more")
-        stored = self._store.find("version", base.model.id, base.version.version)
+            raise LookupError(f"the base model {row.model} is not on this box any more")
+        name, version = base.model.id, row.resolved.get("base_version") or base.version.version
+        if "base_version" not in row.resolved:
+            jobs.update(self._db, row.id, resolved={**row.resolved, "base_version": version})
+        found = models.find_version(self._db, name, version)
+        if found is None:
+            raise LookupError(f"version {version} of the base model {name} was deleted")
+        below = found.meta.get("adapter")
+        fields = {"base_model": name, "base_version": version}
+        if below is None:
+            return {**fields, "base_path": self._bytes_of(found)}
+        weights = models.find_version(self._db, below["base"], below["base_version"])
+        if weights is None:
+            raise LookupError(f"{below['base']} {below['base_version']}, which {name} is an adapter of, was deleted")
+        return {**fields, "base_path": self._bytes_of(weights), "base_adapter": self._bytes_of(found)}
+
+    def _bytes_of(self, row: VersionRow) -> str:
+        kind = "adapter" if row.meta.get("adapter") else "version"
+        stored = self._store.find(kind, row.model, row.version)
         if stored is not None:
             return str(stored.path)
-        if base.version.disk_path is None or not Path(base.version.disk_path).is_dir():
-            raise LookupError(f"{name} {base.version.version} is neither in shared memory nor in any other tier")
-        return base.version.disk_path
+        if row.disk_path is None or not Path(row.disk_path).is_dir():
+            raise LookupError(f"{row.model} {row.version} is neither in shared memory nor in any other tier")
+        return row.disk_path
 
     def newest_snapshot(self, job_id: str) -> Path | None:
         """The newest snapshot that is whole, from shared memory or else read in from the nearest tier. May be called

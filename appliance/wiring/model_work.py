@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,15 +52,15 @@ class LibraryOps:
         for place in places:
             await _thread(self._library.remove, name, place.version)
             await _thread(self._forget, name, place.version)
-            self._flow.forget(Name("version", name, place.version))
+            for kind in ("version", "adapter"):
+                self._flow.forget(Name(kind, name, place.version))
 
     def _forget(self, name: str, version: str) -> None:
-        stored = self._store.find("version", name, version)
-        if stored is not None:
-            try:
-                self._store.remove(stored)
-            except VersionNotFound:
-                return
+        for kind in ("version", "adapter"):
+            stored = self._store.find(kind, name, version)
+            if stored is not None:
+                with contextlib.suppress(VersionNotFound):
+                    self._store.remove(stored)
 
 
 async def _thread(work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from appliance.controller.bus import Bus
-from appliance.controller.errors import SwapFailed
+from appliance.controller.errors import OperationFailed, SwapFailed
 from appliance.controller.ports import Mode, SchedulerStatus
 from appliance.store import models
 from appliance.store.database import Database
@@ -14,6 +14,7 @@ from appliance.wiring.asked import Asked
 from appliance.wiring.gateways import BusRouting
 from appliance.wiring.journal import measured_swap
 from scheduler.config import SchedulerConfig
+from scheduler.errors import EffectFailed
 from scheduler.journal import Journal
 from scheduler.loop import SchedulerLoop
 from scheduler.ray_effects import RayEffects
@@ -105,6 +106,7 @@ class LoopPort:
         last = self._journal.last_id()
         self._loop.forgive(model)
         await self._loop.wait_settled(self._loop.nudge())
+        await self._routing.wait_applied()  # for an adapter that is all there is to it
         wanted = models.find(self._db, model).active_version
         replicas = [r for r in self._loop.status()["replicas"] if r["model"] == model and r["state"] != "asleep"]
         stale = [r["id"] for r in replicas if r["version"] != wanted]
@@ -115,11 +117,24 @@ class LoopPort:
         return {"replicas": len(replicas), **measured_swap(done)}
 
     async def withdraw(self, model: str) -> None:
-        while any(replica["model"] == model for replica in self._loop.status()["replicas"]):
+        while any(_serves(replica, model) for replica in self._loop.status()["replicas"]):
             await self._loop.wait_settled(self._loop.nudge())
+
+    async def unload_adapters(self, names: list[str]) -> None:
+        await self._routing.wait_applied()
+        for name in names:
+            try:
+                await self._effects.unload_adapter(name)
+            except EffectFailed as error:
+                raise OperationFailed(str(error), code="adapter_in_use") from error
 
     async def watch_memory(self) -> None:
         """Keeps each replica's resident memory (bytes) current for `status`."""
         while True:
             self._rss = await self._effects.resident_bytes()
             await asyncio.sleep(RSS_EVERY_S)
+
+
+def _serves(replica: dict[str, Any], model: str) -> bool:
+    """Whether a replica serves this model, under its own name or that of one of its versions."""
+    return replica["model"] == model or replica["model"].startswith(f"{model}@")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from appliance.controller import job_devices
 from appliance.controller.cordons import CORDONED
 from appliance.controller.job_events import JobEvents
 from appliance.controller.mode import policy_of, read_mode, tidal_windows
+from appliance.store import adapters as adapter_rows
 from appliance.store import box, deployments, job_records, jobs, models
+from appliance.store.adapters import AdapterRow
 from appliance.store.database import Database
 from appliance.store.rows import DeploymentRow, JobRow
 from scheduler.ports import Outcome
@@ -51,6 +54,7 @@ class SqliteStateStore:
         mode = read_mode(self._db)
         active = {row.id: row.active_version for row in models.list_callable(self._db)}
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
+        adapters = {row.name: row for row in adapter_rows.list_callable(self._db)}
         return Workload(
             policy=policy_of(mode, self._serving_floor),
             policy_since_s=mode.since_s,
@@ -61,8 +65,8 @@ class SqliteStateStore:
                 if row.phase != "validating" and row.wanted != "cancel"
             ),
             deployments=(
-                *(self._deployment(row, active[row.model]) for row in deployed),
-                *self._checkpoints(),
+                *self._own_engines(deployed, active, adapters),
+                *(view for view in self._checkpoints() if view.model not in adapters),
             ),
             cordoned=frozenset(box.get(self._db, CORDONED, [])),
         )
@@ -107,6 +111,30 @@ class SqliteStateStore:
         for row in jobs.list_unfinished(self._db):
             if row.wanted == "cancel" and row.phase != "running":
                 self._events.cancelled(row.id)
+
+    def _own_engines(
+        self, deployed: list[DeploymentRow], active: Mapping[str, str], adapters: Mapping[str, AdapterRow]
+    ) -> list[DeploymentView]:
+        """Deployments that need engines of their own. What an adapter asks for, it asks of its host."""
+        views = {
+            row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters
+        }
+        for adapter in adapters.values():
+            if adapter.host not in views:
+                # Its base serves another version now, or is not deployed: engines for the version it was trained on.
+                base = views.get(adapter.base, DeploymentView(adapter.base, adapter.base_version))
+                views[adapter.host] = replace(
+                    base, model=adapter.host, version=adapter.base_version, min_replicas=0, pinned=False,
+                    demand=self._demand(adapter.host), idle_sleep_s=CHECKPOINT_IDLE_S, failed_reason="",
+                )  # fmt: skip
+        for row in deployed:
+            if row.model in adapters and (row.pinned or row.min_replicas):
+                host = views[adapters[row.model].host]
+                views[host.model] = replace(
+                    host, pinned=host.pinned or bool(row.pinned),
+                    min_replicas=min(max(host.min_replicas, row.min_replicas), host.max_replicas),
+                )  # fmt: skip
+        return list(views.values())
 
     def _checkpoints(self) -> list[DeploymentView]:
         """A checkpoint can be called by its name; it gets an engine while somebody does."""

@@ -44,13 +44,15 @@ def _versions(
     active = {row.id: row.active_version for row in models.list_all(db)}
     bases = [found for job in unfinished.values() if (found := resolve(db, job.model)) is not None]
     trained_from = {(found.model.id, found.version.version) for found in bases}
+    below = {(known["base"], known["base_version"]) for row in rows if (known := row.meta.get("adapter"))}
     kept = {}
     for row in rows:
-        name = Name("version", row.model, row.version)
+        name = name_of(row)
         why = (
             "active" if active.get(row.model) == row.version
             else "pinned" if row.pinned
             else "base of a job" if (row.model, row.version) in trained_from
+            else "base of an adapter" if (row.model, row.version) in below
             else "in use" if is_held(name)
             else ""
         )  # fmt: skip
@@ -70,6 +72,11 @@ def _snapshots(
         why = "newest of its job" if newest[name.model] == name else ""
         kept[name] = Kept(name, name.model, created[name], loss, why)
     return kept
+
+
+def name_of(row: VersionRow) -> Name:
+    """How a version is known in every tier."""
+    return Name("adapter" if row.meta.get("adapter") else "version", row.model, row.version)
 
 
 def step_of(name: Name) -> int:

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from appliance.store import box, tier_removals
+from appliance.store import box, models, tier_removals
 from appliance.store.database import Database
-from appliance.wiring.tier_facts import Facts, read_facts
+from appliance.wiring.tier_facts import Facts, name_of, read_facts
 from weights.config import KeepRules
 from weights.directory_tier import DirectoryTier
 from weights.errors import (
@@ -35,6 +35,7 @@ from weights.errors import (
     WeightsError,
 )
 from weights.lease import StoredVersion, take_lease, unpin
+from weights.manifest import KINDS
 from weights.names import version_path
 from weights.pace import Pace
 from weights.packed import PackedTier
@@ -67,7 +68,7 @@ class Level:
     rate_bytes_s: int | None = None
 
     def of(self, kind: str) -> DirectoryTier | PackedTier:
-        return self.versions if kind == "version" else self.snapshots
+        return self.snapshots if kind == "snapshot" else self.versions
 
     def all(self) -> list[DirectoryTier | PackedTier]:
         return [self.versions] if self.versions is self.snapshots else [self.versions, self.snapshots]
@@ -177,7 +178,7 @@ class TierFlow:
             await self._on(running, level.of(row.kind).remove, Name(row.kind, row.model, row.version))
             tier_removals.delete(self._db, row)
             running.dirty = True
-        running.here = await self._on(running, lambda: {n: s for kind in ("version", "snapshot")
+        running.here = await self._on(running, lambda: {n: s for kind in KINDS
                                                         for n, s in level.of(kind).names(kind).items()})  # fmt: skip
         stored = await asyncio.to_thread(self._in_memory)
         higher = {name: created_s for other in above for name, created_s in other.here.items()}
@@ -213,7 +214,8 @@ class TierFlow:
         push: list[Name] = []
         drop = [name for name in here if name in facts.over]
         now_s, above = self._clock(), set(above)
-        for kind, rules in (("snapshot", level.snapshot_rules), ("version", level.version_rules)):
+        for kind in KINDS:
+            rules = level.snapshot_rules if kind == "snapshot" else level.version_rules
             described = {name: kept for name, kept in facts.kept.items() if name.kind == kind}
             plan = plan_tier(
                 [kept for name, kept in described.items() if name in above],
@@ -257,7 +259,7 @@ class TierFlow:
         """The store's rows say what is on disk; memory lets go of what is safe, or what no rule wants to be safe."""
         versions = self._levels[0].level.versions
         for row in facts.rows:
-            name = Name("version", row.model, row.version)
+            name = name_of(row)
             path = None
             if name in here:
                 path = str(versions.path(name)) if isinstance(versions, DirectoryTier) else versions.where
@@ -277,7 +279,7 @@ class TierFlow:
         stores = [WeightStore(path.parent, budget_bytes=None) for path in self._jobs_dir.glob("*/snapshots/snapshots")]
         found = {}
         for store in (*stores, self._store):
-            for kind in ("version", "snapshot"):
+            for kind in KINDS:
                 found |= {Name(kind, stored.model, stored.version): stored for stored in store.list(kind)}
         return found
 
@@ -372,7 +374,8 @@ class TierFlow:
         return memory + [running.level.name for running in self._levels if name in running.here]
 
     def version_places(self, model: str, version: str) -> list[str]:
-        return self.places(Name("version", model, version))
+        row = models.find_version(self._db, model, version)
+        return [] if row is None else self.places(name_of(row))
 
     def verify(self, name: Name) -> dict[str, dict[str, int]]:
         """Reads `name` in every packed tier; {where: {"tensors", "bytes"}}. Raises IntegrityError, TierUnavailable."""
@@ -387,8 +390,8 @@ class TierFlow:
     def status(self) -> list[dict[str, Any]]:
         """One entry per tier, shared memory first; sizes in bytes, times in Unix seconds."""
         usage = self._store.usage()
-        counts = {kind: len(self._store.list(kind)) for kind in ("version", "snapshot")}
-        memory = {"name": "memory", "where": str(self._store.root), "versions": counts["version"],
+        counts = {kind: len(self._store.list(kind)) for kind in KINDS}
+        memory = {"name": "memory", "where": str(self._store.root), "versions": counts["version"] + counts["adapter"],
                   "snapshots": counts["snapshot"], "bytes": usage.used_bytes, "limit_bytes": usage.budget_bytes,
                   "backlog": 0, "backlog_bytes": 0, "busy": None, "damaged": 0, "last_error": None,
                   "last_error_s": None, "next_try_s": None}  # fmt: skip
@@ -401,7 +404,7 @@ class TierFlow:
             busy = {"name": str(name), "done_bytes": pace.done_bytes, "total_bytes": pace.total_bytes}
         return {
             "name": running.level.name, "where": running.level.where,
-            "versions": sum(name.kind == "version" for name in running.here),
+            "versions": sum(name.kind != "snapshot" for name in running.here),
             "snapshots": sum(name.kind == "snapshot" for name in running.here),
             "bytes": running.used_bytes, "limit_bytes": None, "backlog": len(running.backlog),
             "backlog_bytes": sum(running.backlog.values()), "busy": busy, "damaged": running.damaged,

@@ -9,11 +9,12 @@ from typing import Any
 
 from appliance.config import BoxConfig
 from appliance.controller.naming import resolve
+from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
 from appliance.wiring.tier_flow import TierFlow
 from scheduler.inventory import Device
-from serve.sizing import engine_settings
+from serve.sizing import adapter_rank_limit, engine_settings
 from weights.errors import WeightsError
 from weights.record import Name
 from weights.store import Lease, StoredVersion, WeightStore
@@ -73,19 +74,27 @@ class VersionShelf:
         return None if found is None else found.model.id
 
     def let_go(self, name: str) -> None:
-        """No engine serves this name any more: its version may be evicted."""
-        held = self._leases.pop(name, None)
-        if held is not None:
-            held[1].release()
+        """No engine serves this model any more, under its own name or a version's: its bytes may be evicted."""
+        for known in [known for known in self._leases if known == name or known.startswith(f"{name}@")]:
+            self._leases.pop(known)[1].release()
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
         row = self._owner(model)
-        return engine_settings(
+        settings = engine_settings(
             self._config.serve,
             task=row.task,
+            arch=row.arch,
             max_position_embeddings=row.max_model_len,
             weight_bytes=row.bytes,
             tensor_parallel=tensor_parallel,
             device_kind=self._device.kind,
             device_memory_bytes=self._device.memory_bytes,
         )
+        if settings.get("adapter_slots"):
+            on_disk = BoxPaths.of(Path(self._config.box.data_dir)).models
+            settings["adapter_roots"] = (str(self._store.root / "adapters"), str(on_disk))
+        return settings
+
+    def adapter_rank_limit(self, row: ModelRow) -> int:
+        """The largest LoRA rank that engines of this model take; 0: none."""
+        return adapter_rank_limit(self._config.serve, task=row.task, arch=row.arch)

@@ -170,6 +170,8 @@ async def test_a_result_that_does_not_fit_is_kept_on_disk_and_published_later(sh
         ("mixtral3", {"zero_stage": 3, "model": {"family": "mixtral"}}),
         ("qwen3_moe2", {"zero_stage": 2, "model": {"family": "qwen3_moe", "tied": True}}),
         ("lora-mixtral3", {"zero_stage": 3, "full": False, "learning_rate": 0.05, "model": {"family": "mixtral"}}),
+        ("adapter1", {"zero_stage": 1, "full": False, "lora_publish": "adapter", "learning_rate": 0.05}),
+        ("adapter3", {"zero_stage": 3, "full": False, "lora_publish": "adapter", "learning_rate": 0.05}),
     ],
 )
 async def test_publish_by_fragments_equals_a_gathered_model(shop, kind, fields):

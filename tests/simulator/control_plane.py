@@ -27,6 +27,7 @@ class SimulatedScheduler:
         self.nudges: list[str] = []
         self.withdrawn: list[str] = []
         self.forgiven: list[str] = []
+        self.unloaded: list[str] = []
         self.converged: list[str] = []
         self.swap_error: str | None = None
         self.hang = False
@@ -80,6 +81,9 @@ class SimulatedScheduler:
 
     async def withdraw(self, model: str) -> None:
         self.withdrawn.append(model)
+
+    async def unload_adapters(self, names: list[str]) -> None:
+        self.unloaded += names
 
 
 class SimulatedModelOps:

@@ -12,7 +12,7 @@ from torch.distributed import distributed_c10d
 from transformers.core_model_loading import revert_weight_conversion
 
 from runtime.leash import Leash
-from train import fragments
+from train import adapter, fragments
 from train import publish as publishing
 from train.engine import init_world
 from train.loop import Progress, Wishes, prepare
@@ -35,6 +35,10 @@ def compare_publish(leash: Leash, args: dict[str, Any]) -> int:
     params = list(run.engine.module.parameters())
     gathered = zero.GatheredParameters(params) if fragments.is_zero3(run.engine) else nullcontext()
     with gathered, torch.no_grad():
+        factors = {
+            adapter.stored_name(p.name): p.tensor.detach().to(torch.bfloat16).clone()
+            for p in fragments.parameters(run.engine) if p.trained
+        }  # fmt: skip
         for layer in run.engine.module.modules():
             if isinstance(layer, LoraLayer):
                 delta = layer.get_delta_weight("default").float()
@@ -44,7 +48,9 @@ def compare_publish(leash: Leash, args: dict[str, Any]) -> int:
             for p in fragments.parameters(run.engine) if "lora_" not in p.name
         }  # fmt: skip
         whole = revert_weight_conversion(run.engine.module.model, loaded)
-    stored = run.store.find("version", spec.output_model, "v1")
+    if spec.published_kind == "adapter":
+        whole = factors
+    stored = run.store.find(spec.published_kind, spec.output_model, "v1")
     worst: dict[str, float] = {}
     with run.store.lease(stored) as lease:
         for placed in lease.layout:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import csv
 import io
 
+import openai
 import pytest
 
 from appliance.controller.job_events import JobEvents
 from appliance.store import deployments, job_records, jobs, models
 from appliance.store.errors import RowNotFound
-from tests.unit.controller.conftest import Control
+from tests.unit.controller.conftest import ADMIN, Control
 
 
 @pytest.fixture
@@ -156,3 +157,23 @@ async def test_a_tuned_model_tuned_again_is_named_after_the_root(control: Contro
     again = await control.sdk.fine_tuning.jobs.create(model=tuned, training_file=await control.upload(), suffix="two")
     await control.settle()
     assert jobs.get(control.db, again.id).output_model.startswith("ft:starter:local:two:")
+
+
+async def test_an_adapter_is_told_of_and_keeps_its_base_in_place(control: Control, events: JobEvents):
+    db = control.db
+    job_id = await control.job()
+    adapter = {"base": "starter", "base_version": "v1", "rank": 8}
+    events.started(job_id, ["n0/0"], resumed=False)
+    events.ingest(job_id, {**published(10), "adapter": adapter})
+    events.succeeded(job_id)
+    assert "Published adapter step-10, 1000 bytes, to be served beside starter v1" in await control.messages(job_id)
+    name = jobs.get(db, job_id).output_model
+    listed = (await control.http.get("/admin/v1/models", headers=ADMIN)).json()["data"]
+    (shown,) = [model for model in listed if model["name"] == name]
+    assert shown["adapter"] == {**adapter, "host": "starter"} and shown["versions"][0]["kind"] == "adapter"
+
+    with pytest.raises(openai.ConflictError, match="an adapter on starter v1"):
+        await control.sdk.models.delete("starter", extra_headers=ADMIN)
+    await control.sdk.models.delete(name)
+    assert control.scheduler.unloaded == [f"{name}@step-10"] and control.ops.removed[0][0] == name
+    assert (await control.sdk.models.delete("starter", extra_headers=ADMIN)).deleted

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.gateway.config import Limits
 from appliance.gateway.errors import ApiError
-from appliance.gateway.request_check import check_body
+from appliance.gateway.request_check import check_body, with_model
 from appliance.gateway.routes import resolve
 
 from .conftest import Box, chat
@@ -196,3 +196,9 @@ def test_prefix_is_that_of_the_conversation_not_of_its_length() -> None:
 def test_estimate_grows_with_completion_and_n() -> None:
     small = check_body(CHAT, orjson.dumps(chat(max_tokens=10)), LIMITS).tokens
     assert check_body(CHAT, orjson.dumps(chat(max_tokens=10, n=4)), LIMITS).tokens == pytest.approx(small + 30, abs=4)
+
+
+@pytest.mark.parametrize("body", [b'{"model": "a", "n": 1}', b'{"n":1,"model":"a"} \n', b'{"model":"x","model":"a"}'])
+def test_the_adapters_name_replaces_the_model_and_nothing_else(body):
+    changed = orjson.loads(with_model(body, 'ft:"a@step-2'))
+    assert changed == orjson.loads(body) | {"model": 'ft:"a@step-2'}

@@ -9,8 +9,9 @@ GIB = 2**30
 
 
 def settings(config=None, **kw):
-    given = {"task": "generate", "max_position_embeddings": 2048, "weight_bytes": 16 * GIB, "tensor_parallel": 1,
-             "device_kind": "cuda", "device_memory_bytes": 80 * GIB, **kw}  # fmt: skip
+    given = {"task": "generate", "arch": "LlamaForCausalLM", "max_position_embeddings": 2048,
+             "weight_bytes": 16 * GIB, "tensor_parallel": 1, "device_kind": "cuda",
+             "device_memory_bytes": 80 * GIB, **kw}  # fmt: skip
     return engine_settings(config or EngineConfig(), **given)
 
 
@@ -35,3 +36,10 @@ def test_the_shorter_of_model_and_configuration_is_the_context():
     assert settings(EngineConfig(max_model_len=512))["max_model_len"] == 512
     assert settings(EngineConfig(max_model_len=4096))["max_model_len"] == 2048
     assert settings(max_position_embeddings=None)["max_model_len"] is None
+
+
+def test_engines_take_adapters_where_every_layer_of_the_model_does():
+    taken = settings(EngineConfig(adapter_slots=4, adapter_max_rank=32, adapters_resident=2))
+    assert (taken["adapter_slots"], taken["adapter_max_rank"], taken["adapters_resident"]) == (4, 32, 4)
+    for without in ({"arch": "MixtralForCausalLM"}, {"task": "embed"}, {"config": EngineConfig(adapter_slots=0)}):
+        assert "adapter_slots" not in settings(**without)

@@ -124,3 +124,17 @@ def test_embedding_engines_run_the_pooling_runner_without_tools():
     spec = ReplicaSpec.from_json({**GOOD, "task": "embed"})
     args = engine_arguments(spec, {"model_type": "llama"}, "{{ tools }}")
     assert pairs(args)["--runner"] == "pooling" and "--tool-call-parser" not in args
+
+
+def test_adapters_of_one_batch_stay_loaded_and_only_linear_layers_take_them():
+    adapters = {"adapter_slots": 2, "adapter_max_rank": 20, "adapters_resident": 8, "adapter_roots": ["/a", "/b"]}
+    spec = ReplicaSpec.from_json({**GOOD, **adapters})
+    assert ReplicaSpec.from_json(spec.to_json()) == spec and spec.adapter_roots == ("/a", "/b")
+    args = engine_arguments(spec, {}, None)
+    given = pairs(args)
+    assert (given["--max-loras"], given["--max-lora-rank"], given["--max-cpu-loras"]) == ("2", "32", "8")
+    assert "--enable-lora" in args and "lm_head" not in args
+    assert engine_environment(spec, 64)["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "--enable-lora" not in engine_arguments(ReplicaSpec.from_json(GOOD), {}, None)
+    with pytest.raises(InvalidReplicaSpec, match="adapters_resident"):
+        ReplicaSpec.from_json({**GOOD, **adapters, "adapters_resident": 1})

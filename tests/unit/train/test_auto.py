@@ -38,6 +38,22 @@ def test_numbers_and_extras_pass_through():
     assert (fields["zero_stage"], fields["offload"], fields["max_length"]) == (3, "parameters", 256)
 
 
+def test_lora_publishes_an_adapter_where_engines_take_it():
+    served = dataclasses.replace(SMALL, adapter_max_rank=32)
+    assert resolve({"lora_rank": 8}, GSM8K, served, 8)["lora_publish"] == "adapter"
+    assert resolve({"lora_rank": 64}, GSM8K, served, 8)["lora_publish"] == "merged"
+    assert resolve({"lora_rank": 8}, GSM8K, SMALL, 8)["lora_publish"] == "merged"
+    assert resolve({}, GSM8K, served, 8)["lora_publish"] == "merged"  # full
+    merged = resolve({"lora_publish": "merged"}, GSM8K, served, 8)
+    assert merged["lora_publish"] == "merged" and not merged["full"]
+    for given, model, reason in (
+        ({"lora_rank": 64}, served, "at most 32"), ({}, SMALL, "take no adapters"), ({"full": True}, served, "full"),
+        ({"lora_targets": "q_proj, lm_head"}, served, "_proj"),
+    ):
+        with pytest.raises(InvalidHyperparameter, match=reason):
+            resolve(given | {"lora_publish": "adapter"}, GSM8K, model, 8)
+
+
 def test_gradient_accumulation_fixes_batch_or_micro_batch():
     made = resolve({"gradient_accumulation": 4}, GSM8K, SMALL, 2)
     assert made["batch_size"] == 8 and made["micro_batch"] == 1

@@ -58,6 +58,23 @@ def add_model(db):
 
 
 @pytest.fixture
+def add_adapter(db):
+    """Two published versions of an adapter on `base` `base_version`, the newer one active."""
+
+    def add(name, base="starter", base_version="v1", deployed=True, **columns):
+        models.insert(db, ModelRow(id=name, kind="fine-tuned", base=base, arch="LlamaForCausalLM", params=5, bytes=1,
+                                   owned_by="org", source="job", created_s=1.0))  # fmt: skip
+        for version in ("step-1", "step-2"):
+            meta = {"adapter": {"base": base, "base_version": base_version, "rank": 8}}
+            models.insert_version(db, VersionRow(name, version, "job", 1, 1.0, disk_path="/a", meta=meta))
+        models.activate(db, name, "step-2")
+        if deployed:
+            deployments.insert(db, DeploymentRow(name, 1.0, **columns))
+
+    return add
+
+
+@pytest.fixture
 def add_job(db):
     def add(job_id="ftjob-1", **columns):
         given = {"phase": "queued", "resolved": {"publish": "end"}, "allowed_sizes": [1, 2, 4, 8], **columns}

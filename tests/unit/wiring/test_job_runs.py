@@ -6,7 +6,8 @@ import shutil
 
 import pytest
 
-from appliance.store import job_records, jobs
+from appliance.store import job_records, jobs, models
+from appliance.store.rows import VersionRow
 from appliance.wiring.job_runs import JobRuns
 from train.event_log import EventLog, read_events
 from weights.layout import Layout, TensorSpec
@@ -77,3 +78,38 @@ def test_a_finished_jobs_snapshots_are_given_back_unless_still_read(runs, store,
     lease.release()
     assert runs._forget(row.id) and store.list("snapshot") == []
     assert jobs.list_left_snapshots(db)[0].id == row.id
+
+
+RESOLVED = {"publish": "end", "full": False, "lora_publish": "adapter"}
+
+
+def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, tmp_path):
+    add_model()
+    for version in ("v1", "v2"):
+        (tmp_path / "bytes" / version).mkdir(parents=True)
+    models.update_version(db, "starter", "v1", disk_path=str(tmp_path / "bytes" / "v1"))
+    add_job(resolved=RESOLVED)
+    (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
+    first = runs.spec("ftjob-1")
+    assert (first.base_model, first.base_version) == ("starter", "v1") and first.base_path.endswith("v1")
+    models.insert_version(db, VersionRow("starter", "v2", "", 1, 1.0, disk_path=str(tmp_path / "bytes" / "v2")))
+    models.activate(db, "starter", "v2")
+    assert runs.spec("ftjob-1") == first
+
+
+def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(runs, db, add_model, add_adapter, add_job,
+                                                                        tmp_path):  # fmt: skip
+    add_model()
+    add_adapter("ft:a")
+    for model, version in (("starter", "v1"), ("ft:a", "step-2")):
+        (tmp_path / "bytes" / version).mkdir(parents=True)
+        models.update_version(db, model, version, disk_path=str(tmp_path / "bytes" / version))
+    add_job(resolved=RESOLVED | {"lora_publish": "merged"})
+    jobs.update(db, "ftjob-1", model="ft:a")
+    (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
+    spec = runs.spec("ftjob-1")
+    assert (spec.base_model, spec.base_version) == ("ft:a", "step-2")
+    assert spec.base_path.endswith("v1") and spec.base_adapter.endswith("step-2") and spec.published_kind == "version"
+    models.delete_version(db, "starter", "v1")
+    with pytest.raises(LookupError, match="which ft:a is an adapter of"):
+        runs.spec("ftjob-1")

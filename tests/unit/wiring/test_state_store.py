@@ -142,3 +142,21 @@ def test_after_a_restart_jobs_wait_but_for_those_whose_ranks_run_on(states, add_
     states.after_restart(adopted={"ftjob-on"})
     assert jobs.get(db, "ftjob-on").phase == "running"
     assert jobs.get(db, "ftjob-off").phase == "queued"
+
+
+def test_an_adapter_has_no_engine_of_its_own_and_pins_its_base(states, add_model, add_adapter, db):
+    add_model()
+    add_adapter("ft:a", pinned=1)
+    (view,) = states.load().deployments
+    assert (view.model, view.version, view.pinned, view.demand.held) == ("starter", "v1", True, 3)
+
+
+def test_adapters_of_an_older_base_version_get_engines_that_serve_it(states, add_model, add_adapter, db):
+    add_model()
+    add_adapter("ft:a")
+    add_adapter("ft:b")
+    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/models/starter/v2"))
+    models.activate(db, "starter", "v2")
+    views = {view.model: view for view in states.load().deployments}
+    assert {(v.model, v.version) for v in views.values()} == {("starter", "v2"), ("starter@v1", "v1")}
+    assert views["starter@v1"].idle_sleep_s and not views["starter@v1"].pinned

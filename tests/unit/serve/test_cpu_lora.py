@@ -1,0 +1,47 @@
+"""Adapters in one batch on the CPU: every token gets its own, and none where it has none."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from vllm.lora.layers import LoRAMapping
+
+from serve.cpu_lora import GroupedLoRA, groups
+
+SLOTS, RANK, WIDE, OUT = 3, 4, 16, (8, 6)
+IDS = [11, 12, 13]  # of the adapters in the slots
+
+
+@pytest.fixture
+def stacked():
+    torch.manual_seed(0)
+    down = tuple(torch.randn(SLOTS, 1, RANK, WIDE) for _ in OUT)
+    up = tuple(torch.randn(SLOTS, 1, width, RANK) for width in OUT)
+    return down, up
+
+
+@pytest.mark.parametrize(
+    "ids_of_tokens",
+    [[11, 11, 12], [0, 13, 0, 11], [11, 12, 11, 12], [0, 0], [13]],
+    ids=["together", "with base", "interleaved", "base only", "one"],
+)
+def test_each_token_gets_its_own_adapter(stacked, ids_of_tokens):
+    down, up = stacked
+    wrapper = GroupedLoRA(max_num_batched_tokens=64, max_batches=8, device="cpu", max_loras=SLOTS)
+    mapping = LoRAMapping(tuple(ids_of_tokens), tuple(ids_of_tokens), is_prefill=True)
+    wrapper.update_metadata(mapping, IDS, SLOTS, 100)
+    x, y = torch.randn(len(ids_of_tokens), WIDE), torch.randn(len(ids_of_tokens), sum(OUT))
+    expected = y.clone()
+    for row, adapter in enumerate(ids_of_tokens):
+        if adapter:
+            slot = IDS.index(adapter)
+            expected[row] += torch.cat([up[i][slot, 0] @ (down[i][slot, 0] @ x[row]) for i in range(2)]) * 0.5
+    wrapper.add_lora_linear(y, x, down, up, 0.5, OUT)
+    assert torch.allclose(y, expected, atol=1e-5)
+
+
+def test_tokens_that_stand_together_need_no_gathering():
+    assert groups(torch.tensor([-1, 2, 2, 0])) == [(0, slice(3, 4)), (2, slice(1, 3))]
+    ((slot, rows),) = groups(torch.tensor([1, -1, 1]))
+    assert slot == 1 and rows.tolist() == [0, 2]
+    assert groups(torch.tensor([-1, -1])) == []

@@ -1,0 +1,91 @@
+"""Adapters on disk are peft's own: what is written loads there, what peft wrote merges here."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from peft import LoraConfig, PeftConfig, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+
+from tests.train_support.tiny import make_model_dir
+from train import adapter
+from train.errors import InvalidSpec, UnsupportedModel
+from train.model import load_model
+from train.spec import TrainSpec
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """(base directory, a peft model on it with random factors)."""
+    base = make_model_dir(tmp_path / "base")
+    model = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM"),
+    )
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.1)
+    return base, model
+
+
+def test_names_and_configuration_are_those_that_peft_reads(trained, tmp_path):
+    base, model = trained
+    names = [n.removeprefix("base_model.model.") for n, _ in model.named_parameters() if adapter.is_factor(n)]
+    model.save_pretrained(tmp_path / "peft")
+    ours = tmp_path / "ours"
+    ours.mkdir()
+    (ours / "adapter_config.json").write_bytes(adapter.config_json(model.peft_config["default"], "starter"))
+    read = PeftConfig.from_pretrained(str(ours))
+    assert (read.r, read.lora_alpha, set(read.target_modules)) == (4, 16, {"q_proj", "down_proj"})
+    assert json.loads((ours / "adapter_config.json").read_text())["base_model_name_or_path"] == "starter"
+    with safe_open(tmp_path / "peft" / "adapter_model.safetensors", "pt") as stored:
+        assert {adapter.stored_name(name) for name in names} == set(stored.keys())
+
+
+def test_a_stored_adapter_merges_as_peft_merges_it(trained, tmp_path):
+    base, model = trained
+    model.save_pretrained(tmp_path / "a")
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    before = plain.model.layers[0].self_attn.q_proj.weight.clone()
+    adapter.merge_into(plain, tmp_path / "a")
+    assert (plain.model.layers[0].self_attn.q_proj.weight - before).abs().max() > 0.01
+    for name, weight in model.merge_and_unload().named_parameters():
+        assert torch.allclose(weight, dict(plain.named_parameters())[name], atol=1e-6), name
+
+
+def test_a_job_on_an_adapter_starts_from_the_merged_weights(trained, tmp_path):
+    base, model = trained
+    model.save_pretrained(tmp_path / "a")
+    spec = TrainSpec(job_id="j", base_path=str(base), train_path="", run_dir="", shm_root="", output_model="m",
+                     precision="fp32", base_adapter=str(tmp_path / "a"))  # fmt: skip
+    ours = dict(load_model(spec).named_parameters())
+    name = "model.layers.1.mlp.down_proj.weight"
+    assert torch.allclose(ours[name], dict(model.merge_and_unload().named_parameters())[name], atol=1e-6)
+
+
+@pytest.mark.parametrize("fault", ["other model", "dora"])
+def test_what_does_not_fit_is_not_merged(trained, tmp_path, fault):
+    base, model = trained
+    model.save_pretrained(tmp_path / "a")
+    if fault == "dora":
+        config = json.loads((tmp_path / "a" / "adapter_config.json").read_text())
+        (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(config | {"use_dora": True}))
+    else:
+        stray = {f"base_model.model.x.lora_{part}.weight": torch.zeros(2, 2) for part in "AB"}
+        save_file(stray, tmp_path / "a" / "adapter_model.safetensors")
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    with pytest.raises(UnsupportedModel, match="adapter"):
+        adapter.merge_into(plain, tmp_path / "a")
+
+
+def test_what_is_published_follows_from_the_spec():
+    common = {"job_id": "j", "base_path": "", "train_path": "", "run_dir": "", "shm_root": "", "output_model": "m"}
+    assert TrainSpec(**common, lora_publish="adapter").published_kind == "version"  # not LoRA at all
+    assert TrainSpec(**common, full=False).published_kind == "version"
+    assert TrainSpec(**common, full=False, lora_publish="adapter").published_kind == "adapter"
+    with pytest.raises(InvalidSpec, match="merged"):
+        TrainSpec(**common, full=False, lora_publish="adapter", base_adapter="/x")

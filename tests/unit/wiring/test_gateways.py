@@ -1,0 +1,88 @@
+"""The routing table of adapters: their base's engines, as long as these serve the weights they were trained on."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.controller.load import Load, ModelLoad, ReplicaLoad
+from appliance.store import models
+from appliance.store.rows import VersionRow
+from appliance.wiring.gateways import BusRouting
+
+SOCKET = "/run/r1.sock"
+
+
+class RecordingBus:
+    """What gateways would be told, applied at once; `reported` is what they report."""
+
+    def __init__(self):
+        self.table, self.generation, self.reported = {}, 0, Load()
+
+    def set_models(self, table):
+        if table != self.table:
+            self.table, self.generation = table, self.generation + 1
+        return self.generation
+
+    def load(self):
+        return self.reported
+
+    async def wait_applied(self, generation):
+        assert generation == self.generation
+
+
+@pytest.fixture
+def bus():
+    return RecordingBus()
+
+
+@pytest.fixture
+def routing(bus, db, add_model, add_adapter):
+    add_model()
+    add_adapter("ft:a")
+    add_adapter("ft:b")
+    return BusRouting(bus, db, 60.0)
+
+
+async def test_adapters_are_routed_to_their_bases_engines_by_a_name_for_each_version(routing, bus, db):
+    await routing.open("r1", "starter", "v1", SOCKET)
+    row = bus.table["ft:a"]
+    assert (row["adapter"], row["version"], row["state"]) == ("ft:a@step-2", "step-2", "ready")
+    assert row["replicas"] == [{"id": "r1", "socket": SOCKET, "version": "step-2", "state": "open"}]
+    assert "adapter" not in bus.table["starter"]
+    models.activate(db, "ft:a", "step-1")
+    await routing.wait_applied()
+    assert bus.table["ft:a"]["adapter"] == "ft:a@step-1" and bus.table["ft:b"]["adapter"] == "ft:b@step-2"
+    models.delete(db, "ft:a")
+    routing.refresh()
+    assert set(bus.table) == {"starter", "ft:b"}
+
+
+async def test_other_weights_below_end_the_routes_of_adapters_and_nothing_else(routing, bus, db):
+    await routing.open("r1", "starter", "v1", SOCKET)
+    await routing.withhold_adapters("r1")
+    assert bus.table["ft:a"]["replicas"] == [] and bus.table["starter"]["replicas"]
+    routing.offer_adapters("r1")
+    assert bus.table["ft:a"]["replicas"]
+    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
+    models.activate(db, "starter", "v2")
+    await routing.open("r1", "starter", "v2", SOCKET)
+    assert bus.table["ft:a"]["replicas"] == [] and bus.table["ft:a"]["hold_s"] == 60.0
+    await routing.open("r2", "starter@v1", "v1", "/run/r2.sock")
+    assert [replica["id"] for replica in bus.table["ft:a"]["replicas"]] == ["r2"]
+    assert [replica["id"] for replica in bus.table["starter"]["replicas"]] == ["r1"]
+
+
+async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
+    await routing.open("r1", "starter", "v1", SOCKET)
+    bus.reported = Load(
+        {"r1": ReplicaLoad(waiting_tokens=70)},
+        {
+            "starter": ModelLoad(1, 0, 5.0, 0.1),
+            "ft:a": ModelLoad(2, 3, 9.0, 0.4),
+            "ft:b": ModelLoad(0, 1, None, None),
+        },
+    )
+    asked = routing.demand("starter")
+    assert (asked.inflight, asked.held, asked.waiting_tokens) == (3, 4, 70)
+    assert (asked.last_request_s, asked.ttft_p95_s) == (9.0, 0.4)
+    assert routing.demand("unheard").requests == 0
