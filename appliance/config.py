@@ -59,6 +59,10 @@ class BoxSettings(_Section):
         "auto",
         description="'auto': every NVIDIA GPU, else 8 logical CPU devices; a number: so many logical CPU devices",
     )
+    node_address: str | None = Field(
+        None, description="this machine's address on the network of the box's nodes; unset: no other node can join"
+    )
+    node_port: int = Field(6380, ge=1, le=65535, description="TCP port on node_address where other nodes join")
     serving_floor: int = Field(0, ge=0, description="devices that serving keeps in every mode")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of the controller's log")
     hub_offline: bool = Field(True, description="refuse downloads from a model hub")

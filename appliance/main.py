@@ -159,8 +159,14 @@ class Box:
 
     async def _start_ray(self) -> asyncio.subprocess.Process:
         devices = discover_devices(self._config.box.devices)
-        return await ray_head.start(self._paths, [device.id for device in devices], self._paths.logs / "ray.log",
-                                    self._environment)  # fmt: skip
+        return await ray_head.start(
+            self._paths,
+            [device.id for device in devices],
+            self._paths.logs / "ray.log",
+            self._environment,
+            self._config.box.node_address,
+            self._config.box.node_port,
+        )
 
     async def _start_controller(self) -> asyncio.subprocess.Process:
         return await self._python("controller", "-m", "appliance.controller.main",

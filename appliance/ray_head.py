@@ -1,4 +1,5 @@
-"""The box's own Ray: one head node on loopback with a token, fencing exact devices by name."""
+"""The box's own Ray: a head node, on loopback unless other nodes may join it, with a token, fencing exact devices by
+name."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import json
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from appliance.paths import BoxPaths
@@ -43,44 +44,82 @@ def environment(paths: BoxPaths) -> dict[str, str]:
         "RAY_worker_niceness": "0",
         # When Ray is told to end, the controller has ended everything on it already: nothing to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
+        # A node that dies is missed within four seconds instead of twenty.
+        "RAY_health_check_period_ms": "1000",
+        "RAY_health_check_failure_threshold": "3",
         # Ray hides GPUs from actors that reserve none; ours fence devices by custom resource instead.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
 
 
 async def start(
-    paths: BoxPaths, device_ids: Sequence[str], log_path: Path, env: Mapping[str, str]
+    paths: BoxPaths,
+    device_ids: Sequence[str],
+    log_path: Path,
+    env: Mapping[str, str],
+    node_address: str | None = None,
+    node_port: int = 0,
 ) -> asyncio.subprocess.Process:
     """Start `ray start --head --block`; returns once other processes can join it.
 
+    `node_address`: where other nodes can join, at `node_port`; None: nobody can, Ray stays on loopback.
     Raises RayStartError when it exits or does not answer within 90 s.
     """
+    where = ["--head", f"--port={node_port if node_address else 0}", f"--node-ip-address={node_address or '127.0.0.1'}"]
+    process = await _start(paths, [*where, "--include-dashboard=false"], device_ids, log_path, env)
+    await _wait_until(lambda: address(paths) is not None, process, log_path)
+    return process
+
+
+async def join(
+    paths: BoxPaths,
+    head: str,
+    node_address: str,
+    device_ids: Sequence[str],
+    log_path: Path,
+    env: Mapping[str, str],
+) -> asyncio.subprocess.Process:
+    """Start `ray start --address --block` on another machine than the head's (`head`: its host:port).
+
+    Returns once this node is part of the cluster. Raises RayStartError.
+    """
+    process = await _start(
+        paths, [f"--address={head}", f"--node-ip-address={node_address}"], device_ids, log_path, env
+    )
+    await _wait_until(lambda: address(paths) is not None, process, log_path)
+    return process
+
+
+async def _start(
+    paths: BoxPaths, where: Sequence[str], device_ids: Sequence[str], log_path: Path, env: Mapping[str, str]
+) -> asyncio.subprocess.Process:
     folder = temp_dir(paths)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(mode=0o700)
     resources = {f"device:{device_id}": 1 for device_id in device_ids}
     with open(log_path, "ab") as log:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0",
-            "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--disable-usage-stats",
+        return await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "ray.scripts.scripts", "start", *where, "--block", "--disable-usage-stats",
             "--num-cpus=2", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}",
             f"--temp-dir={folder}", f"--resources={json.dumps(resources)}",
             stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
             env=dict(env), start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
+
+
+async def _wait_until(ready: Callable[[], bool], process: asyncio.subprocess.Process, log_path: Path) -> None:
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
-            while address(paths) is None:
+            while not ready():
                 if process.returncode is not None:
                     raise RayStartError(f"ray start exited with {process.returncode}:\n{tail(log_path)}")
                 await asyncio.sleep(0.05)
     except TimeoutError as error:
         raise RayStartError(f"ray did not start within {START_TIMEOUT_S} s:\n{tail(log_path)}") from error
-    return process
 
 
 def address(paths: BoxPaths) -> str | None:
-    """Host and port of the running head, None before it is up."""
+    """Host and port of the head that Ray here belongs to, None before it is up."""
     try:
         return (temp_dir(paths) / "ray_current_cluster").read_text().strip() or None
     except FileNotFoundError:

@@ -6,6 +6,7 @@ RuntimeLayerError
 ├── WarmParentError    the warm parent could not be reached or could not fork
 ├── ChildDied          the forked process ended while something was asked of it
 ├── ChildTimeout       the forked process did not answer in time
+├── RelayRefused       another node did not give what was asked of it, or broke off
 └── ChildError         the forked process answered with an exception of its own
 """
 
@@ -52,6 +53,10 @@ class ChildDied(RuntimeLayerError):
 
 class ChildTimeout(RuntimeLayerError):
     """The forked process is alive but did not answer within the time given."""
+
+
+class RelayRefused(RuntimeLayerError):
+    """The relay of another node refused, or its connection ended early."""
 
 
 class ChildError(RuntimeLayerError):

@@ -8,6 +8,7 @@ SchedulerError
 ├── InvalidWorkload      a job, deployment or policy with values that contradict each other
 ├── InvalidSchedule      a tidal window that is not a cron expression, time zone or policy we know
 ├── TraceError           a trace or job list that the simulator cannot read
+├── NodeNameTaken        a node joined under a name that another one of the box has
 ├── EffectFailed         a verb did not do its work; the only thing an Effects implementation may raise
 └── Stopped              asked of a loop that has ended
 """
@@ -75,6 +76,13 @@ class TraceError(SchedulerError, ValueError):
         where = f"{path}" if line is None else f"{path}, line {line}"
         super().__init__(f"{where}: {problem}")
         self.path, self.line = path, line
+
+
+class NodeNameTaken(SchedulerError):
+    """Two nodes of one box with the same name."""
+
+    def __init__(self, name: str, address: str):
+        super().__init__(f"a node called {name} is in this box already, at {address}: join under another name")
 
 
 class EffectFailed(SchedulerError):

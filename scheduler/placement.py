@@ -70,17 +70,27 @@ class Pool:
         return None
 
     def choose(
-        self, count: int, *, single_node: bool = False, near: Collection[str] = (), only: Pool | None = None
+        self,
+        count: int,
+        *,
+        single_node: bool = False,
+        nodes: Collection[str] = (),
+        near: Collection[str] = (),
+        only: Pool | None = None,
     ) -> tuple[str, ...] | None:
         """The best `count` devices, in node and index order; None where they cannot be had. Takes nothing.
 
         Args:
             single_node: refuse devices of more than one node (a tensor-parallel engine).
+            nodes: take them wholly from one of these; empty: from anywhere.
             near: devices to take again where possible (what the holder has now).
             only: first try within this smaller pool (devices that nobody has to leave).
         """
         if count > len(self):
             return None
+        if nodes:
+            within = only._on(nodes) if only is not None else None
+            return self._on(nodes).choose(count, single_node=True, near=near, only=within)
         if near:
             again = self._choose_near(count, near)
             if again is not None:
@@ -95,6 +105,10 @@ class Pool:
         if node is not None:
             return _pick(list(self._nodes[node].values()), count, frozenset())
         return None if single_node else self._choose_across(count)
+
+    def _on(self, nodes: Collection[str]) -> Pool:
+        """What is left on these nodes."""
+        return Pool(device for node in self._nodes if node in nodes for device in self._nodes[node].values())
 
     def _choose_near(self, count: int, near: Collection[str]) -> tuple[str, ...] | None:
         own: dict[str, int] = {}

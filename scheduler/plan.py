@@ -270,7 +270,7 @@ class _Round:
             if job_id in self.groups:
                 continue
             job = self.jobs[job_id]
-            devices = self.pool.choose(size, near=job.devices, only=self.idle_pool)
+            devices = self.pool.choose(size, nodes=job.nodes, near=job.devices, only=self.idle_pool)
             if devices is None and self.movable(job) and len(job.devices) in job.sizes:
                 # What it should grow onto is still being given back: stay, rather than stop for nothing.
                 devices = job.devices if self.pool.has(job.devices) else None

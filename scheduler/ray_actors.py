@@ -19,9 +19,10 @@ from train.errors import TrainError
 UNNAMED_TIMEOUT_S = 30.0
 
 
-def named_actor(body: type, name: str, *arguments: Any) -> Any:
-    """Start or find a thin supervisor: named, detached, restart left to us, no resources (the lease fences)."""
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+def named_actor(body: type, name: str, ray_node_id: str, *arguments: Any) -> Any:
+    """Start or find a thin supervisor on a node: named, detached, restart left to us, no resources (the lease
+    fences)."""
+    here = NodeAffinitySchedulingStrategy(ray_node_id, soft=False)
     return (
         ray.remote(body)
         .options(

@@ -3,7 +3,7 @@
     acquire, release              ray_fences     placement groups over the devices' names
     replicas                      ray_replicas   one actor per engine
     groups                        ray_groups     one actor per device, holding its rank
-    where all of it happens       ray_box        devices, directories, warm parents
+    where all of it happens       ray_nodes      the nodes; ray_node is the actor on each of them
 
 Ray places and fences, and is never in the data path. Actors and placement groups are named and outlive the
 controller, so a restarted one finds them again in `observe`. These files (`ray_*`) are the only ones of `scheduler`
@@ -15,9 +15,9 @@ from __future__ import annotations
 import asyncio
 
 from scheduler.effects import Event, Observed
-from scheduler.ray_box import RayBox
 from scheduler.ray_fences import Fences
 from scheduler.ray_groups import Groups, Jobs
+from scheduler.ray_nodes import Nodes
 from scheduler.ray_replicas import Replicas, Routing, Versions
 from serve.config import EngineConfig
 
@@ -25,12 +25,12 @@ from serve.config import EngineConfig
 class RayEffects:
     """Implements `scheduler.effects.Effects`. Lives in the controller's asyncio loop; Ray must be initialised."""
 
-    def __init__(self, box: RayBox, routing: Routing, versions: Versions, jobs: Jobs, engine: EngineConfig):
-        self._box = box
+    def __init__(self, nodes: Nodes, routing: Routing, versions: Versions, jobs: Jobs, engine: EngineConfig):
+        self._nodes = nodes
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._fences = Fences()
-        self._replicas = Replicas(box, routing, versions, engine, self._events.put_nowait)
-        self._groups = Groups(box, jobs, self._events.put_nowait)
+        self._replicas = Replicas(nodes, routing, versions, engine, self._events.put_nowait)
+        self._groups = Groups(nodes, jobs, self._events.put_nowait)
 
         self.acquire, self.release = self._fences.acquire, self._fences.release
         self.start_replica, self.stop_replica = self._replicas.start_replica, self._replicas.stop_replica
@@ -40,10 +40,16 @@ class RayEffects:
         self.start_group, self.suspend_group = self._groups.start_group, self._groups.suspend_group
         self.stop_group = self._groups.stop_group
 
+    async def watch(self) -> None:
+        """Makes events of nodes that come and go, for as long as it runs."""
+        await self._nodes.watch(self._events.put_nowait)
+
     async def observe(self) -> Observed:
-        leases = await self._fences.leases()
+        await self._nodes.look()
+        devices = self._nodes.devices
+        leases = await self._fences.leases({device.id for device in devices})
         return Observed(
-            devices=self._box.devices,
+            devices=devices,
             leases=leases,
             replicas=await self._replicas.observe(),
             groups=await self._groups.observe(leases),

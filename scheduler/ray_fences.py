@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Collection
 from typing import Any
 
 import ray
@@ -21,15 +22,21 @@ class Fences:
 
     def __init__(self) -> None:
         self._fences: dict[str, Any] = {}
+        self._acquiring: set[str] = set()
 
     async def acquire(self, lease: Lease) -> Detail:
-        table = await _table()
-        if lease.id in table:
+        state, _ = (await _table()).get(lease.id, ("", []))
+        if state == "CREATED":
             return None
         bundles = [{f"{DEVICE_RESOURCE}{device_id}": 1} for device_id in lease.device_ids]
         fence = placement_group(bundles, strategy="PACK", name=lease.id, lifetime="detached")
-        # Not `fence.ready()`: that runs a task, for which Ray first starts a worker process.
-        if not await asyncio.to_thread(fence.wait, FENCE_TIMEOUT_S):
+        self._acquiring.add(lease.id)
+        try:
+            # Not `fence.ready()`: that runs a task, for which Ray first starts a worker process.
+            given = await asyncio.to_thread(fence.wait, FENCE_TIMEOUT_S)
+        finally:
+            self._acquiring.discard(lease.id)
+        if not given:
             remove_placement_group(fence)
             raise EffectFailed("acquire", lease.id, f"Ray did not give {lease.device_ids} in {FENCE_TIMEOUT_S:.0f} s")
         self._fences[lease.id] = fence
@@ -48,24 +55,36 @@ class Fences:
                 await asyncio.sleep(0.005)
         return None
 
-    async def leases(self) -> tuple[Lease, ...]:
-        """Every lease that is fenced now, whoever acquired it."""
-        return tuple(_lease(name, bundles) for name, bundles in (await _table()).items())
+    async def leases(self, present: Collection[str]) -> tuple[Lease, ...]:
+        """Every lease that is fenced now, whoever acquired it, on those of its devices that are `present`.
+
+        A lease that lost some devices with their node keeps the others until its holder lets go of them. One that
+        lost all, and one that a dead controller was still waiting for, holds nothing and is taken away.
+        """
+        found = []
+        for name, (state, devices) in (await _table()).items():
+            devices = tuple(device for device in devices if device in present)
+            if devices and (state != "PENDING" or name in self._acquiring):
+                found.append(_lease(name, devices))
+            else:
+                await self.release(name)
+        return tuple(found)
 
 
-async def _table() -> dict[str, list[dict[str, float]]]:
-    """Living placement groups: name to bundles."""
+async def _table() -> dict[str, tuple[str, list[str]]]:
+    """Living placement groups: name to state and the devices asked for."""
     table = await asyncio.to_thread(placement_group_table)
     return {
-        entry["name"]: list(entry["bundles"].values())
+        entry["name"]: (entry["state"], [device for bundle in entry["bundles"].values() for device in _devices(bundle)])
         for entry in table.values()
         if entry["state"] in ("CREATED", "PENDING", "RESCHEDULING") and entry["name"]
     }
 
 
-def _lease(name: str, bundles: list[dict[str, float]]) -> Lease:
+def _devices(bundle: dict[str, float]) -> list[str]:
+    return [key.removeprefix(DEVICE_RESOURCE) for key in bundle if key.startswith(DEVICE_RESOURCE)]
+
+
+def _lease(name: str, devices: tuple[str, ...]) -> Lease:
     _, kind, holder_id = name.split(":", 2)
-    devices = tuple(
-        key.removeprefix(DEVICE_RESOURCE) for bundle in bundles for key in bundle if key.startswith(DEVICE_RESOURCE)
-    )
     return Lease(name, Holder(kind, holder_id), devices)

@@ -16,8 +16,8 @@ from runtime.errors import ChildDied
 from scheduler.effects import Detail, Event, GroupEnded, GroupObserved, InventoryChanged
 from scheduler.errors import EffectFailed
 from scheduler.inventory import Device, Holder, Lease
-from scheduler.ray_actors import actor_names, ask, first_line, named_actor
-from scheduler.ray_box import RayBox
+from scheduler.ray_actors import actor_names, ask, first_line
+from scheduler.ray_nodes import Nodes
 from train.group import Group
 from train.rank_host import RankHost
 from train.spec import TrainSpec
@@ -52,8 +52,8 @@ class Jobs(Protocol):
 class Groups:
     """The verbs on groups, and what is true of them."""
 
-    def __init__(self, box: RayBox, jobs: Jobs, tell: Callable[[Event], None]):
-        self._box, self._jobs, self._tell = box, jobs, tell
+    def __init__(self, nodes: Nodes, jobs: Jobs, tell: Callable[[Event], None]):
+        self._nodes, self._jobs, self._tell = nodes, jobs, tell
         self._hosts: dict[str, Any] = {}
         self._groups: dict[str, _RunningGroup] = {}
         self._starting: set[str] = set()
@@ -62,7 +62,8 @@ class Groups:
         running = self._groups.get(job_id)
         if running is not None and running.lease.id == lease.id:
             return None
-        await self._box.wait_warm("train", "start_group", job_id)
+        place = self._nodes.place_of(lease.device_ids, "start_group", job_id)
+        await self._nodes.wait_warm(place, "train", "start_group", job_id)
         try:
             self._jobs.catch_up(job_id)
             await self._jobs.prepare(job_id)
@@ -71,7 +72,7 @@ class Groups:
             raise EffectFailed("start_group", job_id, str(error)) from error
         snapshot = await asyncio.to_thread(self._jobs.newest_snapshot, job_id)
         hosts = [_Host(self._host(device_id)) for device_id in lease.device_ids]
-        devices = [self._box.device(device_id) for device_id in lease.device_ids]
+        devices = [self._nodes.device(device_id) for device_id in lease.device_ids]
         group = Group(on_event=lambda event: self._jobs.on_event(job_id, event))
         began_s = time.monotonic()
         self._starting.add(job_id)
@@ -142,8 +143,9 @@ class Groups:
 
     def _host(self, device_id: str) -> Any:
         if device_id not in self._hosts:
-            self._hosts[device_id] = named_actor(
-                RankHost, ACTOR + device_id, self._box.warm_socket("train"), str(self._box.log_dir)
+            place = self._nodes.place_of((device_id,), "start_group", device_id)
+            self._hosts[device_id] = self._nodes.here(
+                RankHost, ACTOR + device_id, place, place.warm_socket("train"), str(place.log_dir)
             )
         return self._hosts[device_id]
 
@@ -160,7 +162,7 @@ class Groups:
     async def _rank(self, device_id: str) -> dict[str, Any] | None:
         try:
             return await self._host(device_id).status.remote()
-        except RayError:
+        except (RayError, EffectFailed):
             self._hosts.pop(device_id, None)  # its actor died, and the rank on its leash with it
             return None
 

@@ -13,8 +13,9 @@ from ray.exceptions import RayError
 
 from scheduler.effects import Detail, Event, ReplicaDied, ReplicaObserved, ReplicaOrder
 from scheduler.errors import EffectFailed
-from scheduler.ray_actors import actor_names, ask, find_actor, named_actor, until_unnamed
-from scheduler.ray_box import RayBox
+from scheduler.ray_actors import actor_names, ask, find_actor, until_unnamed
+from scheduler.ray_node import Place
+from scheduler.ray_nodes import Nodes
 from serve.config import EngineConfig
 from serve.replica import Replica
 from serve.spec import ReplicaSpec
@@ -60,25 +61,30 @@ class Replicas:
 
     def __init__(
         self,
-        box: RayBox,
+        nodes: Nodes,
         routing: Routing,
         versions: Versions,
         engine: EngineConfig,
         tell: Callable[[Event], None],
     ):
-        self._box, self._routing, self._versions, self._engine, self._tell = box, routing, versions, engine, tell
+        self._nodes, self._routing, self._versions, self._engine, self._tell = nodes, routing, versions, engine, tell
         self._replicas: dict[str, Any] = {}
+        self._places: dict[str, Place] = {}
         self._watchers: dict[str, asyncio.Task] = {}
         self._stopping: set[str] = set()
 
     async def start_replica(self, order: ReplicaOrder, lease_id: str) -> Detail:
-        spec = await self._replica_spec(order)
-        await self._box.wait_warm("serve", "start_replica", order.id)
+        place = self._nodes.place_of(order.devices, "start_replica", order.id)
+        spec, copied_bytes = await self._replica_spec(order, place)
+        await self._nodes.wait_warm(place, "serve", "start_replica", order.id)
         self._stopping.discard(order.id)
-        replica = self._replicas.get(order.id) or self._new_replica(order.id)
+        replica = self._replicas.get(order.id) or self._nodes.here(
+            Replica, ACTOR + order.id, place, place.warm_socket("serve"), str(place.log_dir), self._engine
+        )
+        self._replicas[order.id], self._places[order.id] = replica, place
         detail = await ask("start_replica", order.id, replica.start.remote(spec))
         self._watch(order.id, replica)
-        return detail
+        return {**detail, "copied_bytes": copied_bytes}
 
     async def stop_replica(self, replica_id: str) -> Detail:
         self._stopping.add(replica_id)
@@ -95,13 +101,16 @@ class Replicas:
             log.warning("replica %s did not stop by itself: %s", replica_id, error)
         ray.kill(replica)  # its leash then kills whatever is left of the engine
         await until_unnamed(ACTOR + replica_id)
+        place = self._places.pop(replica_id, None)
+        if place is not None:
+            await self._nodes.close_socket(place, replica_id)
         return None
 
     async def open_replica(self, replica_id: str) -> Detail:
         status = await self._status("open_replica", replica_id)
         if status["state"] != "ready":
             raise EffectFailed("open_replica", replica_id, f"the engine is {status['state']}")
-        await self._routing.open(replica_id, status["model"], status["version"], self._box.socket_path(replica_id))
+        await self._open(replica_id, status["model"], status["version"])
         return None
 
     async def drain_replica(self, replica_id: str) -> Detail:
@@ -118,55 +127,66 @@ class Replicas:
         return await self._ask_replica("sleep_replica", replica_id, "sleep")
 
     async def wake_replica(self, replica_id: str, model: str, version: str, lease_id: str) -> Detail:
-        path = await self._version_path("wake_replica", replica_id, model, version)
-        return await self._ask_replica("wake_replica", replica_id, "wake", model, version, str(path))
+        path, copied_bytes = await self._bring("wake_replica", replica_id, model, version)
+        detail = await self._ask_replica("wake_replica", replica_id, "wake", model, version, path)
+        return {**detail, "copied_bytes": copied_bytes}
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
-        path = await self._version_path("swap_replica", replica_id, model, version)
+        path, copied_bytes = await self._bring("swap_replica", replica_id, model, version)
         # Adapters belong to the weights they were trained on; the engine waits for those that it has requests of.
         await self._routing.withhold_adapters(replica_id)
         try:
-            detail = await self._ask_replica("swap_replica", replica_id, "swap", model, version, str(path))
+            detail = await self._ask_replica("swap_replica", replica_id, "swap", model, version, path)
         except EffectFailed:
             self._routing.offer_adapters(replica_id)
             raise
         if self._routing.is_open(replica_id):
-            await self._routing.open(replica_id, model, version, self._box.socket_path(replica_id))
-        return detail
+            await self._open(replica_id, model, version)
+        return {**detail, "copied_bytes": copied_bytes}
 
     async def unload_adapter(self, name: str) -> None:
         """No engine knows the adapter `NAME@VERSION` any more, once its requests have ended. Raises EffectFailed."""
         for replica_id in list(self._replicas):
             await self._ask_replica("unload_adapter", replica_id, "unload_adapter", name)
 
-    def _new_replica(self, replica_id: str) -> Any:
-        replica = named_actor(
-            Replica, ACTOR + replica_id, self._box.warm_socket("serve"), str(self._box.log_dir), self._engine
-        )
-        self._replicas[replica_id] = replica
-        return replica
+    async def _open(self, replica_id: str, model: str, version: str) -> None:
+        socket_path = await self._nodes.local_socket(self._places[replica_id], replica_id)
+        await self._routing.open(replica_id, model, version, str(socket_path))
 
-    async def _replica_spec(self, order: ReplicaOrder) -> ReplicaSpec:
-        path = await self._version_path("start_replica", order.id, order.model, order.version)
-        devices = [self._box.device(device_id) for device_id in order.devices]
-        return ReplicaSpec(
+    async def _replica_spec(self, order: ReplicaOrder, place: Place) -> tuple[ReplicaSpec, int]:
+        """What the engine is to be told, and the bytes that had to be copied to its node."""
+        path, copied_bytes = await self._version_path("start_replica", order.id, order.model, order.version, place)
+        devices = [self._nodes.device(device_id) for device_id in order.devices]
+        spec = ReplicaSpec(
             replica_id=order.id,
             model=order.model,
             version=order.version,
             version_path=str(path),
-            socket_path=self._box.socket_path(order.id),
+            socket_path=str(place.socket_path(order.id)),
             devices=tuple(device.index for device in devices),
             kind=devices[0].kind,
-            shm_root=str(self._box.shm_root),
+            shm_root=str(place.shm_root),
+            node=place.name,
             tensor_parallel=order.tensor_parallel,
             **self._versions.engine_settings(order.model, order.tensor_parallel),
         )
+        return spec, copied_bytes
 
-    async def _version_path(self, verb: str, target: str, model: str, version: str) -> Path:
+    async def _version_path(
+        self, verb: str, target: str, model: str, version: str, place: Place
+    ) -> tuple[Path, int]:
         try:
-            return await self._versions.in_memory(model, version)
+            at_home = await self._versions.in_memory(model, version)
         except (LookupError, OSError) as error:
             raise EffectFailed(verb, target, f"version {version} of {model} cannot be read: {error}") from error
+        return await self._nodes.bring(place, at_home, verb, target)
+
+    async def _bring(self, verb: str, replica_id: str, model: str, version: str) -> tuple[str, int]:
+        place = self._places.get(replica_id)
+        if place is None:
+            raise EffectFailed(verb, replica_id, "there is no such engine")
+        path, copied_bytes = await self._version_path(verb, replica_id, model, version, place)
+        return str(path), copied_bytes
 
     async def _status(self, verb: str, replica_id: str) -> dict[str, Any]:
         return await self._ask_replica(verb, replica_id, "status")
@@ -210,11 +230,13 @@ class Replicas:
             status = await replica.status.remote()
         except RayError:
             return ReplicaObserved(replica_id, "", "", "dead", ())
-        state = status["state"]
+        state, node = status["state"], status["node"]
+        if (place := self._nodes.place(node)) is not None:
+            self._places[replica_id] = place
         if state == "ready":
             self._watch(replica_id, replica)
             state = "open" if self._routing.is_open(replica_id) else "ready"
-        devices = tuple(f"n0/{index}" for index in status["devices"])
+        devices = tuple(f"{node}/{index}" for index in status["devices"])
         return ReplicaObserved(replica_id, status["model"], status["version"], state, devices)
 
     async def resident_bytes(self) -> dict[str, int]:

@@ -49,12 +49,14 @@ class JobView:
     held once the hand-over in flight has ended (`busy` "coming"). `allowed_sizes`: world sizes it can run at; empty
     means every size from `min_devices` to `max_devices`. `priority`: higher first. `not_before_s`: backoff. `lacks`:
     what the box lacks for it to begin, as a sentence; it is not started before that is "".
+    `nodes`: wholly on one of these; empty: anywhere, also across nodes.
     """
 
     id: str
     min_devices: int = 1
     max_devices: int = 1
     allowed_sizes: tuple[int, ...] = ()
+    nodes: tuple[str, ...] = ()
     priority: int = 0
     submitted_s: float = 0.0
     preemptible: bool = True

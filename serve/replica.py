@@ -120,9 +120,10 @@ class Replica:
                 "state": "dead", "model": spec and spec.model, "version": spec and spec.version, "pid": None,
                 "rss_bytes": 0, "running": 0, "waiting": 0, "adapters": None,
                 "devices": list(spec.devices) if spec else [],
+                "node": spec.node if spec else "",
             }
         answer = await self._call("status", self._config.sleep_timeout_s)
-        return {**answer, "pid": self._child.pid, "devices": list(self._spec.devices)}
+        return {**answer, "pid": self._child.pid, "devices": list(self._spec.devices), "node": self._spec.node}
 
     async def stop(self) -> None:
         """End the engine and everything it started; harmless when there is none."""

@@ -23,7 +23,7 @@ INNER_SOCKET_BYTES = 38
 class ReplicaSpec:
     """One vLLM engine on one or more devices.
 
-    `devices` are local device indexes on the replica's node; `tensor_parallel` of them are used.
+    `devices` are local device indexes on the replica's `node`; `tensor_parallel` of them are used.
     `kv_cache_bytes` is per worker, always given: vLLM's own fraction of memory means something else on every
     version. `max_model_len` None takes the model's own. `version_path` is a HF checkpoint directory on tmpfs.
     `adapter_slots` LoRA adapters of at most `adapter_max_rank` take part in one batch (0: none at all),
@@ -51,6 +51,7 @@ class ReplicaSpec:
     adapter_max_rank: int = 0
     adapters_resident: int = 0
     adapter_roots: tuple[str, ...] = ()
+    node: str = "n0"
 
     def __post_init__(self) -> None:
         for field in ("replica_id", "model", "version"):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import re
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -93,6 +96,39 @@ def up(
         output.draw(_ready(answer, detach))
     if not detach:
         _stay(process)
+
+
+@app.command(
+    epilog=examples(
+        "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6 --token-file ray.token",
+        "",
+        "On the box: set node_address in [box], start it with `appliance up`, and copy <data dir>/ray.token over.",
+        "The nodes' network must be private: tokens never travel on it, requests and weights do, unencrypted.",
+        "Engines run on every node, fine-tuning jobs on the box's own for now.",
+    )
+)
+def join(
+    head: Annotated[str, typer.Argument(metavar="HOST:PORT", help="node_address:node_port of the box.")],
+    name: Annotated[str, typer.Option("--name", help="Its devices are then called NAME/0, NAME/1, ...")],
+    address: Annotated[str, typer.Option("--address", help="This machine's own on the network of the nodes.")],
+    token_file: Annotated[Path, typer.Option("--token-file", exists=True, dir_okay=False, readable=True)],
+    data_dir: DATA_DIR = None,
+    devices: Annotated[str | None, typer.Option("--devices", metavar="auto|N")] = None,
+) -> None:
+    """Give this machine's devices to a box that runs on another machine; in the foreground until Ctrl-C."""
+    from appliance.config import ConfigError, load_config
+
+    if not re.fullmatch(r"[a-z][a-z0-9-]{0,30}", name) or name == "n0":
+        raise BadUsage(f"--name is {name!r}; expected small letters, digits and dashes, and not n0, the box itself")
+    try:
+        asked = {"data_dir": data_dir, "devices": _devices(devices), "node_address": address}
+        resolved = load_config(None, asked)
+    except ConfigError as error:
+        raise BadUsage(str(error)) from error
+    os.execv(sys.executable, [
+        sys.executable, "-m", "appliance.node", "--config-json", resolved.model_dump_json(), "--head", head,
+        "--token-path", str(token_file.resolve()), "--name", name,
+    ])  # fmt: skip
 
 
 @app.command(epilog=examples("appliance down", "appliance down --data-dir /srv/box"))

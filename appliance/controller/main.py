@@ -43,20 +43,19 @@ from appliance.wiring.job_room import JobRoom
 from appliance.wiring.job_runs import JobRuns
 from appliance.wiring.journal import SqliteJournal
 from appliance.wiring.model_work import LibraryOps
+from appliance.wiring.places import place_of, weight_budget_bytes
 from appliance.wiring.scheduler_port import LoopPort
 from appliance.wiring.state_store import SqliteStateStore
 from appliance.wiring.tier_flow import TierFlow
 from appliance.wiring.tier_levels import make_levels
 from appliance.wiring.versions import VersionShelf
-from runtime.node import WarmSpec
 from runtime.process import die_with_parent
 from scheduler.discovery import discover_devices
 from scheduler.inventory import Device
 from scheduler.loop import SchedulerLoop
 from scheduler.ports import SystemClock
-from scheduler.ray_box import RayBox
 from scheduler.ray_effects import RayEffects
-from train.rank_host import WARM_ENV
+from scheduler.ray_nodes import Nodes
 from weights.store import WeightStore
 
 log = logging.getLogger(__name__)
@@ -107,8 +106,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     )
     events = JobEvents(db, paths.files, config.controller.organization)
     runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, flow, lambda: port.nudge("published"))
-    ray_box = _ray_box(paths, devices)
-    effects = RayEffects(ray_box, routing, shelf, runs, config.serve)
+    nodes = Nodes(place_of(config, paths, devices))
+    effects = RayEffects(nodes, routing, shelf, runs, config.serve)
     states = SqliteStateStore(
         db, events, routing.demand, config.box.serving_floor, len(devices), config.serve, routing.refresh,
         JobRoom(db, store, _facts(devices, store)).waits_for,
@@ -138,13 +137,14 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     )
     routing.refresh()
     await bus.start()
-    await ray_box.connect()
+    await nodes.connect()
     states.after_restart(adopted={group.job_id for group in (await effects.observe()).groups if group.ended is None})
 
     server = _Server(uvicorn.Config(create_app(context), log_config=None, access_log=False, http="httptools"))
     async with asyncio.TaskGroup() as tasks:
         deciding = tasks.create_task(loop.run(), name="scheduler loop")
         serving = tasks.create_task(server.serve(sockets=[_listen(paths.controller_socket)]), name="control routes")
+        counting = tasks.create_task(effects.watch(), name="nodes that come and go")
         watching = tasks.create_task(port.watch_memory(), name="memory watch")
         if limits.read(db)["measured_s"] is None:
             tasks.create_task(limits.measure(db, devices[0].kind == "cuda"), name="limits of the hardware")
@@ -154,6 +154,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         log.info("ending: suspending jobs and saving what only memory holds")
         server.should_exit = True
         loop.stop()
+        counting.cancel()
         watching.cancel()
         tidying.cancel()
         flowing.cancel()
@@ -174,8 +175,7 @@ class _Server(uvicorn.Server):
 
 
 def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
-    space = os.statvfs(paths.shm_root)
-    budget_bytes = config.weights.budget_for(space.f_blocks * space.f_frsize)
+    budget_bytes = weight_budget_bytes(config, paths)
     store = WeightStore(paths.shm_root, budget_bytes=budget_bytes, pool_bytes=config.weights.pool_bytes)
     swept = store.sweep()
     for error in swept.damaged:
@@ -198,19 +198,6 @@ async def _save_everything(effects: RayEffects, flow: TierFlow) -> bool:
 def _facts(devices: tuple[Device, ...], store: WeightStore) -> BoxFacts:
     memory_bytes = min(device.memory_bytes for device in devices)
     return BoxFacts(len(devices), devices[0].kind, memory_bytes, store.budget_bytes, store.room_bytes())
-
-
-def _ray_box(paths: BoxPaths, devices) -> RayBox:
-    def warm(name: str, socket_path: Path, env: tuple[tuple[str, str], ...] = ()) -> WarmSpec:
-        return WarmSpec(name, f"{name}.preload", str(socket_path), str(paths.logs / f"warm-{name}.log"), env)
-
-    return RayBox(
-        devices=devices,
-        run_dir=paths.run,
-        log_dir=paths.logs,
-        shm_root=paths.shm_root,
-        warm=(warm("serve", paths.warm_serve_socket), warm("train", paths.warm_train_socket, WARM_ENV)),
-    )
 
 
 def _listen(path: Path) -> socket.socket:

@@ -15,6 +15,7 @@ from appliance.store import box, deployments, job_records, jobs, models
 from appliance.store.adapters import AdapterRow
 from appliance.store.database import Database
 from appliance.store.rows import DeploymentRow, JobRow
+from scheduler.discovery import HEAD_NODE
 from scheduler.ports import Outcome
 from scheduler.workload import Demand, DeploymentView, JobView, Workload
 from serve.config import EngineConfig
@@ -158,6 +159,8 @@ class SqliteStateStore:
             max_devices=most,
             allowed_sizes=sizes,
             remaining_device_s=self._remaining_device_s.get(row.id),
+            # Its data and snapshots are on the home node's disk and in its shared memory, and are not moved yet.
+            nodes=(HEAD_NODE,),
             priority=row.priority,
             submitted_s=row.created_s,
             phase="paused" if row.wanted == "pause" else "suspended" if row.phase == "suspended" else "wanted",

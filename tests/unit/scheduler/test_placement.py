@@ -72,3 +72,14 @@ def test_devices_nobody_has_to_leave_come_first() -> None:
     pool, idle = Pool(box_of(8)), Pool(box_of(8)[6:])
     assert pool.choose(2, only=idle) == ("n0/6", "n0/7")
     assert pool.choose(3, only=idle) == ("n0/0", "n0/1", "n0/2")
+
+
+def test_wholly_on_one_of_the_nodes_named() -> None:
+    pool = Pool(box_of(8, nodes=3))
+    pool.take([f"n0/{i}" for i in range(6)] + ["n1/0"])
+    assert pool.choose(2, nodes=("n1", "n2")) == ("n1/1", "n1/2"), "tighter than n2, and n0 is not named"
+    assert pool.choose(8, nodes=("n0", "n1")) is None
+    assert pool.choose(4, nodes=("n0", "n2"), near=("n2/5", "n2/6")) == ("n2/4", "n2/5", "n2/6", "n2/7")
+    idle = Pool(box_of(8, nodes=3))
+    idle.take([f"n1/{i}" for i in range(8)])
+    assert pool.choose(3, nodes=("n1", "n2"), only=idle) == ("n2/0", "n2/1", "n2/2"), "nobody has to leave n2"

@@ -1,0 +1,79 @@
+"""A further node of a box: Ray joined to the box's head, this node's devices and memory announced, until told to stop.
+
+    python -m appliance.node --config-json JSON --head HOST:PORT --token-path FILE --name NAME
+
+Nothing decides here: the controller at home starts engines through Ray's actors on this node. When this process ends,
+however, everything below it ends with it, and the box goes on with the devices it has left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from appliance import ray_head
+from appliance.config import BoxConfig, load_resolved
+from appliance.paths import BoxPaths
+from appliance.supervised import BOX_VARIABLE, kill_leftovers
+from appliance.wiring.places import place_of
+from runtime.process import kill_group
+from scheduler.discovery import discover_devices
+from scheduler.errors import NodeNameTaken
+from scheduler.ray_nodes import announced_from
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="appliance.node", description=__doc__)
+    parser.add_argument("--config-json", required=True)
+    parser.add_argument("--head", required=True)
+    parser.add_argument("--token-path", type=Path, required=True)
+    parser.add_argument("--name", required=True)
+    options = parser.parse_args(argv)
+    config = load_resolved(options.config_json)
+    paths = BoxPaths.of(Path(config.box.data_dir))
+    paths.create()
+    paths.ray_token.write_bytes(options.token_path.read_bytes())
+    try:
+        return asyncio.run(_run(config, paths, options.head, options.name))
+    except (ray_head.RayStartError, NodeNameTaken) as error:
+        print(f"this node did not join: {error}", file=sys.stderr)
+        return 1
+
+
+async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str) -> int:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    kill_leftovers(paths.box_id)
+    devices = discover_devices(config.box.devices, name)
+    environment = {**os.environ, **ray_head.environment(paths), BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1"}
+    os.environ.update(environment)
+    place = place_of(config, paths, devices)
+    ray = await ray_head.join(
+        paths, head, place.address, [device.id for device in devices], paths.logs / "ray.log", environment
+    )
+    try:
+        await announced_from(place, head)
+        print(f"{name} joined the box at {head} with {len(devices)} devices; Ctrl-C takes it out again", flush=True)
+        ended = asyncio.create_task(ray.wait())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return 0 if stop.is_set() else 1
+    finally:
+        if ray.returncode is None:
+            ray.terminate()
+            await ray.wait()
+        kill_group(ray.pid)
+        kill_leftovers(paths.box_id)
+        ray_head.remove_files(paths)
+        shutil.rmtree(paths.shm_root, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

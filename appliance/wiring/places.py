@@ -1,0 +1,38 @@
+"""Where this node of the box keeps what, as the scheduler has to know it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from appliance.config import BoxConfig
+from appliance.paths import BoxPaths
+from runtime.node import WarmSpec
+from scheduler.inventory import Device
+from scheduler.ray_node import Place
+from train.rank_host import WARM_ENV
+
+LOOPBACK = "127.0.0.1"
+
+
+def place_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) -> Place:
+    def warm(name: str, socket_path: Path, env: tuple[tuple[str, str], ...] = ()) -> WarmSpec:
+        return WarmSpec(name, f"{name}.preload", str(socket_path), str(paths.logs / f"warm-{name}.log"), env)
+
+    return Place(
+        name=devices[0].node,
+        address=config.box.node_address or LOOPBACK,
+        devices=devices,
+        run_dir=paths.run,
+        log_dir=paths.logs,
+        shm_root=paths.shm_root,
+        warm=(warm("serve", paths.warm_serve_socket), warm("train", paths.warm_train_socket, WARM_ENV)),
+        token_path=paths.ray_token,
+        budget_bytes=weight_budget_bytes(config, paths),
+    )
+
+
+def weight_budget_bytes(config: BoxConfig, paths: BoxPaths) -> int | None:
+    """What the weight store may take of this node's shared memory."""
+    space = os.statvfs(paths.shm_root)
+    return config.weights.budget_for(space.f_blocks * space.f_frsize)

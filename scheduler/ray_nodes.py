@@ -1,0 +1,208 @@
+"""All nodes of the box: which are there, what they have, and how to reach it from home.
+
+A node joins by Ray's own clustering (`ray start --address`) and announces itself with an actor `node:<name>` pinned to
+it. It is gone when Ray says so; then its devices leave the inventory at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from scheduler.effects import Event, InventoryChanged
+from scheduler.errors import EffectFailed, NodeNameTaken
+from scheduler.inventory import Device
+from scheduler.ray_actors import actor_names, ask, find_actor, named_actor
+from scheduler.ray_fences import DEVICE_RESOURCE
+from scheduler.ray_node import NODE, Node, Place
+from weights.lease import StoredVersion
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "appliance"
+WARM_TIMEOUT_S = 180.0
+LOOK_EVERY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    place: Place
+    ray_id: str
+    actor: Any
+
+
+class Nodes:
+    """The nodes as the controller knows them. `home` is its own. Ray must be initialised."""
+
+    def __init__(self, home: Place):
+        self.home = home
+        self._known: dict[str, _Known] = {}
+
+    async def connect(self) -> None:
+        """Start or find the home node's agent and see who else is there. Warm parents start in the background."""
+        await announce(self.home)
+        await self.look()
+
+    async def watch(self, tell: Callable[[Event], None]) -> None:
+        """Tells of every node that comes or goes."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if await self.look():
+                tell(InventoryChanged())
+
+    async def look(self) -> bool:
+        """Take in who joined and forget who is gone; True if anybody did."""
+        alive = await _alive()
+        before = set(self._known)
+        for name, known in list(self._known.items()):
+            if known.ray_id not in alive:
+                log.error("node %s is gone, and with it its %d devices", name, len(known.place.devices))
+                del self._known[name]
+        for name in {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)} - before:
+            await self._take_in(name, alive)
+        for name, known in list(self._known.items()):
+            if find_actor(NODE + name) is None:  # its agent died alone: engines and ranks there go on
+                self._known[name] = _Known(known.place, known.ray_id, await _start(known.place, known.ray_id))
+        return set(self._known) != before
+
+    async def _take_in(self, name: str, alive: dict[str, set[str]]) -> None:
+        actor = find_actor(NODE + name)
+        if actor is None:
+            return
+        try:
+            place = await actor.place.remote()
+        except RayError:
+            return  # it died just now
+        ray_id = _ray_id(place, alive)
+        if ray_id is not None:
+            if name != self.home.name:
+                log.info("node %s joined with %d devices", name, len(place.devices))
+            self._known[name] = _Known(place, ray_id, actor)
+
+    # --- what they have
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Home's first, then the others' by name."""
+        names = sorted(self._known, key=lambda name: (name != self.home.name, len(name), name))
+        return tuple(device for name in names for device in self._known[name].place.devices)
+
+    def device(self, device_id: str) -> Device:
+        """Raises LookupError when it or its node is gone."""
+        known = self._known.get(device_id.partition("/")[0])
+        found = next((d for d in known.place.devices if d.id == device_id), None) if known else None
+        if found is None:
+            raise LookupError(f"device {device_id} is gone")
+        return found
+
+    def place(self, name: str) -> Place | None:
+        """None when the node is gone."""
+        known = self._known.get(name)
+        return known.place if known else None
+
+    def place_of(self, device_ids: tuple[str, ...], verb: str, target: str) -> Place:
+        """The one node that has all these devices; raises EffectFailed, said of this verb and target."""
+        try:
+            nodes = {self.device(device_id).node for device_id in device_ids}
+        except LookupError as error:
+            raise EffectFailed(verb, target, str(error)) from error
+        if len(nodes) != 1:
+            raise EffectFailed(verb, target, f"its devices {', '.join(device_ids)} are on {len(nodes)} nodes")
+        return self._known[nodes.pop()].place
+
+    def here(self, body: type, name: str, place: Place, *arguments: Any) -> Any:
+        """Start or find an actor on this node. Raises EffectFailed when the node is gone."""
+        known = self._known.get(place.name)
+        if known is None:
+            raise EffectFailed("start", name, f"node {place.name} is gone")
+        return named_actor(body, name, known.ray_id, *arguments)
+
+    async def wait_warm(self, place: Place, name: str, verb: str, target: str) -> None:
+        """Returns when the node's warm parent takes requests."""
+        await ask(verb, target, self._actor(place, verb, target).wait_warm.remote(name, WARM_TIMEOUT_S))
+
+    # --- reaching it from home
+
+    async def bring(self, place: Place, version_dir: Path, verb: str, target: str) -> tuple[Path, int]:
+        """Where the node has this version of home's shared memory, copied over if need be, and the bytes that took."""
+        if place.name == self.home.name:
+            return version_dir, 0
+        stored = StoredVersion.read(version_dir)
+        address = await self._relay(self.home, verb, target)
+        copied = await ask(
+            verb,
+            target,
+            self._actor(place, verb, target).copy_version.remote(address, stored.model, stored.version, version_dir),
+        )
+        return copied["path"], copied["bytes"]
+
+    async def local_socket(self, place: Place, replica_id: str) -> Path:
+        """A socket of this node that leads to the replica's engine, wherever that is."""
+        path = self.home.socket_path(replica_id)
+        if place.name != self.home.name:
+            address = await self._relay(place, "open_replica", replica_id)
+            home = self._actor(self.home, "open_replica", replica_id)
+            await ask(
+                "open_replica", replica_id, home.open_tunnel.remote(path, address, place.socket_path(replica_id))
+            )
+        return path
+
+    async def close_socket(self, place: Place, replica_id: str) -> None:
+        if place.name != self.home.name:
+            home = self._actor(self.home, "stop_replica", replica_id)
+            await ask("stop_replica", replica_id, home.close_tunnel.remote(self.home.socket_path(replica_id)))
+
+    def _actor(self, place: Place, verb: str, target: str) -> Any:
+        known = self._known.get(place.name)
+        if known is None:
+            raise EffectFailed(verb, target, f"node {place.name} is gone")
+        return known.actor
+
+    async def _relay(self, place: Place, verb: str, target: str) -> tuple[str, int]:
+        return tuple(await ask(verb, target, self._actor(place, verb, target).relay_address.remote()))
+
+
+async def announce(place: Place) -> None:
+    """Make this node known to the box, once Ray runs on it. Raises NodeNameTaken, LookupError without Ray here."""
+    ray_id = _ray_id(place, await _alive())
+    if ray_id is None:
+        raise LookupError(f"no Ray node has the devices of {place.name}; `ray start` names them as resources")
+    actor = await _start(place, ray_id)
+    known = await actor.place.remote()
+    if known != place:
+        raise NodeNameTaken(place.name, known.address)
+
+
+async def announced_from(place: Place, head: str) -> None:
+    """Announce a node whose Ray has joined the head at `head`, from a process of its own on that node."""
+    await asyncio.to_thread(
+        ray.init, address=head, namespace=NAMESPACE, log_to_driver=False, _node_ip_address=place.address
+    )
+    try:
+        await announce(place)
+    finally:
+        ray.shutdown()
+
+
+async def _start(place: Place, ray_id: str) -> Any:
+    actor = named_actor(Node, NODE + place.name, ray_id, place)
+    await actor.start.remote()
+    return actor
+
+
+async def _alive() -> dict[str, set[str]]:
+    """Ray's id of each living node, and the names of the resources it came with."""
+    nodes = await asyncio.to_thread(ray.nodes)
+    return {node["NodeID"]: set(node["Resources"]) for node in nodes if node["Alive"]}
+
+
+def _ray_id(place: Place, alive: dict[str, set[str]]) -> str | None:
+    wanted = {f"{DEVICE_RESOURCE}{device.id}" for device in place.devices}
+    return next((ray_id for ray_id, resources in alive.items() if wanted <= resources), None)
