@@ -65,6 +65,16 @@ class SchedulerConfig(BaseModel):
     replica_stable_s: Seconds = 60.0
     """A replica that stayed open this long wipes its model's failures."""
 
+    # --- devices that fail
+    device_deaths: int = Field(2, ge=0)
+    """Ranks or engines that die on one device before it is cordoned; 0: never for that reason."""
+    death_window_s: Seconds = 600.0
+    """Within how long they must have died."""
+    hot_for_s: Seconds = 30.0
+    """How long a GPU may be above its slowdown temperature before it is cordoned."""
+    device_check_s: Seconds = 5.0
+    """How often the driver is asked about the health of every GPU."""
+
     # --- looking
     observe_every_s: Seconds = 30.0
     """Level trigger: how often the truth is read again without any event asking for it."""

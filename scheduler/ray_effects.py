@@ -17,7 +17,7 @@ import asyncio
 from scheduler.effects import Event, Observed
 from scheduler.ray_fences import Fences
 from scheduler.ray_groups import Groups, Jobs
-from scheduler.ray_nodes import Nodes
+from scheduler.ray_nodes import Nodes, OnDeath
 from scheduler.ray_replicas import Replicas, Routing, Versions
 from serve.config import EngineConfig
 
@@ -39,6 +39,10 @@ class RayEffects:
         self.swap_replica, self.unload_adapter = self._replicas.swap_replica, self._replicas.unload_adapter
         self.start_group, self.suspend_group = self._groups.start_group, self._groups.suspend_group
         self.stop_group = self._groups.stop_group
+
+    def on_death(self, told: OnDeath) -> None:
+        """Have this called whenever a rank or engine ends without being asked to."""
+        self._replicas.on_death = self._groups.on_death = told
 
     async def watch(self) -> None:
         """Makes events of nodes that come and go, for as long as it runs."""

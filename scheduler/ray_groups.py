@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +17,7 @@ from scheduler.effects import Detail, Event, GroupEnded, GroupObserved, Inventor
 from scheduler.errors import EffectFailed
 from scheduler.inventory import Device, Holder, Lease
 from scheduler.ray_actors import actor_names, ask, first_line
-from scheduler.ray_nodes import Nodes
+from scheduler.ray_nodes import Nodes, OnDeath
 from train.group import Group
 from train.rank_host import RankHost
 from train.spec import TrainSpec
@@ -54,6 +54,7 @@ class Groups:
 
     def __init__(self, nodes: Nodes, jobs: Jobs, tell: Callable[[Event], None]):
         self._nodes, self._jobs, self._tell = nodes, jobs, tell
+        self.on_death: OnDeath = lambda device_ids, holder, reason: None
         self._hosts: dict[str, Any] = {}
         self._groups: dict[str, _RunningGroup] = {}
         self._starting: set[str] = set()
@@ -80,7 +81,7 @@ class Groups:
             await self._start(job_id, group, spec, hosts, devices, snapshot)
         finally:
             self._starting.discard(job_id)
-        self._attend(job_id, group, lease)
+        self._attend(job_id, group, lease, lease.device_ids)
         return {"seconds": time.monotonic() - began_s, "snapshot": snapshot.name if snapshot else None}
 
     async def _start(self, job_id: str, group: Group, spec: TrainSpec, hosts: list[_Host], devices: list[Device],
@@ -119,8 +120,8 @@ class Groups:
         self._jobs.on_stopped(job_id)
         return None
 
-    def _attend(self, job_id: str, group: Group, lease: Lease) -> None:
-        running = self._groups[job_id] = _RunningGroup(group, lease)
+    def _attend(self, job_id: str, group: Group, lease: Lease, in_order: Sequence[str]) -> None:
+        running = self._groups[job_id] = _RunningGroup(group, lease, tuple(in_order))
         running.watcher = asyncio.create_task(self._wait_group(job_id, running))
 
     async def _wait_group(self, job_id: str, running: _RunningGroup) -> None:
@@ -131,6 +132,8 @@ class Groups:
                 self._tell(InventoryChanged())
             return
         error = outcome.error or {}
+        if error.get("retryable") and error["code"] not in ("rank_hung", "killed"):
+            self.on_death((running.in_order[error["rank"]],), f"job {job_id}", error["reason"])
         running.ended = GroupEnded(
             job_id,
             running.lease.id,
@@ -200,7 +203,7 @@ class Groups:
         in_order = sorted(places, key=lambda device_id: places[device_id]["rank"])
         group = Group(on_event=lambda event: self._jobs.on_event(job_id, event))
         await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in in_order])
-        self._attend(job_id, group, lease)
+        self._attend(job_id, group, lease, in_order)
 
     async def stop_all(self) -> None:
         await asyncio.gather(*(self.stop_group(job_id) for job_id in list(self._groups)))
@@ -210,6 +213,7 @@ class Groups:
 class _RunningGroup:
     group: Group
     lease: Lease
+    in_order: tuple[str, ...]  # device of each rank
     watcher: asyncio.Task | None = None
     ended: GroupEnded | None = None
     leaving: bool = False

@@ -16,6 +16,8 @@ from typing import Any
 
 from runtime.node import NodeAgent, WarmSpec
 from runtime.relay import Relay, Tunnels, fetch_directory
+from scheduler.device_health import Reading
+from scheduler.device_readings import DeviceReadings
 from scheduler.inventory import Device
 from weights.lease import Lease
 from weights.store import WeightStore
@@ -53,11 +55,16 @@ class Node(NodeAgent):
         token = place.token_path.read_bytes()
         self._relay = Relay(place.address, token, sockets=place.run_dir / "r", folders=(place.shm_root,))
         self._tunnels, self._token = Tunnels(token), token
+        self._health = DeviceReadings(place.devices)
         self._copying = asyncio.Lock()
         self._held: dict[str, Lease] = {}
 
     async def place(self) -> Place:
         return self._place
+
+    async def readings(self) -> tuple[Reading, ...]:
+        """The health of this node's GPUs; empty on a node without."""
+        return await asyncio.to_thread(self._health.read)
 
     async def relay_address(self) -> tuple[str, int]:
         """Where other nodes reach this one's engines and versions; opened by the first who asks."""

@@ -16,6 +16,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from scheduler.device_health import Reading
 from scheduler.effects import Event, InventoryChanged
 from scheduler.errors import EffectFailed, NodeNameTaken
 from scheduler.inventory import Device
@@ -31,6 +32,10 @@ WARM_TIMEOUT_S = 180.0
 LOOK_EVERY_S = 1.0
 
 
+# Device ids, the job or model that something died of, and why it died.
+OnDeath = Callable[[tuple[str, ...], str, str], None]
+
+
 @dataclass(frozen=True, slots=True)
 class _Known:
     place: Place
@@ -43,6 +48,7 @@ class Nodes:
 
     def __init__(self, home: Place):
         self.home = home
+        self.on_change: Callable[[str, str], None] = lambda name, what: None
         self._known: dict[str, _Known] = {}
 
     async def connect(self) -> None:
@@ -65,6 +71,7 @@ class Nodes:
             if known.ray_id not in alive:
                 log.error("node %s is gone, and with it its %d devices", name, len(known.place.devices))
                 del self._known[name]
+                self.on_change(name, "lost")
         for name in {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)} - before:
             await self._take_in(name, alive)
         for name, known in list(self._known.items()):
@@ -85,6 +92,8 @@ class Nodes:
             if name != self.home.name:
                 log.info("node %s joined with %d devices", name, len(place.devices))
             self._known[name] = _Known(place, ray_id, actor)
+            if name != self.home.name:
+                self.on_change(name, "joined")
 
     # --- what they have
 
@@ -123,6 +132,15 @@ class Nodes:
         if known is None:
             raise EffectFailed("start", name, f"node {place.name} is gone")
         return named_actor(body, name, known.ray_id, *arguments)
+
+    async def readings(self) -> tuple[Reading, ...]:
+        """The health of every GPU, as the drivers of all nodes tell it. A node that does not answer tells nothing."""
+        actors = [known.actor for known in self._known.values()]
+        answers = await asyncio.gather(*(actor.readings.remote() for actor in actors), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, RayError):
+                raise answer
+        return tuple(one for answer in answers if not isinstance(answer, BaseException) for one in answer)
 
     async def wait_warm(self, place: Place, name: str, verb: str, target: str) -> None:
         """Returns when the node's warm parent takes requests."""

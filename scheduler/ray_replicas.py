@@ -15,7 +15,7 @@ from scheduler.effects import Detail, Event, ReplicaDied, ReplicaObserved, Repli
 from scheduler.errors import EffectFailed
 from scheduler.ray_actors import actor_names, ask, find_actor, until_unnamed
 from scheduler.ray_node import Place
-from scheduler.ray_nodes import Nodes
+from scheduler.ray_nodes import Nodes, OnDeath
 from serve.config import EngineConfig
 from serve.replica import Replica
 from serve.spec import ReplicaSpec
@@ -68,6 +68,7 @@ class Replicas:
         tell: Callable[[Event], None],
     ):
         self._nodes, self._routing, self._versions, self._engine, self._tell = nodes, routing, versions, engine, tell
+        self.on_death: OnDeath = lambda device_ids, holder, reason: None
         self._replicas: dict[str, Any] = {}
         self._places: dict[str, Place] = {}
         self._watchers: dict[str, asyncio.Task] = {}
@@ -204,6 +205,10 @@ class Replicas:
     async def _wait_dead(self, replica_id: str, replica: Any) -> None:
         try:
             reason = str((await replica.wait_dead.remote()).get("exit", "the engine ended"))
+            if replica_id not in self._stopping:
+                status = await replica.status.remote()
+                devices = tuple(f"{status['node']}/{index}" for index in status["devices"])
+                self.on_death(devices, f"model {status['model']}", reason)
         except RayError as error:
             reason = f"its supervisor died: {error}".splitlines()[0]
         if replica_id not in self._stopping:

@@ -155,7 +155,7 @@ class Group:
 
     async def kill(self) -> Outcome:
         """End now, as a failure that can be retried (the devices are needed, or the box goes down)."""
-        self._fail(0, "was killed on request", retryable=True)
+        self._fail(0, "was killed on request", retryable=True, code="killed")
         return await self.wait()
 
     async def wait(self) -> Outcome:
@@ -216,13 +216,14 @@ class Group:
             try:
                 report = await self._hosts[rank].call("ping", timeout_s=watch.ping_timeout_s)
             except ChildTimeout:
-                self._fail(rank, f"did not answer within {watch.ping_timeout_s} s (stopped or starved)", retryable=True)
+                self._fail(rank, f"did not answer within {watch.ping_timeout_s} s (stopped or starved)", retryable=True,
+                           code="rank_hung")  # fmt: skip
                 return
             except ChildDied:
                 return  # its listener knows more
             if report["phase"] != "done" and report["in_phase_s"] > watch.phase_limit_s:
                 self._fail(rank, f"hangs in phase {report['phase']!r} at step {report['step']} for "
-                           f"{report['in_phase_s']:.0f} s", retryable=True)  # fmt: skip
+                           f"{report['in_phase_s']:.0f} s", retryable=True, code="rank_hung")  # fmt: skip
                 return
 
     def _tell_started(self) -> None:

@@ -38,6 +38,7 @@ from appliance.paths import BoxPaths
 from appliance.ray_head import NAMESPACE
 from appliance.store.database import Database
 from appliance.wiring.asked import Asked
+from appliance.wiring.device_watch import DeviceWatch
 from appliance.wiring.gateways import BusRouting
 from appliance.wiring.job_room import JobRoom
 from appliance.wiring.job_runs import JobRuns
@@ -135,6 +136,9 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
             "data_dir": str(paths.data_dir),
         },
     )
+    health = DeviceWatch(db, nodes.readings, config.scheduler, loop.nudge)
+    nodes.on_change = health.node_changed
+    effects.on_death(health.died)
     routing.refresh()
     await bus.start()
     await nodes.connect()
@@ -145,6 +149,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         deciding = tasks.create_task(loop.run(), name="scheduler loop")
         serving = tasks.create_task(server.serve(sockets=[_listen(paths.controller_socket)]), name="control routes")
         counting = tasks.create_task(effects.watch(), name="nodes that come and go")
+        judging = tasks.create_task(health.run(), name="health of devices")
         watching = tasks.create_task(port.watch_memory(), name="memory watch")
         if limits.read(db)["measured_s"] is None:
             tasks.create_task(limits.measure(db, devices[0].kind == "cuda"), name="limits of the hardware")
@@ -155,6 +160,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         server.should_exit = True
         loop.stop()
         counting.cancel()
+        judging.cancel()
         watching.cancel()
         tidying.cancel()
         flowing.cancel()

@@ -1,0 +1,130 @@
+"""When a device is cordoned, from what was read of it and who died on it."""
+
+from __future__ import annotations
+
+import types
+
+import pynvml
+import pytest
+
+from scheduler.config import SchedulerConfig
+from scheduler.device_health import Death, Reading, failing
+from scheduler.device_readings import DeviceReadings
+from scheduler.inventory import Device
+
+CONFIG = SchedulerConfig(device_deaths=2, death_window_s=100, hot_for_s=30)
+
+
+def judged(*readings: Reading, deaths: tuple[Death, ...] = (), now_s: float = 1000.0) -> dict[str, str]:
+    return failing({"n0/0": readings} if readings else {}, deaths, now_s, CONFIG)
+
+
+def at(second: float, **told) -> Reading:
+    return Reading("n0/0", second, **told)
+
+
+@pytest.mark.parametrize(
+    "xid, bad", [(79, True), (48, True), (95, True), (119, True), (13, False), (31, False), (43, False)]
+)
+def test_an_xid_of_the_hardware_is_enough_one_of_an_application_is_not(xid, bad):
+    found = judged(at(1), at(6, xids=(xid,)), at(11))
+    assert found == ({"n0/0": f"reported Xid {xid}"} if bad else {})
+
+
+def test_memory_errors_count_from_where_the_watch_began():
+    assert judged(at(1, ecc_uncorrected=3), at(6, ecc_uncorrected=3)) == {}
+    assert judged(at(1, ecc_uncorrected=3), at(6, ecc_uncorrected=4)) == {"n0/0": "had 1 uncorrected memory error"}
+    assert judged(at(1), at(6, ecc_uncorrected=9)) == {}, "it did not tell before: nothing to compare with"
+    assert judged(at(1, remap_failed=True)) == {"n0/0": "could not remap a row of its memory"}
+
+
+def test_a_device_that_does_not_answer():
+    assert "GPU is lost" in judged(at(1), at(6, lost="GPU is lost"))["n0/0"]
+
+
+def test_heat_must_last():
+    hot = [at(second, temperature_c=90, slowdown_c=87) for second in range(0, 31, 5)]
+    assert judged(*hot[:-1]) == {}
+    assert judged(*hot) == {"n0/0": "was at 90 °C for 30 s, over its 87 °C"}
+    assert judged(*hot, at(35, temperature_c=80, slowdown_c=87)) == {}
+    assert judged(hot[0], at(15, temperature_c=80, slowdown_c=87), *hot[-2:]) == {}
+    assert judged(*(at(second, temperature_c=90) for second in range(0, 60, 5))) == {}, "no threshold is known"
+
+
+def test_two_deaths_within_the_window_whoever_died():
+    died = [Death("n0/1", "job a", 950, "died"), Death("n0/1", "model m", 990, "SIGBUS")]
+    assert judged(deaths=tuple(died)) == {"n0/1": "2 processes died on it within 100 s, the last: SIGBUS"}
+    assert judged(deaths=tuple(died), now_s=1060) == {}, "the first one is too long ago"
+    assert judged(deaths=(died[0], died[0])) != {}, "the same job twice on the same device"
+
+
+def test_who_dies_everywhere_is_itself_at_fault():
+    wanders = tuple(Death(f"n0/{i}", "job bad", 990 + i) for i in (0, 0, 1))
+    assert judged(deaths=wanders) == {}
+    assert set(judged(deaths=(*wanders, Death("n0/1", "job a", 995), Death("n0/1", "model m", 996)))) == {"n0/1"}
+
+
+def test_never_for_deaths_when_told_so():
+    deaths = [Death("n0/1", "job a", 950), Death("n0/1", "job a", 990)]
+    assert failing({}, deaths, 1000, SchedulerConfig(device_deaths=0)) == {}
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """An H100 and a GeForce, with answers in the shapes that the driver gives."""
+    state = types.SimpleNamespace(xids=[], lost=set(), ecc=0)
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlEventSetCreate", lambda: object())
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetIndex", lambda handle: handle)
+
+    def register(handle, kinds, events):
+        assert kinds == pynvml.nvmlEventTypeXidCriticalError
+        if handle == 1:
+            raise pynvml.NVMLError_NotSupported()
+
+    def wait(events, timeout_ms):
+        if not state.xids:
+            raise pynvml.NVMLError_Timeout()
+        index, xid = state.xids.pop(0)
+        return types.SimpleNamespace(device=index, eventData=xid)
+
+    def temperature(handle, sensor):
+        if handle in state.lost:
+            raise pynvml.NVMLError_GpuIsLost()
+        return 41 + handle
+
+    def on_the_h100_only(answer):
+        def ask(handle, *_):
+            if handle == 1:
+                raise pynvml.NVMLError_NotSupported()
+            return answer()
+
+        return ask
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceRegisterEvents", register)
+    monkeypatch.setattr(pynvml, "nvmlEventSetWait_v2", wait)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperature", temperature)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTemperatureThreshold", lambda handle, kind: 87)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetTotalEccErrors", on_the_h100_only(lambda: state.ecc))
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetRemappedRows", on_the_h100_only(lambda: (0, 1, 0, 0)))
+    return state
+
+
+def test_the_driver_is_read_as_far_as_it_tells(driver):
+    readings = DeviceReadings(tuple(Device(f"n0/{i}", "n0", i, "cuda") for i in range(2)))
+    first, second = readings.read()
+    assert (first.device_id, first.ecc_uncorrected, first.temperature_c, first.slowdown_c) == ("n0/0", 0, 41, 87)
+    assert (second.ecc_uncorrected, second.remap_failed, second.temperature_c) == (None, False, 42)
+    driver.xids, driver.ecc, driver.lost = [(0, 79), (0, 31)], 2, {1}
+    again, lost = readings.read()
+    assert (again.xids, again.ecc_uncorrected, lost.lost) == ((79, 31), 2, "GPU is lost")
+    told = {"n0/0": (first, again), "n0/1": (second, lost)}
+    assert failing(told, (), 0.0, CONFIG) == {
+        "n0/0": "reported Xid 79",
+        "n0/1": "does not answer any more (GPU is lost)",
+    }
+
+
+def test_logical_devices_have_no_driver_to_ask():
+    assert DeviceReadings((Device("n0/0", "n0", 0, "cpu"),)).read() == ()
