@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -141,7 +143,7 @@ class Runs:
 
 
 @pytest.fixture
-def cluster(monkeypatch, tmp_path):
+def cluster(monkeypatch):
     import tests.e2e.test_nodes as here
 
     cloudpickle.register_pickle_by_value(here)
@@ -160,9 +162,20 @@ def cluster(monkeypatch, tmp_path):
             num_cpus=1, num_gpus=0, resources=resources, object_store_memory=80 * 2**20, include_dashboard=False
         )
     ray.init(address=made.address, namespace="appliance", log_to_driver=False)
+    session = Path(made.head_node.get_session_dir_path())
     yield made, raylets
     ray.shutdown()
     made.shutdown()
+    shutil.rmtree(session)
+    (session.parent / "session_latest").unlink(missing_ok=True)
+
+
+@pytest.fixture
+def folder():
+    """Short, because Unix sockets lie below it."""
+    made = Path(tempfile.mkdtemp(prefix="n-"))
+    yield made
+    shutil.rmtree(made)
 
 
 def place(folder: Path, name: str) -> Place:
@@ -193,9 +206,9 @@ async def until(condition, what, timeout_s=60.0):
     assert condition(), what
 
 
-async def test_four_nodes_and_the_loss_of_one(cluster, tmp_path):
+async def test_four_nodes_and_the_loss_of_one(cluster, folder):
     _, raylets = cluster
-    places = {name: place(tmp_path, name) for name in NODES}
+    places = {name: place(folder, name) for name in NODES}
     for name in NODES[1:]:
         await announce(places[name])
     with pytest.raises(NodeNameTaken):
@@ -249,10 +262,11 @@ async def test_four_nodes_and_the_loss_of_one(cluster, tmp_path):
     finally:
         loop.stop()
         running[1].cancel()
-        await asyncio.gather(*running, return_exceptions=True)
+        ended = await asyncio.gather(*running, return_exceptions=True)
+        assert not isinstance(ended[0], Exception), ended[0]
 
 
-async def test_a_lease_keeps_what_is_left_of_it_and_gives_it_back(cluster, tmp_path):
+async def test_a_lease_keeps_what_is_left_of_it_and_gives_it_back(cluster):
     _, raylets = cluster
     fences, present = Fences(), {f"{name}/{i}" for name in NODES for i in range(8)}
     across = Lease("1:job:j", Holder("job", "j"), ("n1/0", "n2/0"))

@@ -1,0 +1,97 @@
+"""Events of a rank outlive the one who listens: numbered, kept until acknowledged, readable by the next listener."""
+
+from __future__ import annotations
+
+import asyncio
+
+from train.group import Group, Watch
+from train.rank_host import RankHost
+
+
+class Child:
+    """A forked rank, driven by the test."""
+
+    def __init__(self, name):
+        self.name, self.pid, self.alive, self.says = name, 1, True, asyncio.Queue()
+
+    async def next_event(self):
+        return await self.says.get()
+
+    async def call(self, method, timeout_s=None, **args):
+        return {"phase": "step", "step": 0, "in_phase_s": 0.0}
+
+    async def kill_and_wait(self):
+        if self.alive:
+            self.alive = False
+            self.says.put_nowait(None)
+
+    def say(self, event, **data):
+        self.says.put_nowait({"event": event, **data})
+
+
+def host(monkeypatch, tmp_path):
+    made = []
+
+    async def spawn(*_, name, **__):
+        made.append(Child(name))
+        return made[-1]
+
+    monkeypatch.setattr("train.rank_host.Child.spawn", spawn)
+    return RankHost("/warm.sock", str(tmp_path)), made
+
+
+async def test_events_are_kept_until_acknowledged_and_states_for_good(monkeypatch, tmp_path):
+    one, made = host(monkeypatch, tmp_path)
+    assert (await one.status())["job_id"] == ""
+    await one.start({"job_id": "j"}, 0, 1, "127.0.0.1", 1, "cpu")
+    (child,) = made
+    child.say("ready", step=0)
+    for step in (1, 2, 3):
+        child.say("metrics", step=step)
+    assert (await one.next_event(0))["event"] == "ready"
+    assert (await one.next_event(1))["step"] == 1
+    assert (await one.next_event(1))["step"] == 1, "asked again after a lost answer"
+    assert (await one.next_event(3))["step"] == 3
+    anew = [await one.next_event(0)]
+    anew.append(await one.next_event(anew[0]["number"]))
+    assert [event["event"] for event in anew] == ["ready", "metrics"] and anew[1]["step"] == 3, "1 and 2 were taken"
+    waiting = asyncio.create_task(one.next_event(4))
+    child.say("done", outcome="succeeded")
+    assert (await waiting)["event"] == "done"
+    child.alive = False
+    child.says.put_nowait(None)
+    assert await one.next_event(5) is None
+    status = await one.status()
+    assert (status["alive"], status["done"], status["job_id"]) == (False, True, "j")
+    await one.kill()
+    assert (await one.status())["job_id"] == "", "cleared: nobody adopts it any more"
+
+
+async def test_a_new_life_does_not_hear_the_old_ones_listener(monkeypatch, tmp_path):
+    one, made = host(monkeypatch, tmp_path)
+    await one.start({"job_id": "old"}, 0, 1, "127.0.0.1", 1, "cpu")
+    stale = asyncio.create_task(one.next_event(900))  # of a controller that is gone
+    await asyncio.sleep(0)
+    await one.start({"job_id": "new"}, 0, 1, "127.0.0.1", 1, "cpu")
+    made[1].say("ready", step=0)
+    assert (await one.next_event(0))["event"] == "ready"
+    assert await stale is None
+    assert (await one.next_event(0))["event"] == "ready"
+
+
+async def test_an_adopted_group_tells_what_was_missed_and_how_it_ended(monkeypatch, tmp_path):
+    one, made = host(monkeypatch, tmp_path)
+    await one.start({"job_id": "j"}, 0, 1, "127.0.0.1", 1, "cpu")
+    (child,) = made
+    child.say("ready", step=4, seconds={"join": 0.0, "prepare": 0.0})
+    child.say("metrics", step=5)
+    await one.next_event(0)
+    told = []
+    group = Group(told.append, Watch(ping_every_s=60))
+    await group.adopt("j", [one])
+    child.say("metrics", step=6)
+    child.say("done", outcome="succeeded", step=6)
+    outcome = await group.wait()
+    assert (outcome.outcome, outcome.step) == ("succeeded", 6)
+    assert [(e["event"], e.get("step")) for e in told] == [("metrics", 5), ("metrics", 6), ("finished", 6)]
+    assert all("number" not in event for event in told)
