@@ -139,6 +139,8 @@ class Rounds:
 def box(tmp_path_factory):
     one = WholeBox(tmp_path_factory.mktemp("crash"))
     before = shared_memory_files()
+    # Here it is not the devices that kill.
+    (one.data_dir / "appliance.toml").write_text("[scheduler]\ndevice_deaths = 0\n")
     try:
         one.run("up", "--detach", "--port", str(one.port), "--devices", str(DEVICES))
         one.key = one.ask("key", "create", "--name", "crash")["key"]
