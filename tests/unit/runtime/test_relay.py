@@ -20,6 +20,7 @@ async def there(tmp_path):
     (tmp_path / "store" / "v1").mkdir(parents=True)
     (tmp_path / "store" / "v1" / "weights").write_bytes(bytes(range(256)) * 9000)
     (tmp_path / "store" / "v1" / "empty").write_bytes(b"")
+    (tmp_path / "store" / "v1" / "zmanifest").write_bytes(b"z" * 532)
     (tmp_path / "secret").write_text("not below a folder that is served")
     (tmp_path / "store" / "v1" / "link").symlink_to(tmp_path / "secret")
 
@@ -67,10 +68,11 @@ async def test_an_engine_that_is_gone_breaks_the_connection(there, tmp_path):
 async def test_a_directory_arrives_byte_for_byte_and_counted(there, tmp_path):
     address, relay, _ = there
     got = await fetch_directory(address, TOKEN, tmp_path / "store" / "v1", tmp_path / "copy")
-    assert got == relay.bytes_sent == 256 * 9000
-    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["empty", "weights"]
+    assert got == relay.bytes_sent == 256 * 9000 + 532
+    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["empty", "weights", "zmanifest"]
     source, copy = tmp_path / "store" / "v1" / "weights", tmp_path / "copy" / "weights"
     assert copy.read_bytes() == source.read_bytes()
+    assert (tmp_path / "copy" / "zmanifest").read_bytes() == b"z" * 532
 
 
 @pytest.mark.parametrize("token, path", [(b"wrong", "store/v1"), (TOKEN, "run"), (TOKEN, "store/../secret")])
