@@ -129,6 +129,8 @@ class Shelf:
 class Runs:
     def catch_up(self, job_id): ...
 
+    async def prepare(self, job_id): ...
+
     def spec(self, job_id):
         from train.spec import TrainSpec
 
