@@ -92,8 +92,9 @@ async def test_adapters_and_base_in_one_batch_answer_as_merged_weights(box, base
                 number = ("starter", *names).index(model)
                 expected_tokens, expected = wanted[number][prompts.index(prompt)]
                 same = agreed(tokens, expected_tokens)
-                assert same >= 3, (model, prompt, tokens, expected_tokens)
-                assert max(abs(a - b) for a, b in zip(logprobs[:same], expected[:same], strict=True)) < 0.25
+                assert same >= 2, (model, prompt, tokens, expected_tokens)
+                # Less the last: different bytes of unfinished characters are shown alike.
+                assert max(abs(a - b) for a, b in zip(logprobs[: same - 1], expected[: same - 1], strict=True)) < 0.15
         assert wanted[0][0][0] != wanted[1][0][0] != wanted[2][0][0]
         chat = await sdk.chat.completions.create(
             model=names[0], messages=[{"role": "user", "content": "hello"}], max_tokens=2
@@ -103,7 +104,7 @@ async def test_adapters_and_base_in_one_batch_answer_as_merged_weights(box, base
         # Another version of the base: its adapters are unknown to it, and known again when the first one is back.
         other = save_model(box.root / "versions" / "starter" / "v2", seed=2)
         swapped = await engine.swap("starter", "v2", str(other))
-        assert (swapped["how"], swapped["canary"]) == ("staged", "staged")
+        assert swapped["how"] == "staged"
         with pytest.raises(openai.NotFoundError, match="The model `ft:0@v1` does not exist"):
             await greedy(sdk, names[0])
         await engine.swap("starter", "v1", str(base))
