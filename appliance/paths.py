@@ -63,6 +63,14 @@ class BoxPaths:
         return self.data_dir / "jobs"
 
     @property
+    def batches(self) -> Path:
+        return self.data_dir / "batches"
+
+    @property
+    def uploads(self) -> Path:
+        return self.data_dir / "uploads"
+
+    @property
     def logs(self) -> Path:
         return self.data_dir / "logs"
 
@@ -91,7 +99,7 @@ class BoxPaths:
 
     def create(self) -> None:
         """Make every directory, 0700, and the Ray token, 0600."""
-        for folder in (self.data_dir, self.files, self.models, self.jobs, self.logs,
+        for folder in (self.data_dir, self.files, self.models, self.jobs, self.batches, self.uploads, self.logs,
                        self.shm_root, self.run, self.run / "r"):  # fmt: skip
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.shm_root.chmod(0o700)

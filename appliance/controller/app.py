@@ -24,6 +24,7 @@ from appliance.controller import (
     jobs,
     models,
     permissions,
+    upload_parts,
 )
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_validation import JobValidation
@@ -46,6 +47,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         files.sweep(context)
+        upload_parts.sweep(context)
         running.fail_interrupted()
         validation.start_waiting()
         context.publish_keys()
@@ -78,7 +80,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_keys.routes(context, admin)
     admin_models.routes(context, admin, running)
     admin_plan.routes(context, admin)
-    for router in (files.routes(context), jobs.routes(context, validation), permissions.routes(context),
+    for router in (files.routes(context), upload_parts.routes(context), jobs.routes(context, validation), permissions.routes(context),
                    models.routes(context), admin):  # fmt: skip
         app.include_router(router, responses=error_handlers.RESPONSES)
     return app
@@ -91,7 +93,8 @@ async def _keep_house(context: ControllerContext) -> None:
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:
-    """Delete files whose time has passed, and forget requests that can no longer be repeated."""
+    """Delete files and uploads whose time has passed, and forget requests that can no longer be repeated."""
     for row in file_rows.expired(context.db, now_s=now_s):
         files.remove(context, row)
+    upload_parts.keep_house(context, now_s)
     idempotency.forget_before(context.db, now_s - context.config.idempotency_keep_s)

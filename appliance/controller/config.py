@@ -21,6 +21,12 @@ class ControllerConfig(BaseModel):
     # --- requests
     json_body_bytes: int = Field(8 * MIB, ge=1024)
     upload_bytes: int = Field(512 * MIB, ge=1024)
+    upload_part_bytes: int = Field(64 * MIB, ge=1024)
+    """One part of an upload in parts."""
+    upload_total_bytes: int = Field(8192 * MIB, ge=1024)
+    """A file that is uploaded in parts."""
+    upload_open_s: Seconds = 3600.0
+    """An upload in parts that is not completed within this time is deleted."""
     retry_window_s: Seconds = 3600.0
     """A POST that the SDK marks as a retry finds the resource of its first attempt for this long."""
     idempotency_keep_s: Seconds = 24 * 3600.0

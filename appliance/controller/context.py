@@ -16,12 +16,14 @@ from appliance.store.rows import ModelRow
 
 @dataclass
 class ControllerContext:
-    """files_dir: bytes of files by id. jobs_dir: one folder per job. box: {"id", "version", "url", "data_dir"} as
-    `/admin/v1/status` shows it. adapter_rank_limit: the largest LoRA rank that engines of a model take, 0: none."""
+    """files_dir: bytes of files by id. jobs_dir: one folder per job. uploads_dir: parts by upload. box: {"id",
+    "version", "url", "data_dir"} as `/admin/v1/status` shows it. adapter_rank_limit: the largest LoRA rank that
+    engines of a model take, 0: none."""
 
     db: Database
     files_dir: Path
     jobs_dir: Path
+    uploads_dir: Path
     scheduler: SchedulerPort
     model_ops: ModelOps
     key_sink: KeySink

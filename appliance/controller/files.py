@@ -16,11 +16,11 @@ from fastapi.responses import FileResponse
 
 from appliance.controller import repeats, uploads, views
 from appliance.controller.context import ControllerContext
-from appliance.controller.errors import BadRequest, NotFound, shown
+from appliance.controller.errors import BadRequest, Conflict, NotFound, shown
 from appliance.controller.paging import After, list_object
 from appliance.controller.principal import FINE_TUNING, Caller, needs
 from appliance.controller.strict_json import StrictRoute
-from appliance.store import files
+from appliance.store import batches, files
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.rows import FileRow
@@ -29,7 +29,7 @@ from train.data_check import DataReport, check_training_file
 ROUTE = "files"
 UPLOAD_PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data")
 _BATCH_KEEP_S = 30 * 86400
-_EXPIRY_S = range(3600, 2_592_000 + 1)
+EXPIRY_S = range(3600, 2_592_000 + 1)
 _LINES_SHOWN = 20
 
 
@@ -45,7 +45,11 @@ def routes(context: ControllerContext) -> APIRouter:
             request.stream(), request.headers.get("content-type", ""), incoming, context.config.upload_bytes
         )
         try:
-            row = await _described(file_id, upload, incoming, caller.key_id)
+            purpose, keep_s = checked_purpose(upload.fields.get("purpose")), _keep_s(upload.fields)
+            row = await described(
+                file_id, incoming, filename=upload.filename, size=upload.size, sha256=upload.sha256, purpose=purpose,
+                keep_s=keep_s, key_id=caller.key_id,
+            )  # fmt: skip
             attempt = repeats.Attempt.of(
                 request, caller, ROUTE, [upload.sha256, upload.filename, row.purpose, upload.fields]
             )
@@ -90,6 +94,9 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.delete("/{file_id}")
     async def delete(file_id: str) -> dict[str, Any]:
         row = known_file(context, file_id)
+        if (batch := batches.using_file(db, row.id)) is not None:
+            raise Conflict(f"The file {row.id} is the input of {batch.id}, which is {batch.status}; wait for its "
+                           "end or cancel it first.", param="id", code="file_in_use")  # fmt: skip
         remove(context, row)
         return {"id": row.id, "object": "file", "deleted": True}
 
@@ -135,8 +142,8 @@ def add_result(db: Database, files_dir: Path, filename: str, content: bytes) -> 
     return file_id
 
 
-async def _described(file_id: str, upload: uploads.Upload, path: Path, key_id: str | None) -> FileRow:
-    purpose = upload.fields.get("purpose")
+def checked_purpose(purpose: str | None) -> str:
+    """Raises BadRequest."""
     if purpose is None:
         raise BadRequest("Missing required parameter: 'purpose'.", param="purpose", code="missing_required_parameter")
     if purpose not in UPLOAD_PURPOSES:
@@ -145,33 +152,47 @@ async def _described(file_id: str, upload: uploads.Upload, path: Path, key_id: s
             param="purpose",
             code="invalid_value",
         )
+    return purpose
+
+
+async def described(
+    file_id: str, path: Path, *, filename: str, size: int, sha256: str, purpose: str, keep_s: float | None,
+    key_id: str | None,
+) -> FileRow:  # fmt: skip
+    """The row of the complete bytes at `path`; training data is checked line by line, on a thread.
+
+    keep_s: seconds until the file is deleted; None: as its purpose has it, which is for ever but for batches' input.
+    """
     now_s = time.time()
-    expires_s = _expiry(upload.fields, purpose, now_s)
+    if keep_s is None and purpose == "batch":
+        keep_s = _BATCH_KEEP_S
     status, details, report = "processed", None, None
     if purpose == "fine-tune":
         found = await to_thread.run_sync(check_training_file, path, purpose)
         status, details, report = ("processed" if found.ok else "error"), summary(found), asdict(found)
     return FileRow(
-        id=file_id, filename=upload.filename, purpose=purpose, bytes=upload.size, sha256=upload.sha256,
-        status=status, status_details=details, report=report, key_id=key_id, created_s=now_s, expires_s=expires_s,
+        id=file_id, filename=filename, purpose=purpose, bytes=size, sha256=sha256, status=status,
+        status_details=details, report=report, key_id=key_id, created_s=now_s,
+        expires_s=None if keep_s is None else now_s + keep_s,
     )  # fmt: skip
 
 
-def _expiry(fields: dict[str, str], purpose: str, now_s: float) -> float | None:
+def _keep_s(fields: dict[str, str]) -> float | None:
+    """Of a form's `expires_after`; None without one. Raises BadRequest."""
     anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
     if anchor is None and seconds is None:
-        return now_s + _BATCH_KEEP_S if purpose == "batch" else None
+        return None
     if anchor != "created_at":
         raise BadRequest(f"Invalid value for 'expires_after.anchor': {shown(anchor)}; expected 'created_at'.",
                          param="expires_after.anchor", code="invalid_value")  # fmt: skip
-    if seconds is None or not seconds.isascii() or not seconds.isdigit() or int(seconds[:20]) not in _EXPIRY_S:
+    if seconds is None or not seconds.isascii() or not seconds.isdigit() or int(seconds[:20]) not in EXPIRY_S:
         raise BadRequest(
-            f"Invalid value for 'expires_after.seconds': {shown(seconds)}; expected a number from {_EXPIRY_S.start} "
-            f"to {_EXPIRY_S.stop - 1}.",
+            f"Invalid value for 'expires_after.seconds': {shown(seconds)}; expected a number from {EXPIRY_S.start} "
+            f"to {EXPIRY_S.stop - 1}.",
             param="expires_after.seconds",
             code="invalid_value",
         )
-    return now_s + int(seconds)
+    return float(seconds)
 
 
 def summary(report: DataReport) -> str | None:

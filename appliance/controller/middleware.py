@@ -16,6 +16,7 @@ from appliance.controller.errors import BodyTooLarge
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
 _MULTIPART_OVERHEAD_BYTES = 64 * 1024
+_UPLOAD_PART = re.compile(r"/v1/uploads/[^/]+/parts\Z")
 
 
 class RequestIds:
@@ -73,4 +74,6 @@ class BodyLimits:
     def _limit_bytes(self, scope: Scope) -> int:
         if scope["method"] == "POST" and scope["path"] == "/v1/files":
             return self._config.upload_bytes + _MULTIPART_OVERHEAD_BYTES
+        if scope["method"] == "POST" and _UPLOAD_PART.match(scope["path"]):
+            return self._config.upload_part_bytes + _MULTIPART_OVERHEAD_BYTES
         return self._config.json_body_bytes

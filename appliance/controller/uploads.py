@@ -37,8 +37,10 @@ class Upload:
     fields: dict[str, str] = field(default_factory=dict)
 
 
-async def receive(chunks: AsyncIterator[bytes], content_type: str, target: Path, limit_bytes: int) -> Upload:
-    """Read a form with one part named "file" into `target`, which is complete and synced on return.
+async def receive(
+    chunks: AsyncIterator[bytes], content_type: str, target: Path, limit_bytes: int, part: str = "file"
+) -> Upload:
+    """Read a form whose one file stands in the part named `part` into `target`, complete and synced on return.
 
     The caller renames it. On any error, a disconnect included, the file is gone. Raises BadRequest, BodyTooLarge,
     Unavailable (disk full).
@@ -50,7 +52,7 @@ async def receive(chunks: AsyncIterator[bytes], content_type: str, target: Path,
             f"Files are uploaded as multipart/form-data; the content-type {shown(content_type)} was given.",
             code="invalid_content_type",
         )
-    form = _Form(limit_bytes)
+    form = _Form(limit_bytes, part)
     parser = MultipartParser(boundary, form.callbacks())
     handle = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -85,8 +87,8 @@ def _finish(out, rest: bytes) -> None:  # type: ignore[no-untyped-def]
 class _Form:
     """Callbacks of the parser. They run between two awaits, so they only collect; `take` hands bytes to the writer."""
 
-    def __init__(self, limit_bytes: int):
-        self._limit_bytes = limit_bytes
+    def __init__(self, limit_bytes: int, part: str):
+        self._limit_bytes, self._part = limit_bytes, part
         self._fields: dict[str, str] = {}
         self._headers: dict[bytes, bytes] = {}
         self._header_field = self._header_value = b""
@@ -120,7 +122,8 @@ class _Form:
         if not self._ended:
             raise BadRequest("The multipart body ends before its closing boundary.", code="invalid_multipart")
         if self._filename is None:
-            raise BadRequest("Missing required parameter: 'file'.", param="file", code="missing_required_parameter")
+            raise BadRequest(f"Missing required parameter: '{self._part}'.", param=self._part,
+                             code="missing_required_parameter")  # fmt: skip
         return Upload(self._filename, self._size, self._hash.hexdigest(), self._fields)
 
     def _part_begin(self) -> None:
@@ -148,14 +151,15 @@ class _Form:
     def _headers_finished(self) -> None:
         _, options = parse_options_header(self._headers.get(b"content-disposition", b""))
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
-        if self._name == "file":
+        if self._name == self._part:
             if self._filename is not None:
-                raise BadRequest("More than one part is named 'file'.", param="file", code="invalid_multipart")
-            self._filename = _checked_filename(options.get(b"filename", b""))
+                raise BadRequest(f"More than one part is named '{self._part}'.", param=self._part,
+                                 code="invalid_multipart")  # fmt: skip
+            self._filename = checked_filename(options.get(b"filename", b""))
             self._is_file = True
         elif b"filename" in options:
-            raise BadRequest(f"A file was sent as {shown(self._name)}; its part must be named 'file'.",
-                             param="file", code="invalid_multipart")  # fmt: skip
+            raise BadRequest(f"A file was sent as {shown(self._name)}; its part must be named '{self._part}'.",
+                             param=self._part, code="invalid_multipart")  # fmt: skip
         elif len(self._fields) >= _MAX_FIELDS:
             raise BadRequest(f"The form has more than {_MAX_FIELDS} fields.", code="invalid_multipart")
 
@@ -169,7 +173,7 @@ class _Form:
             return
         self._size += len(piece)
         if self._size > self._limit_bytes:
-            raise BodyTooLarge(self._limit_bytes, param="file")
+            raise BodyTooLarge(self._limit_bytes, param=self._part)
         self._hash.update(piece)
         self._pending.append(piece)
         self.pending_bytes += len(piece)
@@ -182,12 +186,12 @@ class _Form:
         self._ended = True
 
 
-def _checked_filename(raw: bytes) -> str:
+def checked_filename(raw: bytes, param: str = "file") -> str:
     """The name is shown and sent back, never used as a path; still nothing that looks like one is let in."""
     try:
         name = raw.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise BadRequest("The filename is not UTF-8.", param="file", code="invalid_filename") from error
+        raise BadRequest("The filename is not UTF-8.", param=param, code="invalid_filename") from error
     if not name or name in (".", ".."):
         problem = "is empty" if not name else "is a directory"
     elif len(raw) > MAX_FILENAME_BYTES:
@@ -198,4 +202,4 @@ def _checked_filename(raw: bytes) -> str:
         problem = "contains control characters"
     else:
         return name
-    raise BadRequest(f"The filename {shown(name, 60)} {problem}.", param="file", code="invalid_filename")
+    raise BadRequest(f"The filename {shown(name, 60)} {problem}.", param=param, code="invalid_filename")

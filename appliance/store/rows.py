@@ -307,3 +307,73 @@ class WindowRow:
     for_s: float | None = None
     train_devices: int | None = None
     serving_floor: int | None = None
+
+
+BatchStatus = Literal[
+    "validating", "failed", "in_progress", "finalizing", "completed", "expired", "cancelling", "cancelled"
+]
+UNFINISHED_BATCH: tuple[str, ...] = ("validating", "in_progress", "finalizing", "cancelling")
+
+
+@dataclass(frozen=True, slots=True)
+class BatchRow:
+    """A batch of inference requests.
+
+    total, completed, failed: lines of its input file; the last two as of the last look, exact once it has ended.
+    output_keep_s: seconds its output files are kept, None: for ever. errors: of the validation, as the API shows them.
+    """
+
+    id: str
+    endpoint: str
+    input_file_id: str
+    created_s: float
+    expires_s: float
+    status: BatchStatus = "validating"
+    key_id: str | None = None
+    model: str | None = None
+    output_keep_s: float | None = None
+    total: int = 0
+    completed: int = 0
+    failed: int = 0
+    output_file_id: str | None = None
+    error_file_id: str | None = None
+    in_progress_s: float | None = None
+    finalizing_s: float | None = None
+    completed_s: float | None = None
+    failed_s: float | None = None
+    expired_s: float | None = None
+    cancelling_s: float | None = None
+    cancelled_s: float | None = None
+    metadata: dict[str, str] | None = json_column(default=None)
+    errors: list[dict[str, Any]] | None = json_column(default=None)
+    usage: dict[str, Any] | None = json_column(default=None)
+
+    @property
+    def finished(self) -> bool:
+        return self.status not in UNFINISHED_BATCH
+
+
+@dataclass(frozen=True, slots=True)
+class UploadRow:
+    """A file that arrives in parts. bytes: announced size of the whole. file_keep_s: seconds the file is kept once it
+    is complete, None: for ever."""
+
+    id: str
+    filename: str
+    purpose: str
+    mime_type: str
+    bytes: int
+    created_s: float
+    expires_s: float
+    status: Literal["pending", "completed", "cancelled", "expired"] = "pending"
+    file_keep_s: float | None = None
+    key_id: str | None = None
+    file_id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UploadPartRow:
+    id: str
+    upload_id: str
+    bytes: int
+    created_s: float

@@ -37,7 +37,11 @@ TESTS = (
     "tests/api_resources/fine_tuning/test_jobs.py",
     "tests/api_resources/fine_tuning/jobs/test_checkpoints.py",
     "tests/api_resources/fine_tuning/checkpoints/test_permissions.py",
+    "tests/api_resources/test_uploads.py",
+    "tests/api_resources/uploads/test_parts.py",
 )
+# They send the text "md5" as the checksum of the bytes, which a box that compares checksums must refuse.
+LEFT_OUT = "not (Uploads and complete_with_all_params)"
 
 
 class SourcesMissing(RuntimeError):
@@ -124,7 +128,7 @@ def run_tests(sources: Path, base_url: str, data_dir: Path, arguments: list[str]
     }
     command = [
         sys.executable, "-m", "pytest", "-p", "reset_plugin", "-p", "no:cacheprovider", "-q", "--tb=short",
-        "-o", "addopts=", "-o", "filterwarnings=default", *TESTS, *arguments,
+        "-o", "addopts=", "-o", "filterwarnings=default", *TESTS, "-k", LEFT_OUT, *arguments,
     ]  # fmt: skip
     return subprocess.run(command, cwd=sources, env=environment).returncode
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import time
 from pathlib import Path
 
-from appliance.store import files, job_records, jobs, keys, models
+from appliance.store import files, job_records, jobs, keys, models, uploads
 from appliance.store.database import Database
 from appliance.store.rows import (
     CheckpointRow,
@@ -22,6 +23,8 @@ from appliance.store.rows import (
     KeyRow,
     ModelRow,
     PermissionRow,
+    UploadPartRow,
+    UploadRow,
     VersionRow,
 )
 from train.data_check import check_training_file
@@ -32,6 +35,8 @@ PLAIN_MODEL = "gpt-6-astra"
 DELETABLE = "ft:gpt-4o-mini:acemeco:suffix:abc123"
 PERMITTED = "ft:gpt-4o-mini-2024-07-18:org:weather:B7R9VjQd"
 PERMISSION = "cp_zc4Q7MP6XxulcVzj4MZdwsAB"
+UPLOAD, PART = "upload_abc123", "string"
+PART_DATA = b"Example data"
 API_KEYS = ("My API Key", "My Admin API Key")
 TRAINING_LINES = "\n".join(
     json.dumps({"messages": [{"role": "user", "content": f"What is {n} plus 1?"},
@@ -60,6 +65,7 @@ def reset(db: Database, files_dir: Path) -> None:
         ))  # fmt: skip
         job_records.insert_permission(db, PermissionRow(PERMISSION, PERMITTED, "seeded", time.time()))
         job_records.insert_permission(db, PermissionRow("after", JOB, "project_id", time.time()))
+        _upload(db, files_dir.parent / "uploads")
         for number, key in enumerate(API_KEYS):
             if keys.find(db, f"key_conformance{number}") is None:
                 keys.insert(db, KeyRow(
@@ -79,6 +85,7 @@ def remove(db: Database, files_dir: Path) -> None:
             (files_dir / row["id"]).unlink(missing_ok=True)
     for file_id in _FILE_IDS:
         (files_dir / file_id).unlink(missing_ok=True)
+    shutil.rmtree(files_dir.parent / "uploads" / UPLOAD, ignore_errors=True)
 
 
 def _forget(db: Database) -> None:
@@ -89,6 +96,7 @@ def _forget(db: Database) -> None:
     db.execute("DELETE FROM jobs WHERE id IN (?, 'after')", [JOB])
     db.execute(f"DELETE FROM models WHERE id IN ({marks})", names)
     db.execute("DELETE FROM files WHERE id IN (?, ?, ?)", list(_FILE_IDS))
+    db.execute("DELETE FROM uploads WHERE id = ?", [UPLOAD])
 
 
 def _model(db: Database, name: str, kind: str, base: str | None) -> None:
@@ -119,3 +127,13 @@ def _job(db: Database, job_id: str) -> None:
         output_model=f"{DELETABLE}-{job_id}", created_s=time.time(), metadata={"foo": "string"}, phase="queued",
     ))  # fmt: skip
 
+
+def _upload(db: Database, uploads_dir: Path) -> None:
+    now_s = time.time()
+    folder = uploads_dir / UPLOAD
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / PART).write_bytes(PART_DATA)
+    uploads.insert(db, UploadRow(
+        UPLOAD, "filename", "assistants", "text/plain", len(PART_DATA), now_s, now_s + 3600,
+    ))  # fmt: skip
+    uploads.insert_part(db, UploadPartRow(PART, UPLOAD, len(PART_DATA), now_s))

@@ -140,11 +140,11 @@ class RecordingKeySink:
 
 def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerContext:
     """A context whose files lie under `folder`."""
-    files_dir, jobs_dir = folder / "files", folder / "jobs"
-    for path in (files_dir, jobs_dir):
+    files_dir, jobs_dir, uploads_dir = folder / "files", folder / "jobs", folder / "uploads"
+    for path in (files_dir, jobs_dir, uploads_dir):
         path.mkdir(exist_ok=True)
     return ControllerContext(
-        db=db, files_dir=files_dir, jobs_dir=jobs_dir, scheduler=SimulatedScheduler(db),  # type: ignore[arg-type]
+        db=db, files_dir=files_dir, jobs_dir=jobs_dir, uploads_dir=uploads_dir, scheduler=SimulatedScheduler(db),  # type: ignore[arg-type]
         model_ops=SimulatedModelOps(), key_sink=RecordingKeySink(), tiers=SimulatedTiers(),
         config=ControllerConfig(**config),
         box={"id": "0123abcd", "version": "0.1.0", "url": "http://127.0.0.1:8000", "data_dir": str(folder)},

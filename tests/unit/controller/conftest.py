@@ -91,7 +91,9 @@ def db(tmp_path: Path) -> Iterator[Database]:
 
 @pytest.fixture
 async def control(tmp_path: Path, db: Database) -> AsyncIterator[Control]:
-    context = simulated_context(tmp_path, db, upload_bytes=64 * 1024, json_body_bytes=16 * 1024)
+    context = simulated_context(
+        tmp_path, db, upload_bytes=64 * 1024, upload_part_bytes=64 * 1024, json_body_bytes=16 * 1024,
+    )  # fmt: skip
     app = create_app(context)
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
     async with (

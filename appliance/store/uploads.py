@@ -1,0 +1,44 @@
+"""Uploads in parts and their parts. The bytes of a part lie at `uploads/<upload id>/<part id>`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from appliance.store.database import Database
+from appliance.store.rows import UploadPartRow, UploadRow
+
+
+def insert(db: Database, row: UploadRow) -> None:
+    db.insert("uploads", row, name=row.id)
+
+
+def find(db: Database, upload_id: str) -> UploadRow | None:
+    return db.one(UploadRow, "SELECT * FROM uploads WHERE id = ?", [upload_id])
+
+
+def update(db: Database, upload_id: str, **changes: Any) -> None:
+    """Raises RowNotFound, UnknownColumn."""
+    db.update("uploads", UploadRow, {"id": upload_id}, changes)
+
+
+def pending_ids(db: Database) -> set[str]:
+    return {row["id"] for row in db.execute("SELECT id FROM uploads WHERE status = 'pending'")}
+
+
+def overdue(db: Database, *, now_s: float) -> list[UploadRow]:
+    return db.all(UploadRow, "SELECT * FROM uploads WHERE status = 'pending' AND expires_s <= ?", [now_s])
+
+
+def forget_before(db: Database, before_s: float) -> None:
+    """Rows of uploads that ended and were made before this moment."""
+    db.execute("DELETE FROM uploads WHERE status != 'pending' AND created_s < ?", [before_s])
+
+
+def insert_part(db: Database, row: UploadPartRow) -> None:
+    db.insert("upload_parts", row, name=row.id)
+
+
+def parts(db: Database, upload_id: str) -> dict[str, UploadPartRow]:
+    """By id, in the order in which they came."""
+    rows = db.all(UploadPartRow, "SELECT * FROM upload_parts WHERE upload_id = ? ORDER BY seq", [upload_id])
+    return {row.id: row for row in rows}

@@ -1,0 +1,119 @@
+"""/v1/uploads through the OpenAI SDK: parts in any order become one file, and nothing is left behind."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+
+import openai
+import pytest
+
+from appliance.controller import upload_parts
+from appliance.controller.app import keep_house
+from appliance.store import uploads
+from tests.unit.controller.conftest import Control, chat_lines
+
+DATA = chat_lines()
+PIECES = [DATA[:100], DATA[100:700], DATA[700:]]
+
+
+async def begun(control: Control, size: int = len(DATA), purpose: str = "fine-tune", **fields) -> str:
+    made = await control.sdk.uploads.create(
+        bytes=size, filename="train.jsonl", mime_type="text/jsonl", purpose=purpose, **fields
+    )
+    assert made.status == "pending" and made.file is None and made.expires_at - made.created_at == 3600
+    return made.id
+
+
+async def part(control: Control, upload_id: str, data: bytes) -> str:
+    made = await control.sdk.uploads.parts.create(upload_id, data=data)
+    assert made.upload_id == upload_id
+    return made.id
+
+
+def left(control: Control) -> list[str]:
+    return [entry.name for folder in (control.context.uploads_dir, control.context.files_dir)
+            for entry in folder.iterdir()]  # fmt: skip
+
+
+async def test_parts_in_any_order_make_the_same_file_as_one_upload(control: Control):
+    upload_id = await begun(control)
+    ids = {n: await part(control, upload_id, PIECES[n]) for n in (2, 0, 1)}
+    unused = await part(control, upload_id, b"never named")
+    done = await control.sdk.uploads.complete(
+        upload_id, part_ids=[ids[0], ids[1], ids[2]], md5=hashlib.md5(DATA).hexdigest()
+    )
+    assert done.status == "completed" and done.file is not None and unused
+    whole = await control.sdk.files.create(file=("train.jsonl", DATA), purpose="fine-tune")
+    assert done.file.model_dump(exclude={"id", "created_at"}) == whole.model_dump(exclude={"id", "created_at"})
+    assert (await control.sdk.files.content(done.file.id)).content == DATA
+    assert sorted(left(control)) == sorted([done.file.id, whole.id])
+    # Asked again, as the SDK does when an answer is lost: the same file, no second one.
+    again = await control.sdk.uploads.complete(upload_id, part_ids=[ids[0], ids[1], ids[2]])
+    assert again.file is not None and again.file.id == done.file.id
+    await control.job(training_file=done.file.id)
+
+
+async def test_what_does_not_fit_is_refused_and_can_be_mended(control: Control):
+    upload_id = await begun(control)
+    ids = [await part(control, upload_id, piece) for piece in PIECES]
+    for wrong, code in (
+        ({"part_ids": ids[:2]}, "upload_size_mismatch"),
+        ({"part_ids": [*ids, ids[0]]}, "duplicate_part"),
+        ({"part_ids": [*ids, "part_x"]}, "part_not_found"),
+        ({"part_ids": ids, "md5": "0" * 32}, "checksum_mismatch"),
+        ({"part_ids": ids, "md5": "md5"}, "invalid_value"),
+        ({"part_ids": [ids[1], ids[0], ids[2]], "md5": hashlib.md5(DATA).hexdigest()}, "checksum_mismatch"),
+    ):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await control.sdk.uploads.complete(upload_id, **wrong)
+        assert refused.value.code == code
+    assert left(control) == [upload_id]
+    assert (await control.sdk.uploads.complete(upload_id, part_ids=ids)).status == "completed"
+
+
+async def test_limits(control: Control):
+    with pytest.raises(openai.BadRequestError) as refused:
+        await begun(control, size=control.context.config.upload_total_bytes + 1)
+    assert refused.value.code == "upload_too_large"
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        await begun(control, purpose="nonsense")
+    upload_id = await begun(control, size=10)
+    with pytest.raises(openai.APIStatusError) as large:
+        await part(control, upload_id, b"x" * (control.context.config.upload_part_bytes + 100_000))
+    assert large.value.status_code == 413
+    for _ in range(2):
+        await part(control, upload_id, b"x" * 40_000)
+    with pytest.raises(openai.BadRequestError, match="more than twice"):
+        await part(control, upload_id, b"x")
+
+
+async def test_cancelled_and_expired_uploads_leave_nothing(control: Control):
+    cancelled, expired = await begun(control), await begun(control)
+    for upload_id in (cancelled, expired):
+        await part(control, upload_id, PIECES[0])
+    assert (await control.sdk.uploads.cancel(cancelled)).status == "cancelled"
+    assert (await control.sdk.uploads.cancel(cancelled)).status == "cancelled"
+    keep_house(control.context, time.time() + 3601)
+    assert left(control) == []
+    row = uploads.find(control.db, expired)
+    assert row is not None and row.status == "expired"
+    for upload_id in (cancelled, expired):
+        with pytest.raises(openai.BadRequestError) as refused:
+            await part(control, upload_id, b"x")
+        assert refused.value.code == "upload_not_pending"
+    with pytest.raises(openai.NotFoundError):
+        await control.sdk.uploads.cancel("upload_unknown")
+
+
+async def test_an_upload_goes_on_after_a_restart(control: Control):
+    upload_id = await begun(control)
+    first = await part(control, upload_id, PIECES[0])
+    folder = control.context.uploads_dir / upload_id
+    (folder / ".incoming-part_torn").write_bytes(b"half")
+    (control.context.uploads_dir / "upload_gone").mkdir()
+    upload_parts.sweep(control.context)
+    assert [entry.name for entry in folder.iterdir()] == [first] and left(control) == [upload_id]
+    rest = [await part(control, upload_id, piece) for piece in PIECES[1:]]
+    done = await control.sdk.uploads.complete(upload_id, part_ids=[first, *rest])
+    assert done.file is not None and (await control.sdk.files.content(done.file.id)).content == DATA
