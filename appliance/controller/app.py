@@ -80,8 +80,8 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_keys.routes(context, admin)
     admin_models.routes(context, admin, running)
     admin_plan.routes(context, admin)
-    for router in (files.routes(context), upload_parts.routes(context), jobs.routes(context, validation), permissions.routes(context),
-                   models.routes(context), admin):  # fmt: skip
+    for router in (files.routes(context), upload_parts.routes(context), jobs.routes(context, validation),
+                   permissions.routes(context), models.routes(context), admin):  # fmt: skip
         app.include_router(router, responses=error_handlers.RESPONSES)
     return app
 
