@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from runtime.arithmetic import computes_bf16
 from serve.config import EngineConfig
 
 CPU_KV_BYTES = 256 * 2**20
@@ -57,6 +58,7 @@ def engine_settings(
     longest = min(filter(None, (config.max_model_len, max_position_embeddings)), default=None)
     return {
         "task": task,
+        "dtype": "bfloat16" if computes_bf16(device_kind) else "float32",
         "max_model_len": longest,
         "max_num_seqs": config.max_num_seqs,
         "kv_cache_bytes": config.kv_cache_bytes

@@ -27,15 +27,17 @@ class DatasetStats:
 
 @dataclass(frozen=True)
 class ModelStats:
-    """Of the base model. `max_position_embeddings` is its context in tokens.
+    """Of the base model and the devices. `max_position_embeddings` is its context in tokens.
 
     adapter_max_rank: the largest LoRA rank that engines serve beside this base without merging; 0: none.
+    computes_bf16: see runtime.arithmetic.
     """
 
     n_parameters: int
     max_position_embeddings: int
     device_kind: str = "cpu"
     adapter_max_rank: int = 0
+    computes_bf16: bool = True
 
 
 def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int) -> dict:
@@ -49,7 +51,7 @@ def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: Model
     fields["lora_dropout"] = given.number("lora_dropout", 0, 0.9, auto=0.0)
     fields["lora_targets"] = tuple(given.names("lora_targets"))
     fields["lora_publish"] = _lora_publish(given, model, fields)
-    fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16")
+    fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16" if model.computes_bf16 else "fp32")
     fields["offload"] = given.choice("offload", ("none", "optimizer", "parameters"), auto="none")
     fields["zero_stage"] = _zero_stage(given, model, fields)
     fields["activation_checkpointing"] = given.flag(

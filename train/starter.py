@@ -27,7 +27,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
+from torch.optim import _muon
 
+from runtime.arithmetic import computes_bf16
 from runtime.process import die_with_parent
 from train.starter_model import Shape, StarterNet
 from train.starter_text import documents
@@ -60,6 +62,8 @@ def optimizers(net: StarterNet) -> list[torch.optim.Optimizer]:
 
     Muon (Jordan 2024, in torch.optim since 2.9) reaches in 60 s here what AdamW alone reaches in about 110 s.
     """
+    if net.compute_dtype != torch.bfloat16:
+        _muon._zeropower_via_newtonschulz = orthogonal
     inner = [p for name, p in net.named_parameters() if p.dim() == 2 and ".layers." in name]
     chosen = {id(p) for p in inner}
     outer = [p for p in net.parameters() if id(p) not in chosen]
@@ -67,6 +71,23 @@ def optimizers(net: StarterNet) -> list[torch.optim.Optimizer]:
         torch.optim.Muon(inner, lr=MUON_RATE, momentum=0.95, weight_decay=0.01),
         torch.optim.AdamW(outer, lr=ADAM_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True),
     ]
+
+
+def orthogonal(
+    gradient: torch.Tensor, coefficients: tuple[float, float, float], iterations: int, eps: float
+) -> torch.Tensor:
+    """Muon's Newton-Schulz iteration (https://kellerjordan.github.io/posts/muon/) in the gradient's own precision.
+
+    torch does it in bfloat16, which took 7 of 8 seconds of a step on a processor that emulates bfloat16.
+    """
+    a, b, c = coefficients
+    tall = gradient.shape[0] > gradient.shape[1]
+    x = gradient.T if tall else gradient
+    x = x / x.norm().clamp(min=eps)
+    for _ in range(iterations):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
 
 
 def rate_scale(progress: float) -> float:
@@ -245,7 +266,8 @@ def main(argv: list[str] | None = None) -> int:
     made = (render(document) for document in itertools.islice(documents(args.seed), TOKENIZER_DOCUMENTS))
     given = itertools.chain.from_iterable(map(vocabulary_texts, args.vocabulary_text))
     tokenizer = train_tokenizer(itertools.chain(made, given), vocab_size=shape.vocab_size)
-    net = StarterNet(shape).to(device)
+    dtype = torch.bfloat16 if computes_bf16(device) else torch.float32
+    net = StarterNet(shape, compute_dtype=dtype).to(device)
     if device == "cpu":
         threads = args.threads or (1 if args.steps is not None else choose_threads(net, tokenizer))
         torch.set_num_threads(threads)

@@ -15,6 +15,7 @@ from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, NotFound, shown
 from appliance.controller.job_requests import Hyperparameters, Name, refused
 from appliance.controller.naming import Resolved, resolve
+from runtime.arithmetic import computes_bf16
 from train import auto
 from train.errors import InvalidHyperparameter
 from train.estimate import ModelShape
@@ -108,7 +109,9 @@ def _job(context: ControllerContext, body: JobPlan) -> dict[str, Any]:
     base = _known(context, body.model)
     facts = box_facts(context)
     most = min(body.devices or facts.devices, facts.devices)
-    stats = auto.ModelStats(base.model.params, base.model.max_model_len or 2048, facts.device_kind)
+    stats = auto.ModelStats(
+        base.model.params, base.model.max_model_len or 2048, facts.device_kind, computes_bf16(facts.device_kind)
+    )
     dataset = auto.DatasetStats(body.examples, 200 * body.examples, 400)
     try:
         fields = auto.resolve(body.hyperparameters, dataset, stats, most)

@@ -21,6 +21,7 @@ from appliance.controller.naming import Resolved, resolve
 from appliance.store import files as file_rows
 from appliance.store import jobs
 from appliance.store.rows import FileRow, JobRow
+from runtime.arithmetic import computes_bf16
 from train import auto
 from train.data_check import DataReport, convert_to_chat
 from train.errors import InvalidHyperparameter
@@ -49,10 +50,12 @@ class JobValidation:
         """What `train.auto` wants to know of the base model and the box: (stats, number of devices)."""
         model = base.model
         devices = context.scheduler.status()["devices"]
+        kind = devices[0]["kind"] if devices else "cpu"
         stats = auto.ModelStats(
             n_parameters=model.params,
             max_position_embeddings=model.max_model_len or DEFAULT_CONTEXT_TOKENS,
-            device_kind=devices[0]["kind"] if devices else "cpu",
+            device_kind=kind,
+            computes_bf16=computes_bf16(kind),
             # What is trained on an adapter has merged weights below it, which no engine serves.
             adapter_max_rank=0 if base.version.meta.get("adapter") else context.adapter_rank_limit(model),
         )

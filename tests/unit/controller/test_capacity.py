@@ -86,7 +86,8 @@ async def test_the_route_reads_the_models_own_config(control, tmp_path):
         json.dumps({"hidden_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4, "intermediate_size": 1024})
     )
     models.update_version(control.db, "starter", "v1", disk_path=str(tmp_path / "v1"))
-    told = (await plan(control, job={"model": "starter", "hyperparameters": {"full": True, "zero_stage": 2}})).json()
+    asked = {"full": True, "zero_stage": 2, "precision": "bf16"}
+    told = (await plan(control, job={"model": "starter", "hyperparameters": asked})).json()
     assert told["fits"] and told["sizes"] == [1, 2, 4, 8] and told["hyperparameters"]["zero_stage"] == 2
     assert told["numbers"]["device"]["weights_bytes"] == 10_000_000
     assert told["numbers"]["device"]["activations_bytes"] > 0

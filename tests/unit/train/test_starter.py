@@ -9,9 +9,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
+from torch.optim import _muon
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from train.starter import least_steps, rate_scale, vocabulary_texts
+from train.starter import least_steps, orthogonal, rate_scale, vocabulary_texts
 from train.starter_model import ChunkedCrossEntropy, Shape, StarterNet
 from train.starter_tokenizer import render
 
@@ -198,3 +199,15 @@ def test_vocabulary_texts_reads_chats_and_plain_text(tmp_path):
     plain = tmp_path / "b.txt"
     plain.write_text("three")
     assert list(vocabulary_texts(chat)) == ["one", "two"] and list(vocabulary_texts(plain)) == ["three"]
+
+
+def test_orthogonal_in_float32_is_torchs_own_in_more_digits():
+    torch.manual_seed(0)
+    for shape in ((24, 64), (64, 24)):
+        gradient = torch.randn(shape)
+        settings = ((3.4445, -4.7750, 2.0315), 5, 1e-7)
+        ours = orthogonal(gradient, *settings)
+        theirs = _muon._zeropower_via_newtonschulz(gradient, *settings).float()
+        likeness = torch.nn.functional.cosine_similarity(ours.flatten(), theirs.flatten(), dim=0)
+        assert ours.dtype == torch.float32 and likeness > 0.999
+        assert torch.linalg.svdvals(ours).min() > 0.5 and torch.linalg.svdvals(ours).max() < 1.5

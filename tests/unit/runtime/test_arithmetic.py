@@ -1,0 +1,19 @@
+"""Which processors compute in bfloat16, by the text that the kernel shows of them."""
+
+import pytest
+
+from runtime.arithmetic import bf16_in, computes_bf16
+
+ZEN3 = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx avx2 fma sha_ni\nbugs\t\t: avx512_bf16\n"
+ZEN4 = ZEN3.replace("sha_ni", "avx512f avx512_bf16")
+GRAVITON3 = "processor\t: 0\nFeatures\t: fp asimd sve bf16 i8mm\n"
+GRAVITON2 = "processor\t: 0\nFeatures\t: fp asimd\n"
+
+
+@pytest.mark.parametrize(("cpuinfo", "found"), [(ZEN3, False), (ZEN4, True), (GRAVITON3, True), (GRAVITON2, False)])
+def test_bf16_is_read_off_the_processors_flags(cpuinfo, found):
+    assert bf16_in(cpuinfo) is found
+
+
+def test_every_gpu_computes_in_it():
+    assert computes_bf16("cuda")
