@@ -110,7 +110,11 @@ def _job(context: ControllerContext, body: JobPlan) -> dict[str, Any]:
     facts = box_facts(context)
     most = min(body.devices or facts.devices, facts.devices)
     stats = auto.ModelStats(
-        base.model.params, base.model.max_model_len or 2048, facts.device_kind, computes_bf16(facts.device_kind)
+        base.model.params,
+        base.model.max_model_len or 2048,
+        facts.device_kind,
+        adapter_max_rank=context.adapter_rank_limit(base.model),
+        computes_bf16=computes_bf16(facts.device_kind),
     )
     dataset = auto.DatasetStats(body.examples, 200 * body.examples, 400)
     try:
