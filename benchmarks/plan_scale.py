@@ -46,7 +46,14 @@ def cold(devices: int, jobs: int, seed: int = 0) -> Snapshot:
         Policy("auto"),
         cluster(devices),
         jobs=tuple(
-            JobView(f"j{n}", 1, size, tuple(2**k for k in range(size.bit_length())), rng.randrange(3), float(n))
+            JobView(
+                f"j{n}",
+                1,
+                size,
+                tuple(2**k for k in range(size.bit_length())),
+                priority=rng.randrange(3),
+                submitted_s=float(n),
+            )
             for n in range(jobs)
             for size in (rng.choice((1, 1, 2, 4, 8, 16)),)
         ),

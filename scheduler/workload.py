@@ -5,7 +5,7 @@ Times are seconds since the epoch by the box's clock (`_s`), device counts are w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
 from scheduler.errors import InvalidWorkload
@@ -56,6 +56,7 @@ class JobView:
     min_devices: int = 1
     max_devices: int = 1
     allowed_sizes: tuple[int, ...] = ()
+    _: KW_ONLY
     nodes: tuple[str, ...] = ()
     priority: int = 0
     submitted_s: float = 0.0

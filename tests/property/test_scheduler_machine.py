@@ -126,7 +126,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         sizes = tuple(s for s in (1, 2, 4) if least <= s <= most) if powers else ()
         self.submitted.add(name)
         self.store.jobs[name] = JobView(
-            name, least, most, sizes, priority, self.aio.time(), preemptible, owner=owner
+            name,
+            least,
+            most,
+            sizes,
+            priority=priority,
+            submitted_s=self.aio.time(),
+            preemptible=preemptible,
+            owner=owner,
         )
         self.changed()
 
