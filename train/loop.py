@@ -361,8 +361,8 @@ def prepare(spec: TrainSpec, emit: Events, wishes: Wishes, progress: Progress,
 def _tell_about_stage(emit: Events, spec: TrainSpec) -> None:
     if spec.zero_stage == 0:
         emit("message", level="info", text=(
-            "zero_stage 0 was asked for and runs as stage 1: the same steps to the last bit, in less memory, because "
-            "the ranks share the optimizer's state instead of each holding all of it"
+            "zero_stage 0 was asked for and runs as stage 1: the same computation in less memory, because the ranks "
+            "share the optimizer's state instead of each holding all of it"
         ))  # fmt: skip
 
 

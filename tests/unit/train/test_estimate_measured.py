@@ -1,0 +1,68 @@
+"""The estimate of a job against what a rank really holds and writes, in a world of one."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from deepspeed import comm
+
+from tests.train_support.tiny import make_model_dir, write_chat_file
+from train import estimate, fragments
+from train.engine import build_engine, init_world
+from train.estimate import ModelShape
+from train.group import free_port
+from train.model import load_model
+from train.objectives import SupervisedObjective
+from train.publish import publish
+from train.snapshot import begin_snapshot, snapshot_layout
+from train.spec import TrainSpec
+from weights.store import WeightStore
+
+HEADERS_BYTES = 32 * 1024  # names and offsets, manifest, config and tokenizer
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world_of_one():
+    before = dict(os.environ)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
+    init_world("cpu", 30.0)
+    yield
+    comm.destroy_process_group()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["full", "lora"])
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.soak), 2, 3])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage, full):
+    base = make_model_dir(tmp_path / "base", family=family, hidden_size=128, intermediate_size=256, head_dim=32)
+    spec = TrainSpec(
+        job_id="j", base_path=str(base), train_path=str(write_chat_file(tmp_path / "t.jsonl", 4)),
+        run_dir=str(tmp_path), shm_root=str(tmp_path / "store"), output_model="m", zero_stage=stage, full=full,
+        lora_rank=8, micro_batch=1, batch_size=1,
+    )  # fmt: skip
+    model = load_model(spec)
+    n_parameters = sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
+    shape = ModelShape.from_config(json.loads(Path(base, "config.json").read_text()), n_parameters)
+    assert estimate.trained_parameters(shape, asdict(spec)) == sum(
+        p.numel() for p in model.parameters() if p.requires_grad
+    )
+    engine = build_engine(SupervisedObjective(model), spec)
+    fragments.create_moments(engine, 1)
+    memory = estimate.rank_memory(shape, asdict(spec), 1)
+
+    weights = sum(p.numel for p in fragments.parameters(engine)) * 2
+    assert memory.weights_bytes == weights
+    state = engine.optimizer.optimizer.state
+    held = sum(4 * flat.numel() * (1 + sum(key in state[flat] for key in fragments.MOMENTS)) for flat in state)
+    assert held == pytest.approx(memory.optimizer_bytes, rel=0.01)  # ZeRO pads its partitions
+
+    store = WeightStore(spec.shm_root, budget_bytes=None)
+    snapshot = begin_snapshot(engine, spec, store, snapshot_layout(engine), 1).finish()
+    assert 0 <= snapshot.bytes - estimate.snapshot_bytes(shape, asdict(spec)) < HEADERS_BYTES
+    version = publish(engine, spec, store, version="v1", meta={})
+    assert 0 <= version.bytes - estimate.version_bytes(shape, asdict(spec)) < HEADERS_BYTES
