@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import fcntl
 import os
 import shutil
 import signal
@@ -26,6 +27,7 @@ from runtime.process import kill_group
 from scheduler.discovery import discover_devices
 from scheduler.errors import NodeNameTaken
 from scheduler.ray_nodes import announced_from
+from serve import segments
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -38,12 +40,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_resolved(options.config_json)
     paths = BoxPaths.of(Path(config.box.data_dir))
     paths.create()
-    paths.ray_token.write_bytes(options.token_path.read_bytes())
-    try:
-        return asyncio.run(_run(config, paths, options.head, options.name))
-    except (ray_head.RayStartError, NodeNameTaken) as error:
-        print(f"this node did not join: {error}", file=sys.stderr)
-        return 1
+    os.chdir(paths.data_dir)  # what is started from here looks for modules in the working directory first
+    with open(paths.lock_file, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"a box or node already runs on {paths.data_dir}; give this one another --data-dir", file=sys.stderr)
+            return 5
+        paths.ray_token.write_bytes(options.token_path.read_bytes())
+        try:
+            return asyncio.run(_run(config, paths, options.head, options.name))
+        except (ray_head.RayStartError, NodeNameTaken) as error:
+            print(f"this node did not join: {error}", file=sys.stderr)
+            return 1
 
 
 async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str) -> int:
@@ -51,6 +60,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     kill_leftovers(paths.box_id)
+    segments.remove_below(paths.replica_sockets)
     devices = discover_devices(config.box.devices, name)
     environment = {**os.environ, **ray_head.environment(paths), BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1"}
     os.environ.update(environment)
@@ -71,6 +81,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str) -> int:
             await ray.wait()
         kill_group(ray.pid)
         kill_leftovers(paths.box_id)
+        segments.remove_below(paths.replica_sockets)
         ray_head.remove_files(paths)
         shutil.rmtree(paths.shm_root, ignore_errors=True)
 

@@ -28,16 +28,19 @@ class Fences:
         state, _ = (await _table()).get(lease.id, ("", []))
         if state == "CREATED":
             return None
+        if state:
+            await self.release(lease.id)  # left by one who died or gave up waiting; its name would be taken
         bundles = [{f"{DEVICE_RESOURCE}{device_id}": 1} for device_id in lease.device_ids]
-        fence = placement_group(bundles, strategy="PACK", name=lease.id, lifetime="detached")
+        fence, given = placement_group(bundles, strategy="PACK", name=lease.id, lifetime="detached"), False
         self._acquiring.add(lease.id)
         try:
             # Not `fence.ready()`: that runs a task, for which Ray first starts a worker process.
             given = await asyncio.to_thread(fence.wait, FENCE_TIMEOUT_S)
         finally:
             self._acquiring.discard(lease.id)
+            if not given:  # nor may a wait that was cancelled get the devices later
+                remove_placement_group(fence)
         if not given:
-            remove_placement_group(fence)
             raise EffectFailed("acquire", lease.id, f"Ray did not give {lease.device_ids} in {FENCE_TIMEOUT_S:.0f} s")
         self._fences[lease.id] = fence
         return {"devices": list(lease.device_ids)}

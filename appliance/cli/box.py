@@ -125,8 +125,9 @@ def join(
         resolved = load_config(None, asked)
     except ConfigError as error:
         raise BadUsage(str(error)) from error
+    # -P: a folder here that is called `train` or `serve` must not hide ours.
     os.execv(sys.executable, [
-        sys.executable, "-m", "appliance.node", "--config-json", resolved.model_dump_json(), "--head", head,
+        sys.executable, "-P", "-m", "appliance.node", "--config-json", resolved.model_dump_json(), "--head", head,
         "--token-path", str(token_file.resolve()), "--name", name,
     ])  # fmt: skip
 
