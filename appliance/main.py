@@ -32,6 +32,7 @@ from appliance.paths import BoxPaths
 from appliance.supervised import BOX_VARIABLE, Supervised, kill_leftovers
 from runtime.process import die_with_parent, tail
 from scheduler.discovery import discover_devices
+from serve import segments
 
 CONTROLLER_START_S = 120.0
 GATEWAY_START_S = 30.0
@@ -120,6 +121,7 @@ class Box:
     async def start(self) -> None:
         """Returns when the endpoint answers. Raises BoxError or RayStartError."""
         left = kill_leftovers(self._paths.box_id)
+        segments.remove_below(self._paths.replica_sockets)
         if left:
             self._say(f"ended {len(left)} processes that an earlier run left behind")
         self._say("starting Ray")
@@ -148,6 +150,7 @@ class Box:
         self._state.update(state="stopping", message="stopping Ray")
         await self._ray.end(RAY_END_S)
         kill_leftovers(self._paths.box_id)
+        segments.remove_below(self._paths.replica_sockets)
         ray_head.remove_files(self._paths)
         if saved:
             shutil.rmtree(self._paths.shm_root, ignore_errors=True)

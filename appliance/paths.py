@@ -94,13 +94,17 @@ class BoxPaths:
     def warm_train_socket(self) -> Path:
         return self.run / "warm-train.sock"
 
+    @property
+    def replica_sockets(self) -> Path:
+        return self.run / "r"
+
     def replica_socket(self, replica_id: str) -> Path:
-        return self.run / "r" / f"{replica_id}.sock"
+        return self.replica_sockets / f"{replica_id}.sock"
 
     def create(self) -> None:
         """Make every directory, 0700, and the Ray token, 0600."""
         for folder in (self.data_dir, self.files, self.models, self.jobs, self.batches, self.uploads, self.logs,
-                       self.shm_root, self.run, self.run / "r"):  # fmt: skip
+                       self.shm_root, self.run, self.replica_sockets):  # fmt: skip
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.shm_root.chmod(0o700)
         if not self.ray_token.exists():

@@ -15,12 +15,12 @@ from typing import Any
 from runtime.child import Child
 from runtime.errors import ChildDied, ChildError, ChildTimeout
 from runtime.process import tail
+from serve import segments
 from serve.config import EngineConfig
 from serve.errors import BY_NAME, EngineFailed, EngineStartFailed, ServeError, WrongState
 from serve.spec import ReplicaSpec
 
 ENTRY = "serve.engine:main"
-SEGMENTS = Path("/dev/shm")
 
 
 class Replica:
@@ -164,5 +164,4 @@ def _remove_leftovers(spec: ReplicaSpec) -> None:
     """Socket, scratch directory and segments of a dead engine."""
     Path(spec.socket_path).unlink(missing_ok=True)
     shutil.rmtree(spec.scratch_path, ignore_errors=True)
-    for segment in SEGMENTS.glob(f"{spec.segment_prefix}*"):
-        segment.unlink(missing_ok=True)
+    segments.remove_of(spec.socket_path)

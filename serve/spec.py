@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from serve import segments
 from serve.errors import InvalidReplicaSpec
 
 KINDS = ("cpu", "cuda")
@@ -93,9 +93,8 @@ class ReplicaSpec:
 
     @property
     def segment_prefix(self) -> str:
-        """Begins the names of all segments that the engine makes in /dev/shm, so that its supervisor can remove what
-        a killed engine left there."""
-        return f"appliance-{hashlib.sha256(self.socket_path.encode()).hexdigest()[:10]}."
+        """Begins the names of all segments that the engine makes in /dev/shm."""
+        return segments.prefix_of(self.socket_path)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ReplicaSpec:

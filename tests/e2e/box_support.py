@@ -18,6 +18,7 @@ import openai
 import psutil
 
 from appliance.paths import BoxPaths
+from serve import segments
 
 COMMAND = str(Path(sys.executable).with_name("appliance"))
 DEMO_DATA = Path(__file__).parents[2] / "appliance" / "demo_data"
@@ -113,7 +114,8 @@ class WholeBox:
                     running.append(f"process {process.pid} {' '.join(process.cmdline())[:120]}")
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
-        shared = [str(path) for path in Path("/dev/shm").glob(f"*{box_id}*")]
+        engines = segments.prefix_of(BoxPaths.of(self.data_dir).replica_sockets / "x").partition(".")[0]
+        shared = [str(path) for name in (box_id, engines) for path in Path("/dev/shm").glob(f"*{name}*")]
         session = Path(f"/tmp/appliance-{box_id}")
         return running + shared + ([str(session)] if session.exists() else [])
 

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
+from serve import segments
 from serve.arguments import engine_arguments, engine_environment, tool_parser
 from serve.errors import InvalidReplicaSpec
 from serve.spec import ReplicaSpec
@@ -30,6 +32,17 @@ def test_a_spec_survives_the_trip_through_json():
 def test_every_engine_names_its_segments_its_own_way():
     one, other = (ReplicaSpec.from_json({**GOOD, "socket_path": f"/dev/shm/x/{name}.sock"}) for name in ("a", "b"))
     assert one.segment_prefix != other.segment_prefix and "/" not in one.segment_prefix
+
+
+def test_segments_of_killed_engines_are_found_by_the_folder_of_their_sockets(tmp_path, monkeypatch):
+    monkeypatch.setattr(segments, "SEGMENTS", tmp_path)
+    mine, second, others = (f"/dev/shm/{name}.sock" for name in ("box/r/a", "box/r/b", "other/r/a"))
+    for socket_path in (mine, second, others):
+        (tmp_path / f"{segments.prefix_of(socket_path)}1f").touch()
+    segments.remove_of(mine)
+    assert len(list(tmp_path.iterdir())) == 2
+    segments.remove_below(Path("/dev/shm/box/r"))
+    assert [path.name for path in tmp_path.iterdir()] == [f"{segments.prefix_of(others)}1f"]
 
 
 @pytest.mark.parametrize(
