@@ -52,17 +52,16 @@ class JobRuns:
                 self._events.ingest(job_id, event)
 
     async def prepare(self, job_id: str) -> None:
-        """Bring in the base model's bytes where neither shared memory nor the disk has them. Raises LookupError."""
-        try:
-            self._base_path(jobs.get(self._db, job_id).model)
-        except LookupError:
-            base = resolve(self._db, jobs.get(self._db, job_id).model)
-            if base is None:
-                raise
+        """Bring in what neither shared memory nor the disk has of the base model. Raises LookupError."""
+        _, parts = self._parts(jobs.get(self._db, job_id))
+        for row in parts:
             try:
-                await asyncio.to_thread(self._flow.bring_in, Name("version", base.model.id, base.version.version))
-            except WeightsError as error:
-                raise LookupError(str(error)) from error
+                self._bytes_of(row)
+            except LookupError:
+                try:
+                    await asyncio.to_thread(self._flow.bring_in, Name(_kind(row), row.model, row.version))
+                except WeightsError as error:
+                    raise LookupError(str(error)) from error
 
     def spec(self, job_id: str) -> TrainSpec:
         """What the job's ranks are to do. Raises LookupError when the base model's bytes are gone."""
@@ -94,27 +93,33 @@ class JobRuns:
         A resumed LoRA run reads its frozen weights again, and an adapter is served beside the weights it was trained
         on: neither may change because another version went live meanwhile.
         """
+        fields, parts = self._parts(row)
+        paths = dict(zip(("base_path", "base_adapter"), map(self._bytes_of, parts), strict=False))
+        if "base_version" not in row.resolved:
+            jobs.update(self._db, row.id, resolved={**row.resolved, "base_version": fields["base_version"]})
+        return {**fields, **paths}
+
+    def _parts(self, row: JobRow) -> tuple[dict[str, str], list[VersionRow]]:
+        """Name and version of what is trained, and the rows of its bytes: weights, and an adapter on them if it is one.
+
+        Raises LookupError when one is gone."""
         base = resolve(self._db, row.model)
         if base is None:
             raise LookupError(f"the base model {row.model} is not on this box any more")
-        name, version = base.model.id, row.resolved.get("base_version") or base.version.version
-        if "base_version" not in row.resolved:
-            jobs.update(self._db, row.id, resolved={**row.resolved, "base_version": version})
+        name, version = base.model.id, (row.resolved or {}).get("base_version") or base.version.version
         found = models.find_version(self._db, name, version)
         if found is None:
             raise LookupError(f"version {version} of the base model {name} was deleted")
-        below = found.meta.get("adapter")
-        fields = {"base_model": name, "base_version": version}
+        fields, below = {"base_model": name, "base_version": version}, found.meta.get("adapter")
         if below is None:
-            return {**fields, "base_path": self._bytes_of(found)}
+            return fields, [found]
         weights = models.find_version(self._db, below["base"], below["base_version"])
         if weights is None:
             raise LookupError(f"{below['base']} {below['base_version']}, which {name} is an adapter of, was deleted")
-        return {**fields, "base_path": self._bytes_of(weights), "base_adapter": self._bytes_of(found)}
+        return fields, [weights, found]
 
     def _bytes_of(self, row: VersionRow) -> str:
-        kind = "adapter" if row.meta.get("adapter") else "version"
-        stored = self._store.find(kind, row.model, row.version)
+        stored = self._store.find(_kind(row), row.model, row.version)
         if stored is not None:
             return str(stored.path)
         if row.disk_path is None or not Path(row.disk_path).is_dir():
@@ -197,3 +202,7 @@ class JobRuns:
 
 def _step(stored: StoredVersion) -> int:
     return int(stored.version.removeprefix("step-"))
+
+
+def _kind(row: VersionRow) -> str:
+    return "adapter" if row.meta.get("adapter") else "version"
