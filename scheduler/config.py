@@ -24,6 +24,8 @@ class SchedulerConfig(BaseModel):
     """No cost of a hand-over keeps idle devices in serving for longer than this."""
     give_backs_per_hour: int = Field(30, ge=1)
     """How often a model's traffic may give devices back within an hour; beyond it they stay. Each has one return."""
+    proved_hold_max_s: Seconds = 1800.0
+    """Replicas wanted back before giving them back had paid are kept, each time twice as long; at most this long."""
     job_pause_s: Seconds = 3.0
     """What a change of size costs a running job: from its last step before to its first step after."""
     late_share: Annotated[float, Field(ge=0, lt=1)] = 0.03

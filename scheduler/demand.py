@@ -3,6 +3,10 @@
 Growing is at once, and never below the floor that the last half hour taught (`recent_load`). Shrinking comes when the
 devices have idled for longer than a hand-over there and back would cost training (the rent exceeds the price), and
 no sooner than `give_back_after_s`; at most `give_backs_per_hour` times, which bounds the hand-overs of its traffic.
+
+Requests in flight say too little on their own: what saturates one replica looks like little on two, so flat load would
+be given back and asked for again for ever. Replicas wanted back before giving them back had paid are therefore kept
+for a while, twice as long each time.
 """
 
 from __future__ import annotations
@@ -71,9 +75,14 @@ def required(
         reviews.append(end_s)
     if last is not None and (end_s := last + _floor_hold_s(deployment, config)) > now_s:
         floor = memory.load.floor(config.late_share)
+        if memory.proved_until_s > now_s:
+            floor = max(floor, memory.proved)
+            reviews.append(memory.proved_until_s)
         want = max(want, min(floor, deployment.max_replicas))
         reviews.append(end_s)
     if want >= memory.replicas:
+        if want > memory.replicas and memory.given_back_s:
+            memory = _wanted_back(memory, want, deployment.tensor_parallel, now_s, config, switch_device_s)
         return replace(memory, replicas=want, low_since_s=None, low_peak=0), min(reviews, default=None)
     since_s = now_s if memory.low_since_s is None else memory.low_since_s
     peak = max(memory.low_peak, want)
@@ -91,12 +100,32 @@ def required(
         still_low = None if peak == want else now_s
         if peak < memory.replicas:
             given_back_s = (*given_back_s, now_s)
+            memory = replace(memory, given_back_from=memory.replicas)
         found = replace(memory, replicas=peak, low_since_s=still_low, low_peak=want, given_back_s=given_back_s)
         if still_low is not None:
             reviews.append(now_s + _linger_s(deployment, config))
         return found, min(reviews, default=None)
     reviews.append(due_s)
     return replace(memory, low_since_s=since_s, low_peak=peak, given_back_s=given_back_s), min(reviews)
+
+
+def _wanted_back(
+    memory: ModelMemory, want: int, tensor_parallel: int, now_s: float, config: SchedulerConfig, switch_device_s: float
+) -> ModelMemory:
+    """What the return of replicas teaches about giving them back.
+
+    It paid if the devices trained for longer than they had idled before and the hand-over there and back cost. Each
+    time is judged once, by the first return; replicas that had not been there before it prove nothing.
+    """
+    judged = memory.proved_hold_s and memory.proved_until_s - memory.proved_hold_s >= memory.given_back_s[-1]
+    want = min(want, memory.given_back_from)
+    if judged or not switch_device_s or want <= memory.replicas:
+        return memory
+    switch_s = min(switch_device_s / ((want - memory.replicas) * tensor_parallel), config.give_back_at_latest_s)
+    if now_s - memory.given_back_s[-1] > switch_s + max(switch_s, memory.proved_hold_s):
+        return replace(memory, proved=0, proved_until_s=0.0, proved_hold_s=0.0)
+    hold_s = min(2 * max(switch_s, memory.proved_hold_s), config.proved_hold_max_s)
+    return replace(memory, proved=want, proved_until_s=now_s + hold_s, proved_hold_s=hold_s)
 
 
 def _floor_hold_s(deployment: DeploymentView, config: SchedulerConfig) -> float:

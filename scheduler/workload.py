@@ -201,7 +201,9 @@ class ModelMemory:
     """What the planner remembers of one model between rounds: the hysteresis.
 
     low_since_s, low_peak: since when fewer replicas would do, and the most that were asked for since. load: what was
-    asked for lately. given_back_s: when the count fell, over the last hour.
+    asked for lately. given_back_s: when the count fell, over the last hour; given_back_from: the count before the
+    last fall. proved: replicas that were wanted back too soon after such a fall, kept until `proved_until_s`, which is
+    for `proved_hold_s`.
     """
 
     replicas: int = 0
@@ -210,6 +212,10 @@ class ModelMemory:
     waiting_since_s: float | None = None
     load: RecentLoad = field(default_factory=RecentLoad)
     given_back_s: tuple[float, ...] = ()
+    given_back_from: int = 0
+    proved: int = 0
+    proved_until_s: float = 0.0
+    proved_hold_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

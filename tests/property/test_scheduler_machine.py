@@ -331,6 +331,7 @@ def explore(examples: int, steps: int) -> None:
     print(f"scheduler machine: {SchedulerMachine.steps} steps, {SchedulerMachine.verbs} verbs, 0 violations")
 
 
+@pytest.mark.timeout(1800)  # a machine that does six other things takes longer than the usual bound
 def test_random_lives() -> None:
     explore(examples=300, steps=100)
     assert SchedulerMachine.steps >= 25_000

@@ -159,11 +159,11 @@ def test_requests_are_held_until_something_opens_and_given_up_at_the_bound() -> 
 @pytest.mark.parametrize(
     ("requests", "policy"),
     [
-        (burst(), Policy("auto")),
-        (burst(), Policy("split", 6)),
-        (burst(), Policy("split", 7)),
-        (steady(0.05, 3600), Policy("auto")),
-        (steady(0.05, 3600), Policy("split", 7)),
+        (burst(150, 300, 400), Policy("auto")),
+        (burst(150, 300, 400), Policy("split", 6)),
+        (burst(150, 300, 400), Policy("split", 7)),
+        (steady(0.05, 900), Policy("auto")),
+        (steady(0.05, 900), Policy("split", 7)),
         (steady(30, 300, prompt=2000, output=200), Policy("auto")),
     ],
 )

@@ -1,0 +1,98 @@
+"""The hysteresis of `auto` with the settings of the box: how often traffic alone can make devices change hands."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from scheduler import demand as demand_
+from scheduler.config import SchedulerConfig
+from scheduler.workload import Demand, DeploymentView, ModelMemory
+
+CONFIG = SchedulerConfig()
+SWITCH_DEVICE_S = 2 * CONFIG.job_pause_s * 7
+MODEL = DeploymentView("m", "v1", min_replicas=1, max_replicas=8, target_inflight=10)
+
+
+def moves(
+    inflight: Callable[[float, ModelMemory], int], hours: float, *, switch_device_s: float = SWITCH_DEVICE_S
+) -> tuple[list[float], list[float], ModelMemory]:
+    """Times at which the count fell and rose, looked at every second, and the memory at the end."""
+    memory, fell, rose = ModelMemory(), [], []
+    for second in range(int(hours * 3600)):
+        now_s = 1000.0 + second
+        model = replace(MODEL, demand=Demand(inflight=inflight(now_s, memory), last_request_s=now_s))
+        before = memory.replicas
+        memory, _ = demand_.required(model, memory, now_s, CONFIG, switch_device_s=switch_device_s)
+        assert memory.replicas >= demand_.wanted_now(model, now_s, CONFIG), "growing is at once"
+        (fell if memory.replicas < before else rose if memory.replicas > before else []).append(now_s)
+    return fell, rose, memory
+
+
+def most_in_an_hour(times_s: list[float]) -> int:
+    return max((sum(0 <= t - first < 3600.0 for t in times_s) for first in times_s), default=0)
+
+
+@pytest.mark.parametrize("switch_device_s", [0.0, SWITCH_DEVICE_S])
+def test_the_worst_traffic_stays_within_the_bound(switch_device_s: float) -> None:
+    """It asks for everything the moment something was given back, and for as little as it can until then."""
+
+    def adversary(now_s: float, memory: ModelMemory) -> int:
+        return 75 if memory.replicas < 8 else 5
+
+    fell, rose, _ = moves(adversary, 3, switch_device_s=switch_device_s)
+    assert fell, "it never gave anything back, so this shows nothing"
+    assert most_in_an_hour(fell) <= CONFIG.give_backs_per_hour
+    assert len(rose) <= len(fell) + 8
+    if not switch_device_s:
+        assert most_in_an_hour(fell) == CONFIG.give_backs_per_hour, "without anything to learn from the bound is met"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_noise_on_flat_load_does_not_flap(seed: int) -> None:
+    """One replica is a little too small, two are too many: once a minute or so demand touches the second."""
+    rng, touches_until_s = random.Random(seed), 0.0
+
+    def noisy(now_s: float, memory: ModelMemory) -> int:
+        nonlocal touches_until_s
+        if rng.random() < 1 / 60:
+            touches_until_s = now_s + rng.uniform(1.0, 3.0)
+        return 11 if now_s < touches_until_s else 8
+
+    fell, _, _ = moves(noisy, 4)
+    assert len(fell) <= 12
+    assert sum(t > 1000.0 + 3600 for t in fell) <= 2 * 3, "once learned, two in an hour at most"
+
+
+def test_returns_that_pay_are_not_held_against_the_load() -> None:
+    """Seven minutes between bursts of seconds: the devices go to training every time, without delay."""
+
+    def bursts(now_s: float, memory: ModelMemory) -> int:
+        return 75 if now_s % 420 < 5 else 25
+
+    fell, _, memory = moves(bursts, 4)
+    assert len(fell) >= 4 * 3600 // 420 - 1
+    assert memory.proved_hold_s == 0.0
+
+
+def test_what_was_learned_ends_with_the_traffic_and_in_time() -> None:
+    now_s = 1000.0
+    quiet = replace(MODEL, demand=Demand(inflight=5, last_request_s=now_s))
+    memory = ModelMemory(replicas=1, given_back_s=(now_s - 10,), given_back_from=2)
+    busy = replace(MODEL, demand=Demand(inflight=75, last_request_s=now_s))
+    memory, _ = demand_.required(busy, memory, now_s, CONFIG, switch_device_s=SWITCH_DEVICE_S)
+    assert (memory.replicas, memory.proved) == (8, 2), "what was not there before proves nothing"
+    held_until_s = memory.proved_until_s
+    assert held_until_s == now_s + memory.proved_hold_s <= now_s + CONFIG.proved_hold_max_s
+    again, _ = demand_.required(
+        replace(busy, max_replicas=9, demand=replace(busy.demand, inflight=85)),
+        memory, now_s + 1, CONFIG, switch_device_s=SWITCH_DEVICE_S,
+    )  # fmt: skip
+    assert again.proved_hold_s == memory.proved_hold_s, "one fall is judged once"
+    later_s = now_s + CONFIG.floor_hold_s + 1
+    gone, _ = demand_.required(quiet, replace(memory, replicas=2), later_s, CONFIG, switch_device_s=0.0)
+    gone, _ = demand_.required(quiet, gone, later_s + 11, CONFIG, switch_device_s=0.0)
+    assert gone.replicas == 1
