@@ -19,6 +19,8 @@ from appliance.controller import (
     admin_models,
     admin_plan,
     admin_queue,
+    batch_runner,
+    batches,
     error_handlers,
     files,
     jobs,
@@ -26,6 +28,7 @@ from appliance.controller import (
     permissions,
     upload_parts,
 )
+from appliance.controller.batch_runner import BatchRunner
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_validation import JobValidation
 from appliance.controller.middleware import BodyLimits, RequestIds
@@ -42,14 +45,16 @@ def create_app(context: ControllerContext) -> FastAPI:
     Its lifespan sweeps what a crash left, resumes validations, publishes the keys and keeps house; run it with
     uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
-    validation, running = JobValidation(context), Operations(context)
+    validation, running, runner = JobValidation(context), Operations(context), BatchRunner(context)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         files.sweep(context)
         upload_parts.sweep(context)
         running.fail_interrupted()
+        batch_runner.sweep(context)
         validation.start_waiting()
+        runner.start()
         context.publish_keys()
         housekeeping = asyncio.create_task(_keep_house(context), name="housekeeping")
         try:
@@ -59,6 +64,7 @@ def create_app(context: ControllerContext) -> FastAPI:
             await asyncio.gather(housekeeping, return_exceptions=True)
             await validation.stop()
             await running.stop()
+            await runner.stop()
 
     app = FastAPI(
         title="appliance",
@@ -69,6 +75,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         middleware=[Middleware(RequestIds), Middleware(BodyLimits, config=context.config)],
     )
     app.state.context, app.state.validation, app.state.operations = context, validation, running
+    app.state.batches = runner
     error_handlers.install(app)
 
     admin = APIRouter(prefix="/admin/v1", route_class=StrictRoute, dependencies=[Depends(needs(ADMIN))])
@@ -80,7 +87,8 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_keys.routes(context, admin)
     admin_models.routes(context, admin, running)
     admin_plan.routes(context, admin)
-    for router in (files.routes(context), upload_parts.routes(context), jobs.routes(context, validation),
+    for router in (files.routes(context), upload_parts.routes(context), batches.routes(context, runner),
+                   jobs.routes(context, validation),
                    permissions.routes(context), models.routes(context), admin):  # fmt: skip
         app.include_router(router, responses=error_handlers.RESPONSES)
     return app

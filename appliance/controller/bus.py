@@ -57,14 +57,16 @@ class _Gateway:
 class Bus:
     """Serves gateways from `start` to `stop`; all methods belong to one event loop.
 
-    `on_load` is called after every report (for the scheduler's nudge); it must not block.
+    `on_load` is called after every report (for the scheduler's nudge), `on_table` when the models of the table have
+    changed; they must not block.
     `first_generation`: larger than any of an earlier controller's (see `first_generation`), or the report of a gateway
     that still routes by an old table would count for a new one.
     """
 
     def __init__(self, path: Path, config: ControllerConfig, *, first_generation: int,
-                 on_load: Callable[[Load], None] | None = None):  # fmt: skip
-        self._path, self._config, self._on_load = path, config, on_load
+                 on_load: Callable[[Load], None] | None = None,
+                 on_table: Callable[[], None] | None = None):  # fmt: skip
+        self._path, self._config, self._on_load, self._on_table = path, config, on_load, on_table
         self._generation = first_generation
         self._models: dict[str, Any] = {}
         self._keys: dict[str, Any] = {}
@@ -101,6 +103,11 @@ class Bus:
     # --- publishing
 
     @property
+    def models(self) -> dict[str, Any]:
+        """The models of the table as published last."""
+        return self._models
+
+    @property
     def generation(self) -> int:
         return self._generation
 
@@ -109,6 +116,8 @@ class Bus:
         if models != self._models:
             self._models = models
             self._next_generation()
+            if self._on_table is not None:
+                self._on_table()
         return self._generation
 
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:

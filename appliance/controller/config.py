@@ -33,6 +33,14 @@ class ControllerConfig(BaseModel):
     mode_wait_s: Seconds = 900.0
     """Longest a request with ?wait=true waits for the hand-over."""
 
+    # --- batches
+    batch_max_lines: int = Field(50_000, ge=1)
+    """Requests in the input file of a batch."""
+    batch_lines_per_engine: int = Field(16, ge=1)
+    """Lines of batches that an idle engine works on at once."""
+    batch_busy_inflight: int = Field(4, ge=1)
+    """An engine with so many interactive requests takes no lines; below it, proportionally fewer."""
+
     # --- background
     housekeeping_every_s: Seconds = 30.0
     progress_every_s: Seconds = 0.5

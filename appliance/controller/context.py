@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from appliance.controller.config import ControllerConfig
-from appliance.controller.ports import KeySink, ModelOps, SchedulerPort, TierPort
+from appliance.controller.ports import BatchEngines, KeySink, ModelOps, SchedulerPort, TierPort
 from appliance.store import keys
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
@@ -16,18 +16,21 @@ from appliance.store.rows import ModelRow
 
 @dataclass
 class ControllerContext:
-    """files_dir: bytes of files by id. jobs_dir: one folder per job. uploads_dir: parts by upload. box: {"id",
+    """files_dir: bytes of files by id. jobs_dir: one folder per job. batches_dir: answers of
+    unfinished batches. uploads_dir: parts by upload. box: {"id",
     "version", "url", "data_dir"} as `/admin/v1/status` shows it. adapter_rank_limit: the largest LoRA rank that
     engines of a model take, 0: none."""
 
     db: Database
     files_dir: Path
     jobs_dir: Path
+    batches_dir: Path
     uploads_dir: Path
     scheduler: SchedulerPort
     model_ops: ModelOps
     key_sink: KeySink
     tiers: TierPort
+    batch_engines: BatchEngines
     adapter_rank_limit: Callable[[ModelRow], int] = lambda _: 0
     config: ControllerConfig = field(default_factory=ControllerConfig)
     box: dict[str, str] = field(default_factory=dict)

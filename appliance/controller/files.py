@@ -103,11 +103,11 @@ def routes(context: ControllerContext) -> APIRouter:
     return router
 
 
-def known_file(context: ControllerContext, file_id: str) -> FileRow:
+def known_file(context: ControllerContext, file_id: str, param: str = "id") -> FileRow:
     """Raises NotFound."""
     row = files.find(context.db, file_id, now_s=time.time())
     if row is None:
-        raise NotFound(f"No such File object: {shown(file_id)}", param="id", code="file_not_found")
+        raise NotFound(f"No such File object: {shown(file_id)}", param=param, code="file_not_found")
     return row
 
 
@@ -124,6 +124,11 @@ def sweep(context: ControllerContext) -> int:
     for entry in orphans:
         entry.unlink(missing_ok=True)
     return len(orphans)
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as source:
+        return hashlib.file_digest(source, "sha256").hexdigest()
 
 
 def add_result(db: Database, files_dir: Path, filename: str, content: bytes) -> str:

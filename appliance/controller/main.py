@@ -38,6 +38,7 @@ from appliance.paths import BoxPaths
 from appliance.ray_head import NAMESPACE
 from appliance.store.database import Database
 from appliance.wiring.asked import Asked
+from appliance.wiring.batch_engines import SocketEngines, circumstances
 from appliance.wiring.device_watch import DeviceWatch
 from appliance.wiring.gateways import BusRouting
 from appliance.wiring.job_room import JobRoom
@@ -94,9 +95,19 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     store = _open_store(config, paths)
     devices = discover_devices(config.box.devices)
     bus = Bus(
-        paths.bus_socket, config.controller, first_generation=first_generation(db), on_load=lambda _: loop.nudge()
-    )
+        paths.bus_socket, config.controller, first_generation=first_generation(db), on_load=lambda _: load_changed(),
+        on_table=lambda: lines.load_changed(),
+    )  # fmt: skip
+
+    def load_changed() -> None:
+        loop.nudge()
+        lines.load_changed()
+
     routing = BusRouting(bus, db, config.gateway.holds.hold_s, config.serve.max_model_len)
+    lines = SocketEngines(
+        bus, config.controller, config.gateway.limits, routing.host,
+        lambda: circumstances(db, config.box.serving_floor, loop.status()["devices"]), lambda: loop.nudge(),
+    )  # fmt: skip
     flow = TierFlow(
         db, store, make_levels(config.weights, paths), jobs_dir=paths.jobs, owner=paths.box_id,
         is_held=lambda name: shelf.holds(name),
@@ -110,7 +121,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     nodes = Nodes(place_of(config, paths, devices))
     effects = RayEffects(nodes, routing, shelf, runs, config.serve)
     states = SqliteStateStore(
-        db, events, routing.demand, config.box.serving_floor, len(devices), config.serve, routing.refresh,
+        db, events, lambda model: lines.demand(model, routing.demand(model)), config.box.serving_floor, len(devices),
+        config.serve, routing.refresh,
         JobRoom(db, store, _facts(devices, store)).waits_for,
     )
     asked = Asked(lambda: loop.status())
@@ -128,6 +140,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         model_ops=LibraryOps(library, store, flow, shelf.let_go),
         key_sink=bus,
         tiers=flow,
+        batch_engines=lines,
         adapter_rank_limit=shelf.adapter_rank_limit,
         config=config.controller,
         box={
@@ -167,6 +180,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         flowing.cancel()
         await asyncio.wait({deciding, serving})
     saved = await _save_everything(effects, flow)
+    await lines.close()
     await bus.stop()
     ray.shutdown()
     db.close()

@@ -183,3 +183,43 @@ class TierPort(Protocol):
 
     def nudge(self) -> None:
         """What is to be kept has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many lines of batches a model's engines may work on now. why: what they wait for where it is 0."""
+
+    lines: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswer:
+    """body: the JSON of the answer."""
+
+    status: int
+    body: Any
+
+
+class LineReturned(Exception):
+    """A line was not answered: its engine was wanted for something else (`yielded`), or died. Send it again."""
+
+    def __init__(self, reason: str, *, yielded: bool):
+        super().__init__(reason)
+        self.yielded = yielded
+
+
+class BatchEngines(Protocol):
+    """Engines for lines of batches, which take what interactive requests leave idle."""
+
+    def room(self, model: str) -> Room:
+        """Of all batches together."""
+
+    async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
+        """The answer to one line, after the checks that every request passes. Raises LineReturned."""
+
+    def wants(self, models: list[str]) -> None:
+        """Models with lines left, that of the oldest batch first: they may be woken where nobody is in the way."""
+
+    async def changed(self, timeout_s: float) -> None:
+        """Returns when room may have changed, or after this time."""

@@ -48,6 +48,10 @@ def find(db: Database, id_or_name: str) -> KeyRow | None:
     )
 
 
+def is_revoked(db: Database, key_id: str) -> bool:
+    return db.execute("SELECT 1 FROM keys WHERE id = ? AND revoked_s IS NOT NULL", [key_id]).fetchone() is not None
+
+
 def list_all(db: Database) -> list[KeyRow]:
     return db.all(KeyRow, "SELECT * FROM keys ORDER BY seq")
 

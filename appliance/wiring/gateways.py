@@ -91,6 +91,10 @@ class BusRouting:
         """Returns when every gateway routes by the table as it is now."""
         await self._bus.wait_applied(self.refresh())
 
+    def host(self, name: str) -> str:
+        """The model on whose engines a name is served: its own, but for adapters."""
+        return next((host for host, names in self._guests.items() if name in names), name)
+
     def demand(self, model: str) -> Demand:
         """What the gateways report of a model and of the adapters that its engines serve, for the planner."""
         load = self._bus.load()

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from appliance.controller.config import ControllerConfig
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import OperationFailed, SwapFailed
-from appliance.controller.ports import Mode, ModelStats, Progress, Report, VersionPlace
+from appliance.controller.ports import EngineAnswer, Mode, ModelStats, Progress, Report, Room, VersionPlace
 from appliance.store import handovers
 from appliance.store.database import Database
 from appliance.store.ids import new_id
@@ -128,6 +129,40 @@ class SimulatedTiers:
         return
 
 
+class SimulatedEngines:
+    """Answers every line at once, with its custom prompt; `rule` may do otherwise."""
+
+    def __init__(self) -> None:
+        self.lines = 4
+        self.why = "no engine of the model is awake"
+        self.sent: list[dict[str, Any]] = []
+        self.wanted: list[str] = []
+        self.most_at_once = 0
+        self._at_once = 0
+        self.rule: Callable[[dict[str, Any]], Awaitable[EngineAnswer | None]] | None = None
+
+    def room(self, model: str) -> Room:
+        return Room(self.lines, "" if self.lines else self.why)
+
+    async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
+        self.sent.append(body)
+        self._at_once += 1
+        self.most_at_once = max(self.most_at_once, self._at_once)
+        try:
+            await asyncio.sleep(0)
+            answer = await self.rule(body) if self.rule else None
+        finally:
+            self._at_once -= 1
+        usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
+        return answer or EngineAnswer(200, {"object": "chat.completion", "echo": body, "usage": usage})
+
+    def wants(self, models: list[str]) -> None:
+        self.wanted = models
+
+    async def changed(self, timeout_s: float) -> None:
+        await asyncio.sleep(min(timeout_s, 0.005))
+
+
 class RecordingKeySink:
     """What the gateways would know."""
 
@@ -140,12 +175,15 @@ class RecordingKeySink:
 
 def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerContext:
     """A context whose files lie under `folder`."""
-    files_dir, jobs_dir, uploads_dir = folder / "files", folder / "jobs", folder / "uploads"
-    for path in (files_dir, jobs_dir, uploads_dir):
+    files_dir, jobs_dir = folder / "files", folder / "jobs"
+    batches_dir, uploads_dir = folder / "batches", folder / "uploads"
+    for path in (files_dir, jobs_dir, batches_dir, uploads_dir):
         path.mkdir(exist_ok=True)
     return ControllerContext(
-        db=db, files_dir=files_dir, jobs_dir=jobs_dir, uploads_dir=uploads_dir, scheduler=SimulatedScheduler(db),  # type: ignore[arg-type]
+        db=db, files_dir=files_dir, jobs_dir=jobs_dir, batches_dir=batches_dir, uploads_dir=uploads_dir,
+        scheduler=SimulatedScheduler(db),  # type: ignore[arg-type]
         model_ops=SimulatedModelOps(), key_sink=RecordingKeySink(), tiers=SimulatedTiers(),
+        batch_engines=SimulatedEngines(),
         config=ControllerConfig(**config),
         box={"id": "0123abcd", "version": "0.1.0", "url": "http://127.0.0.1:8000", "data_dir": str(folder)},
     )  # fmt: skip

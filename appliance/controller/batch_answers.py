@@ -1,0 +1,123 @@
+"""The answered lines of one batch on disk: each is there once, and stays there through kill -9.
+
+`<folder>/<batch id>.output.jsonl` and `.error.jsonl` are appended to and synced before a line counts as answered. A
+crash can leave one torn line at the end, which is cut off on opening. Finished, they become files of the box.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+
+class Answers:
+    """Open with `open()`, on a thread; `append` on a thread too. One append at a time."""
+
+    def __init__(self, folder: Path, batch_id: str):
+        self.output_path = folder / f"{batch_id}.output.jsonl"
+        self.error_path = folder / f"{batch_id}.error.jsonl"
+        self.answered: set[str] = set()
+        self.completed = self.failed = 0
+        self.usage = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0, "cached_tokens": 0,
+                      "reasoning_tokens": 0}  # fmt: skip
+        self._output = self._error = -1
+        self._lock = threading.Lock()
+
+    def open(self) -> Answers:
+        """Read what is there already."""
+        self._output, self._error = self._opened(self.output_path), self._opened(self.error_path)
+        for path in (self.output_path, self.error_path):
+            for line in _lines(path):
+                self._count(orjson.loads(line), good=path == self.output_path)
+        return self
+
+    def append(self, lines: list[dict[str, Any]]) -> None:
+        """Each {"id", "custom_id", "response", "error"}; synced on return. One that is there already is left out."""
+        new = {line["custom_id"]: line for line in lines if line["custom_id"] not in self.answered}
+        with self._lock:
+            if self._output < 0:
+                return  # closed by the end of the controller: these lines are asked again
+            for handle, good in ((self._output, True), (self._error, False)):
+                data = b"".join(orjson.dumps(line) + b"\n" for line in new.values() if _is_good(line) is good)
+                if data:
+                    _write_all(handle, data)
+                    os.fsync(handle)
+        for line in new.values():
+            self._count(line, _is_good(line))
+
+    def close(self) -> None:
+        """Waits for a write that was begun."""
+        with self._lock:
+            for handle in (self._output, self._error):
+                if handle >= 0:
+                    os.close(handle)
+            self._output = self._error = -1
+
+    def usage_object(self) -> dict[str, Any]:
+        """As the API shows it: of the lines that succeeded."""
+        used = self.usage
+        return {
+            "input_tokens": used["input_tokens"], "input_tokens_details": {"cached_tokens": used["cached_tokens"]},
+            "output_tokens": used["output_tokens"],
+            "output_tokens_details": {"reasoning_tokens": used["reasoning_tokens"]},
+            "total_tokens": used["total_tokens"],
+        }  # fmt: skip
+
+    def _opened(self, path: Path) -> int:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        whole = 0
+        for line in _lines(path):
+            whole += len(line)
+        os.ftruncate(handle, whole)
+        return handle
+
+    def _count(self, line: dict[str, Any], good: bool) -> None:
+        self.answered.add(line["custom_id"])
+        if not good:
+            self.failed += 1
+            return
+        self.completed += 1
+        for name, tokens in tokens_of(line["response"]["body"]).items():
+            self.usage[name] += tokens
+
+
+def tokens_of(body: Any) -> dict[str, int]:
+    """The tokens that an answer says it used, whichever endpoint it came from."""
+    usage = body.get("usage") if isinstance(body, dict) else None
+    if not isinstance(usage, dict):
+        return {}
+    details = {
+        **(usage.get("prompt_tokens_details") or usage.get("input_tokens_details") or {}),
+        **(usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}),
+    }
+    found = {
+        "input_tokens": usage.get("prompt_tokens", usage.get("input_tokens")),
+        "output_tokens": usage.get("completion_tokens", usage.get("output_tokens")),
+        "total_tokens": usage.get("total_tokens"),
+        "cached_tokens": details.get("cached_tokens"),
+        "reasoning_tokens": details.get("reasoning_tokens"),
+    }
+    return {name: tokens for name, tokens in found.items() if isinstance(tokens, int)}
+
+
+def _is_good(line: dict[str, Any]) -> bool:
+    response = line["response"]
+    return response is not None and response["status_code"] == 200
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    with open(path, "rb") as source:
+        for line in source:
+            if line.endswith(b"\n"):
+                yield line
+
+
+def _write_all(handle: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(handle, view) :]

@@ -1,0 +1,352 @@
+"""Batches on their way: validating, in progress, finalizing, and one of five ends.
+
+One task per unfinished batch, all on the controller's loop. What has to outlive the controller is in the batch's row
+(its status) and in its answers on disk (`batch_answers`); a start takes every unfinished batch up where it was, and
+repeats at most the lines that were in flight.
+
+Lines are sent as long as the engines have room (`ports.BatchEngines`), the oldest batch of a model first. An engine
+that is wanted for something else returns its lines; they wait for the next room. A line that three engines died of is
+answered with an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+from anyio import to_thread
+
+from appliance.controller import batch_lines, files
+from appliance.controller.batch_answers import Answers
+from appliance.controller.batch_lines import Line, Lines
+from appliance.controller.context import ControllerContext
+from appliance.controller.errors import error_object
+from appliance.controller.naming import resolve
+from appliance.controller.ports import LineReturned
+from appliance.store import batches, keys
+from appliance.store import files as file_rows
+from appliance.store.ids import new_id
+from appliance.store.rows import BatchRow, FileRow
+
+log = logging.getLogger("appliance.controller")
+
+LOOK_EVERY_S = 0.5
+_MAX_DEATHS = 3
+_TASK_OF = {"/v1/embeddings": "embed"}
+_EXPIRED = {"code": "batch_expired",
+            "message": "This request could not be executed before the completion window expired."}  # fmt: skip
+
+
+class BatchRunner:
+    """`start` begins with what the store holds; `begin` takes up a new batch; `poke` after a cancellation."""
+
+    def __init__(self, context: ControllerContext):
+        self._context = context
+        self._works: dict[str, _Work] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        for row in batches.list_unfinished(self._context.db):
+            self.begin(row.id)
+
+    def begin(self, batch_id: str) -> None:
+        work = self._works[batch_id] = _Work(self._context, batch_id, self)
+        task = self._tasks[batch_id] = asyncio.create_task(work.run(), name=f"batch {batch_id}")
+        task.add_done_callback(lambda _: self._ended(batch_id))
+
+    def poke(self, batch_id: str) -> None:
+        if (work := self._works.get(batch_id)) is not None:
+            work.wake.set()
+
+    async def idle(self) -> None:
+        """Returns when no batch is unfinished."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+
+    async def stop(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def progress(self, batch_id: str) -> tuple[int, int] | None:
+        """(completed, failed) now; None for a batch that does not run."""
+        work = self._works.get(batch_id)
+        return (work.answers.completed, work.answers.failed) if work and work.opened else None
+
+    def waits_for(self, batch_id: str) -> str | None:
+        """Why none of its lines is at an engine although some are left; None when that is not so."""
+        work = self._works.get(batch_id)
+        if work is None or not work.left or work.flying:
+            return None
+        if any(older.left for older in self._older(work)):
+            return "an older batch of the same model goes first"
+        return self._context.batch_engines.room(work.model).why or None
+
+    def room(self, asking: _Work) -> int:
+        """Lines that this batch may start now: what the engines have left, unless an older batch wants it."""
+        if any(work.left for work in self._older(asking)):
+            return 0
+        flying = sum(len(work.flying) for work in self._works.values() if work.model == asking.model)
+        return max(0, self._context.batch_engines.room(asking.model).lines - flying)
+
+    def _older(self, asking: _Work) -> list[_Work]:
+        same = [work for work in self._works.values() if work.model == asking.model]
+        return same[: same.index(asking)]
+
+    def tell_wants(self) -> None:
+        self._context.batch_engines.wants(
+            list(dict.fromkeys(work.model for work in self._works.values() if work.left or work.flying))
+        )
+
+    def _ended(self, batch_id: str) -> None:
+        self._works.pop(batch_id, None)
+        self._tasks.pop(batch_id, None)
+        self.tell_wants()
+        for work in self._works.values():
+            work.wake.set()
+
+
+class _Work:
+    """One batch. `left`: custom_ids not yet sent (or returned), in order; `flying`: tasks of those at engines."""
+
+    def __init__(self, context: ControllerContext, batch_id: str, runner: BatchRunner):
+        self._context, self._db, self.batch_id, self._runner = context, context.db, batch_id, runner
+        self.model = ""
+        self.answers = Answers(context.batches_dir, batch_id)
+        self.opened = False
+        self.left: deque[str] = deque()
+        self.flying: dict[str, asyncio.Task[None]] = {}
+        self.wake = asyncio.Event()
+        self._by_id: dict[str, Line] = {}
+        self._deaths: dict[str, int] = {}
+        self._ready: list[dict[str, Any]] = []
+        self._written_s = 0.0
+
+    async def run(self) -> None:
+        try:
+            await self._run()
+        except (OSError, _Gone) as error:
+            self._fail("file_unreadable", f"The files of the batch could not be read or written: {error}.")
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            # A bug; without this the batch would wait for ever, with the reason in a log that nobody reads.
+            self._fail("internal_error", f"The batch failed: {type(error).__name__}: {error}.")
+            raise
+        finally:
+            for task in self.flying.values():
+                task.cancel()
+            await asyncio.gather(*self.flying.values(), return_exceptions=True)
+            self.answers.close()
+
+    async def _run(self) -> None:
+        row = self._row()
+        if row.status == "finalizing":
+            await to_thread.run_sync(self.answers.open)
+            self.opened = True
+            await self._finish("completed")
+            return
+        lines = await to_thread.run_sync(self._read, self._input_path(row), row.endpoint)
+        row = self._row()
+        if row.status == "validating":
+            self._check_model(lines, row)
+            if lines.errors:
+                self._set(status="failed", failed_s=time.time(), errors=lines.errors, total=len(lines.by_id))
+                return
+            self._set(status="in_progress", in_progress_s=time.time(), model=lines.model, total=len(lines.by_id))
+        await to_thread.run_sync(self.answers.open)
+        self.opened = True
+        self.model, self._by_id = lines.model or "", lines.by_id
+        self.left.extend(custom_id for custom_id in lines.by_id if custom_id not in self.answers.answered)
+        self._runner.tell_wants()
+        await self._finish(await self._answer_lines())
+
+    # --- validating
+
+    def _read(self, path: Path, endpoint: str) -> Lines:
+        config = self._context.config
+        return batch_lines.read(path, endpoint, config.batch_max_lines, config.json_body_bytes)
+
+    def _check_model(self, lines: Lines, row: BatchRow) -> None:
+        if lines.errors or lines.model is None:
+            return
+        found = resolve(self._db, lines.model)
+        if found is None:
+            lines.add_error("model_not_found", f"The model `{lines.model}` does not exist or you do not have access "
+                            "to it.", 1, "body.model")  # fmt: skip
+        elif found.model.task != _TASK_OF.get(row.endpoint, "generate"):
+            lines.add_error("model_not_supported", f"The model `{lines.model}` does not support {row.endpoint}.", 1,
+                            "body.model")  # fmt: skip
+
+    # --- in progress
+
+    async def _answer_lines(self) -> str:
+        """Send lines until all are answered, or the batch ends before; returns the status that it is to end with."""
+        with open(self._input_path(self._row()), "rb") as source:
+            while self.left or self.flying or self._ready:
+                self.wake.clear()
+                end = self._early_end()
+                if end is not None:
+                    await self._call_back()
+                    return end
+                for _ in range(min(len(self.left), self._runner.room(self))):
+                    self._send_next(source)
+                if self._ready:
+                    await self._store_answers()
+                    continue
+                await self._wait()
+        return "completed"
+
+    def _early_end(self) -> str | None:
+        row = self._row()
+        if row.status == "cancelling":
+            return "cancelled"
+        if row.expires_s <= time.time():
+            return "expired"
+        if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
+            # What was asked with a revoked key stops, as it does at the gateways.
+            self._set(errors=[{"code": "invalid_api_key", "line": None, "param": None,
+                               "message": "The API key of this batch was revoked."}])  # fmt: skip
+            return "failed"
+        return None
+
+    async def _call_back(self) -> None:
+        """Take the lines back from the engines, and keep what was answered until now."""
+        for task in self.flying.values():
+            task.cancel()
+        await asyncio.gather(*self.flying.values(), return_exceptions=True)
+        self.flying.clear()
+        await self._store_answers()
+
+    async def _wait(self) -> None:
+        """Until an answer is here, the batch was poked, or the engines may have room."""
+        waits = [asyncio.ensure_future(self.wake.wait())]
+        if self.left:
+            waits.append(asyncio.ensure_future(self._context.batch_engines.changed(LOOK_EVERY_S)))
+        try:
+            await asyncio.wait(waits, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _send_next(self, source: Any) -> None:
+        custom_id = self.left.popleft()
+        line = self._by_id[custom_id]
+        source.seek(line.offset)
+        request = batch_lines.parse(source.read(line.size))
+        self.flying[custom_id] = asyncio.create_task(self._send(custom_id, request), name=f"line of {self.batch_id}")
+
+    async def _send(self, custom_id: str, request: dict[str, Any]) -> None:
+        request_id = new_id("req_")
+        try:
+            answer = await self._context.batch_engines.send(self.model, request["url"], request["body"], request_id)
+            status, body = answer.status, answer.body
+        except LineReturned as error:
+            deaths = self._deaths[custom_id] = self._deaths.get(custom_id, 0) + (not error.yielded)
+            if deaths < _MAX_DEATHS:
+                self.left.appendleft(custom_id)
+                return
+            status, body = 502, error_object(f"The engine serving this model failed while answering: {error}.",
+                                             "server_error", None, "engine_failed")  # fmt: skip
+        finally:
+            self.flying.pop(custom_id, None)
+            self.wake.set()
+        self._ready.append({
+            "id": new_id("batch_req_"), "custom_id": custom_id, "error": None,
+            "response": {"status_code": status, "request_id": request_id, "body": body},
+        })  # fmt: skip
+
+    async def _store_answers(self) -> None:
+        ready, self._ready = self._ready, []
+        if ready:
+            await to_thread.run_sync(self.answers.append, ready)
+        now_s = time.monotonic()
+        if now_s - self._written_s >= self._context.config.progress_every_s:
+            self._written_s = now_s
+            self._set(completed=self.answers.completed, failed=self.answers.failed)
+
+    # --- finalizing
+
+    async def _finish(self, end: str) -> None:
+        row = self._row()
+        if end == "expired":
+            unanswered = [
+                {"id": new_id("batch_req_"), "custom_id": custom_id, "response": None, "error": _EXPIRED}
+                for custom_id in self._by_id
+                if custom_id not in self.answers.answered
+            ]
+            await to_thread.run_sync(self.answers.append, unanswered)
+            self.left.clear()
+        if end == "completed" and row.status == "cancelling":
+            end = "cancelled"  # asked for as the last answer came
+        if end == "completed" and row.status != "finalizing":
+            self._set(status="finalizing", finalizing_s=time.time())
+        self.answers.close()
+        made = {}
+        for kind, path in (("output", self.answers.output_path), ("error", self.answers.error_path)):
+            if path.exists() and path.stat().st_size:
+                made[kind] = await to_thread.run_sync(self._linked, path, f"{row.id}_{kind}.jsonl", row)
+        with self._db.transaction():
+            for file in made.values():
+                file_rows.insert(self._db, file)
+            self._set(
+                status=end, completed=self.answers.completed, failed=self.answers.failed,
+                usage=self.answers.usage_object(), **{f"{end}_s": time.time()},
+                **{f"{kind}_file_id": file.id for kind, file in made.items()},
+            )  # fmt: skip
+        remove_bytes(self._context.batches_dir, row.id)
+
+    def _linked(self, path: Path, filename: str, row: BatchRow) -> FileRow:
+        """A second name in `files/` for the bytes: until the rows are in, a crash loses nothing and leaves nothing."""
+        file_id, now_s = new_id("file-"), time.time()
+        os.link(path, self._context.files_dir / file_id)
+        return FileRow(
+            id=file_id, filename=filename, purpose="batch_output", bytes=path.stat().st_size,
+            sha256=files.sha256_of(path), status="processed", created_s=now_s, key_id=row.key_id,
+            expires_s=None if row.output_keep_s is None else now_s + row.output_keep_s,
+        )  # fmt: skip
+
+    # --- the row
+
+    def _row(self) -> BatchRow:
+        row = batches.find(self._db, self.batch_id)
+        if row is None:
+            raise _Gone("the batch was deleted")
+        return row
+
+    def _set(self, **changes: Any) -> None:
+        batches.update(self._db, self.batch_id, **changes)
+
+    def _fail(self, code: str, message: str) -> None:
+        log.error("%s fails: %s", self.batch_id, message)
+        if batches.find(self._db, self.batch_id) is not None:
+            error = {"code": code, "line": None, "message": message, "param": None}
+            self._set(status="failed", failed_s=time.time(), errors=[error])
+
+    def _input_path(self, row: BatchRow) -> Path:
+        # Without a look at the expiry: what was valid when the batch was made stays so while its bytes are here.
+        if file_rows.find(self._db, row.input_file_id, now_s=0) is None:
+            raise _Gone(f"the file {row.input_file_id} was deleted")
+        return self._context.files_dir / row.input_file_id
+
+
+class _Gone(Exception):
+    """Something that the batch needs is not there any more."""
+
+
+def remove_bytes(folder: Path, batch_id: str) -> None:
+    for kind in ("output", "error"):
+        (folder / f"{batch_id}.{kind}.jsonl").unlink(missing_ok=True)
+
+
+def sweep(context: ControllerContext) -> None:
+    """Delete what a crash left of batches that have ended. Call at start."""
+    unfinished = {row.id for row in batches.list_unfinished(context.db)}
+    for entry in context.batches_dir.iterdir():
+        if entry.name.partition(".")[0] not in unfinished:
+            entry.unlink(missing_ok=True)

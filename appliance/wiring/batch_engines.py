@@ -1,0 +1,174 @@
+"""Lines of batches at the engines: over the replicas' own sockets, beside the gateways.
+
+They do not go through the gateways, so that no line is ever held, counted as demand, or in the way of a drain: the
+moment a replica leaves the routing table, its lines are called back, and wait for the next idle engine. What a request
+may ask for is checked by the gateways' own rules.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import orjson
+
+from appliance.controller.bus import Bus
+from appliance.controller.config import ControllerConfig
+from appliance.controller.mode import mode_in_force
+from appliance.controller.ports import DeviceStatus, EngineAnswer, LineReturned, Room
+from appliance.gateway import errors as gateway_errors
+from appliance.gateway.config import Limits
+from appliance.gateway.request_check import check_body, with_model
+from appliance.gateway.routes import resolve as route_of
+from appliance.store import jobs
+from appliance.store.database import Database
+from appliance.wiring import batch_share
+from scheduler.workload import Demand
+
+CONNECT_S = 5.0
+# A dying engine answers 500 before it vanishes; a 404 for a model of the table means it was just given another one.
+_DEAD, _MOVED = "EngineCore", "The model "
+
+
+class SocketEngines:
+    """Implements `appliance.controller.ports.BatchEngines`.
+
+    hosts: the model on whose engines a name is served (its own, but for adapters). circumstances: (policy in force,
+    whether jobs want devices, free devices). on_wants: called when `wants` changed, for the scheduler to look again.
+    """
+
+    def __init__(
+        self,
+        bus: Bus,
+        config: ControllerConfig,
+        limits: Limits,
+        hosts: Callable[[str], str],
+        circumstances: Callable[[], tuple[str, bool, int]],
+        on_wants: Callable[[], Any],
+    ):
+        self._bus, self._config, self._limits = bus, config, limits
+        self._hosts, self._circumstances, self._on_wants = hosts, circumstances, on_wants
+        self._clients: dict[str, httpx.AsyncClient] = {}
+        self._lines: dict[asyncio.Task[httpx.Response], tuple[str, str]] = {}
+        self._wanted: list[str] = []
+        self._changed = asyncio.Event()
+
+    # --- ports.BatchEngines
+
+    def room(self, model: str) -> Room:
+        config = self._config
+        return batch_share.room(
+            {model, self._hosts(model)}, list(self._open(model)), self._bus.load(),
+            lines_per_engine=config.batch_lines_per_engine, busy_inflight=config.batch_busy_inflight,
+        )  # fmt: skip
+
+    async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
+        content = orjson.dumps(body)
+        try:
+            check_body(route_of(b"POST", url.encode()), content, self._limits)
+        except gateway_errors.ApiError as error:
+            return EngineAnswer(error.status, orjson.loads(error.body()))
+        replica_id, socket = self._least_loaded(model)
+        adapter = self._bus.models[model].get("adapter")
+        if adapter:
+            content = with_model(content, adapter)
+        headers = {"content-type": "application/json", "content-length": str(len(content)), "x-request-id": request_id}
+        asking = asyncio.create_task(self._client(socket).post(url, content=content, headers=headers))
+        self._lines[asking] = (model, replica_id)
+        try:
+            await asyncio.wait([asking])
+        finally:
+            self._lines.pop(asking, None)
+            asking.cancel()  # of no effect once it has ended
+        return _answer(asking)
+
+    def wants(self, models: list[str]) -> None:
+        if models != self._wanted:
+            self._wanted = models
+            self._on_wants()
+
+    async def changed(self, timeout_s: float) -> None:
+        self._changed.clear()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._changed.wait()
+        except TimeoutError:
+            return
+
+    # --- the rest of the box
+
+    def load_changed(self) -> None:
+        """A gateway reported, or the table changed: lines whose engine is wanted for something else come back."""
+        for asking, (model, replica_id) in list(self._lines.items()):
+            if replica_id not in self._open(model):
+                asking.cancel()
+        self._changed.set()
+
+    def demand(self, host: str, reported: Demand) -> Demand:
+        """What the gateways report of a model, and what a batch wishes of it where nobody is in the way."""
+        name = next((name for name in self._wanted if self._hosts(name) == host), None)
+        if name is None or reported.requests:
+            return reported
+        policy, jobs_want_devices, free_devices = self._circumstances()
+        others = batch_share.others_asked(self._bus.load(), {host, name})
+        if not batch_share.may_wake(policy, jobs_want_devices, others, free_devices):
+            return reported
+        return batch_share.with_wish(reported, bool(self._open(name)), time.time())
+
+    async def close(self) -> None:
+        for client in self._clients.values():
+            await client.aclose()
+
+    def _open(self, model: str) -> dict[str, str]:
+        return batch_share.open_engines(self._bus.models.get(model))
+
+    def _least_loaded(self, model: str) -> tuple[str, str]:
+        """(replica id, socket) of the engine with the fewest lines. Raises LineReturned."""
+        engines = self._open(model)
+        if not engines:
+            raise LineReturned("no engine of the model is awake", yielded=True)
+        busy = [replica_id for _, replica_id in self._lines.values()]
+        least = min(engines, key=lambda replica_id: (busy.count(replica_id), replica_id))
+        return least, engines[least]
+
+    def _client(self, socket: str) -> httpx.AsyncClient:
+        if socket not in self._clients:
+            self._clients[socket] = httpx.AsyncClient(
+                transport=httpx.AsyncHTTPTransport(uds=socket, limits=httpx.Limits(max_connections=None)),
+                base_url="http://engine",
+                timeout=httpx.Timeout(self._limits.upstream_silence_s, connect=CONNECT_S),
+            )
+        return self._clients[socket]
+
+
+def circumstances(db: Database, box_floor: int, devices: list[DeviceStatus]) -> tuple[str, bool, int]:
+    """(policy in force, whether jobs want devices, devices that nobody holds)."""
+    policy = mode_in_force(db, box_floor, time.time()).policy.kind
+    wanting = any(
+        row.phase in ("queued", "running", "suspended") and row.wanted == "run" and not row.held
+        for row in jobs.list_unfinished(db)
+    )
+    return policy, wanting, sum(device["holder"] is None for device in devices)
+
+
+def _answer(asking: asyncio.Task[httpx.Response]) -> EngineAnswer:
+    """Raises LineReturned."""
+    if asking.cancelled():
+        raise LineReturned("the engine was wanted for something else", yielded=True)
+    failure = asking.exception()
+    if isinstance(failure, httpx.ConnectError):
+        raise LineReturned(f"the engine is gone: {failure}", yielded=True) from failure
+    if isinstance(failure, httpx.TransportError):
+        raise LineReturned(f"{type(failure).__name__} {failure}".strip(), yielded=False) from failure
+    response = asking.result()
+    if response.status_code == 200:
+        return EngineAnswer(200, orjson.loads(response.content))
+    error = gateway_errors.from_upstream(response.status_code, response.content)
+    if error.status == 404 and error.message.startswith(_MOVED):
+        raise LineReturned(error.message, yielded=True)
+    if error.status >= 500 and _DEAD in error.message:
+        raise LineReturned(error.message, yielded=False)
+    return EngineAnswer(error.status, orjson.loads(error.body()))

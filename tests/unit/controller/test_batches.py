@@ -1,0 +1,325 @@
+"""/v1/batches through the OpenAI SDK, with engines that a test scripts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from appliance.controller.batch_answers import Answers
+from appliance.controller.batch_runner import BatchRunner, sweep
+from appliance.controller.ports import EngineAnswer, LineReturned
+from appliance.store import batches, keys
+from tests.simulator.control_plane import SimulatedEngines
+from tests.unit.controller.conftest import ADMIN, Control, insert_model
+
+URL = "/v1/chat/completions"
+
+
+def line(number: int, **changes: Any) -> dict[str, Any]:
+    body = {"model": "starter", "messages": [{"role": "user", "content": f"{number}+1?"}]}
+    return {"custom_id": f"r{number}", "method": "POST", "url": URL, "body": body} | changes
+
+
+def jsonl(rows: list[Any]) -> bytes:
+    return "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows).encode()
+
+
+def engines(control: Control) -> SimulatedEngines:
+    assert isinstance(control.context.batch_engines, SimulatedEngines)
+    return control.context.batch_engines
+
+
+async def begun(control: Control, rows: list[Any], endpoint: str = URL, **fields: Any) -> str:
+    file_id = await control.upload(jsonl(rows), "in.jsonl", "batch")
+    made = await control.sdk.batches.create(
+        input_file_id=file_id, endpoint=endpoint, completion_window="24h", **fields  # type: ignore[arg-type]
+    )
+    assert made.status == "validating" and made.expires_at == made.created_at + 86400
+    return made.id
+
+
+async def until(control: Control, batch_id: str, seen) -> Any:
+    async with asyncio.timeout(10):
+        while not seen(batch := await control.sdk.batches.retrieve(batch_id)):
+            await asyncio.sleep(0.005)
+    return batch
+
+
+async def ended(control: Control, batch_id: str) -> Any:
+    async with asyncio.timeout(10):
+        await control.app.state.batches.idle()
+    return await control.sdk.batches.retrieve(batch_id)
+
+
+async def content(control: Control, file_id: str) -> list[dict[str, Any]]:
+    return [json.loads(row) for row in (await control.sdk.files.content(file_id)).text.splitlines()]
+
+
+async def test_a_batch_answers_every_line_once(control: Control):
+    batch_id = await begun(control, [line(n) for n in range(10)], metadata={"night": "run"})
+    batch = await ended(control, batch_id)
+    assert batch.status == "completed" and batch.errors is None and batch.model == "starter"
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (10, 10, 0)
+    assert batch.metadata == {"night": "run"} and batch.error_file_id is None
+    assert batch.in_progress_at <= batch.finalizing_at <= batch.completed_at
+    assert (batch.usage.input_tokens, batch.usage.output_tokens, batch.usage.total_tokens) == (30, 20, 50)
+    rows = await content(control, batch.output_file_id)
+    assert sorted(row["custom_id"] for row in rows) == sorted(f"r{n}" for n in range(10))
+    for row in rows:
+        assert row["error"] is None and row["response"]["status_code"] == 200
+        number = row["custom_id"][1:]
+        assert row["response"]["body"]["echo"]["messages"][0]["content"] == f"{number}+1?"
+    assert 1 < engines(control).most_at_once <= engines(control).lines
+    file = await control.sdk.files.retrieve(batch.output_file_id)
+    assert file.purpose == "batch_output" and file.filename == f"{batch_id}_output.jsonl"
+    assert list(control.context.batches_dir.iterdir()) == []
+    assert [b.id for b in (await control.sdk.batches.list()).data] == [batch_id]
+    assert engines(control).wanted == []
+
+
+@pytest.mark.parametrize(
+    ("rows", "code", "number"),
+    [
+        ([], "empty_file", None),
+        ([line(0), "{nonsense"], "invalid_json_line", 2),
+        ([line(0), "[1]"], "invalid_json_line", 2),
+        ([line(0), line(0)], "duplicate_custom_id", 2),
+        ([line(0), line(1, url="/v1/embeddings")], "mismatched_endpoint", 2),
+        ([line(0, method="GET")], "invalid_method", 1),
+        ([line(0, custom_id=7)], "invalid_custom_id", 1),
+        ([line(0), line(1, body={"model": "other", "messages": []})], "mismatched_model", 2),
+        ([line(0, body={"messages": []})], "missing_required_parameter", 1),
+        ([line(0, body={"model": "starter", "stream": True})], "unsupported_parameter", 1),
+        ([line(0, body={"model": "unknown", "messages": []})], "model_not_found", 1),
+        ([line(n) for n in range(51)], "too_many_requests", 51),
+    ],
+)
+async def test_a_bad_input_file_fails_the_batch_with_the_line(control: Control, rows, code, number):
+    control.context.config = control.context.config.model_copy(update={"batch_max_lines": 50})
+    batch = await ended(control, await begun(control, rows))
+    assert batch.status == "failed" and batch.failed_at and batch.errors.object == "list"
+    assert [(error.code, error.line) for error in batch.errors.data] == [(code, number)]
+    assert engines(control).sent == [] and batch.output_file_id is None
+
+
+async def test_an_embedding_batch_wants_an_embedding_model(control: Control):
+    insert_model(control.db, "embedder", task="embed")
+    body = {"model": "embedder", "input": "x"}
+    rows = [line(0, url="/v1/embeddings", body=body)]
+    assert (await ended(control, await begun(control, rows, "/v1/embeddings"))).status == "completed"
+    batch = await ended(control, await begun(control, [line(0, body=body)]))
+    assert batch.errors.data[0].code == "model_not_supported"
+
+
+async def test_requests_that_are_no_batch_are_refused(control: Control):
+    file_id = await control.upload()
+    good = {"input_file_id": file_id, "endpoint": URL, "completion_window": "24h"}
+    for changes, param in (
+        ({}, "input_file_id"),
+        ({"input_file_id": "file-unknown"}, "input_file_id"),
+        ({"endpoint": "/v1/moderations"}, "endpoint"),
+        ({"completion_window": "1h"}, "completion_window"),
+        ({"metadata": {"k": "v" * 513}}, "metadata.k"),
+    ):
+        answer = await control.http.post("/v1/batches", json=good | changes)
+        assert answer.status_code in (400, 404) and answer.json()["error"]["param"] == param
+    for call in (control.sdk.batches.retrieve, control.sdk.batches.cancel):
+        with pytest.raises(openai.NotFoundError, match="No batch found"):
+            await call("batch_unknown")
+
+
+async def test_what_an_engine_refuses_goes_to_the_error_file(control: Control):
+    async def rule(body: dict[str, Any]) -> EngineAnswer | None:
+        if body["messages"][0]["content"] == "1+1?":
+            return EngineAnswer(400, {"error": {"message": "no", "type": "invalid_request_error", "param": None,
+                                                "code": None}})  # fmt: skip
+        return None
+
+    engines(control).rule = rule
+    batch = await ended(control, await begun(control, [line(n) for n in range(3)]))
+    assert batch.status == "completed" and batch.request_counts.failed == 1
+    (failed,) = await content(control, batch.error_file_id)
+    assert failed["custom_id"] == "r1" and failed["response"]["status_code"] == 400
+    assert len(await content(control, batch.output_file_id)) == 2
+
+
+async def test_a_batch_waits_for_room_and_says_why(control: Control):
+    engines(control).lines = 0
+    batch_id = await begun(control, [line(n) for n in range(3)])
+    batch = await until(control, batch_id, lambda b: b.status == "in_progress")
+    assert batch.waiting_for == "no engine of the model is awake" and engines(control).sent == []
+    assert engines(control).wanted == ["starter"]
+    engines(control).lines = 2
+    assert (await ended(control, batch_id)).request_counts.completed == 3
+    assert engines(control).most_at_once <= 2
+
+
+async def test_a_line_that_was_called_back_is_sent_again_and_answered_once(control: Control):
+    seen: list[str] = []
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer | None:
+        seen.append(body["messages"][0]["content"])
+        if seen.count(seen[-1]) <= 4:
+            raise LineReturned("wanted for something else", yielded=True)
+        return None
+
+    engines(control).rule = rule
+    batch = await ended(control, await begun(control, [line(0), line(1)]))
+    assert batch.request_counts.completed == 2 and len(seen) == 10
+    assert len(await content(control, batch.output_file_id)) == 2
+
+
+async def test_a_line_that_kills_engines_is_given_up_after_three(control: Control):
+    async def rule(body: dict[str, Any]) -> EngineAnswer | None:
+        if body["messages"][0]["content"] == "0+1?":
+            raise LineReturned("connection lost", yielded=False)
+        return None
+
+    engines(control).rule = rule
+    batch = await ended(control, await begun(control, [line(0), line(1)]))
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (1, 1)
+    assert [b["messages"][0]["content"] for b in engines(control).sent].count("0+1?") == 3
+    (failed,) = await content(control, batch.error_file_id)
+    assert failed["response"]["body"]["error"]["code"] == "engine_failed"
+
+
+async def _hang_after(control: Control, answered: int) -> None:
+    """Engines answer the first lines and hang at the rest."""
+    done = 0
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer | None:
+        nonlocal done
+        done += 1
+        if done > answered:
+            await asyncio.Event().wait()
+        return None
+
+    engines(control).rule = rule
+
+
+async def test_cancelling_keeps_what_was_answered(control: Control):
+    await _hang_after(control, 3)
+    batch_id = await begun(control, [line(n) for n in range(8)])
+    await until(control, batch_id, lambda b: b.request_counts.completed == 3)
+    cancelled = await control.sdk.batches.cancel(batch_id)
+    assert cancelled.status == "cancelling" and cancelled.cancelling_at
+    batch = await ended(control, batch_id)
+    assert batch.status == "cancelled" and batch.cancelled_at and batch.request_counts.completed == 3
+    assert len(await content(control, batch.output_file_id)) == 3
+    assert (await control.sdk.batches.cancel(batch_id)).status == "cancelled"
+
+
+async def test_a_batch_that_ended_cannot_be_cancelled(control: Control):
+    batch = await ended(control, await begun(control, [line(0)]))
+    with pytest.raises(openai.ConflictError, match="status 'completed'"):
+        await control.sdk.batches.cancel(batch.id)
+
+
+async def test_an_expired_batch_says_which_lines_were_not_run(control: Control):
+    await _hang_after(control, 2)
+    keep = {"anchor": "created_at", "seconds": 3600}
+    batch_id = await begun(control, [line(n) for n in range(4)], output_expires_after=keep)
+    await until(control, batch_id, lambda b: b.request_counts.completed == 2)
+    batches.update(control.db, batch_id, expires_s=time.time() - 1)
+    batch = await ended(control, batch_id)
+    assert batch.status == "expired" and batch.expired_at
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 2)
+    rows = await content(control, batch.error_file_id)
+    assert {row["error"]["code"] for row in rows} == {"batch_expired"} and len(rows) == 2
+    file = await control.sdk.files.retrieve(batch.output_file_id)
+    assert file.expires_at == file.created_at + 3600
+
+
+async def test_a_revoked_key_ends_its_batch(control: Control):
+    row, _ = keys.create(control.db, "batcher", ["inference", "fine_tuning"])
+    control.http.headers["x-appliance-key-id"] = row.id
+    await _hang_after(control, 1)
+    batch_id = await begun(control, [line(n) for n in range(3)])
+    await until(control, batch_id, lambda b: b.request_counts.completed == 1)
+    assert (await control.http.delete(f"/admin/v1/keys/{row.id}", headers=ADMIN)).status_code == 200
+    batch = await ended(control, batch_id)
+    assert batch.status == "failed" and batch.errors.data[0].code == "invalid_api_key"
+    assert len(await content(control, batch.output_file_id)) == 1
+
+
+async def test_the_input_file_of_a_running_batch_cannot_be_deleted(control: Control):
+    await _hang_after(control, 0)
+    batch_id = await begun(control, [line(0)])
+    batch = await control.sdk.batches.retrieve(batch_id)
+    with pytest.raises(openai.ConflictError) as refused:
+        await control.sdk.files.delete(batch.input_file_id)
+    assert refused.value.code == "file_in_use" and batch_id in refused.value.message
+    await control.sdk.batches.cancel(batch_id)
+    await ended(control, batch_id)
+    assert (await control.sdk.files.delete(batch.input_file_id)).deleted
+
+
+async def test_a_restart_repeats_only_what_was_in_flight(control: Control):
+    await _hang_after(control, 5)
+    batch_id = await begun(control, [line(n) for n in range(9)])
+    await until(control, batch_id, lambda b: b.request_counts.completed == 5)
+    # As kill -9 leaves it: the row in progress, answers on disk, the last of them torn.
+    await control.app.state.batches.stop()
+    with open(control.context.batches_dir / f"{batch_id}.output.jsonl", "ab") as out:
+        out.write(b'{"id":"batch_req_torn","custom_id":"r8","resp')
+    engines(control).rule = None
+    kept = (control.context.batches_dir / f"{batch_id}.output.jsonl").read_text().splitlines()[:5]
+    answered_before = {json.loads(row)["custom_id"] for row in kept}
+    sent_before = len(engines(control).sent)
+    sweep(control.context)
+    runner = BatchRunner(control.context)
+    runner.start()
+    async with asyncio.timeout(10):
+        await runner.idle()
+    batch = await control.sdk.batches.retrieve(batch_id)
+    assert batch.status == "completed" and batch.request_counts.completed == 9
+    assert (batch.usage.total_tokens, len(engines(control).sent) - sent_before) == (45, 4)
+    rows = await content(control, batch.output_file_id)
+    assert sorted(row["custom_id"] for row in rows) == [f"r{n}" for n in range(9)]
+    assert {row["custom_id"] for row in rows[:5]} == answered_before
+
+
+async def test_a_restart_while_finalizing_makes_the_files_once(control: Control):
+    await _hang_after(control, 0)
+    batch_id = await begun(control, [line(0)])
+    await until(control, batch_id, lambda b: b.status == "in_progress")
+    await control.app.state.batches.stop()
+    answers = Answers(control.context.batches_dir, batch_id).open()
+    answers.append([{"id": "batch_req_1", "custom_id": "r0", "error": None,
+                     "response": {"status_code": 200, "request_id": "req_1", "body": {}}}])  # fmt: skip
+    answers.close()
+    batches.update(control.db, batch_id, status="finalizing", finalizing_s=time.time())
+    runner = BatchRunner(control.context)
+    runner.start()
+    async with asyncio.timeout(10):
+        await runner.idle()
+    batch = await control.sdk.batches.retrieve(batch_id)
+    assert batch.status == "completed" and len(await content(control, batch.output_file_id)) == 1
+
+
+async def test_the_oldest_batch_of_a_model_goes_first(control: Control):
+    engines(control).lines = 0
+    first = await begun(control, [line(n) for n in range(4)])
+    await until(control, first, lambda b: b.status == "in_progress")
+    second = await begun(control, [line(n) for n in range(10, 14)])
+    batch = await until(control, second, lambda b: b.status == "in_progress")
+    assert batch.waiting_for == "an older batch of the same model goes first"
+    engines(control).lines = 1
+    await ended(control, second)
+    asked = [body["messages"][0]["content"] for body in engines(control).sent]
+    assert asked == [f"{n}+1?" for n in (*range(4), *range(10, 14))]
+
+
+async def test_a_retried_create_makes_one_batch(control: Control):
+    file_id = await control.upload(jsonl([line(0)]), "in.jsonl", "batch")
+    body = {"input_file_id": file_id, "endpoint": URL, "completion_window": "24h"}
+    first = await control.http.post("/v1/batches", json=body)
+    again = await control.http.post("/v1/batches", json=body, headers={"x-stainless-retry-count": "1"})
+    assert first.json()["id"] == again.json()["id"]
+    await ended(control, first.json()["id"])
+    assert len(engines(control).sent) == 1

@@ -1,0 +1,159 @@
+"""Lines of batches at engines on Unix sockets: what they may take, and how fast they give it back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+import pytest
+
+from appliance.controller.bus import Bus
+from appliance.controller.config import ControllerConfig
+from appliance.controller.load import Load, ModelLoad, ReplicaLoad
+from appliance.controller.ports import LineReturned
+from appliance.gateway.config import Limits
+from appliance.wiring import batch_share
+from appliance.wiring.batch_engines import SocketEngines
+from scheduler.workload import Demand
+from tests.unit.gateway.upstreams import DummyUpstream
+
+URL = "/v1/chat/completions"
+BODY = {"model": "starter", "messages": [{"role": "user", "content": "hi"}]}
+
+
+def table(*replicas: tuple[str, str, str], **fields) -> dict:
+    rows = [{"id": name, "socket": path, "version": "v1", "state": state} for name, path, state in replicas]
+    row = {"version": "v1", "state": "ready", "task": "generate", "hold_s": 1.0, "replicas": rows}
+    return {"starter": row | fields}
+
+
+@contextlib.asynccontextmanager
+async def engine_of(folder, script):
+    engine = await DummyUpstream(str(folder / "e.sock"), script).start()
+    try:
+        yield engine
+    finally:
+        await engine.stop()
+
+
+@pytest.fixture
+async def lines(tmp_path):
+    bus = Bus(tmp_path / "bus.sock", ControllerConfig(), first_generation=1, on_table=lambda: made.load_changed())
+    alone = ("serve", False, 1)
+    made = SocketEngines(bus, ControllerConfig(), Limits(), lambda name: name, lambda: alone, lambda: None)
+    yield made
+    await made.close()
+
+
+@pytest.mark.parametrize(
+    ("load", "expected"),
+    [
+        (Load(), 32),
+        (Load({"r1": ReplicaLoad(inflight=1)}), 28),
+        (Load({"r1": ReplicaLoad(inflight=9), "r2": ReplicaLoad(inflight=2)}), 8),
+        (Load({"r1": ReplicaLoad(inflight=4), "r2": ReplicaLoad(inflight=4)}), 0),
+        (Load(models={"starter": ModelLoad(held=1)}), 0),
+        (Load(models={"other": ModelLoad(held=1, inflight=9)}), 32),
+    ],
+)
+def test_lines_take_what_interactive_requests_leave(load, expected):
+    room = batch_share.room({"starter"}, ["r1", "r2"], load, lines_per_engine=16, busy_inflight=4)
+    assert room.lines == expected and bool(room.why) == (expected == 0)
+
+
+def test_without_an_awake_engine_there_is_no_room():
+    room = batch_share.room({"starter"}, [], Load(), lines_per_engine=16, busy_inflight=4)
+    assert room.lines == 0 and "awake" in room.why
+
+
+@pytest.mark.parametrize(
+    ("policy", "jobs", "others", "free", "expected"),
+    [
+        ("serve", True, False, 0, True),
+        ("split", True, True, 1, True),
+        ("serve", False, True, 0, False),
+        ("auto", False, False, 8, True),
+        ("auto", True, False, 8, False),
+        ("train", False, False, 8, False),
+    ],
+)
+def test_a_batch_wakes_a_model_only_where_nobody_is_in_the_way(policy, jobs, others, free, expected):
+    assert batch_share.may_wake(policy, jobs, others, free) is expected
+
+
+async def test_the_wish_of_a_batch(lines):
+    assert lines.demand("starter", Demand()) == Demand()
+    lines.wants(["starter"])
+    assert lines.demand("starter", Demand()).held == 1
+    assert lines.demand("other", Demand()) == Demand()
+    # Interactive requests speak for themselves.
+    assert lines.demand("starter", Demand(inflight=3)) == Demand(inflight=3)
+    lines._bus.set_models(table(("r1", "/x", "open")))
+    awake = lines.demand("starter", Demand())
+    assert awake.requests == 0 and awake.last_request_s is not None
+
+
+async def test_a_line_is_asked_like_any_request(lines, tmp_path):
+    seen = []
+
+    async def script(request, reply):
+        seen.append(request)
+        await reply.json({"ok": True, "usage": {"total_tokens": 3}})
+
+    async with engine_of(tmp_path, script) as engine:
+        lines._bus.set_models(table(("r1", engine.path, "open"), adapter="engine-name"))
+        answer = await lines.send("starter", URL, BODY, "req_1")
+    assert (answer.status, answer.body["ok"]) == (200, True)
+    assert seen[0].target == URL and seen[0].headers["x-request-id"] == "req_1"
+    assert seen[0].json["model"] == "engine-name"
+
+
+async def test_the_gateways_checks_hold(lines):
+    lines._bus.set_models(table(("r1", "/nowhere", "open")))
+    answer = await lines.send("starter", URL, BODY | {"chat_template": "{{ x }}"}, "req_1")
+    assert answer.status == 400 and answer.body["error"]["code"] == "unsupported_parameter"
+
+
+async def test_an_engines_refusal_is_an_answer_in_openais_shape(lines, tmp_path):
+    async def script(request, reply):
+        await reply.json({"error": {"message": "too long: maximum context length", "code": 400}}, 400)
+
+    async with engine_of(tmp_path, script) as engine:
+        lines._bus.set_models(table(("r1", engine.path, "open")))
+        answer = await lines.send("starter", URL, BODY, "req_1")
+    assert answer.status == 400 and answer.body["error"]["code"] == "context_length_exceeded"
+
+
+async def test_lines_come_back_the_moment_their_engine_leaves_the_table(lines, tmp_path):
+    asked = asyncio.Event()
+
+    async def script(request, reply):
+        asked.set()
+        await asyncio.Event().wait()
+
+    async with engine_of(tmp_path, script) as engine:
+        lines._bus.set_models(table(("r1", engine.path, "open")))
+        sending = asyncio.create_task(lines.send("starter", URL, BODY, "req_1"))
+        async with asyncio.timeout(10):
+            await asked.wait()
+            lines._bus.set_models(table(("r1", engine.path, "draining")))
+            with pytest.raises(LineReturned) as returned:
+                await sending
+            await engine.lost.wait()  # the engine sees the end of the connection, and stops working on it
+        assert returned.value.yielded
+        with pytest.raises(LineReturned):
+            await lines.send("starter", URL, BODY, "req_2")
+
+
+async def test_an_engine_that_dies_returns_its_line(lines, tmp_path):
+    async def script(request, reply):
+        reply.die()
+
+    async with engine_of(tmp_path, script) as engine:
+        lines._bus.set_models(table(("r1", engine.path, "open")))
+        with pytest.raises(LineReturned) as returned:
+            await lines.send("starter", URL, BODY, "req_1")
+        assert not returned.value.yielded
+    with pytest.raises(LineReturned) as returned:
+        await lines.send("starter", URL, BODY, "req_1")
+    assert returned.value.yielded
