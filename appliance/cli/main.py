@@ -27,6 +27,7 @@ COMMANDS = {
     "tier": ("tier", "Tiers: where the bytes of models and jobs are kept."),
     "job": ("job", "Fine-tuning jobs."),
     "plan": ("plan", "Would it fit? An estimate before anything is started."),
+    "batch": ("batch", "Batches: many requests from a file, answered while engines are idle."),
     "file": ("file", "Files: training and validation data, and what jobs leave behind."),
     "key": ("key", "API keys: who may use the box over the network."),
     "chat": ("chat", "Talk to a model in the terminal."),

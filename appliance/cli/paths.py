@@ -26,3 +26,7 @@ def model(name: str) -> str:
 
 def file(file_id: str) -> str:
     return f"/v1/files/{segment(file_id)}"
+
+
+def batch(batch_id: str) -> str:
+    return f"/v1/batches/{segment(batch_id)}"

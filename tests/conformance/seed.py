@@ -13,9 +13,10 @@ import shutil
 import time
 from pathlib import Path
 
-from appliance.store import files, job_records, jobs, keys, models, uploads
+from appliance.store import batches, files, job_records, jobs, keys, models, uploads
 from appliance.store.database import Database
 from appliance.store.rows import (
+    BatchRow,
     CheckpointRow,
     FileRow,
     JobEventRow,
@@ -37,13 +38,14 @@ PERMITTED = "ft:gpt-4o-mini-2024-07-18:org:weather:B7R9VjQd"
 PERMISSION = "cp_zc4Q7MP6XxulcVzj4MZdwsAB"
 UPLOAD, PART = "upload_abc123", "string"
 PART_DATA = b"Example data"
+BATCH, BATCH_INPUT = "batch_id", "input_file_id"
 API_KEYS = ("My API Key", "My Admin API Key")
 TRAINING_LINES = "\n".join(
     json.dumps({"messages": [{"role": "user", "content": f"What is {n} plus 1?"},
                              {"role": "assistant", "content": str(n + 1)}]})
     for n in range(12)
 ) + "\n"  # fmt: skip
-_FILE_IDS = ("file_id", "file-abc123", "after")
+_FILE_IDS = ("file_id", "file-abc123", "after", BATCH_INPUT)
 
 
 def reset(db: Database, files_dir: Path) -> None:
@@ -55,7 +57,7 @@ def reset(db: Database, files_dir: Path) -> None:
         # JOB is asked for as a checkpoint's name too by the tests of permissions.
         for name in (DELETABLE, PERMITTED, JOB):
             _model(db, name, "fine-tuned", TUNABLE)
-        for file_id in _FILE_IDS:
+        for file_id in _FILE_IDS[:3]:
             _file(db, files_dir, file_id)
         for job_id in (JOB, "after"):
             _job(db, job_id)
@@ -65,6 +67,7 @@ def reset(db: Database, files_dir: Path) -> None:
         ))  # fmt: skip
         job_records.insert_permission(db, PermissionRow(PERMISSION, PERMITTED, "seeded", time.time()))
         job_records.insert_permission(db, PermissionRow("after", JOB, "project_id", time.time()))
+        _batches(db, files_dir)
         _upload(db, files_dir.parent / "uploads")
         for number, key in enumerate(API_KEYS):
             if keys.find(db, f"key_conformance{number}") is None:
@@ -95,7 +98,8 @@ def _forget(db: Database) -> None:
     db.execute(f"DELETE FROM checkpoints WHERE model IN ({marks})", names)
     db.execute("DELETE FROM jobs WHERE id IN (?, 'after')", [JOB])
     db.execute(f"DELETE FROM models WHERE id IN ({marks})", names)
-    db.execute("DELETE FROM files WHERE id IN (?, ?, ?)", list(_FILE_IDS))
+    db.execute(f"DELETE FROM files WHERE id IN ({', '.join('?' * len(_FILE_IDS))})", list(_FILE_IDS))
+    db.execute("DELETE FROM batches WHERE input_file_id = ?", [BATCH_INPUT])
     db.execute("DELETE FROM uploads WHERE id = ?", [UPLOAD])
 
 
@@ -137,3 +141,19 @@ def _upload(db: Database, uploads_dir: Path) -> None:
         UPLOAD, "filename", "assistants", "text/plain", len(PART_DATA), now_s, now_s + 3600,
     ))  # fmt: skip
     uploads.insert_part(db, UploadPartRow(PART, UPLOAD, len(PART_DATA), now_s))
+
+
+def _batches(db: Database, files_dir: Path) -> None:
+    """A batch to read and cancel, which no runner knows of, and an input file for new ones."""
+    body = {"model": PLAIN_MODEL, "input": "1+1?"}
+    data = json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/responses", "body": body}).encode()
+    (files_dir / BATCH_INPUT).write_bytes(data)
+    now_s = time.time()
+    files.insert(db, FileRow(
+        id=BATCH_INPUT, filename="in.jsonl", purpose="batch", bytes=len(data), status="processed", created_s=now_s,
+        sha256=hashlib.sha256(data).hexdigest(),
+    ))  # fmt: skip
+    for batch_id in (BATCH, "after"):
+        batches.insert(db, BatchRow(
+            batch_id, "/v1/responses", BATCH_INPUT, now_s, now_s + 86400, "in_progress", metadata={"foo": "string"},
+        ))  # fmt: skip
