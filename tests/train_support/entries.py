@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 from deepspeed import comm, zero
 from peft.tuners.lora import LoraLayer
-from torch.distributed import distributed_c10d
+from torch.distributed import ProcessGroup
 from transformers.core_model_loading import revert_weight_conversion
 
 from runtime.leash import Leash
@@ -50,6 +51,11 @@ def compare_publish(leash: Leash, args: dict[str, Any]) -> int:
         whole = revert_weight_conversion(run.engine.module.model, loaded)
     if spec.published_kind == "adapter":
         whole = factors
+    elements = sum(tensor.numel() for tensor in whole.values())
+    before = sum(sent)
+    share = torch.zeros(elements, dtype=torch.bfloat16)
+    comm.all_gather_into_tensor(share.new_zeros(comm.get_world_size() * elements), share)  # as DeepSpeed gathers
+    control_bytes = sum(sent) - before
     stored = run.store.find(spec.published_kind, spec.output_model, "v1")
     worst: dict[str, float] = {}
     with run.store.lease(stored) as lease:
@@ -60,28 +66,39 @@ def compare_publish(leash: Leash, args: dict[str, Any]) -> int:
                 worst[placed.spec.name] = difference
         names = sorted(placed.spec.name for placed in lease.layout)
     leash.emit("compared", names=names, expected=sorted(whole), worst=worst, rank=comm.get_rank(),
-               collective_bytes=collective_bytes, written_elements=written_elements,
-               elements=sum(tensor.numel() for tensor in whole.values()))  # fmt: skip
+               collective_bytes=collective_bytes, control_bytes=control_bytes, written_elements=written_elements,
+               elements=elements)  # fmt: skip
     comm.barrier()
     return 0
 
 
 def _count_collective_bytes() -> list[int]:
-    """From now on, the bytes of every tensor this rank hands to a collective."""
+    """From now on, the bytes of every tensor this rank hands to a collective.
+
+    At the process group itself: DeepSpeed keeps the functions of torch.distributed from when the world was made.
+    """
     sent: list[int] = []
-    for name in ("all_gather", "all_gather_into_tensor", "all_reduce", "broadcast", "gather", "reduce", "scatter",
-                 "reduce_scatter_tensor", "all_to_all_single", "send", "recv"):  # fmt: skip
-        original = getattr(distributed_c10d, name)
+    for name in ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced",
+                 "all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced",
+                 "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "broadcast", "gather", "recv",
+                 "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
+                 "reduce_scatter_tensor_coalesced", "scatter", "send"):  # fmt: skip
+        original = getattr(ProcessGroup, name)
 
-        def counting(*args: Any, _original: Any = original, **kwargs: Any) -> Any:
-            for tensor in (*args, *kwargs.values()):
-                tensors = tensor if isinstance(tensor, list) else [tensor]
-                sent.extend(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
-            return _original(*args, **kwargs)
+        def counting(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:
+            sent.extend(t.numel() * t.element_size() for t in _tensors([*args, *kwargs.values()]))
+            return _original(self, *args, **kwargs)
 
-        setattr(distributed_c10d, name, counting)
-        setattr(torch.distributed, name, counting)
+        setattr(ProcessGroup, name, counting)
     return sent
+
+
+def _tensors(values: list[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list):
+            yield from _tensors(value)
 
 
 def _count_written_elements() -> list[int]:

@@ -56,19 +56,20 @@ class Workshop:
 
     def __post_init__(self) -> None:
         self.store = WeightStore(self.shm / "store", budget_bytes=None)
+        self.base = self.folder / "base"
 
     def spec(self, job_id: str = "job", *, examples: int = 64, model: dict[str, Any] | None = None,
              **fields: Any) -> TrainSpec:  # fmt: skip
-        base = self.folder / "base"
-        if not base.exists():
-            make_model_dir(base, **(model or {}))
+        if not self.base.exists():
+            make_model_dir(self.base, **(model or {}))
         data = self.folder / f"train-{examples}.jsonl"
         if not data.exists():
             write_chat_file(data, examples)
         defaults = {
-            "job_id": job_id, "base_path": str(base), "train_path": str(data), "run_dir": str(self.folder / job_id),
+            "job_id": job_id, "base_path": str(self.base), "train_path": str(data), "run_dir": str(self.folder / job_id),
             "shm_root": str(self.shm / "store"), "output_model": f"ft:base:{job_id}", "max_length": 96,
             "batch_size": 4, "n_epochs": 2, "learning_rate": 2e-3, "snapshot_every_s": 0.0, "zero_stage": 2,
+            "precision": "fp32",  # a processor without bf16 takes 10 to 100 times as long in it
         }  # fmt: skip
         return TrainSpec(**(defaults | fields))
 
