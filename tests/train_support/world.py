@@ -66,9 +66,10 @@ class Workshop:
         if not data.exists():
             write_chat_file(data, examples)
         defaults = {
-            "job_id": job_id, "base_path": str(self.base), "train_path": str(data), "run_dir": str(self.folder / job_id),
-            "shm_root": str(self.shm / "store"), "output_model": f"ft:base:{job_id}", "max_length": 96,
-            "batch_size": 4, "n_epochs": 2, "learning_rate": 2e-3, "snapshot_every_s": 0.0, "zero_stage": 2,
+            "job_id": job_id, "base_path": str(self.base), "train_path": str(data),
+            "run_dir": str(self.folder / job_id), "shm_root": str(self.shm / "store"),
+            "output_model": f"ft:base:{job_id}", "max_length": 96, "batch_size": 4, "n_epochs": 2,
+            "learning_rate": 2e-3, "snapshot_every_s": 0.0, "zero_stage": 2,
             "precision": "fp32",  # a processor without bf16 takes 10 to 100 times as long in it
         }  # fmt: skip
         return TrainSpec(**(defaults | fields))
