@@ -26,6 +26,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks._claims import at_least, record, stated  # noqa: E402 - the path comes first
 from benchmarks._models import SIZES  # noqa: E402
+from runtime.arithmetic import computes_bf16  # noqa: E402
 from serve.replica import Replica  # noqa: E402
 from tests.e2e.engine_support import Box, client, save_model  # noqa: E402
 from tests.e2e.test_engine_adapters import save_adapter  # noqa: E402
@@ -54,7 +55,7 @@ async def one_token_s(sdk, name: str) -> float:
     return time.perf_counter() - began_s
 
 
-async def measure(size: str, rounds: int) -> dict:
+async def measure(size: str, rounds: int, dtype: str) -> dict:
     box = Box()
     try:
         base = save_model(box.root / "versions" / "starter" / "v1", seed=1, **SIZES[size])
@@ -62,9 +63,9 @@ async def measure(size: str, rounds: int) -> dict:
         base_bytes = (base / "model.safetensors").stat().st_size
         adapter_bytes = sum(file.stat().st_size for file in (box.root / "adapters" / "a0" / "v1").iterdir())
         plain, shared = (Replica(str(box.warm_socket), str(box.logs)) for _ in range(2))
-        own = box.spec("plain", base, dtype="bfloat16")
+        own = box.spec("plain", base, dtype=dtype)
         many = box.spec(
-            "shared", base, dtype="bfloat16", adapter_slots=SLOTS, adapter_max_rank=RANK, adapters_resident=RESIDENT,
+            "shared", base, dtype=dtype, adapter_slots=SLOTS, adapter_max_rank=RANK, adapters_resident=RESIDENT,
             adapter_roots=(str(box.root / "adapters"),),
         )  # fmt: skip
         await plain.start(own)
@@ -108,9 +109,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    found = asyncio.run(measure(options.size, options.rounds))
+    dtype = "bfloat16" if computes_bf16("cpu") else "float32"
+    found = asyncio.run(measure(options.size, options.rounds, dtype))
     plain = found["tokens_per_s"]["base, plain engine"]
-    print(f"{options.size}, {REQUESTS} requests of {TOKENS} tokens at once, median of {options.rounds}")
+    print(f"{options.size}, {REQUESTS} requests of {TOKENS} tokens at once, {dtype}, median of {options.rounds}")
     for case, tokens_per_s in found["tokens_per_s"].items():
         print(f"  {case:24} {tokens_per_s:8.0f} tokens/s  {tokens_per_s / plain:5.2f} of the plain engine's")
     print(f"  one token: hot {found['hot_ms']:.1f} ms, cold {found['cold_ms']:.1f} ms, of which load "

@@ -49,11 +49,24 @@ class GroupedLoRA(PunicaWrapperCPU):
                 start += width
 
 
-def without_adapters(wrapper: GroupedLoRA) -> GroupedLoRA:
-    """A twin for a pass of its own between two steps: its tokens are not those of the engine's batch."""
-    twin = copy.copy(wrapper)
-    twin._groups = []
-    return twin
+class NoLoRA(GroupedLoRA):
+    """For a pass of its own between two steps, of tokens without adapter: reads nothing of the engine's batch."""
+
+    @classmethod
+    def beside(cls, wrapper: GroupedLoRA) -> NoLoRA:
+        twin = copy.copy(wrapper)
+        twin.__class__ = cls
+        twin._embeddings_indices = torch.zeros_like(wrapper._embeddings_indices)
+        return twin
+
+    def add_lora_linear(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        return
+
+    def add_lora_embedding(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        return
+
+    def add_lora_logits(self, y: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return y
 
 
 def groups(slot_of_token: torch.Tensor) -> list[tuple[int, slice | torch.Tensor]]:

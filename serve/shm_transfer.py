@@ -102,8 +102,6 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._spent: Staging | None = None
         self._retired: list[Ready] = []
         self._trace: CanaryTrace | None = None
-        # Adapters find the sequence that a row belongs to in buffers of the running batch.
-        self._no_canary = "adapters share buffers of the running batch" if vllm_config.lora_config else None
         compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
         self.layerwise_reason = self._direct.refusal
         if self.layerwise_reason is None and device.type == "cpu" and compiled:
@@ -269,8 +267,6 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         staging.done = True
 
     def _staged_canary(self, ready: list[Ready]) -> StagedCanary:
-        if self._no_canary is not None:
-            raise TwinRefused(self._no_canary)
         if self._trace is None:
             raise TwinRefused("no canary of this engine was watched")
         return StagedCanary(self.model, ready, self._trace)

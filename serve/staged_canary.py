@@ -27,7 +27,7 @@ import torch
 from vllm.config import CompilationConfig, VllmConfig
 from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
 
-from serve.cpu_lora import GroupedLoRA, without_adapters
+from serve.cpu_lora import GroupedLoRA, NoLoRA
 from serve.direct_load import Ready, twin_of
 
 # Block 0 is vLLM's null block; the canary's KV lies in block 1 (serve.vllm_patches).
@@ -85,7 +85,7 @@ class StagedCanary:
                 layer.kv_cache = layer.kv_cache.new_zeros((TWIN_KV_BLOCKS, *layer.kv_cache.shape[1:]))
         for twin in twins.values():
             if isinstance(twin.__dict__.get("punica_wrapper"), GroupedLoRA):
-                twin.punica_wrapper = without_adapters(twin.punica_wrapper)
+                twin.punica_wrapper = NoLoRA.beside(twin.punica_wrapper)
             if getattr(twin, "quant_method", None) is not None:
                 twin.register_forward_pre_hook(self._stop)
         self._inputs, self._context = trace.inputs, replace(trace.context, no_compile_layers=layers)
@@ -192,6 +192,7 @@ def _twin(model: torch.nn.Module, staged: Iterable[Ready]) -> tuple[dict[int, to
         twin.__dict__["_modules"] = {name: twins.get(id(child), child) for name, child in twin._modules.items()}
         for hooks in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
             twin.__dict__[hooks] = twin.__dict__[hooks].copy()
+        twin.__dict__.pop("lora_manager", None)  # lists every wrapped layer, and no forward pass asks it
         for name, value in twin.__dict__.items():
             if isinstance(value, MethodType) and id(value.__self__) in twins:
                 twin.__dict__[name] = MethodType(value.__func__, twins[id(value.__self__)])
