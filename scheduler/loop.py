@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections import deque
 from dataclasses import replace
 from typing import Any
@@ -82,6 +83,7 @@ class SchedulerLoop:
         self._generation = self._settled = 0
         self._round_done = asyncio.Condition()
         self._look_again_s = 0.0
+        self._plan_s = 0.0
         self._stopping = False
         self._crash: BaseException | None = None
 
@@ -122,6 +124,7 @@ class SchedulerLoop:
             "handovers": sorted(self._running),
             "generation": self._generation,
             "settled": self._settled,
+            "plan_s": self._plan_s,
         }
 
     def explain(self, policy: Policy | None = None) -> dict[str, Any]:
@@ -308,7 +311,9 @@ class SchedulerLoop:
             if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:
                 self._failures.model_stable(replica.model, replica.version)
         snapshot = self._snapshot()
+        began_s = time.perf_counter()
         self._allocation = plan(snapshot, now_s, self._config)
+        self._plan_s = time.perf_counter() - began_s
         self._memory = self._allocation.memory
         handover = self._steps(snapshot, self._allocation)
         self._tell_waiting(snapshot)

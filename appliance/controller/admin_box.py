@@ -7,12 +7,15 @@ from dataclasses import asdict
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import PlainTextResponse
 
 from appliance.controller import admin_views, cordons, handover_views, limits
 from appliance.controller.audit import record
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import NotFound, shown
 from appliance.controller.jobs import known_job
+from appliance.controller.metrics import registry_of
 from appliance.controller.mode import mode_in_force
 from appliance.controller.paging import After, list_object
 from appliance.controller.principal import Caller
@@ -24,6 +27,7 @@ RecentLimit = Annotated[int, Query(ge=1, le=1000)]
 def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the routes to the admin router."""
     db = context.db
+    registry = registry_of(context)
 
     def handover_view(handover_id: str | None) -> dict[str, Any] | None:
         row = handovers.find(db, handover_id) if handover_id else None
@@ -43,6 +47,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "handover": handover_view(now["handover"]),
             "notes": now["notes"],
         }
+
+    @router.get("/metrics", response_class=PlainTextResponse)
+    async def prometheus_metrics() -> PlainTextResponse:
+        """The controller's own series in Prometheus' text format; the gateway's /metrics joins them to its own."""
+        return PlainTextResponse(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     @router.get("/tiers")
     async def tiers() -> dict[str, Any]:

@@ -39,7 +39,7 @@ class SchedulerStatus(TypedDict):
     get now; `handover` the id of the one in flight; `notes` what a person should know (why something waits or was
     given up); `serving_floor` devices that serving keeps where a mode names no number; `bounds` the dwell times (s) and
     the bound on hand-overs per hour that they mean; `queue` jobs in their order, each {"id", "position", "phase",
-    "devices", "reason" (a word of Slurm's or None), "message" (a sentence)}."""
+    "devices", "reason" (a word of Slurm's or None), "message" (a sentence)}; `plan_s` how long the last plan took."""
 
     devices: list[DeviceStatus]
     replicas: list[ReplicaStatus]
@@ -49,6 +49,7 @@ class SchedulerStatus(TypedDict):
     bounds: dict[str, float]
     queue: list[dict[str, Any]]
     notes: list[str]
+    plan_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,12 +24,14 @@ from serve.router import Choice, Router
 from . import errors, wire
 from .config import GatewayConfig, Limits
 from .errors import ApiError
+from .exposition import WorkerSnapshots, render
 from .inference import Exchange
 from .logs import AccessLog
 from .metrics import Metrics
 from .relay import Relay
 from .request_check import check_body
 from .routes import ADMIN, Kind
+from .scrape import Scrape
 from .server import ClientConnection, Handler
 from .table import Principal, Table
 from .upstream import UpstreamPool
@@ -38,7 +40,6 @@ from .wire import Request
 log = logging.getLogger("appliance.gateway")
 
 _JSON = b"application/json"
-_PROMETHEUS = b"text/plain; version=0.0.4; charset=utf-8"
 # Placing thousands of held requests in one go would stall every open stream for as long.
 _PLACED_AT_ONCE = 128
 
@@ -52,6 +53,7 @@ class Gateway:
         self.on_change = on_change or (lambda urgent: None)
         self.connections: set[ClientConnection] = set()
         self.metrics = Metrics()
+        self.snapshots = WorkerSnapshots(config.bus_socket, config.name) if config.workers > 1 else None
         self.pool = UpstreamPool()
         self.router = Router(max_inflight=config.limits.replica_inflight)
         holds = config.holds
@@ -280,6 +282,8 @@ class Gateway:
         assert route is not None
         if route.kind is Kind.CONTROL:
             return Relay(self, client, request)
+        if route.kind is Kind.METRICS:
+            return Scrape(self, client, request)
         chunks = request.chunks
         if len(chunks) != 1:
             request.chunks = chunks = [b"".join(chunks)]
@@ -290,25 +294,27 @@ class Gateway:
         if model.task != route.task:
             raise errors.wrong_task(checked.model, route.name)
         request.model = checked.model
+        request.trace = wire.accepted_trace(request.headers)
         self.metrics.last_request_s[checked.model] = time.time()
         return Exchange(self, client, request, checked)
 
     def own_answer(self, request: Request) -> tuple[int, bytes, bytes]:
-        """/health and /metrics: status, content type, body."""
-        assert request.route is not None
-        if request.route.kind is Kind.METRICS:
-            return 200, _PROMETHEUS, self.metrics.render(self._gauges())
+        """/health: status, content type, body."""
         ready = self.generation >= 0 and not self.stopping
         return (200 if ready else 503), _JSON, orjson.dumps({"status": "ok" if ready else "starting"})
 
     def finished(self, request: Request) -> None:
         """A response is complete (or its client is gone)."""
         self.release_body(request)
-        metrics = self.metrics
-        metrics.requests[request.route_name, request.status] += 1
-        metrics.response_bytes += request.sent_bytes
+        self.metrics.finished(request, time.monotonic())
         if self.access_log.enabled:
             self.access_log.add(request)
+
+    def metrics_text(self, *, controller_up: bool) -> bytes:
+        """Series of this gateway, all its workers together."""
+        up = ("appliance_controller_up", "Whether the controller answered this scrape.", {}, int(controller_up))
+        families = self.metrics.families([*self._gauges(), up])
+        return render(families if self.snapshots is None else self.snapshots.joined(families))
 
     def _gauges(self) -> list[tuple[str, str, dict[str, str], float]]:
         rows: list[tuple[str, str, dict[str, str], float]] = [
@@ -346,3 +352,5 @@ class Gateway:
         wanted.add(self.config.controller_socket)
         self.pool.sweep(now_s, wanted)
         self.access_log.flush()
+        if self.snapshots is not None and self.snapshots.due(now_s):
+            self.snapshots.write(self.metrics.families(self._gauges()), now_s)

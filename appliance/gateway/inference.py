@@ -149,6 +149,7 @@ class Exchange:
             return
         self._leave_queue()
         self._choice = choice
+        self.request.replica, self.request.model_version = choice.replica.id, choice.replica.version
         gateway.changed()
         conn = gateway.pool.acquire(choice.replica.socket)
         if conn is not None:
@@ -182,7 +183,7 @@ class Exchange:
         body, model = self._body, self.gateway.router.models.get(self.checked.model)
         if model is not None and model.adapter:
             body = with_model(body, model.adapter)
-        conn.start(self, wire.engine_head(self._path, engine_id, len(body)) + body)
+        conn.start(self, wire.engine_head(self._path, engine_id, len(body), request.trace) + body)
         client = self.answer.client
         if client is not None and client.write_paused:
             conn.pause_reading()
@@ -371,7 +372,7 @@ class Exchange:
         self.gateway.router.succeed(choice)
         if not self._continued:
             request.first_byte_s = now
-            self.gateway.metrics.observe_ttft(choice.model, choice.replica.version, now - request.received_s, now)
+            self.gateway.metrics.first_byte(request, now)
 
     def _whole(self, conn: UpstreamConnection, now: float) -> None:
         self._first_bytes(now)

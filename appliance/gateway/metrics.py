@@ -1,4 +1,4 @@
-"""Counters and histograms of one gateway process in Prometheus' text format 0.0.4.
+"""Counters and histograms of one gateway process.
 
 Own and small because it sits on the hot path: one dict update per event instead of a lock and a label lookup.
 """
@@ -9,10 +9,17 @@ import bisect
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
+from .exposition import Family, Sample, labels
+from .routes import ADMIN, FINE_TUNING, INFERENCE
+from .wire import Request
+
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 ADDED_SECONDS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
+REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 RECENT_TTFT = 256
 RECENT_S = 60.0
+# Versions and key classes of one model: with more, the oldest series make room, so that swaps add up to nothing.
+SERIES_PER_MODEL = 32
 
 
 class Histogram:
@@ -29,17 +36,30 @@ class Histogram:
         self.counts[bisect.bisect_left(self.bounds, value)] += 1
         self.total += value
 
-    def lines(self, name: str, labels: str = "") -> Iterable[str]:
-        """Exposition lines; labels: 'a="x",' with its trailing comma, or empty."""
+    def samples(self, text: str = "") -> Iterable[Sample]:
+        """text: labels of the series as `exposition.labels` writes them."""
+        comma = f"{text}," if text else ""
         running = 0
-        for bound, count in zip(self.bounds, self.counts, strict=False):
+        for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
             running += count
-            yield f'{name}_bucket{{{labels}le="{bound}"}} {running}'
-        running += self.counts[-1]
-        yield f'{name}_bucket{{{labels}le="+Inf"}} {running}'
-        plain = _braces(labels.rstrip(","))
-        yield f"{name}_sum{plain} {self.total:.9f}"
-        yield f"{name}_count{plain} {running}"
+            yield Sample("_bucket", f'{comma}le="{bound}"', running)
+        yield Sample("_sum", text, round(self.total, 9))
+        yield Sample("_count", text, running)
+
+
+class Series:
+    """What is kept per model, version and key class."""
+
+    __slots__ = ("statuses", "ttft", "duration", "per_token")
+
+    def __init__(self) -> None:
+        self.statuses: defaultdict[int, int] = defaultdict(int)
+        self.ttft = Histogram(SECONDS)
+        self.duration = Histogram(REQUEST_SECONDS)
+        self.per_token = Histogram(SECONDS)
+
+
+Key = tuple[str, str, str]
 
 
 class Metrics:
@@ -50,19 +70,47 @@ class Metrics:
         self.events: defaultdict[str, int] = defaultdict(int)
         self.added = Histogram(ADDED_SECONDS)
         self.held_for = Histogram(SECONDS)
-        self.ttft: dict[tuple[str, str], Histogram] = {}
+        self.models: dict[str, dict[Key, Series]] = {}
         self.response_bytes = 0
         self.last_request_s: dict[str, float] = {}
         self._recent: dict[str, deque[tuple[float, float]]] = {}
+        self._classes: dict[frozenset[str], str] = {}
 
-    def observe_ttft(self, model: str, version: str, seconds: float, now_s: float) -> None:
-        key = (model, version)
-        histogram = self.ttft.get(key)
-        if histogram is None:
-            histogram = self.ttft[key] = Histogram(SECONDS)
-            self._recent.setdefault(model, deque(maxlen=RECENT_TTFT))
-        histogram.observe(seconds)
-        self._recent[model].append((now_s, seconds))
+    def first_byte(self, request: Request, now_s: float) -> None:
+        """The first byte of an engine's answer to this request goes out now."""
+        seconds = now_s - request.received_s
+        self._series(request).ttft.observe(seconds)
+        recent = self._recent.get(request.model)
+        if recent is None:
+            recent = self._recent[request.model] = deque(maxlen=RECENT_TTFT)
+        recent.append((now_s, seconds))
+
+    def finished(self, request: Request, now_s: float) -> None:
+        """Count a response that is over, whoever ended it."""
+        self.requests[request.route_name, request.status] += 1
+        self.response_bytes += request.sent_bytes
+        if request.model:
+            series = self._series(request)
+            series.statuses[request.status] += 1
+            series.duration.observe(now_s - request.received_s)
+            if request.stream_events > 1:
+                series.per_token.observe((now_s - request.first_byte_s) / (request.stream_events - 1))
+
+    def _series(self, request: Request) -> Series:
+        scopes = request.principal.scopes if request.principal is not None else frozenset()
+        kind = self._classes.get(scopes)
+        if kind is None:
+            kind = self._classes[scopes] = key_class(scopes)
+        key = (request.model, request.model_version, kind)
+        of_model = self.models.get(request.model)
+        if of_model is None:
+            of_model = self.models[request.model] = {}
+        series = of_model.get(key)
+        if series is None:
+            if len(of_model) >= SERIES_PER_MODEL:
+                del of_model[next(iter(of_model))]
+            series = of_model[key] = Series()
+        return series
 
     def ttft_p95_s(self, model: str, now_s: float) -> float | None:
         """95th percentile of the time to first byte over the last minute (at most 256 requests), None without any."""
@@ -75,49 +123,58 @@ class Metrics:
     def forget_models(self, keep: Iterable[str]) -> None:
         """Drop series of models that left the table, so that label sets stay bounded."""
         kept = set(keep)
-        self.ttft = {key: histogram for key, histogram in self.ttft.items() if key[0] in kept}
+        self.models = {name: series for name, series in self.models.items() if name in kept}
         self._recent = {name: values for name, values in self._recent.items() if name in kept}
         self.last_request_s = {name: at for name, at in self.last_request_s.items() if name in kept}
 
-    def render(self, gauges: Iterable[tuple[str, str, dict[str, str], float]]) -> bytes:
-        """Prometheus text. gauges: (name, help, labels, value), rows of one name adjacent."""
-        out: list[str] = []
-        _head(out, "appliance_gateway_requests_total", "Requests answered, by route and status.", "counter")
-        for (route, status), count in sorted(self.requests.items()):
-            out.append(f'appliance_gateway_requests_total{{route="{route}",status="{status}"}} {count}')
-        _head(out, "appliance_gateway_events_total", "Things that happened to requests, by kind.", "counter")
-        for event, count in sorted(self.events.items()):
-            out.append(f'appliance_gateway_events_total{{event="{event}"}} {count}')
-        _head(out, "appliance_gateway_response_bytes_total", "Body bytes relayed to clients.", "counter")
-        out.append(f"appliance_gateway_response_bytes_total {self.response_bytes}")
-        for name, text, histogram in (
-            ("appliance_gateway_added_seconds", "From complete request to its sending upstream, unheld.", self.added),
-            ("appliance_gateway_held_seconds", "Time held requests waited for a replica.", self.held_for),
-        ):
-            _head(out, name, text, "histogram")
-            out.extend(histogram.lines(name))
-        name = "appliance_gateway_time_to_first_byte_seconds"
-        _head(out, name, "From complete request to the first body byte, by model and version.", "histogram")
-        for (model, version), histogram in sorted(self.ttft.items()):
-            out.extend(histogram.lines(name, f'model="{_escape(model)}",version="{_escape(version)}",'))
-        previous = ""
-        for name, text, labels, value in gauges:
-            if name != previous:
-                _head(out, name, text, "gauge")
-                previous = name
-            pairs = ",".join(f'{key}="{_escape(text)}"' for key, text in labels.items())
-            out.append(f"{name}{_braces(pairs)} {value}")
-        return ("\n".join(out) + "\n").encode()
+    def families(self, gauges: Iterable[tuple[str, str, dict[str, str], float]]) -> list[Family]:
+        """Everything. gauges: (name, help, labels, value), rows of one name adjacent."""
+        found = [
+            Family("appliance_gateway_requests_total", "counter", "Requests answered, by route and status.", [
+                Sample("", labels({"route": route, "status": str(status)}), count)
+                for (route, status), count in sorted(self.requests.items())
+            ]),
+            Family("appliance_gateway_events_total", "counter", "Things that happened to requests, by kind.", [
+                Sample("", labels({"event": event}), count) for event, count in sorted(self.events.items())
+            ]),
+            Family("appliance_gateway_response_bytes_total", "counter", "Body bytes relayed to clients.", [
+                Sample("", "", self.response_bytes)
+            ]),
+            Family("appliance_gateway_added_seconds", "histogram",
+                   "From complete request to its sending upstream, unheld.", list(self.added.samples())),
+            Family("appliance_gateway_held_seconds", "histogram",
+                   "Time held requests waited for a replica.", list(self.held_for.samples())),
+            *self._by_model(),
+        ]  # fmt: skip
+        for name, text, pairs, value in gauges:
+            if found[-1].name != name:
+                found.append(Family(name, "gauge", text, []))
+            found[-1].samples.append(Sample("", labels(pairs), value))
+        return found
+
+    def _by_model(self) -> tuple[Family, ...]:
+        answered = Family("appliance_gateway_model_requests_total", "counter",
+                          "Inference requests ended, by model, version, key class and status.", [])  # fmt: skip
+        ttft = Family("appliance_gateway_time_to_first_byte_seconds", "histogram",
+                      "From complete request to the first body byte.", [])  # fmt: skip
+        duration = Family("appliance_gateway_request_seconds", "histogram",
+                          "From complete request to the end of its answer.", [])  # fmt: skip
+        per_token = Family("appliance_gateway_time_per_output_token_seconds", "histogram",
+                           "Streams: mean time from one event (token) to the next.", [])  # fmt: skip
+        rows = sorted((row for of_model in self.models.values() for row in of_model.items()), key=lambda row: row[0])
+        for (model, version, kind), series in rows:
+            pairs = {"model": model, "version": version, "key_class": kind}
+            text = labels(pairs)
+            answered.samples.extend(
+                Sample("", labels({**pairs, "status": str(status)}), count)
+                for status, count in sorted(series.statuses.items())
+            )
+            for family, histogram in ((ttft, series.ttft), (duration, series.duration), (per_token, series.per_token)):
+                if any(histogram.counts):
+                    family.samples.extend(histogram.samples(text))
+        return answered, ttft, duration, per_token
 
 
-def _head(out: list[str], name: str, text: str, kind: str) -> None:
-    out.append(f"# HELP {name} {text}")
-    out.append(f"# TYPE {name} {kind}")
-
-
-def _escape(value: str) -> str:
-    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def _braces(labels: str) -> str:
-    return f"{{{labels}}}" if labels else ""
+def key_class(scopes: frozenset[str]) -> str:
+    """The known scopes of a key, joined: at most eight values, whoever holds how many keys."""
+    return "+".join(scope for scope in (INFERENCE, FINE_TUNING, ADMIN) if scope in scopes) or "none"

@@ -360,7 +360,7 @@ class ClientConnection(asyncio.Protocol):
             self.answer_error(request.refusal)
             return
         assert request.route is not None
-        if request.route.kind in (Kind.INFERENCE, Kind.CONTROL):
+        if request.route.kind is not Kind.HEALTH:
             request.received_s = time.monotonic()
             try:
                 self.active = self.gateway.handler(self, request)

@@ -53,11 +53,16 @@ _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", b"date", b"server", b"x-requ
 
 # `_` and `-` become one character in some servers' header tables: a client's x_appliance_scopes must not pass either.
 _OURS = re.compile(rb"x[-_]appliance[-_]")
+_TRACE = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\Z")
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
 class Request:
-    """One request as the client connection parsed it. `chunks` is the body received but not yet passed on."""
+    """One request as the client connection parsed it. `chunks` is the body received but not yet passed on.
+
+    replica, model_version: where it was placed last, empty before. stream_events: SSE events relayed. trace: its W3C
+    traceparent, empty without one.
+    """
 
     __slots__ = (
         "method",
@@ -80,7 +85,11 @@ class Request:
         "status",
         "sent_bytes",
         "model",
+        "model_version",
+        "replica",
         "first_byte_s",
+        "stream_events",
+        "trace",
     )
 
     def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes], version: str) -> None:
@@ -104,7 +113,11 @@ class Request:
         self.status = 0
         self.sent_bytes = 0
         self.model = ""
+        self.model_version = ""
+        self.replica = ""
         self.first_byte_s = 0.0
+        self.stream_events = 0
+        self.trace = b""
 
     @property
     def route_name(self) -> str:
@@ -126,10 +139,26 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def engine_head(path: bytes, request_id: bytes, length: int) -> bytes:
+def accepted_trace(headers: Headers) -> bytes:
+    """The client's `traceparent` if it is well-formed by W3C Trace Context (version 00), else empty."""
+    value = headers.get(b"traceparent")
+    return value if value is not None and _TRACE.match(value) else b""
+
+
+def engine_head(path: bytes, request_id: bytes, length: int, trace: bytes = b"") -> bytes:
     return (
         b"POST %b HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\nx-request-id: %b\r\n"
-        b"content-length: %d\r\n\r\n" % (path, request_id, length)
+        b"%bcontent-length: %d\r\n\r\n" % (path, request_id, b"traceparent: %b\r\n" % trace if trace else b"", length)
+    )
+
+
+def scrape_head(path: bytes, request: Request) -> bytes:
+    """The gateway's own request to the controller on behalf of a key that was let in."""
+    principal = request.principal
+    assert principal is not None, "a scrape is authenticated"
+    return (
+        b"GET %b HTTP/1.1\r\nhost: appliance\r\nx-request-id: %b\r\nx-appliance-key-id: %b\r\n"
+        b"x-appliance-scopes: %b\r\n\r\n" % (path, request.request_id, principal.id.encode(), principal.scopes_header)
     )
 
 

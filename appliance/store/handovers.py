@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from appliance.store.database import Database
-from appliance.store.rows import HandoverRow, HandoverStepRow
+from appliance.store.rows import HandoverRow, HandoverStepRow, HandoverTotal
 
 
 def insert(db: Database, row: HandoverRow, steps: list[HandoverStepRow]) -> None:
@@ -27,6 +27,15 @@ def find(db: Database, handover_id: str) -> HandoverRow | None:
 def list_recent(db: Database, limit: int) -> list[HandoverRow]:
     """Newest first."""
     return db.all(HandoverRow, "SELECT * FROM handovers ORDER BY seq DESC LIMIT ?", [limit])
+
+
+def totals(db: Database) -> list[HandoverTotal]:
+    """Hand-overs that have ended, by outcome, since the box was made."""
+    return db.all(
+        HandoverTotal,
+        "SELECT state, count(*) AS count, sum(ended_s - started_s) AS seconds FROM handovers "
+        "WHERE ended_s IS NOT NULL GROUP BY state ORDER BY state",
+    )
 
 
 def list_open(db: Database) -> list[HandoverRow]:

@@ -80,6 +80,7 @@ class LoopPort:
             "queue": now["jobs"],
             "bounds": self._config.bounds(),
             "notes": now["notes"],
+            "plan_s": now["plan_s"],
         }
 
     async def set_mode(self, mode: Mode) -> str | None:

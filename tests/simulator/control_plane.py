@@ -56,7 +56,7 @@ class SimulatedScheduler:
             "devices": self.devices, "replicas": self.replicas, "handover": None, "serving_floor": 1, "notes": [],
             "queue": self.queue,
             "bounds": {"give_back_after_s": 45.0, "job_dwell_s": 30.0, "turn_s": 30.0, "handovers_per_hour": 160.0},
-            "memory": {"budget_bytes": 2**30, "used_bytes": 0},
+            "memory": {"budget_bytes": 2**30, "used_bytes": 0}, "plan_s": 0.001,
         }  # fmt: skip
 
     async def set_mode(self, mode: Mode) -> str | None:

@@ -1,0 +1,109 @@
+"""Prometheus' text format 0.0.4, and how the workers of one gateway make one answer of it.
+
+Every worker keeps a snapshot of its series beside the bus socket; whichever is asked adds those of the others to its
+own, each under its label `worker`, so that one that starts again looks to Prometheus like what it is: a reset of its
+own series, not of everybody's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
+WRITE_EVERY_S = 1.0
+# A worker that has not written for so long is gone; its successor writes to the same file.
+STALE_S = 10.0
+
+
+class Sample(NamedTuple):
+    """suffix: of the family's name ("_bucket"). labels: 'a="x",b="y"', escaped, without braces; may be empty."""
+
+    suffix: str
+    labels: str
+    value: float
+
+
+class Family(NamedTuple):
+    """All series of one name. kind: counter, gauge or histogram."""
+
+    name: str
+    kind: str
+    text: str
+    samples: list[Sample]
+
+
+def labels(pairs: Mapping[str, str]) -> str:
+    return ",".join(f'{name}="{_escaped(value)}"' for name, value in pairs.items())
+
+
+def render(families: Iterable[Family]) -> bytes:
+    """The text; families of the same name become one, as the format demands."""
+    merged: dict[str, Family] = {}
+    for family in families:
+        known = merged.setdefault(family.name, family._replace(samples=[]))
+        known.samples.extend(family.samples)
+    out: list[str] = []
+    for family in merged.values():
+        out.append(f"# HELP {family.name} {family.text}")
+        out.append(f"# TYPE {family.name} {family.kind}")
+        for suffix, text, value in family.samples:
+            out.append(f"{family.name}{suffix}{{{text}}} {value}" if text else f"{family.name}{suffix} {value}")
+    return ("\n".join(out) + "\n").encode()
+
+
+class WorkerSnapshots:
+    """`name`: of this worker. Files are `BUS_SOCKET.metrics.NAME`; they need not survive anything."""
+
+    def __init__(self, bus_socket: str, name: str):
+        self.name = name
+        self._prefix = Path(f"{bus_socket}.metrics.")
+        self._written_s = 0.0
+
+    def due(self, now_s: float) -> bool:
+        return now_s - self._written_s >= WRITE_EVERY_S
+
+    def write(self, families: Iterable[Family], now_s: float) -> None:
+        """Replace this worker's snapshot. A full disk costs a snapshot, nothing else."""
+        self._written_s = now_s
+        path = Path(f"{self._prefix}{self.name}")
+        data = orjson.dumps({"at_s": time.time(), "families": list(families)}, default=tuple)
+        with contextlib.suppress(OSError):
+            half = path.with_name(path.name + ".half")
+            fd = os.open(half, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+            with os.fdopen(fd, "wb") as file:
+                file.write(data)
+            half.replace(path)
+
+    def joined(self, own: Iterable[Family]) -> list[Family]:
+        """Own series and those that the other workers last wrote (at most WRITE_EVERY_S and a sweep ago)."""
+        found = _labelled(own, self.name)
+        oldest_s = time.time() - STALE_S
+        for path in sorted(self._prefix.parent.glob(self._prefix.name + "*")):
+            name = path.name.removeprefix(self._prefix.name)
+            if name == self.name or name.endswith(".half"):
+                continue
+            with contextlib.suppress(OSError, orjson.JSONDecodeError):
+                data = orjson.loads(path.read_bytes())
+                if data["at_s"] >= oldest_s:
+                    families = [Family(*row[:3], [Sample(*sample) for sample in row[3]]) for row in data["families"]]
+                    found += _labelled(families, name)
+        return found
+
+
+def _labelled(families: Iterable[Family], worker: str) -> list[Family]:
+    own = f'worker="{_escaped(worker)}"'
+    return [
+        family._replace(samples=[s._replace(labels=f"{own},{s.labels}" if s.labels else own) for s in family.samples])
+        for family in families
+    ]
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

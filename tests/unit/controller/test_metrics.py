@@ -1,0 +1,61 @@
+"""The controller's Prometheus series."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from appliance.store import handovers, jobs
+from appliance.store.rows import HandoverRow
+
+from .conftest import ADMIN, Control
+
+
+async def scrape(control: Control) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    answer = await control.http.get("/admin/v1/metrics", headers=ADMIN)
+    assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(answer.text)
+        for sample in family.samples
+    }
+
+
+async def test_box_at_rest(control: Control) -> None:
+    found = await scrape(control)
+    assert found["appliance_devices", (("health", "ok"), ("holder", "none"))] == 8
+    assert found["appliance_device_healthy", (("device", "n0/0"), ("kind", "cpu"))] == 1
+    assert sum(value for (name, _), value in found.items() if name == "appliance_mode") == 1
+    assert found["appliance_weight_store_bytes", (("what", "budget"),)] == 2**30
+    assert found["appliance_tier_bytes", (("tier", "disk"),)] == 10
+    assert found["appliance_job_queue_length", ()] == 0
+    assert found["appliance_scheduler_plan_seconds", ()] == 0.001
+
+
+async def test_jobs_devices_and_handovers(control: Control) -> None:
+    running, waiting = await control.job(), await control.job()
+    jobs.set_phase(control.db, running, "running", devices=["n0/0", "n0/1"], loss=1.5, tokens_per_s=900.0, step=3,
+                   total_steps=9)  # fmt: skip
+    control.scheduler.devices[0]["holder"] = {"kind": "job", "id": running}
+    control.scheduler.devices[1]["health"] = "failed"
+    now_s = time.time()
+    for number, state, seconds in ((1, "done", 2.0), (2, "done", 3.0), (3, "undone", 1.0)):
+        handovers.insert(control.db, HandoverRow(str(number), "r", state, now_s, now_s + seconds), [])
+    handovers.insert(control.db, HandoverRow("4", "r", "running", now_s), [])
+    found = await scrape(control)
+    job = (("job", running), ("model", "starter"))
+    assert found["appliance_job_loss", job] == 1.5 and found["appliance_job_tokens_per_second", job] == 900
+    assert found["appliance_job_step", job] == 3 and found["appliance_job_devices", job] == 2
+    assert not any(dict(labels).get("job") == waiting for _, labels in found)
+    assert found["appliance_job_queue_length", ()] == 1
+    assert found["appliance_devices", (("health", "ok"), ("holder", "job"))] == 1
+    assert found["appliance_devices", (("health", "failed"), ("holder", "none"))] == 1
+    assert found["appliance_handover_seconds_count", (("outcome", "done"),)] == 2
+    assert round(found["appliance_handover_seconds_sum", (("outcome", "done"),)], 3) == 5
+    assert found["appliance_handover_seconds_count", (("outcome", "undone"),)] == 1
+    assert found["appliance_handovers_running", ()] == 1
+
+
+async def test_only_for_admins(control: Control) -> None:
+    assert (await control.http.get("/admin/v1/metrics")).status_code == 403

@@ -1,0 +1,112 @@
+"""What a scrape of /metrics answers: by model, version and key class; all workers; the controller or without it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from appliance.gateway.exposition import STALE_S, Family, Sample, WorkerSnapshots, render
+from appliance.gateway.metrics import SERIES_PER_MODEL, Metrics, key_class
+from appliance.gateway.wire import Request
+
+from .conftest import Box, chat
+from .upstreams import Reply, UpstreamRequest
+
+
+def values(text: bytes) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text.decode())
+        for sample in family.samples
+    }
+
+
+async def test_series_by_model_version_and_key_class(box: Box) -> None:
+    await box.ask("POST", "/v1/chat/completions", chat(stream=True))
+    await box.ask("POST", "/v1/chat/completions", chat(), key="sk-test-inference")
+    text = (await box.ask("GET", "/metrics")).body
+    found = values(text)
+    every = (("key_class", "inference+fine_tuning+admin"), ("model", "m"), ("version", "v1"))
+    inference = (("key_class", "inference"), ("model", "m"), ("version", "v1"))
+    for labels in (every, inference):
+        assert found["appliance_gateway_request_seconds_count", labels] == 1
+        assert found["appliance_gateway_time_to_first_byte_seconds_count", labels] == 1
+        assert found["appliance_gateway_model_requests_total", tuple(sorted((*labels, ("status", "200"))))] == 1
+    assert found["appliance_gateway_time_per_output_token_seconds_count", every] == 1, "of the stream"
+    assert ("appliance_gateway_time_per_output_token_seconds_count", inference) not in found, "one body has no pace"
+    assert b"sk-test" not in text and b"key_all" not in text
+
+
+async def test_joins_the_controller_and_answers_without_it(box: Box) -> None:
+    assert values((await box.ask("GET", "/metrics")).body)["appliance_controller_up", ()] == 0
+
+    async def control(request: UpstreamRequest, reply: Reply) -> None:
+        assert (request.method, request.target) == ("GET", "/admin/v1/metrics")
+        assert request.headers["x-appliance-scopes"] == "inference,fine_tuning,admin"
+        body = b"# HELP appliance_mode m\n# TYPE appliance_mode gauge\nappliance_mode 1.0\n"
+        await reply.raw(b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\n\r\n%b" % (len(body), body))
+
+    await box.control(control)
+    found = values((await box.ask("GET", "/metrics")).body)
+    assert found["appliance_controller_up", ()] == 1 and found["appliance_mode", ()] == 1
+
+
+async def test_a_failing_controller_costs_only_its_own_series(box: Box) -> None:
+    async def fails(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json({"error": {}}, 500)
+
+    await box.control(fails)
+    assert values((await box.ask("GET", "/metrics")).body)["appliance_controller_up", ()] == 0
+
+
+async def test_traceparent_reaches_the_engine_only_if_well_formed(box: Box) -> None:
+    trace = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
+    await box.ask("POST", "/v1/chat/completions", chat(), headers=f"traceparent: {trace}\r\n")
+    assert box.engines["e0"].requests[-1].headers["traceparent"] == trace
+    for bad in (f"00-{'0' * 32}-00f067aa0ba902b7-01", trace.upper(), trace + "-x", "00"):
+        await box.ask("POST", "/v1/chat/completions", chat(), headers=f"traceparent: {bad}\r\n")
+        assert "traceparent" not in box.engines["e0"].requests[-1].headers
+
+
+def test_workers_make_one_answer(tmp_path: Path) -> None:
+    bus = str(tmp_path / "bus.sock")
+    first, second = WorkerSnapshots(bus, "gateway-0"), WorkerSnapshots(bus, "gateway-1")
+
+    def family(value: float) -> Family:
+        return Family("requests_total", "counter", "Requests.", [Sample("", 'route="a"', value)])
+
+    second.write([family(5)], time.monotonic())
+    text = render(first.joined([family(2)]))
+    assert text.count(b"# TYPE requests_total counter") == 1
+    assert {dict(labels)["worker"]: value for (_, labels), value in values(text).items()} == {
+        "gateway-0": 2,
+        "gateway-1": 5,
+    }
+    assert not second.due(time.monotonic()) and second.due(time.monotonic() + 2)
+
+
+def test_a_worker_that_is_gone_is_left_out(tmp_path: Path, monkeypatch: Any) -> None:
+    bus = str(tmp_path / "bus.sock")
+    WorkerSnapshots(bus, "gone").write([Family("a", "gauge", "A.", [Sample("", "", 1)])], 0.0)
+    (tmp_path / "bus.sock.metrics.torn").write_text("{")
+    own = [Family("a", "gauge", "A.", [Sample("", "", 2)])]
+    assert len(values(render(WorkerSnapshots(bus, "me").joined(own)))) == 2
+    later = time.time() + STALE_S + 1
+    monkeypatch.setattr(time, "time", lambda: later)
+    assert list(values(render(WorkerSnapshots(bus, "me").joined(own))).values()) == [2]
+
+
+def test_label_sets_stay_bounded() -> None:
+    metrics = Metrics()
+    for version in range(3 * SERIES_PER_MODEL):
+        request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
+        request.model, request.model_version = "m", f"v{version}"
+        metrics.finished(request, 1.0)
+    kept = [key[1] for key in metrics.models["m"]]
+    assert len(kept) == SERIES_PER_MODEL and kept[-1] == f"v{3 * SERIES_PER_MODEL - 1}"
+    metrics.forget_models([])
+    assert not metrics.models
+    assert key_class(frozenset({"admin", "made-up"})) == "admin" and key_class(frozenset()) == "none"
