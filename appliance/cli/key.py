@@ -8,7 +8,19 @@ import typer
 
 from appliance.cli import formats, output
 from appliance.cli.command import Session, examples, for_box, group
+from appliance.cli.errors import BadUsage
 from appliance.cli.paths import segment
+
+Models = Annotated[
+    list[str] | None,
+    typer.Option("--model", help="A model that it may use, beside what its own jobs make; repeatable. Default: all."),
+]
+RequestsPerMinute = Annotated[int | None, typer.Option("--requests-per-minute", min=1, metavar="N")]
+TokensPerMinute = Annotated[
+    int | None, typer.Option("--tokens-per-minute", min=1, metavar="N", help="Prompts and completions together.")
+]
+TokensPerDay = Annotated[int | None, typer.Option("--tokens-per-day", min=1, metavar="N", help="Days of UTC.")]
+TokensPerMonth = Annotated[int | None, typer.Option("--tokens-per-month", min=1, metavar="N", help="Months of UTC.")]
 
 app = group("API keys: who may use the box over the network. Commands on the box itself need none.")
 
@@ -18,6 +30,7 @@ app = group("API keys: who may use the box over the network. Commands on the box
         "appliance key create --name alice",
         "appliance key create --name ops --scope admin",
         "appliance key create --name alice-laptop --owner alice     shares alice's part of the devices",
+        "appliance key create --name trial --model starter --requests-per-minute 60 --tokens-per-day 100000",
         "export OPENAI_API_KEY=$(appliance key create --name ci -o json | jq -r .key)",
     )
 )
@@ -32,13 +45,55 @@ def create(
     owner: Annotated[
         str | None, typer.Option("--owner", help="Whose share of the devices its jobs count towards. Default: NAME.")
     ] = None,
+    model: Models = None,
+    requests_per_minute: RequestsPerMinute = None,
+    tokens_per_minute: TokensPerMinute = None,
+    tokens_per_day: TokensPerDay = None,
+    tokens_per_month: TokensPerMonth = None,
 ) -> None:
     """Make a key and show it once: the box keeps only its SHA-256."""
-    body = {"name": name, "scopes": scope or None, "owner": owner}
+    body = {"name": name, "scopes": scope or None, "owner": owner, "models": model or None} | {
+        "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
+        "tokens_per_day": tokens_per_day, "tokens_per_month": tokens_per_month,
+    }  # fmt: skip
     answer = session.client.post("/admin/v1/keys", {k: v for k, v in body.items() if v is not None})
     if not session.as_json:
         output.say(f"Key {answer['name']} ({', '.join(answer['scopes'])}). It is not shown again:")
     output.print_json(answer) if session.as_json else print(answer["key"])
+
+
+@app.command(
+    epilog=examples(
+        "appliance key limit alice --requests-per-minute 600 --tokens-per-minute 200000",
+        "appliance key limit trial --model starter --model ft:starter:acme:v2:Ab3dE",
+        "appliance key limit alice --lift tokens_per_minute --lift models",
+    )
+)
+@for_box
+def limit(
+    session: Session,
+    key: Annotated[str, typer.Argument(metavar="NAME_OR_ID")],
+    model: Models = None,
+    requests_per_minute: RequestsPerMinute = None,
+    tokens_per_minute: TokensPerMinute = None,
+    tokens_per_day: TokensPerDay = None,
+    tokens_per_month: TokensPerMonth = None,
+    lift: Annotated[
+        list[str] | None,
+        typer.Option("--lift", metavar="LIMIT", help="Take a limit away, by its name with underscores; repeatable."),
+    ] = None,
+) -> None:
+    """Change what a key may use and spend; limits that are not named stay. It holds from the next request on."""
+    given = {
+        "models": model or None, "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
+        "tokens_per_day": tokens_per_day, "tokens_per_month": tokens_per_month,
+    }  # fmt: skip
+    unknown = [name for name in lift or () if name not in given]
+    if unknown:
+        raise BadUsage(f"--lift {unknown[0]} is no limit; they are {', '.join(given)}")
+    body = {k: v for k, v in given.items() if v is not None} | dict.fromkeys(lift or ())
+    answer = session.client.send("PATCH", f"/admin/v1/keys/{segment(key)}", body=body)
+    session.show(answer, lambda row: f"{row['name']}: {_limits(row)}")
 
 
 @app.command("list", epilog=examples("appliance key list", "appliance key list -o json"))
@@ -58,11 +113,25 @@ def revoke(session: Session, key: Annotated[str, typer.Argument(metavar="NAME_OR
 
 def _table(answer: dict[str, Any]) -> Any:
     return output.table(
-        ("ID", "NAME", "OWNER", "SCOPES", "KEY", "CREATED", "REVOKED"),
+        ("ID", "NAME", "OWNER", "SCOPES", "KEY", "LIMITS", "CREATED", "REVOKED"),
         (
-            (k["id"], k["name"], k["owner"], ", ".join(k["scopes"]), f"{k['prefix']}…", formats.moment(k["created_s"]),
-             formats.moment(k["revoked_s"]))
+            (k["id"], k["name"], k["owner"], ", ".join(k["scopes"]), f"{k['prefix']}…", _limits(k),
+             formats.moment(k["created_s"]), formats.moment(k["revoked_s"]))
             for k in answer["data"]
         ),
         empty="no keys; `appliance key create --name NAME` makes one",
     )  # fmt: skip
+
+
+def _limits(key: dict[str, Any]) -> str:
+    shown = [
+        f"{key[f'{what}_per_{span}']:,} {what}/{short}"
+        for what, span, short in (
+            ("requests", "minute", "min"), ("tokens", "minute", "min"), ("tokens", "day", "day"),
+            ("tokens", "month", "month"),
+        )
+        if key.get(f"{what}_per_{span}") is not None
+    ]  # fmt: skip
+    if key.get("models") is not None:
+        shown.append(f"only {', '.join(key['models']) or 'what its jobs make'}")
+    return "; ".join(shown) or "none"

@@ -30,10 +30,11 @@ COMMANDS = {
     "batch": ("batch", "Batches: many requests from a file, answered while engines are idle."),
     "file": ("file", "Files: training and validation data, and what jobs leave behind."),
     "key": ("key", "API keys: who may use the box over the network."),
+    "usage": ("usage", "Who spent what: tokens by key or model, device-hours of training."),
     "chat": ("chat", "Talk to a model in the terminal."),
     "simulate": ("simulate", "Run the box's own scheduler on a trace in virtual time."),
 }
-SINGLE_COMMANDS = ("up", "down", "status", "chat", "simulate")
+SINGLE_COMMANDS = ("up", "down", "status", "usage", "chat", "simulate")
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
 
 

@@ -31,7 +31,9 @@ def job(row: JobRow) -> dict[str, Any]:
 
 def key(row: KeyRow) -> dict[str, Any]:
     return {"id": row.id, "name": row.name, "scopes": row.scopes, "owner": row.owner, "prefix": row.prefix,
-            "created_s": row.created_s, "revoked_s": row.revoked_s}  # fmt: skip
+            "created_s": row.created_s, "revoked_s": row.revoked_s, "models": row.models,
+            "requests_per_minute": row.requests_per_minute, "tokens_per_minute": row.tokens_per_minute,
+            "tokens_per_day": row.tokens_per_day, "tokens_per_month": row.tokens_per_month}  # fmt: skip
 
 
 def model(db: Database, row: ModelRow, status: SchedulerStatus, tiers: TierPort) -> dict[str, Any]:

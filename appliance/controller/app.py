@@ -19,6 +19,7 @@ from appliance.controller import (
     admin_models,
     admin_plan,
     admin_queue,
+    admin_usage,
     batch_runner,
     batches,
     error_handlers,
@@ -87,6 +88,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_keys.routes(context, admin)
     admin_models.routes(context, admin, running)
     admin_plan.routes(context, admin)
+    admin_usage.routes(context, admin)
     for router in (files.routes(context), upload_parts.routes(context), batches.routes(context, runner),
                    jobs.routes(context, validation),
                    permissions.routes(context), models.routes(context), admin):  # fmt: skip

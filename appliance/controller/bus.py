@@ -58,15 +58,18 @@ class Bus:
     """Serves gateways from `start` to `stop`; all methods belong to one event loop.
 
     `on_load` is called after every report (for the scheduler's nudge), `on_table` when the models of the table have
-    changed; they must not block.
+    changed, `on_usage` with the rows of every message about what requests have cost (it raises ValueError for others);
+    they must not block.
     `first_generation`: larger than any of an earlier controller's (see `first_generation`), or the report of a gateway
     that still routes by an old table would count for a new one.
     """
 
     def __init__(self, path: Path, config: ControllerConfig, *, first_generation: int,
                  on_load: Callable[[Load], None] | None = None,
-                 on_table: Callable[[], None] | None = None):  # fmt: skip
-        self._path, self._config, self._on_load, self._on_table = path, config, on_load, on_table
+                 on_table: Callable[[], None] | None = None,
+                 on_usage: Callable[[list[dict[str, Any]]], None] | None = None):  # fmt: skip
+        self._path, self._config = path, config
+        self._on_load, self._on_table, self._on_usage = on_load, on_table, on_usage
         self._generation = first_generation
         self._models: dict[str, Any] = {}
         self._keys: dict[str, Any] = {}
@@ -239,8 +242,12 @@ class Bus:
 
     def _take(self, gateway: _Gateway, line: bytes) -> None:
         message = orjson.loads(line)
+        if isinstance(message, dict) and message.get("type") == "usage" and isinstance(message.get("rows"), list):
+            if self._on_usage is not None:
+                self._on_usage(message["rows"])
+            return
         if not isinstance(message, dict) or message.get("type") != "load":
-            raise ValueError(f"expected an object of type 'load', got {line[:80]!r}")
+            raise ValueError(f"expected an object of type 'load' or 'usage', got {line[:80]!r}")
         report = parse_report(message)
         if gateway.report is None:
             # The same gateway back on a new connection: what the lost one last said is superseded.

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from appliance.controller.config import ControllerConfig
 from appliance.controller.ports import BatchEngines, KeySink, ModelOps, SchedulerPort, TierPort
-from appliance.store import keys
+from appliance.controller.spending import key_table
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
 
@@ -37,6 +37,4 @@ class ControllerContext:
     started_s: float = field(default_factory=time.time)
 
     def publish_keys(self) -> None:
-        self.key_sink.keys_changed(
-            {row.sha256: {"id": row.id, "name": row.name, "scopes": row.scopes} for row in keys.list_live(self.db)}
-        )
+        self.key_sink.keys_changed(key_table(self.db, time.time()))

@@ -20,6 +20,7 @@ from appliance.controller.job_validation import JobValidation
 from appliance.controller.naming import fine_tuned_name, resolve, root_base
 from appliance.controller.paging import After, Limit, list_object
 from appliance.controller.principal import FINE_TUNING, Caller, needs
+from appliance.controller.spending import may_use
 from appliance.controller.strict_json import StrictRoute
 from appliance.store import files, job_records, jobs, keys
 from appliance.store.errors import IllegalTransition
@@ -108,7 +109,7 @@ def known_job(context: ControllerContext, job_id: str) -> JobRow:
 def _new_job(context: ControllerContext, body: JobCreate, key_id: str | None, owner: str) -> JobRow:
     """Raises BadRequest and NotFound for everything that can be known before the data is converted."""
     job_requests.check(body)
-    base = resolve(context.db, body.model)
+    base = resolve(context.db, body.model) if may_use(context.db, key_id, body.model) else None
     if base is None:
         raise NotFound(f"The model {shown(body.model)} does not exist on this box; GET /v1/models lists those that do.",
                        param="model", code="model_not_found")  # fmt: skip

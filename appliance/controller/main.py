@@ -31,6 +31,7 @@ from appliance.controller.bus import Bus, first_generation
 from appliance.controller.capacity import BoxFacts
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_events import JobEvents
+from appliance.controller.spending import Spending
 from appliance.logs import configure_logging
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
@@ -94,9 +95,10 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     db = Database(paths.database)
     store = _open_store(config, paths)
     devices = discover_devices(config.box.devices)
+    spending = Spending(db, lambda: context.publish_keys())
     bus = Bus(
         paths.bus_socket, config.controller, first_generation=first_generation(db), on_load=lambda _: load_changed(),
-        on_table=lambda: lines.load_changed(),
+        on_table=lambda: lines.load_changed(), on_usage=spending.take,
     )  # fmt: skip
 
     def load_changed() -> None:
@@ -120,9 +122,14 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, flow, lambda: port.nudge("published"))
     nodes = Nodes(place_of(config, paths, devices))
     effects = RayEffects(nodes, routing, shelf, runs, config.serve)
+
+    def models_changed() -> None:
+        routing.refresh()
+        context.publish_keys()  # a key may call what its jobs made
+
     states = SqliteStateStore(
         db, events, lambda model: lines.demand(model, routing.demand(model)), config.box.serving_floor, len(devices),
-        config.serve, routing.refresh,
+        config.serve, models_changed,
         JobRoom(db, store, _facts(devices, store)).waits_for,
     )
     asked = Asked(lambda: loop.status())
@@ -153,7 +160,9 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     health = DeviceWatch(db, nodes.readings, config.scheduler, loop.nudge)
     nodes.on_change = health.node_changed
     effects.on_death(health.died)
+    # Before the first gateway connects: to it, a table without its keys means that all of them were revoked.
     routing.refresh()
+    context.publish_keys()
     await bus.start()
     await nodes.connect()
     states.after_restart(adopted={group.job_id for group in (await effects.observe()).groups if group.ended is None})

@@ -13,7 +13,8 @@ from appliance.controller.context import ControllerContext
 from appliance.controller.errors import Conflict, Forbidden, NotFound, shown
 from appliance.controller.naming import Resolved, resolve
 from appliance.controller.ports import VersionPlace
-from appliance.controller.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, needs
+from appliance.controller.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, Principal, needs
+from appliance.controller.spending import may_use
 from appliance.controller.strict_json import StrictRoute
 from appliance.store import adapters, job_records, jobs, models
 from appliance.store.rows import VersionRow
@@ -24,19 +25,19 @@ def routes(context: ControllerContext) -> APIRouter:
     db = context.db
 
     @router.get("", dependencies=[Depends(needs(INFERENCE, FINE_TUNING))])
-    async def list_models() -> dict[str, Any]:
+    async def list_models(caller: Caller) -> dict[str, Any]:
         names = [row.id for row in models.list_callable(db)]
         names += [row.name for row in job_records.list_checkpoints(db)]
-        found = [resolve(db, name) for name in names]
+        found = [resolve(db, name) for name in names if may_use(db, caller.key_id, name)]
         return {"object": "list", "data": [views.model_object(item) for item in found if item]}
 
     @router.get("/{name:path}", dependencies=[Depends(needs(INFERENCE, FINE_TUNING))])
-    async def retrieve(name: str) -> dict[str, Any]:
-        return views.model_object(known_model(context, name))
+    async def retrieve(name: str, caller: Caller) -> dict[str, Any]:
+        return views.model_object(usable_model(context, name, caller))
 
     @router.delete("/{name:path}", dependencies=[Depends(needs(FINE_TUNING))])
     async def delete(name: str, caller: Caller) -> dict[str, Any]:
-        found = known_model(context, name)
+        found = usable_model(context, name, caller)
         if found.model.kind == "base" and not caller.may(ADMIN):
             raise Forbidden(ADMIN)
         await remove(context, found)
@@ -50,9 +51,20 @@ def known_model(context: ControllerContext, name: str) -> Resolved:
     """Raises NotFound."""
     found = resolve(context.db, name)
     if found is None:
-        raise NotFound(f"The model {shown(name)} does not exist or you do not have access to it.",
-                       param="model", code="model_not_found")  # fmt: skip
+        raise _unknown(name)
     return found
+
+
+def _unknown(name: str) -> NotFound:
+    return NotFound(f"The model {shown(name)} does not exist or you do not have access to it.",
+                    param="model", code="model_not_found")  # fmt: skip
+
+
+def usable_model(context: ControllerContext, name: str, caller: Principal) -> Resolved:
+    """As `known_model`; one that the caller's key may not use does not exist for it. Raises NotFound."""
+    if not may_use(context.db, caller.key_id, name):
+        raise _unknown(name)
+    return known_model(context, name)
 
 
 def place(row: VersionRow) -> VersionPlace:

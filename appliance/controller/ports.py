@@ -169,7 +169,8 @@ class KeySink(Protocol):
     """Who must know which keys are live (the bus, for the gateways)."""
 
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
-        """keys: SHA-256 in hex -> {"id", "name", "scopes"}; replaces what was known before."""
+        """keys: SHA-256 in hex -> {"id", "name", "scopes"} and what binds of "models", "requests_per_minute",
+        "tokens_per_minute", "spent_until_s"; replaces what was known before."""
 
 
 class TierPort(Protocol):

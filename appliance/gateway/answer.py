@@ -13,6 +13,7 @@ import orjson
 
 from . import errors, wire
 from .errors import ApiError
+from .usage import without_usage_event
 from .wire import Request
 
 if TYPE_CHECKING:
@@ -21,31 +22,45 @@ if TYPE_CHECKING:
 SSE = b"text/event-stream; charset=utf-8"
 ERROR_EVENT = b'data: {"error"'
 _EVENT = b'data: {"'
+_USAGE = b'"usage"'
 _SSE_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 class Answer:
     """`client` is None once the client is gone or the response is finished."""
 
-    __slots__ = ("client", "request", "head_sent", "sse", "_chunked", "_tail", "_error_seen")
+    __slots__ = (
+        "client",
+        "request",
+        "head_sent",
+        "sse",
+        "_hides_usage",
+        "_chunked",
+        "_tail",
+        "_partial",
+        "_error_seen",
+    )
 
-    def __init__(self, client: ClientConnection, request: Request) -> None:
+    def __init__(self, client: ClientConnection, request: Request, *, hides_usage: bool) -> None:
+        """hides_usage: the engine was asked for an event that the client did not ask for."""
         self.client: ClientConnection | None = client
         self.request = request
         self.head_sent = False
         self.sse = False
+        self._hides_usage = hides_usage
         self._chunked = False
         self._tail = b""
+        self._partial = b""
         self._error_seen = False
 
     # -- beginning
 
     def begin_stream(self, version: bytes | None) -> None:
         self.sse = True
-        self._head(SSE, None, version, _SSE_HEADERS)
+        self._head(SSE, None, version, (*_SSE_HEADERS, *self.request.rate_headers))
 
     def begin_body(self, content_type: bytes, length: int | None, version: bytes | None) -> None:
-        self._head(content_type, length, version, ())
+        self._head(content_type, length, version, tuple(self.request.rate_headers))
 
     def _head(
         self, content_type: bytes, length: int | None, version: bytes | None, extra: tuple[tuple[bytes, bytes], ...]
@@ -82,7 +97,19 @@ class Answer:
             body = self._stream_bytes(body)
         self.write(body)
 
-    def _stream_bytes(self, body: bytes) -> bytes:
+    def _stream_bytes(self, body: bytes, *, last: bool = False) -> bytes:
+        if self._hides_usage and (self._partial or body[-2:] != b"\n\n"):
+            # An event can only be taken out whole.
+            body = self._partial + body
+            end = len(body) if last else body.rfind(b"\n\n") + 2
+            if end < 2:
+                self._partial = body
+                return b""
+            body, self._partial = body[:end], body[end:]
+        if _USAGE in body:
+            self.request.tokens.read(body)
+            if self._hides_usage:
+                body = without_usage_event(body)
         # Inside JSON text the quote would be escaped: this counts events, whatever they say.
         self.request.stream_events += body.count(_EVENT)
         if ERROR_EVENT in body:
@@ -107,6 +134,7 @@ class Answer:
         request = self.request
         request.status = status
         request.sent_bytes = len(body)
+        request.tokens.read(body)
         client.write(
             wire.whole_response(
                 status,
@@ -115,6 +143,7 @@ class Answer:
                 version,
                 now_s - request.received_s,
                 body,
+                extra=request.rate_headers,
                 close=not client.will_keep_alive,
             )
         )
@@ -129,13 +158,13 @@ class Answer:
         end = self.request.route.stream_end  # type: ignore[union-attr]
         if not self.sse or end is None or self._error_seen or ERROR_EVENT in body:
             return True
-        return (self._tail + body).endswith(end)
+        return (self._tail + self._partial + body).endswith(end)
 
     def end(self, body: bytes = b"") -> None:
         client = self.client
         assert client is not None
-        if body and self.sse:
-            body = self._stream_bytes(body)
+        if self.sse and (body or self._partial):
+            body = self._stream_bytes(body, last=True)
         if self._chunked:
             self.request.sent_bytes += len(body)
             client.write((wire.chunk(body) if body else b"") + wire.LAST_CHUNK)

@@ -102,3 +102,7 @@ class BusClient:
             writer.transport.abort()
             return
         writer.write(orjson.dumps(self._gateway.report(), option=orjson.OPT_APPEND_NEWLINE))
+        rows = self._gateway.meter.take()
+        if rows:
+            message = {"type": "usage", "gateway": self._gateway.config.name, "rows": rows}
+            writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))

@@ -18,6 +18,7 @@ import orjson
 
 CHAT, COMPLETIONS = "chat.completions", "completions"
 RESUME_PATH = b"/v1/completions"
+ASK_FOR_TOKEN_IDS = b',"return_token_ids":true}'
 
 # What a request may hold to be continued. The first set is sent along again; the second changes no token.
 _SAMPLING = frozenset({"model", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stop_token_ids"})
@@ -61,7 +62,6 @@ def continuation_of(route: str, data: dict[str, Any]) -> Continuation | None:
         route,
         {key: data[key] for key in _SAMPLING if data.get(key) is not None},
         limit,
-        bool(options.get("include_usage")),
     )
 
 
@@ -69,15 +69,14 @@ class Continuation:
     """One greedy stream. `take` every piece of its body; after the engine's death `resume_body`, then `take` again."""
 
     __slots__ = (
-        "_route", "_sampling", "_max_tokens", "_wants_usage", "_prompt", "_tokens", "_recent", "_partial", "_first",
-        "_resumed", "_finished",
+        "_route", "_sampling", "_max_tokens", "_prompt", "_tokens", "_recent", "_partial", "_first", "_resumed",
+        "_finished",
     )  # fmt: skip
 
-    def __init__(self, route: str, sampling: dict[str, Any], max_tokens: int | None, wants_usage: bool) -> None:
+    def __init__(self, route: str, sampling: dict[str, Any], max_tokens: int | None) -> None:
         self._route = route
         self._sampling = sampling
         self._max_tokens = max_tokens
-        self._wants_usage = wants_usage
         self._prompt = b""
         self._tokens: list[bytes] = []  # comma-separated ids, as the engine wrote them
         self._recent: deque[bytes] = deque(maxlen=_HELD_BACK_BUFFERS)
@@ -87,10 +86,6 @@ class Continuation:
         self._finished = False
 
     # -- the request
-
-    def first_body(self, body: bytes) -> bytes:
-        """The client's body (a JSON object that was checked), asking for token ids as well."""
-        return body[: body.rindex(b"}")] + b',"return_token_ids":true}'
 
     def can_resume(self, max_model_len: int | None) -> bool:
         return bool(self._prompt) and (self._max_tokens is not None or max_model_len is not None)
@@ -122,9 +117,8 @@ class Continuation:
         )
 
     def ending(self) -> bytes:
-        """What is missing of a stream whose tokens were all written: its usage, if asked for, and the end."""
-        usage = self._usage_event() if self._wants_usage else b""
-        return usage + b"data: [DONE]\n\n"
+        """What is missing of a stream whose tokens were all written: its usage and the end."""
+        return self._usage_event() + b"data: [DONE]\n\n"
 
     # -- the answer
 
@@ -163,7 +157,7 @@ class Continuation:
             return event + b"\n\n"
         data = orjson.loads(event[6:])
         if not data.get("choices"):
-            return self._usage_event() if self._wants_usage and data.get("usage") else b""
+            return self._usage_event() if data.get("usage") else b""
         choice = data["choices"][0]
         ids = choice.get("token_ids")
         if ids:
@@ -180,6 +174,7 @@ class Continuation:
     def _usage_event(self) -> bytes:
         prompt, emitted = len(_ids(self._prompt)), len(self._emitted())
         usage = {"prompt_tokens": prompt, "completion_tokens": emitted, "total_tokens": prompt + emitted}
+        # In the order that an engine writes it; usage.py takes the event out for a client who did not ask.
         return b"data: %b\n\n" % orjson.dumps({**self._envelope(), "choices": [], "usage": usage})
 
     def _envelope(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ it retries 408, 409, 429 and 5xx, obeys Retry-After up to 120 s and `x-should-re
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import orjson
@@ -148,6 +149,27 @@ def engine_failed(status: int = 502) -> ApiError:
         f"The engine serving this model {what}. The request can be sent again.",
         kind="server_error",
         code="engine_timeout" if status == 504 else "engine_failed",
+    )
+
+
+def rate_limited(what: str, limit: int, wait_s: float) -> ApiError:
+    return ApiError(
+        429,
+        f"Rate limit reached for this API key: {limit} {what} per minute. Please try again in {wait_s:.3g}s.",
+        kind=what,
+        code="rate_limit_exceeded",
+        retry_after_s=math.ceil(wait_s),
+    )
+
+
+def quota_spent(until: str) -> ApiError:
+    """No Retry-After: its end is hours away, and clients should not wait for it."""
+    return ApiError(
+        429,
+        f"This API key has used up its quota of tokens. It is renewed at {until}.",
+        kind="insufficient_quota",
+        code="insufficient_quota",
+        should_retry=False,
     )
 
 

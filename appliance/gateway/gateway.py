@@ -22,6 +22,7 @@ from serve.holds import Bounds, Holds, Refusal
 from serve.router import Choice, Router
 
 from . import errors, wire
+from .allowance import Allowance
 from .config import GatewayConfig, Limits
 from .errors import ApiError
 from .exposition import WorkerSnapshots, render
@@ -29,12 +30,13 @@ from .inference import Exchange
 from .logs import AccessLog
 from .metrics import Metrics
 from .relay import Relay
-from .request_check import check_body
+from .request_check import Checked, check_body
 from .routes import ADMIN, Kind
 from .scrape import Scrape
 from .server import ClientConnection, Handler
 from .table import Principal, Table
 from .upstream import UpstreamPool
+from .usage import Meter
 from .wire import Request
 
 log = logging.getLogger("appliance.gateway")
@@ -60,6 +62,8 @@ class Gateway:
         self.holds: Holds[Exchange] = Holds(Bounds(holds.requests, holds.requests_per_model, holds.body_bytes))
         self.access_log = AccessLog(config.log_path if config.access_log else None)
         self.keys: dict[str, Principal] = {}
+        self.allowances: dict[str, Allowance] = {}
+        self.meter = Meter()
         self.generation = -1
         self.tables_applied = 0
         self.stopping = False
@@ -132,6 +136,8 @@ class Gateway:
         gone = {self.keys[digest].id for digest in revoked} - {owner.id for owner in table.keys.values()}
         self.keys = dict(table.keys)
         self.tables_applied += 1
+        live = {owner.id for owner in table.keys.values()}
+        self.allowances = {key: allowance for key, allowance in self.allowances.items() if key in live}
         known = {f.name: type(getattr(self.config.limits, f.name)) for f in dataclasses.fields(Limits)}
         changed = {name: known[name](value) for name, value in table.limits.items() if name in known}
         limits = dataclasses.replace(self.config.limits, **changed)
@@ -293,10 +299,57 @@ class Gateway:
             raise errors.model_not_found(checked.model)
         if model.task != route.task:
             raise errors.wrong_task(checked.model, route.name)
+        self._spend(request, checked)
         request.model = checked.model
         request.trace = wire.accepted_trace(request.headers)
         self.metrics.last_request_s[checked.model] = time.time()
         return Exchange(self, client, request, checked)
+
+    def _spend(self, request: Request, checked: Checked) -> None:
+        """Its key may call this model, has quota left and keeps to its limits by the minute, or ApiError is raised."""
+        principal = request.principal
+        assert principal is not None
+        if principal.models is not None and checked.model not in principal.models:
+            raise errors.model_not_found(checked.model)
+        if principal.spent_until_s is not None and time.time() < principal.spent_until_s:
+            self.metrics.events["quota_spent"] += 1
+            raise errors.quota_spent(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(principal.spent_until_s)))
+        allowance = self._allowance(principal)
+        if allowance is not None:
+            refused = allowance.take(checked.tokens, time.monotonic())
+            request.rate_headers = allowance.headers()
+            if refused is not None:
+                self.metrics.events["rate_limited"] += 1
+                raise errors.rate_limited(*refused)
+            request.estimated_tokens = checked.tokens
+
+    def _allowance(self, principal: Principal) -> Allowance | None:
+        workers = self.config.workers
+        limits = [
+            # Connections spread over the workers of one port, and so do a key's requests.
+            None if limit is None else max(1, limit // workers)
+            for limit in (principal.requests_per_minute, principal.tokens_per_minute)
+        ]
+        if limits == [None, None]:
+            return None
+        allowance = self.allowances.get(principal.id)
+        if allowance is None or allowance.limits != tuple(limits):
+            allowance = self.allowances[principal.id] = Allowance(*limits, time.monotonic())
+        return allowance
+
+    def _account(self, request: Request) -> None:
+        """What an inference request has cost: to its key's allowance, and to the sums for the controller."""
+        principal, tokens = request.principal, request.tokens
+        if principal is None or not request.model:
+            return
+        if not tokens.total and request.status in (200, 499) and request.sent_bytes:
+            # Left before its end: no engine has said what it cost.
+            tokens.prompt, tokens.completion = request.body_bytes // 4, request.stream_events
+        if request.estimated_tokens:
+            allowance = self.allowances.get(principal.id)
+            if allowance is not None:
+                allowance.correct(request.estimated_tokens, tokens.total)
+        self.meter.add(principal.id, request.model, request.model_version, tokens, request.status >= 500)
 
     def own_answer(self, request: Request) -> tuple[int, bytes, bytes]:
         """/health: status, content type, body."""
@@ -306,6 +359,8 @@ class Gateway:
     def finished(self, request: Request) -> None:
         """A response is complete (or its client is gone)."""
         self.release_body(request)
+        if request.model:
+            self._account(request)
         self.metrics.finished(request, time.monotonic())
         if self.access_log.enabled:
             self.access_log.add(request)

@@ -20,10 +20,11 @@ from serve.router import Choice
 
 from . import errors, wire
 from .answer import ERROR_EVENT, Answer, error_event_code, event_error
-from .continuation import RESUME_PATH
+from .continuation import ASK_FOR_TOKEN_IDS, CHAT, COMPLETIONS, RESUME_PATH
 from .errors import ApiError
 from .request_check import Checked, with_model
 from .upstream import UpstreamConnection
+from .usage import ASK_FOR_USAGE
 from .wire import Request
 
 if TYPE_CHECKING:
@@ -62,15 +63,19 @@ class Exchange:
 
     def __init__(self, gateway: Gateway, client: ClientConnection, request: Request, checked: Checked) -> None:
         self.gateway = gateway
-        self.answer = Answer(client, request)
+        asks = checked.stream and not checked.asks_usage and request.route_name in (CHAT, COMPLETIONS)
+        self.answer = Answer(client, request, hides_usage=asks)
         self.request = request
         self.checked = checked
         assert request.route is not None
         self._path = request.route.path
         chunks = request.chunks
         self._body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        # The body is an object that was checked; of two fields of one name the engine takes the last.
+        if asks:
+            self._body = self._body[: self._body.rindex(b"}")] + ASK_FOR_USAGE
         if checked.continuation is not None:
-            self._body = checked.continuation.first_body(self._body)
+            self._body = self._body[: self._body.rindex(b"}")] + ASK_FOR_TOKEN_IDS
         request.chunks = []
         self._choice: Choice | None = None
         self._conn: UpstreamConnection | None = None
@@ -369,6 +374,7 @@ class Exchange:
         request, choice = self.request, self._choice
         assert choice is not None
         self._relayed = True
+        request.model_version = choice.replica.version
         self.gateway.router.succeed(choice)
         if not self._continued:
             request.first_byte_s = now

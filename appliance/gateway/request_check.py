@@ -49,13 +49,14 @@ _INT64 = (1 << 63) - 1
 
 @dataclass(slots=True)
 class Checked:
-    """tokens: estimate of prompt plus completion, for routing only. continuation: of a stream that can go on after its
-    engine's death."""
+    """tokens: estimate of prompt plus completion. asks_usage: the client wants its stream's usage as an event.
+    continuation: of a stream that can go on after its engine's death."""
 
     model: str
     stream: bool
     tokens: int
     _beginning: Any
+    asks_usage: bool = False
     continuation: Continuation | None = None
 
     def prefix(self) -> bytes:
@@ -120,7 +121,7 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
     continuation = continuation_of(route.name, data) if stream else None
     tokens = len(body) // 4 + min(completion, 4096) * sequences
     beginning = data.get("messages") or data.get("prompt") or data.get("input") or ""
-    return Checked(model, bool(stream), tokens, beginning, continuation)
+    return Checked(model, bool(stream), tokens, beginning, stream is True and _asks_usage(data), continuation)
 
 
 def with_model(body: bytes, model: str) -> bytes:
@@ -220,6 +221,15 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
             )
         return 1
     return len(value)
+
+
+def _asks_usage(data: dict[str, Any]) -> bool:
+    options = data.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict):
+        raise _bad("stream_options", options, "an object")
+    return bool(options.get("include_usage"))
 
 
 def _completion_tokens(data: dict[str, Any]) -> int:

@@ -391,7 +391,7 @@ class ClientConnection(asyncio.Protocol):
         assert request is not None
         request.status = error.status
         close = error.close or not self.will_keep_alive
-        data = self._error_bytes(error, request.request_id, close=close)
+        data = self._error_bytes(error, request.request_id, close=close, rate_headers=request.rate_headers)
         if request.method == b"HEAD":
             data = data[: data.index(b"\r\n\r\n") + 4]
         self.write(data)
@@ -481,7 +481,9 @@ class ClientConnection(asyncio.Protocol):
         self._close(read_rest=True)
 
     @staticmethod
-    def _error_bytes(error: ApiError, request_id: bytes, *, close: bool) -> bytes:
+    def _error_bytes(
+        error: ApiError, request_id: bytes, *, close: bool, rate_headers: list[tuple[bytes, bytes]] | None = None
+    ) -> bytes:
         body = error.body()
         head = wire.response_head(
             error.status,
@@ -489,7 +491,7 @@ class ClientConnection(asyncio.Protocol):
             content_type=b"application/json",
             length=len(body),
             close=close,
-            extra=wire.error_headers(error),
+            extra=[*wire.error_headers(error), *(rate_headers or ())],
         )
         return head + body
 

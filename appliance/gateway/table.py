@@ -17,12 +17,20 @@ _TASKS = ("generate", "embed")
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Who a request comes from."""
+    """Who a request comes from, and what it may.
+
+    models: the only ones it may call, None for all. requests_per_minute, tokens_per_minute: None for no limit.
+    spent_until_s: Unix time at which its used-up quota is renewed, None while there is something left.
+    """
 
     id: str
     name: str
     scopes: frozenset[str]
     scopes_header: bytes
+    models: frozenset[str] | None = None
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    spent_until_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +120,31 @@ def _principal(digest: str, row: Any) -> Principal:
         str(_given(row, "name", "")),
         frozenset(names),
         ",".join(names).encode(),
+        _models(row.get("models"), f"{where}.models"),
+        _limit(row.get("requests_per_minute"), f"{where}.requests_per_minute"),
+        _limit(row.get("tokens_per_minute"), f"{where}.tokens_per_minute"),
+        _moment(row.get("spent_until_s"), f"{where}.spent_until_s"),
     )
+
+
+def _models(value: Any, where: str) -> frozenset[str] | None:
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise TableInvalid(f"{where}: {type(value).__name__} given, expected a list of names or null")
+    return frozenset(_text(name, where) for name in value)
+
+
+def _limit(value: Any, where: str) -> int | None:
+    if value is not None and (type(value) is not int or value < 1):
+        raise TableInvalid(f"{where}: {value!r} given, expected a number of at least 1 or null")
+    return value
+
+
+def _moment(value: Any, where: str) -> float | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+        raise TableInvalid(f"{where}: {value!r} given, expected seconds since 1970 or null")
+    return value
 
 
 def _given(row: Mapping[str, Any], name: str, default: Any) -> Any:

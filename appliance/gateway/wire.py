@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from .errors import ApiError
 from .routes import Kind, Route
 from .table import Principal
+from .usage import Tokens
 
 Headers = Mapping[bytes, bytes]
 
@@ -61,7 +62,8 @@ class Request:
     """One request as the client connection parsed it. `chunks` is the body received but not yet passed on.
 
     replica, model_version: where it was placed last, empty before. stream_events: SSE events relayed. trace: its W3C
-    traceparent, empty without one.
+    traceparent, empty without one. estimated_tokens: what its key's allowance was charged; tokens: what the engine said
+    it cost. rate_headers: what its answer says of that allowance.
     """
 
     __slots__ = (
@@ -90,6 +92,9 @@ class Request:
         "first_byte_s",
         "stream_events",
         "trace",
+        "tokens",
+        "estimated_tokens",
+        "rate_headers",
     )
 
     def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes], version: str) -> None:
@@ -118,6 +123,9 @@ class Request:
         self.first_byte_s = 0.0
         self.stream_events = 0
         self.trace = b""
+        self.tokens = Tokens()
+        self.estimated_tokens = 0
+        self.rate_headers: list[tuple[bytes, bytes]] = []
 
     @property
     def route_name(self) -> str:
@@ -235,18 +243,23 @@ def whole_response(
     processing_s: float,
     body: bytes,
     *,
+    extra: Iterable[tuple[bytes, bytes]],
     close: bool,
 ) -> bytes:
     """A complete answer of an engine: `response_head` and body in one go, because most requests end so."""
-    return b"%bx-request-id: %b\r\ncontent-type: %b\r\n%bopenai-processing-ms: %d\r\ncontent-length: %d\r\n%b\r\n%b" % (
-        STATUS_LINE.get(status) or b"HTTP/1.1 %d Status\r\n" % status,
-        request_id,
-        content_type,
-        b"" if version is None else b"x-appliance-model-version: %b\r\n" % version,
-        processing_s * 1000,
-        len(body),
-        b"connection: close\r\n" if close else b"",
-        body,
+    return (
+        b"%bx-request-id: %b\r\ncontent-type: %b\r\n%bopenai-processing-ms: %d\r\ncontent-length: %d\r\n%b%b\r\n%b"
+        % (
+            STATUS_LINE.get(status) or b"HTTP/1.1 %d Status\r\n" % status,
+            request_id,
+            content_type,
+            b"" if version is None else b"x-appliance-model-version: %b\r\n" % version,
+            processing_s * 1000,
+            len(body),
+            b"".join([b"%b: %b\r\n" % pair for pair in extra]) if extra else b"",
+            b"connection: close\r\n" if close else b"",
+            body,
+        )
     )
 
 

@@ -48,6 +48,16 @@ def list_unfinished(db: Database) -> list[JobRow]:
     return db.all(JobRow, f"SELECT * FROM jobs WHERE phase NOT IN ({marks}) ORDER BY seq", sorted(FINISHED_PHASES))
 
 
+def names_made_by(db: Database, key_id: str) -> list[str]:
+    """Public names of the models that jobs of this key made or will make, and of their checkpoints."""
+    rows = db.execute(
+        "SELECT output_model AS name FROM jobs WHERE key_id = ?1 UNION"
+        " SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id WHERE jobs.key_id = ?1",
+        [key_id],
+    )
+    return [row["name"] for row in rows]
+
+
 def list_recent(db: Database, limit: int) -> list[JobRow]:
     """Newest first."""
     return db.all(JobRow, "SELECT * FROM jobs ORDER BY seq DESC LIMIT ?", [limit])

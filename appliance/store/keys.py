@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 import time
+from typing import Any
 
 from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
@@ -16,15 +17,18 @@ SCOPES = ("inference", "fine_tuning", "admin")
 _SHOWN_CHARACTERS = len(KEY_PREFIX) + 4
 
 
-def create(db: Database, name: str, scopes: list[str], owner: str | None = None) -> tuple[KeyRow, str]:
-    """Store a new key; returns its row and the key itself, which nobody can read again. `owner` None: its name.
+def create(
+    db: Database, name: str, scopes: list[str], owner: str | None = None, **limits: Any
+) -> tuple[KeyRow, str]:
+    """Store a new key; returns its row and the key itself, which nobody can read again. `owner` None: its name;
+    `limits`: fields of KeyRow.
 
     Raises DuplicateRow when a live key has this name; a revoked key's name is free.
     """
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     row = KeyRow(
         id=new_id("key_"), name=name, sha256=fingerprint(key), prefix=key[:_SHOWN_CHARACTERS],
-        scopes=list(scopes), created_s=time.time(), owner=name if owner is None else owner,
+        scopes=list(scopes), created_s=time.time(), owner=name if owner is None else owner, **limits,
     )  # fmt: skip
     insert(db, row)
     return row, key
@@ -32,6 +36,11 @@ def create(db: Database, name: str, scopes: list[str], owner: str | None = None)
 
 def insert(db: Database, row: KeyRow) -> None:
     db.insert("keys", row, name=row.name)
+
+
+def update(db: Database, key_id: str, **changes: Any) -> None:
+    """Raises RowNotFound, UnknownColumn."""
+    db.update("keys", KeyRow, {"id": key_id}, changes)
 
 
 def fingerprint(key: str) -> str:
@@ -70,5 +79,3 @@ def revoke(db: Database, id_or_name: str) -> KeyRow:
     found = find(db, row.id)
     assert found is not None
     return found
-
-

@@ -16,7 +16,8 @@ FINISHED_PHASES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"}
 class KeyRow:
     """An API key. Only the SHA-256 of the key is kept: 256 random bits need no slow hash.
 
-    owner: who shares the devices with whom; keys of one owner count as one.
+    owner: who shares the devices with whom; keys of one owner count as one. models: names that it may use, None for
+    all. The limits: None where none binds; days and months are those of UTC.
     """
 
     id: str
@@ -27,6 +28,11 @@ class KeyRow:
     revoked_s: float | None = None
     owner: str = ""
     scopes: list[str] = json_column(default_factory=list)
+    models: list[str] | None = json_column(default=None)
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    tokens_per_day: int | None = None
+    tokens_per_month: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,7 +12,7 @@ from appliance.controller.cordons import CORDONED
 from appliance.controller.job_events import JobEvents
 from appliance.controller.mode import policy_of, read_mode, tidal_windows
 from appliance.store import adapters as adapter_rows
-from appliance.store import box, deployments, job_records, jobs, models
+from appliance.store import box, deployments, job_records, jobs, models, usage
 from appliance.store.adapters import AdapterRow
 from appliance.store.database import Database
 from appliance.store.rows import DeploymentRow, JobRow
@@ -44,6 +45,7 @@ class SqliteStateStore:
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
         """Jobs that a crash left "running" wait for devices again, but for those whose ranks run on (`adopted`)."""
+        usage.close_left_open(self._db, set(adopted))
         for row in jobs.list_in_phase(self._db, "running"):
             if row.id in adopted:
                 continue
@@ -74,10 +76,13 @@ class SqliteStateStore:
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
         row = self._open(job_id)
+        if row is not None:
+            usage.devices_held(self._db, job_id, len(devices), time.time())
         if row is not None and (row.phase != "running" or row.devices != list(devices)):
             self._events.started(job_id, list(devices), resumed=row.snapshot is not None)
 
     def job_waiting(self, job_id: str, reason: str, suspended: bool) -> None:
+        usage.devices_held(self._db, job_id, 0, time.time())
         row = self._open(job_id)
         if row is None:
             return
@@ -90,6 +95,7 @@ class SqliteStateStore:
 
     def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:
         self._remaining_device_s.pop(job_id, None)
+        usage.devices_held(self._db, job_id, 0, time.time())
         if self._open(job_id) is None:
             return
         match outcome:

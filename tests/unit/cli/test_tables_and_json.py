@@ -198,13 +198,28 @@ def test_bad_training_data_is_named_by_line(box, tmp_path):
     assert box.json("job", "list")["data"] == [], "no job is made of data that cannot be trained on"
 
 
+LIMITS = ("models", "requests_per_minute", "tokens_per_minute", "tokens_per_day", "tokens_per_month")
+
+
+def test_limits_of_keys_and_what_was_spent(box):
+    box.run("key", "create", "--name", "trial", "--model", "starter", "--requests-per-minute", "60")
+    assert "60 requests/min; only starter" in box.run("key", "list").stdout
+    changed = box.run("key", "limit", "trial", "--tokens-per-day", "100000", "--lift", "models").stdout
+    assert "trial: 60 requests/min; 100,000 tokens/day" in changed
+    assert box.run("key", "limit", "trial", "--lift", "patience").exit_code == 2
+    assert "nothing was spent" in box.run("usage", "--by", "model", "--since", "7d").stdout
+    assert box.json("usage", "--by", "owner")["by"] == "owner"
+    assert box.run("usage", "--by", "colour").exit_code == 2
+    assert box.run("usage", "--since", "yesterday").exit_code == 2
+
+
 def test_keys(box):
     made = box.run("key", "create", "--name", "alice")
     key = made.stdout.strip()
     assert key.startswith("sk-") and "\n" not in key
     assert "not shown again" in made.stderr
     answer = box.json("key", "create", "--name", "ops", "--scope", "admin", "--scope", "inference")
-    assert set(answer) == {"id", "name", "key", "owner", "prefix", "scopes", "created_s", "revoked_s"}
+    assert set(answer) == {"id", "name", "key", "owner", "prefix", "scopes", "created_s", "revoked_s", *LIMITS}
     assert answer["scopes"] == ["admin", "inference"]
     listed = box.json("key", "list")
     assert [k["name"] for k in listed["data"]] == ["alice", "ops"] and "key" not in listed["data"][0]

@@ -16,6 +16,7 @@ FROZEN = {
     "up": ["--config", "--data-dir", "--detach", "--devices", "--help", "--host", "--output", "--port"],
     "down": ["--data-dir", "--force", "--help", "--timeout"],
     "status": [*BOX, "--every", "--watch"],
+    "usage": [*BOX, "--by", "--since"],
     "chat": [*BOX, "--max-tokens", "--system", "--temperature", "MODEL", "PROMPT"],
     "simulate": [
         "--floor", "--gpus-per-node", "--help", "--jobs", "--nodes", "--output", "--plot", "--policy", "--profile",
@@ -77,7 +78,14 @@ FROZEN = {
     "file list": [*BOX, "--purpose"],
     "file get": [*BOX, "--save", "FILE_ID"],
     "file rm": [*BOX, "FILE_IDS"],
-    "key create": [*BOX, "--name", "--owner", "--scope"],
+    "key create": [
+        *BOX, "--model", "--name", "--owner", "--requests-per-minute", "--scope", "--tokens-per-day",
+        "--tokens-per-minute", "--tokens-per-month",
+    ],
+    "key limit": [
+        *BOX, "--lift", "--model", "--requests-per-minute", "--tokens-per-day", "--tokens-per-minute",
+        "--tokens-per-month", "KEY",
+    ],
     "key list": BOX,
     "key revoke": [*BOX, "KEY"],
 }  # fmt: skip

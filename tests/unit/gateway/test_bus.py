@@ -48,7 +48,7 @@ class DummyBus:
         async with asyncio.timeout(10):
             while True:
                 report = await self.reports.get()
-                if all(report[key] == value for key, value in wanted.items()):
+                if report["type"] == "load" and all(report[key] == value for key, value in wanted.items()):
                     return report
 
     async def stop(self) -> None:

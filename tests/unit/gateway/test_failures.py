@@ -103,6 +103,9 @@ async def test_an_error_event_never_joins_a_half_written_event(box: Box) -> None
 
     box.engines["e0"].script = script
     response = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
+    assert response.body.startswith(b'data: {"error":'), "half an event says nothing, so it is not sent"
+    asked = chat(stream=True, stream_options={"include_usage": True})
+    response = await box.ask("POST", "/v1/chat/completions", asked)
     assert b'"cont\n\ndata: {"error":' in response.body
 
 

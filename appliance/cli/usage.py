@@ -1,0 +1,54 @@
+"""`appliance usage`: who spent what."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import formats, output
+from appliance.cli.command import Session, examples, for_box, group
+from appliance.cli.errors import BadUsage
+
+BY = ("key", "owner", "model", "version", "hour")
+
+
+app = group("Who spent what: requests and tokens of inference, device-hours of training.")
+
+
+@app.command(
+    epilog=examples(
+        "appliance usage",
+        "appliance usage --by model --since 7d",
+        "appliance usage --by owner --since 30d -o json",
+    )
+)
+@for_box
+def usage(
+    session: Session,
+    by: Annotated[str, typer.Option("--by", metavar="WHAT", help=f"One row for each: {', '.join(BY)}.")] = "key",
+    since: Annotated[
+        str, typer.Option("--since", metavar="TIME", help="How far back: 45m, 24h, 7d. Whole hours are counted.")
+    ] = "24h",
+) -> None:
+    """Who spent what: tokens by key or model, device-hours of training."""
+    if by not in BY:
+        raise BadUsage(f"--by {by} was given, expected {', '.join(BY)}")
+    seconds = formats.seconds_of(since)
+    if seconds is None:
+        raise BadUsage(f"--since {since} was given, expected a time such as 45m, 24h or 7d")
+    answer = session.client.get("/admin/v1/usage", by=by, since_s=max(0.0, time.time() - seconds))
+    session.show(answer, _table)
+
+
+def _table(answer: dict[str, Any]) -> Any:
+    return output.table(
+        (answer["by"].upper(), "REQUESTS", "ERRORS", "PROMPT TOKENS", "COMPLETION TOKENS", "DEVICE-HOURS"),
+        (
+            (row["name"], formats.count(row["requests"]), formats.count(row["errors"]),
+             formats.count(row["prompt_tokens"]), formats.count(row["completion_tokens"]), f"{row['device_hours']:.2f}")
+            for row in answer["data"]
+        ),
+        empty="nothing was spent in that time",
+    )  # fmt: skip

@@ -1,0 +1,90 @@
+"""What keys may spend and have spent: the gateways' sums go into the store, used-up quotas to the gateways."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from appliance.store import jobs, keys, usage
+from appliance.store.database import Database
+from appliance.store.rows import KeyRow
+
+_TEXT = ("key", "model", "version")
+_NUMBERS = ("requests", "errors", "prompt_tokens", "completion_tokens")
+
+
+class Spending:
+    """Takes the "usage" messages of the bus. `changed` publishes the keys anew when a quota was used up."""
+
+    def __init__(self, db: Database, changed: Callable[[], None]):
+        self._db, self._changed = db, changed
+
+    def take(self, rows: list[dict[str, Any]]) -> None:
+        """Raises ValueError for rows of another shape."""
+        for row in rows:
+            if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in _TEXT):
+                raise ValueError(f"usage: {row!r} given, expected an object with {', '.join(_TEXT)}")
+            if not all(type(row.get(name)) is int and row[name] >= 0 for name in _NUMBERS):
+                raise ValueError(f"usage: {row!r} given, expected counts {', '.join(_NUMBERS)}")
+        now_s = time.time()
+        before = {row["key"]: self._spent(row["key"], now_s) for row in rows}
+        usage.add(self._db, rows, now_s)
+        if any(self._spent(key, now_s) != was for key, was in before.items()):
+            self._changed()
+
+    def _spent(self, key_id: str, now_s: float) -> float | None:
+        row = keys.find(self._db, key_id)
+        return None if row is None else spent_until_s(self._db, row, now_s)
+
+
+def spent_until_s(db: Database, row: KeyRow, now_s: float) -> float | None:
+    """Unix time at which the quota that this key has used up is renewed (days and months of UTC), None: some is left."""
+    now = datetime.datetime.fromtimestamp(now_s, datetime.UTC)
+    day = now.replace(hour=0, minute=0, second=0, microsecond=0)
+    month = day.replace(day=1)
+    next_month = (month + datetime.timedelta(days=32)).replace(day=1)
+    until = [
+        end.timestamp()
+        for limit, begin, end in (
+            (row.tokens_per_day, day, day + datetime.timedelta(days=1)),
+            (row.tokens_per_month, month, next_month),
+        )
+        if limit is not None and usage.tokens_since(db, row.id, begin.timestamp()) >= limit
+    ]
+    return max(until, default=None)
+
+
+def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
+    """The live keys as the gateways' table has them, by SHA-256; what does not bind is left out."""
+    return {row.sha256: _key(db, row, now_s) for row in keys.list_live(db)}
+
+
+def _key(db: Database, row: KeyRow, now_s: float) -> dict[str, Any]:
+    limits = {
+        "models": None if row.models is None else allowed_models(db, row),
+        "requests_per_minute": row.requests_per_minute,
+        "tokens_per_minute": row.tokens_per_minute,
+        "spent_until_s": spent_until_s(db, row, now_s),
+    }
+    given = {name: value for name, value in limits.items() if value is not None}
+    return {"id": row.id, "name": row.name, "scopes": row.scopes} | given
+
+
+def allowed_models(db: Database, row: KeyRow) -> list[str]:
+    """The names on a key's list, and what it has made of them: models of its own jobs and their checkpoints."""
+    assert row.models is not None
+    return sorted({*row.models, *jobs.names_made_by(db, row.id)})
+
+
+def may_use(db: Database, key_id: str | None, model: str) -> bool:
+    """Whether a request with this key (None: the box itself) may use a model by this name."""
+    row: KeyRow | None = keys.find(db, key_id) if key_id is not None else None
+    return row is None or row.models is None or model in allowed_models(db, row)
+
+
+def limits_of(body: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a request that are columns of a key."""
+    names = ("models", "requests_per_minute", "tokens_per_minute", "tokens_per_day", "tokens_per_month")
+    return {name: body[name] for name in names if name in body}

@@ -1,0 +1,88 @@
+"""Requests and tokens that a key may spend by the minute, as token buckets; OpenAI's `x-ratelimit-*` headers. Pure.
+
+A bucket holds a minute's worth and refills evenly, so a key that was quiet may spend its minute at once. Tokens are
+taken as estimated when a request comes, and corrected when it is known what it cost.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MINUTE_S = 60.0
+
+
+class Refused(NamedTuple):
+    """What ran out ("requests" or "tokens"), its limit by the minute, and in how many seconds there is enough."""
+
+    what: str
+    limit: int
+    wait_s: float
+
+
+class Bucket:
+    """`limit` by the minute; `level` may be negative after a request that cost more than was thought."""
+
+    __slots__ = ("limit", "level", "_at_s")
+
+    def __init__(self, limit: int, now_s: float) -> None:
+        self.limit = limit
+        self.level = float(limit)
+        self._at_s = now_s
+
+    def refill(self, now_s: float) -> None:
+        self.level = min(self.limit, self.level + (now_s - self._at_s) * self.limit / MINUTE_S)
+        self._at_s = now_s
+
+    def wait_s(self, amount: float) -> float:
+        """Until `amount` is there; one larger than the bucket needs a full one."""
+        return max(0.0, min(amount, self.limit) - self.level) * MINUTE_S / self.limit
+
+
+class Allowance:
+    """One key's buckets; a limit of None does not bind."""
+
+    __slots__ = ("limits", "_requests", "_tokens")
+
+    def __init__(self, requests_per_minute: int | None, tokens_per_minute: int | None, now_s: float) -> None:
+        self.limits = (requests_per_minute, tokens_per_minute)
+        self._requests = None if requests_per_minute is None else Bucket(requests_per_minute, now_s)
+        self._tokens = None if tokens_per_minute is None else Bucket(tokens_per_minute, now_s)
+
+    def take(self, tokens: int, now_s: float) -> Refused | None:
+        """Spend one request and so many tokens, or nothing at all."""
+        for what, bucket, amount in (("requests", self._requests, 1), ("tokens", self._tokens, tokens)):
+            if bucket is not None:
+                bucket.refill(now_s)
+                wait_s = bucket.wait_s(amount)
+                if wait_s > 0:
+                    return Refused(what, bucket.limit, wait_s)
+        if self._requests is not None:
+            self._requests.level -= 1
+        if self._tokens is not None:
+            self._tokens.level -= tokens
+        return None
+
+    def correct(self, estimated: int, actual: int) -> None:
+        """A request that was taken for `estimated` tokens has cost `actual`."""
+        if self._tokens is not None:
+            self._tokens.level = min(self._tokens.limit, self._tokens.level + estimated - actual)
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """https://platform.openai.com/docs/guides/rate-limits, as things stand after the last `take`."""
+        found = []
+        for what, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
+            if bucket is not None:
+                found += [
+                    (b"x-ratelimit-limit-" + what, b"%d" % bucket.limit),
+                    (b"x-ratelimit-remaining-" + what, b"%d" % max(0, int(bucket.level))),
+                    (b"x-ratelimit-reset-" + what, duration(bucket.wait_s(bucket.limit))),
+                ]
+        return found
+
+
+def duration(seconds: float) -> bytes:
+    """As OpenAI writes it: 20ms, 1.5s, 6m0s."""
+    if seconds < 1:
+        return b"%dms" % round(seconds * 1000)
+    minutes, rest = divmod(seconds, 60)
+    return b"%dm%ds" % (minutes, rest) if minutes else f"{round(rest, 2):g}s".encode()

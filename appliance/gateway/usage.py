@@ -1,0 +1,78 @@
+"""What answers cost in tokens, read off the bytes that pass through; and the sums that the controller is told. Pure.
+
+Every answer of an engine ends with its usage. Chat and completion streams say theirs only if asked, so they are asked,
+and the event is taken out again for a client who did not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+# Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
+_USAGE = re.compile(rb'"usage": ?\{')
+_PROMPT = re.compile(rb'"(?:prompt|input)_tokens": ?([0-9]+)')
+_COMPLETION = re.compile(rb'"(?:completion|output)_tokens": ?([0-9]+)')
+_NO_CHOICES = b'"choices":[],'
+ASK_FOR_USAGE = b',"stream_options":{"include_usage":true}}'
+
+
+@dataclass(slots=True)
+class Tokens:
+    """Of one request. The newest number counts: Anthropic's streams say the prompt first and the completion last."""
+
+    prompt: int = 0
+    completion: int = 0
+
+    def read(self, body: bytes) -> None:
+        """Take the usage from a piece of an answer, if it holds one."""
+        at = -1
+        for found in _USAGE.finditer(body):
+            at = found.start()
+        if at < 0:
+            return
+        prompt, completion = _PROMPT.search(body, at), _COMPLETION.search(body, at)
+        if prompt is not None:
+            self.prompt = int(prompt[1])
+        if completion is not None:
+            self.completion = int(completion[1])
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.completion
+
+
+def without_usage_event(body: bytes) -> bytes:
+    """Whole events, without the one that only says the usage."""
+    at = body.find(_NO_CHOICES)
+    if at < 0:
+        return body
+    start, end = body.rfind(b"data: ", 0, at), body.find(b"\n\n", at) + 2
+    return body[:start] + body[end:] if start >= 0 and end >= 2 else body
+
+
+class Meter:
+    """Sums by key, model and version since they were last taken."""
+
+    def __init__(self) -> None:
+        self._sums: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+
+    def add(self, key: str, model: str, version: str, tokens: Tokens, failed: bool) -> None:
+        sums = self._sums[key, model, version]
+        sums[0] += 1
+        sums[1] += failed
+        sums[2] += tokens.prompt
+        sums[3] += tokens.completion
+
+    def take(self) -> list[dict[str, Any]]:
+        """The sums as rows of the bus's "usage" message; empty when nothing happened."""
+        sums, self._sums = self._sums, defaultdict(lambda: [0, 0, 0, 0])
+        return [
+            {
+                "key": key, "model": model, "version": version, "requests": row[0], "errors": row[1],
+                "prompt_tokens": row[2], "completion_tokens": row[3],
+            }
+            for (key, model, version), row in sums.items()
+        ]  # fmt: skip

@@ -1,0 +1,109 @@
+"""What was spent: tokens by the hour, key, model and version; devices by the time that jobs held them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from appliance.store.database import Database
+
+HOUR_S = 3600
+By = Literal["key", "owner", "model", "version", "hour"]
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """One row of a report. device_hours: of training, only where jobs can be told by what the rows are about."""
+
+    name: str
+    requests: int = 0
+    errors: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    device_hours: float = 0.0
+
+
+def add(db: Database, rows: Iterable[Mapping[str, Any]], now_s: float) -> None:
+    """Add what the gateways report; a row has key, model, version, requests, errors, prompt_, completion_tokens."""
+    hour_s = int(now_s // HOUR_S) * HOUR_S
+    with db.transaction():
+        for row in rows:
+            db.execute(
+                "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET"
+                " requests = requests + excluded.requests, errors = errors + excluded.errors,"
+                " prompt_tokens = prompt_tokens + excluded.prompt_tokens,"
+                " completion_tokens = completion_tokens + excluded.completion_tokens",
+                [hour_s, row["key"], row["model"], row["version"], row["requests"], row["errors"],
+                 row["prompt_tokens"], row["completion_tokens"]],
+            )  # fmt: skip
+
+
+def tokens_since(db: Database, key_id: str, since_s: float) -> int:
+    """Prompt and completion tokens of a key from the hour that `since_s` (on the hour) begins."""
+    (total,) = db.execute(
+        "SELECT coalesce(sum(prompt_tokens + completion_tokens), 0) FROM usage WHERE key_id = ? AND hour_s >= ?",
+        [key_id, int(since_s)],
+    ).fetchone()
+    return total
+
+
+def devices_held(db: Database, job_id: str, devices: int, now_s: float) -> None:
+    """From now on the job holds so many devices (0: none). Asked again with the same number, nothing changes."""
+    with db.transaction():
+        row = db.execute(
+            "SELECT seq, devices FROM device_time WHERE job_id = ? AND to_s IS NULL", [job_id]
+        ).fetchone()
+        if row is not None and row["devices"] == devices:
+            return
+        if row is not None:
+            db.execute("UPDATE device_time SET to_s = ? WHERE seq = ?", [now_s, row["seq"]])
+        if devices:
+            db.execute("INSERT INTO device_time (job_id, devices, from_s) VALUES (?, ?, ?)", [job_id, devices, now_s])
+
+
+def close_left_open(db: Database, running: set[str]) -> None:
+    """After a restart: a job that does not run held its devices until the last step that it reported."""
+    marks = ", ".join("?" * len(running))
+    db.execute(
+        "UPDATE device_time SET to_s = max(from_s, coalesce((SELECT max(created_s) FROM job_metrics"
+        f" WHERE job_metrics.job_id = device_time.job_id), from_s)) WHERE to_s IS NULL AND job_id NOT IN ({marks})",
+        sorted(running),
+    )
+
+
+_NAME_OF: dict[By, str] = {
+    "key": "coalesce((SELECT name FROM keys WHERE keys.id = usage.key_id), usage.key_id)",
+    "owner": "coalesce((SELECT owner FROM keys WHERE keys.id = usage.key_id), usage.key_id)",
+    "model": "usage.model",
+    "version": "usage.model || '@' || usage.version",
+    "hour": "strftime('%Y-%m-%dT%H:00Z', usage.hour_s, 'unixepoch')",
+}
+# A job's devices count for the key and owner it was made with, and for the model that it tunes.
+_JOB_NAME_OF: dict[By, str] = {
+    "key": "coalesce((SELECT name FROM keys WHERE keys.id = jobs.key_id), jobs.key_id, 'the box itself')",
+    "owner": "CASE jobs.owner WHEN '' THEN 'the box itself' ELSE jobs.owner END",
+    "model": "jobs.model",
+}
+
+
+def report(db: Database, by: By, since_s: float, now_s: float) -> list[Spent]:
+    """Sums since the hour in which `since_s` lies, the largest first."""
+    found: dict[str, dict[str, Any]] = {}
+    for row in db.execute(
+        f"SELECT {_NAME_OF[by]} AS name, sum(requests) AS requests, sum(errors) AS errors,"
+        " sum(prompt_tokens) AS prompt_tokens, sum(completion_tokens) AS completion_tokens"
+        " FROM usage WHERE hour_s >= ? GROUP BY 1",
+        [int(since_s // HOUR_S) * HOUR_S],
+    ):
+        found[row["name"]] = dict(row)
+    if by in _JOB_NAME_OF:
+        for row in db.execute(
+            f"SELECT {_JOB_NAME_OF[by]} AS name,"
+            " sum(device_time.devices * max(0, min(coalesce(to_s, ?1), ?1) - max(from_s, ?2))) / 3600.0 AS device_hours"
+            " FROM device_time JOIN jobs ON jobs.id = device_time.job_id WHERE coalesce(to_s, ?1) > ?2 GROUP BY 1",
+            [now_s, since_s],
+        ):
+            found.setdefault(row["name"], {"name": row["name"]})["device_hours"] = row["device_hours"]
+    rows = [Spent(**row) for row in found.values()]
+    return sorted(rows, key=lambda s: (-(s.prompt_tokens + s.completion_tokens), -s.device_hours, s.name))

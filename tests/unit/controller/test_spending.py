@@ -1,0 +1,119 @@
+"""What keys may spend and have spent, from the bus's message to the report and to the gateways' table."""
+
+from __future__ import annotations
+
+import calendar
+from typing import Any
+
+import pytest
+
+from appliance.controller.spending import Spending, spent_until_s
+from appliance.store import keys, usage
+from tests.unit.controller.conftest import ADMIN, Control, insert_model
+
+NOON = float(calendar.timegm((2026, 11, 21, 12, 30, 0)))
+
+
+async def ask(control: Control, method: str, path: str, status: int = 200, **kwargs: Any) -> dict[str, Any]:
+    answer = await control.http.request(method, f"/admin/v1{path}", headers=ADMIN, **kwargs)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def row(key: str, *, requests: int = 1, errors: int = 0, prompt: int = 10, completion: int = 5, model: str = "m"):
+    return {"key": key, "model": model, "version": "v1", "requests": requests, "errors": errors,
+            "prompt_tokens": prompt, "completion_tokens": completion}  # fmt: skip
+
+
+async def test_limits_reach_the_gateways_and_can_be_lifted(control: Control):
+    made = await ask(control, "POST", "/keys", json={"name": "trial", "requests_per_minute": 60, "models": ["starter"]})
+    table = control.gateway_keys[keys.fingerprint(made["key"])]
+    assert table["requests_per_minute"] == 60 and table["models"] == ["starter"] and "tokens_per_minute" not in table
+    changed = await ask(control, "PATCH", "/keys/trial", json={"models": None, "tokens_per_minute": 5000})
+    assert (changed["models"], changed["tokens_per_minute"], changed["requests_per_minute"]) == (None, 5000, 60)
+    table = control.gateway_keys[keys.fingerprint(made["key"])]
+    assert "models" not in table and table["tokens_per_minute"] == 5000
+    await ask(control, "PATCH", "/keys/nobody", 404, json={"tokens_per_minute": 1})
+    await ask(control, "PATCH", "/keys/trial", 400, json={"tokens_per_minute": 0})
+    await ask(control, "PATCH", "/keys/trial", 400, json={"tokens_per_second": 1})
+
+
+async def test_a_used_up_quota_is_told_to_the_gateways_at_once(control: Control):
+    made = await ask(control, "POST", "/keys", json={"name": "trial", "tokens_per_day": 100})
+    digest, published = keys.fingerprint(made["key"]), []
+    spending = Spending(control.db, lambda: published.append(control.context.publish_keys()))
+    spending.take([row(made["id"], prompt=60, completion=39)])
+    assert not published and "spent_until_s" not in control.gateway_keys[digest]
+    spending.take([row(made["id"], prompt=1, completion=0)])
+    assert published and control.gateway_keys[digest]["spent_until_s"] % 86400 == 0
+
+
+def test_days_and_months_are_those_of_utc(control: Control):
+    made, _ = keys.create(control.db, "k", ["inference"], tokens_per_day=10, tokens_per_month=100)
+    yesterday = NOON - 86400
+    usage.add(control.db, [row(made.id, prompt=50, completion=0)], yesterday)
+    assert spent_until_s(control.db, made, NOON) is None
+    assert spent_until_s(control.db, made, yesterday) == calendar.timegm((2026, 11, 21, 0, 0, 0))
+    usage.add(control.db, [row(made.id, prompt=50, completion=0)], NOON)
+    assert spent_until_s(control.db, made, NOON) == calendar.timegm((2026, 12, 1, 0, 0, 0))
+
+
+async def test_the_report_adds_up_by_key_owner_model_and_hour(control: Control):
+    alice, _ = keys.create(control.db, "alice", ["inference"], owner="lab")
+    bob, _ = keys.create(control.db, "bob", ["inference"], owner="lab")
+    usage.add(control.db, [row(alice.id), row(alice.id, model="n", errors=1)], NOON)
+    usage.add(control.db, [row(alice.id), row(bob.id, requests=3)], NOON + 3600)
+    report = {by: usage.report(control.db, by, NOON, NOON + 7200) for by in ("key", "owner", "model", "hour")}
+    assert [(r.name, r.requests, r.prompt_tokens, r.completion_tokens) for r in report["key"]] == [
+        ("alice", 3, 30, 15), ("bob", 3, 10, 5),
+    ]  # fmt: skip
+    assert [(r.name, r.requests, r.errors) for r in report["owner"]] == [("lab", 6, 1)]
+    assert {r.name: r.requests for r in report["model"]} == {"m": 5, "n": 1}
+    assert [r.name for r in report["hour"]] == ["2026-11-21T12:00Z", "2026-11-21T13:00Z"]
+    assert [r.requests for r in usage.report(control.db, "key", NOON + 3600, NOON + 7200)] == [1, 3]
+    told = await ask(control, "GET", "/usage?by=owner&since_s=0")
+    assert told["data"][0]["name"] == "lab" and told["by"] == "owner"
+    await ask(control, "GET", "/usage?by=colour", 400)
+
+
+async def test_device_hours_of_jobs_count_while_they_hold_devices(control: Control):
+    key, _ = keys.create(control.db, "alice", ["fine_tuning"])
+    job_id = await control.job()
+    control.db.execute("UPDATE jobs SET key_id = ?, owner = 'lab' WHERE id = ?", [key.id, job_id])
+    for at, devices in ((0, 4), (600, 4), (1800, 8), (3600, 0), (7200, 0)):
+        usage.devices_held(control.db, job_id, devices, NOON + at)
+    (spent,) = usage.report(control.db, "key", NOON, NOON + 7200)
+    assert spent.name == "alice" and spent.device_hours == pytest.approx(0.5 * 4 + 0.5 * 8)
+    (later,) = usage.report(control.db, "owner", NOON + 2700, NOON + 7200)
+    assert later.name == "lab" and later.device_hours == pytest.approx(0.25 * 8)
+
+
+async def test_time_that_the_box_was_off_is_not_counted(control: Control):
+    job_id = await control.job()
+    usage.devices_held(control.db, job_id, 8, NOON)
+    control.db.execute("INSERT INTO job_metrics (job_id, step, created_s) VALUES (?, 1, ?)", [job_id, NOON + 1800])
+    usage.close_left_open(control.db, {"another"})
+    (spent,) = usage.report(control.db, "model", NOON, NOON + 86400)
+    assert spent.device_hours == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    "bad", [{}, {**row("k"), "requests": -1}, {**row("k"), "prompt_tokens": 1.5}, {**row("k"), "key": 1}, "row"]
+)
+def test_rows_of_another_shape_are_refused_whole(control: Control, bad):
+    with pytest.raises(ValueError, match="usage"):
+        Spending(control.db, lambda: None).take([row("k"), bad])
+    assert usage.report(control.db, "key", 0, NOON) == []
+
+
+async def test_models_that_a_key_may_not_use_do_not_exist_for_it(control: Control):
+    insert_model(control.db, "secret")
+    key, _ = keys.create(control.db, "trial", ["inference", "fine_tuning"], models=["starter"])
+    headers = {"x-appliance-key-id": key.id, "x-appliance-scopes": "inference,fine_tuning"}
+    listed = (await control.http.get("/v1/models", headers=headers)).json()["data"]
+    assert "secret" not in [model["id"] for model in listed]
+    assert (await control.http.get("/v1/models/secret", headers=headers)).status_code == 404
+    made = await control.http.post(
+        "/v1/fine_tuning/jobs", headers=headers, json={"model": "secret", "training_file": "file-1"}
+    )
+    assert made.status_code == 404 and made.json()["error"]["code"] == "model_not_found"
