@@ -48,7 +48,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "notes": now["notes"],
         }
 
-    @router.get("/metrics", response_class=PlainTextResponse)
+    # Not by `response_class`: the document would then say that refusals are plain text too.
+    @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
     async def prometheus_metrics() -> PlainTextResponse:
         """The controller's own series in Prometheus' text format; the gateway's /metrics joins them to its own."""
         return PlainTextResponse(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

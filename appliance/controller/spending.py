@@ -40,7 +40,9 @@ class Spending:
 
 
 def spent_until_s(db: Database, row: KeyRow, now_s: float) -> float | None:
-    """Unix time at which the quota that this key has used up is renewed (days and months of UTC), None: some is left."""
+    """Unix time at which the quota that this key has used up is renewed, None: some is left.
+
+    Days and months are those of UTC."""
     now = datetime.datetime.fromtimestamp(now_s, datetime.UTC)
     day = now.replace(hour=0, minute=0, second=0, microsecond=0)
     month = day.replace(day=1)
