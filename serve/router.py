@@ -34,6 +34,16 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True)
+class Canary:
+    """Another version that takes a share (0 to 1) of a model's requests. name: its own row. since_s: when it began, in
+    seconds since 1970, which tells one from another."""
+
+    name: str
+    share: float
+    since_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """One model's row of the routing table. hold_s: how long its requests may wait for a replica. max_model_len: the
     context of its engines in tokens, None where unknown. adapter: the name by which its replicas, which serve its
@@ -47,6 +57,7 @@ class Model:
     replicas: tuple[Replica, ...] = ()
     max_model_len: int | None = None
     adapter: str = ""
+    canary: Canary | None = None
 
 
 @dataclass(slots=True)
@@ -62,7 +73,8 @@ class Load:
 
 @dataclass(slots=True)
 class Choice:
-    """A request placed on a replica; give it back to `Router.end` exactly once."""
+    """A request placed on a replica; give it back to `Router.end` exactly once. model: the row it was placed by, which
+    is the canary's where that took it."""
 
     model: str
     replica: Replica
@@ -130,6 +142,16 @@ class Router:
         best_load.streams += stream
         best_load.tokens += tokens
         return Choice(name, best, tokens, stream, best_load)
+
+    def canary_for(self, name: str, caller: str, prefix: Callable[[], bytes]) -> str | None:
+        """The row of the model's canary if this conversation is one of its share. Raises KeyError: unknown model.
+
+        By caller and beginning of the prompt, so that a conversation stays on one version, whichever gateway it
+        comes to. prefix: asked only where there is a canary."""
+        canary = self.models[name].canary
+        if canary is None or canary.name not in self.models:
+            return None
+        return canary.name if _score(f"{name} {caller}", prefix()) < canary.share * 2**32 else None
 
     def end(self, choice: Choice) -> bool:
         """Take a request off its replica. True if a replica that takes nothing new has just become idle."""

@@ -13,7 +13,9 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from appliance.controller import admin_views, operations
+from appliance.controller.activation import switch
 from appliance.controller.audit import record
+from appliance.controller.canaries import Canaries
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, Conflict, NotFound, SwapFailed, shown
 from appliance.controller.models import known_model, place, remove
@@ -21,7 +23,7 @@ from appliance.controller.naming import MODEL_NAME_RULE, is_model_name
 from appliance.controller.operations import Operations
 from appliance.controller.ports import ModelStats, Report
 from appliance.controller.principal import Caller
-from appliance.store import deployments, models
+from appliance.store import canaries, deployments, models
 from appliance.store import operations as operation_rows
 from appliance.store.database import Database
 from appliance.store.rows import DeploymentRow, ModelRow, OperationRow, VersionRow
@@ -52,7 +54,7 @@ class Rollback(_Strict):
     version: Text | None = None
 
 
-def routes(context: ControllerContext, router: APIRouter, running: Operations) -> None:
+def routes(context: ControllerContext, router: APIRouter, running: Operations, compared: Canaries) -> None:
     """Add the routes to the admin router."""
     db = context.db
 
@@ -118,15 +120,13 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations) -
 
     @router.post("/models/{name:path}/rollback")
     async def rollback(name: str, caller: Caller, body: Rollback | None = None) -> dict[str, Any]:
-        row = known(name)
-        before, target = row.active_version, _rollback_target(db, row, body.version if body else None)
-        models.activate(db, row.id, target)
-        context.scheduler.nudge(f"{row.id} rolls back to {target}")
+        row, asked = known(name), body.version if body else None
+        if asked is None and canaries.find_running(db, row.id) is not None:
+            return await compared.roll_back(row.id, caller)
+        before, target = row.active_version, _rollback_target(db, row, asked)
         try:
-            measured = await context.scheduler.converge_model(row.id)
+            measured = await switch(context, row, target, f"{row.id} rolls back to {target}")
         except SwapFailed as error:
-            # The store said the new version; replicas stayed on the old one, so the store goes back to it too.
-            models.update(db, row.id, active_version=before)
             record(context, caller, "model.rollback", row.id, outcome="failed", to=target, error=str(error))
             raise Conflict(f"The roll back did not happen: {error}", param="version", code="swap_failed") from error
         record(context, caller, "model.rollback", row.id, before=before, to=target)
@@ -144,7 +144,10 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations) -
 
     @router.get("/models/{name:path}")
     async def show(name: str) -> dict[str, Any]:
-        return admin_views.model(db, known(name), context.scheduler.status(), context.tiers)
+        """`canary`: its last one, running or ended."""
+        last = canaries.find(db, name)
+        shown_canary = compared.view(last, time.time()) if last else None
+        return admin_views.model(db, known(name), context.scheduler.status(), context.tiers) | {"canary": shown_canary}
 
     @router.delete("/models/{name:path}")
     async def delete(name: str, caller: Caller) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from starlette.middleware import Middleware
 
 from appliance.controller import (
     admin_box,
+    admin_canaries,
     admin_deployments,
     admin_devices,
     admin_keys,
@@ -30,6 +31,7 @@ from appliance.controller import (
     upload_parts,
 )
 from appliance.controller.batch_runner import BatchRunner
+from appliance.controller.canaries import Canaries
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_validation import JobValidation
 from appliance.controller.middleware import BodyLimits, RequestIds
@@ -47,6 +49,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
     validation, running, runner = JobValidation(context), Operations(context), BatchRunner(context)
+    compared = Canaries(context)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -58,11 +61,13 @@ def create_app(context: ControllerContext) -> FastAPI:
         runner.start()
         context.publish_keys()
         housekeeping = asyncio.create_task(_keep_house(context), name="housekeeping")
+        watching = asyncio.create_task(compared.run(), name="canaries")
         try:
             yield
         finally:
             housekeeping.cancel()
-            await asyncio.gather(housekeeping, return_exceptions=True)
+            watching.cancel()
+            await asyncio.gather(housekeeping, watching, return_exceptions=True)
             await validation.stop()
             await running.stop()
             await runner.stop()
@@ -86,7 +91,8 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_devices.routes(context, admin)
     admin_deployments.routes(context, admin)
     admin_keys.routes(context, admin)
-    admin_models.routes(context, admin, running)
+    admin_canaries.routes(context, admin, compared)
+    admin_models.routes(context, admin, running, compared)
     admin_plan.routes(context, admin)
     admin_usage.routes(context, admin)
     for router in (files.routes(context), upload_parts.routes(context), batches.routes(context, runner),

@@ -43,6 +43,8 @@ class ControllerConfig(BaseModel):
 
     # --- background
     housekeeping_every_s: Seconds = 30.0
+    canary_every_s: Seconds = 2.0
+    """Time between two looks at versions that are compared with the one before."""
     progress_every_s: Seconds = 0.5
     """Progress of an operation is written to the store at most this often."""
 

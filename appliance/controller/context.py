@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from appliance.controller.config import ControllerConfig
+from appliance.controller.load import Load
 from appliance.controller.ports import BatchEngines, KeySink, ModelOps, SchedulerPort, TierPort
 from appliance.controller.spending import key_table
 from appliance.store.database import Database
@@ -19,7 +20,7 @@ class ControllerContext:
     """files_dir: bytes of files by id. jobs_dir: one folder per job. batches_dir: answers of
     unfinished batches. uploads_dir: parts by upload. box: {"id",
     "version", "url", "data_dir"} as `/admin/v1/status` shows it. adapter_rank_limit: the largest LoRA rank that
-    engines of a model take, 0: none."""
+    engines of a model take, 0: none. load: what the gateways report."""
 
     db: Database
     files_dir: Path
@@ -32,6 +33,7 @@ class ControllerContext:
     tiers: TierPort
     batch_engines: BatchEngines
     adapter_rank_limit: Callable[[ModelRow], int] = lambda _: 0
+    load: Callable[[], Load] = Load
     config: ControllerConfig = field(default_factory=ControllerConfig)
     box: dict[str, str] = field(default_factory=dict)
     started_s: float = field(default_factory=time.time)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,9 +33,23 @@ class ModelLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class VersionLoad:
+    """What was counted of one version since a canary began. first_byte, duration: requests by bucket of their time
+    (`appliance.gateway.comparison`)."""
+
+    requests: int = 0
+    errors: int = 0
+    first_byte: Mapping[int, int] = field(default_factory=dict)
+    duration: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
+    """canaries: by model and the moment at which its canary began, then by version."""
+
     replicas: Mapping[str, ReplicaLoad] = field(default_factory=dict)
     models: Mapping[str, ModelLoad] = field(default_factory=dict)
+    canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +60,7 @@ class Report:
     generation: int
     replicas: Mapping[str, Mapping[str, float]]
     models: Mapping[str, Mapping[str, float]]
+    canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = field(default_factory=dict)
 
 
 def parse_report(message: Mapping[str, Any]) -> Report:
@@ -54,7 +70,8 @@ def parse_report(message: Mapping[str, Any]) -> Report:
         raise ValueError(f"gateway: {gateway!r} given, expected a name")
     if not isinstance(generation, int) or isinstance(generation, bool):
         raise ValueError(f"generation: {generation!r} given, expected a whole number")
-    return Report(gateway, generation, _rows(message, "replicas"), _rows(message, "models"))
+    return Report(gateway, generation, _rows(message, "replicas"), _rows(message, "models"),
+                  _canaries(message.get("canaries", {})))  # fmt: skip
 
 
 def _rows(message: Mapping[str, Any], name: str) -> dict[str, dict[str, float]]:
@@ -65,6 +82,23 @@ def _rows(message: Mapping[str, Any], name: str) -> dict[str, dict[str, float]]:
         key: {k: v for k, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
         for key, row in given.items()
     }
+
+
+def _canaries(given: Any) -> dict[tuple[str, float], dict[str, VersionLoad]]:
+    try:
+        return {
+            (name, float(row["since_s"])): {version: _version(counts) for version, counts in row["versions"].items()}
+            for name, row in given.items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"canaries: expected counts by model and version ({error!r})") from error
+
+
+def _version(row: Mapping[str, Any]) -> VersionLoad:
+    first_byte, duration = (
+        {int(bucket): int(number) for bucket, number in row[name].items()} for name in ("first_byte", "duration")
+    )
+    return VersionLoad(int(row["requests"]), int(row["errors"]), first_byte, duration)
 
 
 def total(reports: list[Report]) -> Load:
@@ -79,9 +113,25 @@ def total(reports: list[Report]) -> Load:
             for key in (*_LATEST_MODEL, *_WORST_MODEL):
                 if key in row:
                     sums[key] = max(row[key], sums.get(key, row[key]))
+    canaries: dict[tuple[str, float], dict[str, VersionLoad]] = {}
+    for report in reports:
+        for key, versions in report.canaries.items():
+            sums_of = canaries.setdefault(key, {})
+            for version, counts in versions.items():
+                sums_of[version] = _sum(sums_of.get(version, VersionLoad()), counts)
     return Load(
         {name: ReplicaLoad(**row) for name, row in replicas.items()},
         {name: ModelLoad(**row) for name, row in models.items()},
+        canaries,
+    )
+
+
+def _sum(a: VersionLoad, b: VersionLoad) -> VersionLoad:
+    return VersionLoad(
+        a.requests + b.requests,
+        a.errors + b.errors,
+        Counter(a.first_byte) + Counter(b.first_byte),
+        Counter(a.duration) + Counter(b.duration),
     )
 
 

@@ -149,6 +149,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         tiers=flow,
         batch_engines=lines,
         adapter_rank_limit=shelf.adapter_rank_limit,
+        load=bus.load,
         config=config.controller,
         box={
             "id": paths.box_id,

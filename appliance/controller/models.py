@@ -16,7 +16,7 @@ from appliance.controller.ports import VersionPlace
 from appliance.controller.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, Principal, needs
 from appliance.controller.spending import may_use
 from appliance.controller.strict_json import StrictRoute
-from appliance.store import adapters, job_records, jobs, models
+from appliance.store import adapters, canaries, job_records, jobs, models
 from appliance.store.rows import VersionRow
 
 
@@ -84,6 +84,10 @@ async def remove(context: ControllerContext, found: Resolved) -> None:
         if model.active_version == version.version:
             raise Conflict(f"{found.name} is the active version of {model.id}; roll back to another version first, "
                            "or delete the model.", param="model", code="version_in_use")  # fmt: skip
+        running = canaries.find_running(db, model.id)
+        if running is not None and running.version == version.version:
+            raise Conflict(f"{version.version} is the canary of {model.id}; promote it or roll it back first.",
+                           param="model", code="version_in_use")  # fmt: skip
         models.delete_version(db, model.id, version.version)
         await _unload(context, [version])
         await context.model_ops.remove(model.id, [place(version)])

@@ -160,6 +160,11 @@ class Answer:
             return True
         return (self._tail + self._partial + body).endswith(end)
 
+    @property
+    def error_seen(self) -> bool:
+        """Whether an error event of the engine went to the client."""
+        return self._error_seen
+
     def end(self, body: bytes = b"") -> None:
         client = self.client
         assert client is not None

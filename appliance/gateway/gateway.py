@@ -23,6 +23,7 @@ from serve.router import Choice, Router
 
 from . import errors, wire
 from .allowance import Allowance
+from .comparison import Comparison
 from .config import GatewayConfig, Limits
 from .errors import ApiError
 from .exposition import WorkerSnapshots, render
@@ -56,6 +57,7 @@ class Gateway:
         self.connections: set[ClientConnection] = set()
         self.metrics = Metrics()
         self.snapshots = WorkerSnapshots(config.bus_socket, config.name) if config.workers > 1 else None
+        self.comparison = Comparison()
         self.pool = UpstreamPool()
         self.router = Router(max_inflight=config.limits.replica_inflight)
         holds = config.holds
@@ -145,6 +147,7 @@ class Gateway:
             self.limits = limits
         self.router.max_inflight = self.limits.replica_inflight
         self.router.apply(table.models)
+        self.comparison.apply(table.models)
         self.metrics.forget_models(self.router.models)
         self.generation = table.generation
         if gone:
@@ -167,7 +170,7 @@ class Gateway:
         inflight: dict[str, int] = {}
         for conn in self.connections:
             if conn.active is not None and isinstance(conn.active, Exchange):
-                name = conn.active.checked.model
+                name = conn.active.row
                 inflight[name] = inflight.get(name, 0) + 1
         return {
             "type": "load",
@@ -183,6 +186,7 @@ class Gateway:
                 }
                 for name in self.router.models
             },
+            "canaries": self.comparison.report(),
         }
 
     def changed(self) -> None:
@@ -385,6 +389,14 @@ class Gateway:
         rows += [
             ("appliance_gateway_inflight", "Requests on a replica.", {"replica": name}, load.inflight)
             for name, load in self.router.loads.items()
+        ]
+        compared = list(self.comparison.rows())
+        rows += [
+            ("appliance_gateway_canary_requests", "Since the canary began, by version.", labels, requests)
+            for labels, requests, _ in compared
+        ]
+        rows += [
+            ("appliance_gateway_canary_errors", "Of these, failed.", labels, errors) for labels, _, errors in compared
         ]
         return rows
 

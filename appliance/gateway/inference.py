@@ -57,6 +57,9 @@ class Exchange:
         "_continued",
         "_kept",
         "_kept_bytes",
+        "_row",
+        "_sent_s",
+        "_first_byte_s",
         "_progress_s",
         "_comment_s",
     )
@@ -90,6 +93,14 @@ class Exchange:
         self._kept_bytes = 0
         self._progress_s = 0.0
         self._comment_s = 0.0
+        self._row = checked.model
+        self._sent_s = 0.0
+        self._first_byte_s: float | None = None
+
+    @property
+    def row(self) -> str:
+        """The row of the table it counts for: that of the canary while it is there, else its model's."""
+        return self.checked.model if self._choice is None else self._choice.model
 
     # -- Handler
 
@@ -147,13 +158,17 @@ class Exchange:
         if self._ticket is None and gateway.holds.held(checked.model):
             self._hold(now)
             return
-        choice = gateway.router.choose(checked.model, checked.tokens, checked.stream, checked.prefix, now)
+        choice = self._choose(now)
         if choice is None:
+            if self._continued and self._row != checked.model:
+                # The canary is gone in the middle of its stream; what the other version would go on with is no answer.
+                self._fail(errors.engine_failed())
+                return
             if self._ticket is None:
                 self._hold(now)
             return
         self._leave_queue()
-        self._choice = choice
+        self._choice, self._row = choice, choice.model
         self.request.replica, self.request.model_version = choice.replica.id, choice.replica.version
         gateway.changed()
         conn = gateway.pool.acquire(choice.replica.socket)
@@ -161,6 +176,21 @@ class Exchange:
             self._send(conn)
         else:
             self._connecting = gateway.pool.connect(choice.replica.socket, self._connected)
+
+    def _choose(self, now: float) -> Choice | None:
+        """The canary takes its share while it can; what failed there, and what it has no room for, the model takes."""
+        router, checked = self.gateway.router, self.checked
+        if self._continued:
+            if self._row not in router.models:
+                return None
+            return router.choose(self._row, checked.tokens, checked.stream, checked.prefix, now)
+        choice = None
+        if not self._attempts:
+            principal = self.request.principal
+            canary = router.canary_for(checked.model, principal.id if principal else "", checked.prefix)
+            if canary is not None:
+                choice = router.choose(canary, checked.tokens, checked.stream, checked.prefix, now)
+        return choice or router.choose(checked.model, checked.tokens, checked.stream, checked.prefix, now)
 
     def _connected(self, result: UpstreamConnection | OSError) -> None:
         self._connecting = None
@@ -185,9 +215,12 @@ class Exchange:
         self._kept, self._kept_bytes = [], 0
         # Not the client's id, and a new one for each attempt: an engine must never see one twice.
         engine_id = self.gateway.new_request_id()
-        body, model = self._body, self.gateway.router.models.get(self.checked.model)
+        self._sent_s, self._first_byte_s = now, None
+        body, model = self._body, self.gateway.router.models.get(self._row)
         if model is not None and model.adapter:
             body = with_model(body, model.adapter)
+        elif self._row != self.checked.model:
+            body = with_model(body, self._row)
         conn.start(self, wire.engine_head(self._path, engine_id, len(body), request.trace) + body)
         client = self.answer.client
         if client is not None and client.write_paused:
@@ -355,7 +388,7 @@ class Exchange:
             error = errors.engine_failed()
         elif status == 404 and error.message == "Not Found":
             error = errors.wrong_task(self.checked.model, self.request.route_name)
-        self._end_dispatch()
+        self._end_dispatch(failed=status >= 500)
         self._fail(error)
 
     def _first_event_fails(self, body: bytes, done: bool) -> bool:
@@ -375,6 +408,7 @@ class Exchange:
         assert choice is not None
         self._relayed = True
         request.model_version = choice.replica.version
+        self._first_byte_s = now
         self.gateway.router.succeed(choice)
         if not self._continued:
             request.first_byte_s = now
@@ -385,7 +419,7 @@ class Exchange:
         kept = self._kept
         body = kept[0] if len(kept) == 1 else b"".join(kept)
         version = self._version()
-        self._end_dispatch()
+        self._end_dispatch(failed=False)
         self.answer.whole(conn.status, conn.headers.get(b"content-type", b"application/json"), body, version, now)
 
     def _relay(self, body: bytes, done: bool) -> None:
@@ -407,11 +441,13 @@ class Exchange:
                 self.answer.relay(body)
             return
         if self.answer.ends_well(body):
-            self._end_dispatch()
+            self._end_dispatch(failed=self.answer.error_seen or ERROR_EVENT in body)
             self.answer.end(body)
             return
         self.answer.relay(body)
         self.gateway.metrics.events["stream_unfinished"] += 1
+        if continuation is None:
+            self._count(failed=True)
         self._undispatch(failed=continuation is not None)
         self._continue_or_fail(errors.engine_failed())
 
@@ -437,12 +473,26 @@ class Exchange:
     def _undispatch(self, *, failed: bool) -> None:
         if self._choice is not None and failed:
             self.gateway.router.fail(self._choice, time.monotonic())
-        self._end_dispatch()
+        self._end_dispatch(failed=True if failed else None)
 
-    def _end_dispatch(self) -> None:
+    def _end_dispatch(self, *, failed: bool | None) -> None:
+        """failed: what it counts as in a comparison of versions; None: as nothing."""
+        if failed is not None:
+            self._count(failed=failed)
         if self._choice is not None:
             choice, self._choice = self._choice, None
             self.gateway.ended(choice)
+
+    def _count(self, *, failed: bool) -> None:
+        choice, now, first_s = self._choice, time.monotonic(), self._first_byte_s
+        if choice is not None:
+            self.gateway.comparison.add(
+                self.checked.model,
+                choice.replica.version,
+                failed=failed,
+                first_byte_s=None if first_s is None else first_s - self._sent_s,
+                duration_s=now - self._sent_s,
+            )
 
 
 def _engine_dead(error: ApiError) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from serve.router import DRAINING, OPEN, Model, Replica
+from serve.router import DRAINING, OPEN, Canary, Model, Replica
 
 from .errors import TableInvalid
 
@@ -86,7 +86,20 @@ def _model(name: str, row: Any, default_hold_s: float) -> Model:
         tuple(_replica(f"{where}.replicas.{i}", item, version) for i, item in enumerate(replicas)),
         max_model_len,
         _text(_given(row, "adapter", ""), f"{where}.adapter"),
+        _canary(f"{where}.canary", row.get("canary")),
     )
+
+
+def _canary(where: str, row: Any) -> Canary | None:
+    if row is None:
+        return None
+    row = _object(row, where)
+    share, since_s = row.get("share"), row.get("since_s")
+    if not isinstance(share, int | float) or isinstance(share, bool) or not 0 <= share <= 1:
+        raise TableInvalid(f"{where}.share: {share!r} given, expected a part from 0 to 1")
+    if not isinstance(since_s, int | float) or isinstance(since_s, bool):
+        raise TableInvalid(f"{where}.since_s: {since_s!r} given, expected seconds since 1970")
+    return Canary(_text(row.get("name"), f"{where}.name"), float(share), float(since_s))
 
 
 def _replica(where: str, row: Any, model_version: str) -> Replica:

@@ -41,13 +41,16 @@ class AdapterRow:
 
 
 def list_callable(db: Database) -> list[AdapterRow]:
-    """Adapters by every name they can be called by: models with such an active version, and checkpoints."""
+    """Adapters by every name they can be called by: models with such an active version, checkpoints, and
+    canaries."""
     return db.all(
         AdapterRow,
         f"SELECT m.id AS name, {_FIELDS} FROM models m "
         f"JOIN versions v ON v.model = m.id AND v.version = m.active_version WHERE {_IS_ADAPTER} "
         f"UNION ALL SELECT c.name, {_FIELDS} FROM checkpoints c "
-        f"JOIN versions v ON v.model = c.model AND v.version = c.version WHERE {_IS_ADAPTER}",
+        f"JOIN versions v ON v.model = c.model AND v.version = c.version WHERE {_IS_ADAPTER} "
+        f"UNION ALL SELECT n.model || '@' || n.version AS name, {_FIELDS} FROM canaries n "
+        f"JOIN versions v ON v.model = n.model AND v.version = n.version WHERE n.state = 'running' AND {_IS_ADAPTER}",
     )
 
 

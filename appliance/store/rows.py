@@ -130,6 +130,35 @@ class DeploymentRow:
 
 
 @dataclass(frozen=True, slots=True)
+class CanaryRow:
+    """A version that takes `share` (0 to 1) of its model's requests and is compared with `before`, the active one.
+
+    auto: promoted or rolled back without being asked to. watch_s: how long it is watched before it is promoted, and
+    min_requests of each version. reason: why it ended. failed_reason: its engines were given up on. compared: what
+    was known of both versions when it ended.
+    """
+
+    model: str
+    version: str
+    before: str
+    share: float
+    created_s: float
+    auto: int = 0
+    watch_s: float = 600.0
+    min_requests: int = 50
+    state: Literal["running", "promoted", "rolled_back"] = "running"
+    reason: str = ""
+    failed_reason: str = ""
+    ended_s: float | None = None
+    compared: dict[str, Any] | None = json_column(default=None)
+
+    @property
+    def name(self) -> str:
+        """The name by which it is served: `MODEL@VERSION`."""
+        return f"{self.model}@{self.version}"
+
+
+@dataclass(frozen=True, slots=True)
 class JobRow:
     """A fine-tuning job.
 

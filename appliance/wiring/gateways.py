@@ -7,10 +7,11 @@ from typing import Any
 
 from appliance.controller.bus import Bus
 from appliance.controller.naming import resolve
-from appliance.store import adapters, deployments, job_records, models
+from appliance.store import adapters, canaries, deployments, job_records, models
 from appliance.store.adapters import AdapterRow
 from appliance.store.database import Database
 from appliance.store.deployments import given_up
+from appliance.store.rows import CanaryRow
 from scheduler.workload import Demand
 
 
@@ -28,12 +29,13 @@ class _Served:
 
 @dataclass(frozen=True, slots=True)
 class _Callable:
-    """A name that can be called. `hold_s`: how long its requests may wait."""
+    """A name that can be called. `hold_s`: how long its requests may wait. `canary`: takes a share of them."""
 
     version: str
     task: str
     hold_s: float
     adapter: AdapterRow | None = None
+    canary: CanaryRow | None = None
 
 
 class BusRouting:
@@ -80,6 +82,7 @@ class BusRouting:
                 self._guests.setdefault(row.adapter.host, []).append(name)
         contexts = {row.id: row.max_model_len for row in models.list_callable(self._db)}
         contexts |= {row.name: contexts.get(row.model) for row in job_records.list_checkpoints(self._db)}
+        contexts |= {row.name: contexts.get(row.model) for row in canaries.list_running(self._db)}
         return self._bus.set_models(
             {
                 name: self._model(name, row) | {"max_model_len": self._context(contexts.get(name))}
@@ -121,7 +124,7 @@ class BusRouting:
         return self.refresh()
 
     def _callable(self) -> dict[str, _Callable]:
-        """Models with a deployment, and checkpoints of fine-tuning jobs.
+        """Models with a deployment, their canaries, and checkpoints of fine-tuning jobs.
 
         Nobody waits for a model that was given up on: its requests are refused at once.
         """
@@ -142,6 +145,11 @@ class BusRouting:
             task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
             adapter = guests.get(checkpoint.name)
             found[checkpoint.name] = _Callable(checkpoint.version, task, self._hold_s, adapter)
+        for canary in canaries.list_running(self._db):
+            stable = found.get(canary.model)
+            if stable is not None:
+                found[canary.model] = replace(stable, canary=canary)
+                found[canary.name] = replace(stable, version=canary.version, adapter=guests.get(canary.name))
         return found
 
     def _context(self, model_tokens: int | None) -> int | None:
@@ -162,7 +170,12 @@ class BusRouting:
         state = "ready" if any(replica["state"] == "open" for replica in replicas) else "asleep"
         table_row = {"version": row.version, "state": state, "replicas": replicas, "task": row.task,
                      "hold_s": row.hold_s}  # fmt: skip
-        return {**table_row, "adapter": row.adapter.engine_name} if row.adapter else table_row
+        if row.adapter:
+            table_row["adapter"] = row.adapter.engine_name
+        if row.canary:
+            table_row["canary"] = {"name": row.canary.name, "version": row.canary.version, "share": row.canary.share,
+                                   "since_s": row.canary.created_s}  # fmt: skip
+        return table_row
 
 
 def _answers(served: _Served, name: str, adapter: AdapterRow | None) -> bool:

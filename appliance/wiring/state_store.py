@@ -12,10 +12,10 @@ from appliance.controller.cordons import CORDONED
 from appliance.controller.job_events import JobEvents
 from appliance.controller.mode import policy_of, read_mode, tidal_windows
 from appliance.store import adapters as adapter_rows
-from appliance.store import box, deployments, job_records, jobs, models, usage
+from appliance.store import box, canaries, deployments, job_records, jobs, models, usage
 from appliance.store.adapters import AdapterRow
 from appliance.store.database import Database
-from appliance.store.rows import DeploymentRow, JobRow
+from appliance.store.rows import CanaryRow, DeploymentRow, JobRow
 from scheduler.discovery import HEAD_NODE
 from scheduler.ports import Outcome
 from scheduler.workload import Demand, DeploymentView, JobView, Workload
@@ -111,6 +111,8 @@ class SqliteStateStore:
         if deployments.find(self._db, model) is not None:
             deployments.give_up(self._db, model, version, reason)
             self._on_models_changed()
+        else:
+            canaries.give_up(self._db, model, reason)
 
     def _finish_cancelled(self) -> None:
         """Jobs that are to be cancelled and hold nothing any more; one that runs is stopped first, by not being
@@ -141,7 +143,19 @@ class SqliteStateStore:
                     host, pinned=host.pinned or bool(row.pinned),
                     min_replicas=min(max(host.min_replicas, row.min_replicas), host.max_replicas),
                 )  # fmt: skip
+        for canary in canaries.list_running(self._db):
+            # One of an adapter needs none: the engines of its host serve both versions.
+            if canary.model in views and canary.name not in adapters:
+                views[canary.name] = self._canary(canary, views[canary.model])
         return list(views.values())
+
+    def _canary(self, row: CanaryRow, stable: DeploymentView) -> DeploymentView:
+        """One engine at least for as long as it runs: it is never waited for, so demand alone would not start one."""
+        return replace(
+            stable, model=row.name, version=row.version, min_replicas=1, max_replicas=max(1, stable.max_replicas),
+            demand=self._demand(row.name), idle_sleep_s=None, pinned=False, failed_reason=row.failed_reason,
+            not_before_s=0.0,
+        )  # fmt: skip
 
     def _checkpoints(self) -> list[DeploymentView]:
         """A checkpoint can be called by its name; it gets an engine while somebody does."""

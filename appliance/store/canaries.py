@@ -1,0 +1,42 @@
+"""Versions that take a share of their model's requests: at most one of a model runs, and its last one is kept."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from appliance.store.database import Database
+from appliance.store.rows import CanaryRow
+
+
+def put(db: Database, row: CanaryRow) -> None:
+    """Begin one, in place of the one that ended before."""
+    with db.transaction():
+        db.execute("DELETE FROM canaries WHERE model = ?", [row.model])
+        db.insert("canaries", row, name=row.name)
+
+
+def find(db: Database, model: str) -> CanaryRow | None:
+    """The model's last one, running or ended."""
+    return db.one(CanaryRow, "SELECT * FROM canaries WHERE model = ?", [model])
+
+
+def find_running(db: Database, model: str) -> CanaryRow | None:
+    return db.one(CanaryRow, "SELECT * FROM canaries WHERE model = ? AND state = 'running'", [model])
+
+
+def list_running(db: Database) -> list[CanaryRow]:
+    return db.all(CanaryRow, "SELECT * FROM canaries WHERE state = 'running' ORDER BY created_s, model")
+
+
+def end(db: Database, model: str, state: Literal["promoted", "rolled_back"], reason: str, *, now_s: float,
+        compared: dict[str, Any] | None) -> None:  # fmt: skip
+    """Raises RowNotFound."""
+    changes = {"state": state, "reason": reason, "ended_s": now_s, "compared": compared}
+    db.update("canaries", CanaryRow, {"model": model}, changes)
+
+
+def give_up(db: Database, name: str, reason: str) -> None:
+    """Engines of a canary, known as `MODEL@VERSION`, failed too often; nothing happens if none runs by that name."""
+    db.execute(
+        "UPDATE canaries SET failed_reason = ? WHERE state = 'running' AND model || '@' || version = ?", [reason, name]
+    )
