@@ -10,12 +10,17 @@ import typer
 from appliance.cli import formats, output, paths
 from appliance.cli.command import EVERY, WATCH, Session, examples, for_box, group
 from appliance.cli.complete import models as complete_models
+from appliance.cli.model_canary import EPILOG as CANARY_EPILOG
+from appliance.cli.model_canary import PROMOTE_EPILOG, canary, promote
+from appliance.cli.model_canary import fields as canary_fields
 from appliance.cli.model_deploy import EPILOG as DEPLOY_EPILOG
 from appliance.cli.model_deploy import deploy
 from appliance.cli.operations import TIMEOUT, WAIT, finish
 
 app = group("Models: base models, fine-tuned ones, and their versions.")
 app.command("deploy", epilog=DEPLOY_EPILOG)(for_box(deploy))
+app.command("canary", epilog=CANARY_EPILOG)(for_box(canary))
+app.command("promote", epilog=PROMOTE_EPILOG)(for_box(promote))
 MODEL = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)]
 
 
@@ -105,7 +110,7 @@ def rollback(
     model: MODEL,
     version: Annotated[str | None, typer.Option("--version", help="To this one. Default: the one before.")] = None,
 ) -> None:
-    """Serve an older version, swapped in under running requests."""
+    """Serve an older version, swapped in under running requests; a model that has a canary loses that instead."""
     answer = session.client.send(
         "POST", f"{paths.model(model)}/rollback", body={"version": version} if version else {}, timeout_s=600
     )
@@ -199,7 +204,8 @@ def _one(model: dict[str, Any]) -> Any:
         ),
         empty="no versions",
     )  # fmt: skip
-    return output.stack(about, versions)
+    last = model.get("canary")
+    return output.stack(about, versions, canary_fields(last) if last else None)
 
 
 def _places(version: dict[str, Any]) -> str:

@@ -81,7 +81,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         middleware=[Middleware(RequestIds), Middleware(BodyLimits, config=context.config)],
     )
     app.state.context, app.state.validation, app.state.operations = context, validation, running
-    app.state.batches = runner
+    app.state.batches, app.state.canaries = runner, compared
     error_handlers.install(app)
 
     admin = APIRouter(prefix="/admin/v1", route_class=StrictRoute, dependencies=[Depends(needs(ADMIN))])

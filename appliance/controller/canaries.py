@@ -32,6 +32,7 @@ class Canaries:
     def __init__(self, context: ControllerContext):
         self._context = context
         self._ending = asyncio.Lock()
+        self._leaving: set[str] = set()  # ended, and their engines may still be there
 
     async def run(self) -> None:
         """Look at every one that ends on its own, every `canary_every_s`."""
@@ -41,20 +42,28 @@ class Canaries:
 
     async def look(self, now_s: float) -> None:
         for row in canaries.list_running(self._context.db):
-            caller = Principal(None, frozenset({ADMIN}), new_id("req_"))
-            decision, active = self.decision(row, now_s), self._model(row.model).active_version
-            if active == row.version:
-                # Published by another hand, or the process ended between the swap and this.
-                self._end(row, "promoted", f"{active} answers all requests", self.compared(row))
-            elif active != row.before:
-                await self.roll_back(row.model, caller, decision.reason)
-            elif row.auto and decision.verdict == "roll back":
-                await self.roll_back(row.model, caller, decision.reason)
-            elif row.auto and decision.verdict == "promote":
-                try:
-                    await self.promote(row.model, caller, decision.reason)
-                except Conflict as error:
-                    await self.roll_back(row.model, caller, str(error.message))
+            try:
+                await self._look_at(row.model, now_s)
+            except (Conflict, NotFound) as error:  # a person was faster: it ended, or its model is gone
+                log.info("canary %s: %s", row.name, error.message)
+        served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
+        for name in self._leaving - served:
+            self._context.model_ops.let_go(name)
+            self._leaving.discard(name)
+
+    async def _look_at(self, model: str, now_s: float) -> None:
+        row, active = self._running(model), self._model(model).active_version
+        decision, caller = self.decision(row, now_s), Principal(None, frozenset({ADMIN}), new_id("req_"))
+        if active == row.version:
+            # Published by another hand, or the process ended between the swap and this.
+            self._end(row, "promoted", f"{active} answers all requests", self.compared(row))
+        elif active != row.before or (row.auto and decision.verdict == "roll back"):
+            await self.roll_back(model, caller, decision.reason)
+        elif row.auto and decision.verdict == "promote":
+            try:
+                await self.promote(model, caller, decision.reason)
+            except Conflict as error:
+                await self.roll_back(model, caller, error.message)
 
     def begin(self, row: CanaryRow, caller: Principal) -> None:
         """Raises NotFound, Conflict, BadRequest."""
@@ -76,6 +85,7 @@ class Canaries:
         if running is not None:  # with other settings: what was counted stays
             row = replace(row, created_s=running.created_s)
         canaries.put(db, row)
+        self._leaving.discard(row.name)
         self._context.scheduler.forgive(row.name)
         self._context.scheduler.nudge(f"{row.name} takes {row.share:.0%} of the requests of {row.model}")
         record(self._context, caller, "model.canary", row.model, version=row.version, share=row.share,
@@ -172,8 +182,8 @@ class Canaries:
         deployment = deployments.find(self._context.db, model.id)
         if deployment is None:
             raise Conflict(
-                f"{model.id} is not served, so there is nothing to take a share of; `appliance model deploy {model.id}` "
-                "changes that.",
+                f"{model.id} is not served, so there is nothing to take a share of; `appliance model deploy "
+                f"{model.id}` changes that.",
                 param="model",
                 code="not_deployed",
             )
@@ -196,6 +206,7 @@ class Canaries:
     def _end(self, row: CanaryRow, state: Literal["promoted", "rolled_back"], reason: str,
              compared: dict[str, Any]) -> None:  # fmt: skip
         canaries.end(self._context.db, row.model, state, reason, now_s=time.time(), compared=compared)
+        self._leaving.add(row.name)
         self._context.scheduler.nudge(f"{row.name} is a canary no more")
         log.info("canary %s %s: %s", row.name, state.replace("_", " "), reason)
 

@@ -164,6 +164,9 @@ class ModelOps(Protocol):
     async def remove(self, name: str, places: list[VersionPlace]) -> None:
         """Give back the bytes of these versions. Idempotent."""
 
+    def let_go(self, name: str) -> None:
+        """No engine serves by this name any more: the box needs its bytes in shared memory no longer."""
+
 
 class KeySink(Protocol):
     """Who must know which keys are live (the bus, for the gateways)."""

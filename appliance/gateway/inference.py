@@ -187,7 +187,7 @@ class Exchange:
         choice = None
         if not self._attempts:
             principal = self.request.principal
-            canary = router.canary_for(checked.model, principal.id if principal else "", checked.prefix)
+            canary = router.canary_for(checked.model, principal.id if principal else "", checked.conversation)
             if canary is not None:
                 choice = router.choose(canary, checked.tokens, checked.stream, checked.prefix, now)
         return choice or router.choose(checked.model, checked.tokens, checked.stream, checked.prefix, now)

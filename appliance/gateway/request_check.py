@@ -61,15 +61,23 @@ class Checked:
 
     def prefix(self) -> bytes:
         """The same for requests that begin alike: system prompt and first question, however they are spelt."""
+        return self._opening()[:PREFIX_CHARS].encode("utf-8", "replace")
+
+    def conversation(self) -> bytes:
+        """The same for all turns of a conversation: like `prefix`, but no long system prompt hides its question."""
+        return self._opening().encode("utf-8", "replace")
+
+    def _opening(self) -> str:
         source = self._beginning
-        if isinstance(source, list):
-            parts = []
-            for item in source[:2]:
-                text = item.get("content") if isinstance(item, dict) else item
-                parts.append(text[:PREFIX_CHARS] if isinstance(text, str) else repr(text)[:PREFIX_CHARS])
-            source = "\n".join(parts)
-        text = source[:PREFIX_CHARS] if isinstance(source, str) else repr(source)[:PREFIX_CHARS]
-        return text.encode("utf-8", "replace")
+        if not isinstance(source, list):
+            return (source if isinstance(source, str) else repr(source))[:PREFIX_CHARS]
+        parts = []
+        for item in source[:2]:
+            text = item.get("content") if isinstance(item, dict) else item
+            parts.append(text[:PREFIX_CHARS] if isinstance(text, str) else repr(text)[:PREFIX_CHARS])
+            if isinstance(item, dict) and item.get("role") == "user":
+                break  # what follows is the answer, which the first turn does not have
+        return "\n".join(parts)
 
 
 def check_body(route: Route, body: bytes, limits: Limits) -> Checked:

@@ -55,6 +55,9 @@ class LibraryOps:
             for kind in ("version", "adapter"):
                 self._flow.forget(Name(kind, name, place.version))
 
+    def let_go(self, name: str) -> None:
+        self._let_go(name)
+
     def _forget(self, name: str, version: str) -> None:
         for kind in ("version", "adapter"):
             stored = self._store.find(kind, name, version)

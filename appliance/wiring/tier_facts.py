@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from appliance.controller.naming import resolve
-from appliance.store import job_records, jobs, models
+from appliance.store import canaries, job_records, jobs, models
 from appliance.store.database import Database
 from appliance.store.rows import JobRow, VersionRow
 from weights.record import Name
@@ -45,6 +45,7 @@ def _versions(
     bases = [found for job in unfinished.values() if (found := resolve(db, job.model)) is not None]
     trained_from = {(found.model.id, found.version.version) for found in bases}
     below = {(known["base"], known["base_version"]) for row in rows if (known := row.meta.get("adapter"))}
+    compared = {(canary.model, canary.version) for canary in canaries.list_running(db)}
     kept = {}
     for row in rows:
         name = name_of(row)
@@ -53,6 +54,7 @@ def _versions(
             else "pinned" if row.pinned
             else "base of a job" if (row.model, row.version) in trained_from
             else "base of an adapter" if (row.model, row.version) in below
+            else "canary" if (row.model, row.version) in compared
             else "in use" if is_held(name)
             else ""
         )  # fmt: skip

@@ -92,6 +92,7 @@ class SimulatedModelOps:
 
     def __init__(self) -> None:
         self.removed: list[tuple[str, list[VersionPlace]]] = []
+        self.let_go_of: list[str] = []
 
     async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
         report(Progress(1, 2, "bytes", "copying"))
@@ -112,6 +113,9 @@ class SimulatedModelOps:
 
     async def remove(self, name: str, places: list[VersionPlace]) -> None:
         self.removed.append((name, places))
+
+    def let_go(self, name: str) -> None:
+        self.let_go_of.append(name)
 
 
 class SimulatedTiers:

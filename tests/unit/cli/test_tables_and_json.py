@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 
-from appliance.store import jobs
+from appliance.store import deployments, jobs
+from appliance.store.rows import DeploymentRow
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.controller.conftest import chat_lines
 
@@ -110,6 +111,21 @@ def test_models(box):
     assert {"name", "kind", "arch", "params", "bytes", "active_version", "versions", "state", "base"} <= set(shown)
     text = box.run("model", "show", "starter").stdout
     assert "v2 *" in text and "v1 *" not in text
+
+
+def test_model_canary_promote_and_roll_back(box):
+    box.do(lambda: deployments.insert(box.context.db, DeploymentRow("starter", 1.0)))
+    begun = box.json("model", "canary", "starter", "v1", "--share", "5%", "--for", "1h", "--min-requests", "9")
+    assert (begun["share"], begun["watch_s"], begun["min_requests"], begun["auto"]) == (0.05, 3600.0, 9, False)
+    text = box.run("model", "show", "starter").stdout
+    assert "v1 of starter, 5% of the requests" in text and "v1 answered 0 of 9 requests" in text
+    assert "no engine of v1 is open yet" in box.run("model", "canary", "starter").stdout
+    assert box.run("model", "rollback", "starter").stdout.strip() == "starter: v1 -> v2"
+    assert "rolled back" in box.run("model", "canary", "starter").stdout
+    box.json("model", "canary", "starter", "v1", "--share", "0.2", "--auto")
+    assert box.run("model", "promote", "starter").stdout.strip() == "starter: v2 -> v1"
+    for wrong in (("--share", "95%"), ("--share", "much"), ("--for", "soon")):
+        assert box.run("model", "canary", "starter", "v2", *wrong).exit_code == 2
 
 
 def test_model_import_starter_verify_rollback_rm(box, tmp_path):

@@ -44,6 +44,8 @@ FROZEN = {
     "model show": [*BOX, "MODEL"],
     "model rm": [*BOX, "MODEL"],
     "model verify": [*BOX, "--timeout", "--wait", "MODEL"],
+    "model canary": [*BOX, "--auto", "--for", "--min-requests", "--share", "MODEL", "VERSION"],
+    "model promote": [*BOX, "MODEL"],
     "model rollback": [*BOX, "--version", "MODEL"],
     "model pin": [*BOX, "--off", "MODEL", "VERSION"],
     "tier list": [*BOX, "--every", "--watch"],

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.gateway.config import Limits
 from appliance.gateway.errors import ApiError
-from appliance.gateway.request_check import check_body, with_model
+from appliance.gateway.request_check import Checked, check_body, with_model
 from appliance.gateway.routes import resolve
 
 from .conftest import Box, chat
@@ -191,6 +191,18 @@ def test_prefix_is_that_of_the_conversation_not_of_its_length() -> None:
         check_body(CHAT, orjson.dumps({"model": "m", "messages": m}), LIMITS).prefix() for m in (start, longer, other)
     )
     assert one == two != three
+
+
+def test_turns_of_a_conversation_begin_alike_without_a_system_prompt_and_behind_a_long_one() -> None:
+    def checked(*messages: dict[str, str]) -> Checked:
+        return check_body(CHAT, orjson.dumps({"model": "m", "messages": messages}), LIMITS)
+
+    first, answer, more = ({"role": r, "content": c} for r, c in (("user", "q"), ("assistant", "a"), ("user", "b")))
+    assert checked(first).prefix() == checked(first, answer, more).prefix()
+    long = {"role": "system", "content": "s" * 100_000}
+    assert checked(long, first).conversation() == checked(long, first, answer, more).conversation()
+    assert checked(long, first).conversation() != checked(long, more).conversation()
+    assert len(checked(long, first).conversation()) < 2000
 
 
 def test_estimate_grows_with_completion_and_n() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from appliance.controller.load import Load, ModelLoad, ReplicaLoad
-from appliance.store import models
-from appliance.store.rows import VersionRow
+from appliance.store import canaries, models
+from appliance.store.rows import CanaryRow, VersionRow
 from appliance.wiring.gateways import BusRouting
 
 SOCKET = "/run/r1.sock"
@@ -86,3 +86,26 @@ async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
     assert (asked.inflight, asked.held, asked.waiting_tokens) == (3, 4, 70)
     assert (asked.last_request_s, asked.ttft_p95_s) == (9.0, 0.4)
     assert routing.demand("unheard").requests == 0
+
+
+async def test_a_canary_has_a_row_of_its_own_and_its_share_stands_in_its_models(routing, bus, db):
+    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
+    canaries.put(db, CanaryRow("starter", "v2", "v1", 0.2, 7.0))
+    await routing.open("r1", "starter", "v1", SOCKET)
+    await routing.open("r2", "starter@v2", "v2", "/run/r2.sock")
+    assert bus.table["starter"]["canary"] == {"name": "starter@v2", "version": "v2", "share": 0.2, "since_s": 7.0}
+    assert [replica["id"] for replica in bus.table["starter"]["replicas"]] == ["r1"]
+    row = bus.table["starter@v2"]
+    assert (row["version"], [replica["id"] for replica in row["replicas"]]) == ("v2", ["r2"])
+    assert "canary" not in row and "canary" not in bus.table["ft:a"]
+    canaries.end(db, "starter", "rolled_back", "asked for", now_s=9.0, compared=None)
+    routing.refresh()
+    assert "starter@v2" not in bus.table and "canary" not in bus.table["starter"]
+
+
+async def test_the_canary_of_an_adapter_is_served_by_the_same_engines(routing, bus, db):
+    canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))
+    await routing.open("r1", "starter", "v1", SOCKET)
+    row = bus.table["ft:a@step-1"]
+    assert (row["adapter"], row["version"], row["replicas"][0]["id"]) == ("ft:a@step-1", "step-1", "r1")
+    assert bus.table["ft:a"]["canary"]["name"] == "ft:a@step-1"

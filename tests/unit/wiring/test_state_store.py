@@ -6,8 +6,8 @@ import pytest
 
 from appliance.controller.mode import write_mode
 from appliance.controller.ports import Mode
-from appliance.store import box, deployments, job_records, jobs, models, windows
-from appliance.store.rows import CheckpointRow, VersionRow, WindowRow
+from appliance.store import box, canaries, deployments, job_records, jobs, models, windows
+from appliance.store.rows import CanaryRow, CheckpointRow, VersionRow, WindowRow
 from appliance.wiring.state_store import CORDONED, SqliteStateStore
 from scheduler.tidal import Window
 from scheduler.workload import Demand, Policy
@@ -160,3 +160,25 @@ def test_adapters_of_an_older_base_version_get_engines_that_serve_it(states, add
     views = {view.model: view for view in states.load().deployments}
     assert {(v.model, v.version) for v in views.values()} == {("starter", "v2"), ("starter@v1", "v1")}
     assert views["starter@v1"].idle_sleep_s and not views["starter@v1"].pinned
+
+
+def test_a_canary_gets_an_engine_while_it_runs(states, add_model, db):
+    add_model()
+    deployments.update(db, "starter", tensor_parallel=2, pinned=1)
+    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/models/starter/v2"))
+    canaries.put(db, CanaryRow("starter", "v2", "v1", 0.1, 1.0))
+    _, canary = states.load().deployments
+    assert (canary.model, canary.version, canary.tensor_parallel) == ("starter@v2", "v2", 2)
+    assert (canary.min_replicas, canary.pinned, canary.demand.held) == (1, False, 0)
+    states.deployment_failed("starter@v2", "v2", "it does not start")
+    assert states.load().deployments[1].failed_reason == "it does not start"
+    assert states.load().deployments[0].failed_reason == ""
+    canaries.end(db, "starter", "rolled_back", "", now_s=2.0, compared=None)
+    assert [view.model for view in states.load().deployments] == ["starter"]
+
+
+def test_the_canary_of_an_adapter_needs_no_engine(states, add_model, add_adapter, db):
+    add_model()
+    add_adapter("ft:a")
+    canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 1.0))
+    assert [view.model for view in states.load().deployments] == ["starter"]

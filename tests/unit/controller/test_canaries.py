@@ -1,0 +1,177 @@
+"""Canaries over the admin API, and their ends."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from appliance.controller.load import Load, VersionLoad
+from appliance.gateway.comparison import bucket
+from appliance.store import audit, canaries, deployments, models
+from appliance.store.rows import CanaryRow, DeploymentRow
+
+from .conftest import ADMIN, Control, insert_model
+
+PATH = "/admin/v1/models/m/canary"
+
+
+@pytest.fixture
+def served(control: Control) -> Control:
+    insert_model(control.db, "m", versions=("v2", "v1"))  # v1 answers
+    deployments.insert(control.db, DeploymentRow("m", 1.0))
+    return control
+
+
+async def ask(control: Control, method: str, path: str = PATH, status: int = 200, **body: Any) -> Any:
+    answer = await control.http.request(method, path, headers=ADMIN, json=body or None)
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+def counted(control: Control, **versions: VersionLoad) -> None:
+    row = canaries.find(control.db, "m")
+    assert row is not None
+    control.context.load = lambda: Load(canaries={("m", row.created_s): versions})
+
+
+def good(requests: int) -> VersionLoad:
+    return VersionLoad(requests, 0, {bucket(0.1): requests}, {bucket(1.0): requests})
+
+
+async def look_later(control: Control, after_s: float) -> CanaryRow:
+    await control.app.state.canaries.look(time.time() + after_s)
+    row = canaries.find(control.db, "m")
+    assert row is not None
+    return row
+
+
+def active(control: Control) -> str | None:
+    row = models.find(control.db, "m")
+    assert row is not None
+    return row.active_version
+
+
+async def test_a_canary_says_what_it_does_and_what_it_waits_for(served: Control):
+    begun = await ask(served, "PUT", version="v2", share=0.2)
+    assert (begun["name"], begun["before"], begun["state"], begun["auto"]) == ("m@v2", "v1", "running", False)
+    assert begun["message"] == "All requests go to v1: no engine of v2 is open yet"
+    assert begun["decision"] == {
+        "verdict": "wait", "reason": "v2 answered 0 of 50 requests; v1 answered 0 of 50 requests",
+    }  # fmt: skip
+    served.scheduler.replicas = [{"model": "m@v2", "state": "open"}]
+    counted(served, v2=good(60), v1=good(240))
+    shown = await ask(served, "GET", "/admin/v1/models/m")
+    assert shown["canary"]["message"] == "v2 takes 20% of the requests"
+    assert shown["canary"]["versions"]["v2"]["requests"] == 60
+    assert active(served) == "v1" and served.scheduler.converged == []
+    (entry,) = audit.page(served.db, after=None, limit=1).data
+    assert (entry.action, entry.detail["version"]) == ("model.canary", "v2")
+
+
+async def test_what_cannot_be_is_refused_in_words(served: Control):
+    assert (await ask(served, "GET", status=404))["error"]["code"] == "no_canary"
+    assert "it has v2, v1" in (await ask(served, "PUT", status=404, version="v9"))["error"]["message"]
+    assert (await ask(served, "PUT", status=400, version="v1"))["error"]["code"] == "invalid_value"
+    await ask(served, "PUT", status=400, version="v2", share=0.95)
+    assert (await ask(served, "POST", "/admin/v1/models/m/promote", 409))["error"]["code"] == "no_canary"
+    assert (await ask(served, "DELETE", status=409))["error"]["code"] == "no_canary"
+    served.scheduler.devices = served.scheduler.devices[:1]
+    error = (await ask(served, "PUT", status=409, version="v2"))["error"]
+    assert error["code"] == "no_room_for_canary" and "2 devices, and this box has 1" in error["message"]
+    insert_model(served.db, "unserved", versions=("v2", "v1"))
+    error = (await ask(served, "PUT", "/admin/v1/models/unserved/canary", 409, version="v2"))["error"]
+    assert error["code"] == "not_deployed"
+
+
+async def test_promotion_and_roll_back_by_hand(served: Control):
+    await ask(served, "PUT", version="v2")
+    assert (await ask(served, "POST", "/admin/v1/models/m/rollback")) == {
+        "model": "m", "from": "v2", "to": "v1", "swap": {},
+    }  # fmt: skip
+    assert active(served) == "v1" and canaries.list_running(served.db) == []
+    await ask(served, "PUT", version="v2")
+    promoted = await ask(served, "POST", "/admin/v1/models/m/promote")
+    assert (promoted["from"], promoted["to"], active(served)) == ("v1", "v2", "v2")
+    assert served.scheduler.converged == ["m"]
+    assert (await ask(served, "GET"))["state"] == "promoted"
+    actions = [row.action for row in audit.page(served.db, after=None, limit=4).data]
+    assert actions == ["model.promote", "model.canary", "model.rollback", "model.canary"]
+
+
+async def test_a_good_one_is_promoted_on_its_own_when_its_time_is_over(served: Control):
+    await ask(served, "PUT", version="v2", auto=True)
+    counted(served, v2=good(60), v1=good(540))
+    assert (await look_later(served, 300)).state == "running"
+    row = await look_later(served, 601)
+    assert (row.state, active(served)) == ("promoted", "v2")
+    assert row.compared is not None and row.compared["v1"]["requests"] == 540
+    (entry,) = audit.page(served.db, after=None, limit=1).data
+    assert (entry.action, entry.key_id) == ("model.promote", None) and "as good as" in entry.detail["reason"]
+
+
+async def test_a_bad_one_is_rolled_back_on_its_own_and_only_told_of_without_auto(served: Control):
+    bad = VersionLoad(20, 15)
+    await ask(served, "PUT", version="v2")
+    counted(served, v2=bad, v1=good(180))
+    assert (await look_later(served, 5)).state == "running"
+    assert (await ask(served, "GET"))["decision"]["verdict"] == "roll back"
+    await ask(served, "PUT", version="v2", auto=True)
+    row = await look_later(served, 5)
+    assert (row.state, row.reason) == ("rolled_back", "v2 failed 15 of 20 requests, v1 0 of 180")
+    assert active(served) == "v1"
+
+
+async def test_an_engine_given_up_on_and_a_swap_that_fails_roll_back(served: Control):
+    await ask(served, "PUT", version="v2", auto=True)
+    canaries.give_up(served.db, "m@v2", "the fingerprint is not finite")
+    row = await look_later(served, 1)
+    assert (row.state, row.reason) == ("rolled_back", "the engine of v2 does not start: the fingerprint is not finite")
+    await ask(served, "PUT", version="v2", auto=True)
+    counted(served, v2=good(60), v1=good(540))
+    served.scheduler.swap_error = "the fingerprint differs"
+    row = await look_later(served, 601)
+    assert row.state == "rolled_back" and "the fingerprint differs" in row.reason
+    assert active(served) == "v1"
+
+
+async def test_publishing_ends_it_one_way_or_the_other(served: Control):
+    await ask(served, "PUT", version="v2")
+    models.activate(served.db, "m", "v2")
+    assert (await look_later(served, 1)).state == "promoted"
+    models.activate(served.db, "m", "v1")
+    await ask(served, "PUT", version="v2")
+    version = models.find_version(served.db, "m", "v1")
+    assert version is not None
+    models.insert_version(served.db, replace(version, version="v3"))
+    models.activate(served.db, "m", "v3")
+    row = await look_later(served, 1)
+    assert row.state == "rolled_back" and row.reason.startswith("v3 became the version that answers")
+
+
+async def test_its_bytes_are_let_go_when_its_engine_is_gone(served: Control):
+    await ask(served, "PUT", version="v2")
+    served.scheduler.replicas = [{"model": "m@v2", "state": "open"}]
+    await ask(served, "DELETE")
+    await look_later(served, 1)
+    assert served.ops.let_go_of == []
+    served.scheduler.replicas = []
+    await look_later(served, 2)
+    await look_later(served, 4)
+    assert served.ops.let_go_of == ["m@v2"]
+
+
+async def test_its_version_cannot_be_deleted_and_its_model_takes_it_along(served: Control):
+    await ask(served, "PUT", version="v2")
+    answer = await served.http.delete("/v1/models/m@v2", headers=ADMIN)
+    assert answer.status_code == 409 and answer.json()["error"]["code"] == "version_in_use"
+    await ask(served, "DELETE", "/admin/v1/models/m")
+    assert canaries.find(served.db, "m") is None
+
+
+async def test_other_settings_while_it_runs_keep_what_was_counted(served: Control):
+    first = await ask(served, "PUT", version="v2", share=0.1)
+    again = await ask(served, "PUT", version="v2", share=0.5, auto=True)
+    assert (again["created_s"], again["share"], again["auto"]) == (first["created_s"], 0.5, True)

@@ -1,0 +1,83 @@
+"""When a canary is promoted, rolled back or watched on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from appliance.controller.canary_decision import Side, Watch, chance_of_errors, decide, p95_s
+from appliance.controller.load import VersionLoad
+from appliance.gateway.comparison import bucket
+
+WATCH = Watch(since_s=100.0, watch_s=600.0, min_requests=50)
+OVER_S = 701.0
+
+
+def side(version: str, requests: int = 200, errors: int = 0, first_s: float = 0.1, whole_s: float = 1.0,
+         valid_loss: float | None = None) -> Side:  # fmt: skip
+    good = requests - errors
+    return Side(version, VersionLoad(requests, errors, {bucket(first_s): good}, {bucket(whole_s): good}), valid_loss)
+
+
+NEW, OLD = side("v2"), side("v1", 1800)
+
+
+def test_as_good_and_watched_long_enough_is_promoted() -> None:
+    assert decide(NEW, OLD, WATCH, 700.0).verdict == "promote"
+    early = decide(NEW, OLD, WATCH, 640.5)
+    assert (early.verdict, early.reason) == ("wait", "watched for 60 s more")
+
+
+def test_too_few_requests_of_either_version_decide_nothing_good() -> None:
+    assert decide(side("v2", 49), OLD, WATCH, OVER_S).reason == "v2 answered 49 of 50 requests"
+    assert decide(NEW, Side("v1"), WATCH, OVER_S).verdict == "wait"
+
+
+def test_errors_roll_back_at_once_and_say_how_many() -> None:
+    found = decide(side("v2", 8, errors=6), side("v1", 72), WATCH, 101.0)
+    assert (found.verdict, found.reason) == ("roll back", "v2 failed 6 of 8 requests, v1 0 of 72")
+
+
+def test_errors_that_both_have_and_a_few_by_chance_do_not() -> None:
+    assert decide(side("v2", 200, errors=20), side("v1", 1800, errors=180), WATCH, OVER_S).verdict == "promote"
+    assert decide(side("v2", 200, errors=1), OLD, WATCH, OVER_S).verdict == "promote"
+    assert decide(side("v2", 10, errors=10), Side("v1"), WATCH, OVER_S).verdict == "wait", "nothing to compare with"
+
+
+@pytest.mark.parametrize("slow", ["first_s", "whole_s"])
+def test_slower_than_half_as_much_again_rolls_back_when_the_time_is_over(slow: str) -> None:
+    usual = {"first_s": 0.1, "whole_s": 1.0}[slow]
+    assert decide(side("v2", **{slow: usual * 1.3}), OLD, WATCH, OVER_S).verdict == "promote"
+    late = side("v2", **{slow: usual * 2})
+    assert decide(late, OLD, WATCH, 300.0).verdict == "wait"
+    found = decide(late, OLD, WATCH, OVER_S)
+    assert found.verdict == "roll back" and "95 of 100 requests" in found.reason
+
+
+def test_a_worse_held_out_loss_rolls_back_and_an_unknown_one_does_not() -> None:
+    worse, better = replace(NEW, valid_loss=2.2), replace(OLD, valid_loss=2.0)
+    assert decide(worse, better, WATCH, 101.0).reason == "the held-out loss of v2 is 2.2000, that of v1 2.0000"
+    assert decide(replace(NEW, valid_loss=2.03), better, WATCH, OVER_S).verdict == "promote"
+    assert decide(worse, OLD, WATCH, OVER_S).verdict == "promote"
+    assert decide(replace(NEW, valid_loss=float("nan")), better, WATCH, 101.0).verdict == "roll back"
+
+
+def test_an_engine_that_does_not_start_rolls_back() -> None:
+    found = decide(Side("v2"), OLD, WATCH, 101.0, "no kernel image")
+    assert (found.verdict, found.reason) == ("roll back", "the engine of v2 does not start: no kernel image")
+
+
+def test_the_chance_of_errors_is_fishers() -> None:
+    # Fisher's tea: 3 of 4 or better, 17 of 70.
+    assert chance_of_errors(3, 4, 1, 4) == pytest.approx(17 / 70)
+    assert chance_of_errors(0, 4, 1, 4) == 1.0
+    assert chance_of_errors(4000, 20_000, 9000, 180_000) < 1e-18
+
+
+def test_times_are_known_to_a_fifth() -> None:
+    for seconds in (0.0004, 0.001, 0.0123, 0.5, 7.0, 300.0):
+        found = p95_s({bucket(seconds): 3})
+        assert found is not None and max(seconds, 0.001) * 0.999 <= found <= max(seconds, 0.001) * 1.19
+    assert p95_s({bucket(0.1): 95, bucket(9.0): 5}) == pytest.approx(0.1, rel=0.19)
+    assert p95_s({}) is None

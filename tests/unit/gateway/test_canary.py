@@ -1,0 +1,124 @@
+"""A share of a model's requests goes to its canary; what fails there is the canary's, not the client's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from serve.router import Canary, Model, Replica, Router
+
+from .conftest import Box, Start, chat
+from .upstreams import Reply, UpstreamRequest, chat_answer
+
+
+async def split(box: Box, share: float, hold_s: float = 30.0, **canary_states: str) -> None:
+    """"m" v1 on e0, and its canary v2 on e1."""
+    for name in ("e0", "e1"):
+        if name not in box.engines:
+            await box.engine(name)
+    box.serve("m", "e0", hold_s=hold_s)
+    box.serve("m@v2", **(canary_states or {"e1": "open"}))
+    for replica in box.models["m@v2"]["replicas"]:
+        replica["version"] = "v2"
+    box.models["m"]["canary"] = {"name": "m@v2", "version": "v2", "share": share, "since_s": 5.0}
+    box.apply()
+
+
+def asked(i: int) -> dict[str, Any]:
+    return {"model": "m", "messages": [{"role": "user", "content": f"conversation {i}"}]}
+
+
+async def test_conversations_keep_their_version_and_the_header_names_it(start_box: Start) -> None:
+    box = await start_box()
+    await split(box, 0.3)
+    versions = []
+    for i in range(40):
+        first = await box.ask("POST", "/v1/chat/completions", asked(i))
+        turn = asked(i)
+        turn["messages"] += [{"role": "assistant", "content": "a"}, {"role": "user", "content": "and then?"}]
+        second = await box.ask("POST", "/v1/chat/completions", turn)
+        assert first.status == second.status == 200
+        assert first.headers["x-appliance-model-version"] == second.headers["x-appliance-model-version"]
+        versions.append(first.headers["x-appliance-model-version"])
+    assert 4 <= versions.count("v2") <= 22
+    assert {request.json["model"] for request in box.engines["e1"].requests} == {"m@v2"}, "as its engine knows it"
+    assert {request.json["model"] for request in box.engines["e0"].requests} == {"m"}
+    counts = box.gateway.report()["canaries"]["m"]
+    assert counts["since_s"] == 5.0 and {v: c["requests"] for v, c in counts["versions"].items()} == {
+        "v1": 2 * versions.count("v1"), "v2": 2 * versions.count("v2"),
+    }  # fmt: skip
+    assert sum(counts["versions"]["v2"]["first_byte"].values()) == 2 * versions.count("v2")
+
+
+async def test_nothing_waits_for_a_canary(start_box: Start) -> None:
+    box = await start_box()
+    await split(box, 1.0, e1="draining")
+    response = await box.ask("POST", "/v1/chat/completions", asked(1))
+    assert (response.status, response.headers["x-appliance-model-version"]) == (200, "v1")
+    assert box.gateway.metrics.events["held"] == 0
+
+
+async def test_what_dies_on_the_canary_is_answered_by_the_other_version_and_counts_for_the_canary(
+    start_box: Start,
+) -> None:
+    box = await start_box()
+    await split(box, 1.0)
+
+    async def dies(request: UpstreamRequest, reply: Reply) -> None:
+        reply.die()
+
+    box.engines["e1"].script = dies
+    response = await box.ask("POST", "/v1/chat/completions", asked(1))
+    assert (response.status, response.headers["x-appliance-model-version"]) == (200, "v1")
+    versions = box.gateway.report()["canaries"]["m"]["versions"]
+    assert (versions["v2"]["requests"], versions["v2"]["errors"]) == (1, 1)
+    assert (versions["v1"]["requests"], versions["v1"]["errors"]) == (1, 0)
+
+
+async def test_answers_of_500_are_errors_and_of_400_are_not(start_box: Start) -> None:
+    box = await start_box()
+    await split(box, 1.0)
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        status = request.json["seed"]
+        await reply.json({"error": {"message": "no", "type": "x", "code": status}} if status > 200 else chat_answer(),
+                         status)  # fmt: skip
+
+    box.engines["e1"].script = script
+    for status in (200, 400, 500):
+        assert (await box.ask("POST", "/v1/chat/completions", asked(1) | {"seed": status})).status == status
+    counts = box.gateway.report()["canaries"]["m"]["versions"]["v2"]
+    assert (counts["requests"], counts["errors"]) == (3, 1)
+    metrics = (await box.ask("GET", "/metrics")).body.decode()
+    assert 'appliance_gateway_canary_errors{model="m",version="v2"} 1' in metrics
+
+
+async def test_counts_begin_anew_with_another_canary_and_end_with_it(start_box: Start) -> None:
+    box = await start_box()
+    await split(box, 1.0)
+    await box.ask("POST", "/v1/chat/completions", chat())
+    box.models["m"]["canary"]["share"] = 0.5
+    box.apply()
+    assert box.gateway.report()["canaries"]["m"]["versions"], "only its share changed"
+    box.models["m"]["canary"]["since_s"] = 6.0
+    box.apply()
+    assert box.gateway.report()["canaries"]["m"] == {"since_s": 6.0, "versions": {}}
+    del box.models["m"]["canary"]
+    box.apply()
+    assert box.gateway.report()["canaries"] == {}
+
+
+@pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
+def test_the_share_is_met_over_many_conversations(share: float) -> None:
+    router = Router(max_inflight=10)
+    replica = Replica("r1", "/s", "v1", "open")
+    router.apply([
+        Model("m", "v1", "ready", "generate", 1.0, (replica,), canary=Canary("m@v2", share, 1.0)),
+        Model("m@v2", "v2", "ready", "generate", 1.0),
+    ])  # fmt: skip
+    prompts = [b"You are helpful.\nquestion %d" % i for i in range(20_000)]
+    found = sum(router.canary_for("m", "key_1", lambda p=p: p) is not None for p in prompts)
+    assert found / len(prompts) == pytest.approx(share, rel=0.25)
+    keys = sum(router.canary_for("m", f"key_{i}", lambda: b"the same prompt") is not None for i in range(20_000))
+    assert keys / 20_000 == pytest.approx(share, rel=0.25)
