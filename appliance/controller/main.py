@@ -143,6 +143,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         files_dir=paths.files,
         jobs_dir=paths.jobs,
         uploads_dir=paths.uploads,
+        batches_dir=paths.batches,
         scheduler=port,
         model_ops=LibraryOps(library, store, flow, shelf.let_go),
         key_sink=bus,
