@@ -39,7 +39,9 @@ def shown(db: Database, device: dict[str, Any]) -> dict[str, Any]:
     failing = box.get(db, FAILING, {}).get(device["id"])
     cordoned = device["id"] in box.get(db, CORDONED, [])
     if not cordoned:
-        return {**device, "drain": None}
+        # The loop's view is a moment old: a device that was put back a moment ago still drains in it.
+        back = {"health": "ok", "health_reason": ""} if device["health"] == "draining" else {}
+        return {**device, **back, "drain": None}
     health = "draining" if device["health"] == "ok" else device["health"]
     told = failing
     if drained:

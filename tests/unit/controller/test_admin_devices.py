@@ -79,3 +79,8 @@ async def test_a_deployment_is_changed_field_by_field(control: Control):
 async def test_deployments_that_cannot_be_are_refused(control: Control, body: dict[str, Any], param: str):
     error = (await ask(control, "PATCH", "/models/starter/deployment", 400, json=body))["error"]
     assert error["param"] == param and deployments.find(control.db, "starter") is None and actions(control) == []
+
+
+def test_a_device_put_back_is_shown_so_before_the_loop_has_looked_again(control: Control):
+    seen = {"id": "n0/3", "health": "draining", "health_reason": "drained by an operator"}
+    assert cordons.shown(control.db, seen) == {"id": "n0/3", "health": "ok", "health_reason": "", "drain": None}
