@@ -407,7 +407,6 @@ class Exchange:
         request, choice = self.request, self._choice
         assert choice is not None
         self._relayed = True
-        request.model_version = choice.replica.version
         self._first_byte_s = now
         self.gateway.router.succeed(choice)
         if not self._continued:
@@ -432,7 +431,6 @@ class Exchange:
                 if _engine_dead(error):
                     self.answer.relay(continuation.take(body[:at]))
                     self._drop_upstream(failed=True)
-                    self._undispatch(failed=True)
                     self._continue_or_fail(error)
                     return
             body = continuation.take(body)
