@@ -14,7 +14,7 @@ from appliance.controller.errors import Conflict, Forbidden, NotFound, shown
 from appliance.controller.naming import Resolved, resolve
 from appliance.controller.ports import VersionPlace
 from appliance.controller.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, Principal, needs
-from appliance.controller.spending import may_use
+from appliance.controller.spending import may_use, usable_models
 from appliance.controller.strict_json import StrictRoute
 from appliance.store import adapters, canaries, job_records, jobs, models
 from appliance.store.rows import VersionRow
@@ -28,7 +28,8 @@ def routes(context: ControllerContext) -> APIRouter:
     async def list_models(caller: Caller) -> dict[str, Any]:
         names = [row.id for row in models.list_callable(db)]
         names += [row.name for row in job_records.list_checkpoints(db)]
-        found = [resolve(db, name) for name in names if may_use(db, caller.key_id, name)]
+        usable = usable_models(db, caller.key_id)
+        found = [resolve(db, name) for name in names if usable is None or name in usable]
         return {"object": "list", "data": [views.model_object(item) for item in found if item]}
 
     @router.get("/{name:path}", dependencies=[Depends(needs(INFERENCE, FINE_TUNING))])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from appliance.store import jobs, keys, usage
@@ -80,13 +80,13 @@ def allowed_models(db: Database, row: KeyRow) -> list[str]:
     return sorted({*row.models, *jobs.names_made_by(db, row.id)})
 
 
+def usable_models(db: Database, key_id: str | None) -> frozenset[str] | None:
+    """The names that a request with this key (None: the box itself) may use; None: all."""
+    row = keys.find(db, key_id) if key_id is not None else None
+    return None if row is None or row.models is None else frozenset(allowed_models(db, row))
+
+
 def may_use(db: Database, key_id: str | None, model: str) -> bool:
-    """Whether a request with this key (None: the box itself) may use a model by this name."""
-    row: KeyRow | None = keys.find(db, key_id) if key_id is not None else None
-    return row is None or row.models is None or model in allowed_models(db, row)
-
-
-def limits_of(body: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a request that are columns of a key."""
-    names = ("models", "requests_per_minute", "tokens_per_minute", "tokens_per_day", "tokens_per_month")
-    return {name: body[name] for name in names if name in body}
+    """Whether a request with this key may use a model by this name."""
+    names = usable_models(db, key_id)
+    return names is None or model in names
