@@ -1,4 +1,5 @@
-"""How a job may use the devices: the options that `job submit` and `job update` share."""
+"""Options that commands about jobs share: what is trained (`job submit`, `plan job`), and how it may use the devices
+(`job submit`, `job update`)."""
 
 from __future__ import annotations
 
@@ -10,6 +11,16 @@ import typer
 
 from appliance.cli.errors import BadUsage
 from appliance.cli.formats import seconds_of
+
+LORA_RANK = Annotated[int | None, typer.Option("--lora-rank", metavar="R", help="Train adapters of this rank.")]
+FULL = Annotated[
+    bool | None, typer.Option("--full/--lora", help="Train every weight, or adapters. Default: by the model's size.")
+]
+ZERO_STAGE = Annotated[int | None, typer.Option("--zero-stage", min=0, max=3, help="DeepSpeed ZeRO.")]
+MAX_LENGTH = Annotated[int | None, typer.Option("--max-length", metavar="TOKENS")]
+SET = Annotated[
+    list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other hyperparameter; repeatable.")
+]
 
 MIN_DEVICES = Annotated[int | None, typer.Option("--min-devices", metavar="N", min=1, help="Never on fewer.")]
 MAX_DEVICES = Annotated[int | None, typer.Option("--max-devices", metavar="N", min=1, help="Never on more.")]

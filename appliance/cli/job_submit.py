@@ -17,11 +17,16 @@ from appliance.cli.errors import BadUsage
 from appliance.cli.job_follow import end_well, print_logs, wait_for_end
 from appliance.cli.job_request import (
     DEADLINE,
+    FULL,
+    LORA_RANK,
     MAX_DEVICES,
+    MAX_LENGTH,
     MIN_DEVICES,
     PREEMPTIBLE,
     PRIORITY,
+    SET,
     SIZES,
+    ZERO_STAGE,
     device_fields,
 )
 
@@ -58,19 +63,12 @@ def submit(
     learning_rate_multiplier: Annotated[
         str | None, typer.Option("--learning-rate-multiplier", metavar="X", help=_SHAPES)
     ] = None,
-    lora_rank: Annotated[
-        int | None, typer.Option("--lora-rank", metavar="R", help="Train adapters of this rank.")
-    ] = None,
-    full: Annotated[
-        bool | None,
-        typer.Option("--full/--lora", help="Train every weight, or adapters. Default: by the model's size."),
-    ] = None,
-    zero_stage: Annotated[int | None, typer.Option("--zero-stage", min=0, max=3, help="DeepSpeed ZeRO.")] = None,
-    max_length: Annotated[int | None, typer.Option("--max-length", metavar="TOKENS")] = None,
+    lora_rank: LORA_RANK = None,
+    full: FULL = None,
+    zero_stage: ZERO_STAGE = None,
+    max_length: MAX_LENGTH = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other hyperparameter; repeatable.")
-    ] = None,
+    set_: SET = None,
     metadata: Annotated[
         list[str] | None, typer.Option("--metadata", metavar="NAME=VALUE", help="To find it again; repeatable.")
     ] = None,

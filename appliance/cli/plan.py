@@ -10,6 +10,7 @@ from appliance.cli import formats, output
 from appliance.cli.command import Session, examples, for_box, group
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import CommandFailed
+from appliance.cli.job_request import FULL, LORA_RANK, MAX_LENGTH, SET, ZERO_STAGE
 from appliance.cli.job_submit import auto_or_number, with_pairs
 
 app = group("Would it fit? An estimate before anything is started.")
@@ -62,18 +63,11 @@ def job(
         int, typer.Option("--examples", metavar="N", min=1, help="Of the training file; 'auto' depends on it.")
     ] = 1000,
     batch_size: Annotated[str | None, typer.Option("--batch-size", metavar="N", help="auto or a number")] = None,
-    lora_rank: Annotated[
-        int | None, typer.Option("--lora-rank", metavar="R", help="Train adapters of this rank.")
-    ] = None,
-    full: Annotated[
-        bool | None,
-        typer.Option("--full/--lora", help="Train every weight, or adapters. Default: by the model's size."),
-    ] = None,
-    zero_stage: Annotated[int | None, typer.Option("--zero-stage", min=0, max=3, help="DeepSpeed ZeRO.")] = None,
-    max_length: Annotated[int | None, typer.Option("--max-length", metavar="TOKENS")] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other hyperparameter; repeatable.")
-    ] = None,
+    lora_rank: LORA_RANK = None,
+    full: FULL = None,
+    zero_stage: ZERO_STAGE = None,
+    max_length: MAX_LENGTH = None,
+    set_: SET = None,
 ) -> None:
     """Memory of a fine-tuning job: weights, gradients, optimizer and activations per device, snapshot and result."""
     given = {
