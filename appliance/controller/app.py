@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 
-from fastapi import APIRouter, Depends, FastAPI
+from fastapi import FastAPI
 from starlette.middleware import Middleware
 
 from appliance.controller import (
@@ -36,8 +36,8 @@ from appliance.controller.context import ControllerContext
 from appliance.controller.job_validation import JobValidation
 from appliance.controller.middleware import BodyLimits, RequestIds
 from appliance.controller.operations import Operations
-from appliance.controller.principal import ADMIN, needs
-from appliance.controller.strict_json import StrictRoute
+from appliance.controller.principal import ADMIN
+from appliance.controller.routers import make_router
 from appliance.store import files as file_rows
 from appliance.store import idempotency
 
@@ -84,7 +84,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     app.state.batches, app.state.canaries = runner, compared
     error_handlers.install(app)
 
-    admin = APIRouter(prefix="/admin/v1", route_class=StrictRoute, dependencies=[Depends(needs(ADMIN))])
+    admin = make_router("/admin/v1", ADMIN)
     admin_box.routes(context, admin)
     admin_mode.routes(context, admin)
     admin_queue.routes(context, admin)
@@ -98,7 +98,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     for router in (files.routes(context), upload_parts.routes(context), batches.routes(context, runner),
                    jobs.routes(context, validation),
                    permissions.routes(context), models.routes(context), admin):  # fmt: skip
-        app.include_router(router, responses=error_handlers.RESPONSES)
+        app.router.routes.extend(router.routes)
     return app
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from appliance.controller import files, repeats
@@ -15,8 +15,8 @@ from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, Conflict, NotFound, shown
 from appliance.controller.job_requests import check_metadata
 from appliance.controller.paging import After, Limit, list_object
-from appliance.controller.principal import INFERENCE, Caller, needs
-from appliance.controller.strict_json import StrictRoute
+from appliance.controller.principal import INFERENCE, Caller
+from appliance.controller.routers import make_router
 from appliance.store import batches
 from appliance.store.ids import new_id
 from appliance.store.rows import BatchRow
@@ -44,7 +44,7 @@ class BatchCreate(_Strict):
 
 
 def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
-    router = APIRouter(prefix="/v1/batches", route_class=StrictRoute, dependencies=[Depends(needs(INFERENCE))])
+    router = make_router("/v1/batches", INFERENCE)
     db = context.db
 
     @router.post("")

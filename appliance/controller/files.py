@@ -11,15 +11,15 @@ from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Query, Request
+from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse
 
 from appliance.controller import repeats, uploads, views
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, Conflict, NotFound, shown
 from appliance.controller.paging import After, list_object
-from appliance.controller.principal import FINE_TUNING, Caller, needs
-from appliance.controller.strict_json import StrictRoute
+from appliance.controller.principal import FINE_TUNING, Caller
+from appliance.controller.routers import make_router
 from appliance.store import batches, files
 from appliance.store.database import Database
 from appliance.store.ids import new_id
@@ -34,7 +34,7 @@ _LINES_SHOWN = 20
 
 
 def routes(context: ControllerContext) -> APIRouter:
-    router = APIRouter(prefix="/v1/files", route_class=StrictRoute, dependencies=[Depends(needs(FINE_TUNING))])
+    router = make_router("/v1/files", FINE_TUNING)
     db = context.db
 
     @router.post("")

@@ -9,7 +9,7 @@ import secrets
 import time
 from typing import Any
 
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 
 from appliance.controller import job_requests, repeats, views
 from appliance.controller.context import ControllerContext
@@ -19,9 +19,9 @@ from appliance.controller.job_requests import JobCreate
 from appliance.controller.job_validation import JobValidation
 from appliance.controller.naming import fine_tuned_name, resolve, root_base
 from appliance.controller.paging import After, Limit, list_object
-from appliance.controller.principal import FINE_TUNING, Caller, needs
+from appliance.controller.principal import FINE_TUNING, Caller
+from appliance.controller.routers import make_router
 from appliance.controller.spending import may_use
-from appliance.controller.strict_json import StrictRoute
 from appliance.store import files, job_records, jobs, keys
 from appliance.store.errors import IllegalTransition
 from appliance.store.ids import new_id
@@ -32,9 +32,7 @@ ROUTE = "fine_tuning.jobs"
 
 
 def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
-    router = APIRouter(
-        prefix="/v1/fine_tuning/jobs", route_class=StrictRoute, dependencies=[Depends(needs(FINE_TUNING))]
-    )
+    router = make_router("/v1/fine_tuning/jobs", FINE_TUNING)
     db, organization = context.db, context.config.organization
 
     def shown_job(row: JobRow) -> dict[str, Any]:

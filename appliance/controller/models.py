@@ -14,14 +14,14 @@ from appliance.controller.errors import Conflict, Forbidden, NotFound, shown
 from appliance.controller.naming import Resolved, resolve
 from appliance.controller.ports import VersionPlace
 from appliance.controller.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, Principal, needs
+from appliance.controller.routers import make_router
 from appliance.controller.spending import may_use, usable_models
-from appliance.controller.strict_json import StrictRoute
 from appliance.store import adapters, canaries, job_records, jobs, models
 from appliance.store.rows import VersionRow
 
 
 def routes(context: ControllerContext) -> APIRouter:
-    router = APIRouter(prefix="/v1/models", route_class=StrictRoute)
+    router = make_router("/v1/models")
     db = context.db
 
     @router.get("", dependencies=[Depends(needs(INFERENCE, FINE_TUNING))])

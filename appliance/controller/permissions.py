@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Depends, Query
+from fastapi import APIRouter, Query
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from appliance.controller import views
@@ -17,8 +17,8 @@ from appliance.controller.context import ControllerContext
 from appliance.controller.errors import NotFound, shown
 from appliance.controller.naming import resolve
 from appliance.controller.paging import After, Limit, list_object
-from appliance.controller.principal import ADMIN, needs
-from appliance.controller.strict_json import StrictRoute
+from appliance.controller.principal import ADMIN
+from appliance.controller.routers import make_router
 from appliance.store import job_records
 from appliance.store.errors import RowNotFound
 from appliance.store.ids import new_id
@@ -34,9 +34,7 @@ class PermissionCreate(BaseModel):
 
 
 def routes(context: ControllerContext) -> APIRouter:
-    router = APIRouter(
-        prefix="/v1/fine_tuning/checkpoints", route_class=StrictRoute, dependencies=[Depends(needs(ADMIN))]
-    )
+    router = make_router("/v1/fine_tuning/checkpoints", ADMIN)
     db = context.db
 
     def check(name: str) -> None:

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from anyio import to_thread
-from fastapi import APIRouter, Depends, Request
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from appliance.controller import files, uploads, views
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, Conflict, NotFound, Unavailable, shown
-from appliance.controller.principal import FINE_TUNING, Caller, needs
-from appliance.controller.strict_json import StrictRoute
+from appliance.controller.principal import FINE_TUNING, Caller
+from appliance.controller.routers import make_router
 from appliance.store import files as file_rows
 from appliance.store import uploads as upload_rows
 from appliance.store.ids import new_id
@@ -58,7 +58,7 @@ class UploadComplete(_Strict):
 
 
 def routes(context: ControllerContext) -> APIRouter:
-    router = APIRouter(prefix="/v1/uploads", route_class=StrictRoute, dependencies=[Depends(needs(FINE_TUNING))])
+    router = make_router("/v1/uploads", FINE_TUNING)
     db, config = context.db, context.config
     completing: set[str] = set()
 

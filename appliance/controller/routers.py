@@ -1,0 +1,19 @@
+"""Every router of the control plane is made here: strict bodies, the error shapes, and the scopes a caller needs."""
+
+from __future__ import annotations
+
+from fastapi import APIRouter, Depends
+
+from appliance.controller.error_handlers import RESPONSES
+from appliance.controller.principal import needs
+from appliance.controller.strict_json import StrictRoute
+
+
+def make_router(prefix: str, *scopes: str) -> APIRouter:
+    """A router whose routes a caller with one of `scopes`, or with admin, may use; without scopes each route says.
+
+    All that its routes share is given here, so that `create_app` can take them as they are:
+    `FastAPI.include_router` builds every route, with its pydantic models, a second time.
+    """
+    dependencies = [Depends(needs(*scopes))] if scopes else []
+    return APIRouter(prefix=prefix, route_class=StrictRoute, responses=RESPONSES, dependencies=dependencies)
