@@ -20,10 +20,10 @@ test: setup ## everything that must pass: lint, then unit, property and end-to-e
 	@images/run-tests.sh "$(PY)"
 
 test-unit: setup ## unit tests only
-	$(PYTEST) tests/unit
+	$(PYTEST) --numprocesses "$$(nproc)" --maxprocesses 8 --dist worksteal tests/unit
 
 test-property: setup ## property tests only
-	$(PYTEST) tests/property
+	$(PYTEST) --numprocesses "$$(nproc)" --maxprocesses 8 --dist worksteal tests/property
 
 e2e: setup ## end-to-end tests only: real box, real engines, real training
 	$(PYTEST) tests/e2e

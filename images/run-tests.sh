@@ -21,8 +21,11 @@ suite() {
 }
 
 suite lint "$python" -m ruff check .
-for name in unit property e2e; do
-    [ ! -d "tests/$name" ] || suite "$name" "$python" -m pytest -m 'not soak' --durations 5 "tests/$name"
-done
+pytest=("$python" -m pytest -m 'not soak' --durations 5)
+# End-to-end tests each use the whole machine; the others use one core each.
+side_by_side=(--numprocesses "$(nproc)" --maxprocesses 8 --dist worksteal)
+suite unit "${pytest[@]}" "${side_by_side[@]}" tests/unit
+suite property "${pytest[@]}" "${side_by_side[@]}" tests/property
+suite e2e "${pytest[@]}" tests/e2e
 printf '\n%s%-10s %5d s\n' "$summary" total "$SECONDS"
 exit "$failed"
