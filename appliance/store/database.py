@@ -12,8 +12,6 @@ import os
 import sqlite3
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -25,6 +23,7 @@ from appliance.store.errors import (
     UnknownColumn,
     UnknownCursor,
 )
+from appliance.store.migrator import migrate
 
 Row = TypeVar("Row")
 BUSY_TIMEOUT_MS = 5000
@@ -66,7 +65,7 @@ class Database:
             self._connection.execute("PRAGMA journal_mode = WAL")
             self._connection.execute("PRAGMA synchronous = FULL")
             self._connection.execute("PRAGMA foreign_keys = ON")
-            self._migrate()
+            migrate(self._connection, path)
         except sqlite3.DatabaseError as error:
             self._connection.close()
             raise DatabaseUnusable(path, str(error)) from error
@@ -178,42 +177,6 @@ class Database:
             [*values, limit + 1],
         )
         return Page(rows[:limit], len(rows) > limit)
-
-    def _migrate(self) -> None:
-        migrations = _migrations()
-        (found,) = self.execute("PRAGMA user_version").fetchone()
-        if found > max(migrations):
-            raise SchemaTooNew(self.path, found, max(migrations))
-        for number, script in migrations.items():
-            if number <= found:
-                continue
-            with self.transaction():
-                for statement in _statements(script):
-                    self.execute(statement)
-                self.execute(f"PRAGMA user_version = {number}")
-
-
-@cache
-def _migrations() -> dict[int, str]:
-    """The scripts of `migrations/` by their numbers, ascending; a released one is never edited, and none is ever put
-    before one that was released."""
-    folder = resources.files("appliance.store") / "migrations"
-    scripts = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".sql")), key=lambda e: e.name)
-    numbers = [int(entry.name.split("_")[0]) for entry in scripts]
-    assert numbers and len(set(numbers)) == len(numbers), f"migrations must have numbers of their own: {numbers}"
-    return {number: entry.read_text() for number, entry in zip(numbers, scripts, strict=True)}
-
-
-def _statements(script: str) -> Iterator[str]:
-    # sqlite3's executescript() commits before it starts, which would tear a migration in two.
-    pending = ""
-    for line in script.splitlines(keepends=True):
-        pending += line
-        if sqlite3.complete_statement(pending):
-            yield pending
-            pending = ""
-    if pending.strip():
-        yield pending
 
 
 def _encode(field: dataclasses.Field[Any], value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import stat
 import threading
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.store import box, files, jobs
+from appliance.store import box, files, jobs, migrator
 from appliance.store.database import Database
 from appliance.store.errors import (
     DatabaseUnusable,
@@ -19,6 +20,7 @@ from appliance.store.errors import (
     UnknownColumn,
     UnknownCursor,
 )
+from appliance.store.migrator import migrations
 from appliance.store.rows import FileRow, JobRow
 
 
@@ -52,6 +54,49 @@ def test_opening_again_keeps_rows_and_migrates_nothing(tmp_path: Path):
     with Database(tmp_path / "a.db") as db:
         assert jobs.get(db, "ftjob-1") == job(1, metadata={"k": "v"}, devices=["n0/0"])
         assert db.execute("PRAGMA user_version").fetchone()[0] == version
+
+
+def older_database(path: Path, numbers: list[int]) -> None:
+    """As a release made it that had these migrations, and only `user_version` to remember them by."""
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        for number in numbers:
+            connection.executescript(migrations()[number])
+        connection.execute(f"PRAGMA user_version = {max(numbers)}")
+        connection.execute("INSERT INTO files (id, filename, purpose, bytes, sha256, status, created_s) "
+                           "VALUES ('file-old', 'n', 'batch', 1, '00', 'processed', 1.0)")  # fmt: skip
+        connection.commit()
+
+
+def schema(db: Database) -> dict[str, list[tuple[str, str]]]:
+    tables = [row[0] for row in db.execute("SELECT name FROM sqlite_master WHERE type IN ('table', 'index')")]
+    return {table: sorted((row[1], row[2]) for row in db.execute(f"PRAGMA table_info({table})")) for table in tables}
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [[1], [1, 2], [1, 2, 4], [1, 2, 4, 8], [1, 2, 4, 10], [1, 2, 8, 10], [1, 2, 4, 8, 9, 10]],
+    ids=lambda numbers: "-".join(map(str, numbers)),
+)
+def test_a_database_of_an_older_set_of_migrations_gets_what_it_lacks(tmp_path: Path, db: Database, numbers):
+    older_database(tmp_path / "old.db", numbers)
+    with Database(tmp_path / "old.db") as opened:
+        assert schema(opened) == schema(db)
+        assert opened.execute("SELECT id FROM files").fetchall()[0][0] == "file-old"
+        assert [row[0] for row in opened.execute("SELECT number FROM migrations")] == list(migrations())
+    with Database(tmp_path / "old.db") as again:
+        assert schema(again) == schema(db)
+
+
+def test_a_migration_that_fails_leaves_the_database_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with Database(tmp_path / "a.db") as db:
+        before = schema(db)
+    more = {**migrations(), 900: "CREATE TABLE half (x);\nCREATE TABLE files (x);\n"}
+    monkeypatch.setattr(migrator, "migrations", lambda: more)
+    with pytest.raises(DatabaseUnusable, match="already exists"):
+        Database(tmp_path / "a.db")
+    monkeypatch.undo()
+    with Database(tmp_path / "a.db") as db:
+        assert schema(db) == before and db.execute("PRAGMA user_version").fetchone()[0] == max(migrations())
 
 
 def test_a_schema_of_a_newer_release_is_refused_and_left_alone(tmp_path: Path):
