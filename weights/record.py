@@ -15,7 +15,7 @@ from typing import NamedTuple
 from weights import codec
 from weights.checksums import checksum
 from weights.errors import IntegrityError, ObjectDamaged
-from weights.manifest import Manifest
+from weights.manifest import KINDS, Manifest
 from weights.names import decode_name, encode_name
 
 FORMAT = 1
@@ -24,7 +24,7 @@ _OBJECT = re.compile(r"[0-9a-f]{64}")
 
 
 class Name(NamedTuple):
-    """A version or snapshot in any tier. `kind` is "version" or "snapshot"."""
+    """A version, an adapter or a snapshot in any tier. `kind` is one of `weights.manifest.KINDS`."""
 
     kind: str
     model: str
@@ -42,7 +42,7 @@ class Name(NamedTuple):
     def of_key(cls, key: str) -> Name | None:
         """The name whose record has this key; None for a key that is none."""
         parts = key.split("/")
-        if len(parts) != 4 or parts[0] != "records" or parts[1] not in ("versions", "snapshots"):
+        if len(parts) != 4 or parts[0] != "records" or parts[1] not in {f"{kind}s" for kind in KINDS}:
             return None
         model, version = decode_name(parts[2]), decode_name(parts[3])
         return cls(parts[1][:-1], model, version) if model and version else None

@@ -13,6 +13,7 @@ from tests.unit.weights.conftest import SPECS, check, content, write
 from weights import codec
 from weights.errors import ChecksumMismatch, IntegrityError, ObjectDamaged, TierFull, TierUnavailable, VersionNotFound
 from weights.layout import Layout, TensorSpec
+from weights.manifest import KINDS
 from weights.objects import DirectoryObjects
 from weights.packed import PackedTier, moment_codecs
 from weights.record import Name
@@ -45,6 +46,16 @@ def flip(path):
     raw = bytearray(path.read_bytes())
     raw[len(raw) // 2] ^= 0x10
     path.write_bytes(raw)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_process_finds_every_kind(store, tier, kind):
+    stored = write(store, kind=kind)
+    tier.put(stored.path)
+    again = PackedTier("disk", DirectoryObjects(tier.where))
+    assert set(again.names(kind)) == {name_of(stored)} == {Name.of_key(name_of(stored).key)}
+    again.collect()
+    assert again.verify(name_of(stored)).kind == kind
 
 
 @pytest.mark.parametrize("sealed", [True, False])
