@@ -7,12 +7,15 @@ where the rank is (`STATES`) for as long as it lives, so that a new caller can r
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from pathlib import Path
 from typing import Any
 
 from runtime.child import Child
 from runtime.errors import ChildDied
+
+log = logging.getLogger(__name__)
 
 ENTRY = "train.worker:main"
 COLLECTIVE_TIMEOUT_S = 600.0
@@ -77,10 +80,19 @@ class RankHost:
         return await self._events.next(after)
 
     async def kill(self) -> None:
-        """Kill the rank if there is one and return when its device is free."""
-        if self._child is not None:
-            await self._child.kill_and_wait()
-            self._place = dict(NOWHERE)
+        """Kill the rank if there is one and return when its device is free.
+
+        On a machine without a processor to spare the kernel takes longer than the wait to take its memory back. Giving
+        up then left a job that had come to its end running for ever.
+        """
+        while self._child is not None:
+            try:
+                await self._child.kill_and_wait()
+            except TimeoutError:
+                log.warning("%s (pid %d) is killed and not gone yet; waiting on", self._child.name, self._child.pid)
+            else:
+                self._place = dict(NOWHERE)
+                return
 
     async def wait_dead(self) -> None:
         """Returns when no process of the rank is left."""

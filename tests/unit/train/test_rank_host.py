@@ -13,6 +13,7 @@ class Child:
 
     def __init__(self, name):
         self.name, self.pid, self.alive, self.says = name, 1, True, asyncio.Queue()
+        self.lingers = 0  # how often a wait for its end is given up
 
     async def next_event(self):
         return await self.says.get()
@@ -21,6 +22,9 @@ class Child:
         return {"phase": "step", "step": 0, "in_phase_s": 0.0}
 
     async def kill_and_wait(self):
+        if self.lingers:
+            self.lingers -= 1
+            raise TimeoutError
         if self.alive:
             self.alive = False
             self.says.put_nowait(None)
@@ -65,6 +69,19 @@ async def test_events_are_kept_until_acknowledged_and_states_for_good(monkeypatc
     assert (status["alive"], status["done"], status["job_id"]) == (False, True, "j")
     await one.kill()
     assert (await one.status())["job_id"] == "", "cleared: nobody adopts it any more"
+
+
+async def test_a_killed_rank_that_lingers_is_waited_for(monkeypatch, tmp_path):
+    one, (child,) = await started(monkeypatch, tmp_path)
+    child.lingers = 3
+    await one.kill()
+    assert not child.alive and (await one.status())["job_id"] == ""
+
+
+async def started(monkeypatch, tmp_path):
+    one, made = host(monkeypatch, tmp_path)
+    await one.start({"job_id": "j"}, 0, 1, "127.0.0.1", 1, "cpu")
+    return one, made
 
 
 async def test_a_new_life_does_not_hear_the_old_ones_listener(monkeypatch, tmp_path):
