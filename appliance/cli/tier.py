@@ -6,6 +6,7 @@ from typing import Any
 
 from appliance.cli import formats, output
 from appliance.cli.command import EVERY, WATCH, Session, examples, for_box, group
+from appliance.cli.operations import TIMEOUT, WAIT, finish
 
 app = group("Tiers: where the bytes of models and jobs are kept.")
 
@@ -17,6 +18,26 @@ app = group("Tiers: where the bytes of models and jobs are kept.")
 def list_tiers(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
     """Every tier with what it holds, what is still to be copied to it, and its last error."""
     session.follow(lambda: session.client.get("/admin/v1/tiers"), _table, watch, every)
+
+
+@app.command(epilog=examples("appliance tier verify", "appliance tier verify -o json"))
+@for_box
+def verify(session: Session, wait: WAIT = True, timeout: TIMEOUT = None) -> None:
+    """Read every copy of every model, adapter and snapshot, and compare it with its checksums.
+
+    Exit code 1 names every copy that is damaged. A damaged copy is replaced from the next tier when it is needed.
+    """
+    started = session.client.post("/admin/v1/tiers/verify")
+    session.show(finish(session, started, wait, timeout), _checked)
+
+
+def _checked(operation: dict[str, Any]) -> Any:
+    result = operation.get("result") or {}
+    rows = [("operation", operation["id"]), ("state", operation["state"])]
+    if result:
+        rows += [("whole copies", result["copies"]), ("without checksums yet", result["unsealed"]),
+                 ("tensors", result["tensors"]), ("read", formats.size(result["bytes"]))]  # fmt: skip
+    return output.fields(rows)
 
 
 def _table(answer: dict[str, Any]) -> Any:

@@ -118,6 +118,12 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
         record(context, caller, "model.verify", row.id)
         return answer
 
+    @router.post("/tiers/verify", status_code=202)
+    async def verify_tiers(caller: Caller) -> JSONResponse:
+        answer = start("verify", "tiers", context.model_ops.verify_tiers)
+        record(context, caller, "tiers.verify", "box")
+        return answer
+
     @router.post("/models/{name:path}/rollback")
     async def rollback(name: str, caller: Caller, body: Rollback | None = None) -> dict[str, Any]:
         row, asked = known(name), body.version if body else None

@@ -69,7 +69,8 @@ def usable_model(context: ControllerContext, name: str, caller: Principal) -> Re
 
 
 def place(row: VersionRow) -> VersionPlace:
-    return VersionPlace(row.version, row.disk_path, row.shm_path)
+    kind = "adapter" if row.meta.get("adapter") else "version"
+    return VersionPlace(row.version, row.disk_path, row.shm_path, kind)
 
 
 async def remove(context: ControllerContext, found: Resolved) -> None:

@@ -137,11 +137,12 @@ Report = Callable[[Progress], None]
 
 
 class VersionPlace(NamedTuple):
-    """Where the bytes of a version lie; None where they are not."""
+    """Where the bytes of a version lie; None where they are not. kind: "version" or "adapter"."""
 
     version: str
     disk_path: str | None
     shm_path: str | None
+    kind: str = "version"
 
 
 class ModelOps(Protocol):
@@ -158,8 +159,12 @@ class ModelOps(Protocol):
         """Pretrain the small model named `starter`."""
 
     async def verify(self, name: str, places: list[VersionPlace], report: Report) -> dict[str, Any]:
-        """Compare bytes with checksums; returns {"versions": […], "tensors": n, "bytes": n}. Raises OperationFailed
-        naming file and tensor."""
+        """Compare bytes with checksums, in every tier; returns {"versions": [{"version", "path", "tensors", "bytes"}],
+        "unsealed": copies that have no checksums yet, "tensors", "bytes"}. Raises OperationFailed naming every damaged
+        copy with file and tensor."""
+
+    async def verify_tiers(self, report: Report) -> dict[str, Any]:
+        """The same for all versions, adapters and snapshots; returns {"copies", "unsealed", "tensors", "bytes"}."""
 
     async def remove(self, name: str, places: list[VersionPlace]) -> None:
         """Give back the bytes of these versions. Idempotent."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from appliance.controller.errors import OperationFailed
 from appliance.controller.ports import ModelStats, Progress, Report, VersionPlace
 from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary, ModelVersion
+from appliance.wiring.tier_check import Checked, check
 from appliance.wiring.tier_flow import TierFlow
 from weights.errors import VersionNotFound, WeightsError
 from weights.record import Name
@@ -32,20 +32,18 @@ class LibraryOps:
         return _stats(await _thread(self._library.make_starter, minutes=minutes, report=_reporter(report)))
 
     async def verify(self, name: str, places: list[VersionPlace], report: Report) -> dict[str, Any]:
-        total = {"versions": [], "tensors": 0, "bytes": 0}
-        for place in places:
-            for directory in filter(None, (place.disk_path, place.shm_path)):
-                if not Path(directory).is_dir():
-                    continue  # evicted from shared memory, or not yet copied to disk
-                found = await _thread(self._library.verify, Path(directory), report=_reporter(report))
-                total["versions"].append({"version": place.version, "path": directory, **found})
-                total["tensors"] += found["tensors"]
-                total["bytes"] += found["bytes"]
-            for where, found in (await _thread(self._flow.verify, Name("version", name, place.version))).items():
-                total["versions"].append({"version": place.version, "path": where, **found})
-                total["tensors"] += found["tensors"]
-                total["bytes"] += found["bytes"]
-        return total
+        found = await self._check([Name(place.kind, name, place.version) for place in places], report)
+        return {"versions": found.whole, "unsealed": found.unsealed, **found.totals()}
+
+    async def verify_tiers(self, report: Report) -> dict[str, Any]:
+        found = await self._check(await _thread(self._flow.known), report)
+        return {"copies": len(found.whole), "unsealed": found.unsealed, **found.totals()}
+
+    async def _check(self, names: list[Name], report: Report) -> Checked:
+        found = await _thread(check, self._flow, names, _reporter(report))
+        if found.faults:
+            raise OperationFailed("; ".join(found.faults), code="copies_damaged")
+        return found
 
     async def remove(self, name: str, places: list[VersionPlace]) -> None:
         self._let_go(name)

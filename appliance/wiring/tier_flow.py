@@ -16,8 +16,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from appliance.store import box, models, tier_removals
 from appliance.store.database import Database
@@ -35,13 +36,14 @@ from weights.errors import (
     WeightsError,
 )
 from weights.lease import StoredVersion, take_lease, unpin
-from weights.manifest import KINDS
+from weights.manifest import KINDS, Manifest
 from weights.names import version_path
 from weights.pace import Pace
 from weights.packed import PackedTier
 from weights.record import Name
 from weights.retention import TierPlan, plan_tier
 from weights.store import WeightStore
+from weights.tiers import verify
 
 log = logging.getLogger(__name__)
 
@@ -91,6 +93,14 @@ class _Running:
     last_error_s: float | None = None
     next_try_s: float | None = None
     dirty: bool = True
+
+
+class Copy(NamedTuple):
+    """One place where a version or snapshot is. `verify` reads it all; it raises what its tier's `verify` does."""
+
+    tier: str
+    where: str
+    verify: Callable[[], Manifest]
 
 
 class TierFlow:
@@ -377,15 +387,30 @@ class TierFlow:
         row = models.find_version(self._db, model, version)
         return [] if row is None else self.places(name_of(row))
 
-    def verify(self, name: Name) -> dict[str, dict[str, int]]:
-        """Reads `name` in every packed tier; {where: {"tensors", "bytes"}}. Raises IntegrityError, TierUnavailable."""
-        read = {}
+    def known(self) -> list[Name]:
+        """Everything that any place had when it was last looked at."""
+        found = {name for running in self._levels for name in running.here} | self._in_memory().keys()
+        return sorted(found)
+
+    def copies(self, name: Name) -> list[Copy]:
+        """Where `name` is now, or was when its tier was last looked at; nearest first."""
+        in_memory = self._in_memory_copy(name)
+        found = [] if in_memory is None else [in_memory]
         for running in self._levels:
             tier = running.level.of(name.kind)
-            if isinstance(tier, PackedTier) and name in running.here:
-                manifest = tier.verify(name)
-                read[tier.where] = {"tensors": len(manifest.tensors), "bytes": manifest.nbytes}
-        return read
+            if isinstance(tier, DirectoryTier):
+                there, where = tier.path(name).is_dir(), str(tier.path(name))
+            else:
+                there, where = name in running.here, tier.where
+            if there:
+                found.append(Copy(running.level.name, where, partial(tier.verify, name)))
+        return found
+
+    def _in_memory_copy(self, name: Name) -> Copy | None:
+        path = version_path(self._store.root, *name)
+        if not path.is_dir():
+            path = version_path(self._jobs_dir / name.model / "snapshots", *name)
+        return Copy("memory", str(path), partial(verify, path)) if path.is_dir() else None
 
     def status(self) -> list[dict[str, Any]]:
         """One entry per tier, shared memory first; sizes in bytes, times in Unix seconds."""

@@ -111,6 +111,9 @@ class SimulatedModelOps:
     async def verify(self, name: str, places: list[VersionPlace], report: Report) -> dict[str, Any]:
         return {"versions": [place.version for place in places], "tensors": 3, "bytes": 10}
 
+    async def verify_tiers(self, report: Report) -> dict[str, Any]:
+        return {"copies": 2, "unsealed": 0, "tensors": 3, "bytes": 10}
+
     async def remove(self, name: str, places: list[VersionPlace]) -> None:
         self.removed.append((name, places))
 

@@ -49,6 +49,7 @@ FROZEN = {
     "model rollback": [*BOX, "--version", "MODEL"],
     "model pin": [*BOX, "--off", "MODEL", "VERSION"],
     "tier list": [*BOX, "--every", "--watch"],
+    "tier verify": [*BOX, "--timeout", "--wait"],
     "job submit": [
         *BOX, "--batch-size", "--deadline", "--epochs", "--file", "--full", "--hold", "--learning-rate-multiplier",
         "--lora-rank", "--max-devices", "--max-length", "--metadata", "--min-devices", "--model", "--preemptible",

@@ -1,0 +1,55 @@
+"""Every byte of what the tiers hold, read and compared with its checksum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from appliance.wiring.tier_flow import TierFlow
+from weights.errors import IntegrityError, NotSealed, TierUnavailable, VersionNotFound
+from weights.record import Name
+
+Report = Callable[[float, float | None, str, str], None]
+
+
+@dataclass
+class Checked:
+    """`whole`: {"name", "version", "path", "tensors", "bytes"} of every copy that agrees with its checksums.
+    `unsealed`: copies in shared memory whose checksums are not made yet. `faults`: what is damaged or cannot be
+    reached, as text.
+    """
+
+    whole: list[dict[str, Any]] = field(default_factory=list)
+    unsealed: int = 0
+    faults: list[str] = field(default_factory=list)
+
+    def totals(self) -> dict[str, int]:
+        return {
+            "tensors": sum(copy["tensors"] for copy in self.whole),
+            "bytes": sum(copy["bytes"] for copy in self.whole),
+        }
+
+
+def check(flow: TierFlow, names: Iterable[Name], report: Report) -> Checked:
+    """Reads every copy of these. What is gone by the time it is looked at counts as nothing."""
+    found, read_bytes = Checked(), 0
+    for name in names:
+        for copy in flow.copies(name):
+            report(read_bytes, None, "bytes", f"reading {name} in {copy.tier}")
+            try:
+                manifest = copy.verify()
+            except NotSealed:
+                found.unsealed += 1
+            except (VersionNotFound, FileNotFoundError):
+                continue
+            except IntegrityError as error:
+                found.faults.append(f"{name} is damaged in the {copy.tier} tier: {error}")
+            except (TierUnavailable, OSError) as error:
+                found.faults.append(f"{name} cannot be read in the {copy.tier} tier: {error}")
+            else:
+                read_bytes += manifest.nbytes
+                found.whole.append({"name": str(name), "version": name.version, "path": copy.where,
+                                    "tensors": len(manifest.tensors), "bytes": manifest.nbytes})  # fmt: skip
+    report(read_bytes, read_bytes, "bytes", "everything was read")
+    return found

@@ -1,0 +1,68 @@
+"""What a person learns who asks whether everything is whole: of versions, adapters and snapshots, in every tier."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.controller.errors import OperationFailed
+from appliance.controller.models import place
+from appliance.store import models
+from appliance.wiring.model_work import LibraryOps
+from tests.unit.weights.conftest import write
+from tests.unit.wiring.test_tier_flow import damage, snapshot
+
+
+@pytest.fixture
+async def ops(flow, store, add_model, add_adapter, add_job):
+    """A base, an adapter on it and a job's snapshot, each in shared memory, on disk and in the remote tier."""
+    add_model()
+    add_adapter("ft:x")
+    add_job("ftjob-1", phase="running")
+    write(store, "v1")
+    write(store, "step-2", model="ft:x", kind="adapter")
+    store.seal(snapshot(store, 7))
+    for tier in ("disk", "remote"):
+        await flow.run_once(tier)
+    return LibraryOps(None, store, flow, lambda name: None)
+
+
+def largest(folder):
+    return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+
+
+async def test_everything_is_read_once_per_copy(ops, flow):
+    told = []
+    found = await ops.verify_tiers(told.append)
+    assert found["copies"] == 9 and found["unsealed"] == 0 and found["bytes"] > 0
+    assert {str(name) for name in flow.known()} == {str(name) for name in flow.known() if len(flow.copies(name)) == 3}
+    assert told[-1].done == told[-1].total == found["bytes"]
+
+
+async def test_a_models_adapters_are_verified_in_packed_tiers_too(ops, db, tmp_path):
+    places = [place(row) for row in models.list_versions(db, "ft:x")]
+    found = await ops.verify("ft:x", places, lambda progress: None)
+    assert [copy["version"] for copy in found["versions"]] == ["step-2"] * 3
+    assert [copy["path"] for copy in found["versions"]][2] == str(tmp_path / "mount")
+
+
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("mount", ["in the remote tier"]),
+        ("data/packed", ["snapshot step-7 of ftjob-1 is damaged in the disk tier"]),
+        ("data/models/ft:x", ["adapter step-2 of ft:x is damaged in the disk tier"]),
+        ("shm/snapshots", ["snapshot step-7 of ftjob-1 is damaged in the memory tier"]),
+    ],
+)
+async def test_a_damaged_copy_is_named_with_its_tier(ops, tmp_path, where, told):
+    damage(largest(tmp_path / where))
+    with pytest.raises(OperationFailed) as failed:
+        await ops.verify_tiers(lambda progress: None)
+    assert failed.value.code == "copies_damaged"
+    assert all(text in str(failed.value) for text in told), failed.value
+
+
+async def test_what_has_no_checksums_yet_is_counted_not_blamed(ops, store):
+    snapshot(store, 8)
+    found = await ops.verify_tiers(lambda progress: None)
+    assert (found["copies"], found["unsealed"]) == (9, 1)
