@@ -87,6 +87,10 @@ class BoxPaths:
         return self.run / "bus.sock"
 
     @property
+    def adapter_socket(self) -> Path:
+        return self.run / "adapters.sock"
+
+    @property
     def warm_serve_socket(self) -> Path:
         return self.run / "warm-serve.sock"
 

@@ -4,7 +4,8 @@ An adapter is called `NAME@VERSION` here; the gateway puts that into a request's
 list of adapters and a new version is a new name with a new path. What happens to such a request:
 
     vLLM asks its resolvers for an adapter it does not know     (vllm/lora/resolver.py)
-    `EngineAdapters` finds its directory, leases it, and checks that it belongs to the weights being served
+    `EngineAdapters` finds its directory, leases it, and checks that it belongs to the weights being served; what
+    is not there it asks the box for, which brings it in from whatever tier has it
     vLLM's worker loads it and keeps as many as `--max-cpu-loras`, the least recently used going first; one that went
     is loaded again, from its path, by the step that needs it
 
@@ -18,6 +19,7 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -28,6 +30,7 @@ from vllm.lora.request import LoRARequest
 from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from serve.adapter_source import AdapterUnavailable, brought_in
 from serve.shm_source import VersionUnreadable, lease
 from weights.errors import WeightsError
 from weights.locks import DirectoryLock
@@ -37,6 +40,8 @@ from weights.names import decode_name, encode_name
 # A request is let in (looked up) some time before vLLM counts it as running: its prompt is rendered in between.
 LET_IN_S = 60.0
 POLL_S = 0.01
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -60,11 +65,18 @@ class _KnownRequests(dict):
 
 
 class EngineAdapters(LoRAResolver):
-    """The adapters of one engine; all methods belong to its event loop."""
+    """The adapters of one engine; all methods belong to its event loop.
 
-    def __init__(self, llm: AsyncLLM, models: Any, roots: Sequence[str], resident: int):
+    `source` is the box's socket for adapters that are in none of the `roots` ("": there is none), `fetch_timeout_s` how
+    long a request waits for one.
+    """
+
+    def __init__(
+        self, llm: AsyncLLM, models: Any, roots: Sequence[str], resident: int, source: str, fetch_timeout_s: float
+    ):
         self.closed = False
         self._llm, self._models, self._roots, self._resident = llm, models, tuple(map(Path, roots)), resident
+        self._source, self._fetch_timeout_s = source, fetch_timeout_s
         self._known: dict[str, Known] = {}
         self._base = ("", "")
         self._requests = _KnownRequests(self)
@@ -86,10 +98,13 @@ class EngineAdapters(LoRAResolver):
         if self.closed:
             return None
         model, _, version = lora_name.rpartition("@")
-        found = await asyncio.to_thread(self._find, model, version) if model else None
-        if found is None or self.closed:
+        found = await self._leased(model, version) if model else None
+        if found is None:
             return None
         held, path = found
+        if self.closed:
+            held.close()
+            return None
         # The number is vLLM's to give: it overwrites this one with the next of its counter.
         request = LoRARequest(lora_name, 1, str(path))
         before = self._known.pop(lora_name, None)  # its load failed, or vLLM would not ask
@@ -149,6 +164,17 @@ class EngineAdapters(LoRAResolver):
         return {"known": sorted(self._known), **workers[0]}
 
     # --------------------------------------------------------------------------------------------------------
+
+    async def _leased(self, model: str, version: str) -> tuple[DirectoryLock, Path] | None:
+        found = await asyncio.to_thread(self._find, model, version)
+        if found is not None or not self._source:
+            return found
+        try:
+            async with brought_in(self._source, f"{model}@{version}", self._fetch_timeout_s):
+                return await asyncio.to_thread(self._find, model, version)
+        except AdapterUnavailable as error:
+            log.error("%s", error)
+            return None
 
     def _find(self, model: str, version: str) -> tuple[DirectoryLock, Path] | None:
         for root in self._roots:

@@ -30,6 +30,9 @@ class EngineConfig(BaseModel):
     adapter_drain_timeout_s: float = Field(
         90.0, gt=0, description="that requests of adapters get to finish before the weights below them change"
     )
+    adapter_fetch_timeout_s: float = Field(
+        60.0, gt=0, description="that a request waits for an adapter which only a tier below memory and disk has"
+    )
     stage_memory_factor: float = Field(
         1.5, ge=1.0, description="a swap is staged when this many times the model's bytes of host memory are free"
     )

@@ -66,7 +66,10 @@ class EngineControl:
         self._adapters: EngineAdapters | None = None
         if spec.adapter_slots:
             models = app_state.openai_serving_models
-            self._adapters = EngineAdapters(llm, models, spec.adapter_roots, spec.adapters_resident)
+            self._adapters = EngineAdapters(
+                llm, models, spec.adapter_roots, spec.adapters_resident, spec.adapter_source,
+                limits["adapter_fetch_timeout_s"],
+            )  # fmt: skip
             self._adapters.serve_on(spec.version_path)
 
     # -- calls over the leash --------------------------------------------------------------------------------

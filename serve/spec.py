@@ -27,7 +27,8 @@ class ReplicaSpec:
     `kv_cache_bytes` is per worker, always given: vLLM's own fraction of memory means something else on every
     version. `max_model_len` None takes the model's own. `version_path` is a HF checkpoint directory on tmpfs.
     `adapter_slots` LoRA adapters of at most `adapter_max_rank` take part in one batch (0: none at all),
-    `adapters_resident` stay loaded; `adapter_roots` are searched for `<name>/<version>`, in this order.
+    `adapters_resident` stay loaded; `adapter_roots` are searched for `<name>/<version>`, in this order, then the box is
+    asked at the socket `adapter_source` ("": nobody is).
     Raises InvalidReplicaSpec.
     """
 
@@ -51,6 +52,7 @@ class ReplicaSpec:
     adapter_max_rank: int = 0
     adapters_resident: int = 0
     adapter_roots: tuple[str, ...] = ()
+    adapter_source: str = ""
     node: str = "n0"
 
     def __post_init__(self) -> None:

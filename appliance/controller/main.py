@@ -38,6 +38,7 @@ from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
 from appliance.ray_head import NAMESPACE
 from appliance.store.database import Database
+from appliance.wiring.adapter_source import AdapterSource
 from appliance.wiring.asked import Asked
 from appliance.wiring.batch_engines import SocketEngines, circumstances
 from appliance.wiring.device_watch import DeviceWatch
@@ -165,6 +166,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     # Before the first gateway connects: to it, a table without its keys means that all of them were revoked.
     routing.refresh()
     context.publish_keys()
+    source = AdapterSource(paths.adapter_socket, db, store, flow)
+    await source.start()
     await bus.start()
     await nodes.connect()
     states.after_restart(adopted={group.job_id for group in (await effects.observe()).groups if group.ended is None})
@@ -192,6 +195,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         await asyncio.wait({deciding, serving})
     saved = await _save_everything(effects, flow)
     await lines.close()
+    await source.stop()
     await bus.stop()
     ray.shutdown()
     db.close()

@@ -337,9 +337,11 @@ class Exchange:
     def upstream_paused(self, paused: bool) -> None:
         return  # the request was written whole; nothing of it can be paused
 
-    def _retry(self, otherwise: ApiError) -> None:
+    def _retry(self, otherwise: ApiError, *, blame: bool = True) -> None:
         self._attempts += 1
-        self._undispatch(failed=True)
+        if not blame:
+            self._count(failed=True)
+        self._undispatch(failed=blame)
         if self._attempts >= MAX_ATTEMPTS:
             self._fail(otherwise)
             return
@@ -382,7 +384,8 @@ class Exchange:
             # own: retrying it, or avoiding the replica for it, would let one client starve the others.
             if moved:
                 error = errors.unavailable(error.message, "model_not_ready", self.gateway.config.holds.retry_after_s)
-            self._retry(error)
+            # An adapter that nobody has any more says nothing about the engine, which serves its base and others.
+            self._retry(error, blame=not (moved and self._is_adapter()))
             return
         if status in (401, 403):
             error = errors.engine_failed()
@@ -453,6 +456,10 @@ class Exchange:
         if self.answer.client is not None and self.answer.head_sent and self.answer.sse:
             self.gateway.metrics.events["stream_error"] += 1
         self.answer.fail(error)
+
+    def _is_adapter(self) -> bool:
+        model = self.gateway.router.models.get(self._row)
+        return model is not None and bool(model.adapter)
 
     def _version(self) -> bytes | None:
         return self._choice.replica.version.encode() if self._choice is not None else None

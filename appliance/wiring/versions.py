@@ -91,8 +91,9 @@ class VersionShelf:
             device_memory_bytes=self._device.memory_bytes,
         )
         if settings.get("adapter_slots"):
-            on_disk = BoxPaths.of(Path(self._config.box.data_dir)).models
-            settings["adapter_roots"] = (str(self._store.root / "adapters"), str(on_disk))
+            paths = BoxPaths.of(Path(self._config.box.data_dir))
+            settings["adapter_roots"] = (str(self._store.root / "adapters"), str(paths.models))
+            settings["adapter_source"] = str(paths.adapter_socket)
         return settings
 
     def adapter_rank_limit(self, row: ModelRow) -> int:

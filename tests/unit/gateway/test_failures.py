@@ -201,6 +201,22 @@ async def test_engine_that_was_given_another_model_is_no_404(box: Box) -> None:
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
 
 
+async def test_an_adapter_that_is_nowhere_is_not_its_engines_fault(box: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        if b"ft:gone@v1" in request.body:
+            message = "The model `ft:gone@v1` does not exist."
+            await reply.json({"error": {"message": message, "type": "NotFoundError", "code": 404}}, 404)
+        else:
+            await answer_chat(request, reply)
+
+    box.engines["e0"].script = script
+    box.models["ft:gone"] = {**box.models["m"], "adapter": "ft:gone@v1"}
+    box.apply()
+    response = await box.ask("POST", "/v1/chat/completions", chat() | {"model": "ft:gone"})
+    assert (response.status, response.error["code"]) == (503, "model_not_ready")
+    assert box.gateway.router.choose("m", 1, False, lambda: b"", 0.0) is not None, "requests of the base go on"
+
+
 async def test_error_events_inside_a_stream_are_rewritten(box: Box) -> None:
     first = chat_events("hel", "lo")[0]
     error = {"error": {"message": "KV cache lost", "type": "InternalServerError", "param": None, "code": 500}}
