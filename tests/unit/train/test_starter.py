@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 from torch.optim import _muon
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from train.starter import least_steps, orthogonal, rate_scale, vocabulary_texts
+from train.starter import least_steps, main, orthogonal, rate_scale, vocabulary_texts
 from train.starter_model import ChunkedCrossEntropy, Shape, StarterNet
 from train.starter_tokenizer import render
 
@@ -125,12 +125,12 @@ def test_the_card_says_what_it_is(starter):
     assert "not a useful assistant" in card and str(events[-1]["validation_loss"]) in card and f"| {STEPS}, " in card
 
 
-def test_an_existing_directory_is_left_alone(starter):
-    path, _ = starter
-    before = (path / "config.json").read_bytes()
-    done = make(path, "--steps", "1")
-    assert done.returncode == 2 and "exists already" in done.stderr
-    assert (path / "config.json").read_bytes() == before
+def test_an_existing_directory_is_left_alone(tmp_path, capsys):
+    (tmp_path / "config.json").write_text("mine")
+    with pytest.raises(SystemExit) as refused:
+        main(["--out", str(tmp_path), "--steps", "1"])
+    assert refused.value.code == 2 and "exists already" in capsys.readouterr().err
+    assert (tmp_path / "config.json").read_text() == "mine"
 
 
 @pytest.mark.parametrize(
@@ -138,9 +138,10 @@ def test_an_existing_directory_is_left_alone(starter):
     [(("--minutes", "0"), "above 0"), (("--minutes", "nan"), "above 0"), (("--steps", "0"), "at least 1"),
      (("--vocabulary-text", "/nowhere/x"), "no such file")],
 )  # fmt: skip
-def test_bad_options_are_named(tmp_path, options, complaint):
-    done = make(tmp_path / "x", *options)
-    assert done.returncode == 2 and complaint in done.stderr
+def test_bad_options_are_named(tmp_path, options, complaint, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(["--out", str(tmp_path / "x"), *options])
+    assert refused.value.code == 2 and complaint in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
