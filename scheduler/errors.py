@@ -10,6 +10,7 @@ SchedulerError
 ├── TraceError           a trace or job list that the simulator cannot read
 ├── NodeNameTaken        a node joined under a name that another one of the box has
 ├── EffectFailed         a verb did not do its work; the only thing an Effects implementation may raise
+├── CalledOff            a drain was taken back because its reason is gone; stays inside a hand-over
 └── Stopped              asked of a loop that has ended
 """
 
@@ -97,6 +98,14 @@ class EffectFailed(SchedulerError):
     def __init__(self, verb: str, target: str, reason: str):
         super().__init__(f"{verb} {target}: {reason}")
         self.verb, self.target, self.reason = verb, target, reason
+
+
+class CalledOff(SchedulerError):
+    """The drain under way was taken back; `reason` is one sentence without a full stop."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"called off: {reason}")
+        self.reason = f"called off: {reason}"
 
 
 class Stopped(SchedulerError):

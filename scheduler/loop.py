@@ -19,8 +19,9 @@ from collections import deque
 from dataclasses import replace
 from typing import Any
 
+from scheduler import call_off, tidal, view
 from scheduler import handover as ho
-from scheduler import tidal, view
+from scheduler.call_off import Drain
 from scheduler.config import SchedulerConfig
 from scheduler.effects import (
     DeviceFailed,
@@ -32,7 +33,7 @@ from scheduler.effects import (
     ReplicaDied,
 )
 from scheduler.errors import EffectFailed, Stopped
-from scheduler.explain import explain, reason_of
+from scheduler.explain import explain, mode_of, reason_of
 from scheduler.failures import Failures
 from scheduler.handover import Box, Chain, Handover, Step
 from scheduler.inventory import Holder, Ledger
@@ -69,6 +70,7 @@ class SchedulerLoop:
         self._failed_devices: dict[str, str] = {}
         self._memory: dict[str, ModelMemory] = {}
         self._moving: dict[Holder, Moving] = {}
+        self._drains: dict[Holder, Drain] = {}
         self._events: deque[Event] = deque()
         self._ended: dict[str, GroupEnded] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -310,6 +312,7 @@ class SchedulerLoop:
         for replica in self.box.replicas.values():
             if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:
                 self._failures.model_stable(replica.model, replica.version)
+        self._call_off_drains(now_s)
         snapshot = self._snapshot()
         began_s = time.perf_counter()
         self._allocation = plan(snapshot, now_s, self._config)
@@ -345,7 +348,21 @@ class SchedulerLoop:
             self._settings = settings
             self._in_force = tidal.in_force(*settings, now_s)
 
+    def _call_off_drains(self, now_s: float) -> None:
+        """Take back the drains that would not be begun now; see call_off.py."""
+        runners = {h: runner for runner in self._running.values() for h in runner.draining if h in self._drains}
+        policy = self._in_force.policy
+        drains = call_off.worth_asking((self._drains[h] for h in runners), policy, self._workload)
+        if not drains:
+            return
+        box, moving = call_off.as_if_not_begun(self.box, self._moving, drains)
+        wanted = plan(self._snapshot(box=box, moving=moving), now_s, self._config)
+        for drain in call_off.to_call_off(drains, wanted):
+            runners[drain.holder].call_off(drain.holder, f"{mode_of(policy)} keeps replica {drain.replica.id} open")
+            self._moving[drain.holder].target = drain.replica.devices
+
     def _launch(self, handover: Handover, reason: str) -> None:
+        self._drains |= call_off.drains_of(handover, self.box, self._in_force.policy, self._workload)
         for chain in handover.chains:
             moving = self._moving.setdefault(chain.holder, Moving(0, (), None))
             moving.chains += 1
@@ -388,13 +405,18 @@ class SchedulerLoop:
 
     def chain_ended(self, end: ChainEnd) -> None:
         chain, holder = end.chain, end.chain.holder
-        if end.state == "done" or end.state == "skipped":
+        self._drains.pop(holder, None)
+        if end.state in ("done", "skipped", "called_off"):
             if end.state == "done":
                 self._failures.chain_done(chain.name)
+            if end.state == "skipped" and chain.side == "take":
+                self._moving[holder].target, self._moving[holder].take = (), None
             self._unhand(holder)
             return
         self._look_again_s = 0.0
         if chain.side == "free":
+            if holder.kind == "replica":
+                self._moving[holder].target = ()  # it was to stay after all, and could not
             wait_s = self._failures.chain_failed(chain.name)
             log.warning("%s failed, next try in %.1f s: %s", chain.name, wait_s, end.error)
             asyncio.get_running_loop().call_later(wait_s, self._unhand, holder)
@@ -416,10 +438,12 @@ class SchedulerLoop:
             del self._moving[holder]
         self._wake.set()
 
-    def _snapshot(self, policy: Policy | None = None) -> Snapshot:
+    def _snapshot(
+        self, policy: Policy | None = None, *, box: Box | None = None, moving: dict[Holder, Moving] | None = None
+    ) -> Snapshot:
         return view.snapshot(
-            self.box,
-            self._moving,
+            self.box if box is None else box,
+            self._moving if moving is None else moving,
             self._workload,
             self._failures,
             self._failed_devices,

@@ -6,15 +6,17 @@ Knows nothing of planning. The loop gives it the box to keep current and learns 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from scheduler import handover as ho
 from scheduler.config import SchedulerConfig
 from scheduler.effects import Effects, ReplicaOrder
-from scheduler.errors import EffectFailed
+from scheduler.errors import CalledOff, EffectFailed
 from scheduler.handover import Chain, Handover, Step
+from scheduler.inventory import Holder
 from scheduler.journal import HandoverRecord, HandoverState, Journal, StepRecord, StepState
 from scheduler.ports import Clock
 
@@ -22,12 +24,13 @@ from scheduler.ports import Clock
 @dataclass(frozen=True, slots=True)
 class ChainEnd:
     """done: what was wanted holds. undone: taken back to what was before. failed: an undo or a release failed too.
+    skipped: it never began. called_off: taken back because nobody wants it any more, which is no failure.
 
     `failed_step`: the step that made it so; None for a chain that never began because its devices did not come free.
     """
 
     chain: Chain
-    state: Literal["done", "undone", "failed", "skipped"]
+    state: Literal["done", "undone", "failed", "skipped", "called_off"]
     failed_step: Step | None = None
     error: str = ""
 
@@ -43,6 +46,14 @@ class Owner(Protocol):
     def step_done(self, step: Step) -> None: ...
 
     def chain_ended(self, end: ChainEnd) -> None: ...
+
+
+@dataclass(slots=True)
+class _Drain:
+    """A drain under way: the task that waits for it, and why it is called off once it is."""
+
+    task: asyncio.Task[Any]
+    off: str = ""
 
 
 class Runner:
@@ -63,6 +74,8 @@ class Runner:
         self._owner, self._effects, self._journal = owner, effects, journal
         self._clock, self._config = clock, config
         self._released: dict[str, asyncio.Future[bool]] = {}
+        self._drains: dict[Holder, _Drain] = {}
+        self._over: set[int] = set()
         self._seq = 0
 
     def begin(self) -> None:
@@ -93,40 +106,87 @@ class Runner:
         self._journal.end(self.handover.id, state, self._clock.now_s(), errors)
         return state
 
+    # --- calling off --------------------------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> tuple[Holder, ...]:
+        """Whose drain is under way and can be called off."""
+        return tuple(holder for holder, drain in self._drains.items() if not drain.off)
+
+    def call_off(self, holder: Holder, reason: str) -> None:
+        """Take back a drain under way. Chains that wait for its lease are over when this returns: what they were to
+        take would else look promised to them while it is open again."""
+        drain = self._drains[holder]
+        drain.off = reason
+        drain.task.cancel()
+        given = {s.target for c in self.handover.free if c.holder == holder for s in c.steps if s.verb == "release"}
+        for n, chain in enumerate(self.handover.chains):
+            if n not in self._over and not chain.needs.isdisjoint(given):
+                self._over.add(n)
+                self._owner.chain_ended(self._skip(chain, self._steps[n], reason))
+
+    @contextlib.contextmanager
+    def _until_called_off(self, step: Step) -> Iterator[None]:
+        """While a drain runs inside, `call_off` ends it with CalledOff."""
+        if step.verb != "drain_replica":
+            yield
+            return
+        holder, task = Holder("replica", step.target), asyncio.current_task()
+        assert task is not None
+        drain = self._drains[holder] = _Drain(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if drain.off and task.uncancel() == 0:  # else the loop itself is ending, or the time is over
+                raise CalledOff(drain.off) from None
+            raise
+        finally:
+            del self._drains[holder]
+
     # --- chains -------------------------------------------------------------------------------------------------
+
+    def _skip(self, chain: Chain, records: list[StepRecord], reason: str) -> ChainEnd:
+        for record in records:
+            self._write(replace(record, state="skipped", detail={"reason": reason}))
+        return ChainEnd(chain, "skipped", None, reason)
 
     async def _chain(self, n: int, chain: Chain) -> ChainEnd:
         try:
-            end = await self._walk(chain, self._steps[n])
+            end = await self._walk(n, chain, self._steps[n])
         finally:
             for step in chain.steps:
                 future = self._released.get(step.target) if chain.side == "free" else None
                 if future is not None and not future.done():
                     future.set_result(False)
-        self._owner.chain_ended(end)
+        if n not in self._over:
+            self._owner.chain_ended(end)
         return end
 
-    async def _walk(self, chain: Chain, records: list[StepRecord]) -> ChainEnd:
+    async def _walk(self, n: int, chain: Chain, records: list[StepRecord]) -> ChainEnd:
         missing = [lease for lease in sorted(chain.needs) if lease not in self._released]
         assert not missing, f"{chain.name} needs leases that nobody releases: {missing}"
         for lease_id in chain.needs:
             await asyncio.shield(self._released[lease_id])
+        if n in self._over:
+            return ChainEnd(chain, "skipped")
         late = [lease for lease in sorted(chain.needs) if not self._released[lease].result()]
         off = f"lease {late[0]} was not given back" if late else self._owner.called_off(chain)
         if off:
-            for record in records:
-                self._write(replace(record, state="skipped", detail={"reason": off}))
-            return ChainEnd(chain, "skipped", None, off)
+            return self._skip(chain, records, off)
 
         undoable: list[Step] = []
-        for n, (step, record) in enumerate(zip(chain.steps, records, strict=True)):
+        for at, (step, record) in enumerate(zip(chain.steps, records, strict=True)):
             try:
                 await self._with_patience(step, record)
+            except CalledOff as off_:
+                self._skip(chain, records[at + 1 :], off_.reason)
+                clean = await self._undo(chain, step.undo, record.seq)
+                return ChainEnd(chain, "called_off" if clean else "failed", step, off_.reason)
             except EffectFailed as error:
                 if step.force and await self._undo(chain, step.force, record.seq):
                     undoable.clear()
                     continue
-                for later in records[n + 1 :]:
+                for later in records[at + 1 :]:
                     self._write(replace(later, state="skipped"))
                 back = [u for s in reversed([*undoable, step]) for u in s.undo]
                 clean = await self._undo(chain, back, record.seq) and step.verb != "release" and not step.force
@@ -171,7 +231,11 @@ class Runner:
         limit_s = self._config.timeout_s(step.verb)
         try:
             async with asyncio.timeout(limit_s):
-                detail = await self._perform(step)
+                with self._until_called_off(step):
+                    detail = await self._perform(step)
+        except CalledOff as off:
+            self._ended(record, "skipped", {"reason": off.reason})
+            raise
         except EffectFailed as error:
             self._ended(record, "failed", {"error": error.reason})
             raise

@@ -1,0 +1,173 @@
+"""A drain whose reason is gone is taken back: the engine goes on as if nothing had been, and nobody took its device."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+from scheduler.call_off import Drain, as_if_not_begun, to_call_off, worth_asking
+from scheduler.handover import Box
+from scheduler.inventory import Holder, Ledger
+from scheduler.plan import Allocation, ReplicaPlan
+from scheduler.view import Moving
+from scheduler.workload import Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
+from tests.unit.scheduler.fakes import FakeStore
+from tests.unit.scheduler.test_loop import JOB, MODEL, Rig, go
+
+LONG_STREAM_S = 300.0
+
+
+class DrainingRig(Rig):
+    """A box whose engines have a stream to finish that takes minutes."""
+
+    async def __aenter__(self) -> Rig:
+        await super().__aenter__()
+        self.effects.seconds["drain_replica"] = LONG_STREAM_S
+        return self
+
+    async def change(self, policy: Policy, after_s: float = 0.0) -> None:
+        self.store.policy = policy
+        self.loop.nudge()
+        await asyncio.sleep(after_s)
+
+    def verbs(self) -> set[str]:
+        return {verb for verb, _ in self.world.verbs_done}
+
+
+def test_a_mode_that_flips_back_takes_the_drain_back() -> None:
+    async def test() -> None:
+        async with DrainingRig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+            await rig.settle()
+            await rig.change(Policy("train"), 40.0)
+            assert rig.loop.status()["replicas"][0]["state"] == "draining"
+            began_s = rig.now_s
+            await rig.change(Policy("serve"))
+            await rig.settle()
+            assert rig.now_s - began_s < 1.0, "nobody waited for the stream"
+            assert rig.states() == ["open"] and rig.jobs() == {}
+            assert not rig.verbs() & {"sleep_replica", "wake_replica", "start_group", "suspend_group"}
+            record = rig.journal.recent(1)[0]
+            assert record.state == "undone"
+            assert record.error == "called off: mode serve keeps replica r1-0 open"
+            assert {s.verb: s.state for s in record.steps if s.undoes is None} == {
+                "drain_replica": "skipped", "sleep_replica": "skipped", "release": "skipped",
+                "acquire": "skipped", "start_group": "skipped",
+            }  # fmt: skip
+            assert [s.verb for s in record.steps if s.undoes is not None] == ["open_replica"]
+
+    go(test)
+
+
+def test_taking_back_is_no_failure_and_the_next_flip_drains_at_once() -> None:
+    async def test() -> None:
+        async with DrainingRig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+            await rig.settle()
+            for _ in range(5):
+                await rig.change(Policy("train"), 5.0)
+                await rig.change(Policy("serve"))
+                await rig.settle()
+            rig.effects.seconds["drain_replica"] = 0.4
+            began_s = rig.now_s
+            await rig.change(Policy("train"))
+            await rig.settle()
+            assert rig.jobs() == {"j1": 4} and rig.now_s - began_s < 5.0
+            assert not rig.store.failed_models and not rig.store.ended
+
+    go(test)
+
+
+def test_past_the_drain_the_hand_over_goes_on() -> None:
+    async def test() -> None:
+        async with DrainingRig(FakeStore(Policy("serve"), (JOB,), (MODEL,))) as rig:
+            rig.effects.seconds |= {"sleep_replica": 20.0}
+            await rig.settle()
+            await rig.change(Policy("train"), LONG_STREAM_S + 5.0)
+            await rig.change(Policy("serve"))
+            await rig.settle()
+            assert rig.states() == ["open"] and {"sleep_replica", "wake_replica"} <= rig.verbs()
+
+    go(test)
+
+
+def test_requests_that_come_take_a_drain_back_under_auto() -> None:
+    async def test() -> None:
+        model = DeploymentView("m", "v1", max_replicas=1)
+        async with DrainingRig(FakeStore(Policy("auto"), (replace(JOB, min_devices=4),), (model,))) as rig:
+            rig.store.ask("m", inflight=1, now_s=rig.now_s)
+            await rig.settle()
+            assert rig.states() == ["open"]
+            rig.store.ask("m", now_s=rig.now_s)
+            await asyncio.sleep(120.0)  # longer than the model is kept without a request
+            assert rig.loop.status()["replicas"][0]["state"] == "draining"
+            rig.store.ask("m", inflight=1, now_s=rig.now_s)
+            await rig.settle()
+            assert rig.states() == ["open"] and "sleep_replica" not in rig.verbs()
+
+    go(test)
+
+
+def test_a_job_that_was_to_grow_onto_the_engine_goes_on_at_its_size() -> None:
+    async def test() -> None:
+        model = replace(MODEL, min_replicas=2, max_replicas=2)
+        async with DrainingRig(FakeStore(Policy("split", 2), (JobView("j1", 2, 4, (2, 4)),), (model,))) as rig:
+            await rig.settle()
+            assert rig.jobs() == {"j1": 2} and rig.states() == ["open", "open"]
+            await rig.change(Policy("train"), 30.0)
+            assert rig.jobs() == {}, "suspended, it waits for the engines' devices"
+            await rig.change(Policy("split", 2))
+            await rig.settle()
+            assert rig.jobs() == {"j1": 2} and rig.states() == ["open", "open"]
+            assert "sleep_replica" not in rig.verbs()
+
+    go(test)
+
+
+def test_a_controller_that_dies_in_the_drain_finds_the_mode_flipped_back() -> None:
+    async def test() -> None:
+        rig = DrainingRig(FakeStore(Policy("serve"), (JOB,), (MODEL,)))
+        async with rig:
+            await rig.settle()
+            await rig.change(Policy("train"), 5.0)
+        rig.store.policy = Policy("serve")
+        async with rig:
+            await rig.settle()
+            assert rig.states() == ["open"] and rig.jobs() == {}
+            assert not rig.journal.unfinished()
+
+    go(test)
+
+
+REPLICA = ReplicaView("r1", "m", "v1", "open", ("n0/0",), since_s=3.0)
+DRAIN = Drain(REPLICA, Policy("train"), 2, (Holder("job", "j1"),))
+
+
+def workload(requests: int) -> Workload:
+    return Workload(Policy(), (), (DeploymentView("m", "v1", demand=Demand(inflight=requests)),), frozenset())
+
+
+def test_only_a_change_from_outside_asks() -> None:
+    assert worth_asking([DRAIN], Policy("train"), workload(2)) == []
+    assert worth_asking([DRAIN], Policy("train"), workload(0)) == []
+    assert worth_asking([DRAIN], Policy("serve"), workload(0)) == [DRAIN]
+    assert worth_asking([DRAIN], Policy("train"), workload(3)) == [DRAIN]
+
+
+def test_what_waits_for_the_drain_is_as_before_it() -> None:
+    draining = replace(REPLICA, state="draining", since_s=9.0)
+    box = Box({}, Ledger(()), {"r1": draining})
+    job, other = Holder("job", "j1"), Holder("job", "j2")
+    moving = {DRAIN.holder: Moving(1, (), None), job: Moving(2, ("n0/0",), None), other: Moving(1, ("n0/1",), None)}
+    as_before, left = as_if_not_begun(box, moving, [DRAIN])
+    assert as_before.replicas == {"r1": REPLICA}
+    assert left == {job: Moving(1, (), None), other: moving[other]}, "its own suspend goes on, its take is not begun"
+    assert box.replicas == {"r1": draining} and moving[job].chains == 2, "nothing is changed in place"
+
+
+def test_a_replica_that_would_be_open_elsewhere_is_not_kept_here() -> None:
+    def wanted(*devices: str, state: str = "open") -> Allocation:
+        return Allocation((ReplicaPlan("r1", "m", "v1", 1, devices, state),))
+
+    assert to_call_off([DRAIN], wanted("n0/0")) == [DRAIN]
+    assert to_call_off([DRAIN], wanted("n0/1")) == []
+    assert to_call_off([DRAIN], wanted("n0/0", state="asleep")) == []
+    assert to_call_off([DRAIN], Allocation()) == []
