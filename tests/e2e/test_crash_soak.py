@@ -143,7 +143,7 @@ def box(tmp_path_factory):
     (one.data_dir / "appliance.toml").write_text("[scheduler]\ndevice_deaths = 0\n")
     try:
         one.run("up", "--detach", "--port", str(one.port), "--devices", str(DEVICES))
-        one.key = one.ask("key", "create", "--name", "crash")["key"]
+        one.key = one.ask("key", "create", "--name", "crash", "--scope", "admin", "--scope", "inference")["key"]
         yield one
         one.run("down")
         assert one.left() == []
