@@ -419,7 +419,7 @@ class SchedulerLoop:
                 self._moving[holder].target = ()  # it was to stay after all, and could not
             wait_s = self._failures.chain_failed(chain.name)
             log.warning("%s failed, next try in %.1f s: %s", chain.name, wait_s, end.error)
-            asyncio.get_running_loop().call_later(wait_s, self._unhand, holder)
+            asyncio.get_running_loop().call_later(wait_s, self._try_again, holder)
             return
         counted = end.failed_step is None or end.failed_step.verb != "acquire"
         if holder.kind == "job":
@@ -429,6 +429,12 @@ class SchedulerLoop:
             model = rise.model or self.box.replicas[holder.id].model
             version = rise.version or self.box.replicas[holder.id].version
             self._model_failed(model, version, end.error, counted=counted)
+        self._unhand(holder)
+
+    def _try_again(self, holder: Holder) -> None:
+        """Look first: what was read while the holder was in hand was not taken over, so an engine that went with the
+        failed step was drained again for ever."""
+        self._look_again_s = 0.0
         self._unhand(holder)
 
     def _unhand(self, holder: Holder) -> None:

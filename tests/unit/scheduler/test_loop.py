@@ -249,6 +249,21 @@ def test_an_engine_that_cannot_sleep_is_stopped() -> None:
     go(test)
 
 
+def test_an_engine_that_went_with_a_failed_stop_is_seen_before_the_next_try() -> None:
+    async def test() -> None:
+        config = {"backoff_first_s": 1.0, "backoff_max_s": 8.0, "observe_every_s": 30.0}
+        async with Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,)), **config) as rig:
+            await rig.settle()
+            rig.effects.hook = failing(1, "stop_replica")  # its process is gone, and yet the verb fails
+            rig.store.deployments.clear()
+            rig.store.policy = Policy("train")
+            async with asyncio.timeout(20.0):
+                await rig.settle()
+            assert rig.jobs() == {"j1": 4} and rig.states() == []
+
+    go(test)
+
+
 def test_a_hung_step_ends_at_its_limit() -> None:
     async def test() -> None:
         async with Rig(FakeStore(Policy("serve"), (), (MODEL,)), start_replica_timeout_s=60) as rig:
