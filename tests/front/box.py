@@ -1,0 +1,224 @@
+"""Starts and stops what tests/front/__init__.py names; the test itself stays on its own thread and speaks HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import uvicorn
+import uvloop
+
+from appliance.controller.app import create_app
+from appliance.controller.bus import Bus, first_generation
+from appliance.controller.config import ControllerConfig
+from appliance.controller.main import _listen
+from appliance.models.hub import HubSettings
+from appliance.models.library import ModelLibrary
+from appliance.store import keys
+from appliance.store.database import Database
+from appliance.wiring.model_work import LibraryOps
+from tests.front.engine import CannedEngine, Counts
+from tests.simulator.control_plane import SimulatedModelOps, simulated_context
+from tests.unit.controller.conftest import insert_model
+
+ROOT = Path(__file__).parents[2]
+MODEL = "starter"
+
+
+class ImportingOps(SimulatedModelOps):
+    """Imports directories as the box does; nothing else."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        library = ModelLibrary(folder, hub_settings=HubSettings(allowed=False))
+        self.import_model = LibraryOps(library, None, None, self.let_go).import_model  # type: ignore[arg-type, method-assign]
+
+
+class Front:
+    """A running front. `key` has every scope; `counts` are the engine's."""
+
+    def __init__(self, folder: Path, key: str, port: int) -> None:
+        self.folder, self.key, self.port = folder, key, port
+        self.counts = Counts()
+        self.url = f"http://127.0.0.1:{port}"
+        self.gateway: subprocess.Popen[bytes] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._bus: Bus | None = None
+
+    def http(self, key: str | None = None, **more: Any) -> httpx.Client:
+        headers = {"authorization": f"Bearer {key or self.key}"}
+        return httpx.Client(base_url=self.url, headers=headers, timeout=60, **more)
+
+    def call(self, work: Callable[[], Any]) -> Any:
+        """Run `work` where the control app runs."""
+        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                done.set_result(work())
+            except Exception as error:  # noqa: BLE001 - it is raised again in the test's own thread
+                done.set_exception(error)
+
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(run)
+        return done.result(30)
+
+    def serve(self, state: str = "open", *, replicas: int = 1) -> None:
+        """Put the model on its engine in `state`; on none at all with replicas=0."""
+        rows = [{"id": f"r{n}", "socket": str(self.folder / "engine.sock"), "version": "v1", "state": state}
+                for n in range(replicas)]  # fmt: skip
+        row = {"version": "v1", "state": "ready" if rows else "waking", "task": "generate", "hold_s": 60,
+               "replicas": rows}  # fmt: skip
+        bus = self._bus
+        assert bus is not None and self._loop is not None
+
+        async def publish() -> None:
+            await bus.wait_applied(bus.set_models({MODEL: row}), 30)
+
+        asyncio.run_coroutine_threadsafe(publish(), self._loop).result(40)
+
+    def inflight(self) -> int:
+        """Requests on the engine, as the gateways report it to the controller."""
+        assert self._bus is not None
+        bus = self._bus
+        return self.call(lambda: bus.inflight("r0"))
+
+    def held(self) -> int:
+        assert self._bus is not None
+        bus = self._bus
+
+        def read() -> int:
+            found = bus.load().models.get(MODEL)
+            return found.held if found else 0
+
+        return self.call(read)
+
+    @staticmethod
+    def wait(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+        pause = threading.Event()
+        for _ in range(int(seconds / 0.02)):
+            if condition():
+                return
+            pause.wait(0.02)
+        raise TimeoutError("what the test waits for did not come")
+
+    def workers(self) -> list[psutil.Process]:
+        assert self.gateway is not None
+        return psutil.Process(self.gateway.pid).children()
+
+    def rss_bytes(self) -> int:
+        return sum(worker.memory_info().rss for worker in self.workers())
+
+    def peak_bytes(self) -> int:
+        """Most that any one worker has ever had resident."""
+        return max(_status_kib(worker.pid, "VmHWM") for worker in self.workers()) * 1024
+
+    def descriptors(self) -> int:
+        return sum(worker.num_fds() for worker in self.workers())
+
+    def series(self, name: str) -> float:
+        """Sum of a series over its labels, of all workers together."""
+        with self.http() as client:
+            lines = client.get("/metrics").raise_for_status().text.splitlines()
+        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", name + "{")))
+
+
+@contextlib.contextmanager
+def running_front(
+    *, workers: int = 2, controller: dict[str, Any] | None = None, imports: bool = True, **gateway: Any
+) -> Iterator[Front]:
+    """A front with the model `MODEL` open on one engine; `controller` and `gateway`: settings that differ from the
+    defaults. Everything has ended on return."""
+    folder = Path(tempfile.mkdtemp(prefix="front-", dir="/tmp"))  # short: a Unix socket's path has 107 bytes
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    started: concurrent.futures.Future[Front] = concurrent.futures.Future()
+    stopping = threading.Event()
+
+    async def control() -> None:
+        with Database(folder / "appliance.db") as db:
+            _, key = keys.create(db, "everything", list(keys.SCOPES))
+            insert_model(db, MODEL)
+            front = Front(folder, key, port)
+            context = simulated_context(folder, db, **(controller or {}))
+            if imports:
+                context.model_ops = ImportingOps(folder / "models")
+            bus = Bus(folder / "bus.sock", ControllerConfig(), first_generation=first_generation(db))
+            context.key_sink, context.load = bus, bus.load
+            loop = asyncio.get_running_loop()
+            front._loop, front._bus = loop, bus
+            context.publish_keys()
+            await bus.start()
+            engine = await loop.create_unix_server(
+                lambda: CannedEngine(front.counts), str(folder / "engine.sock"), backlog=2048
+            )
+            server = uvicorn.Server(uvicorn.Config(create_app(context), log_config=None, access_log=False))
+            serving = asyncio.ensure_future(server.serve(sockets=[_listen(folder / "c.sock")]))
+            started.set_result(front)
+            await asyncio.to_thread(stopping.wait)
+            server.should_exit = True
+            await serving
+            engine.close()
+            await bus.stop()
+
+    def run() -> None:
+        try:
+            uvloop.run(control())
+        except BaseException as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    thread = threading.Thread(target=run, name="front")
+    thread.start()
+    try:
+        front = started.result(60)
+        config = {
+            "controller_socket": str(folder / "c.sock"), "bus_socket": str(folder / "bus.sock"), "port": port,
+            "workers": workers, "log_path": str(folder / "access.log"), "shutdown_s": 1, **gateway,
+        }  # fmt: skip
+        with open(folder / "gateway.err", "wb") as errors:
+            front.gateway = subprocess.Popen(
+                [sys.executable, "-m", "appliance.gateway.main", "--config-json", json.dumps(config)],
+                cwd=ROOT, stdout=subprocess.PIPE, stderr=errors,
+            )  # fmt: skip
+        assert front.gateway.stdout is not None
+        for _ in range(workers):
+            assert front.gateway.stdout.readline().startswith(b"listening "), (folder / "gateway.err").read_text()
+        bus = front._bus
+        assert bus is not None
+        front.wait(lambda: len(front.call(bus.connected)) == workers)
+        front.serve()
+        yield front
+        assert front.gateway.poll() is None, "the gateway ended by itself"
+        said = (folder / "gateway.err").read_text()
+        assert "Traceback" not in said, said
+    finally:
+        if started.done() and not started.exception() and front.gateway is not None:
+            front.gateway.terminate()
+            front.gateway.wait(30)
+            if front.gateway.stdout is not None:
+                front.gateway.stdout.close()
+        stopping.set()
+        thread.join(30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _status_kib(pid: int, name: str) -> int:
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith(name + ":"):
+            return int(line.split()[1])
+    raise KeyError(name)
