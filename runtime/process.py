@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
 from pathlib import Path
@@ -46,6 +47,19 @@ def rss_bytes(pid: int) -> int:
 def group_rss_bytes(pgid: int) -> int:
     """Proportional resident memory of all processes of a group, in bytes."""
     return sum(rss_bytes(pid) for pid in group_pids(pgid))
+
+
+def group_resident_bytes(pgid: int) -> int:
+    """Resident memory of all processes of a group in bytes, shared pages counted for each: from the kernel's counters,
+    where the proportional figure walks every page (0.1 s for a GB)."""
+    return sum(map(_resident_bytes, group_pids(pgid)))
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * mmap.PAGESIZE
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
 
 
 def group_pids(pgid: int) -> list[int]:

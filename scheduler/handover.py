@@ -9,7 +9,8 @@ A hand-over is a set of chains, one per holder and side. A chain is a list of st
     in place    replica   swap_replica                                      (a new version, requests kept)
 
 Chains that give back run at once, all together. A chain that takes starts when the leases on its devices are released
-(`needs`), so a device has no second holder at any time.
+(`needs`), so a device has no second holder at any time. A cold engine starts when those of its model that only have to
+wake are up (`after`): requests wait for the first engine, and a start takes the processors that the wake needs.
 
 Failure of a step: the undo of that step and of those before it run in reverse, back to the last point of no return
 (marked * above: from there the chain only goes forward). A step with `force` is not undone but done by force. So every
@@ -105,12 +106,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Chain:
-    """Steps of one holder on one side. `needs`: leases that must be released before it starts."""
+    """Steps of one holder on one side. `needs`: leases that must be released before it starts; `after`: holders whose
+    chains that take must have ended before, well or not."""
 
     holder: Holder
     side: Side
     steps: tuple[Step, ...]
     needs: frozenset[str] = frozenset()
+    after: frozenset[Holder] = frozenset()
 
     @property
     def name(self) -> str:
@@ -248,7 +251,18 @@ def steps(
         needs = {lease.id for d in chain.devices if (lease := box.ledger.lease_on(d)) is not None}
         # Its own old lease too, even where the devices differ: a job must not start before it is suspended.
         take.append(replace(chain, needs=frozenset(needs | own.get(chain.holder, set()))))
-    return Handover(handover_id, tuple(free), tuple(take), tuple(swap))
+    return Handover(handover_id, tuple(free), tuple(_wakes_first(take)), tuple(swap))
+
+
+def _wakes_first(take: list[Chain]) -> Iterator[Chain]:
+    waking: dict[str, set[Holder]] = {}
+    for chain in take:
+        for step in chain.steps:
+            if step.verb == "wake_replica":
+                waking.setdefault(step.model, set()).add(chain.holder)
+    for chain in take:
+        cold = [step.model for step in chain.steps if step.verb == "start_replica"]
+        yield replace(chain, after=frozenset(waking.get(cold[0], ()))) if cold else chain
 
 
 def _leave(replica: ReplicaView, plan: ReplicaPlan | None, held: list[Lease]) -> tuple[tuple[Step, ...], tuple]:

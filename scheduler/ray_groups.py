@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
@@ -41,6 +42,9 @@ class Jobs(Protocol):
 
     def newest_snapshot(self, job_id: str) -> Path | None:
         """The newest snapshot that can be resumed from, in shared memory."""
+
+    def may_continue(self, job_id: str) -> bool:
+        """Whether the job may run again, so that its parked ranks are worth their memory."""
 
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
         """An event of the job's ranks, see train.group."""
@@ -82,7 +86,11 @@ class Groups:
         finally:
             self._starting.discard(job_id)
         self._attend(job_id, group, lease, lease.device_ids)
-        return {"seconds": time.monotonic() - began_s, "snapshot": snapshot.name if snapshot else None}
+        return {
+            "seconds": time.monotonic() - began_s,
+            "snapshot": snapshot.name if snapshot else None,
+            "ranks": "parked" if group.resumed else "forked",
+        }
 
     async def _start(self, job_id: str, group: Group, spec: TrainSpec, hosts: list[_Host], devices: list[Device],
                      snapshot: Path | None) -> None:  # fmt: skip
@@ -158,9 +166,13 @@ class Groups:
 
     async def _ranks(self) -> dict[str, dict[str, Any]]:
         """Device id to the status of the rank there; see RankHost.status."""
+        found = await self._hosts_there()
+        return {device_id: status for device_id, status in found.items() if status["job_id"]}
+
+    async def _hosts_there(self) -> dict[str, dict[str, Any]]:
         device_ids = [name.removeprefix(ACTOR) for name in await actor_names() if name.startswith(ACTOR)]
         statuses = await asyncio.gather(*map(self._rank, device_ids))
-        return {d: status for d, status in zip(device_ids, statuses, strict=True) if status and status["job_id"]}
+        return {device_id: status for device_id, status in zip(device_ids, statuses, strict=True) if status}
 
     async def _rank(self, device_id: str) -> dict[str, Any] | None:
         try:
@@ -177,8 +189,10 @@ class Groups:
         Ranks whose controller died are adopted here if their world is whole, and go on training.
         """
         worlds: dict[str, dict[str, dict[str, Any]]] = {}
-        for device_id, place in (await self._ranks()).items():
-            if place["job_id"] not in self._groups and place["job_id"] not in self._starting:
+        for device_id, place in (await self._hosts_there()).items():
+            if parked := place["parked"]:
+                await self._look_after_parked(parked, device_id)
+            elif place["job_id"] and place["job_id"] not in self._groups and place["job_id"] not in self._starting:
                 worlds.setdefault(place["job_id"], {})[device_id] = place
         found: dict[str, GroupObserved] = {}
         for job_id, places in worlds.items():
@@ -193,6 +207,14 @@ class Groups:
         for job_id, running in self._groups.items():
             found[job_id] = GroupObserved(job_id, running.lease.device_ids, running.lease.id, running.ended)
         return tuple(found.values())
+
+    async def _look_after_parked(self, job_id: str, device_id: str) -> None:
+        """End a parked rank that nobody will come back to: its job is over, or went on elsewhere."""
+        running = self._groups.get(job_id)
+        elsewhere = running is not None and device_id not in running.lease.device_ids
+        if elsewhere or not self._jobs.may_continue(job_id):
+            with contextlib.suppress(RayError):  # its actor died just now, and the rank with it
+                await self._host(device_id).drop_parked.remote(job_id)
 
     async def _adopt(self, job_id: str, lease: Lease, places: dict[str, dict[str, Any]]) -> None:
         log.info("job %s trains on %s since before this controller: adopted", job_id, ", ".join(sorted(places)))

@@ -76,6 +76,7 @@ class Runner:
         self._released: dict[str, asyncio.Future[bool]] = {}
         self._drains: dict[Holder, _Drain] = {}
         self._over: set[int] = set()
+        self._taken: dict[Holder, asyncio.Event] = {chain.holder: asyncio.Event() for chain in handover.take}
         self._seq = 0
 
     def begin(self) -> None:
@@ -158,6 +159,8 @@ class Runner:
                 future = self._released.get(step.target) if chain.side == "free" else None
                 if future is not None and not future.done():
                     future.set_result(False)
+            if chain.side == "take":
+                self._taken[chain.holder].set()
         if n not in self._over:
             self._owner.chain_ended(end)
         return end
@@ -167,6 +170,8 @@ class Runner:
         assert not missing, f"{chain.name} needs leases that nobody releases: {missing}"
         for lease_id in chain.needs:
             await asyncio.shield(self._released[lease_id])
+        for holder in chain.after:
+            await self._taken[holder].wait()
         if n in self._over:
             return ChainEnd(chain, "skipped")
         late = [lease for lease in sorted(chain.needs) if not self._released[lease].result()]

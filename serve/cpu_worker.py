@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import mmap
 
 import torch
 from vllm.lora.layers.base import BaseLayerWithLoRA
@@ -17,7 +18,8 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 from serve.direct_load import drop_packed, drop_weights
 from serve.shm_transfer import ShmWeightTransferEngine
 
-_libc = ctypes.CDLL(None)
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 # malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _INT_MAX = 2**31 - 1
@@ -48,14 +50,18 @@ class ShmCPUWorker(CPUWorker):
                 for name in ("lora_a_stacked", "lora_b_stacked"):
                     for tensor in _tensors(module.__dict__.get(name)):
                         self._put_to_sleep(tensor, "adapters")
-        for tensor in _tensors(self.model_runner.kv_caches):
-            self._put_to_sleep(tensor, "kv_cache")
         gc.collect()
         _libc.malloc_trim(0)
+        # Its addresses stay: the pages come back zeroed, each when a request first writes to it, not all in the wake.
+        for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in self._kv_caches()}.values():
+            _drop_pages(storage)
+
+    def _kv_caches(self) -> list[torch.Tensor]:
+        return _tensors(self.model_runner.kv_caches)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
         """Allocate again what the tags name. Weights hold garbage until the next weight transfer; the
-        rest is zeroed."""
+        slots of adapters are zeroed. The KV cache was never away."""
         for key, (storage, nbytes, tag) in list(self._asleep.items()):
             # The slots of adapters come back with the weights, empty.
             if tags is not None and tag not in tags and not (tag == "adapters" and "weights" in tags):
@@ -70,6 +76,18 @@ class ShmCPUWorker(CPUWorker):
         if storage.nbytes() and storage._cdata not in self._asleep:
             self._asleep[storage._cdata] = (storage, storage.nbytes(), tag)
             storage.resize_(0)
+
+
+def _drop_pages(storage: torch.UntypedStorage) -> None:
+    """Zero a storage by giving its memory back."""
+    first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    last = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
+    if last <= first:
+        last = first = storage.data_ptr()
+    elif _libc.madvise(first, last - first, mmap.MADV_DONTNEED):
+        raise OSError(ctypes.get_errno(), "the memory of the KV cache cannot be given back")
+    ctypes.memset(storage.data_ptr(), 0, first - storage.data_ptr())
+    ctypes.memset(last, 0, storage.data_ptr() + storage.nbytes() - last)
 
 
 def _tensors(value: object) -> list[torch.Tensor]:

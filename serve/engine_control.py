@@ -32,7 +32,7 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from runtime.process import group_rss_bytes
+from runtime.process import group_resident_bytes, group_rss_bytes
 from serve.adapters import EngineAdapters
 from serve.errors import BY_NAME, EngineFailed, ServeError, SwapFailed, WrongState
 from serve.fingerprint import FingerprintBook, FingerprintRecord, canary_prompt, version_key
@@ -192,14 +192,14 @@ class EngineControl:
                 if time.perf_counter() > deadline_s:
                     raise WrongState(f"engine still has {unfinished} requests; drain it before sleep")
                 await asyncio.sleep(0.01)
-            before = await asyncio.to_thread(group_rss_bytes, self._group)
+            before = await asyncio.to_thread(group_resident_bytes, self._group)
             began_s = time.perf_counter()
             await self._close_adapters(None)
             # "keep": a request that slipped in since the check is recomputed after the wake instead of aborted.
             await self.llm.sleep(level=2, mode="keep")
             self.state, self._lease = "asleep", None
             seconds = time.perf_counter() - began_s
-            after = await asyncio.to_thread(group_rss_bytes, self._group)
+            after = await asyncio.to_thread(group_resident_bytes, self._group)
             return {"seconds": seconds, "rss_before_bytes": before, "rss_after_bytes": after}
 
     async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:

@@ -43,6 +43,9 @@ class Host(Protocol):
     async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any: ...
     async def next_event(self, after: int = 0) -> dict | None: ...
     async def kill(self) -> None: ...
+    async def parked(self) -> dict | None: ...
+    async def resume(self, snapshot: str) -> dict: ...
+    async def leave_parked(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,13 @@ class Watch:
 @dataclass(frozen=True)
 class SuspendReport:
     """`snapshot_path` is None if the job had not done a step yet. seconds: agree (to the step boundary), snapshot,
-    exit (until the devices are free), total."""
+    exit (until the devices are free), total. parked: the ranks stay as processes without memory of the job."""
 
     step: int
     snapshot_path: str | None
     bytes: int
     seconds: dict[str, float]
+    parked: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,12 +95,14 @@ class Group:
         self._failing: asyncio.Task | None = None
         self._started_s = 0.0
         self._adopted = False
+        self.resumed = False  # whether parked ranks went on, instead of new ones
 
     async def start(
         self, spec: TrainSpec, hosts: Sequence[Host], devices: Sequence[str], snapshot: str | None = None, *,
         master_addr: str = "127.0.0.1", master_port: int | None = None,
     ) -> None:  # fmt: skip
-        """Fork one rank per host and return when all are training. `devices[i]` is "cpu" or a CUDA index.
+        """Fork one rank per host, or let the very ranks that were parked there go on, and return when all are training.
+        `devices[i]` is "cpu" or a CUDA index.
 
         Raises RankFailed if the world does not come up; nothing is left running then.
         """
@@ -104,21 +110,32 @@ class Group:
         self._started_s = time.monotonic()
         self._hosts, self._job_id = list(hosts), spec.job_id
         self._ended = asyncio.get_running_loop().create_future()
-        port = master_port or free_port(master_addr)
-        plain = asdict(spec)
-        starts = [host.start(plain, rank, len(hosts), master_addr, port, device, snapshot)
-                  for rank, (host, device) in enumerate(zip(hosts, devices, strict=True))]  # fmt: skip
-        results = await asyncio.gather(*starts, return_exceptions=True)
-        for rank, result in enumerate(results):
-            if isinstance(result, BaseException):
-                await self._kill_all()
-                raise RankFailed(rank, f"was not started: {result}", retryable=True) from result
+        self.resumed = snapshot is not None and await self._resume_parked(asdict(spec), list(devices), snapshot)
+        if not self.resumed:
+            await self._fork(asdict(spec), devices, snapshot, master_addr, master_port or free_port(master_addr))
         self._attend()
         while len(self._ready) < len(hosts) and not self._ended.done():
             await asyncio.wait([self._ended], timeout=0.01)
         if self._ended.done() and (outcome := self._ended.result()).outcome == "failed":
             error = outcome.error or {}
             raise RankFailed(error["rank"], error["reason"], retryable=error["retryable"])
+
+    async def _fork(self, spec: dict[str, Any], devices: Sequence[str], snapshot: str | None, master_addr: str,
+                    port: int) -> None:  # fmt: skip
+        starts = [host.start(spec, rank, len(self._hosts), master_addr, port, device, snapshot)
+                  for rank, (host, device) in enumerate(zip(self._hosts, devices, strict=True))]  # fmt: skip
+        for rank, result in enumerate(await asyncio.gather(*starts, return_exceptions=True)):
+            if isinstance(result, BaseException):
+                await self._kill_all()
+                raise RankFailed(rank, f"was not started: {result}", retryable=True) from result
+
+    async def _resume_parked(self, spec: dict[str, Any], devices: list[str], snapshot: str) -> bool:
+        """Whether all ranks of this very world were parked in their places and go on; if not, none of them counts."""
+        parked = await asyncio.gather(*(host.parked() for host in self._hosts), return_exceptions=True)
+        if not is_same_world(parked, spec, devices):
+            return False
+        resumed = await asyncio.gather(*(host.resume(snapshot) for host in self._hosts), return_exceptions=True)
+        return not any(isinstance(answer, BaseException) for answer in resumed)
 
     async def adopt(self, job_id: str, hosts: Sequence[Host]) -> None:
         """Go on with ranks that another Group started, whose process died. `hosts` in the order of ranks, all of them.
@@ -131,7 +148,8 @@ class Group:
         self._attend()
 
     async def suspend(self) -> SuspendReport | None:
-        """Snapshot at the next step boundary and leave the devices; returns when no process is left.
+        """Snapshot at the next step boundary and leave the devices; returns when they are free: no process is left, or
+        all are parked.
 
         None if the job ended otherwise meanwhile (it was in its last step, or failed): `wait` tells how.
         """
@@ -143,7 +161,8 @@ class Group:
         snapshot_s = outcome.detail["seconds"]["snapshot"]
         agree_s = max(0.0, outcome.detail["left_s"] - started - snapshot_s)
         seconds = {"agree": agree_s, "snapshot": snapshot_s, "exit": total - agree_s - snapshot_s, "total": total}
-        return SuspendReport(outcome.step, outcome.detail["snapshot_path"], outcome.detail["bytes"], seconds)
+        return SuspendReport(outcome.step, outcome.detail["snapshot_path"], outcome.detail["bytes"], seconds,
+                             outcome.detail["parked"])  # fmt: skip
 
     async def cancel(self) -> Outcome:
         """End at the next step boundary without a snapshot; returns when no process is left."""
@@ -159,7 +178,7 @@ class Group:
         return await self.wait()
 
     async def wait(self) -> Outcome:
-        """How the group ended; returns when no process of it is left."""
+        """How the group ended; returns when no process of it is left, or all are parked."""
         assert self._ended is not None, "start the group first"
         return await asyncio.shield(self._ended)
 
@@ -264,13 +283,16 @@ class Group:
                                                name=f"{self._job_id} fail"))  # fmt: skip
 
     async def _end_well(self) -> None:
-        detail = self._done[0]
+        detail = self._done[0] | {"parked": all(done.get("parked", False) for done in self._done.values())}
         self._step = detail["step"]
         await self._end(Outcome(detail["outcome"], detail["step"], None, detail))
 
     async def _end(self, outcome: Outcome) -> None:
         assert self._ended is not None
-        await self._kill_all()
+        if outcome.detail.get("parked"):
+            await asyncio.gather(*(host.leave_parked() for host in self._hosts))
+        else:
+            await self._kill_all()
         if self._ended.done():
             return
         self._ended.set_result(outcome)
@@ -282,6 +304,18 @@ class Group:
 
     async def _kill_all(self) -> None:
         await asyncio.gather(*(host.kill() for host in self._hosts))
+
+
+def is_same_world(parked: Sequence[Any], spec: dict[str, Any], devices: list[str]) -> bool:
+    """Whether these ranks (see RankHost.parked; one per place) are one world of this run, each in its place."""
+    if not all(isinstance(rank, dict) for rank in parked):
+        return False
+    wanted = [
+        {"job_id": spec["job_id"], "rank": number, "world_size": len(parked), "meeting": parked[0]["meeting"],
+         "device": device, "spec": spec}
+        for number, device in enumerate(devices)
+    ]  # fmt: skip
+    return list(parked) == wanted
 
 
 def free_port(address: str = "127.0.0.1") -> int:

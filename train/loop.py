@@ -22,7 +22,7 @@ import torch
 from deepspeed import comm
 from torch.utils.tensorboard import SummaryWriter
 
-from train import snapshot
+from train import parking, snapshot
 from train.beside import Writing, Written
 from train.chat import ChatEncoder
 from train.data import TokenSet, open_token_set
@@ -58,6 +58,10 @@ class Wishes:
     cancel: bool = False
     snapshot: bool = False
 
+    def clear(self) -> None:
+        """What was asked is done."""
+        self.suspend = self.cancel = self.snapshot = False
+
 
 @dataclass
 class Progress:
@@ -85,6 +89,7 @@ class Run:
         self.spec, self.store, self.engine = spec, store, engine
         self.train, self.valid = train, valid
         self.rank, self.world_size = comm.get_rank(), comm.get_world_size()
+        self.leash_events = emit
         self.emit = EventLog(spec.run_dir, emit) if self.rank == 0 else lambda event, **data: None
         self.wishes, self.progress = wishes, progress
         self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)
@@ -356,6 +361,15 @@ def prepare(spec: TrainSpec, emit: Events, wishes: Wishes, progress: Progress,
     if snapshot_path:
         run.resume_from(snapshot_path)
     return run
+
+
+def continued(run: Run, snapshot_path: str) -> Run:
+    """Collective: a run that was parked after its suspension, on its engine and from a snapshot. Raises
+    SnapshotMismatch."""
+    again = Run(run.spec, run.store, run.engine, run.train, run.valid, run.leash_events, run.wishes, run.progress)
+    parking.take_back(run.engine, run.spec)
+    again.resume_from(snapshot_path)
+    return again
 
 
 def _tell_about_stage(emit: Events, spec: TrainSpec) -> None:

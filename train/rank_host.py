@@ -21,6 +21,7 @@ ENTRY = "train.worker:main"
 COLLECTIVE_TIMEOUT_S = 600.0
 STATES = ("ready", "done", "fatal")
 NOWHERE = {"job_id": "", "rank": 0, "world_size": 0}
+PARK_LIMIT_S = 3600.0  # a parked rank holds no weights, but some 100 MB all the same
 
 # Read by glibc when the warm parent starts. Ranks take and give back hundreds of MB in every step; with huge pages the
 # faults on that memory cost a fifth, and a killed rank is gone sooner.
@@ -28,13 +29,19 @@ WARM_ENV = (("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),)
 
 
 class RankHost:
-    """One rank at a time, forked from the warm parent at `warm_socket`, logging into `log_dir`."""
+    """One rank at a time, forked from the warm parent at `warm_socket`, logging into `log_dir`.
 
-    def __init__(self, warm_socket: str, log_dir: str):
-        self._warm_socket, self._log_dir = warm_socket, Path(log_dir)
+    A rank that was suspended may stay, parked (see train.parking): it holds no device and belongs to no group, until
+    `resume` takes it into one again, another rank is started here, or `park_limit_s` is over.
+    """
+
+    def __init__(self, warm_socket: str, log_dir: str, park_limit_s: float = PARK_LIMIT_S):
+        self._warm_socket, self._log_dir, self._park_limit_s = warm_socket, Path(log_dir), park_limit_s
         self._child: Child | None = None
         self._place: dict[str, Any] = dict(NOWHERE)
+        self._started_as: dict[str, Any] = {}
         self._events = _Events()
+        self._ending: set[asyncio.Task[None]] = set()
 
     async def start(
         self, spec: dict[str, Any], rank: int, world_size: int, master_addr: str, master_port: int, device: str,
@@ -44,8 +51,12 @@ class RankHost:
 
         Raises WarmParentError. Returns {"pid"} as soon as the process exists.
         """
-        await self.kill()
+        if self._parked():
+            self._end_later(self._child)  # it holds nothing that the new rank needs
+        else:
+            await self.kill()
         self._place = {"job_id": spec["job_id"], "rank": rank, "world_size": world_size}
+        self._started_as = {**self._place, "meeting": [master_addr, master_port], "device": device, "spec": spec}
         self._log_dir.mkdir(parents=True, exist_ok=True)
         env = {
             "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_SIZE": "1",
@@ -63,11 +74,28 @@ class RankHost:
         self._events = _Events(self._child)
         return {"pid": self._child.pid}
 
+    async def parked(self) -> dict[str, Any] | None:
+        """What the rank that is parked here was started with: `{"job_id", "rank", "world_size", "meeting" (address and
+        port of its world), "device", "spec"}`; None if there is none."""
+        return self._started_as if self._parked() else None
+
+    async def resume(self, snapshot: str) -> dict[str, Any]:
+        """Let the parked rank go on from `snapshot`, as all ranks of its world must. Raises as `call`."""
+        if not self._parked():
+            raise ChildDied("parked rank", 0, str(self._log_dir), "there is none")
+        await self._events.forget()
+        await self._child.call("resume", snapshot=snapshot)
+        return {"pid": self._child.pid}
+
     async def status(self) -> dict[str, Any]:
-        """`{"alive", "done", "job_id", "rank", "world_size", "pid"}` of the rank started last; `done`: it came to its
-        end. The job is "" before the first rank, and again once `kill` has cleared the device."""
+        """`{"alive", "done", "job_id", "rank", "world_size", "pid", "parked"}` of the rank started last; `done`: it
+        came to its end. The job is "" before the first rank, again once `kill` has cleared the device, and while its
+        rank is parked: then `parked` names it."""
+        if self._parked():
+            return {**NOWHERE, "alive": False, "done": True, "pid": self._child.pid, "parked": self._place["job_id"]}
         alive = self._child is not None and self._child.alive
-        return {**self._place, "alive": alive, "done": self._events.done, "pid": self._child.pid if alive else None}
+        pid = self._child.pid if alive else None
+        return {**self._place, "alive": alive, "done": self._events.done, "pid": pid, "parked": ""}
 
     async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any:
         """Ask the rank something; raises ChildDied, ChildError, ChildTimeout."""
@@ -100,6 +128,32 @@ class RankHost:
             await asyncio.shield(self._child.closed())
             await self._child.kill_and_wait()
 
+    async def drop_parked(self, job_id: str) -> None:
+        """End the rank that is parked here if it is one of this job."""
+        if self._parked() and self._place["job_id"] == job_id:
+            await self.kill()
+
+    async def leave_parked(self) -> None:
+        """The group of a rank that is parked has ended: from now on its time runs."""
+        if self._parked():
+            task = asyncio.create_task(self._expire(self._child, self._events), name=f"parked {self._child.name}")
+            self._ending.add(task)
+            task.add_done_callback(self._ending.discard)
+
+    def _parked(self) -> bool:
+        return self._child is not None and self._child.alive and self._events.parked
+
+    async def _expire(self, child: Child, events: _Events) -> None:
+        life = events.life
+        await asyncio.sleep(self._park_limit_s)
+        if child is self._child and events.parked and events.life == life:
+            await self.kill()
+
+    def _end_later(self, child: Child) -> None:
+        task = asyncio.create_task(child.kill_and_wait(), name=f"end of {child.name}")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
     def _started(self) -> Child:
         if self._child is None:
             raise ChildDied("rank", 0, str(self._log_dir), "it was never started")
@@ -107,10 +161,11 @@ class RankHost:
 
 
 class _Events:
-    """The numbered events of one rank's life."""
+    """The numbered events of one rank, from its fork or from when it was last resumed (`life`) on."""
 
     def __init__(self, child: Child | None = None):
-        self.done = False
+        self.done = self.parked = False
+        self.life = 0
         self._over = child is None
         self._kept: deque[dict[str, Any]] = deque()
         self._news = asyncio.Condition()
@@ -125,6 +180,13 @@ class _Events:
                     return found
                 await self._news.wait()
 
+    async def forget(self) -> None:
+        """What comes now is of another life."""
+        async with self._news:
+            self._kept.clear()
+            self.done = self.parked = False
+            self.life += 1
+
     async def _read(self, child: Child) -> None:
         number = 0
         while True:
@@ -136,6 +198,7 @@ class _Events:
                     number += 1
                     self._kept.append({**event, "number": number})
                     self.done = self.done or event["event"] == "done"
+                    self.parked = self.parked or bool(event.get("parked"))
                 self._news.notify_all()
             if event is None:
                 return

@@ -1,9 +1,10 @@
 """Entry of a rank: a process forked from the warm parent, on the leash of its RankHost.
 
-Calls it answers: `ping` (where the run is; answered by the leash thread, so only a stopped process stays silent)
-and `wish` (suspend, cancel or snapshot at the next step boundary).
+Calls it answers: `ping` (where the run is; answered by the leash thread, so only a stopped process stays silent),
+`wish` (suspend, cancel or snapshot at the next step boundary) and, when parked, `resume` (from this snapshot).
 
 Events: those of the run, from rank 0; "ready" when the engine stands and "done" with the outcome, from every rank.
+A rank whose "done" says `parked` has given its memory back (train.parking) and waits for `resume`; else it ends.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ from __future__ import annotations
 import gc
 import os
 import time
+from queue import SimpleQueue
 from typing import Any
 
 from runtime.leash import Leash
+from train import parking
 from train.engine import init_world
-from train.loop import WISHES, Progress, Run, Wishes, prepare
+from train.loop import WISHES, Progress, Run, Wishes, continued, prepare
 from train.spec import TrainSpec
 
 
@@ -30,7 +33,12 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
             raise ValueError(f"wish {name!r} is unknown; expected one of {WISHES}")
         setattr(wishes, name, True)
 
-    leash.serve({"ping": progress.report, "wish": wish})
+    resumes: SimpleQueue[str] = SimpleQueue()
+
+    def resume(snapshot: str) -> None:
+        resumes.put(snapshot)
+
+    leash.serve({"ping": progress.report, "wish": wish, "resume": resume})
     progress.enter("joining")
     init_world(spec.device_kind, args["collective_timeout_s"])
     joined = time.perf_counter()
@@ -38,9 +46,19 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
     # Engine and model live until the process ends: nothing for the collector to find, every pass would cost.
     gc.collect()
     gc.freeze()
-    leash.emit("ready", pid=os.getpid(), step=run.step, seconds={"join": joined - started,
-               "prepare": time.perf_counter() - joined})  # fmt: skip
-    outcome = run.run()
-    progress.enter("done", run.step)
-    leash.emit("done", **outcome)
-    return 0
+    seconds = {"join": joined - started, "prepare": time.perf_counter() - joined}
+    while True:
+        leash.emit("ready", pid=os.getpid(), step=run.step, seconds=seconds)
+        outcome = run.run()
+        progress.enter("done", run.step)
+        park = outcome["outcome"] == "suspended" and parking.can_park(spec)
+        if park:
+            wishes.clear()
+            parking.give_back(run.engine)
+        leash.emit("done", parked=park, **outcome)
+        if not park:
+            return 0
+        snapshot = resumes.get()
+        began = time.perf_counter()
+        run = continued(run, snapshot)
+        seconds = {"join": 0.0, "prepare": time.perf_counter() - began}

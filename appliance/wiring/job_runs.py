@@ -150,6 +150,11 @@ class JobRuns:
             own = WeightStore(self._jobs_dir / name.model / "snapshots", budget_bytes=None)
             return self._flow.bring_in(name, own)
 
+    def may_continue(self, job_id: str) -> bool:
+        """Whether the job may run again."""
+        row = jobs.find(self._db, job_id)
+        return row is not None and not row.finished and row.wanted != "cancel"
+
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
         """Record it; snapshots and published versions flow to the other tiers in the background."""
         if event["event"] == "started":

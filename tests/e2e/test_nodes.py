@@ -80,7 +80,7 @@ class StandInHost:
         return {"pid": os.getpid()}
 
     async def status(self):
-        return {**self.place, "alive": self.alive, "done": False, "pid": None}
+        return {**self.place, "alive": self.alive, "done": False, "pid": None, "parked": ""}
 
     async def next_event(self, after=0):
         if after == 0:
@@ -138,6 +138,9 @@ class Runs:
 
     def newest_snapshot(self, job_id):
         return None
+
+    def may_continue(self, job_id):
+        return True
 
     def on_event(self, job_id, event): ...
 

@@ -62,7 +62,8 @@ async def test_suspend_and_resume_on_other_sizes_keeps_the_loss_curve(shop, kind
             report = await world.group.suspend()
             snapshot = report.snapshot_path
             assert report.step >= until and report.bytes > 0
-            assert not any(group_pids(pid) for pid in pids), "the devices must be free"
+            parked = report.parked and all(lazily_free_bytes(pid) >= 0 for pid in pids)
+            assert parked or not any(group_pids(pid) for pid in pids), "the devices must be free"
         outcome = await world.group.wait()
         assert outcome.outcome == ("suspended" if until else "succeeded"), world.logs()
         assert not losses.keys() & world.losses().keys(), "no step is done twice"
@@ -287,7 +288,8 @@ async def test_another_group_takes_over_where_the_first_one_was_left(shop):
     second, told = Group(lambda event: told.append(event), PATIENT), []
     await second.adopt("job", first.hosts)
     assert [await host.status() for host in first.hosts] == [
-        {"job_id": "job", "rank": rank, "world_size": 2, "alive": True, "done": False, "pid": pids[rank]}
+        {"job_id": "job", "rank": rank, "world_size": 2, "alive": True, "done": False, "pid": pids[rank],
+         "parked": ""}
         for rank in range(2)
     ]
     assert (await second.wait()).outcome == "succeeded"
@@ -311,3 +313,54 @@ async def test_a_world_that_ended_unwatched_is_still_taken_over(shop):
     await second.adopt("job", first.hosts)
     assert (await second.wait()).outcome == "succeeded"
     assert "published" in [event["event"] for event in told]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"zero_stage": 2, "weight_decay": 0.1},
+        {"zero_stage": 1, "precision": "bf16"},
+        {"zero_stage": 1, "full": False, "lora_rank": 4, "lora_dropout": 0.1, "learning_rate": 1e-2},
+    ],
+    ids=["zero2", "zero1-bf16", "lora"],
+)
+async def test_a_parked_world_gives_its_memory_back_and_goes_on_bitwise(shop, fields):
+    wide = {"hidden_size": 256, "intermediate_size": 512}  # parameters large enough to be given back
+    unbroken = await shop.run(shop.spec("unbroken", model=wide, n_epochs=1, examples=16, **fields), 2)
+    spec = shop.spec("parked", n_epochs=1, examples=16, **fields)
+    first = await shop.launch(spec, 2).start()
+    await first.reached(1)
+    pids = first.pids()
+    report = await first.group.suspend()
+    assert report.parked and [(await host.status())["job_id"] for host in first.hosts] == ["", ""]
+    given_back = [lazily_free_bytes(pid) for pid in pids]
+    second = shop.launch(spec, 2, snapshot=report.snapshot_path)
+    second.hosts = first.hosts
+    await second.start()
+    assert second.group.resumed and second.pids() == pids
+    assert (await second.group.wait()).outcome == "succeeded", second.logs()
+    assert first.losses() | second.losses() == unbroken.losses()
+    assert same(published(shop, spec)[0], published(shop, unbroken.spec)[0])
+    assert min(given_back) > 1.5 * (shop.base / "model.safetensors").stat().st_size, "weights at least, in fp32"
+
+
+async def test_parked_ranks_that_do_not_fit_make_way_for_new_ones(shop):
+    spec = shop.spec()
+    first = await shop.launch(spec, 2).start()
+    await first.reached(1)
+    report = await first.group.suspend()
+    parked = first.pids()
+    os.kill(parked[1], signal.SIGKILL)
+    await first.hosts[1]._child.closed()
+    second = shop.launch(spec, 2, snapshot=report.snapshot_path)
+    second.hosts = first.hosts
+    await second.start()
+    assert not second.group.resumed and not set(second.pids()) & set(parked)
+    assert (await second.group.wait()).outcome == "succeeded", second.logs()
+    assert sorted(first.losses() | second.losses()) == list(range(1, max(second.losses()) + 1))
+    assert not any(group_pids(pid) for pid in parked), "nobody comes back to the rest of a broken world"
+
+
+def lazily_free_bytes(pid):
+    with open(f"/proc/{pid}/smaps_rollup") as rollup:
+        return 1024 * next(int(line.split()[1]) for line in rollup if line.startswith("LazyFree"))

@@ -83,6 +83,42 @@ def test_ten_switches_in_a_row() -> None:
     go(test)
 
 
+def test_an_engine_that_only_wakes_is_open_before_a_cold_one_starts() -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+            await rig.settle()
+            rig.store.policy = Policy("train")
+            rig.store.jobs["j1"] = JOB
+            await rig.settle()
+            began: list[str] = []
+            rig.effects.hook = lambda when, verb, target: began.append(verb) if when == "before" else None
+            rig.store.deployments["m"] = replace(MODEL, min_replicas=2, max_replicas=2)
+            rig.store.policy = Policy("serve")
+            await rig.settle()
+            assert rig.states() == ["open", "open"]
+            assert began.index("wake_replica") < began.index("open_replica") < began.index("start_replica")
+
+    go(test)
+
+
+@pytest.mark.parametrize("verb", ["wake_replica", "open_replica"])
+def test_a_cold_engine_starts_though_the_wake_before_it_fails(verb: str) -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+            await rig.settle()
+            rig.store.policy = Policy("train")
+            rig.store.jobs["j1"] = JOB
+            await rig.settle()
+            rig.effects.hook = failing(1, verb)
+            rig.store.deployments["m"] = replace(MODEL, min_replicas=2, max_replicas=2)
+            rig.store.policy = Policy("serve")
+            await rig.settle()
+            await asyncio.sleep(60)
+            assert rig.states() == ["open", "open"]
+
+    go(test)
+
+
 def test_a_job_that_finishes_leaves_its_devices() -> None:
     async def test() -> None:
         jobs = (replace(JOB, submitted_s=1.0), replace(JOB, id="j2", submitted_s=2.0))
