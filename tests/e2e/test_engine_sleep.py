@@ -32,9 +32,8 @@ async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, replicas):
             await call
 
     held = asyncio.create_task(greedy(sdk, "starter"))
-    await asyncio.sleep(0.3)
-    assert not held.done()
-    status = await replica.status()
+    while (status := await replica.status())["waiting"] == 0:
+        assert not held.done() and status["state"] == "asleep"
     assert (status["state"], status["running"], status["waiting"]) == ("asleep", 0, 1)
     awake = await replica.wake("starter", "a", str(a))
     assert awake["fingerprint"]["verdict"] == "verified"
