@@ -135,8 +135,9 @@ class _Watcher:
 
 
 async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, Any]:
+    from runtime.node import WARM_ENV
     from train.group import Group, Watch
-    from train.rank_host import WARM_ENV, RankHost
+    from train.rank_host import RankHost
 
     socket = shm / "warm.sock"
     parent = subprocess.Popen(

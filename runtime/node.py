@@ -13,6 +13,10 @@ from runtime.process import tail
 
 RESTART_PAUSE_S = 1.0
 
+# Read by glibc when a warm parent starts. Ranks take and give back hundreds of MB in every step, engines when they wake:
+# on huge pages the faults on that memory cost a fifth, and a killed process is gone sooner.
+WARM_ENV = (("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),)
+
 
 @dataclass(frozen=True)
 class WarmSpec:
@@ -22,7 +26,7 @@ class WarmSpec:
     preload: str
     socket_path: str
     log_path: str
-    env: tuple[tuple[str, str], ...] = ()
+    env: tuple[tuple[str, str], ...] = WARM_ENV
 
 
 class NodeAgent:

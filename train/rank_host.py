@@ -23,10 +23,6 @@ STATES = ("ready", "done", "fatal")
 NOWHERE = {"job_id": "", "rank": 0, "world_size": 0}
 PARK_LIMIT_S = 3600.0  # a parked rank holds no weights, but some 100 MB all the same
 
-# Read by glibc when the warm parent starts. Ranks take and give back hundreds of MB in every step; with huge pages the
-# faults on that memory cost a fifth, and a killed rank is gone sooner.
-WARM_ENV = (("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),)
-
 
 class RankHost:
     """One rank at a time, forked from the warm parent at `warm_socket`, logging into `log_dir`.

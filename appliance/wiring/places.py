@@ -10,14 +10,13 @@ from appliance.paths import BoxPaths
 from runtime.node import WarmSpec
 from scheduler.inventory import Device
 from scheduler.ray_node import Place
-from train.rank_host import WARM_ENV
 
 LOOPBACK = "127.0.0.1"
 
 
 def place_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) -> Place:
-    def warm(name: str, socket_path: Path, env: tuple[tuple[str, str], ...] = ()) -> WarmSpec:
-        return WarmSpec(name, f"{name}.preload", str(socket_path), str(paths.logs / f"warm-{name}.log"), env)
+    def warm(name: str, socket_path: Path) -> WarmSpec:
+        return WarmSpec(name, f"{name}.preload", str(socket_path), str(paths.logs / f"warm-{name}.log"))
 
     return Place(
         name=devices[0].node,
@@ -26,7 +25,7 @@ def place_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) ->
         run_dir=paths.run,
         log_dir=paths.logs,
         shm_root=paths.shm_root,
-        warm=(warm("serve", paths.warm_serve_socket), warm("train", paths.warm_train_socket, WARM_ENV)),
+        warm=(warm("serve", paths.warm_serve_socket), warm("train", paths.warm_train_socket)),
         token_path=paths.ray_token,
         budget_bytes=weight_budget_bytes(config, paths),
     )

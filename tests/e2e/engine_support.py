@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import openai
 
+from runtime.node import WARM_ENV
 from serve.spec import ReplicaSpec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -113,7 +114,7 @@ class Box:
                 "--preload", "serve.preload", "--log", str(self.logs / "warm.log"),
             ],
             cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            env={**os.environ, **dict(WARM_ENV), "PYTHONPATH": str(REPOSITORY)},
         )
         while not self.warm_socket.exists():
             if self._parent.poll() is not None:

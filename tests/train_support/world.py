@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runtime.node import WARM_ENV
 from tests.train_support.tiny import make_model_dir, write_chat_file
 from train.group import Group, Watch
 from train.rank_host import RankHost
@@ -31,7 +32,7 @@ class WarmTrain:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "runtime.warm_parent", "--socket", str(self.socket), "--preload", "train.preload",
              "--log", str(self.folder / "warm.log")],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **dict(WARM_ENV), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
     def wait(self) -> WarmTrain:
