@@ -13,8 +13,8 @@ from runtime.process import tail
 
 RESTART_PAUSE_S = 1.0
 
-# Read by glibc when a warm parent starts. Ranks take and give back hundreds of MB in every step, engines when they wake:
-# on huge pages the faults on that memory cost a fifth, and a killed process is gone sooner.
+# Read by glibc when a warm parent starts. Ranks take and give back hundreds of MB in every step, engines when they
+# wake: on huge pages the faults on that memory cost a fifth, and a killed process is gone sooner.
 WARM_ENV = (("GLIBC_TUNABLES", "glibc.malloc.hugetlb=1"),)
 
 
