@@ -39,6 +39,10 @@ class Comparison:
         self._canaries: dict[str, Canary] = {}
         self._counts: dict[str, dict[str, _Version]] = {}
 
+    @property
+    def compares(self) -> bool:
+        return bool(self._canaries)
+
     def apply(self, models: Iterable[Model]) -> None:
         """A canary that is new begins at nothing; one that left is forgotten."""
         now = {model.name: model.canary for model in models if model.canary is not None}

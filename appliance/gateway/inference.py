@@ -489,6 +489,8 @@ class Exchange:
             self.gateway.ended(choice)
 
     def _count(self, *, failed: bool) -> None:
+        if not self.gateway.comparison.compares:
+            return
         choice, now, first_s = self._choice, time.monotonic(), self._first_byte_s
         if choice is not None:
             self.gateway.comparison.add(

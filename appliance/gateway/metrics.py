@@ -75,6 +75,7 @@ class Metrics:
         self.last_request_s: dict[str, float] = {}
         self._recent: dict[str, deque[tuple[float, float]]] = {}
         self._classes: dict[frozenset[str], str] = {}
+        self._known: dict[tuple[str, str, frozenset[str]], Series] = {}
 
     def first_byte(self, request: Request, now_s: float) -> None:
         """The first byte of an engine's answer to this request goes out now."""
@@ -98,6 +99,13 @@ class Metrics:
 
     def _series(self, request: Request) -> Series:
         scopes = request.principal.scopes if request.principal is not None else frozenset()
+        known = request.model, request.model_version, scopes
+        series = self._known.get(known)
+        if series is None:
+            series = self._known[known] = self._new_or_known(request, scopes)
+        return series
+
+    def _new_or_known(self, request: Request, scopes: frozenset[str]) -> Series:
         kind = self._classes.get(scopes)
         if kind is None:
             kind = self._classes[scopes] = key_class(scopes)
@@ -109,6 +117,7 @@ class Metrics:
         if series is None:
             if len(of_model) >= SERIES_PER_MODEL:
                 del of_model[next(iter(of_model))]
+                self._known.clear()
             series = of_model[key] = Series()
         return series
 
@@ -123,6 +132,7 @@ class Metrics:
     def forget_models(self, keep: Iterable[str]) -> None:
         """Drop series of models that left the table, so that label sets stay bounded."""
         kept = set(keep)
+        self._known.clear()
         self.models = {name: series for name, series in self.models.items() if name in kept}
         self._recent = {name: values for name, values in self._recent.items() if name in kept}
         self.last_request_s = {name: at for name, at in self.last_request_s.items() if name in kept}

@@ -15,7 +15,7 @@ import orjson
 
 from . import errors
 from .config import Limits
-from .continuation import Continuation, continuation_of
+from .continuation import CHAT, Continuation, continuation_of
 from .errors import ApiError
 from .routes import Route
 
@@ -102,14 +102,19 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
     if stream is not None and not isinstance(stream, bool):
         raise _bad("stream", stream, "true or false")
 
-    fields = data.keys()
+    fields, number_rules = data.keys(), _rules(limits)
+    if not stream and fields <= _PLAIN_FIELDS and route.name == CHAT and _plain_messages(data.get("messages")):
+        for key in fields - _PLAIN_TEXT:
+            if data[key] is not None:
+                _number(key, data[key], *number_rules[key])
+        if type(data.get("user", "")) is str:
+            return Checked(model, False, len(body) // 4 + min(_completion_tokens(data), 4096), data["messages"])
     if not fields.isdisjoint(FORBIDDEN):
         for key in sorted(fields & FORBIDDEN):
             if data[key] is not None:
                 raise errors.bad_request(
                     f"The parameter `{key}` is not accepted by this server.", param=key, code="unsupported_parameter"
                 )
-    number_rules = _rules(limits)
     for key in fields & number_rules.keys():
         if data[key] is not None:
             _number(key, data[key], *number_rules[key])
@@ -130,6 +135,26 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
     tokens = len(body) // 4 + min(completion, 4096) * sequences
     beginning = data.get("messages") or data.get("prompt") or data.get("input") or ""
     return Checked(model, bool(stream), tokens, beginning, stream is True and _asks_usage(data), continuation)
+
+
+# A chat request with none but these needs its messages and numbers looked at, and no more.
+_PLAIN_TEXT = frozenset({"model", "messages", "stream", "user"})
+_PLAIN_FIELDS = _PLAIN_TEXT | {
+    "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "frequency_penalty", "presence_penalty"
+}  # fmt: skip
+
+
+def _plain_messages(messages: Any) -> bool:
+    """Whether these are messages of nothing but text: then nothing can name media or be nested deeply."""
+    if type(messages) is not list or not messages:
+        return False
+    for message in messages:
+        if type(message) is not dict:
+            return False
+        for part in message.values():
+            if type(part) is not str:
+                return False
+    return True
 
 
 def with_model(body: bytes, model: str) -> bytes:
@@ -256,14 +281,8 @@ def _is_plain(data: dict[str, Any]) -> bool:
     """
     for key, value in data.items():
         if type(value) is list:
-            if key != "messages":
+            if key != "messages" or not (_plain_messages(value) or not value):
                 return False
-            for message in value:
-                if type(message) is not dict:
-                    return False
-                for part in message.values():
-                    if type(part) is not str:
-                        return False
         elif type(value) is dict:
             return False
     return True

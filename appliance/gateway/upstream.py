@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import re
 import time
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import httptools
 
@@ -18,6 +19,7 @@ CONNECT_TIMEOUT_S = 5.0
 FULL_BACKLOG_RETRY_S = 0.01
 RESPONSE_HEAD_BYTES = 64 * 1024
 _OK = b"HTTP/1.1 200 OK\r\n"
+_LENGTH = re.compile(rb"\r\ncontent-length: ([0-9]{1,12})\r\n", re.IGNORECASE)
 
 
 class Owner(Protocol):
@@ -53,6 +55,7 @@ class UpstreamConnection(asyncio.Protocol):
         "answered",
         "idle_since_s",
         "_paused",
+        "_last",
     )
 
     def __init__(self, pool: UpstreamPool, path: str) -> None:
@@ -72,6 +75,7 @@ class UpstreamConnection(asyncio.Protocol):
         self.answered = False
         self.idle_since_s = 0.0
         self._paused = False
+        self._last: _Head | None = None
 
     # -- for the owner
 
@@ -156,25 +160,23 @@ class UpstreamConnection(asyncio.Protocol):
 
         Most answers of engines are like that, and an engine is no stranger whose framing needs a parser's distrust.
         """
-        end = data.find(b"\r\n\r\n")
-        headers: dict[bytes, bytes] = {}
-        for line in data[len(_OK) : end].split(b"\r\n"):
-            name, colon, value = line.partition(b": ")
-            if not colon:
+        last = self._last
+        body = last.body_of(data) if last is not None else None
+        if last is None or body is None:
+            last = self._last = _head(data)
+            body = last.body_of(data) if last is not None else None
+            if last is None or body is None:
                 return False
-            headers[name.lower()] = value
-        length = headers.get(b"content-length", b"")
-        if end < 0 or not length.isdigit() or int(length) != len(data) - end - 4 or b"transfer-encoding" in headers:
-            return False
-        self.status, self.headers = 200, headers
+        self.status, self.headers = 200, last.headers
         self.owner = None
-        self.resume_reading()
-        if b"connection" in headers:
+        if self._paused:
+            self.resume_reading()
+        if last.closes:
             if self.transport is not None:
                 self.transport.close()
         else:
             self._pool.put(self)
-        owner.upstream_data(self, data[end + 4 :], True)
+        owner.upstream_data(self, body, True)
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -220,6 +222,47 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._done = self._head_done
+
+
+class _Head(NamedTuple):
+    """The head of a plain answer around the digits of its length; the next one mostly has the same (its date lasts a
+    second)."""
+
+    before: bytes
+    after: bytes
+    headers: dict[bytes, bytes]
+    closes: bool
+
+    def body_of(self, data: bytes) -> bytes | None:
+        """The body, if `data` is this head, with any length, and exactly the body that it announces."""
+        before, after = self.before, self.after
+        if not data.startswith(before):
+            return None
+        end = data.find(b"\r", len(before))
+        digits = data[len(before) : end]
+        if not digits.isdigit() or not data.startswith(after, end):
+            return None
+        end += len(after)
+        return data[end:] if len(data) - end == int(digits) else None
+
+
+def _head(data: bytes) -> _Head | None:
+    """Of data that begins with a status line of 200. None: no head of a plain answer of known length."""
+    end = data.find(b"\r\n\r\n")
+    headers: dict[bytes, bytes] = {}
+    for line in data[len(_OK) : end].split(b"\r\n"):
+        name, colon, value = line.partition(b": ")
+        if not colon:
+            return None
+        name = name.lower()
+        if name in headers:
+            return None
+        headers[name] = value
+    found = _LENGTH.search(data, 0, end + 4)
+    if end < 0 or found is None or b"transfer-encoding" in headers or not headers[b"content-length"].isdigit():
+        return None
+    closes = b"connection" in headers
+    return _Head(data[: found.start(1)], data[found.end(1) : end + 4], headers, closes)
 
 
 class UpstreamPool:

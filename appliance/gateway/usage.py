@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 # Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
-_USAGE = re.compile(rb'"usage": ?\{')
+_USAGE = b'"usage":'
 _PROMPT = re.compile(rb'"(?:prompt|input)_tokens": ?([0-9]+)')
 _COMPLETION = re.compile(rb'"(?:completion|output)_tokens": ?([0-9]+)')
 _NO_CHOICES = b'"choices":[],'
@@ -28,9 +28,9 @@ class Tokens:
 
     def read(self, body: bytes) -> None:
         """Take the usage from a piece of an answer, if it holds one."""
-        at = -1
-        for found in _USAGE.finditer(body):
-            at = found.start()
+        at = body.rfind(_USAGE)
+        while at >= 0 and not body.startswith((b"{", b" {"), at + len(_USAGE)):
+            at = body.rfind(_USAGE, 0, at)
         if at < 0:
             return
         prompt, completion = _PROMPT.search(body, at), _COMPLETION.search(body, at)

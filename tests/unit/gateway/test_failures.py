@@ -366,3 +366,28 @@ async def test_stale_pooled_connection_costs_no_attempt(box: Box) -> None:
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
     assert box.gateway.metrics.events["retried"] == 0
     assert box.gateway.metrics.events["upstream_died"] == 0
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "content-length: 2\r\ncontent-length: 900", "transfer-encoding: chunked\r\ncontent-length: 2",
+        "content-length: 2, 2", "content-length: 0x2", "connection: close\r\ncontent-length: 2",
+        "date: x\r\nContent-Length: 2", "content-length: 3",
+    ],
+)  # fmt: skip
+async def test_answers_after_one_whose_head_is_remembered(box: Box, head: str) -> None:
+    """A head like the last one is not parsed again; one that differs, in whatever way, is."""
+    heads = ["content-length: 2", "content-length: 2", head, "content-length: 2"]
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        said = heads.pop(0) if heads else "content-length: 2"
+        body = b"2\r\n{}\r\n0\r\n\r\n" if "chunked" in said else b"{} " if said.endswith("3") else b"{}"
+        await reply.raw(f"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\n{said}\r\n\r\n".encode() + body)
+        if said not in ("content-length: 2", "content-length: 3"):
+            reply.die()
+
+    box.engines["e0"].script = script
+    for _ in range(4):
+        response = await box.ask("POST", "/v1/chat/completions", chat())
+        assert response.status == 200 and response.body.strip() == b"{}"

@@ -214,3 +214,32 @@ def test_estimate_grows_with_completion_and_n() -> None:
 def test_the_adapters_name_replaces_the_model_and_nothing_else(body):
     changed = orjson.loads(with_model(body, 'ft:"a@step-2'))
     assert changed == orjson.loads(body) | {"model": 'ft:"a@step-2'}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {}, {"user": "a"}, {"max_tokens": 7}, {"max_completion_tokens": 9, "max_tokens": 7}, {"temperature": None},
+        {"seed": 1, "top_p": 0.5, "stream": False}, {"max_tokens": 5000},
+    ],
+)  # fmt: skip
+def test_a_plain_request_is_found_to_be_what_the_long_way_finds(more: dict[str, Any]) -> None:
+    plain = chat(**more)
+    # A field that means nothing here sends it the long way, and adds its bytes to the estimate.
+    spelt, longer = orjson.dumps(plain), orjson.dumps({**plain, "service_tier": "auto"})
+    short, long = check_body(CHAT, spelt, LIMITS), check_body(CHAT, longer, LIMITS)
+    assert short.tokens - len(spelt) // 4 == long.tokens - len(longer) // 4
+    assert (short.model, short.stream, short.prefix(), short.conversation()) == ("m", False, *(2 * [long.prefix()]))
+
+
+@pytest.mark.parametrize(
+    "field",
+    ['"user": {"image_url": "http://a"}', '"user": [[]]', '"max_tokens": 1e3', '"temperature": -1', '"seed": true'],
+)
+def test_a_nearly_plain_request_is_looked_at(field: str) -> None:
+    body = HEAD + field + "}"
+    if field == '"user": [[]]':
+        assert check_body(CHAT, body.encode(), LIMITS).model == "m"
+        return
+    with pytest.raises(ApiError):
+        check_body(CHAT, body.encode(), LIMITS)
