@@ -1,0 +1,85 @@
+"""A box that lost what was near: its model comes back from the remote tier, and a damaged copy from the next one."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+from moto.server import ThreadedMotoServer
+
+from tests.e2e.box_support import WholeBox, wait_for
+from tests.e2e.engine_support import save_model
+from weights.objects_s3 import S3Objects
+
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
+
+
+@pytest.fixture
+def s3(tmp_path):
+    """Settings of [weights.remote] for a real S3 server on loopback."""
+    server = ThreadedMotoServer("127.0.0.1", port=0, verbose=False)
+    server.start()
+    credentials = tmp_path / "credentials"
+    credentials.write_text("[box]\naws_access_key_id = AKIAIOSFODNN7EXAMPLE\naws_secret_access_key = secret\n")
+    settings = {"endpoint": "http://{}:{}".format(*server.get_host_and_port()), "credentials_file": str(credentials),
+                "credentials_profile": "box"}  # fmt: skip
+    S3Objects("weights", "box", **settings)._client.create_bucket(Bucket="weights")
+    yield {"url": "s3://weights/box", **settings}
+    server.stop()
+
+
+@pytest.fixture
+def directory(tmp_path):
+    (tmp_path / "mount").mkdir()
+    return {"url": str(tmp_path / "mount")}
+
+
+@pytest.fixture(params=["directory", "s3"])
+def box(request, tmp_path_factory):
+    one = WholeBox(tmp_path_factory.mktemp("box"))
+    settings = request.getfixturevalue(request.param)
+    lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
+    (one.data_dir / "appliance.toml").write_text(f"[box]\ndevices = 2\n[weights.remote]\n{lines}\n")
+    try:
+        one.up()
+        yield one
+        one.run("down")
+        assert one.left() == []
+    finally:
+        one.destroy()
+
+
+def answer(box):
+    """Tokens and log-probabilities; the first ones of a random model are telling enough."""
+    made = box.client(max_retries=5).completions.create(
+        model="tiny", prompt="the quick brown fox", max_tokens=6, temperature=0, logprobs=1
+    )
+    return made.choices[0].logprobs.tokens, made.choices[0].logprobs.token_logprobs
+
+
+def tiers(box):
+    return set(box.ask("model", "show", "tiny")["versions"][0]["tiers"])
+
+
+def test_what_is_gone_from_memory_and_disk_or_damaged_is_served_from_the_remote_tier(box, tmp_path):
+    box.run("model", "import", str(save_model(tmp_path / "tiny", seed=3)), "--name", "tiny")
+    first = answer(box)
+    wait_for(lambda: {"disk", "remote"} <= tiers(box), "a copy in every tier")
+    (on_disk,) = (box.data_dir / "models" / "tiny").iterdir()
+
+    box.run("down")  # which clears shared memory
+    shutil.rmtree(on_disk.parent)
+    box.up()
+    assert answer(box) == first
+    wait_for(lambda: {"memory", "disk", "remote"} <= tiers(box), "the copy on disk to be made anew")
+
+    box.run("down")
+    raw = bytearray((on_disk / "model.safetensors").read_bytes())
+    raw[-5] ^= 1
+    (on_disk / "model.safetensors").write_bytes(raw)
+    box.up()
+    box.run("tier", "verify", code=1)
+    assert answer(box) == first
+    wait_for(lambda: (on_disk / "model.safetensors").exists() and "disk" in tiers(box), "a whole copy on disk again")
+    assert box.ask("tier", "verify")["result"]["copies"] == 3
