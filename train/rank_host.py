@@ -109,14 +109,15 @@ class RankHost:
         On a machine without a processor to spare the kernel takes longer than the wait to take its memory back. Giving
         up then left a job that had come to its end running for ever.
         """
-        while self._child is not None:
+        child, place = self._child, self._place  # of this life: the next one may begin while this call still waits
+        while child is not None:
             try:
-                await self._child.kill_and_wait()
+                await child.kill_and_wait()
+                break
             except TimeoutError:
-                log.warning("%s (pid %d) is killed and not gone yet; waiting on", self._child.name, self._child.pid)
-            else:
-                self._place = dict(NOWHERE)
-                return
+                log.warning("%s (pid %d) is killed and not gone yet; waiting on", child.name, child.pid)
+        if self._place is place:
+            self._place = dict(NOWHERE)
 
     async def wait_dead(self) -> None:
         """Returns when no process of the rank is left."""

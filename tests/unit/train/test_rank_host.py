@@ -13,7 +13,7 @@ class Child:
 
     def __init__(self, name):
         self.name, self.pid, self.alive, self.says = name, 1, True, asyncio.Queue()
-        self.lingers = 0  # how often a wait for its end is given up
+        self.lingers, self.pause = 0, None  # how often a wait for its end is given up; what such waits wait for
 
     async def next_event(self):
         return await self.says.get()
@@ -22,6 +22,8 @@ class Child:
         return {"phase": "step", "step": 0, "in_phase_s": 0.0}
 
     async def kill_and_wait(self):
+        if self.pause is not None:
+            await self.pause.wait()
         if self.lingers:
             self.lingers -= 1
             raise TimeoutError
@@ -76,6 +78,18 @@ async def test_a_killed_rank_that_lingers_is_waited_for(monkeypatch, tmp_path):
     child.lingers = 3
     await one.kill()
     assert not child.alive and (await one.status())["job_id"] == ""
+
+
+async def test_a_wait_for_the_last_rank_does_not_end_the_next_one(monkeypatch, tmp_path):
+    one, made = await started(monkeypatch, tmp_path)
+    made[0].lingers, made[0].pause = 1, asyncio.Event()
+    ending = asyncio.create_task(one.kill())
+    await asyncio.sleep(0)
+    pause, made[0].pause = made[0].pause, None
+    await one.start({"job_id": "next"}, 0, 1, "127.0.0.1", 1, "cpu")
+    pause.set()
+    await ending
+    assert made[1].alive and (await one.status())["job_id"] == "next"
 
 
 async def started(monkeypatch, tmp_path):
