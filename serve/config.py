@@ -21,7 +21,7 @@ class EngineConfig(BaseModel):
     stop_timeout_s: float = Field(10.0, gt=0, description="after it the engine is killed")
     max_sequences_per_request: int = Field(64, ge=1, le=16384, description="upper bound of the request field `n`")
     adapter_slots: int = Field(
-        0, ge=0, description="LoRA adapters in one batch of an engine; 0: none are served, LoRA jobs publish merged"
+        4, ge=0, description="LoRA adapters in one batch of an engine; 0: none are served, LoRA jobs publish merged"
     )
     adapter_max_rank: int = Field(32, ge=1, le=512, description="largest rank of an adapter that engines take")
     adapters_resident: int = Field(

@@ -19,6 +19,7 @@ import psutil
 
 from appliance.paths import BoxPaths
 from serve import segments
+from weights.names import encode_name
 
 COMMAND = str(Path(sys.executable).with_name("appliance"))
 DEMO_DATA = Path(__file__).parents[2] / "appliance" / "demo_data"
@@ -103,6 +104,12 @@ class WholeBox:
 
     def main_pid(self) -> int:
         return json.loads((self.data_dir / "box.json").read_text())["pid"]
+
+    def evict(self, kind_dir: str, model: str, version: str) -> None:
+        """Take a version out of shared memory, as the store does when it needs the room."""
+        root = Path(f"/dev/shm/appliance-{_box_id(self.data_dir)}")
+        (found,) = root.rglob(f"{kind_dir}/{encode_name(model)}/{encode_name(version)}")
+        shutil.rmtree(found)
 
     def left(self) -> list[str]:
         """What still runs or lies about of this box."""

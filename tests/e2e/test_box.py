@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 
@@ -17,6 +18,7 @@ import transformers
 
 from appliance.load import Load
 from tests.e2e.box_support import WholeBox, gsm8k, shared_memory_files, wait_for
+from weights.names import encode_name
 
 pytestmark = pytest.mark.timeout(600)
 APPLES = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does he have?"}]
@@ -30,6 +32,7 @@ CURVE_TOLERANCE = 0.02
 @pytest.fixture(scope="module")
 def box(tmp_path_factory):
     one = WholeBox(tmp_path_factory.mktemp("box"))
+    (one.data_dir / "appliance.toml").write_text(f'[weights.remote]\nurl = "{tmp_path_factory.mktemp("mount")}"\n')
     before = shared_memory_files()
     try:
         told = one.up()
@@ -181,6 +184,80 @@ def test_rollback_in_the_running_engine_gives_the_older_versions_tokens(box, unb
     assert max(abs(a - b) for a, b in zip(logprobs, fresh[2], strict=True)) < 0.05
     assert greedy(tuned) == newest
     assert {r["id"] for r in box.admin("status")["replicas"] if r["model"] == tuned} == replicas, "no engine restarted"
+
+
+@pytest.mark.timeout(900)
+def test_adapters_share_the_engine_of_their_base(box, starter):
+    client = box.client()
+    data = [box.upload(gsm8k(kind, 40), f"{kind}.jsonl") for kind in ("train", "test")]
+
+    def tune(file, **more):
+        settings = {"batch_size": 8, "max_length": 256, "lora_rank": 4, "learning_rate": 0.01, **more}
+        return client.fine_tuning.jobs.create(
+            model=starter, training_file=file, seed=3,
+            method={"type": "supervised", "supervised": {"hyperparameters": settings}},
+        )  # fmt: skip
+
+    def greedy(model):
+        answer = client.chat.completions.with_raw_response.create(
+            model=model, messages=APPLES, max_tokens=12, temperature=0, logprobs=True
+        )
+        told, made = answer.parse(), answer.headers["x-appliance-model-version"]
+        assert told.model == model.partition(":ckpt-")[0]
+        return made, [t.token for t in told.choices[0].logprobs.content]
+
+    jobs = [tune(data[0], n_epochs=2, publish="epoch"), tune(data[1], n_epochs=1)]
+    for job in jobs:
+        box.run("job", "wait", job.id, "--timeout", "400")
+    first, second = (client.fine_tuning.jobs.retrieve(job.id).fine_tuned_model for job in jobs)
+    events = [event.message for event in client.fine_tuning.jobs.list_events(jobs[0].id).data]
+    assert any(text.startswith("Published adapter") and "bytes" in text for text in events)
+    answers = {model: greedy(model) for model in (starter, first, second)}
+    assert len({tuple(tokens) for _, tokens in answers.values()}) == 3, "base and adapters answer differently"
+    rows = {row["name"]: row for row in box.ask("model", "list")["data"]}
+    assert all(rows[model]["active_version"] == version for model, (version, _) in answers.items())
+    assert rows[first]["adapter"]["base"] == starter and rows[first]["state"] == "serving"
+    assert rows[first]["bytes"] < rows[starter]["bytes"] / 5
+
+    # Another version of an adapter is another name in the same engine; its checkpoint's name means the same one.
+    checkpoints = client.fine_tuning.jobs.checkpoints.list(jobs[0].id).data  # newest first
+    older = greedy(checkpoints[1].fine_tuned_model_checkpoint)
+    with Load(box.url, box.key, first) as one, Load(box.url, box.key, second, workers=2) as other:
+        wait_for(lambda: one.finished >= 4 and other.finished >= 4, "answers of both adapters")
+        box.ask("model", "rollback", first)
+        assert greedy(first)[0] == older[0]
+        box.ask("model", "rollback", first, "--version", answers[first][0])
+    assert greedy(first) == answers[first] != older
+    for load in (one, other):
+        report = load.report()
+        assert (report.dropped, report.truncated, report.duplicated) == (0, 0, 0), report
+    replicas = box.admin("status")["replicas"]
+    assert {replica["model"] for replica in replicas} & {starter, first, second} == {starter}, "one engine for all"
+
+    # A new engine finds them by itself: one in shared memory, the other in the remote tier, where alone it is left.
+    tiers = {"memory", "disk", "remote"}
+    wait_for(lambda: tiers <= {*box.ask("model", "show", second)["versions"][0]["tiers"]}, "a copy in every tier")
+    (engine,) = [replica["id"] for replica in replicas if replica["model"] == starter]
+    for log in (f"engine-{engine}.log", "controller.log"):
+        for pid in box.pids_logging_to(log):
+            os.kill(pid, signal.SIGKILL)
+    box.evict("adapters", second, answers[second][0])
+    shutil.rmtree(box.data_dir / "models" / encode_name(second))
+    assert [greedy(model) for model in (second, first)] == [answers[second], answers[first]]
+    assert box.ask("tier", "verify")["result"]["copies"] >= 7  # a base and two adapters; the second is not on disk
+
+    # An adapter's request wakes its base.
+    box.run("model", "deploy", starter, "--idle-sleep-s", "0.1")
+    wait_for(lambda: {row["state"] for row in box.admin("status")["replicas"]} <= {"asleep"}, "the base to sleep")
+    box.run("model", "deploy", starter, "--idle-sleep-s", "none")
+    assert greedy(first) == answers[first]
+
+    box.run("model", "rm", starter, code=5)  # an adapter stands on it
+    box.run("model", "rm", second)
+    with pytest.raises(openai.NotFoundError):
+        greedy(second)
+    assert greedy(first) == answers[first]
+    box.run("model", "rm", first)
 
 
 @pytest.mark.parametrize(
