@@ -78,6 +78,7 @@ class _Round:
         self.policy: Policy = snapshot.policy
         self.devices = {d.id: d for d in snapshot.devices}
         self.works = {d.id for d in snapshot.devices if d.usable}
+        self.works_on = Counter(d.node for d in snapshot.devices if d.usable)
         self.deployments: dict[str, DeploymentView] = {d.model: d for d in snapshot.deployments}
         self.jobs: dict[str, JobView] = {j.id: j for j in snapshot.jobs}
         self.reviews: list[float] = []
@@ -138,7 +139,7 @@ class _Round:
         budget, why = self.training_budget(self.cost(serving))
         # A person's change of mode takes hold at once; only `auto`, which changes by itself, dwells.
         dwell_s = self.config.job_dwell_s if self.policy.kind == "auto" else 0.0
-        jobs = queue.allot(self.snapshot.jobs, budget, len(self.works), self.now_s, dwell_s, why)
+        jobs = queue.allot(self.snapshot.jobs, budget, len(self.works), self.now_s, dwell_s, why, self.works_on)
         lendable = len(self.works) - sum(jobs.sizes.values())
         return self.serving_counts(lendable, eager=False, base=serving), jobs
 
@@ -262,22 +263,31 @@ class _Round:
             if keeps and (keep_jobs or not self.movable(job)):
                 self.groups[job_id] = GroupPlan(job_id, job.devices)
                 self.take(job.devices)
+        for job_id, size in sizes.items():
+            if job_id not in self.groups and self.bound(self.jobs[job_id]):
+                self.place_job(job_id, size)  # engines can be elsewhere, it cannot
         counts = self.keep_replicas(serving)
         unplaced = []
         for model in sorted(serving, key=lambda m: (-self.deployments[m].tensor_parallel, m)):
             unplaced += [model] * (not self.add_replicas(self.deployments[model], serving[model] - counts[model]))
         for job_id, size in sizes.items():
-            if job_id in self.groups:
-                continue
-            job = self.jobs[job_id]
-            devices = self.pool.choose(size, nodes=job.nodes, near=job.devices, only=self.idle_pool)
-            if devices is None and self.movable(job) and len(job.devices) in job.sizes:
-                # What it should grow onto is still being given back: stay, rather than stop for nothing.
-                devices = job.devices if self.pool.has(job.devices) else None
-            if devices is not None:
-                self.groups[job_id] = GroupPlan(job_id, devices)
-                self.take(devices)
+            if job_id not in self.groups:
+                self.place_job(job_id, size)
         return unplaced
+
+    def bound(self, job: JobView) -> bool:
+        """Whether there are devices on which it must not run."""
+        return bool(job.nodes) and not self.works_on.keys() <= set(job.nodes)
+
+    def place_job(self, job_id: str, size: int) -> None:
+        job = self.jobs[job_id]
+        devices = self.pool.choose(size, nodes=job.nodes, near=job.devices, only=self.idle_pool)
+        if devices is None and self.movable(job) and len(job.devices) in job.sizes:
+            # What it should grow onto is still being given back: stay, rather than stop for nothing.
+            devices = job.devices if self.pool.has(job.devices) else None
+        if devices is not None:
+            self.groups[job_id] = GroupPlan(job_id, devices)
+            self.take(devices)
 
     def take(self, devices: tuple[str, ...]) -> None:
         self.pool.take(devices)

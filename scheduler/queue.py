@@ -9,7 +9,7 @@ the head of the queue never starves behind backfilled ones.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from scheduler.workload import JobView
@@ -100,7 +100,36 @@ def runnable(jobs: Sequence[JobView], now_s: float) -> bool:
     return any(j.wants_devices(now_s) or (j.busy == "coming") for j in jobs)
 
 
-def allot(jobs: Sequence[JobView], budget: int, total: int, now_s: float, dwell_s: float, why: str) -> Queue:
+class _Rooms:
+    """Devices that work on each node, less those given to jobs that are bound to nodes. None: not told, no bound."""
+
+    def __init__(self, rooms: Mapping[str, int] | None):
+        self.works, self.left = rooms, dict(rooms or {})
+
+    def most(self, job: JobView, rooms: Mapping[str, int], otherwise: int) -> int:
+        """What one of the job's nodes has; `otherwise` for a job that may run anywhere."""
+        bound = self.works is not None and job.nodes
+        return max((rooms.get(node, 0) for node in job.nodes), default=0) if bound else otherwise
+
+    def give(self, job: JobView, size: int) -> None:
+        """Takes them where the placement will: where it runs, else from its tightest node that has as many."""
+        if not job.nodes or self.works is None:
+            return
+        here = [d.partition("/")[0] for d in job.devices]
+        fitting = [n for n in job.nodes if self.left.get(n, 0) >= size]
+        best = min(fitting or list(job.nodes), key=lambda n: (n not in here, self.left.get(n, 0)))
+        self.left[best] = self.left.get(best, 0) - size
+
+
+def allot(
+    jobs: Sequence[JobView],
+    budget: int,
+    total: int,
+    now_s: float,
+    dwell_s: float,
+    why: str,
+    works_on: Mapping[str, int] | None = None,
+) -> Queue:
     """Sizes within `budget` devices.
 
     Args:
@@ -108,7 +137,9 @@ def allot(jobs: Sequence[JobView], budget: int, total: int, now_s: float, dwell_
         total: devices of the box that work.
         dwell_s: a running job is not grown before this long after its last start.
         why: what holds the other devices, e.g. "mode serve gives training no devices".
+        works_on: devices that work, by node; what a job bound to some nodes can have is on one of those.
     """
+    rooms = _Rooms(works_on)
     sizes: dict[str, int] = {}
     waiting: dict[str, str] = {}
     reviews: list[float] = []
@@ -120,6 +151,7 @@ def allot(jobs: Sequence[JobView], budget: int, total: int, now_s: float, dwell_
             if job.busy == "coming" or (job.wants_devices(now_s)):
                 sizes[job.id] = len(job.devices)
                 left -= len(job.devices)
+                rooms.give(job, len(job.devices))
     ahead = ""
     for job in ordered:
         if job.id in sizes:
@@ -141,7 +173,7 @@ def allot(jobs: Sequence[JobView], budget: int, total: int, now_s: float, dwell_
         if job.busy == "leaving":
             waiting[job.id] = "Is being suspended."
             continue
-        size = job.largest_within(max(left, 0))
+        size = job.largest_within(max(min(left, rooms.most(job, rooms.left, left)), 0))
         now = len(job.devices) if job.phase == "running" else 0
         grown_again_s = job.since_s + dwell_s
         if size > now > 0 and now in job.sizes and grown_again_s > now_s:
@@ -150,16 +182,24 @@ def allot(jobs: Sequence[JobView], budget: int, total: int, now_s: float, dwell_
         if size:
             sizes[job.id] = size
             left -= size
+            rooms.give(job, size)
             ahead = ahead or job.id
             continue
         least = job.sizes[0]
         if least > total:
             waiting[job.id] = f"Needs {least} devices; only {total} of the box work."
+        elif least > (most := rooms.most(job, works_on or {}, total)):
+            where = " or ".join(job.nodes)
+            waiting[job.id] = (
+                f"Needs {least} devices on node {where}, where its data and snapshots are: {most} of them work. "
+                "Training does not move to other nodes."
+            )
         elif least > budget:
             waiting[job.id] = f"Needs {least} device{'s' * (least > 1)}: {why}."
         else:
+            room = max(min(left, rooms.most(job, rooms.left, left)), 0)
             waiting[job.id] = (
-                f"Needs {least} device{'s' * (least > 1)}; {max(left, 0)} of training's {budget} are left by "
+                f"Needs {least} device{'s' * (least > 1)}; {room} of training's {budget} are left by "
                 f"job {ahead} and others ahead of it."
             )
     return Queue(sizes, waiting, min(reviews, default=None))

@@ -90,7 +90,9 @@ async def _serve(
             timeout_keep_alive=3600,
             timeout_graceful_shutdown=1,
         )
-        server = NoSignalServer(config)
+        # What vLLM answers once its core has died looks here; without it the answer was an AttributeError, which the
+        # gateway cannot tell from a fault of the request and did not send again.
+        server = app.state.server = NoSignalServer(config)
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.001)

@@ -133,9 +133,9 @@ async def test_kill_9_of_the_engine_core_ends_the_engine_and_its_streams(engine_
     spec = engine_box.spec("kill-core", engine_box.version("a", seed=1))
     replica = replicas()
     pid = (await replica.start(spec))["pid"]
-    stream = await client(spec).completions.create(
-        model="starter", prompt="the", max_tokens=400, stream=True, extra_body={"ignore_eos": True}
-    )
+    whole = {"model": "starter", "prompt": "the", "max_tokens": 400, "extra_body": {"ignore_eos": True}}
+    unstreamed = asyncio.create_task(client(spec).completions.create(**whole))
+    stream = await client(spec).completions.create(**whole, stream=True)
     received = 0
     with pytest.raises(openai.OpenAIError):
         async for _ in stream:
@@ -144,6 +144,9 @@ async def test_kill_9_of_the_engine_core_ends_the_engine_and_its_streams(engine_
                 core = next(each for each in group_pids(pid) if each != pid)
                 os.kill(core, signal.SIGKILL)
     assert 5 <= received < 400
+    # By this word the gateway knows that the engine died, and asks another one.
+    with pytest.raises(openai.InternalServerError, match="EngineCore"):
+        await unstreamed
     async with asyncio.timeout(10):
         death = await replica.wait_dead()
     assert "exit" in death and group_pids(pid) == []

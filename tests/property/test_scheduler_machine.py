@@ -17,7 +17,14 @@ from dataclasses import replace
 import hypothesis.strategies as st
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from scheduler.config import SchedulerConfig
 from scheduler.effects import DeviceFailed, InventoryChanged
@@ -66,9 +73,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.cancelled: set[str] = set()
         self.broken: set[str] = set()
         self.to_fail = 0
+        self.job_nodes: tuple[str, ...] = ()
         self.start()
 
     # --- lives
+
+    @initialize(nodes=st.sampled_from([(), (), ("n0",)]))
+    def where_jobs_may_run(self, nodes: tuple[str, ...]) -> None:
+        self.job_nodes = nodes
 
     def start(self) -> None:
         self.effects = FakeEffects(self.world, self.hook)
@@ -130,6 +142,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             least,
             most,
             sizes,
+            nodes=self.job_nodes,
             priority=priority,
             submitted_s=self.aio.time(),
             preemptible=preemptible,
@@ -273,7 +286,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for job in self.store.jobs.values():
             if job.phase == "paused" or job.held or job.id in self.world.groups:
                 continue
-            assert job.sizes[0] > min(len(free), limit - training), f"{job} waits beside {free} ({policy})"
+            room = sum(not job.nodes or d.partition("/")[0] in job.nodes for d in free)
+            assert job.sizes[0] > min(room, limit - training), f"{job} waits beside {free} ({policy})"
         for model, deployment in self.store.deployments.items():
             served = any(r.model == model and r.state == "open" for r in self.world.replicas.values())
             if deployment.demand.requests and not served:
@@ -304,6 +318,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.store.cordoned, self.broken = frozenset(), set()
         self.effects.events.put_nowait(InventoryChanged())
         for job in list(self.store.jobs.values()):
+            if job.nodes and job.sizes[0] > sum(d.node in job.nodes for d in self.world.devices):
+                del self.store.jobs[job.id]  # it fits no node that it is bound to
+                continue
             self.store.jobs[job.id] = replace(job, held=False, phase="wanted" if job.phase == "paused" else job.phase)
         for _ in range(len(self.store.jobs) + 1):
             self.settle()

@@ -228,6 +228,41 @@ def test_tensor_parallel_stays_in_one_node_and_moves_jobs_for_it() -> None:
     assert len(a.groups) == 2
 
 
+HOME_AND_AWAY = (*box_of(2), *(replace(d, id=f"n1/{d.index}", node="n1") for d in box_of(3)))
+
+
+def test_a_job_bound_to_a_node_takes_what_that_node_has_and_engines_get_the_others() -> None:
+    bound = job(nodes=("n0",))
+    m = replace(M, min_replicas=3, max_replicas=8, demand=Demand(inflight=50))
+    a = planned(policy=Policy("split", 4), devices=HOME_AND_AWAY, jobs=(bound,), deployments=(m,))
+    assert a.groups[0].devices == ("n0/0", "n0/1") and awake(a) == {"m": 3}
+    assert {d for r in a.open_replicas for d in r.devices} == {"n1/0", "n1/1", "n1/2"}, "nothing idles for the job"
+
+
+def test_engines_leave_the_only_node_a_job_may_run_on() -> None:
+    replicas = (opened("r0", 0), opened("r1", 1))
+    m = replace(M, min_replicas=2, max_replicas=2)
+    a = planned(policy=Policy("split", 2), devices=HOME_AND_AWAY, jobs=(job(nodes=("n0",)),), deployments=(m,),
+                replicas=replicas)  # fmt: skip
+    assert a.groups[0].devices == ("n0/0", "n0/1") and awake(a) == {"m": 2}
+
+
+def test_two_jobs_bound_to_a_node_share_it() -> None:
+    jobs = (job("a", nodes=("n0",), max_devices=1), job("b", nodes=("n0",), submitted_s=2.0))
+    assert sizes(planned(policy=Policy("train"), devices=HOME_AND_AWAY, jobs=jobs)) == {"a": 1, "b": 1}
+
+
+def test_a_job_too_large_for_its_node_says_so_and_its_devices_are_lent() -> None:
+    large = job(nodes=("n0",), min_devices=4)
+    m = replace(M, max_replicas=8, demand=Demand(inflight=50))
+    a = planned(policy=Policy("train"), devices=HOME_AND_AWAY, jobs=(large,), deployments=(m,))
+    assert a.waiting["j1"] == (
+        "Needs 4 devices on node n0, where its data and snapshots are: 2 of them work. "
+        "Training does not move to other nodes."
+    )
+    assert awake(a) == {"m": 5}
+
+
 def test_a_model_given_up_on_keeps_what_is_open() -> None:
     failed = replace(M, version="v2", failed_reason="fingerprint differs", demand=Demand(inflight=50))
     a = planned(deployments=(failed,), replicas=(opened("r0", 0),))
