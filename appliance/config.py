@@ -73,7 +73,7 @@ class GatewaySettings(_Section):
     """The endpoint and its bounds."""
 
     workers: int = Field(1, ge=1, description="gateway processes sharing the port")
-    access_log: bool = Field(True, description="a line per request in logs/gateway.log")
+    access_log: bool = Field(True, description="a line per request in logs/access.log")
     tls_cert_path: str | None = Field(None, description="PEM file; with tls_key_path the endpoint speaks TLS")
     tls_key_path: str | None = Field(None, description="PEM file, readable by the box alone")
     shutdown_s: float = Field(30.0, gt=0, description="that running requests get to finish when the box stops")

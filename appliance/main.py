@@ -15,6 +15,7 @@ import argparse
 import asyncio
 import fcntl
 import json
+import logging
 import os
 import shutil
 import signal
@@ -30,9 +31,12 @@ from appliance.box_state import BoxState
 from appliance.config import BoxConfig, load_resolved
 from appliance.paths import BoxPaths
 from appliance.supervised import BOX_VARIABLE, Supervised, kill_leftovers
+from runtime.logs import configure_logging
 from runtime.process import die_with_parent, tail
 from scheduler.discovery import discover_devices
 from serve import segments
+
+log = logging.getLogger("appliance.main")
 
 CONTROLLER_START_S = 120.0
 GATEWAY_START_S = 30.0
@@ -51,18 +55,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_resolved(options.config_json)
     paths = BoxPaths.of(Path(config.box.data_dir))
     paths.create()
+    configure_logging("main")
     state = BoxState(paths.state_file)
     with open(paths.lock_file, "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"a box already runs on {paths.data_dir}; `appliance down` stops it", file=sys.stderr)
+            log.error("a box already runs on %s; `appliance down` stops it", paths.data_dir)
             return 5
         try:
             return asyncio.run(_run(config, paths, state))
         except (BoxError, ray_head.RayStartError) as error:
             state.update(state="failed", message=str(error))
-            print(f"the box did not start: {error}", file=sys.stderr)
+            log.error("the box did not start: %s", error)
             return 1
 
 
@@ -133,8 +138,8 @@ class Box:
         try:
             first_key = await self._first_key()
         except httpx.HTTPError as error:
-            log = self._paths.logs / "controller.log"
-            raise BoxError(f"the controller broke off ({error!r}); {log} ends with:\n{tail(log)}") from error
+            path = self._paths.logs / "controller.log"
+            raise BoxError(f"the controller broke off ({error!r}); {path} ends with:\n{tail(path)}") from error
         self._say("starting the gateway")
         await self._gateway.begin()
         await self._wait_for(self._gateway, local_url(self._config), "/health", GATEWAY_START_S)
@@ -156,8 +161,7 @@ class Box:
             shutil.rmtree(self._paths.shm_root, ignore_errors=True)
         else:
             shutil.rmtree(self._paths.run, ignore_errors=True)
-            print(f"the controller did not save everything; {self._paths.shm_root} is kept for the next `up`",
-                  file=sys.stderr)  # fmt: skip
+            log.error("the controller did not save everything; %s is kept for the next `up`", self._paths.shm_root)
         return well and saved
 
     async def _start_ray(self) -> asyncio.subprocess.Process:
@@ -187,9 +191,9 @@ class Box:
         return await self._python("gateway", "-m", "appliance.gateway.main", "--config-json", json.dumps(gateway))
 
     async def _python(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
-        with open(self._paths.logs / f"{name}.log", "ab") as log:
+        with open(self._paths.logs / f"{name}.log", "ab") as output:
             return await asyncio.create_subprocess_exec(
-                sys.executable, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+                sys.executable, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
                 env=self._environment, start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
 
@@ -212,9 +216,9 @@ class Box:
                 except httpx.TransportError:
                     pass  # not listening yet
                 if time.monotonic() > deadline or process.restarts >= 3:
-                    log = self._paths.logs / f"{process.name}.log"
+                    path = self._paths.logs / f"{process.name}.log"
                     raise BoxError(
-                        f"the {process.name} did not come up within {timeout_s:.0f} s; {log} ends with:\n{tail(log)}"
+                        f"the {process.name} did not come up within {timeout_s:.0f} s; {path} ends with:\n{tail(path)}"
                     )
                 await asyncio.sleep(0.05)
 
@@ -236,7 +240,7 @@ class Box:
 
     def _say(self, message: str) -> None:
         self._state.update(message=message)
-        print(f"{time.strftime('%H:%M:%S')} {message}", file=sys.stderr, flush=True)
+        log.info(message)
 
 
 if __name__ == "__main__":

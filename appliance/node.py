@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -23,11 +24,14 @@ from appliance.config import BoxConfig, load_resolved
 from appliance.paths import BoxPaths
 from appliance.supervised import BOX_VARIABLE, kill_leftovers
 from appliance.wiring.places import place_of
+from runtime.logs import configure_logging
 from runtime.process import kill_group
 from scheduler.discovery import discover_devices
 from scheduler.errors import NodeNameTaken
 from scheduler.ray_nodes import announced_from
 from serve import segments
+
+log = logging.getLogger("appliance.node")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,18 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load_resolved(options.config_json)
     paths = BoxPaths.of(Path(config.box.data_dir))
     paths.create()
+    configure_logging("node", node=options.name)
     os.chdir(paths.data_dir)  # what is started from here looks for modules in the working directory first
     with open(paths.lock_file, "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            print(f"a box or node already runs on {paths.data_dir}; give this one another --data-dir", file=sys.stderr)
+            log.error("a box or node already runs on %s; give this one another --data-dir", paths.data_dir)
             return 5
         paths.ray_token.write_bytes(options.token_path.read_bytes())
         try:
             return asyncio.run(_run(config, paths, options.head, options.name))
         except (ray_head.RayStartError, NodeNameTaken) as error:
-            print(f"this node did not join: {error}", file=sys.stderr)
+            log.error("this node did not join: %s", error)
             return 1
 
 

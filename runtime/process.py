@@ -8,6 +8,8 @@ import os
 import signal
 from pathlib import Path
 
+from runtime.logs import readable
+
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -87,10 +89,10 @@ def group_alive(pgid: int) -> bool:
 
 
 def tail(path: str | Path, limit_bytes: int = 2000) -> str:
-    """Last bytes of a log as text, empty when there is none."""
+    """Last bytes of a log as text for people, empty when there is none."""
     try:
         with open(path, "rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - limit_bytes))
-            return log.read().decode(errors="replace").strip()
+            return readable(log.read().decode(errors="replace").strip())
     except FileNotFoundError:
         return ""

@@ -18,19 +18,22 @@ import argparse
 import gc
 import importlib
 import json
+import logging
 import os
 import selectors
 import signal
 import socket
 import sys
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from runtime.channel import BlockingChannel
 from runtime.errors import ChannelClosed, FrameTooLarge
 from runtime.leash import Leash
+from runtime.logs import configure_logging
 from runtime.process import die_with_parent
+
+log = logging.getLogger(__name__)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -42,12 +45,13 @@ def main(argv: list[str] | None = None) -> int:
 
     die_with_parent()
     _redirect_output(options.log)
+    configure_logging("warm parent")
     importlib.import_module(options.preload)
     gc.collect()
     gc.freeze()
 
     listener = _listen(options.socket)
-    print(f"warm: {options.preload} imported, listening on {options.socket}", flush=True)
+    log.info("warm: %s imported, listening on %s", options.preload, options.socket)
     request = _accept_loop(listener)
     if request is None:
         return 0
@@ -79,7 +83,7 @@ def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]
                     message = channel.receive()
                     pid = os.fork()
                 except (ChannelClosed, FrameTooLarge, TimeoutError, json.JSONDecodeError, OSError) as error:
-                    print(f"no fork: {error}", flush=True)
+                    log.warning("no fork: %s", error)
                     connection.close()
                     continue
                 if pid == 0:
@@ -99,6 +103,7 @@ def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(message["env"])
     _redirect_output(message["log_path"])
+    configure_logging(message["name"])  # until the entry knows better
     connection.settimeout(None)
     # A grandchild that kept the leash open would hide this process's death from its supervisor.
     os.register_at_fork(after_in_child=connection.close)
@@ -109,7 +114,7 @@ def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
         entry = _resolve(message["entry"])
         code = int(entry(Leash(channel), message["args"]) or 0)
     except BaseException as error:  # noqa: BLE001 - the last frame of a process: report, log, end
-        traceback.print_exc()
+        log.exception("%s ends with an error", message["name"])
         _report_fatal(channel, error)
     finally:
         sys.stdout.flush()
@@ -166,7 +171,7 @@ def _reap() -> None:
             return
         if pid == 0:
             return
-        print(f"child {pid} ended with {os.waitstatus_to_exitcode(status)}", flush=True)
+        log.info("child %d ended with %d", pid, os.waitstatus_to_exitcode(status))
 
 
 if __name__ == "__main__":

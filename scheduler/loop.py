@@ -271,7 +271,7 @@ class SchedulerLoop:
         failure = self._failures.model_failed(
             model, version, reason, self._clock.now_s(), counted=counted, afresh=afresh
         )
-        log.warning("%s (version %s): %s; failure %d", model, version, reason, failure.count)
+        log.warning("%s; failure %d", reason, failure.count, extra={"model": model, "version": version})
         if failure.given_up:
             self._store.deployment_failed(model, version, reason)
 
@@ -295,7 +295,7 @@ class SchedulerLoop:
             tries = self._config.job_attempts
             self._job_over(job_id, "failed", f"{error} (failed {tries} times without a step of progress)")
             return
-        log.warning("job %s: %s; failure %d", job_id, error, failure.count)
+        log.warning("%s; failure %d", error, failure.count, extra={"job_id": job_id})
 
     def _job_over(self, job_id: str, outcome: Any, error: str) -> None:
         self._store.job_ended(job_id, outcome, error)
@@ -418,7 +418,8 @@ class SchedulerLoop:
             if holder.kind == "replica":
                 self._moving[holder].target = ()  # it was to stay after all, and could not
             wait_s = self._failures.chain_failed(chain.name)
-            log.warning("%s failed, next try in %.1f s: %s", chain.name, wait_s, end.error)
+            ids = {"job_id" if holder.kind == "job" else "replica": holder.id}
+            log.warning("%s failed, next try in %.1f s: %s", chain.name, wait_s, end.error, extra=ids)
             asyncio.get_running_loop().call_later(wait_s, self._try_again, holder)
             return
         counted = end.failed_step is None or end.failed_step.verb != "acquire"

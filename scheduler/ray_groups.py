@@ -217,11 +217,12 @@ class Groups:
                 await self._host(device_id).drop_parked.remote(job_id)
 
     async def _adopt(self, job_id: str, lease: Lease, places: dict[str, dict[str, Any]]) -> None:
-        log.info("job %s trains on %s since before this controller: adopted", job_id, ", ".join(sorted(places)))
+        ids = {"job_id": job_id, "lease_id": lease.id}
+        log.info("it trains on %s since before this controller: adopted", ", ".join(sorted(places)), extra=ids)
         try:
             self._jobs.catch_up(job_id)
         except LookupError as error:
-            log.warning("what job %s trained meanwhile cannot be read in: %s", job_id, error)
+            log.warning("what it trained meanwhile cannot be read in: %s", error, extra=ids)
         in_order = sorted(places, key=lambda device_id: places[device_id]["rank"])
         group = Group(on_event=lambda event: self._jobs.on_event(job_id, event))
         await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in in_order])

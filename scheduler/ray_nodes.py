@@ -69,7 +69,7 @@ class Nodes:
         before = set(self._known)
         for name, known in list(self._known.items()):
             if known.ray_id not in alive:
-                log.error("node %s is gone, and with it its %d devices", name, len(known.place.devices))
+                log.error("it is gone, and with it its %d devices", len(known.place.devices), extra={"node": name})
                 del self._known[name]
                 self.on_change(name, "lost")
         for name in {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)} - before:
@@ -90,7 +90,7 @@ class Nodes:
         ray_id = _ray_id(place, alive)
         if ray_id is not None:
             if name != self.home.name:
-                log.info("node %s joined with %d devices", name, len(place.devices))
+                log.info("it joined with %d devices", len(place.devices), extra={"node": name})
             self._known[name] = _Known(place, ray_id, actor)
             if name != self.home.name:
                 self.on_change(name, "joined")

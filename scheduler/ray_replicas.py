@@ -99,7 +99,7 @@ class Replicas:
         try:
             await replica.stop.remote()
         except RayError as error:
-            log.warning("replica %s did not stop by itself: %s", replica_id, error)
+            log.warning("it did not stop by itself: %s", error, extra={"replica": replica_id})
         ray.kill(replica)  # its leash then kills whatever is left of the engine
         await until_unnamed(ACTOR + replica_id)
         place = self._places.pop(replica_id, None)

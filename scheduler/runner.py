@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
@@ -19,6 +20,8 @@ from scheduler.handover import Chain, Handover, Step
 from scheduler.inventory import Holder
 from scheduler.journal import HandoverRecord, HandoverState, Journal, StepRecord, StepState
 from scheduler.ports import Clock
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,13 +246,16 @@ class Runner:
             raise
         except EffectFailed as error:
             self._ended(record, "failed", {"error": error.reason})
+            _tell(step, error.reason)
             raise
         except TimeoutError:
             reason = f"took longer than its limit of {limit_s:g} s"
             self._ended(record, "failed", {"error": reason})
+            _tell(step, reason)
             raise EffectFailed(step.verb, step.target, reason) from None
         self._owner.box = ho.done(step, self._owner.box, self._clock.now_s())
         self._ended(record, "done", detail)
+        _tell(step)
         self._owner.step_done(step)
         future = self._released.get(step.target) if step.verb == "release" else None
         if future is not None and not future.done():
@@ -305,3 +311,15 @@ class Runner:
         self._journal.step(self.handover.id, record)
 
 
+def _tell(step: Step, error: str = "") -> None:
+    """A line of the log for a step that ended, with the ids of what it was about."""
+    level = logging.WARNING if error else logging.INFO
+    if not log.isEnabledFor(level):
+        return  # simulations run millions of steps
+    holder = "job_id" if step.verb.endswith("_group") else "replica" if step.verb.endswith("_replica") else ""
+    ids = {holder: step.target} if holder else {}
+    if step.lease is not None:
+        ids = {"job_id" if step.lease.holder.kind == "job" else "replica": step.lease.holder.id}
+        ids["lease_id"] = step.lease.id
+    ids |= {"model": step.model, "version": step.version}
+    log.log(level, "%s %s: %s", step.verb, step.target, error or "done", extra=ids)

@@ -31,6 +31,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from runtime.leash import Leash
+from runtime.logs import configure_logging
 from serve import vllm_patches, vllm_plugin
 from serve.arguments import engine_arguments, engine_environment
 from serve.engine_control import EngineControl
@@ -50,6 +51,7 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
     started_s = time.perf_counter()
     spec = ReplicaSpec.from_json(args["spec"])
     limits = args["limits"]
+    configure_logging("engine", taken_over=("vllm",), replica=spec.replica_id)
     os.environ.update(engine_environment(spec, int(limits["max_sequences_per_request"])))
     Path(spec.scratch_path).mkdir(mode=0o700, exist_ok=True)
     tempfile.tempdir = spec.scratch_path  # the warm parent has looked up and kept its own

@@ -292,7 +292,8 @@ class EngineControl:
             while found is None:
                 found = (await self.llm.collective_rpc("shm_advance_canary"))[0]
             if "refused" in found:
-                logger.info("canary of %s in the pause: %s", path, found["refused"])
+                ids = {"model": self.model, "version": self.version}
+                logger.info("canary of %s in the pause: %s", path, found["refused"], extra=ids)
                 return None
             return {
                 "fingerprint": record.check(found["answer"], "transfer"),

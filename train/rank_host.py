@@ -64,7 +64,7 @@ class RankHost:
             env["CUDA_VISIBLE_DEVICES"] = device  # set after the fork: the parent never touched CUDA
         self._child = await Child.spawn(
             self._warm_socket, ENTRY,
-            {"spec": spec, "snapshot": snapshot, "collective_timeout_s": collective_timeout_s},
+            {"spec": spec, "rank": rank, "snapshot": snapshot, "collective_timeout_s": collective_timeout_s},
             env=env, log_path=self._log_dir / f"{spec['job_id']}-rank{rank}.log", name=f"{spec['job_id']} rank {rank}",
         )  # fmt: skip
         self._events = _Events(self._child)

@@ -7,6 +7,7 @@ the faults of its own fragments, long before a suspension reserves them.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 
@@ -14,6 +15,8 @@ from weights import segment
 from weights.errors import StoreError
 from weights.layout import Layout
 from weights.store import WeightStore
+
+log = logging.getLogger(__name__)
 
 STOCK_TIMEOUT_S = 20.0
 _LOOK_EVERY_S = 0.05
@@ -42,7 +45,7 @@ def make_room(store: WeightStore, layout: Layout, ours: Iterable[tuple[str, int,
                 time.sleep(_BREATH_S)  # populating holds the interpreter's lock: let the step go on
                 burst = 0
     except (StoreError, OSError) as error:  # the segment was taken for something else, or memory is full
-        print(f"no room was made ahead of the next snapshot: {error}", flush=True)
+        log.warning("no room was made ahead of the next snapshot: %s", error)
         return False
     return True
 

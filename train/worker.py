@@ -16,6 +16,7 @@ from queue import SimpleQueue
 from typing import Any
 
 from runtime.leash import Leash
+from runtime.logs import configure_logging
 from train import parking
 from train.engine import init_world
 from train.loop import WISHES, Progress, Run, Wishes, continued, prepare
@@ -23,9 +24,11 @@ from train.spec import TrainSpec
 
 
 def main(leash: Leash, args: dict[str, Any]) -> int:
-    """`args`: spec (dict), snapshot (path or None), device_kind. RANK and the like stand in the environment."""
+    """`args`: spec (dict), rank, snapshot (path or None), collective_timeout_s. What torch.distributed needs stands in
+    the environment."""
     started = time.perf_counter()
     spec = TrainSpec.from_dict(args["spec"])
+    configure_logging("rank", taken_over=("DeepSpeed", "transformers"), job_id=spec.job_id, rank=args["rank"])
     wishes, progress = Wishes(), Progress()
 
     def wish(name: str) -> None:

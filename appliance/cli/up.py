@@ -86,6 +86,9 @@ class MainProcess:
         code = self._process.wait()
         if code == Conflict.exit_code:
             return Conflict(f"a box runs on {self._data_dir} already; `appliance down` stops it")
+        box = BoxFile.read(self._data_dir)
+        if box.state == "failed":
+            return CommandFailed(f"the box did not start: {box.message}")
         told = f"; {self.log_path} ends with:\n{_tail(self.log_path)}" if self._detach else ""
         return CommandFailed(f"the box did not start (exit code {code}){told}")
 

@@ -323,7 +323,7 @@ class _Work:
         batches.update(self._db, self.batch_id, **changes)
 
     def _fail(self, code: str, message: str) -> None:
-        log.error("%s fails: %s", self.batch_id, message)
+        log.error("it fails: %s", message, extra={"batch_id": self.batch_id})
         if batches.find(self._db, self.batch_id) is not None:
             error = {"code": code, "line": None, "message": message, "param": None}
             self._set(status="failed", failed_s=time.time(), errors=[error])

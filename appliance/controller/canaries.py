@@ -45,7 +45,7 @@ class Canaries:
             try:
                 await self._look_at(row.model, now_s)
             except (Conflict, NotFound) as error:  # a person was faster: it ended, or its model is gone
-                log.info("canary %s: %s", row.name, error.message)
+                log.info("canary: %s", error.message, extra={"model": row.model, "version": row.version})
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
         for name in self._leaving - served:
             self._context.model_ops.let_go(name)
@@ -208,7 +208,7 @@ class Canaries:
         canaries.end(self._context.db, row.model, state, reason, now_s=time.time(), compared=compared)
         self._leaving.add(row.name)
         self._context.scheduler.nudge(f"{row.name} is a canary no more")
-        log.info("canary %s %s: %s", row.name, state.replace("_", " "), reason)
+        log.info("canary %s: %s", state.replace("_", " "), reason, extra={"model": row.model, "version": row.version})
 
     def _running(self, model: str) -> CanaryRow:
         row = canaries.find_running(self._context.db, model)

@@ -97,6 +97,6 @@ async def _unknown_cursor(request: Request, error: Exception) -> JSONResponse:
 async def _bug(request: Request, error: Exception) -> JSONResponse:
     """Starlette logs the traceback after this answer; the client learns only where to look."""
     request_id = request.scope.get("state", {}).get("request_id", "")
-    log.error("request %s %s %s failed: %s", request_id, request.method, request.url.path, type(error).__name__)
+    log.error("%s %s failed: %s", request.method, request.url.path, type(error).__name__)
     message = f"The server had an error while processing your request {request_id}; its log has the details."
     return _answer(500, message, "server_error", None, None, NEVER_RETRY | {"x-request-id": request_id})

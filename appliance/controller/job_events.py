@@ -57,7 +57,7 @@ class JobEvents:
         "finished", …}. Raises RowNotFound for an unknown job; an event of another kind is logged and left out."""
         handler = self._handlers.get(str(event.get("event")))
         if handler is None:
-            log.warning("job %s sent an event of the unknown kind %r", job_id, event.get("event"))
+            log.warning("it sent an event of the unknown kind %r", event.get("event"), extra={"job_id": job_id})
             return
         # JSON has no NaN or infinity: a gradient norm that overflowed is reported as unknown.
         event = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}

@@ -32,7 +32,6 @@ from appliance.controller.capacity import BoxFacts
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_events import JobEvents
 from appliance.controller.spending import Spending
-from appliance.logs import configure_logging
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
@@ -53,6 +52,7 @@ from appliance.wiring.state_store import SqliteStateStore
 from appliance.wiring.tier_flow import TierFlow
 from appliance.wiring.tier_levels import make_levels
 from appliance.wiring.versions import VersionShelf
+from runtime.logs import configure_logging
 from runtime.process import die_with_parent
 from scheduler.discovery import discover_devices
 from scheduler.inventory import Device
@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     die_with_parent()
     config = load_resolved(options.config_json)
-    configure_logging(config.box.log_level)
+    configure_logging("controller", config.box.log_level)
     code = 1
     try:
         code = asyncio.run(_run(config, BoxPaths.of(Path(config.box.data_dir)), options.ray_address))

@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from appliance.controller.config import ControllerConfig
 from appliance.controller.errors import BodyTooLarge
+from runtime.logs import REQUEST_ID
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
 _MULTIPART_OVERHEAD_BYTES = 64 * 1024
@@ -32,6 +33,7 @@ class RequestIds:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = given if _REQUEST_ID.match(given) else b"req_" + secrets.token_hex(12).encode()
         scope.setdefault("state", {})["request_id"] = request_id.decode()
+        REQUEST_ID.set(request_id.decode())  # of this request's own task
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

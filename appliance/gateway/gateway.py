@@ -290,6 +290,7 @@ class Gateway:
         """Who answers this request. Raises ApiError if its body rules it out."""
         route = request.route
         assert route is not None
+        request.trace = wire.accepted_trace(request.headers)
         if route.kind is Kind.CONTROL:
             return Relay(self, client, request)
         if route.kind is Kind.METRICS:
@@ -305,7 +306,6 @@ class Gateway:
             raise errors.wrong_task(checked.model, route.name)
         self._spend(request, checked)
         request.model = checked.model
-        request.trace = wire.accepted_trace(request.headers)
         self.metrics.last_request_s[checked.model] = time.time()
         return Exchange(self, client, request, checked)
 

@@ -12,6 +12,7 @@ Rules, in the order in which they bind:
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from typing import TYPE_CHECKING
 
@@ -30,6 +31,8 @@ from .wire import Request
 if TYPE_CHECKING:
     from .gateway import Gateway
     from .server import ClientConnection
+
+log = logging.getLogger("appliance.gateway")
 
 MAX_ATTEMPTS = 3
 ERROR_BODY_BYTES = 64 * 1024
@@ -140,6 +143,7 @@ class Exchange:
         elif self._conn is not None and self.answer.client is not None and not self.answer.client.write_paused:
             if now_s - self._progress_s > self.gateway.limits.upstream_silence_s:
                 self.gateway.metrics.events["upstream_silent"] += 1
+                log.warning("the engine was silent for too long", extra=self.request.ids)
                 self._drop_upstream(failed=True)
                 self._fail(errors.engine_failed(504))
 
@@ -200,6 +204,7 @@ class Exchange:
         elif isinstance(result, OSError):
             # Nothing was sent: this costs the request no attempt, only the replica its good name.
             self.gateway.metrics.events["connect_failed"] += 1
+            log.warning("the engine's socket cannot be reached: %s", result, extra=self.request.ids)
             self._undispatch(failed=True)
             self.place()
         else:
@@ -245,6 +250,7 @@ class Exchange:
         """It may not wait (any longer). Its ticket is already out of the queue."""
         self._ticket = None
         self.gateway.metrics.events["hold_refused"] += 1
+        log.info("held no longer: %s", refusal.value, extra=self.request.ids)
         self._fail(
             errors.unavailable(
                 f"The model `{self.checked.model}` is not ready: {refusal.value}. Please retry.",
@@ -324,6 +330,7 @@ class Exchange:
         stale = conn.reused and not conn.answered
         if not stale:
             self.gateway.metrics.events["upstream_died"] += 1
+            log.warning("the engine broke off", extra=self.request.ids)
         if self._relayed:
             self._undispatch(failed=True)
             self._continue_or_fail(errors.engine_failed())
@@ -360,6 +367,7 @@ class Exchange:
             return
         body = continuation.resume_body(model.max_model_len)
         self.gateway.metrics.events["continued"] += 1
+        log.info("the stream is continued on another engine", extra=self.request.ids)
         if body is None:
             self.answer.end(continuation.ending())
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from typing import Any
 
 import orjson
 
@@ -13,6 +14,7 @@ from .wire import Request
 log = logging.getLogger("appliance.gateway")
 
 _FLUSH_LINES = 4096
+_REMEMBERED = 1024
 
 
 class AccessLog:
@@ -23,32 +25,56 @@ class AccessLog:
         self._lines: list[bytes] = []
         self._lost = 0
         self._file = None if path is None else os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        self._second, self._second_text = 0, b""
+        self._who: dict[tuple[object, ...], bytes] = {}
 
     def add(self, request: Request) -> None:
-        """time_ms: Unix time of the end; us: from the complete request to the end of the response."""
-        now = time.monotonic()
-        received = request.received_s or now
-        principal, first_byte_s = request.principal, request.first_byte_s
+        """time: of the end of the response. ttft_s, duration_s: from the complete request to the first body byte and
+        to the end. Fields that a request has no value for are null.
+
+        Written by hand, half of it from memory: an encoder takes four times as long, and every request pays for it.
+        """
+        now, unix_s = time.monotonic(), time.time()
+        second = int(unix_s)
+        if second != self._second:
+            self._second, self._second_text = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second)).encode()
+        received, first_byte_s, tokens = request.received_s or now, request.first_byte_s, request.tokens
+        principal = request.principal
+        who = (principal and principal.id, request.path, request.method, request.model, request.model_version,
+               request.replica)  # fmt: skip
         self._lines.append(
-            orjson.dumps(
-                {
-                    "time_ms": int(time.time() * 1000),
-                    "request": request.request_id.decode(),
-                    "key": principal.id if principal is not None else None,
-                    "method": request.method.decode("latin-1"),
-                    "path": request.path[:256].decode("latin-1"),
-                    "model": request.model or None,
-                    "status": request.status,
-                    "in_bytes": request.body_bytes,
-                    "out_bytes": request.sent_bytes,
-                    "first_byte_us": int((first_byte_s - received) * 1e6) if first_byte_s else None,
-                    "us": int((now - received) * 1e6),
-                },
-                option=orjson.OPT_APPEND_NEWLINE,
+            b'{"time":"%b.%03dZ","level":"info","process":"gateway","event":"request","request_id":"%b",%b,'
+            b'"status":%d,"ttft_s":%b,"duration_s":%.6f,"prompt_tokens":%d,"completion_tokens":%d,"in_bytes":%d,'
+            b'"out_bytes":%d,"trace_id":%b}\n'
+            % (
+                self._second_text,
+                (unix_s - second) * 1000,
+                request.request_id,
+                self._who.get(who) or self._remember(who),
+                request.status,
+                b"%.6f" % (first_byte_s - received) if first_byte_s else b"null",
+                now - received,
+                tokens.prompt,
+                tokens.completion,
+                request.body_bytes,
+                request.sent_bytes,
+                b'"%b"' % request.trace[3:35] if request.trace else b"null",
             )
         )
         if len(self._lines) >= _FLUSH_LINES:
             self.flush()
+
+    def _remember(self, who: tuple[Any, ...]) -> bytes:
+        """The fields that most lines have in common with an earlier one."""
+        key_id, path, method, model, version, replica = who
+        fields = {
+            "key_id": key_id, "method": method.decode("latin-1"), "path": path[:256].decode("latin-1"),
+            "model": model or None, "version": version or None, "replica": replica or None,
+        }  # fmt: skip
+        if len(self._who) >= _REMEMBERED:
+            self._who.clear()  # paths are the clients' to choose
+        self._who[who] = found = orjson.dumps(fields)[1:-1]
+        return found
 
     def flush(self) -> None:
         if self._lines and self._file is not None:

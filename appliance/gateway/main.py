@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 import uvloop
 
+from runtime.logs import configure_logging
+
 from .bus import BusClient
 from .config import GatewayConfig, load_config
 from .errors import ConfigInvalid
@@ -37,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m appliance.gateway.main", description=__doc__)
     parser.add_argument("--config-json", required=True, metavar="PATH_OR_JSON", help="a resolved GatewayConfig")
     arguments = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr)
+    configure_logging("gateway")
     try:
         config = load_config(arguments.config_json)
         _raise_file_limit(config.limits.max_connections)

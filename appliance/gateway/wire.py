@@ -128,6 +128,19 @@ class Request:
         self.rate_headers: list[tuple[bytes, bytes]] = []
 
     @property
+    def trace_id(self) -> str:
+        """The second field of its traceparent, empty without one."""
+        return self.trace[3:35].decode()
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """What a line of the log says of it (runtime.logs)."""
+        return {
+            "request_id": self.request_id.decode(), "key_id": self.principal.id if self.principal is not None else "",
+            "model": self.model, "version": self.model_version, "replica": self.replica, "trace_id": self.trace_id,
+        }  # fmt: skip
+
+    @property
     def route_name(self) -> str:
         return self.route.name if self.route is not None else "unknown"
 

@@ -86,5 +86,5 @@ class DeviceWatch:
             self._on_change()
 
     def _tell(self, action: str, target: str, detail: dict[str, str]) -> None:
-        log.error("%s %s %s", action, target, detail.get("reason", ""))
+        log.error("%s: %s", action, detail.get("reason", ""), extra={"device": target})
         audit.insert(self._db, AuditRow(new_id("audit_"), None, action, target, "done", "", self._clock(), detail))

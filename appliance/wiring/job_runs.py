@@ -140,7 +140,7 @@ class JobRuns:
             try:
                 return self._bring_in(name).path
             except LookupError as error:
-                log.error("job %s goes on from an older snapshot: %s", job_id, error)
+                log.error("it goes on from an older snapshot: %s", error, extra={"job_id": job_id})
         return None if newest is None else newest.path
 
     def _bring_in(self, name: Name) -> StoredVersion:

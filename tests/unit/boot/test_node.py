@@ -8,7 +8,7 @@ from appliance.config import load_config
 from appliance.paths import BoxPaths
 
 
-def test_a_data_directory_in_use_is_refused_and_left_alone(tmp_path, monkeypatch, capsys):
+def test_a_data_directory_in_use_is_refused_and_left_alone(tmp_path, monkeypatch, capfd):
     """Joining takes leftovers of its data directory down: those of a box that runs there would be the box."""
     monkeypatch.chdir(tmp_path)
     config = load_config(None, {"data_dir": str(tmp_path / "box"), "devices": 1, "node_address": "127.0.0.1"})
@@ -24,7 +24,7 @@ def test_a_data_directory_in_use_is_refused_and_left_alone(tmp_path, monkeypatch
                 ["--config-json", config.model_dump_json(), "--head", "127.0.0.1:1", "--token-path", str(other),
                  "--name", "n1"]
             )  # fmt: skip
-        assert code == 5 and "--data-dir" in capsys.readouterr().err
+        assert code == 5 and "--data-dir" in capfd.readouterr().err
         assert paths.ray_token.read_text() == before
     finally:
         shutil.rmtree(paths.shm_root)

@@ -9,7 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,10 @@ from .test_bus import DummyBus
 from .upstreams import DummyUpstream, Reply, UpstreamRequest, answer_chat, chat_events
 
 ROOT = Path(__file__).parents[3]
+ACCESS_FIELDS = (
+    "time", "level", "process", "event", "request_id", "key_id", "method", "path", "model", "version", "replica",
+    "status", "ttft_s", "duration_s", "prompt_tokens", "completion_tokens", "in_bytes", "out_bytes", "trace_id",
+)  # fmt: skip
 
 
 class Running:
@@ -192,7 +198,18 @@ async def test_sdk_from_first_table_to_sigterm(launch: Launch, tmp_path: Path) -
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert {line["status"] for line in lines} == {200, 400, 401, 404, 409}
     assert all(KEY not in json.dumps(line) for line in lines)
-    assert next(line for line in lines if line["model"] == "m")["key"] == "k"
+    assert {tuple(line) for line in lines} == {ACCESS_FIELDS}
+    whole, streamed = [line for line in lines if line["model"] == "m"][:2]
+    assert whole["request_id"] == raw.headers["x-request-id"]
+    assert (whole["key_id"], whole["version"], whole["replica"], whole["status"]) == ("k", "v1", "e", 200)
+    assert (whole["prompt_tokens"], whole["completion_tokens"]) == (3, 2)
+    assert 0 < whole["ttft_s"] <= whole["duration_s"] < 20 and 0 < streamed["ttft_s"] <= streamed["duration_s"]
+    assert abs(datetime.fromisoformat(whole["time"]).timestamp() - time.time()) < 60
+    # What happened to the stream that broke stands in the process's own log, under the same id.
+    events = [json.loads(line) for line in (tmp_path / "stderr").read_text().splitlines()]
+    broken = next(event for event in events if event["event"] == "the engine broke off")
+    assert broken["level"] == "warning" and broken["process"] == "gateway" and broken["replica"] == "e"
+    assert broken["request_id"] in {line["request_id"] for line in lines}
 
 
 async def test_network_address_only_once_a_key_exists(launch: Launch) -> None:

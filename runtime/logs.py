@@ -1,0 +1,82 @@
+"""Logs as JSON lines on stderr: one object a line, the same words in every process of the box.
+
+`time` (UTC, ISO 8601), `level`, `process`, `event` (what happened, for people), `logger`; then the ids that apply, and
+`exception` with a traceback. Ids are given once for a process that is about one thing, and with `extra=` otherwise:
+
+    log.warning("the engine died", extra={"replica": replica_id, "request_id": request_id})
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Iterable
+from contextvars import ContextVar
+from datetime import UTC, datetime
+from typing import Any
+
+IDS = (
+    "request_id", "key_id", "model", "version", "replica", "job_id", "rank", "batch_id", "lease_id", "device", "node",
+    "trace_id",
+)  # fmt: skip
+
+# The request that is being answered: whatever is logged meanwhile carries its id.
+REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
+
+
+class JsonLines(logging.Formatter):
+    """process: what kind of process this is. ids: those of everything it logs."""
+
+    def __init__(self, process: str, ids: dict[str, Any]):
+        super().__init__()
+        self._process, self._ids = process, ids
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": timestamp(record.created), "level": record.levelname.lower(), "process": self._process,
+            "event": record.getMessage(), "logger": record.name, **self._ids,
+        }  # fmt: skip
+        if request_id := REQUEST_ID.get():
+            line["request_id"] = request_id
+        line |= {name: record.__dict__[name] for name in IDS if record.__dict__.get(name) not in (None, "")}
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+def configure_logging(process: str, level: str = "info", *, taken_over: Iterable[str] = (), **ids: Any) -> None:
+    """Send everything logged through `logging` to stderr, one JSON object a line; to a terminal, as text for people.
+
+    level: debug, info, warning or error. taken_over: loggers of libraries that brought handlers of their own.
+    """
+    # Not sys.stderr: vLLM wraps its `write` in the processes that it forks, and puts a prefix before each line.
+    stream = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+    handler = logging.StreamHandler(stream)
+    people = sys.stderr is not None and sys.stderr.isatty()
+    text = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
+    handler.setFormatter(text if people else JsonLines(process, ids))
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for name in taken_over:
+        logger = logging.getLogger(name)
+        logger.handlers.clear()
+        logger.propagate = True
+
+
+def timestamp(unix_s: float) -> str:
+    return datetime.fromtimestamp(unix_s, UTC).isoformat(timespec="milliseconds").removesuffix("+00:00") + "Z"
+
+
+def readable(text: str) -> str:
+    """Text for people of the lines of a log; what is no JSON line of ours stays as it is."""
+    return "\n".join(map(_readable, text.splitlines()))
+
+
+def _readable(line: str) -> str:
+    try:
+        found = json.loads(line)
+    except ValueError:
+        return line
+    if not isinstance(found, dict) or not isinstance(found.get("event"), str):
+        return line
+    return "\n".join(filter(None, (f"{found.get('level', '')}: {found['event']}", found.get("exception"))))

@@ -1,0 +1,34 @@
+"""The access log's lines are put together by hand: whatever a client sends, they are JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+
+from appliance.gateway.logs import AccessLog
+from appliance.gateway.wire import Request
+
+
+def test_any_path_and_any_method_make_a_line(tmp_path: Path) -> None:
+    log = AccessLog(str(tmp_path / "access.log"))
+    paths = [b'/v1/"},{"status":200,"x":"', b"/\xff\xfe\\", b"/" + b"a" * 9000]
+    for path in paths * 2:
+        request = Request(b"GET", path, {}, "1.1")
+        request.request_id, request.status, request.received_s = b"req_1", 404, time.monotonic()
+        request.trace = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
+        log.add(request)
+    log.close()
+    lines = [json.loads(line) for line in (tmp_path / "access.log").read_text().splitlines()]
+    assert [line["path"] for line in lines[:3]] == [path[:256].decode("latin-1") for path in paths]
+    assert {line["trace_id"] for line in lines} == {"a" * 32}
+    assert all(line["model"] is None and line["key_id"] is None and line["ttft_s"] is None for line in lines)
+
+
+def test_what_is_remembered_is_bounded(tmp_path: Path) -> None:
+    log = AccessLog(str(tmp_path / "access.log"))
+    for n in range(3000):
+        log.add(Request(b"GET", b"/%d" % n, {}, "1.1"))
+    assert len(log._who) <= 1024
+    log.close()
+    assert json.loads((tmp_path / "access.log").read_text().splitlines()[-1])["path"] == "/2999"
