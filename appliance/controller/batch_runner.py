@@ -24,6 +24,7 @@ from anyio import to_thread
 from appliance.controller import batch_lines, files
 from appliance.controller.batch_answers import Answers
 from appliance.controller.batch_lines import Line, Lines
+from appliance.controller.batch_toll import Charge, Toll
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import error_object
 from appliance.controller.naming import resolve
@@ -37,6 +38,9 @@ log = logging.getLogger("appliance.controller")
 
 LOOK_EVERY_S = 0.5
 _MAX_DEATHS = 3
+_REFUSED_AT_ONCE = 1000
+# Of a line, to estimate what it will cost before an engine says so.
+_BYTES_PER_TOKEN = 4
 _TASK_OF = {"/v1/embeddings": "embed"}
 _EXPIRED = {"code": "batch_expired",
             "message": "This request could not be executed before the completion window expired."}  # fmt: skip
@@ -47,6 +51,7 @@ class BatchRunner:
 
     def __init__(self, context: ControllerContext):
         self._context = context
+        self.toll = Toll(context.db, context.publish_keys)
         self._works: dict[str, _Work] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
@@ -83,20 +88,23 @@ class BatchRunner:
         work = self._works.get(batch_id)
         if work is None or not work.left or work.flying:
             return None
-        if any(older.left for older in self._older(work)):
+        if work.stopped_by:
+            return work.stopped_by
+        if self._older(work):
             return "an older batch of the same model goes first"
         return self._context.batch_engines.room(work.model).why or None
 
     def room(self, asking: _Work) -> int:
         """Lines that this batch may start now: what the engines have left, unless an older batch wants it."""
-        if any(work.left for work in self._older(asking)):
+        if self._older(asking):
             return 0
         flying = sum(len(work.flying) for work in self._works.values() if work.model == asking.model)
         return max(0, self._context.batch_engines.room(asking.model).lines - flying)
 
     def _older(self, asking: _Work) -> list[_Work]:
+        """Batches of its model that go before it; not those whose own key keeps them back."""
         same = [work for work in self._works.values() if work.model == asking.model]
-        return same[: same.index(asking)]
+        return [work for work in same[: same.index(asking)] if work.left and not work.stopped_by]
 
     def tell_wants(self) -> None:
         self._context.batch_engines.wants(
@@ -112,7 +120,8 @@ class BatchRunner:
 
 
 class _Work:
-    """One batch. `left`: custom_ids not yet sent (or returned), in order; `flying`: tasks of those at engines."""
+    """One batch. `left`: custom_ids not yet sent (or returned), in order; `flying`: tasks of those at engines;
+    `stopped_by`: what of its key's limits keeps the next line back, empty if nothing does."""
 
     def __init__(self, context: ControllerContext, batch_id: str, runner: BatchRunner):
         self._context, self._db, self.batch_id, self._runner = context, context.db, batch_id, runner
@@ -121,10 +130,12 @@ class _Work:
         self.opened = False
         self.left: deque[str] = deque()
         self.flying: dict[str, asyncio.Task[None]] = {}
+        self.stopped_by = ""
         self.wake = asyncio.Event()
         self._by_id: dict[str, Line] = {}
         self._deaths: dict[str, int] = {}
         self._ready: list[dict[str, Any]] = []
+        self._charges: list[Charge] = []
         self._written_s = 0.0
 
     async def run(self) -> None:
@@ -194,12 +205,11 @@ class _Work:
                 if end is not None:
                     await self._call_back()
                     return end
-                for _ in range(min(len(self.left), self._runner.room(self))):
-                    self._send_next(source)
                 if self._ready:
-                    await self._store_answers()
-                    continue
-                await self._wait()
+                    await self._store_answers()  # first, so that what they cost counts for the next
+                self._send_what_may_go(source)
+                if not self._ready:
+                    await self._wait()
         return "completed"
 
     def _early_end(self) -> str | None:
@@ -234,28 +244,48 @@ class _Work:
             for wait in waits:
                 wait.cancel()
 
-    def _send_next(self, source: Any) -> None:
-        custom_id = self.left.popleft()
-        line = self._by_id[custom_id]
-        source.seek(line.offset)
-        request = batch_lines.parse(source.read(line.size))
-        self.flying[custom_id] = asyncio.create_task(self._send(custom_id, request), name=f"line of {self.batch_id}")
+    def _send_what_may_go(self, source: Any) -> None:
+        """As many lines as engines have room for and the key's limits allow; lines it may not ask are answered here."""
+        row, toll = self._row(), self._runner.toll
+        key = toll.key_of(row)
+        refusal = toll.refusal(key, self.model, row)
+        if refusal is not None:
+            for _ in range(min(len(self.left), _REFUSED_AT_ONCE)):
+                self._answered(self.left.popleft(), new_id("req_"), refusal.status, refusal.body)
+            return
+        self.stopped_by = ""
+        for _ in range(min(len(self.left), self._runner.room(self))):
+            line = self._by_id[self.left[0]]
+            self.stopped_by = toll.waits_for(key, line.size // _BYTES_PER_TOKEN)
+            if self.stopped_by:
+                return
+            custom_id = self.left.popleft()
+            source.seek(line.offset)
+            request = batch_lines.parse(source.read(line.size))
+            self.flying[custom_id] = asyncio.create_task(
+                self._send(custom_id, request), name=f"line of {self.batch_id}"
+            )
 
     async def _send(self, custom_id: str, request: dict[str, Any]) -> None:
         request_id = new_id("req_")
         try:
             answer = await self._context.batch_engines.send(self.model, request["url"], request["body"], request_id)
-            status, body = answer.status, answer.body
+            status, body, version = answer.status, answer.body, answer.version
         except LineReturned as error:
             deaths = self._deaths[custom_id] = self._deaths.get(custom_id, 0) + (not error.yielded)
             if deaths < _MAX_DEATHS:
                 self.left.appendleft(custom_id)
                 return
-            status, body = 502, error_object(f"The engine serving this model failed while answering: {error}.",
-                                             "server_error", None, "engine_failed")  # fmt: skip
+            message = f"The engine serving this model failed while answering: {error}."
+            status, body, version = 502, error_object(message, "server_error", None, "engine_failed"), ""
         finally:
             self.flying.pop(custom_id, None)
             self.wake.set()
+        estimated = self._by_id[custom_id].size // _BYTES_PER_TOKEN
+        self._charges.append(Charge(custom_id, version, status, body, estimated))
+        self._answered(custom_id, request_id, status, body)
+
+    def _answered(self, custom_id: str, request_id: str, status: int, body: Any) -> None:
         self._ready.append({
             "id": new_id("batch_req_"), "custom_id": custom_id, "error": None,
             "response": {"status_code": status, "request_id": request_id, "body": body},
@@ -263,8 +293,12 @@ class _Work:
 
     async def _store_answers(self) -> None:
         ready, self._ready = self._ready, []
+        charges, self._charges = self._charges, []
         if ready:
             await to_thread.run_sync(self.answers.append, ready)
+            # After they are stored: what a crash loses is asked again, and nothing is charged twice.
+            stored = [charge for charge in charges if charge.custom_id in self.answers.answered]
+            self._runner.toll.charge(self._runner.toll.key_of(self._row()), self.model, stored)
         now_s = time.monotonic()
         if now_s - self._written_s >= self._context.config.progress_every_s:
             self._written_s = now_s

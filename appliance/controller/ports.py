@@ -205,10 +205,11 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """body: the JSON of the answer."""
+    """body: the JSON of the answer. version: of the replica that gave it, empty if none did."""
 
     status: int
     body: Any
+    version: str = ""
 
 
 class LineReturned(Exception):

@@ -89,4 +89,4 @@ def usable_models(db: Database, key_id: str | None) -> frozenset[str] | None:
 def may_use(db: Database, key_id: str | None, model: str) -> bool:
     """Whether a request with this key may use a model by this name."""
     names = usable_models(db, key_id)
-    return names is None or model in names
+    return names is None or model in names or model.partition("@")[0] in names

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 
 import orjson
 
-from . import errors, wire
+from . import error_shapes, errors, wire
 from .errors import ApiError
-from .usage import without_usage_event
+from .usage import FINISHED, with_fingerprint, without_usage_event
 from .wire import Request
 
 if TYPE_CHECKING:
@@ -110,10 +110,12 @@ class Answer:
             self.request.tokens.read(body)
             if self._hides_usage:
                 body = without_usage_event(body)
+        if self._hides_usage and FINISHED in body:
+            body = with_fingerprint(body, self.request.model_version)
         # Inside JSON text the quote would be escaped: this counts events, whatever they say.
         self.request.stream_events += body.count(_EVENT)
         if ERROR_EVENT in body:
-            body = _rewritten_events(body)
+            body = _rewritten_events(body, self.request)
             self._error_seen = True
         end = self.request.route.stream_end  # type: ignore[union-attr]
         if end is not None:
@@ -186,7 +188,7 @@ class Answer:
         if not self.head_sent:
             client.answer_error(error)
         elif self.sse:
-            event = wire.sse_error(error)
+            event = error_shapes.event(error, self.request)
             if self._tail and not self._tail.endswith(b"\n\n"):
                 event = b"\n\n" + event
             client.write(wire.chunk(event) + wire.LAST_CHUNK if self._chunked else event)
@@ -209,10 +211,10 @@ def event_error(body: bytes) -> ApiError:
     return errors.from_upstream(error_event_code(body) or 500, line)
 
 
-def _rewritten_events(body: bytes) -> bytes:
-    """The same events with vLLM's error objects turned into OpenAI's."""
+def _rewritten_events(body: bytes, request: Request) -> bytes:
+    """The same events with vLLM's error objects turned into those of the route."""
     lines = body.split(b"\n")
     for i, line in enumerate(lines):
         if line.startswith(ERROR_EVENT) and error_event_code(line) is not None:
-            lines[i] = b"data: " + event_error(line).body()
+            lines[i] = error_shapes.event(event_error(line), request).removesuffix(b"\n\n")
     return b"\n".join(lines)

@@ -125,6 +125,18 @@ def model_not_found(model: str) -> ApiError:
     )
 
 
+def version_not_served(model: str, version: str, served: list[str]) -> ApiError:
+    shown = version if len(version) <= 200 else version[:200] + "…"
+    return ApiError(
+        404,
+        f"The version `{shown}` of the model `{model}` is not served now; {', '.join(f'`{name}`' for name in served)} "
+        f"is. If there is such a version, `appliance model rollback {model} --version {shown}` serves it, and "
+        f"`appliance model canary {model} {shown}` serves it beside the other.",
+        param="model",
+        code="model_version_not_served",
+    )
+
+
 def wrong_task(model: str, route: str) -> ApiError:
     return ApiError(400, f"The model `{model}` does not support {route}.", param="model", code="model_not_supported")
 

@@ -301,11 +301,12 @@ class Gateway:
         checked = check_body(route, chunks[0], self.limits)
         model = self.router.models.get(checked.model)
         if model is None:
-            raise errors.model_not_found(checked.model)
+            raise self.unknown_model(checked.model, request.principal)
         if model.task != route.task:
             raise errors.wrong_task(checked.model, route.name)
         self._spend(request, checked)
-        request.model = checked.model
+        # What is counted and logged is about the model; which version it was, the replica says.
+        request.model = checked.model.partition("@")[0]
         self.metrics.last_request_s[checked.model] = time.time()
         return Exchange(self, client, request, checked)
 
@@ -313,7 +314,7 @@ class Gateway:
         """Its key may call this model, has quota left and keeps to its limits by the minute, or ApiError is raised."""
         principal = request.principal
         assert principal is not None
-        if principal.models is not None and checked.model not in principal.models:
+        if not principal.may_use(checked.model):
             raise errors.model_not_found(checked.model)
         if principal.spent_until_s is not None and time.time() < principal.spent_until_s:
             self.metrics.events["quota_spent"] += 1
@@ -326,6 +327,15 @@ class Gateway:
                 self.metrics.events["rate_limited"] += 1
                 raise errors.rate_limited(*refused)
             request.estimated_tokens = checked.tokens
+
+    def unknown_model(self, name: str, principal: Principal | None) -> ApiError:
+        """Why a name that is not in the table cannot be called."""
+        base, at, version = name.partition("@")
+        row = self.router.models.get(base) if at else None
+        if row is None or principal is None or not principal.may_use(base):
+            return errors.model_not_found(name)
+        served = {replica.version for replica in row.replicas} or {row.version}
+        return errors.version_not_served(base, version, sorted(served))
 
     def _allowance(self, principal: Principal) -> Allowance | None:
         workers = self.config.workers

@@ -153,9 +153,9 @@ class Exchange:
         """Send the request to a replica that can take it, or hold it."""
         gateway, checked = self.gateway, self.checked
         if checked.model not in gateway.router.models:
-            # It was there when the request came: the model was deleted while it waited.
+            # It was there when the request came: the model, or this version of it, went while it waited.
             self._leave_queue()
-            self._fail(errors.model_not_found(checked.model))
+            self._fail(gateway.unknown_model(checked.model, self.request.principal))
             return
         now = time.monotonic()
         # Whoever waits goes first, or a stream of new requests could starve them.

@@ -94,8 +94,11 @@ class Metrics:
             series = self._series(request)
             series.statuses[request.status] += 1
             series.duration.observe(now_s - request.received_s)
-            if request.stream_events > 1:
-                series.per_token.observe((now_s - request.first_byte_s) / (request.stream_events - 1))
+            if request.stream_events:
+                # One event may carry several tokens: their number counts wherever the engine has said it.
+                tokens = request.tokens.completion or request.stream_events
+                if tokens > 1:
+                    series.per_token.observe((now_s - request.first_byte_s) / (tokens - 1))
 
     def _series(self, request: Request) -> Series:
         scopes = request.principal.scopes if request.principal is not None else frozenset()
@@ -170,7 +173,7 @@ class Metrics:
         duration = Family("appliance_gateway_request_seconds", "histogram",
                           "From complete request to the end of its answer.", [])  # fmt: skip
         per_token = Family("appliance_gateway_time_per_output_token_seconds", "histogram",
-                           "Streams: mean time from one event (token) to the next.", [])  # fmt: skip
+                           "Streams: mean time from one token to the next.", [])  # fmt: skip
         rows = sorted((row for of_model in self.models.values() for row in of_model.items()), key=lambda row: row[0])
         for (model, version, kind), series in rows:
             pairs = {"model": model, "version": version, "key_class": kind}

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 import httptools
 
 from . import errors, wire
+from .error_shapes import shaped
 from .errors import ApiError
 from .repeated_head import RepeatedHead, repeated_head
 from .routes import Kind, resolve
@@ -389,9 +390,8 @@ class ClientConnection(asyncio.Protocol):
         """Send an error as the whole response and finish the active request."""
         request = self.active_request
         assert request is not None
-        request.status = error.status
         close = error.close or not self.will_keep_alive
-        data = self._error_bytes(error, request.request_id, close=close, rate_headers=request.rate_headers)
+        data = self._error_bytes(error, request, request.request_id, close=close)
         if request.method == b"HEAD":
             data = data[: data.index(b"\r\n\r\n") + 4]
         self.write(data)
@@ -471,27 +471,28 @@ class ClientConnection(asyncio.Protocol):
         request = self._parsing
         self._parser = None
         request_id = request.request_id if request is not None else b""
+        data = self._error_bytes(error, request, request_id or self.gateway.new_request_id(), close=True)
         if request is not None:
-            request.status = error.status
             self._parsing = None
             self.gateway.finished(request)
         else:
             self.gateway.metrics.requests["unknown", error.status] += 1
-        self.write(self._error_bytes(error, request_id or self.gateway.new_request_id(), close=True))
+        self.write(data)
         self._close(read_rest=True)
 
     @staticmethod
-    def _error_bytes(
-        error: ApiError, request_id: bytes, *, close: bool, rate_headers: list[tuple[bytes, bytes]] | None = None
-    ) -> bytes:
-        body = error.body()
+    def _error_bytes(error: ApiError, request: Request | None, request_id: bytes, *, close: bool) -> bytes:
+        status, body, headers = shaped(error, request, request_id)
+        if request is not None:
+            request.status = status
+            headers += request.rate_headers
         head = wire.response_head(
-            error.status,
+            status,
             request_id,
             content_type=b"application/json",
             length=len(body),
             close=close,
-            extra=[*wire.error_headers(error), *(rate_headers or ())],
+            extra=[*wire.error_headers(error), *headers],
         )
         return head + body
 

@@ -32,6 +32,10 @@ class Principal:
     tokens_per_minute: int | None = None
     spent_until_s: float | None = None
 
+    def may_use(self, model: str) -> bool:
+        """Whoever may use a model may use its versions by their names, `MODEL@VERSION`."""
+        return self.models is None or model in self.models or model.partition("@")[0] in self.models
+
 
 @dataclass(frozen=True, slots=True)
 class Table:

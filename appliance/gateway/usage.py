@@ -11,10 +11,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
+import orjson
+
 # Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
 _USAGE = b'"usage":'
 _PROMPT = re.compile(rb'"(?:prompt|input)_tokens": ?([0-9]+)')
 _COMPLETION = re.compile(rb'"(?:completion|output)_tokens": ?([0-9]+)')
+FINISHED = b'"finish_reason":"'
 _NO_CHOICES = b'"choices":[],'
 ASK_FOR_USAGE = b',"stream_options":{"include_usage":true}}'
 
@@ -51,6 +54,19 @@ def without_usage_event(body: bytes) -> bytes:
         return body
     start, end = body.rfind(b"data: ", 0, at), body.find(b"\n\n", at) + 2
     return body[:start] + body[end:] if start >= 0 and end >= 2 else body
+
+
+def with_fingerprint(body: bytes, fingerprint: str) -> bytes:
+    """Whole events; those that end a choice get the `system_fingerprint`, which an engine that was asked for the usage
+    writes into the event of the usage instead."""
+    at = body.find(FINISHED)
+    while at >= 0:
+        end = body.find(b"}\n\n", at)
+        if end < 0:
+            break
+        body = b'%b,"system_fingerprint":%b%b' % (body[:end], orjson.dumps(fingerprint), body[end:])
+        at = body.find(FINISHED, body.find(b"\n\n", end))
+    return body
 
 
 class Meter:

@@ -289,10 +289,6 @@ def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
     return extra
 
 
-def sse_error(error: ApiError) -> bytes:
-    return b"data: %b\n\n" % error.body()
-
-
 def retry_after_s(headers: Headers) -> int | None:
     """Retry-After of an upstream answer in seconds (the date form is not used by ours)."""
     value = headers.get(b"retry-after", b"")

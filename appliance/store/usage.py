@@ -72,9 +72,11 @@ def close_left_open(db: Database, running: set[str]) -> None:
     )
 
 
+# Batches made on the box need no key.
+_BOX_ITSELF = "CASE usage.key_id WHEN '' THEN 'the box itself' ELSE usage.key_id END"
 _NAME_OF: dict[By, str] = {
-    "key": "coalesce((SELECT name FROM keys WHERE keys.id = usage.key_id), usage.key_id)",
-    "owner": "coalesce((SELECT owner FROM keys WHERE keys.id = usage.key_id), usage.key_id)",
+    "key": f"coalesce((SELECT name FROM keys WHERE keys.id = usage.key_id), {_BOX_ITSELF})",
+    "owner": f"coalesce((SELECT owner FROM keys WHERE keys.id = usage.key_id), {_BOX_ITSELF})",
     "model": "usage.model",
     "version": "usage.model || '@' || usage.version",
     "hour": "strftime('%Y-%m-%dT%H:00Z', usage.hour_s, 'unixepoch')",

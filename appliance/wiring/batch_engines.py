@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -83,7 +84,9 @@ class SocketEngines:
         finally:
             self._lines.pop(asking, None)
             asking.cancel()  # of no effect once it has ended
-        return _answer(asking)
+        rows = self._bus.models.get(model, {}).get("replicas", ())
+        version = next((row["version"] for row in rows if row["id"] == replica_id), "")
+        return replace(_answer(asking), version=version)
 
     def wants(self, models: list[str]) -> None:
         if models != self._wanted:

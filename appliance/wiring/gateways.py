@@ -29,13 +29,15 @@ class _Served:
 
 @dataclass(frozen=True, slots=True)
 class _Callable:
-    """A name that can be called. `hold_s`: how long its requests may wait. `canary`: takes a share of them."""
+    """A name that can be called. `hold_s`: how long its requests may wait. `canary`: takes a share of them.
+    `pins`: the model of which `MODEL@VERSION` means one version; None for a model's own name."""
 
     version: str
     task: str
     hold_s: float
     adapter: AdapterRow | None = None
     canary: CanaryRow | None = None
+    pins: str | None = None
 
 
 class BusRouting:
@@ -78,14 +80,15 @@ class BusRouting:
         names = self._callable()
         self._guests = {}
         for name, row in names.items():
-            if row.adapter is not None:
-                self._guests.setdefault(row.adapter.host, []).append(name)
+            host = row.adapter.host if row.adapter is not None else row.pins
+            if host is not None:
+                self._guests.setdefault(host, []).append(name)
         contexts = {row.id: row.max_model_len for row in models.list_callable(self._db)}
         contexts |= {row.name: contexts.get(row.model) for row in job_records.list_checkpoints(self._db)}
         contexts |= {row.name: contexts.get(row.model) for row in canaries.list_running(self._db)}
         return self._bus.set_models(
             {
-                name: self._model(name, row) | {"max_model_len": self._context(contexts.get(name))}
+                name: self._model(name, row) | {"max_model_len": self._context(contexts.get(row.pins or name))}
                 for name, row in names.items()
             }
         )
@@ -124,7 +127,8 @@ class BusRouting:
         return self.refresh()
 
     def _callable(self) -> dict[str, _Callable]:
-        """Models with a deployment, their canaries, and checkpoints of fine-tuning jobs.
+        """Models with a deployment, their canaries, checkpoints of fine-tuning jobs, and `MODEL@VERSION` of versions
+        that are active or that some engine serves.
 
         Nobody waits for a model that was given up on: its requests are refused at once.
         """
@@ -150,6 +154,10 @@ class BusRouting:
             if stable is not None:
                 found[canary.model] = replace(stable, canary=canary)
                 found[canary.name] = replace(stable, version=canary.version, adapter=guests.get(canary.name))
+        for name in deployed:
+            row = replace(found[name], canary=None, pins=name)
+            for version in {row.version, *(r.version for r in self._replicas.values() if r.model == name)}:
+                found.setdefault(f"{name}@{version}", replace(row, version=version))
         return found
 
     def _context(self, model_tokens: int | None) -> int | None:
@@ -165,21 +173,24 @@ class BusRouting:
                 "state": served.state,
             }
             for replica_id, served in sorted(self._replicas.items())
-            if _answers(served, name, row.adapter)
+            if _answers(served, name, row)
         ]
         state = "ready" if any(replica["state"] == "open" for replica in replicas) else "asleep"
         table_row = {"version": row.version, "state": state, "replicas": replicas, "task": row.task,
                      "hold_s": row.hold_s}  # fmt: skip
-        if row.adapter:
-            table_row["adapter"] = row.adapter.engine_name
+        if row.adapter or row.pins:
+            table_row["adapter"] = row.adapter.engine_name if row.adapter else row.pins
         if row.canary:
             table_row["canary"] = {"name": row.canary.name, "version": row.canary.version, "share": row.canary.share,
                                    "since_s": row.canary.created_s}  # fmt: skip
         return table_row
 
 
-def _answers(served: _Served, name: str, adapter: AdapterRow | None) -> bool:
+def _answers(served: _Served, name: str, row: _Callable) -> bool:
     """Whether a replica can take requests for `name`. An adapter fits the weights it was trained on, and no others."""
-    if adapter is None:
-        return served.model == name
-    return served.takes_adapters and (served.owner, served.version) == (adapter.base, adapter.base_version)
+    adapter = row.adapter
+    if adapter is not None:
+        return served.takes_adapters and (served.owner, served.version) == (adapter.base, adapter.base_version)
+    if row.pins is not None:
+        return (served.model, served.version) == (row.pins, row.version)
+    return served.model == name

@@ -260,6 +260,35 @@ def test_adapters_share_the_engine_of_their_base(box, starter):
     box.run("model", "rm", first)
 
 
+def test_a_canary_takes_its_share_then_all_or_nothing(box, unbroken):
+    client, tuned = box.client(), unbroken.fine_tuned_model
+    newer, older = (f"step-{c.step_number}" for c in client.fine_tuning.jobs.checkpoints.list(unbroken.id).data[:2])
+
+    def version(number, model=tuned):
+        ask = [{"role": "user", "content": f"What is {number} + 1?"}]
+        answer = client.chat.completions.with_raw_response.create(model=model, messages=ask, max_tokens=2)
+        return answer.headers["x-appliance-model-version"]
+
+    box.run("model", "canary", tuned, older, "--share", "50%")
+    assert version(0, f"{tuned}@{older}") == older, "held until the canary's engine is open"
+    served = {number: version(number) for number in range(16)}
+    assert set(served.values()) == {newer, older}
+    assert {number: version(number) for number in range(4)} == {number: served[number] for number in range(4)}
+    told = box.ask("model", "canary", tuned)["versions"]
+    assert sum(told[name]["requests"] for name in (newer, older)) >= 20 and told[older]["errors"] == 0
+    assert box.ask("model", "promote", tuned)["to"] == older
+    assert {version(number) for number in range(8)} == {older} == {version(0, f"{tuned}@{older}")}
+    with pytest.raises(openai.NotFoundError) as missing:
+        version(0, f"{tuned}@step-0")
+    assert missing.value.code == "model_version_not_served" and older in missing.value.message
+    box.run("model", "canary", tuned, newer, "--share", "50%")
+    assert version(0, f"{tuned}@{newer}") == newer
+    assert box.ask("model", "rollback", tuned)["to"] == older
+    assert {version(number) for number in range(8)} == {older}
+    box.ask("model", "rollback", tuned, "--version", newer)
+    assert version(0) == newer
+
+
 @pytest.mark.parametrize(
     ("architecture", "settings"),
     [

@@ -151,7 +151,8 @@ async def test_what_an_engine_refuses_goes_to_the_error_file(control: Control):
 async def test_a_batch_waits_for_room_and_says_why(control: Control):
     engines(control).lines = 0
     batch_id = await begun(control, [line(n) for n in range(3)])
-    batch = await until(control, batch_id, lambda b: b.status == "in_progress")
+    batch = await until(control, batch_id, lambda b: b.waiting_for)
+    assert batch.status == "in_progress"
     assert batch.waiting_for == "no engine of the model is awake" and engines(control).sent == []
     assert engines(control).wanted == ["starter"]
     engines(control).lines = 2
@@ -307,7 +308,7 @@ async def test_the_oldest_batch_of_a_model_goes_first(control: Control):
     first = await begun(control, [line(n) for n in range(4)])
     await until(control, first, lambda b: b.status == "in_progress")
     second = await begun(control, [line(n) for n in range(10, 14)])
-    batch = await until(control, second, lambda b: b.status == "in_progress")
+    batch = await until(control, second, lambda b: b.waiting_for)
     assert batch.waiting_for == "an older batch of the same model goes first"
     engines(control).lines = 1
     await ended(control, second)

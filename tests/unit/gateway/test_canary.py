@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from serve.router import Canary, Model, Replica, Router
 
 from .conftest import Box, Start, chat
+from .test_spending import limit
 from .upstreams import Reply, UpstreamRequest, chat_answer
 
 
@@ -122,3 +124,42 @@ def test_the_share_is_met_over_many_conversations(share: float) -> None:
     assert found / len(prompts) == pytest.approx(share, rel=0.25)
     keys = sum(router.canary_for("m", f"key_{i}", lambda: b"the same prompt") is not None for i in range(20_000))
     assert keys / 20_000 == pytest.approx(share, rel=0.25)
+
+
+async def test_a_version_by_its_name(box: Box) -> None:
+    box.models["m@v1"] = {**box.models["m"], "adapter": "m"}
+    box.models["m"]["canary"] = None
+    box.apply()
+    ask = {"model": "m@v1", "messages": [{"role": "user", "content": "hi"}]}
+    answer = await box.ask("POST", "/v1/chat/completions", ask)
+    assert (answer.status, answer.headers["x-appliance-model-version"]) == (200, "v1")
+    assert box.engines["e0"].requests[0].json["model"] == "m", "as its engine knows it"
+    assert box.gateway.meter.take()[0]["model"] == "m"
+    missing = await box.ask("POST", "/v1/chat/completions", ask | {"model": "m@v9"})
+    assert (missing.status, missing.error["code"], missing.error["param"]) == (404, "model_version_not_served", "model")
+    assert "`v1` is" in missing.error["message"]
+    assert "appliance model rollback m --version v9" in missing.error["message"]
+    unknown = await box.ask("POST", "/v1/chat/completions", ask | {"model": "x@v9"})
+    assert unknown.error["code"] == "model_not_found"
+
+
+async def test_a_version_by_its_name_for_keys_with_a_list(box: Box) -> None:
+    box.models["m@v1"] = {**box.models["m"], "adapter": "m"}
+    ask = {"model": "m@v1", "messages": [{"role": "user", "content": "hi"}]}
+    limit(box, models=["m"])
+    assert (await box.ask("POST", "/v1/chat/completions", ask)).status == 200
+    limit(box, models=["other"])
+    for name in ("m@v1", "m@v9"):
+        assert (await box.ask("POST", "/v1/chat/completions", ask | {"model": name})).error["code"] == "model_not_found"
+
+
+async def test_a_version_that_goes_while_a_request_for_it_is_held(box: Box) -> None:
+    box.models["m@v1"] = {**box.models["m"], "adapter": "m", "replicas": []}
+    box.apply()
+    call = asyncio.ensure_future(
+        box.ask("POST", "/v1/chat/completions", {"model": "m@v1", "messages": [{"role": "user", "content": "hi"}]})
+    )
+    await box.until(lambda: box.gateway.holds.held("m@v1") == 1)
+    del box.models["m@v1"]
+    box.apply()
+    assert (await call).error["code"] == "model_version_not_served"

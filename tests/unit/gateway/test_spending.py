@@ -9,11 +9,11 @@ import time
 import pytest
 
 from appliance.gateway.allowance import Allowance, duration
-from appliance.gateway.usage import Tokens, without_usage_event
+from appliance.gateway.usage import Tokens, with_fingerprint, without_usage_event
 
 from .conftest import KEY, Box, chat
 from .test_continuation import completion, events, greedy_engine, text_of
-from .upstreams import Reply, UpstreamRequest, chat_answer
+from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events
 
 
 def limit(box: Box, **limits) -> None:
@@ -177,3 +177,36 @@ def test_only_the_usage_event_goes():
     a, usage, done = b'data: {"choices":[{}]}\n\n', b'data: {"choices":[],"usage":{}}\n\n', b"data: [DONE]\n\n"
     assert without_usage_event(a + usage + done) == a + done
     assert without_usage_event(a + done) == a + done
+
+
+def test_the_fingerprint_goes_into_the_events_that_end_a_choice():
+    text = b'a \\"finish_reason\\":\\"stop\\" }'
+    going = b'data: {"id":"1","choices":[{"delta":{"content":"%b"},"finish_reason":null}]}\n\n' % text
+    ending = b'data: {"id":"1","choices":[{"index":%d,"finish_reason":"stop"}]}\n\n'
+    stamped = with_fingerprint(going + ending % 0 + going + ending % 1 + b"data: [DONE]\n\n", 'v"2')
+    events = [json.loads(event[6:]) for event in stamped.split(b"\n\n")[:4]]
+    assert [event.get("system_fingerprint") for event in events] == [None, 'v"2', None, 'v"2']
+    assert with_fingerprint(going, "v2") == going
+
+
+async def test_a_stream_whose_usage_was_asked_for_keeps_its_fingerprint(box: Box) -> None:
+    async def stream(request: UpstreamRequest, reply: Reply) -> None:
+        assert request.json["stream_options"] == {"include_usage": True}
+        await reply.sse_head()
+        for event in chat_events("hel", "lo", done=False)[:1]:
+            await reply.chunk(event)
+        last, done = chat_events("lo")
+        await reply.chunk(last.replace(b'": ', b'":').replace(b", ", b","))
+        usage = b'{"prompt_tokens":3,"completion_tokens":9}'
+        await reply.chunk(b'data: {"choices":[],"usage":%b,"system_fingerprint":"v1"}\n\n' % usage)
+        await reply.chunk(done)
+        await reply.end()
+
+    box.engines["e0"].script = stream
+    answer = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
+    shown = [json.loads(event[6:]) for event in answer.body.split(b"\n\n") if event.startswith(b"data: {")]
+    assert [event.get("system_fingerprint") for event in shown] == [None, "v1"] and "usage" not in shown[-1]
+    (series,) = box.gateway.metrics.models["m"].values()
+    rows = {sample.suffix: sample.value for sample in series.per_token.samples()}
+    assert rows["_count"] == 1 and rows["_sum"] < 5
+    assert box.gateway.meter.take()[0]["completion_tokens"] == 9

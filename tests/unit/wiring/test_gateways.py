@@ -54,7 +54,7 @@ async def test_adapters_are_routed_to_their_bases_engines_by_a_name_for_each_ver
     assert bus.table["ft:a"]["adapter"] == "ft:a@step-1" and bus.table["ft:b"]["adapter"] == "ft:b@step-2"
     models.delete(db, "ft:a")
     routing.refresh()
-    assert set(bus.table) == {"starter", "ft:b"}
+    assert set(bus.table) == {"starter", "starter@v1", "ft:b", "ft:b@step-2"}
 
 
 async def test_other_weights_below_end_the_routes_of_adapters_and_nothing_else(routing, bus, db):
@@ -100,7 +100,9 @@ async def test_a_canary_has_a_row_of_its_own_and_its_share_stands_in_its_models(
     assert "canary" not in row and "canary" not in bus.table["ft:a"]
     canaries.end(db, "starter", "rolled_back", "asked for", now_s=9.0, compared=None)
     routing.refresh()
-    assert "starter@v2" not in bus.table and "canary" not in bus.table["starter"]
+    assert "canary" not in bus.table["starter"]
+    routing.close("r2")
+    assert "starter@v2" not in bus.table
 
 
 async def test_the_canary_of_an_adapter_is_served_by_the_same_engines(routing, bus, db):
@@ -109,3 +111,21 @@ async def test_the_canary_of_an_adapter_is_served_by_the_same_engines(routing, b
     row = bus.table["ft:a@step-1"]
     assert (row["adapter"], row["version"], row["replicas"][0]["id"]) == ("ft:a@step-1", "step-1", "r1")
     assert bus.table["ft:a"]["canary"]["name"] == "ft:a@step-1"
+
+
+async def test_a_version_can_be_called_by_its_name_while_it_is_active_or_served(routing, bus, db):
+    routing.refresh()
+    asleep = bus.table["starter@v1"]
+    assert (asleep["replicas"], asleep["hold_s"], asleep["adapter"]) == ([], 60.0, "starter"), "woken like its model"
+    await routing.open("r1", "starter", "v1", SOCKET)
+    assert [replica["id"] for replica in bus.table["starter@v1"]["replicas"]] == ["r1"]
+    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
+    models.activate(db, "starter", "v2")
+    await routing.open("r2", "starter", "v2", "/run/r2.sock")
+    served = {name: [r["id"] for r in row["replicas"]] for name, row in bus.table.items() if name.startswith("starter")}
+    assert served == {"starter": ["r1", "r2"], "starter@v1": ["r1"], "starter@v2": ["r2"]}
+    await routing.open("r1", "starter", "v2", SOCKET)
+    assert "starter@v1" not in bus.table
+    bus.reported = Load(models={"starter": ModelLoad(1, 0, 5.0, 0.1), "starter@v2": ModelLoad(2, 1, 9.0, None)})
+    assert (routing.demand("starter").inflight, routing.demand("starter").held) == (3, 1)
+    assert routing.host("starter@v2") == "starter"

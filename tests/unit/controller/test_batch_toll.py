@@ -1,0 +1,118 @@
+"""What the rules of its key mean for a batch: models, quota, limits by the minute, revocation; and who pays."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from appliance.controller.ports import EngineAnswer
+from appliance.store import keys, usage
+from tests.unit.controller.conftest import ADMIN, Control, insert_model
+from tests.unit.controller.test_batches import begun, content, ended, engines, line, until
+
+
+def as_key(control: Control, **limits: Any) -> str:
+    row, _ = keys.create(control.db, "batcher", ["inference", "fine_tuning"], **limits)
+    control.http.headers["x-appliance-key-id"] = row.id
+    return row.id
+
+
+def spent(control: Control, by: usage.By = "key") -> dict[str, usage.Spent]:
+    now_s = time.time()
+    return {found.name: found for found in usage.report(control.db, by, now_s - 60, now_s)}
+
+
+async def test_lines_are_counted_for_their_key_model_and_version(control: Control):
+    as_key(control)
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer | None:
+        if body["messages"][0]["content"] == "1+1?":
+            return EngineAnswer(500, {"error": {"message": "no"}}, "v7")
+        return EngineAnswer(200, {"usage": {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}}, "v7")
+
+    engines(control).rule = rule
+    await ended(control, await begun(control, [line(n) for n in range(4)]))
+    of_key = spent(control)["batcher"]
+    assert (of_key.requests, of_key.errors, of_key.prompt_tokens, of_key.completion_tokens) == (4, 1, 9, 6)
+    assert spent(control, "version")["starter@v7"].requests == 4
+
+
+async def test_a_batch_of_the_box_itself_is_counted_and_bound_by_nothing(control: Control):
+    await ended(control, await begun(control, [line(0)]))
+    assert spent(control)["the box itself"].requests == 1
+    assert spent(control, "owner")["the box itself"].prompt_tokens == 3
+
+
+async def test_lines_for_a_model_that_the_key_may_not_use_become_error_lines(control: Control):
+    insert_model(control.db, "other")
+    as_key(control, models=["other"])
+    batch = await ended(control, await begun(control, [line(n) for n in range(3)]))
+    assert batch.status == "completed" and batch.request_counts.failed == 3 and engines(control).sent == []
+    for row in await content(control, batch.error_file_id):
+        assert row["response"]["status_code"] == 404
+        assert row["response"]["body"]["error"]["code"] == "model_not_found"
+        assert set(row["response"]["body"]["error"]) == {"message", "type", "param", "code"}
+    assert spent(control) == {}, "what no engine answered costs nothing"
+
+
+async def test_a_list_that_is_cut_while_a_batch_runs_refuses_the_rest(control: Control):
+    key_id = as_key(control)
+    engines(control).lines = 0
+    batch_id = await begun(control, [line(n) for n in range(3)])
+    await until(control, batch_id, lambda b: b.status == "in_progress")
+    answer = await control.http.patch(f"/admin/v1/keys/{key_id}", json={"models": ["other"]}, headers=ADMIN)
+    assert answer.status_code == 200
+    assert (await ended(control, batch_id)).request_counts.failed == 3
+
+
+async def test_a_spent_quota_holds_the_batch_until_it_is_renewed(control: Control, monkeypatch):
+    key_id = as_key(control, tokens_per_day=20)
+    engines(control).lines = 1
+    noon = time.time() // 86400 * 86400 + 43200
+    clock = [noon]
+    monkeypatch.setattr("time.time", lambda: clock[0])
+    batch_id = await begun(control, [line(n) for n in range(6)])
+    batch = await until(control, batch_id, lambda b: b.waiting_for is not None and "quota" in b.waiting_for)
+    assert batch.request_counts.completed == 4, "four lines of five tokens are the quota"
+    assert control.gateway_keys[keys.find(control.db, key_id).sha256]["spent_until_s"] == noon + 43200
+    # It does not keep back others of the same model.
+    del control.http.headers["x-appliance-key-id"]
+    assert (await ended_alone(control, await begun(control, [line(10)]))).status == "completed"
+    clock[0] = noon + 43201
+    assert (await ended(control, batch_id)).request_counts.completed == 6
+
+
+async def ended_alone(control: Control, batch_id: str) -> Any:
+    return await until(control, batch_id, lambda b: b.status in ("completed", "failed"))
+
+
+async def test_a_quota_that_is_renewed_too_late_ends_the_rest_with_error_lines(control: Control, monkeypatch):
+    as_key(control, tokens_per_month=10)
+    first_of_month = 1_790_812_800.0  # 2026-10-01
+    monkeypatch.setattr("time.time", lambda: first_of_month)
+    engines(control).lines = 1
+    batch = await ended(control, await begun(control, [line(n) for n in range(4)]))
+    assert (batch.request_counts.completed, batch.request_counts.failed) == (2, 2)
+    rows = await content(control, batch.error_file_id)
+    assert {(row["response"]["status_code"], row["response"]["body"]["error"]["code"]) for row in rows} == {
+        (429, "insufficient_quota")
+    }
+
+
+async def test_limits_by_the_minute_slow_a_batch_down(control: Control, monkeypatch):
+    as_key(control, requests_per_minute=2)
+    clock = [1000.0]
+    # Its own clock: asyncio waits by the real one.
+    monkeypatch.setattr(
+        "appliance.controller.batch_toll.time", SimpleNamespace(time=time.time, monotonic=lambda: clock[0])
+    )
+    batch_id = await begun(control, [line(n) for n in range(3)])
+    batch = await until(control, batch_id, lambda b: b.waiting_for is not None)
+    assert batch.waiting_for == "its key may spend 2 requests per minute" and batch.request_counts.completed <= 2
+    async with asyncio.timeout(5):
+        while len(engines(control).sent) < 2:
+            await asyncio.sleep(0.005)
+    clock[0] += 30
+    assert (await ended(control, batch_id)).request_counts.completed == 3
