@@ -81,11 +81,23 @@ class GatewaySettings(_Section):
     holds: HoldLimits = Field(default_factory=HoldLimits, description="requests kept while no replica is open")
 
 
+class ObservabilitySettings(_Section):
+    """What the box tells others about its requests, beside logs and metrics."""
+
+    otlp_endpoint: str | None = Field(
+        None,
+        pattern=r"^https?://\S+$",
+        description="base URL of an OTLP/HTTP collector (`/v1/traces` is added) that gets a trace of every inference "
+        "request; unset: no traces",
+    )
+
+
 class BoxConfig(_Section):
     """All sections of `appliance.toml`."""
 
     box: BoxSettings = Field(default_factory=BoxSettings)
     gateway: GatewaySettings = Field(default_factory=GatewaySettings)
+    observability: ObservabilitySettings = Field(default_factory=ObservabilitySettings)
     controller: ControllerConfig = Field(default_factory=ControllerConfig)
     scheduler: SchedulerConfig = Field(default_factory=SchedulerConfig)
     serve: EngineConfig = Field(default_factory=EngineConfig)

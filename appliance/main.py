@@ -187,6 +187,7 @@ class Box:
             "controller_socket": str(self._paths.controller_socket),
             "bus_socket": str(self._paths.bus_socket),
             "log_path": str(self._paths.logs / "access.log"),
+            "otlp_endpoint": self._config.observability.otlp_endpoint,
         }
         return await self._python("gateway", "-m", "appliance.gateway.main", "--config-json", json.dumps(gateway))
 

@@ -79,6 +79,7 @@ class GatewayConfig:
     workers: int = 1
     log_path: str | None = None
     access_log: bool = True
+    otlp_endpoint: str | None = None
     tls_cert_path: str | None = None
     tls_key_path: str | None = None
     shutdown_s: float = 30.0
@@ -99,6 +100,8 @@ class GatewayConfig:
             raise ConfigInvalid("port: 0 given with several workers, expected a fixed port they can share")
         if (config.tls_cert_path is None) != (config.tls_key_path is None):
             raise ConfigInvalid("tls_cert_path and tls_key_path: one given, expected both or neither")
+        if config.otlp_endpoint is not None and not config.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigInvalid(f"otlp_endpoint: {config.otlp_endpoint!r} given, expected an http or https URL")
         for name in ("controller_socket", "bus_socket"):
             # sun_path holds 108 bytes with its terminating NUL.
             if len(os.fsencode(getattr(config, name))) > 107:

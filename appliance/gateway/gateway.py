@@ -14,7 +14,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 
@@ -40,6 +40,9 @@ from .upstream import UpstreamPool
 from .usage import Meter
 from .wire import Request
 
+if TYPE_CHECKING:
+    from .tracing import Tracing
+
 log = logging.getLogger("appliance.gateway")
 
 _JSON = b"application/json"
@@ -63,6 +66,7 @@ class Gateway:
         holds = config.holds
         self.holds: Holds[Exchange] = Holds(Bounds(holds.requests, holds.requests_per_model, holds.body_bytes))
         self.access_log = AccessLog(config.log_path if config.access_log else None)
+        self.tracing = None if config.otlp_endpoint is None else _tracing(config.otlp_endpoint, config.name)
         self.keys: dict[str, Principal] = {}
         self.allowances: dict[str, Allowance] = {}
         self.meter = Meter()
@@ -115,6 +119,8 @@ class Gateway:
             self._sweeper.cancel()
         self.pool.close()
         self.access_log.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     def _ssl(self) -> ssl.SSLContext | None:
         if self.config.tls_cert_path is None:
@@ -308,6 +314,8 @@ class Gateway:
         # What is counted and logged is about the model; which version it was, the replica says.
         request.model = checked.model.partition("@")[0]
         self.metrics.last_request_s[checked.model] = time.time()
+        if self.tracing is not None:
+            self.tracing.begin(request)
         return Exchange(self, client, request, checked)
 
     def _spend(self, request: Request, checked: Checked) -> None:
@@ -376,6 +384,8 @@ class Gateway:
         if request.model:
             self._account(request)
         self.metrics.finished(request, time.monotonic())
+        if request.spans is not None:
+            request.spans.end(request)
         if self.access_log.enabled:
             self.access_log.add(request)
 
@@ -431,3 +441,10 @@ class Gateway:
         self.access_log.flush()
         if self.snapshots is not None and self.snapshots.due(now_s):
             self.snapshots.write(self.metrics.families(self._gauges()), now_s)
+
+
+def _tracing(endpoint: str, worker: str) -> Tracing:
+    # Here and not above: the SDK costs every start half a second, and most boxes export no traces.
+    from .tracing import Tracing
+
+    return Tracing(endpoint, worker)

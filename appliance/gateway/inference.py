@@ -226,7 +226,8 @@ class Exchange:
             body = with_model(body, model.adapter)
         elif self._row != self.checked.model:
             body = with_model(body, self._row)
-        conn.start(self, wire.engine_head(self._path, engine_id, len(body), request.trace) + body)
+        trace = request.trace if request.spans is None else request.spans.attempt(request)
+        conn.start(self, wire.engine_head(self._path, engine_id, len(body), trace) + body)
         client = self.answer.client
         if client is not None and client.write_paused:
             conn.pause_reading()
@@ -243,6 +244,8 @@ class Exchange:
             self.hold_refused(result)
             return
         self._ticket = result
+        if self.request.spans is not None:
+            self.request.spans.hold()
         gateway.metrics.events["held"] += 1
         gateway.held(self.checked.model)
 
@@ -262,6 +265,8 @@ class Exchange:
     def _leave_queue(self) -> None:
         if self._ticket is not None:
             ticket, self._ticket = self._ticket, None
+            if self.request.spans is not None:
+                self.request.spans.unhold()
             if self.gateway.holds.remove(ticket):
                 self.gateway.metrics.held_for.observe(time.monotonic() - self._held_since_s)
                 self.gateway.changed()
@@ -492,6 +497,8 @@ class Exchange:
         """failed: what it counts as in a comparison of versions; None: as nothing."""
         if failed is not None:
             self._count(failed=failed)
+        if self.request.spans is not None:
+            self.request.spans.attempt_ended(bool(failed))
         if self._choice is not None:
             choice, self._choice = self._choice, None
             self.gateway.ended(choice)

@@ -9,11 +9,15 @@ from __future__ import annotations
 import http
 import re
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 from .errors import ApiError
 from .routes import Kind, Route
 from .table import Principal
 from .usage import Tokens
+
+if TYPE_CHECKING:
+    from .tracing import RequestSpans
 
 Headers = Mapping[bytes, bytes]
 
@@ -62,8 +66,8 @@ class Request:
     """One request as the client connection parsed it. `chunks` is the body received but not yet passed on.
 
     replica, model_version: where it was placed last, empty before. stream_events: SSE events relayed. trace: its W3C
-    traceparent, empty without one. estimated_tokens: what its key's allowance was charged; tokens: what the engine said
-    it cost. rate_headers: what its answer says of that allowance.
+    traceparent, empty without one. spans: only where traces are exported. estimated_tokens: what its key's allowance
+    was charged; tokens: what the engine said it cost. rate_headers: what its answer says of that allowance.
     """
 
     __slots__ = (
@@ -92,6 +96,7 @@ class Request:
         "first_byte_s",
         "stream_events",
         "trace",
+        "spans",
         "tokens",
         "estimated_tokens",
         "rate_headers",
@@ -123,6 +128,7 @@ class Request:
         self.first_byte_s = 0.0
         self.stream_events = 0
         self.trace = b""
+        self.spans: RequestSpans | None = None
         self.tokens = Tokens()
         self.estimated_tokens = 0
         self.rate_headers: list[tuple[bytes, bytes]] = []

@@ -37,6 +37,7 @@ FENCES = {
     "boto3": {"weights/objects_s3.py"},
     "botocore": {"weights/objects_s3.py"},
     "matplotlib": {"scheduler/sim_plot.py"},
+    "opentelemetry": {"appliance/gateway/tracing.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
 WITHOUT_TORCH = (

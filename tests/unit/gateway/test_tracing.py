@@ -1,0 +1,122 @@
+"""Traces as a collector gets them: one streamed request that was held, and whose first engine died."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from appliance.gateway.config import GatewayConfig
+from appliance.gateway.errors import ConfigInvalid
+
+from .conftest import Box, Start, chat, request_bytes
+from .upstreams import Reply, UpstreamRequest, answer_chat
+
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+class Collector:
+    """An OTLP/HTTP collector: keeps the spans it is sent."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.paths: list[str] = []
+        self.url = ""
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        self.paths.append(head[0].split(" ")[1])
+        headers = dict(line.split(": ", 1) for line in head[1:] if line)
+        body = await reader.readexactly(int(headers["content-length"]))
+        sent = ExportTraceServiceRequest.FromString(
+            gzip.decompress(body) if headers.get("content-encoding") == "gzip" else body
+        )
+        self.spans += [s for r in sent.resource_spans for scope in r.scope_spans for s in scope.spans]
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: application/x-protobuf\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+
+@pytest.fixture
+async def collector() -> AsyncIterator[Collector]:
+    made = Collector()
+    server = await asyncio.start_server(made.serve, "127.0.0.1", 0)
+    made.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    yield made
+    server.close()
+
+
+def attributes(span: Any) -> dict[str, Any]:
+    return {a.key: a.value.string_value or a.value.int_value for a in span.attributes}
+
+
+async def held_then_died_once(box: Box, headers: str) -> None:
+    async def dies(request: UpstreamRequest, reply: Reply) -> None:
+        box.engines["e0"].script = answer_chat
+        reply.die()
+
+    await box.engine("e0", dies)
+    box.serve("m", e0="draining")
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True), headers=headers))
+    await box.until(lambda: box.gateway.holds.held("m") == 1)
+    box.serve("m", "e0")
+    assert b"[DONE]" in (await wire.response()).body
+    await box.until(lambda: not any(conn.active for conn in box.gateway.connections))
+
+
+async def test_a_streamed_request_is_one_trace(start_box: Start, collector: Collector) -> None:
+    box = await start_box(otlp_endpoint=collector.url)
+    await held_then_died_once(box, f"traceparent: 00-{TRACE}-{PARENT}-01\r\n")
+    await box.gateway.stop(0)
+    assert set(collector.paths) == {"/v1/traces"}
+    spans = sorted(collector.spans, key=lambda span: span.start_time_unix_nano)
+    request = next(span for span in spans if span.name == "request")
+    assert (request.trace_id.hex(), request.parent_span_id.hex()) == (TRACE, PARENT)
+    below = [span for span in spans if span is not request]
+    assert {span.trace_id.hex() for span in spans} == {TRACE}
+    assert {span.parent_span_id for span in below} == {request.span_id}
+    attempts = [span for span in below if span.name == "attempt"]
+    holds = [span for span in below if span.name == "hold"]
+    assert holds and len(attempts) == 2 and len(below) == len(holds) + 2
+    assert holds[0].end_time_unix_nano <= attempts[0].start_time_unix_nano
+    assert all(request.start_time_unix_nano <= span.start_time_unix_nano for span in below)
+    assert all(span.end_time_unix_nano <= request.end_time_unix_nano for span in below)
+    assert [(attributes(span)["attempt"], span.status.code) for span in attempts] == [(1, 2), (2, 0)]
+    told = attributes(request)
+    assert (told["model"], told["version"], told["key_id"]) == ("m", "v1", "key_all")
+    assert told["http.response.status_code"] == 200 and told["request_id"].startswith("req_")
+    # Each engine is told the attempt that it is, so that its own spans can go below it.
+    sent = [request.headers["traceparent"] for request in box.engines["e0"].requests]
+    assert sent == [f"00-{TRACE}-{span.span_id.hex()}-01" for span in attempts]
+
+
+async def test_a_request_without_a_trace_begins_one_and_an_unsampled_one_is_not_exported(
+    start_box: Start, collector: Collector
+) -> None:
+    box = await start_box(otlp_endpoint=collector.url)
+    await box.engine("e0")
+    box.serve("m", "e0")
+    await box.ask("POST", "/v1/chat/completions", chat())
+    await box.ask("POST", "/v1/chat/completions", chat(), headers=f"traceparent: 00-{TRACE}-{PARENT}-00\r\n")
+    await box.gateway.stop(0)
+    (request,) = [span for span in collector.spans if span.name == "request"]
+    assert request.trace_id.hex() != TRACE and request.parent_span_id == b""
+    first, second = [request.headers["traceparent"] for request in box.engines["e0"].requests]
+    assert first.split("-")[1] == request.trace_id.hex() and second.startswith(f"00-{TRACE}-")
+    assert second.endswith("-00")
+
+
+async def test_without_an_endpoint_the_clients_trace_is_passed_on(box: Box) -> None:
+    trace = f"00-{TRACE}-{PARENT}-01"
+    await box.ask("POST", "/v1/chat/completions", chat(), headers=f"traceparent: {trace}\r\n")
+    assert box.engines["e0"].requests[0].headers["traceparent"] == trace and box.gateway.tracing is None
+
+
+def test_an_endpoint_that_is_no_url_is_refused() -> None:
+    with pytest.raises(ConfigInvalid, match="otlp_endpoint: 'collector:4318' given, expected an http or https URL"):
+        GatewayConfig.from_mapping({"controller_socket": "/c", "bus_socket": "/b", "otlp_endpoint": "collector:4318"})
