@@ -81,7 +81,8 @@ class Scrape:
         self._kept.append(body)
         self._kept_bytes += len(body)
         if done:
-            self._conn = None
+            # A scrape always has a connection of its own: one kept for the next would only be one more, every time.
+            self._drop()
             self._answer(b"".join(self._kept) if conn.status == 200 else b"")
         elif self._kept_bytes > CONTROLLER_BYTES:
             self._drop()

@@ -11,7 +11,6 @@ import json
 import pickle
 import socket
 import struct
-import threading
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -23,13 +22,14 @@ import pytest
 import zstandard
 
 from tests.front.box import MODEL, Front, running_front
+from tests.front.clients import CHAT, Neighbours
 from tests.unit.models import checkpoints
 
 MIB = 1 << 20
 UPLOAD_BYTES = 24 * MIB
 # Two workers, each with its own; the largest thing that any row makes one hold is 8 MiB, as bytes and as objects.
 WORKER_PEAK_BYTES = 192 * MIB
-CHAT, JOBS, IMPORT = "/v1/chat/completions", "/v1/fine_tuning/jobs", "/admin/v1/models/import"
+JOBS, IMPORT = "/v1/fine_tuning/jobs", "/admin/v1/models/import"
 FORM = {"content-type": "multipart/form-data; boundary=x"}
 
 
@@ -293,34 +293,10 @@ ROWS: list[tuple[str, str, Send, int, str | None, str | None, str]] = [
 ]  # fmt: skip
 
 
-class Neighbours(threading.Thread):
-    """Ask one plain question and one stream after the other, until told to stop."""
-
-    def __init__(self, front: Front) -> None:
-        super().__init__(name="neighbours")
-        self.front, self.asked = front, 0
-        self.failed: list[str] = []
-        self.stopping = threading.Event()
-
-    def run(self) -> None:
-        with self.front.http() as client:
-            while not self.stopping.wait(0.02):
-                data = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}], "user": "8 0.001"}
-                plain = client.post(CHAT, json=data)
-                stream = client.post(CHAT, json=data | {"stream": True})
-                good = plain.status_code == stream.status_code == 200 and stream.text.count('"content"') == 8
-                if not good or not stream.text.endswith("data: [DONE]\n\n"):
-                    self.failed.append(plain.text + stream.text)
-                self.asked += 2
-
-
 @pytest.fixture(scope="module")
 def neighbours(front: Front) -> Iterator[Neighbours]:
-    asking = Neighbours(front)
-    asking.start()
-    yield asking
-    asking.stopping.set()
-    asking.join()
+    with Neighbours(front) as asking:
+        yield asking
     assert not asking.failed and asking.asked > 2 * len(ROWS), (asking.asked, asking.failed[:3])
 
 
@@ -335,7 +311,7 @@ def test_bad_input(front: Front, neighbours: Neighbours, row: Any, tmp_path: Pat
     front.wait(lambda: neighbours.asked > asked)
     assert not neighbours.failed
     assert front.peak_bytes() < WORKER_PEAK_BYTES
-    assert len(front.workers()) == 2 and front.series("appliance_gateway_buffered_body_bytes") <= 2 * 1024
+    assert len(front.workers()) == 2 and front.series("buffered_body_bytes")["buffered_body_bytes"] <= 2 * 1024
 
 
 def test_a_repeated_create_makes_one_job(front: Front) -> None:

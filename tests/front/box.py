@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import contextlib
+import http.client
 import json
 import shutil
 import socket
@@ -24,6 +25,7 @@ import uvloop
 from appliance.controller.app import create_app
 from appliance.controller.bus import Bus, first_generation
 from appliance.controller.config import ControllerConfig
+from appliance.controller.context import ControllerContext
 from appliance.controller.main import _listen
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
@@ -53,6 +55,7 @@ class Front:
     def __init__(self, folder: Path, key: str, port: int) -> None:
         self.folder, self.key, self.port = folder, key, port
         self.counts = Counts()
+        self.context: ControllerContext | None = None
         self.url = f"http://127.0.0.1:{port}"
         self.gateway: subprocess.Popen[bytes] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -109,10 +112,10 @@ class Front:
     @staticmethod
     def wait(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         pause = threading.Event()
-        for _ in range(int(seconds / 0.02)):
+        for _ in range(int(seconds / 0.05)):
             if condition():
                 return
-            pause.wait(0.02)
+            pause.wait(0.05)
         raise TimeoutError("what the test waits for did not come")
 
     def workers(self) -> list[psutil.Process]:
@@ -129,11 +132,19 @@ class Front:
     def descriptors(self) -> int:
         return sum(worker.num_fds() for worker in self.workers())
 
-    def series(self, name: str) -> float:
-        """Sum of a series over its labels, of all workers together."""
-        with self.http() as client:
-            lines = client.get("/metrics").raise_for_status().text.splitlines()
-        return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith((f"{name} ", name + "{")))
+    def series(self, *names: str) -> dict[str, float]:
+        """Sums of series of the gateway over their labels, of all workers together."""
+        asking = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        try:
+            asking.request("GET", "/metrics", headers={"Authorization": f"Bearer {self.key}"})
+            lines = asking.getresponse().read().decode().splitlines()
+        finally:
+            asking.close()
+        starts = {name: (f"appliance_gateway_{name} ", f"appliance_gateway_{name}{{") for name in names}
+        return {
+            name: sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(start))
+            for name, start in starts.items()
+        }
 
 
 @contextlib.contextmanager
@@ -159,7 +170,7 @@ def running_front(
             bus = Bus(folder / "bus.sock", ControllerConfig(), first_generation=first_generation(db))
             context.key_sink, context.load = bus, bus.load
             loop = asyncio.get_running_loop()
-            front._loop, front._bus = loop, bus
+            front._loop, front._bus, front.context = loop, bus, context
             context.publish_keys()
             await bus.start()
             engine = await loop.create_unix_server(

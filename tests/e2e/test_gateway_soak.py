@@ -1,0 +1,168 @@
+"""Clients that misbehave by the hundred, and two thousand that wait: what it costs the gateway, in printed counts.
+
+The real gateway process with two workers, a canned engine. Run with `make soak`, or
+`pytest -m soak -s tests/e2e/test_gateway_soak.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from tests.front.box import Front, running_front
+from tests.front.clients import Neighbours, StreamClient, allow_descriptors, connect, stream_request
+
+MIB = 1 << 20
+LIMITS = {"head_timeout_s": 2.0, "body_window_s": 2.0, "write_stall_s": 2.0, "keepalive_s": 5.0}
+HELD = 2000
+pytestmark = pytest.mark.soak
+
+
+@pytest.fixture(scope="module")
+def front() -> Iterator[Front]:
+    allow_descriptors(3 * HELD)
+    with running_front(limits=LIMITS, sweep_s=0.1, holds={"sse_grace_s": 1.0, "sse_interval_s": 1.0}) as running:
+        with Neighbours(running) as warming:
+            running.wait(lambda: warming.asked > 100)
+        yield running
+
+
+class Before:
+    """What the workers hold when nothing is going on, to be compared with later."""
+
+    def __init__(self, front: Front) -> None:
+        self.front = front
+        self.pids = [worker.pid for worker in front.workers()]
+        self.descriptors, self.rss_bytes = front.descriptors(), front.rss_bytes()
+
+    async def settles(self, what: str, *, growth_bytes: int) -> None:
+        """Connections, descriptors and counters are back where they were, and memory nearly so."""
+        front, seen = self.front, {}
+
+        def idle() -> bool:
+            seen.update(front.series("connections", "inflight", "held", "buffered_body_bytes"))
+            seen.update(more_descriptors=front.descriptors() - self.descriptors, streaming=front.counts.streaming)
+            # The question itself is one connection, and the one before may still be counted in a worker's snapshot.
+            return seen["connections"] <= 4 and seen["more_descriptors"] <= 4 and not any(
+                seen[name] for name in ("inflight", "held", "buffered_body_bytes", "streaming")
+            )
+
+        try:
+            await until(idle, 20)
+        except TimeoutError:
+            pytest.fail(f"{what}; but it does not settle: {seen}")
+        grown = front.rss_bytes() - self.rss_bytes
+        print(f"\n{what}; afterwards {front.descriptors() - self.descriptors:+d} descriptors, {grown / MIB:+.1f} MiB")
+        assert grown < growth_bytes
+        assert [worker.pid for worker in front.workers()] == self.pids, "a worker was replaced"
+
+
+async def until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    await asyncio.to_thread(Front.wait, condition, seconds)
+
+
+async def test_two_thousand_streams_over_a_mode_switch(front: Front) -> None:
+    """200 streams run when the engine is drained; 2000 more come before it is back. All finish, none is cut short."""
+    before = Before(front)
+    running = [await connect(front, stream_request(front.key, 60, 0.05)) for _ in range(200)]
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(client.first for client in running))
+    await asyncio.to_thread(front.serve, "draining")
+    with_running = front.rss_bytes()
+    held = [await connect(front, stream_request(front.key, 8, 0.01)) for _ in range(HELD)]
+    await until(lambda: front.held() == HELD)
+    async with asyncio.timeout(60):
+        await asyncio.gather(*(client.over for client in running))
+    await until(lambda: not front.inflight())
+    await asyncio.to_thread(front.serve, replicas=0)  # asleep
+    await until(lambda: all(b": held\n\n" in client.received for client in held))
+    each = (front.rss_bytes() - with_running) / HELD
+    await asyncio.to_thread(front.serve, "open")
+    async with asyncio.timeout(120):
+        await asyncio.gather(*(client.over for client in held))
+    for clients, events in ((running, 60), (held, 8)):
+        assert all(client.whole and client.events == events for client in clients)
+    for client in running + held:
+        assert client.transport is not None
+        client.transport.abort()
+    await before.settles(
+        f"200 streams drained and {HELD} held over a mode switch: {200 + HELD} whole, 0 cut short; "
+        f"{each / 1024:.1f} KiB per held stream", growth_bytes=64 * MIB,
+    )  # fmt: skip
+
+
+async def test_slow_loris(front: Front) -> None:
+    """Heads and bodies that never end, and connections that say nothing: cut off in time, and nobody else is."""
+    before, clients = Before(front), []
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {front.key}\r\n"
+    beginnings = [b"POST /v1/chat", b"", head.encode(), f"{head}Content-Length: 9000\r\n\r\n{{".encode()]
+    with Neighbours(front) as neighbours:
+        for n in range(600):
+            clients.append(await connect(front, beginnings[n % 4]))
+        dripping = asyncio.ensure_future(drip(clients))
+        async with asyncio.timeout(60):
+            await asyncio.gather(*(client.over for client in clients))
+        dripping.cancel()
+    told = sum(client.received.startswith(b"HTTP/1.1 408") for client in clients)
+    assert told == 450 and not neighbours.failed
+    await before.settles(
+        f"600 slow clients: {told} answered 408, {600 - told} silent ones closed; neighbours: {neighbours.asked} "
+        f"requests, 0 failed", growth_bytes=24 * MIB,
+    )  # fmt: skip
+
+
+async def drip(clients: list[StreamClient]) -> None:
+    """A byte now and then, as a slow-loris does it to keep a connection alive."""
+    while True:
+        for client in clients:
+            if client.data and client.transport is not None and not client.transport.is_closing():
+                client.transport.write(b"x")
+        await asyncio.sleep(0.2)
+
+
+async def test_a_thousand_disconnects_in_mid_stream(front: Front) -> None:
+    before, aborted = Before(front), front.counts.aborted
+    request = stream_request(front.key, 100_000, 0.01)
+    with Neighbours(front) as neighbours:
+        for _ in range(20):
+            clients = await asyncio.gather(*(connect(front, request) for _ in range(50)))
+            async with asyncio.timeout(30):
+                await asyncio.gather(*(client.first for client in clients))
+            for client in clients:
+                assert client.events and client.transport is not None
+                client.transport.abort()
+        await until(lambda: front.counts.aborted - aborted == 1000)
+    assert not neighbours.failed
+    await before.settles(
+        f"1000 disconnects in mid-stream: 1000 aborted at the engine; neighbours: {neighbours.asked} requests, "
+        f"0 failed",
+        growth_bytes=24 * MIB,
+    )
+
+
+async def test_clients_that_never_read(front: Front) -> None:
+    """Their engine is stopped, then they are dropped; what they did not read is bounded by the buffers of sockets."""
+    before, count = Before(front), 50
+    request, aborted = stream_request(front.key, 1_000_000, 0.0), front.counts.aborted
+    peak = before.rss_bytes
+    with Neighbours(front) as neighbours:
+        clients = [await connect(front, request, reads=False) for _ in range(count)]
+
+        def dropped() -> bool:
+            nonlocal peak
+            peak = max(peak, front.rss_bytes())
+            return front.counts.aborted - aborted == count
+
+        await until(dropped, 120)
+        for client in clients:
+            assert client.transport is not None
+            client.transport.abort()
+    assert not neighbours.failed
+    each = (peak - before.rss_bytes) / count
+    assert each < MIB
+    await before.settles(
+        f"{count} clients that never read: {count} dropped, {each / 1024:.0f} KiB each at most; neighbours: "
+        f"{neighbours.asked} requests, 0 failed", growth_bytes=24 * MIB,
+    )  # fmt: skip
