@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Iterable
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
@@ -45,10 +44,10 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, default=str)
 
 
-def configure_logging(process: str, level: str = "info", *, taken_over: Iterable[str] = (), **ids: Any) -> None:
+def configure_logging(process: str, level: str = "info", **ids: Any) -> None:
     """Send everything logged through `logging` to stderr, one JSON object a line; to a terminal, as text for people.
 
-    level: debug, info, warning or error. taken_over: loggers of libraries that brought handlers of their own.
+    level: debug, info, warning or error. ids: those of everything that this process logs.
     """
     # Not sys.stderr: vLLM wraps its `write` in the processes that it forks, and puts a prefix before each line.
     stream = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
@@ -57,10 +56,15 @@ def configure_logging(process: str, level: str = "info", *, taken_over: Iterable
     text = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
     handler.setFormatter(text if people else JsonLines(process, ids))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
-    for name in taken_over:
-        logger = logging.getLogger(name)
-        logger.handlers.clear()
-        logger.propagate = True
+    adopt_libraries()
+
+
+def adopt_libraries() -> None:
+    """Let libraries that have brought handlers of their own (vLLM, DeepSpeed, Ray) write through ours."""
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger) and logger.handlers:
+            logger.handlers.clear()
+            logger.propagate = True
 
 
 def timestamp(unix_s: float) -> str:

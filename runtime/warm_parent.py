@@ -30,7 +30,7 @@ from typing import Any
 from runtime.channel import BlockingChannel
 from runtime.errors import ChannelClosed, FrameTooLarge
 from runtime.leash import Leash
-from runtime.logs import configure_logging
+from runtime.logs import adopt_libraries, configure_logging
 from runtime.process import die_with_parent
 
 log = logging.getLogger(__name__)
@@ -47,6 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     _redirect_output(options.log)
     configure_logging("warm parent")
     importlib.import_module(options.preload)
+    adopt_libraries()
     gc.collect()
     gc.freeze()
 

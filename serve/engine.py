@@ -51,7 +51,7 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
     started_s = time.perf_counter()
     spec = ReplicaSpec.from_json(args["spec"])
     limits = args["limits"]
-    configure_logging("engine", taken_over=("vllm",), replica=spec.replica_id)
+    configure_logging("engine", replica=spec.replica_id)
     os.environ.update(engine_environment(spec, int(limits["max_sequences_per_request"])))
     Path(spec.scratch_path).mkdir(mode=0o700, exist_ok=True)
     tempfile.tempdir = spec.scratch_path  # the warm parent has looked up and kept its own
@@ -85,6 +85,7 @@ async def _serve(
         listener = _listen(spec.socket_path)
         config = uvicorn.Config(
             app,
+            log_config=None,
             log_level="warning",
             access_log=False,
             http="httptools",

@@ -28,7 +28,7 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
     the environment."""
     started = time.perf_counter()
     spec = TrainSpec.from_dict(args["spec"])
-    configure_logging("rank", taken_over=("DeepSpeed", "transformers"), job_id=spec.job_id, rank=args["rank"])
+    configure_logging("rank", job_id=spec.job_id, rank=args["rank"])
     wishes, progress = Wishes(), Progress()
 
     def wish(name: str) -> None:

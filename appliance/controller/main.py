@@ -52,7 +52,7 @@ from appliance.wiring.state_store import SqliteStateStore
 from appliance.wiring.tier_flow import TierFlow
 from appliance.wiring.tier_levels import make_levels
 from appliance.wiring.versions import VersionShelf
-from runtime.logs import configure_logging
+from runtime.logs import adopt_libraries, configure_logging
 from runtime.process import die_with_parent
 from scheduler.discovery import discover_devices
 from scheduler.inventory import Device
@@ -88,6 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     ray.init(address=ray_address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.WARNING)
+    adopt_libraries()
     # After ray.init, which puts a SIGTERM handler of its own that would leave in the middle of a hand-over.
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

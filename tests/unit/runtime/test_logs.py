@@ -22,7 +22,7 @@ from runtime.logs import REQUEST_ID, configure_logging
 theirs = logging.getLogger("library")
 theirs.addHandler(logging.StreamHandler(sys.stdout))
 theirs.propagate = False
-configure_logging("controller", taken_over=["library"], node="n0")
+configure_logging("controller", node="n0")
 log = logging.getLogger("a.b")
 log.debug("left out")
 log.info("%d of\\nmany", 3, extra={"job_id": "j1", "lease_id": "l1", "model": "", "colour": "red"})
