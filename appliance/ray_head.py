@@ -42,6 +42,8 @@ def environment(paths: BoxPaths) -> dict[str, str]:
         "RAY_USAGE_STATS_ENABLED": "0",
         # Ray's workers run at niceness 15 by default, and every engine forked below them would inherit it.
         "RAY_worker_niceness": "0",
+        # Freed devices are known after one report; a lease asked for before that waits most of a second (ray_fences).
+        "RAY_raylet_report_resources_period_milliseconds": "20",
         # When Ray is told to end, the controller has ended everything on it already: nothing to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",
         # A node that dies is missed within four seconds instead of twenty.

@@ -3,8 +3,8 @@
     python benchmarks/suspend_resume.py [--sizes 25m] [--zero 2] [--disk DIR] [--skip-cold-8] [--json FILE]
 
 Ours: a world of 4 ranks trains, with snapshots and versions written beside its steps; `Group.suspend` (to the step
-boundary, snapshot into shared memory, processes gone); a new world of 2 forked from the warm parent, until its first
-step is done. The same from 8 ranks to 4, whose first start is that of a new world.
+boundary, snapshot in shared memory, memory given back); a new world of 2 forked from the warm parent, until its first
+step is done. Then a new world of 8, suspended and resumed by its own parked ranks, and suspended again for 4 new ones.
 Theirs: the same model and engine in new Python processes: `save_checkpoint` to `--disk` on 4 ranks, DeepSpeed's
 `ds_to_universal`, new processes on 2 ranks, `load_checkpoint` of the universal checkpoint, until the next step is done;
 and a cold world of 8. Both sides compute the same steps, so steps are kept short: this is about moving state.
@@ -89,6 +89,8 @@ def _claim(size: str, ours: dict[str, Any], theirs: dict[str, float]) -> None:
                         "x", 1.5),
         _claims.at_most("suspend over one copy of the state, 8 ranks", size, ours["8"]["suspend_s"] / ours["copy_s"],
                         "x", 1.5),
+        _claims.stated("resume of a parked world of 8, until all train, over one copy of the state", size,
+                       ours["8 to 8"]["ready_s"] / ours["copy_s"], "x"),
         _claims.at_most("step with a snapshot beside it over a step without", size, ours["snapshot_step_ratio"], "x",
                         1.03),
         _claims.stated("training stands still for a snapshot beside it", size, 1000 * ours["snapshot_stall_s"], "ms"),
@@ -145,53 +147,63 @@ async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, 
          "--log", str(shm / "warm.log")], cwd=REPOSITORY, env={**os.environ, **dict(WARM_ENV)},
     )  # fmt: skip
 
-    async def start(spec: Any, size: int, snapshot: str | None = None) -> tuple[Group, _Watcher, float, float]:
+    async def start(
+        spec: Any, hosts: list[RankHost], snapshot: str | None = None
+    ) -> tuple[Group, _Watcher, float, float]:
         """A world, and the seconds until all its ranks train and until its first step is done."""
         watcher = _Watcher()
         group = Group(watcher, Watch(ping_timeout_s=60.0))
-        hosts = [RankHost(str(socket), str(shm / "logs")) for _ in range(size)]
+        size = len(hosts)
         started = time.monotonic()
         await group.start(spec, hosts, ["cpu"] * size, snapshot)
         ready_s = time.monotonic() - started
         return group, watcher, ready_s, await watcher.stepped(1) - started
 
-    async def there_and_back(group: Group, spec: Any, size: int) -> dict[str, float]:
+    def hosts(size: int) -> list[RankHost]:
+        return [RankHost(str(socket), str(shm / "logs")) for _ in range(size)]
+
+    async def there_and_back(group: Group, spec: Any, places: list[RankHost]) -> tuple[dict[str, Any], Group]:
+        """Suspend, and resume on `places`."""
         report = await group.suspend()
         assert report is not None
-        again, watcher, ready_s, next_step_s = await start(spec, size, report.snapshot_path)
+        again, watcher, ready_s, next_step_s = await start(spec, places, report.snapshot_path)
         await watcher.stepped(3)
-        await again.kill()
         suspend_s = report.seconds["snapshot"] + report.seconds["exit"]
-        return {"bytes": report.bytes, "snapshot_s": report.seconds["snapshot"], "exit_s": report.seconds["exit"],
+        return {"ranks": "parked" if again.resumed else "forked", "bytes": report.bytes,
+                "snapshot_s": report.seconds["snapshot"], "exit_s": report.seconds["exit"],
                 "suspend_s": suspend_s, "ready_s": ready_s, "next_step_s": next_step_s,
                 "step_s": statistics.median(watcher.step_seconds().values()),
-                "total_s": suspend_s + next_step_s}  # fmt: skip
+                "total_s": suspend_s + next_step_s}, again  # fmt: skip
 
     try:
         while not socket.exists():
             assert parent.poll() is None, (shm / "warm.log").read_text()
             await asyncio.sleep(0.05)
-        group, watcher, _, _ = await start(spec, 4)
+        group, watcher, _, _ = await start(spec, hosts(4))
         for count in range(2, options.steps + 1):
             await watcher.stepped(count)
             if count % 3 == 0 and count < options.steps - 4:
                 await group.snapshot()
-        four = await there_and_back(group, spec, 2)
+        four, group = await there_and_back(group, spec, hosts(2))
+        await group.kill()
         beside = {event["step"] + 1 for event in watcher.of("snapshot")}
         versions = {event["step"] + 1 for event in watcher.of("published")}
         seconds = watcher.step_seconds()
         plain = [s for step, s in seconds.items() if step not in beside | versions and step > 3]
         copied = [s for step, s in seconds.items() if step in beside]
         eight_spec = dataclasses.replace(spec, batch_size=8, job_id="bench8", run_dir=f"{spec.run_dir}8")
-        group, _, ready_8_s, world_8_s = await start(eight_spec, 8)
+        places = hosts(8)
+        group, _, ready_8_s, world_8_s = await start(eight_spec, places)
         await asyncio.sleep(3.0)
-        eight = await there_and_back(group, eight_spec, 4)
+        same, group = await there_and_back(group, eight_spec, places)
+        eight, group = await there_and_back(group, eight_spec, hosts(4))
+        await group.kill()
     finally:
         parent.terminate()
         parent.wait()
     stalls = [event["stall_s"] for event in watcher.of("snapshot")[:-1]]
     return {
-        "bytes": four["bytes"], "4": four, "8": eight, "ready_8_s": ready_8_s, "world_8_s": world_8_s,
+        "bytes": four["bytes"], "4": four, "8": eight, "8 to 8": same, "ready_8_s": ready_8_s, "world_8_s": world_8_s,
         "step_s": statistics.median(plain), "snapshot_step_s": statistics.median(copied),
         "snapshot_step_ratio": statistics.median(copied) / statistics.median(plain), "snapshots": len(copied),
         "snapshot_stall_s": statistics.median(stalls),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Collection
 from typing import Any
 
@@ -14,6 +15,7 @@ from scheduler.errors import EffectFailed
 from scheduler.inventory import Holder, Lease
 
 FENCE_TIMEOUT_S = 30.0
+AVAILABLE_TIMEOUT_S = 1.0
 DEVICE_RESOURCE = "device:"
 
 
@@ -51,12 +53,27 @@ class Fences:
             if lease_id not in await _table():
                 return None
             fence = ray.util.get_placement_group(lease_id)
+        devices = [key for bundle in await asyncio.to_thread(_bundles, fence) for key in bundle]
         remove_placement_group(fence)
         # Removal is asynchronous; the next holder's acquire would only wait, but "released" must be true.
         async with asyncio.timeout(FENCE_TIMEOUT_S):
             while lease_id in await _table():
                 await asyncio.sleep(0.005)
+        await self._until_available(devices)
         return None
+
+    async def _until_available(self, devices: Collection[str]) -> None:
+        """Returns when Ray would give the devices to the next who asks, or they are gone with their node.
+
+        Ray's control store hears of freed resources from the node's own reports. A placement group that is asked for
+        before that is tried again after most of a second.
+        """
+        until_s = time.monotonic() + AVAILABLE_TIMEOUT_S
+        while time.monotonic() < until_s:
+            available = await asyncio.to_thread(ray.available_resources)
+            if all(available.get(device, 0.0) >= 1.0 for device in devices):
+                return
+            await asyncio.sleep(0.005)
 
     async def leases(self, present: Collection[str]) -> tuple[Lease, ...]:
         """Every lease that is fenced now, whoever acquired it, on those of its devices that are `present`.
@@ -72,6 +89,10 @@ class Fences:
             else:
                 await self.release(name)
         return tuple(found)
+
+
+def _bundles(fence: Any) -> list[dict[str, float]]:
+    return fence.bundle_specs  # asks Ray for those of a group that this process did not make
 
 
 async def _table() -> dict[str, tuple[str, list[str]]]:
