@@ -21,7 +21,7 @@ from appliance.controller import (
     admin_plan,
     admin_queue,
     admin_usage,
-    batch_runner,
+    batch_files,
     batches,
     error_handlers,
     files,
@@ -56,7 +56,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         files.sweep(context)
         upload_parts.sweep(context)
         running.fail_interrupted()
-        batch_runner.sweep(context)
+        batch_files.sweep(context)
         validation.start_waiting()
         runner.start()
         context.publish_keys()

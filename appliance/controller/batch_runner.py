@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections import deque
 from pathlib import Path
@@ -21,8 +20,9 @@ from typing import Any
 
 from anyio import to_thread
 
-from appliance.controller import batch_lines, files
+from appliance.controller import batch_lines
 from appliance.controller.batch_answers import Answers
+from appliance.controller.batch_files import linked, remove_bytes
 from appliance.controller.batch_lines import Line, Lines
 from appliance.controller.batch_toll import Charge, Toll
 from appliance.controller.context import ControllerContext
@@ -32,7 +32,7 @@ from appliance.controller.ports import LineReturned
 from appliance.store import batches, keys
 from appliance.store import files as file_rows
 from appliance.store.ids import new_id
-from appliance.store.rows import BatchRow, FileRow
+from appliance.store.rows import BatchRow
 
 log = logging.getLogger("appliance.controller")
 
@@ -324,7 +324,7 @@ class _Work:
         made = {}
         for kind, path in (("output", self.answers.output_path), ("error", self.answers.error_path)):
             if path.exists() and path.stat().st_size:
-                made[kind] = await to_thread.run_sync(self._linked, path, f"{row.id}_{kind}.jsonl", row)
+                made[kind] = await to_thread.run_sync(linked, self._context, path, f"{row.id}_{kind}.jsonl", row)
         with self._db.transaction():
             for file in made.values():
                 file_rows.insert(self._db, file)
@@ -334,16 +334,6 @@ class _Work:
                 **{f"{kind}_file_id": file.id for kind, file in made.items()},
             )  # fmt: skip
         remove_bytes(self._context.batches_dir, row.id)
-
-    def _linked(self, path: Path, filename: str, row: BatchRow) -> FileRow:
-        """A second name in `files/` for the bytes: until the rows are in, a crash loses nothing and leaves nothing."""
-        file_id, now_s = new_id("file-"), time.time()
-        os.link(path, self._context.files_dir / file_id)
-        return FileRow(
-            id=file_id, filename=filename, purpose="batch_output", bytes=path.stat().st_size,
-            sha256=files.sha256_of(path), status="processed", created_s=now_s, key_id=row.key_id,
-            expires_s=None if row.output_keep_s is None else now_s + row.output_keep_s,
-        )  # fmt: skip
 
     # --- the row
 
@@ -371,16 +361,3 @@ class _Work:
 
 class _Gone(Exception):
     """Something that the batch needs is not there any more."""
-
-
-def remove_bytes(folder: Path, batch_id: str) -> None:
-    for kind in ("output", "error"):
-        (folder / f"{batch_id}.{kind}.jsonl").unlink(missing_ok=True)
-
-
-def sweep(context: ControllerContext) -> None:
-    """Delete what a crash left of batches that have ended. Call at start."""
-    unfinished = {row.id for row in batches.list_unfinished(context.db)}
-    for entry in context.batches_dir.iterdir():
-        if entry.name.partition(".")[0] not in unfinished:
-            entry.unlink(missing_ok=True)

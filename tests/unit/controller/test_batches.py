@@ -11,7 +11,8 @@ import openai
 import pytest
 
 from appliance.controller.batch_answers import Answers
-from appliance.controller.batch_runner import BatchRunner, sweep
+from appliance.controller.batch_files import sweep
+from appliance.controller.batch_runner import BatchRunner
 from appliance.controller.ports import EngineAnswer, LineReturned
 from appliance.store import batches, keys
 from tests.simulator.control_plane import SimulatedEngines

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.spending import Spending, spent_until_s
+from appliance.controller.spending import Spending, may_use, spent_until_s
 from appliance.store import keys, usage
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
@@ -117,3 +117,8 @@ async def test_models_that_a_key_may_not_use_do_not_exist_for_it(control: Contro
         "/v1/fine_tuning/jobs", headers=headers, json={"model": "secret", "training_file": "file-1"}
     )
     assert made.status_code == 404 and made.json()["error"]["code"] == "model_not_found"
+
+
+def test_whoever_may_use_a_model_may_use_its_versions_by_name(control: Control):
+    row, _ = keys.create(control.db, "k", ["inference"], models=["starter"])
+    assert may_use(control.db, row.id, "starter@v9") and not may_use(control.db, row.id, "other@v9")
