@@ -21,6 +21,7 @@ COMMANDS = {
     "up": ("box", "Start the box on this machine."),
     "down": ("box", "Stop the box on this machine."),
     "status": ("box", "The box at a glance."),
+    "join": ("box", "Give this machine's devices to a box that runs on another machine."),
     "gpu": ("gpu", "Devices: GPUs, or logical CPU devices where there is none."),
     "mode": ("mode", "Modes: who the devices belong to, serving or training."),
     "model": ("model", "Models: base models, fine-tuned ones, and their versions."),
@@ -34,7 +35,7 @@ COMMANDS = {
     "chat": ("chat", "Talk to a model in the terminal."),
     "simulate": ("simulate", "Run the box's own scheduler on a trace in virtual time."),
 }
-SINGLE_COMMANDS = ("up", "down", "status", "usage", "chat", "simulate")
+SINGLE_COMMANDS = ("up", "down", "status", "join", "usage", "chat", "simulate")
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
 
 

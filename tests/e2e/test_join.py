@@ -66,10 +66,10 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     tiny = make_model_dir(home.data_dir / "tiny", hidden_size=128, intermediate_size=256)
     assert home.ask("model", "import", str(tiny), "--name", "tiny")["state"] == "succeeded"
     home.run("model", "deploy", "tiny", "--min-replicas", "1")
-    wait_for(lambda: places(home) == ["n0/0"], "an engine at home", 240)
+    wait_for(lambda: places(home) == ["n0/0"], "an engine at home", 400)
 
     away.join(head, home.data_dir / "ray.token")
-    wait_for(lambda: devices(home) == ["n0/0", "n1/0", "n1/1"], "the other node's devices", 120)
+    wait_for(lambda: devices(home) == ["n0/0", "n1/0", "n1/1"], "the other node's devices", 300)
     refused = subprocess.run(
         [COMMAND, "join", head, "--name", "n2", "--address", AWAY, "--token-file", str(home.data_dir / "ray.token")],
         env=away.environment(), capture_output=True, text=True, timeout=60,
@@ -77,7 +77,7 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     assert refused.returncode == 5 and "already" in refused.stderr, refused
 
     home.run("model", "deploy", "tiny", "--min-replicas", "3")
-    wait_for(lambda: places(home) == ["n0/0", "n1/0", "n1/1"], "engines on both nodes", 240)
+    wait_for(lambda: places(home) == ["n0/0", "n1/0", "n1/1"], "engines on both nodes", 400)
     assert len(away.pids_logging_to("engine-*.log")) >= 2
     answers = {ask(home) for _ in range(12)}
     assert len(answers) == 1, "every engine says the same"
@@ -92,7 +92,7 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     assert {ask(home) for _ in range(4)} == answers
 
     away.join(head, home.data_dir / "ray.token")
-    wait_for(lambda: places(home) == ["n0/0", "n1/0", "n1/1"], "engines on both nodes again", 240)
+    wait_for(lambda: places(home) == ["n0/0", "n1/0", "n1/1"], "engines on both nodes again", 400)
     assert {ask(home) for _ in range(6)} == answers
     away.process.send_signal(signal.SIGINT)
     assert away.process.wait(60) == 0
@@ -101,7 +101,7 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     assert {ask(home) for _ in range(4)} == answers
 
     away.join(head, home.data_dir / "ray.token")
-    wait_for(lambda: len(devices(home)) == 3, "the other node's devices", 120)
+    wait_for(lambda: len(devices(home)) == 3, "the other node's devices", 300)
 
 
 def devices(home) -> list[str]:

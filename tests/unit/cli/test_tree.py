@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from tests.unit.cli.conftest import run
 BOX = ["--api-key", "--data-dir", "--help", "--output", "--url"]
 FROZEN = {
     "up": ["--config", "--data-dir", "--detach", "--devices", "--help", "--host", "--output", "--port"],
+    "join": ["--address", "--data-dir", "--devices", "--help", "--name", "--token-file", "HEAD"],
     "down": ["--data-dir", "--force", "--help", "--timeout"],
     "status": [*BOX, "--every", "--watch"],
     "usage": [*BOX, "--by", "--since"],
@@ -114,6 +116,15 @@ def test_the_tree_is_as_promised():
         arguments = [p.name.upper() for p in command.params if p.param_type_name == "argument"]
         shown[name] = sorted({*options, *arguments, "--help"})
     assert shown == {name: sorted(options) for name, options in FROZEN.items()}
+
+
+def test_no_command_of_a_module_is_missing_from_the_tree():
+    """`join` once was: written, documented, and not to be called."""
+    for module in {module for module, _ in COMMANDS.values()}:
+        own = typer.main.get_group(importlib.import_module(f"appliance.cli.{module}").app)
+        named = {name for name, (where, _) in COMMANDS.items() if where == module}
+        # A module is the commands of its name, or the commands themselves.
+        assert named == {module} or named == set(own.commands), module
 
 
 def test_short_forms():
