@@ -94,7 +94,7 @@ class Group:
         self._ended: asyncio.Future[Outcome] | None = None
         self._failing: asyncio.Task | None = None
         self._started_s = 0.0
-        self._adopted = False
+        self._adopted = self._ending = False
         self.resumed = False  # whether parked ranks went on, instead of new ones
 
     async def start(
@@ -289,12 +289,19 @@ class Group:
 
     async def _end(self, outcome: Outcome) -> None:
         assert self._ended is not None
-        if outcome.detail.get("parked"):
-            await asyncio.gather(*(host.leave_parked() for host in self._hosts))
-        else:
-            await self._kill_all()
-        if self._ended.done():
+        # The first end counts. While its ranks are being killed, others look as if they hung; and a second round of
+        # kills would reach the devices when the next job is on them.
+        if self._ending:
             return
+        self._ending = True
+        try:
+            if outcome.detail.get("parked"):
+                await asyncio.gather(*(host.leave_parked() for host in self._hosts))
+            else:
+                await self._kill_all()
+        except BaseException:
+            self._ending = False
+            raise
         self._ended.set_result(outcome)
         self._on_event({"event": "finished", "job": self._job_id, "outcome": outcome.outcome, "step": outcome.step,
                         "error": outcome.error})  # fmt: skip

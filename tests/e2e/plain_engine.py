@@ -14,7 +14,7 @@ from serve.spec import ReplicaSpec
 
 
 async def answer_of_plain_engine(warm_socket: str, spec: ReplicaSpec, prompt: list[int], tokens: int,
-                                 log_path: str, timeout_s: float = 150.0) -> tuple[list[int], list[float]]:  # fmt: skip
+                                 log_path: str, timeout_s: float = 400.0) -> tuple[list[int], list[float]]:  # fmt: skip
     """(token ids, log-probabilities) of a greedy completion of `prompt` by the model in `spec.version_path`."""
     child = await Child.spawn(
         warm_socket, "tests.e2e.plain_engine:main", {"spec": spec.to_json(), "prompt": prompt, "tokens": tokens},

@@ -126,3 +126,23 @@ async def test_an_adopted_group_tells_what_was_missed_and_how_it_ended(monkeypat
     assert (outcome.outcome, outcome.step) == ("succeeded", 6)
     assert [(e["event"], e.get("step")) for e in told] == [("metrics", 5), ("metrics", 6), ("finished", 6)]
     assert all("number" not in event for event in told)
+
+
+async def test_a_rank_that_lingers_after_its_jobs_end_does_not_make_it_a_failure(monkeypatch, tmp_path):
+    one, (child,) = await started(monkeypatch, tmp_path)
+    child.say("ready", step=0, seconds={"join": 0.0, "prepare": 0.0})
+    await one.next_event(0)
+    told, killed = [], []
+    group = Group(told.append, Watch(ping_every_s=60))
+    await group.adopt("j", [one])
+    child.pause = asyncio.Event()
+    monkeypatch.setattr(one, "kill", lambda kill=one.kill: killed.append(1) or kill())
+    child.say("done", outcome="succeeded", step=3)
+    while not killed:
+        await asyncio.sleep(0)
+    group._fail(0, "did not answer", retryable=True, code="rank_hung")  # as its watch does meanwhile
+    for _ in range(3):
+        await asyncio.sleep(0)
+    child.pause.set()
+    assert (await group.wait()).outcome == "succeeded" and killed == [1]
+    assert [event["outcome"] for event in told if event["event"] == "finished"] == ["succeeded"]
