@@ -56,6 +56,7 @@ def configure_logging(process: str, level: str = "info", **ids: Any) -> None:
     text = logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S")
     handler.setFormatter(text if people else JsonLines(process, ids))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # a line for every request that it sends
     adopt_libraries()
 
 

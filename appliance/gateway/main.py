@@ -15,9 +15,10 @@ import sys
 import time
 from collections.abc import Sequence
 
+import orjson
 import uvloop
 
-from runtime.logs import configure_logging
+from runtime.logs import configure_logging, timestamp
 
 from .bus import BusClient
 from .config import GatewayConfig, load_config
@@ -34,7 +35,7 @@ _WORKER_RESTART_S = 0.5
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the gateway until SIGTERM or SIGINT. Returns the exit status: 0 stopped as asked, 1 failed, 2 bad settings.
 
-    Prints one line "listening HOST PORT" on stdout for each address it starts to accept on.
+    Prints one line {"event": "listening", "host", "port", …} on stdout for each address it starts to accept on.
     """
     parser = argparse.ArgumentParser(prog="python -m appliance.gateway.main", description=__doc__)
     parser.add_argument("--config-json", required=True, metavar="PATH_OR_JSON", help="a resolved GatewayConfig")
@@ -97,7 +98,11 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
 
 def _announce(host: str, port: int) -> None:
     # One write: workers share this pipe, and `print` may write a line and its end separately.
-    os.write(sys.stdout.fileno(), f"listening {host} {port}\n".encode())
+    line = {
+        "time": timestamp(time.time()), "level": "info", "process": "gateway", "event": "listening", "host": host,
+        "port": port,
+    }  # fmt: skip
+    os.write(sys.stdout.fileno(), orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 
 def _supervise(config: GatewayConfig) -> int:

@@ -208,7 +208,7 @@ def running_front(
             )  # fmt: skip
         assert front.gateway.stdout is not None
         for _ in range(workers):
-            assert front.gateway.stdout.readline().startswith(b"listening "), (folder / "gateway.err").read_text()
+            assert b'"event":"listening"' in front.gateway.stdout.readline(), (folder / "gateway.err").read_text()
         bus = front._bus
         assert bus is not None
         front.wait(lambda: len(front.call(bus.connected)) == workers)

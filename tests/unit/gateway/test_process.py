@@ -41,10 +41,10 @@ class Running:
 
     async def listening(self) -> str:
         assert self.process.stdout is not None
-        line = (await asyncio.wait_for(self.process.stdout.readline(), 20)).decode().split()
-        assert line[0] == "listening"
-        self.port = int(line[2])
-        return line[1]
+        line = json.loads(await asyncio.wait_for(self.process.stdout.readline(), 20))
+        assert line["event"] == "listening"
+        self.port = line["port"]
+        return line["host"]
 
     async def table(self, *, keys: bool = True, replicas: list[str] | None = None, state: str = "open") -> None:
         digest = hashlib.sha256(KEY.encode()).hexdigest()
