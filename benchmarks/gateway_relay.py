@@ -1,10 +1,12 @@
 """What the gateway costs: requests/s, added latency and CPU per request and per relayed chunk, beside its peers.
 
-    python benchmarks/gateway_relay.py [--seconds 2] [--rounds 3] [--json FILE]
+    python benchmarks/gateway_relay.py [--seconds 2] [--rounds 3] [--json FILE] [--vllm-router BIN] [--litellm BIN]
 
-One upstream (a Unix socket, canned answers) is asked directly, through nginx as a reverse proxy (if installed) and
-through the gateway with everything on: key, checks, routing, holds, metrics, access log. The proxy under test has
-a core of its own; load generator and upstream share the rest. CPU per request is read from /proc, so it holds even
+One upstream (canned answers) is asked directly, through nginx as a reverse proxy (if installed) and through the gateway
+with everything on: key, checks, routing, holds, metrics, access log; both reach it by a Unix socket. vLLM's router and
+LiteLLM's proxy take part if their commands are given (each from an environment of its own: `python -m venv R &&
+R/bin/pip install vllm-router`, `'litellm[proxy]'`); they reach the upstream by TCP, all they can. The proxy under test
+has a core of its own; load generator and upstream share the rest. CPU per request is read from /proc, so it holds even
 where the load generator is the bottleneck; `rps/core` is its inverse. Load comes from wrk if it is installed, else
 from a small generator in this file. Streams: "burst" sends 64 events as fast as they go; "paced" sends one event
 every 10 ms on each of 64 streams, as engines do, and shows the cost of one relayed event.
@@ -36,7 +38,7 @@ EVENTS = 64
 PACE_S = 0.010
 STREAM_END = b"0\r\n\r\n"
 ANSWER_END = b'"end":1}'
-CONCURRENCY = (1, 16, 64)
+CONCURRENCY = (1, 16, 64, 256)
 
 _CONTENT = "x" * 860
 ANSWER = json.dumps(
@@ -93,7 +95,8 @@ class Upstream(asyncio.Protocol):
         if end < 0:
             return
         head = self.buffer[:end].lower()
-        length = int(head.split(b"content-length: ", 1)[1].split(b"\r\n", 1)[0])
+        # A question without a body is a router's, whether the upstream is well.
+        length = int(head.split(b"content-length: ", 1)[1].split(b"\r\n", 1)[0]) if b"content-length: " in head else 0
         if len(self.buffer) < end + 4 + length:
             return
         body = self.buffer[end + 4 : end + 4 + length]
@@ -288,7 +291,7 @@ async def push_table(bus_socket: str, engine_socket: str) -> asyncio.Server:
 
 
 async def answering(name: str, port: int) -> None:
-    for _ in range(200):
+    for _ in range(1200):
         with contextlib.suppress(OSError, asyncio.IncompleteReadError, RuntimeError):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(request_bytes("plain"))
@@ -308,7 +311,35 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-async def measure(seconds: float, repeats: int, concurrencies: tuple[int, ...]) -> dict[str, Any]:
+LITELLM_CONFIG = """
+model_list:
+  - model_name: m
+    litellm_params: {{model: openai/m, api_base: "http://127.0.0.1:{upstream}/v1", api_key: none}}
+general_settings: {{master_key: {key}}}
+litellm_settings: {{telemetry: false}}
+"""
+
+
+def others(folder: Path, upstream: int, ports: dict[str, int], commands: dict[str, str]) -> dict[str, list[str]]:
+    """The command that starts each other peer, by name."""
+    found = {}
+    if "vllm-router" in commands:
+        found["vllm-router"] = [
+            commands["vllm-router"], "--host", "127.0.0.1", "--port", str(ports["vllm-router"]), "--worker-urls",
+            f"http://127.0.0.1:{upstream}", "--prometheus-port", str(free_port()), "--log-level", "error",
+        ]  # fmt: skip
+    if "litellm" in commands:
+        (folder / "litellm.yaml").write_text(LITELLM_CONFIG.format(upstream=upstream, key=KEY))
+        found["litellm"] = [
+            commands["litellm"], "--config", str(folder / "litellm.yaml"), "--host", "127.0.0.1", "--port",
+            str(ports["litellm"]),
+        ]  # fmt: skip
+    return found
+
+
+async def measure(
+    seconds: float, repeats: int, concurrencies: tuple[int, ...], commands: dict[str, str]
+) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     own_core, rest = {cores[0]}, set(cores[1:]) or {cores[0]}
     os.sched_setaffinity(0, rest)
@@ -316,7 +347,7 @@ async def measure(seconds: float, repeats: int, concurrencies: tuple[int, ...]) 
     results: list[dict[str, Any]] = []
     folder = Path(tempfile.mkdtemp(prefix="gwb-", dir="/tmp"))
     engine, bus = str(folder / "e.sock"), str(folder / "bus.sock")
-    ports = {name: free_port() for name in ("direct", "nginx", "gateway")}
+    ports = {name: free_port() for name in ("direct", "nginx", "gateway", *commands)}
     with contextlib.ExitStack() as stack:
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         upstream = stack.enter_context(
@@ -353,20 +384,32 @@ async def measure(seconds: float, repeats: int, concurrencies: tuple[int, ...]) 
                 stderr=subprocess.DEVNULL,
             )
         ).pid
-        for name in pids:
-            await answering(name, ports[name])
+        for name, command in others(folder, ports["direct"], ports, commands).items():
+            environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+            log = stack.enter_context((folder / f"{name}.log").open("wb"))
+            pids[name] = stack.enter_context(
+                pinned(command, own_core, stdout=log, stderr=log, env=environment, cwd=folder)
+            ).pid
+        for name in list(pids):
+            try:
+                await answering(name, ports[name])
+            except RuntimeError as error:
+                if name not in commands:
+                    raise
+                print(f"{error}: left out\n{(folder / f'{name}.log').read_text()[-2000:]}", file=sys.stderr)
+                del pids[name]
         load = own_load if generator == "own" else lambda *args: wrk_load(*args, folder)
         cases = [(mode, c) for mode in ("plain", "burst") for c in concurrencies] + [("paced", 64)]
         for mode, concurrency in cases:
             direct: dict[str, Any] = {}
             rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in pids}
             for _ in range(repeats):
-                for name, pid in pids.items():
+                for name, pid in list(pids.items()):
                     family = tree(pid)
                     before = cpu_s(family)
-                    at_least_s = 3.0 if mode == "paced" else 0.0
+                    at_least_s = 3.0 if mode == "paced" or name == "litellm" else 0.0
                     row: dict[str, Any] = await load(ports[name], mode, concurrency, max(seconds, at_least_s))
-                    row["cpu_us"] = (cpu_s(family) - before) / row["requests"] * 1e6
+                    row["cpu_us"] = (cpu_s(family) - before) / max(1, row["requests"]) * 1e6
                     rounds[name].append(row)
             for name, rows in rounds.items():
                 # Whatever else runs on the machine only ever adds: the best round is the nearest to the truth.
@@ -400,16 +443,16 @@ async def measure(seconds: float, repeats: int, concurrencies: tuple[int, ...]) 
 
 
 def _ratios(results: list[dict[str, Any]]) -> dict[str, float]:
-    """Gateway over nginx, by mode: requests per core-second, and CPU per event of paced streams."""
+    """Gateway over each peer, by mode: requests per core-second, and CPU per event of paced streams."""
     best: dict[tuple[str, str], float] = {}
     for row in results:
         if row["peer"] != "direct" and row["rps_per_core"]:
             key = (row["peer"], row["mode"])
             best[key] = max(best.get(key, 0.0), row["rps_per_core"])
     return {
-        f"{mode}_rps_per_core_over_nginx": round(best["gateway", mode] / best["nginx", mode], 3)
-        for mode in ("plain", "burst", "paced")
-        if ("nginx", mode) in best and ("gateway", mode) in best
+        f"{mode}_rps_per_core_over_{peer}": round(best["gateway", mode] / best[peer, mode], 3)
+        for peer, mode in best
+        if peer != "gateway" and ("gateway", mode) in best
     }
 
 
@@ -437,13 +480,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=2.0, help="measured time per case, peer and round")
     parser.add_argument("--rounds", type=int, default=3, help="peers take turns so often; the best of each counts")
     parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCY))
+    for peer in ("vllm-router", "litellm"):
+        parser.add_argument(f"--{peer}", metavar="BIN", help=f"the command `{peer}` of an environment that has it")
     parser.add_argument("--json", metavar="FILE", help="write the results there ('-': standard output)")
     parser.add_argument("--upstream", nargs=2, metavar=("SOCKET", "PORT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.upstream:
         uvloop.run(run_upstream(arguments.upstream[0], int(arguments.upstream[1])))
         return
-    result = uvloop.run(measure(arguments.seconds, arguments.rounds, tuple(arguments.concurrency)))
+    commands = {"vllm-router": arguments.vllm_router, "litellm": arguments.litellm}
+    commands = {name: command for name, command in commands.items() if command}
+    result = uvloop.run(measure(arguments.seconds, arguments.rounds, tuple(arguments.concurrency), commands))
     for name, value in result["ratios"].items():
         print(f"{name}: {value}")
     if arguments.json:
