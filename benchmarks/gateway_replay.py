@@ -26,6 +26,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import openai
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -33,7 +34,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks._claims import at_least, at_most, record  # noqa: E402 - the path comes first
 from benchmarks._models import SIZES  # noqa: E402
-from benchmarks.gateway_relay import KEY, answering, free_port, push_table  # noqa: E402
+from benchmarks.gateway_relay import KEY, free_port, push_table  # noqa: E402
 from runtime.arithmetic import computes_bf16  # noqa: E402
 from scheduler.sim_trace import read_requests  # noqa: E402
 from serve.replica import Replica  # noqa: E402
@@ -104,6 +105,17 @@ async def replay(sdk: openai.AsyncOpenAI, model: str, asked: list[Asked], turn: 
     }  # fmt: skip
 
 
+async def healthy(port: int) -> None:
+    """Returns when the gateway has its table. Raises RuntimeError if it has none after a minute."""
+    async with httpx.AsyncClient() as asking:
+        for _ in range(1200):
+            with contextlib.suppress(httpx.TransportError):
+                if (await asking.get(f"http://127.0.0.1:{port}/health")).status_code == 200:
+                    return
+            await asyncio.sleep(0.05)
+    raise RuntimeError(f"the gateway on port {port} has no table after a minute")
+
+
 async def measure(asked: list[Asked], rounds: int) -> dict:
     box, folder = Box(), Path(tempfile.mkdtemp(prefix="gwr-", dir="/tmp"))
     found: dict[str, list[dict[str, float]]] = {"direct": [], "gateway": []}
@@ -124,7 +136,7 @@ async def measure(asked: list[Asked], rounds: int) -> dict:
         )  # fmt: skip
         stack.callback(gateway.wait)
         stack.callback(gateway.terminate)
-        await answering("gateway", port)
+        await healthy(port)
         peers = {
             "direct": client(spec),
             "gateway": openai.AsyncOpenAI(

@@ -110,3 +110,16 @@ def test_label_sets_stay_bounded() -> None:
     metrics.forget_models([])
     assert not metrics.models
     assert key_class(frozenset({"admin", "made-up"})) == "admin" and key_class(frozenset()) == "none"
+
+
+async def test_a_scrape_leaves_no_connection_to_the_controller(box: Box) -> None:
+    """Each opens its own: kept in the pool, where no scrape looks, they added up to every scrape of the last seconds."""
+    controller = await box.control(say_series)
+    for _ in range(3):
+        assert (await box.ask("GET", "/metrics")).status == 200
+    assert controller.connections == 3
+    await box.until(lambda: not controller._writers)
+
+
+async def say_series(request: UpstreamRequest, reply: Reply) -> None:
+    await reply.json(b"a 1\n")
