@@ -113,7 +113,7 @@ def test_label_sets_stay_bounded() -> None:
 
 
 async def test_a_scrape_leaves_no_connection_to_the_controller(box: Box) -> None:
-    """Each opens its own: kept in the pool, where no scrape looks, they added up to every scrape of the last seconds."""
+    """Each opens its own; kept in the pool, where no scrape looks, they added up to those of the last seconds."""
     controller = await box.control(say_series)
     for _ in range(3):
         assert (await box.ask("GET", "/metrics")).status == 200
