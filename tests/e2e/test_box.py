@@ -274,8 +274,12 @@ def test_a_canary_takes_its_share_then_all_or_nothing(box, unbroken):
     served = {number: version(number) for number in range(16)}
     assert set(served.values()) == {newer, older}
     assert {number: version(number) for number in range(4)} == {number: served[number] for number in range(4)}
-    told = box.ask("model", "canary", tuned)["versions"]
-    assert sum(told[name]["requests"] for name in (newer, older)) >= 20 and told[older]["errors"] == 0
+
+    def compared():
+        return box.ask("model", "canary", tuned)["versions"]
+
+    wait_for(lambda: sum(side["requests"] for side in compared().values()) >= 20, "the gateway's report")
+    assert compared()[older]["errors"] == 0
     assert box.ask("model", "promote", tuned)["to"] == older
     assert {version(number) for number in range(8)} == {older} == {version(0, f"{tuned}@{older}")}
     with pytest.raises(openai.NotFoundError) as missing:
