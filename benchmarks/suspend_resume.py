@@ -138,6 +138,7 @@ class _Watcher:
 
 async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, Any]:
     from runtime.node import WARM_ENV
+    from runtime.process import held_bytes
     from train.group import Group, Watch
     from train.rank_host import RankHost
 
@@ -164,12 +165,16 @@ async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, 
 
     async def there_and_back(group: Group, spec: Any, places: list[RankHost]) -> tuple[dict[str, Any], Group]:
         """Suspend, and resume on `places`."""
+        ranks = [(await host.status())["pid"] for host in group._hosts]
+        training = statistics.median(map(held_bytes, ranks))
         report = await group.suspend()
         assert report is not None
+        parked = statistics.median(map(held_bytes, ranks)) if report.parked else 0
         again, watcher, ready_s, next_step_s = await start(spec, places, report.snapshot_path)
         await watcher.stepped(3)
         suspend_s = report.seconds["snapshot"] + report.seconds["exit"]
         return {"ranks": "parked" if again.resumed else "forked", "bytes": report.bytes,
+                "rank_training_bytes": training, "rank_parked_bytes": parked,
                 "snapshot_s": report.seconds["snapshot"], "exit_s": report.seconds["exit"],
                 "suspend_s": suspend_s, "ready_s": ready_s, "next_step_s": next_step_s,
                 "step_s": statistics.median(watcher.step_seconds().values()),

@@ -56,13 +56,6 @@ def take_back(engine: Any, spec: TrainSpec) -> None:
                 target.data.copy_(parameter)
 
 
-def held_bytes(pid: int) -> int:
-    """Private memory of a process that the kernel cannot take at will, in bytes."""
-    with open(f"/proc/{pid}/smaps_rollup") as rollup:
-        kilobytes = {line.split(":")[0]: int(line.split()[1]) for line in rollup if line.endswith("kB\n")}
-    return 1024 * (kilobytes["Private_Dirty"] + kilobytes["Private_Clean"] - kilobytes["LazyFree"])
-
-
 def _restorable(engine: Any) -> Iterator[torch.UntypedStorage]:
     """Storages of which every byte is either written again by a resume or zero between two steps."""
     tensors = [p.tensor.data for p in fragments.parameters(engine)]
