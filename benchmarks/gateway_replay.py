@@ -156,7 +156,10 @@ async def measure(asked: list[Asked], rounds: int) -> dict:
                     flush=True,
                 )  # fmt: skip
         await replica.stop()
+        gateway.terminate()
+        await asyncio.to_thread(gateway.wait)
         server.close()
+        await asyncio.sleep(0.05)  # its end of the bus is still to be read
     return found
 
 
