@@ -21,7 +21,7 @@ ENTRY = "train.worker:main"
 COLLECTIVE_TIMEOUT_S = 600.0
 STATES = ("ready", "done", "fatal")
 NOWHERE = {"job_id": "", "rank": 0, "world_size": 0}
-PARK_LIMIT_S = 3600.0  # a parked rank holds no weights, but some 100 MB all the same
+PARK_LIMIT_S = 3600.0  # a parked rank holds no weights, but some 200 MB all the same
 
 
 class RankHost:
