@@ -23,13 +23,17 @@ class SchedulerConfig(BaseModel):
     give_back_at_latest_s: Seconds = 300.0
     """No cost of a hand-over keeps idle devices in serving for longer than this."""
     give_backs_per_hour: int = Field(30, ge=1)
-    """How often a model's traffic may give devices back within an hour; beyond it they stay. Each has one return."""
+    """How often a model's traffic may give devices back within an hour, and half of how often its number of replicas
+    may change; beyond it they stay."""
     proved_hold_max_s: Seconds = 1800.0
     """Replicas wanted back before giving them back had paid are kept, each time twice as long; at most this long."""
     job_pause_s: Seconds = 3.0
     """What a change of size costs a running job: from its last step before to its first step after."""
-    late_share: Annotated[float, Field(ge=0, lt=1)] = 0.03
-    """Share of the demand of the last half hour that may come on top of the floor `auto` keeps for a model."""
+    reaction_s: Seconds = 1.75
+    """From the decision that serving takes a device from training to an engine that answers on it."""
+    late_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    """Share of a model's requests that `auto` may let come late, by what the last half hour taught: it keeps as few
+    replicas on standby as that allows. Where arrivals are not counted: of the demand beyond those replicas."""
     floor_hold_s: Seconds = 60.0
     """How long after a model's last request that floor is kept."""
     job_dwell_s: Seconds = 30.0
@@ -81,16 +85,23 @@ class SchedulerConfig(BaseModel):
     observe_every_s: Seconds = 30.0
     """Level trigger: how often the truth is read again without any event asking for it."""
 
-    def bounds(self) -> dict[str, float]:
-        """Dwell times (s), and how often at most the traffic of one model can make devices change hands.
+    @property
+    def changes_per_hour(self) -> int:
+        """A model gives nothing back while its count has changed, up or down, so often within an hour."""
+        return 2 * self.give_backs_per_hour
 
-        A model's count of replicas falls at most once per `give_back_after_s` and rises as often.
+    def bounds(self) -> dict[str, float]:
+        """Dwell times (s), and how often at most the traffic of one model makes devices change hands in an hour.
+
+        Its count of replicas falls at most `give_backs_per_hour` times and changes at most `changes_per_hour` times,
+        but for a last rise towards `max_replicas`. A fall is up to two hand-overs (engines sleep; a job grows), a rise
+        is one.
         """
         return {
             "give_back_after_s": self.give_back_after_s,
             "job_dwell_s": self.job_dwell_s,
             "turn_s": self.turn_s,
-            "handovers_per_hour": 2 * 3600.0 / self.give_back_after_s,
+            "handovers_per_hour": float(self.give_backs_per_hour + self.changes_per_hour),
         }
 
     def timeout_s(self, verb: str) -> float:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from math import ceil
 
 from scheduler.config import SchedulerConfig
+from scheduler.standby import Standby
 from scheduler.workload import DeploymentView, ModelMemory, ReplicaView
 
 
@@ -35,15 +36,28 @@ def usable(deployment: DeploymentView, now_s: float) -> bool:
     return not deployment.failed_reason and deployment.not_before_s <= now_s and deployment.max_replicas > 0
 
 
+def by_concurrency(deployment: DeploymentView, config: SchedulerConfig) -> int:
+    """Replicas that the requests in flight and held ask for by their number.
+
+    While the measured time per further token is above its target, a replica is taken to carry as many fewer requests:
+    the time of a decoding step grows with its batch. So at most twice as many replicas are asked for from one look.
+    """
+    target = float(deployment.target_inflight or config.target_inflight)
+    measured_s, wanted_s = deployment.demand.tpot_p95_s, deployment.tpot_target_s
+    if measured_s and wanted_s and measured_s > wanted_s:
+        target *= max(wanted_s / measured_s, 0.5)
+    return ceil(deployment.demand.requests / target)
+
+
 def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int:
     """Replicas that the present demand asks for, without memory."""
     demand = deployment.demand
-    target = deployment.target_inflight or config.target_inflight
-    count = ceil(demand.requests / target)
+    count = by_concurrency(deployment, config)
     if deployment.prefill_tokens_per_s and deployment.ttft_target_s and demand.waiting_tokens:
-        # Half of the target: the other half is for what comes while a replica wakes.
-        in_time = deployment.prefill_tokens_per_s * deployment.ttft_target_s / 2
-        count = max(count, ceil(demand.waiting_tokens / in_time))
+        # Part of the target: the rest is for what comes while a replica wakes.
+        backlog_s = demand.waiting_tokens / deployment.prefill_tokens_per_s
+        standby = deployment.standby or Standby(deployment.max_replicas)
+        count = max(count, standby.asked_by_backlog(backlog_s, deployment.ttft_target_s))
     if demand.last_request_s is not None and now_s - demand.last_request_s < _linger_s(deployment, config):
         count = max(count, 1)  # short requests come and go between two looks
     return min(max(count, deployment.floor_replicas), deployment.max_replicas)
@@ -74,15 +88,17 @@ def required(
     if last is not None and (end_s := last + _linger_s(deployment, config)) > now_s:
         reviews.append(end_s)
     if last is not None and (end_s := last + _floor_hold_s(deployment, config)) > now_s:
-        floor = memory.load.floor(config.late_share)
+        floor = deployment.standby.replicas if deployment.standby else memory.load.floor(config.late_share)
         if memory.proved_until_s > now_s:
             floor = max(floor, memory.proved)
             reviews.append(memory.proved_until_s)
         want = max(want, min(floor, deployment.max_replicas))
         reviews.append(end_s)
     if want >= memory.replicas:
-        if want > memory.replicas and memory.given_back_s:
+        if want > memory.replicas and memory.given_back_s and deployment.standby is None:
             memory = _wanted_back(memory, want, deployment.tensor_parallel, now_s, config, switch_device_s)
+        if want > memory.replicas:
+            memory = replace(memory, taken_s=(*_last_hour(memory.taken_s, now_s), now_s))
         return replace(memory, replicas=want, low_since_s=None, low_peak=0), min(reviews, default=None)
     since_s = now_s if memory.low_since_s is None else memory.low_since_s
     peak = max(memory.low_peak, want)
@@ -91,10 +107,14 @@ def required(
     wait_s = _linger_s(deployment, config)
     if spare_devices:
         wait_s = max(wait_s, min(switch_device_s / spare_devices, config.give_back_at_latest_s))
-    given_back_s = tuple(t for t in memory.given_back_s if t > now_s - 3600.0)
+    given_back_s = _last_hour(memory.given_back_s, now_s)
     due_s = since_s + wait_s
     if len(given_back_s) >= config.give_backs_per_hour:
         due_s = max(due_s, given_back_s[0] + 3600.0)
+    # Growing is never refused, so many small steps up are paid for by fewer down.
+    changes_s = sorted((*given_back_s, *_last_hour(memory.taken_s, now_s)))
+    if len(changes_s) >= config.changes_per_hour:
+        due_s = max(due_s, changes_s[-config.changes_per_hour] + 3600.0)
     if due_s <= now_s:
         # The highest count asked for meanwhile, not the one of this instant.
         still_low = None if peak == want else now_s
@@ -107,6 +127,10 @@ def required(
         return found, min(reviews, default=None)
     reviews.append(due_s)
     return replace(memory, low_since_s=since_s, low_peak=peak, given_back_s=given_back_s), min(reviews)
+
+
+def _last_hour(times_s: tuple[float, ...], now_s: float) -> tuple[float, ...]:
+    return tuple(t for t in times_s if t > now_s - 3600.0)
 
 
 def _wanted_back(
@@ -130,9 +154,9 @@ def _wanted_back(
 
 def _floor_hold_s(deployment: DeploymentView, config: SchedulerConfig) -> float:
     """How long after its last request a model keeps the floor that its load taught."""
-    if deployment.idle_sleep_s is None:
-        return config.floor_hold_s
-    return min(deployment.idle_sleep_s, config.floor_hold_s)
+    # What a model of the traffic learned outlasts its gaps; a floor of the looks alone is forgotten sooner.
+    hold_s = max(config.floor_hold_s, config.give_back_at_latest_s) if deployment.standby else config.floor_hold_s
+    return hold_s if deployment.idle_sleep_s is None else min(deployment.idle_sleep_s, hold_s)
 
 
 def idle(deployment: DeploymentView, now_s: float) -> bool:

@@ -1,11 +1,13 @@
 """Traffic meets engines: the gateway's part of a simulation (routing, holding) and its clockwork.
 
-Requests go to the open replica with the fewest in flight; with none open they are held, up to `hold_s`.
+Requests go to the open replica with the fewest outstanding tokens, as the box's router places them (`serve.router`; its
+affinity to warm prefixes is left out: traces have no text); with none open they are held, up to `hold_s`.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 import random
 from collections import deque
 
@@ -25,6 +27,7 @@ class Cluster:
         self.last_request_s: float | None = None
         self._engines: dict[str, Engine] = {}
         self._open: list[str] = []
+        self.arrived_tokens = 0
         self._next = 0
         self._due: list[tuple[float, str, int]] = []
         self._rng = random.Random(seed)
@@ -65,15 +68,27 @@ class Cluster:
         return held + sum(e.waiting_tokens for e in self._engines.values() if e.waiting)
 
     @property
+    def arrived(self) -> int:
+        """Requests so far; `arrived_tokens` are those of their prompts."""
+        return self._next
+
+    @property
     def arrivals_left(self) -> bool:
         return self._next < len(self.requests)
+
+    @property
+    def next_arrival_s(self) -> float:
+        return self.requests.arrival_s[self._next] if self.arrivals_left else math.inf
 
     # --- time
 
     def _route(self, request: int) -> None:
         names = self._open if len(self._open) <= 16 else self._rng.sample(self._open, 8)
-        name = min(names, key=lambda n: self._engines[n].inflight)
-        engine = self._engines[name]
+        engines = self._engines
+        name, engine = names[0], engines[names[0]]
+        for other in names:
+            if engines[other].tokens < engine.tokens:
+                name, engine = other, engines[other]
         engine.advance(self.now_s)
         engine.add(request)
         self._schedule(name, engine)
@@ -104,6 +119,7 @@ class Cluster:
                 continue
             request, self._next = self._next, self._next + 1
             self.last_request_s = self.now_s
+            self.arrived_tokens += self.requests.prompt[request]
             if self._open:
                 self._route(request)
             else:

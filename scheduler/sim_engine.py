@@ -20,6 +20,7 @@ from __future__ import annotations
 import csv
 import gzip
 import heapq
+import math
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,19 +69,16 @@ class EngineModel:
     def step_s(self, decoding: int, context_tokens: float, prefill_tokens: float) -> float:
         return self.base_s + self.per_token_s * (decoding + prefill_tokens) + self.per_context_s * context_tokens
 
-    def target_inflight(self, *, ttft_s: float, tpot_s: float, prompt: float, output: float) -> int:
-        """Requests per replica at which the latency targets hold with a third of the time to spare.
+    def target_inflight(self, *, tpot_s: float, prompt: float, output: float) -> int:
+        """Requests that one replica holds at once: as many as its cache, and as keep the target per further token with
+        a third of the time to spare while their prompts come in evenly.
 
-        Steady state of average requests: at a concurrency of n, each needs `output` steps; in that time the n - 1
-        others need their prompts computed too, one step of `chunk_tokens` at a time.
+        The time to the first token is no matter of their number but of the prompts that wait.
         """
         n = 1
         while n < self.max_num_seqs and (n + 1) * (prompt + output) <= self.kv_tokens:
             prefill_per_step = min((n + 1) * prompt / max(output, 1.0), self.chunk_tokens)
-            step_s = self.step_s(n + 1, (n + 1) * (prompt + output / 2), 0) + self.per_token_s * prefill_per_step
-            busy = prefill_per_step / self.chunk_tokens
-            wait_s = prompt / self.chunk_tokens * self.step_s(n + 1, (n + 1) * prompt, self.chunk_tokens)
-            if step_s > tpot_s * 2 / 3 or busy > 0.7 or wait_s / max(1 - busy, 0.05) > ttft_s * 2 / 3:
+            if self.step_s(n + 1, (n + 1) * (prompt + output / 2), prefill_per_step) > tpot_s * 2 / 3:
                 break
             n += 1
         return n
@@ -101,8 +99,8 @@ class Served:
 class Engine:
     """One replica's queue and batch. Call `advance(t)` before anything else at time t."""
 
-    __slots__ = ("model", "requests", "served", "now_s", "version", "waiting", "_prefill", "_left",
-                 "_emitted", "_batch", "_context", "_reserved", "_queued", "busy_s")  # fmt: skip
+    __slots__ = ("model", "requests", "served", "now_s", "version", "waiting", "tokens", "_prefill", "_left",
+                 "_emitted", "_batch", "_context", "_reserved", "_queued", "_chunk", "_step_s")  # fmt: skip
 
     def __init__(self, model: EngineModel, requests: Requests, served: Served, now_s: float):
         self.model, self.requests, self.served, self.now_s = model, requests, served, now_s
@@ -115,7 +113,8 @@ class Engine:
         self._context = 0.0
         self._reserved = 0
         self._queued = 0  # prompt tokens of `waiting`
-        self.busy_s = 0.0
+        self.tokens = 0  # prompt and output tokens of all requests that have not ended
+        self._chunk, self._step_s = 0.0, 1.0  # constant between two events, set by `next_event_s`
 
     @property
     def inflight(self) -> int:
@@ -127,7 +126,9 @@ class Engine:
 
     def add(self, request: int) -> None:
         self.waiting.append(request)
-        self._queued += self.requests.prompt[request]
+        prompt = self.requests.prompt[request]
+        self._queued += prompt
+        self.tokens += prompt + self.requests.output[request]
         self._admit()
         self.version += 1
 
@@ -143,44 +144,34 @@ class Engine:
         self._reserved += need
         self._prefill, self._left = request, float(self.requests.prompt[request])
 
-    def _chunk(self) -> float:
-        """Prompt tokens of a step: of the head of the queue and, where the cache has room, of those behind it."""
-        if self._prefill is None:
-            return 0.0
-        tokens = self._left
-        if self._reserved + self._queued <= self.model.kv_tokens:
-            tokens += self._queued
-        return min(tokens, self.model.chunk_tokens)
-
-    def _step_s(self) -> float:
-        return self.model.step_s(len(self._batch), self._context, self._chunk())
-
     def next_event_s(self) -> float | None:
-        """When its state changes next by itself."""
-        if self._prefill is None and not self._batch:
+        """When its state changes next by itself. Called after every change of state: `advance` goes by its rates."""
+        prefilling, batch, model = self._prefill is not None, self._batch, self.model
+        if not prefilling and not batch:
             return None
-        step_s = self._step_s()
-        times = []
-        if self._prefill is not None:
-            times.append(self._left / self._chunk() * step_s)
-        if self._batch:
-            times.append(max(self._batch[0][0] - self._emitted, 0.0) * step_s)
-        return self.now_s + min(times)
+        chunk = 0.0
+        if prefilling:
+            # Prompt tokens of a step: of the head of the queue and, where the cache has room, of those behind it.
+            chunk = self._left + self._queued if self._reserved + self._queued <= model.kv_tokens else self._left
+            chunk = min(chunk, model.chunk_tokens)
+        self._chunk = chunk
+        self._step_s = step_s = (
+            model.base_s + model.per_token_s * (len(batch) + chunk) + model.per_context_s * self._context
+        )
+        steps = self._left / chunk if prefilling else math.inf
+        if batch:
+            steps = min(steps, max(batch[0][0] - self._emitted, 0.0))
+        return self.now_s + steps * step_s
 
     def advance(self, to_s: float) -> None:
         """Let time pass; `to_s` is not beyond the next event."""
-        passed_s = to_s - self.now_s
+        steps = (to_s - self.now_s) / self._step_s
         self.now_s = to_s
-        if self._prefill is None and not self._batch:
-            return
-        self.busy_s += passed_s
-        chunk = self._chunk()
-        steps = passed_s / self._step_s()
         if self._batch:
             self._emitted += steps
             self._context += steps * len(self._batch)
         if self._prefill is not None:
-            self._left -= steps * chunk
+            self._left -= steps * self._chunk
 
     def finish_events(self) -> None:
         """Do what is due now: sequences that ended, a prefill that is complete."""
@@ -191,6 +182,7 @@ class Engine:
             served.end_s[request] = self.now_s
             whole = requests.prompt[request] + requests.output[request]
             self._reserved -= whole
+            self.tokens -= whole
             self._context -= whole
         if not self._batch:
             self._context = 0.0
@@ -200,6 +192,7 @@ class Engine:
             if requests.output[request] <= 1:
                 served.end_s[request] = self.now_s
                 self._reserved -= requests.prompt[request] + requests.output[request]
+                self.tokens -= requests.prompt[request] + requests.output[request]
             else:
                 self._context += requests.prompt[request] + 1
                 heapq.heappush(self._batch, (self._emitted + requests.output[request] - 1, request))

@@ -6,7 +6,8 @@ Nothing here decides. Verbs take the time of `VerbTimes` and act on the `Cluster
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 
 from scheduler import demand as demand_
 from scheduler.config import SchedulerConfig
@@ -16,11 +17,14 @@ from scheduler.inventory import Device, Lease
 from scheduler.loop import SchedulerLoop
 from scheduler.sim_cluster import Cluster
 from scheduler.sim_trace import TraceJob
+from scheduler.standby import Standby, StandbyLearner
 from scheduler.workload import Demand, DeploymentView, JobView, Policy, ReplicaState, Workload
 
 MODEL = "model"
 REPORT_S = 0.25
 """How often a gateway reports its load."""
+QUIET_REPORTS = 20
+"""One in so many is simulated while nothing is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,20 +90,12 @@ class SimStore:
     def __init__(self, cluster: Cluster, policy: Policy, jobs: list[SimJob], deployment: DeploymentView):
         self._cluster, self.policy, self._deployment = cluster, policy, deployment
         self.jobs = {j.view.id: j for j in jobs}
+        self.standby: Standby | None = None
 
     def deployment(self) -> DeploymentView:
         c, d = self._cluster, self._deployment
         demand = Demand(c.inflight_total, len(c.held), c.waiting_tokens, c.last_request_s)
-        return DeploymentView(
-            model=d.model,
-            version=d.version,
-            min_replicas=d.min_replicas,
-            max_replicas=d.max_replicas,
-            demand=demand,
-            target_inflight=d.target_inflight,
-            prefill_tokens_per_s=d.prefill_tokens_per_s,
-            ttft_target_s=d.ttft_target_s,
-        )
+        return replace(d, demand=demand, standby=self.standby)
 
     def load(self) -> Workload:
         now_s = self._cluster.now_s
@@ -265,13 +261,17 @@ class SimEffects:
 
 @dataclass
 class Gateway:
-    """Reports load every `REPORT_S` and nudges the loop when the demand asks for another number of replicas."""
+    """Reports load every `REPORT_S` and nudges the loop when the demand asks for another number of replicas.
+
+    learner: None where no policy listens (a fixed split), so that nothing need be reported between samples.
+    """
 
     cluster: Cluster
     store: SimStore
     effects: SimEffects
     config: SchedulerConfig
     sample_every_s: float
+    learner: StandbyLearner | None = None
     samples: list[Sample] = field(default_factory=list)
 
     async def run(self, loop: SchedulerLoop, until_s: float, submissions_s: list[float]) -> None:
@@ -280,9 +280,11 @@ class Gateway:
         while True:
             now_s = aio.time()
             self.cluster.advance(now_s)
-            now_wanted = demand_.wanted_now(self.store.deployment(), now_s, self.config)
+            if self.learner is not None:
+                self._learn(self.learner, now_s)
+            now_wanted = self._wanted(now_s)
             while submitted < len(submissions_s) and submissions_s[submitted] <= now_s:
-                submitted, now_wanted = submitted + 1, -2
+                submitted, wanted = submitted + 1, -1
             if now_wanted != wanted:
                 wanted = now_wanted
                 loop.nudge()
@@ -295,7 +297,38 @@ class Gateway:
             over = now_s >= until_s and not self.cluster.arrivals_left
             if over and not self.cluster.held and not self.cluster.inflight_total:
                 return
-            await asyncio.sleep(REPORT_S)
+            await asyncio.sleep(self._until_next_s(now_s, next_sample_s, over))
+
+    def _wanted(self, now_s: float) -> int:
+        deployment = self.store.deployment()
+        wanted = demand_.wanted_now(deployment, now_s, self.config)
+        return max(wanted, deployment.standby.replicas) if deployment.standby else wanted
+
+    def _learn(self, learner: StandbyLearner, now_s: float) -> None:
+        arrived, tokens = self.cluster.arrived, self.cluster.arrived_tokens
+        deployment = self.store.deployment()
+        assert deployment.prefill_tokens_per_s, "the engine model has a rate"
+        self.store.standby = learner.seen(
+            now_s,
+            (tokens - self._tokens) / deployment.prefill_tokens_per_s,
+            arrived - self._arrived,
+            demand_.by_concurrency(deployment, self.config),
+        )
+        self._arrived, self._tokens = arrived, tokens
+
+    _arrived = 0
+    _tokens = 0
+
+    def _until_next_s(self, now_s: float, next_sample_s: float, over: bool) -> float:
+        """Whole reports; more than one where nothing can happen before."""
+        busy = self.cluster.held or self.cluster.inflight_total
+        if self.learner is None and not over:
+            reports = (next_sample_s - now_s) / REPORT_S
+        elif busy or over:
+            reports = 1.0
+        else:
+            reports = min((self.cluster.next_arrival_s - now_s) / REPORT_S, QUIET_REPORTS)
+        return REPORT_S * max(math.ceil(reports), 1)
 
 
 def elastic_job(devices: int) -> SimJob:

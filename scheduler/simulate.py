@@ -29,6 +29,7 @@ from scheduler.sim_world import (
     elastic_job,
     job_of,
 )
+from scheduler.standby import StandbyLearner, standby_costs
 from scheduler.workload import DeploymentView, Policy
 
 
@@ -74,9 +75,7 @@ class Setup:
     def deployment(self) -> DeploymentView:
         count = len(self.requests)
         prompt, output = sum(self.requests.prompt) / count, sum(self.requests.output) / count
-        target = self.engine.target_inflight(
-            ttft_s=self.slo_ttft_s, tpot_s=self.slo_tpot_s, prompt=prompt, output=output
-        )
+        target = self.engine.target_inflight(tpot_s=self.slo_tpot_s, prompt=prompt, output=output)
         chunk = self.engine.chunk_tokens
         return DeploymentView(
             MODEL,
@@ -84,8 +83,19 @@ class Setup:
             min_replicas=self.min_replicas,
             max_replicas=self.devices,
             target_inflight=target,
-            prefill_tokens_per_s=chunk / self.engine.step_s(target, target * prompt, chunk),
+            prefill_tokens_per_s=chunk / self.engine.step_s(target // 2, target * prompt / 2, chunk),
             ttft_target_s=self.slo_ttft_s,
+            tpot_target_s=self.slo_tpot_s,
+        )
+
+    def learner(self) -> StandbyLearner:
+        costs = standby_costs(self.config, self.devices)
+        return StandbyLearner(
+            costs,
+            least=self.min_replicas,
+            most=self.devices,
+            target_s=self.slo_ttft_s,
+            late_share=self.config.late_share,
         )
 
 
@@ -116,7 +126,8 @@ def run_policy(setup: Setup, policy: Policy) -> Figures:
     effects = SimEffects(cluster, setup.inventory(), store.jobs, setup.times)
     effects.horizon_s = horizon_s
     journal = MemoryJournal()
-    gateway = Gateway(cluster, store, effects, setup.config, max(horizon_s / 1000, 1.0))
+    learner = setup.learner() if policy.kind == "auto" else None
+    gateway = Gateway(cluster, store, effects, setup.config, max(horizon_s / 1000, 1.0), learner)
 
     async def life() -> None:
         loop = SchedulerLoop(effects, store, journal, virtual_time.VirtualClock(), setup.config)
@@ -201,14 +212,31 @@ def simulate(
         **figures.to_json(),
         "oracle_training_gpu_hours": bound_s / 3600,
         "oracle_ratio": figures.training_gpu_hours * 3600 / bound_s if bound_s else None,
-        "on_pareto_front": not any(_dominates(row, figures) for row in splits),
+        "on_pareto_front": not any(_dominates(_point(row), _point(figures.to_json())) for row in splits),
+        "pareto": pareto(figures.to_json(), splits),
         "static": splits,
     }
     return result, figures
 
 
-def _dominates(row: dict[str, Any], figures: Figures) -> bool:
+def pareto(mode: dict[str, Any], splits: list[dict[str, Any]]) -> str:
+    """How a mode stands beside the static splits, by SLO attainment and training GPU-hours together.
+
+    "better than all": better than each of them in both, or as good in one. "on the front": none is better than it in
+    both. "beaten": one is. "none": nothing to compare with.
+    """
+    if not splits:
+        return "none"
+    own = _point(mode)
+    if any(_dominates(_point(row), own) for row in splits):
+        return "beaten"
+    return "better than all" if all(_dominates(own, _point(row)) for row in splits) else "on the front"
+
+
+def _point(row: dict[str, Any]) -> tuple[float, float]:
+    return row["slo_attainment"], row["training_gpu_hours"]
+
+
+def _dominates(a: tuple[float, float], b: tuple[float, float]) -> bool:
     """At least as good in both, better in one."""
-    a = (row["slo_attainment"], row["training_gpu_hours"])
-    b = (figures.slo_attainment, figures.training_gpu_hours)
     return a[0] >= b[0] and a[1] >= b[1] and a != b

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from scheduler.errors import InvalidWorkload
 from scheduler.inventory import Device
 from scheduler.recent_load import RecentLoad
+from scheduler.standby import Standby
 
 JobPhase = Literal["wanted", "running", "suspended", "paused"]
 ReplicaState = Literal["starting", "ready", "open", "draining", "asleep", "dead"]
@@ -106,7 +107,8 @@ class Demand:
     """What is asked of a model now, as the gateways report it.
 
     inflight: requests at its replicas. held: requests waiting at the gateway for a replica. waiting_tokens: prompt and
-    output tokens not yet worked off, 0 where unknown. ttft_p95_s: recent time to first token, None where unknown.
+    output tokens not yet worked off, 0 where unknown. ttft_p95_s, tpot_p95_s: recent time to first token and per
+    further token, None where unknown.
     """
 
     inflight: int = 0
@@ -114,6 +116,7 @@ class Demand:
     waiting_tokens: int = 0
     last_request_s: float | None = None
     ttft_p95_s: float | None = None
+    tpot_p95_s: float | None = None
 
     @property
     def requests(self) -> int:
@@ -127,7 +130,9 @@ class DeploymentView:
     `version`: the active one. `target_inflight`: requests per replica (None: the scheduler's setting).
     `idle_sleep_s`: put to sleep after this long without a request (None: only when the devices are wanted).
     `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and the target for the time to first token;
-    where both are known, waiting tokens ask for replicas too.
+    where both are known, waiting tokens ask for replicas too. `tpot_target_s`: target per further token; while the
+    measured time is above it, a replica carries fewer requests.
+    `standby`: what the traffic taught to keep awake (None: learned by the planner from its own looks).
     `pinned`: its `min_replicas` (at least one) come before everybody else's and are never given to training.
     `failed_reason`: given up on; it gets nothing until its version changes. `not_before_s`: backoff.
     """
@@ -141,6 +146,8 @@ class DeploymentView:
     target_inflight: int | None = None
     prefill_tokens_per_s: float | None = None
     ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+    standby: Standby | None = None
     idle_sleep_s: float | None = None
     pinned: bool = False
     failed_reason: str = ""
@@ -201,9 +208,9 @@ class ModelMemory:
     """What the planner remembers of one model between rounds: the hysteresis.
 
     low_since_s, low_peak: since when fewer replicas would do, and the most that were asked for since. load: what was
-    asked for lately. given_back_s: when the count fell, over the last hour; given_back_from: the count before the
-    last fall. proved: replicas that were wanted back too soon after such a fall, kept until `proved_until_s`, which is
-    for `proved_hold_s`.
+    asked for lately. given_back_s, taken_s: when the count fell and rose, over the last hour; given_back_from: the
+    count before the last fall. proved: replicas that were wanted back too soon after such a fall, kept until
+    `proved_until_s`, which is for `proved_hold_s`.
     """
 
     replicas: int = 0
@@ -212,6 +219,7 @@ class ModelMemory:
     waiting_since_s: float | None = None
     load: RecentLoad = field(default_factory=RecentLoad)
     given_back_s: tuple[float, ...] = ()
+    taken_s: tuple[float, ...] = ()
     given_back_from: int = 0
     proved: int = 0
     proved_until_s: float = 0.0

@@ -10,7 +10,7 @@ from typing import Any
 _SUMMED_REPLICA = ("inflight", "streams", "waiting_tokens")
 _SUMMED_MODEL = ("inflight", "held")
 _LATEST_MODEL = ("last_request_s",)
-_WORST_MODEL = ("ttft_p95_s",)
+_WORST_MODEL = ("ttft_p95_s", "tpot_p95_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,14 @@ class ReplicaLoad:
 
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
-    """Requests for one model. held: waiting at gateways for a replica. ttft_p95_s: the worst gateway's."""
+    """Requests for one model. held: waiting at gateways for a replica. ttft_p95_s, tpot_p95_s: the worst
+    gateway's."""
 
     inflight: int = 0
     held: int = 0
     last_request_s: float | None = None
     ttft_p95_s: float | None = None
+    tpot_p95_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -170,7 +170,8 @@ class Gateway:
     def report(self) -> dict[str, Any]:
         """The load report of the bus.
 
-        last_request_s: Unix time, None before the first; ttft_p95_s: of the last minute, None without requests.
+        last_request_s: Unix time, None before the first; ttft_p95_s, tpot_p95_s: of the last minute, None without
+        requests.
         """
         now = time.monotonic()
         inflight: dict[str, int] = {}
@@ -189,6 +190,7 @@ class Gateway:
                     "held": self.holds.held(name),
                     "last_request_s": self.metrics.last_request_s.get(name),
                     "ttft_p95_s": self.metrics.ttft_p95_s(name, now),
+                    "tpot_p95_s": self.metrics.tpot_p95_s(name, now),
                 }
                 for name in self.router.models
             },

@@ -74,6 +74,7 @@ class Metrics:
         self.response_bytes = 0
         self.last_request_s: dict[str, float] = {}
         self._recent: dict[str, deque[tuple[float, float]]] = {}
+        self._recent_tpot: dict[str, deque[tuple[float, float]]] = {}
         self._classes: dict[frozenset[str], str] = {}
         self._known: dict[tuple[str, str, frozenset[str]], Series] = {}
 
@@ -81,10 +82,7 @@ class Metrics:
         """The first byte of an engine's answer to this request goes out now."""
         seconds = now_s - request.received_s
         self._series(request).ttft.observe(seconds)
-        recent = self._recent.get(request.model)
-        if recent is None:
-            recent = self._recent[request.model] = deque(maxlen=RECENT_TTFT)
-        recent.append((now_s, seconds))
+        _remember(self._recent, request.model, now_s, seconds)
 
     def finished(self, request: Request, now_s: float) -> None:
         """Count a response that is over, whoever ended it."""
@@ -98,7 +96,9 @@ class Metrics:
                 # One event may carry several tokens: their number counts wherever the engine has said it.
                 tokens = request.tokens.completion or request.stream_events
                 if tokens > 1:
-                    series.per_token.observe((now_s - request.first_byte_s) / (tokens - 1))
+                    seconds = (now_s - request.first_byte_s) / (tokens - 1)
+                    series.per_token.observe(seconds)
+                    _remember(self._recent_tpot, request.model, now_s, seconds)
 
     def _series(self, request: Request) -> Series:
         scopes = request.principal.scopes if request.principal is not None else frozenset()
@@ -126,11 +126,11 @@ class Metrics:
 
     def ttft_p95_s(self, model: str, now_s: float) -> float | None:
         """95th percentile of the time to first byte over the last minute (at most 256 requests), None without any."""
-        recent = self._recent.get(model)
-        if not recent:
-            return None
-        values = sorted(seconds for at, seconds in recent if at >= now_s - RECENT_S)
-        return values[min(len(values) - 1, int(len(values) * 0.95))] if values else None
+        return _p95(self._recent.get(model), now_s)
+
+    def tpot_p95_s(self, model: str, now_s: float) -> float | None:
+        """The same of streams' mean time from one event (token) to the next."""
+        return _p95(self._recent_tpot.get(model), now_s)
 
     def forget_models(self, keep: Iterable[str]) -> None:
         """Drop series of models that left the table, so that label sets stay bounded."""
@@ -138,6 +138,7 @@ class Metrics:
         self._known.clear()
         self.models = {name: series for name, series in self.models.items() if name in kept}
         self._recent = {name: values for name, values in self._recent.items() if name in kept}
+        self._recent_tpot = {name: values for name, values in self._recent_tpot.items() if name in kept}
         self.last_request_s = {name: at for name, at in self.last_request_s.items() if name in kept}
 
     def families(self, gauges: Iterable[tuple[str, str, dict[str, str], float]]) -> list[Family]:
@@ -186,6 +187,18 @@ class Metrics:
                 if any(histogram.counts):
                     family.samples.extend(histogram.samples(text))
         return answered, ttft, duration, per_token
+
+
+def _remember(recent: dict[str, deque[tuple[float, float]]], model: str, now_s: float, seconds: float) -> None:
+    values = recent.get(model)
+    if values is None:
+        values = recent[model] = deque(maxlen=RECENT_TTFT)
+    values.append((now_s, seconds))
+
+
+def _p95(recent: deque[tuple[float, float]] | None, now_s: float) -> float | None:
+    values = sorted(seconds for at, seconds in recent or () if at >= now_s - RECENT_S)
+    return values[min(len(values) - 1, int(len(values) * 0.95))] if values else None
 
 
 def key_class(scopes: frozenset[str]) -> str:

@@ -118,6 +118,7 @@ class BusRouting:
             waiting,
             max((row.last_request_s for row in rows if row.last_request_s is not None), default=None),
             max((row.ttft_p95_s for row in rows if row.ttft_p95_s is not None), default=None),
+            max((row.tpot_p95_s for row in rows if row.tpot_p95_s is not None), default=None),
         )
 
     def _change(self, replica_id: str, **changes: Any) -> int:

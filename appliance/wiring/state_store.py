@@ -202,6 +202,7 @@ class SqliteStateStore:
             else row.max_replicas,
             demand=self._demand(row.model),
             ttft_target_s=row.ttft_p95_s,
+            tpot_target_s=None if row.tpot_p95_ms is None else row.tpot_p95_ms / 1000,
             idle_sleep_s=row.idle_sleep_s,
             pinned=bool(row.pinned),
             failed_reason=deployments.given_up(row, version),

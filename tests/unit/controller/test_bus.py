@@ -106,12 +106,13 @@ async def test_loads_are_summed_over_gateways(bus: Bus, tmp_path: Path):
     one = await GatewayEnd.connect(tmp_path / "bus.sock", "g1")
     two = await GatewayEnd.connect(tmp_path / "bus.sock", "g2")
     await one.report(100, {"r1": 2}, m={"inflight": 2, "held": 1, "last_request_s": 5.0, "ttft_p95_s": None})
-    await two.report(100, {"r1": 3, "r2": 1}, m={"inflight": 4, "held": 0, "last_request_s": 9.0, "ttft_p95_s": 0.2})
+    await two.report(100, {"r1": 3, "r2": 1}, m={"inflight": 4, "held": 0, "last_request_s": 9.0,
+                                                            "ttft_p95_s": 0.2, "tpot_p95_s": 0.03})  # fmt: skip
     await reported(bus, "r1", 5)
     await reported(bus, "r2", 1)
     load = bus.load()
     assert load.replicas["r1"] == ReplicaLoad(inflight=5, streams=0, waiting_tokens=20)
-    assert load.models["m"] == ModelLoad(inflight=6, held=1, last_request_s=9.0, ttft_p95_s=0.2)
+    assert load.models["m"] == ModelLoad(inflight=6, held=1, last_request_s=9.0, ttft_p95_s=0.2, tpot_p95_s=0.03)
     assert bus.connected() == ["g1", "g2"]
     await one.close()
     await two.close()

@@ -77,7 +77,8 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
     report = await bus.report(generation=77)
     assert report["type"] == "load" and report["gateway"] == "gateway"
     assert set(report["models"]) == {"m", "n"}
-    assert report["models"]["n"] == {"inflight": 0, "held": 0, "last_request_s": None, "ttft_p95_s": None}
+    assert report["models"]["n"] == {"inflight": 0, "held": 0, "last_request_s": None, "ttft_p95_s": None,
+                                     "tpot_p95_s": None}  # fmt: skip
     assert report["replicas"] == {"e0": {"inflight": 0, "streams": 0, "waiting_tokens": 0}}
 
 

@@ -184,4 +184,5 @@ async def test_load_is_counted_and_given_back(box: Box) -> None:
     report = box.gateway.report()
     assert report["replicas"]["e0"] == {"inflight": 0, "streams": 0, "waiting_tokens": 0}
     assert report["models"]["m"]["ttft_p95_s"] > 0
+    assert report["models"]["m"]["tpot_p95_s"] is None, "nothing was streamed"
     assert box.gateway._buffered_bytes == 0

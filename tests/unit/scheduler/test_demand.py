@@ -51,6 +51,18 @@ def test_the_worst_traffic_stays_within_the_bound(switch_device_s: float) -> Non
         assert most_in_an_hour(fell) == CONFIG.give_backs_per_hour, "without anything to learn from the bound is met"
 
 
+def test_growth_in_small_steps_is_within_the_bound_too() -> None:
+    """Everything is given back at once and asked for again one by one: each step is a hand-over of its own."""
+
+    def adversary(now_s: float, memory: ModelMemory) -> int:
+        climbing = not memory.given_back_s or memory.replicas < 8 and memory.low_since_s is None
+        return min(memory.replicas * 10 + 5, 75) if climbing and int(now_s) % 3 == 0 and memory.replicas < 8 else 5
+
+    fell, rose, _ = moves(adversary, 3, switch_device_s=0.0)
+    assert len(fell) > 10 and len(rose) > len(fell), "it must climb in steps to show anything"
+    assert most_in_an_hour(sorted([*fell, *rose])) <= CONFIG.changes_per_hour + MODEL.max_replicas
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_noise_on_flat_load_does_not_flap(seed: int) -> None:
     """One replica is a little too small, two are too many: once a minute or so demand touches the second."""

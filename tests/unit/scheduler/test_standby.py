@@ -1,0 +1,129 @@
+"""What is learned about standby replicas: enough for the target, no dearer than needed, and from the past alone."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from scheduler import demand as demand_
+from scheduler.config import SchedulerConfig
+from scheduler.standby import Standby, StandbyLearner, levels, standby_costs
+from scheduler.workload import Demand, DeploymentView, ModelMemory
+
+CONFIG = SchedulerConfig()
+LOOK_S = 0.25
+
+
+def learner(*, least: int = 1, most: int = 8, late_share: float = 0.01) -> StandbyLearner:
+    costs = standby_costs(CONFIG, 8)
+    return StandbyLearner(costs, least=least, most=most, target_s=2.0, late_share=late_share)
+
+
+def poisson(rng: random.Random, mean: float) -> int:
+    count, product = 0, rng.random()
+    while product > math.exp(-mean):
+        count, product = count + 1, product * rng.random()
+    return count
+
+
+def lived(
+    work_per_s: Callable[[float], float], minutes: float, seed: int = 0, *, asked: int = 0, late_share: float = 0.01
+) -> tuple[StandbyLearner, list[Standby]]:
+    """Requests of 0.05 replica-seconds each, at this rate of work; the choice after every minute."""
+    rng, found, chosen = random.Random(seed), learner(late_share=late_share), []
+    for look in range(int(minutes * 60 / LOOK_S)):
+        now_s = look * LOOK_S
+        requests = poisson(rng, work_per_s(now_s) * LOOK_S / 0.05)
+        best = found.seen(now_s, requests * 0.05, requests, asked)
+        if look % int(60 / LOOK_S) == 0:
+            chosen.append(best)
+    return found, chosen
+
+
+def test_levels_are_every_number_up_to_eight_then_few() -> None:
+    assert levels(0, 3) == [0, 1, 2, 3] and levels(1, 8) == list(range(1, 9)) and levels(2, 2) == [2]
+    many = levels(1, 512)
+    assert many[-1] == 512 and many == sorted(set(many)) and len(many) < 40
+    assert levels(3, 0) == [0], "never more than there may be"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_flat_load_gets_what_it_needs_and_no_more(seed: int) -> None:
+    _, chosen = lived(lambda t: 2.4, 15, seed)
+    assert {c.replicas for c in chosen[5:]} <= {3, 4}, "2.4 devices of work: two would drown, five idle"
+
+
+def test_bursts_too_quick_to_react_to_are_met_on_standby() -> None:
+    def bursts(t: float) -> float:
+        return 8.0 if t % 60 < 2 else 0.1
+
+    _, chosen = lived(bursts, 20)
+    assert all(c.replicas >= 4 for c in chosen[5:]), "16 replica-seconds within two seconds, due in two more"
+    _, lenient = lived(bursts, 20, late_share=0.9)
+    assert lenient[-1].replicas < chosen[-1].replicas, "where they may be late, training has the devices"
+
+
+def test_load_that_comes_slowly_is_followed_not_awaited() -> None:
+    _, chosen = lived(lambda t: 3.0 - 2.7 * math.cos(2 * math.pi * t / 1800), 60)
+    kept = [c.replicas for c in chosen[20:]]
+    assert sum(kept) / len(kept) <= 4, "its peak of six is taken when it comes, not kept for all hours"
+
+
+def test_what_was_learned_fades() -> None:
+    found, chosen = lived(lambda t: 8.0 if t < 600 and t % 30 < 2 else 0.3, 10)
+    assert chosen[-1].replicas >= 4
+    rng = random.Random(1)
+    for look in range(4 * 3600 * 4):
+        requests = poisson(rng, 0.3 * LOOK_S / 0.05)
+        best = found.seen(600 + look * LOOK_S, requests * 0.05, requests, 0)
+    assert best.replicas <= 2
+
+
+def test_requests_in_flight_ask_by_their_number() -> None:
+    _, chosen = lived(lambda t: 0.3, 5, asked=3)
+    assert chosen[-1].replicas == 3
+
+
+def test_a_backlog_asks_for_more_than_stands_by() -> None:
+    assert Standby(1, 0.5).asked_by_backlog(2.5, 2.0) == 3
+    assert Standby(1, 0.25, 2).asked_by_backlog(1.2, 2.0) == 6, "twice three"
+    assert Standby(3, 0.25, 2).asked_by_backlog(1.2, 2.0) == 3, "those are there"
+    model = DeploymentView(
+        "m", "v1", max_replicas=8, prefill_tokens_per_s=1000.0, ttft_target_s=2.0,
+        demand=Demand(inflight=1, waiting_tokens=2500, last_request_s=9.0),
+    )  # fmt: skip
+    assert demand_.wanted_now(model, 10.0, CONFIG) == 3, "half of the target before anything is learned"
+    assert demand_.wanted_now(replace(model, standby=Standby(1, 0.25, 2)), 10.0, CONFIG) == 8, "at most max_replicas"
+
+
+def test_time_per_token_above_its_target_asks_for_more() -> None:
+    model = DeploymentView(
+        "m", "v1", max_replicas=8, target_inflight=10, tpot_target_s=0.05,
+        demand=Demand(inflight=20, last_request_s=9.0, tpot_p95_s=0.04),
+    )  # fmt: skip
+
+    def at(tpot_p95_s: float | None) -> int:
+        return demand_.wanted_now(replace(model, demand=replace(model.demand, tpot_p95_s=tpot_p95_s)), 10.0, CONFIG)
+
+    assert at(None) == at(0.04) == at(0.05) == 2
+    assert at(0.07) == 3 and at(0.1) == 4
+    assert at(10.0) == 4, "no more than twice as many by one look"
+    assert demand_.wanted_now(replace(model, tpot_target_s=None), 10.0, CONFIG) == 2
+
+
+def test_standby_is_kept_while_the_model_is_in_use_and_no_longer() -> None:
+    model = DeploymentView(
+        "m", "v1", max_replicas=8, target_inflight=10, standby=Standby(3), demand=Demand(1, last_request_s=1000.0)
+    )
+    memory, _ = demand_.required(model, ModelMemory(), 1000.0, CONFIG)
+    assert memory.replicas == 3
+    quiet = replace(model, demand=Demand(0, last_request_s=1000.0))
+    memory, _ = demand_.required(quiet, memory, 1000.0 + CONFIG.give_back_at_latest_s - 1, CONFIG)
+    assert memory.replicas == 3
+    for after_s in (1, 12, 40):
+        memory, _ = demand_.required(quiet, memory, 1000.0 + CONFIG.give_back_at_latest_s + after_s, CONFIG)
+    assert memory.replicas == 0
