@@ -31,9 +31,12 @@ class SchedulerConfig(BaseModel):
     """What a change of size costs a running job: from its last step before to its first step after."""
     reaction_s: Seconds = 1.75
     """From the decision that serving takes a device from training to an engine that answers on it."""
-    late_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
+    late_requests_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Share of a model's requests that `auto` may let come late, by what the last half hour taught: it keeps as few
-    replicas on standby as that allows. Where arrivals are not counted: of the demand beyond those replicas."""
+    replicas on standby as that allows."""
+    late_share: Annotated[float, Field(ge=0, lt=1)] = 0.03
+    """Where arrivals are not counted: share of the demand of the last half hour that may come on top of the floor
+    `auto` keeps for a model."""
     floor_hold_s: Seconds = 60.0
     """How long after a model's last request that floor is kept."""
     job_dwell_s: Seconds = 30.0

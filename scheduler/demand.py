@@ -95,7 +95,9 @@ def required(
         want = max(want, min(floor, deployment.max_replicas))
         reviews.append(end_s)
     if want >= memory.replicas:
-        if want > memory.replicas and memory.given_back_s and deployment.standby is None:
+        # The model of the traffic pays for hand-overs itself, but cannot see that requests in flight mislead.
+        misled = deployment.standby is None or by_concurrency(deployment, config) >= want
+        if want > memory.replicas and memory.given_back_s and misled:
             memory = _wanted_back(memory, want, deployment.tensor_parallel, now_s, config, switch_device_s)
         if want > memory.replicas:
             memory = replace(memory, taken_s=(*_last_hour(memory.taken_s, now_s), now_s))

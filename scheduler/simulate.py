@@ -95,7 +95,7 @@ class Setup:
             least=self.min_replicas,
             most=self.devices,
             target_s=self.slo_ttft_s,
-            late_share=self.config.late_share,
+            late_share=self.config.late_requests_share,
         )
 
 
