@@ -28,7 +28,6 @@ from runtime.logs import configure_logging
 from runtime.process import kill_group
 from scheduler.discovery import discover_devices
 from scheduler.errors import NodeNameTaken
-from scheduler.ray_nodes import announced_from
 from serve import segments
 
 log = logging.getLogger("appliance.node")
@@ -69,6 +68,9 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str) -> int:
     devices = discover_devices(config.box.devices, name)
     environment = {**os.environ, **ray_head.environment(paths), BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1"}
     os.environ.update(environment)
+    # Ray reads how it is to authenticate when it is imported: imported above, it would not show the token.
+    from scheduler.ray_nodes import announced_from
+
     place = place_of(config, paths, devices)
     ray = await ray_head.join(
         paths, head, place.address, [device.id for device in devices], paths.logs / "ray.log", environment
