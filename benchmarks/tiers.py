@@ -69,8 +69,8 @@ def main() -> int:
 def _measure(shm: Path, disk: Path, options: argparse.Namespace) -> dict[str, Any]:
     import dataclasses
 
-    options.ranks, options.zero = 1, 1
-    spec = dataclasses.replace(_prepare(shm, disk, options), batch_size=2, max_length=64, keep_snapshots=2)
+    options.zero, options.tokens, options.precision = 1, 64, None
+    spec = dataclasses.replace(_prepare(shm, disk, options.size, options), batch_size=2, keep_snapshots=2)
     told = {}
     for job, full in (("lora", False), ("full", True)):
         mine = dataclasses.replace(spec, job_id=job, output_model=f"ft:{job}", full=full, lora_rank=options.lora_rank)
@@ -170,11 +170,11 @@ def _train(options: argparse.Namespace) -> int:
     run = prepare(spec, lambda event, **data: None, Wishes(), Progress())
     for _ in range(options.steps):
         run._one_step(run.plan.total_steps)
-    snapshot.write_snapshot(run.engine, spec, run.store, options.steps)
+    snapshot.begin_snapshot(run.engine, spec, run.store, run._layout, options.steps).finish()
     run._one_step(run.plan.total_steps)
-    snapshot.write_snapshot(run.engine, spec, run.store, options.steps + 1)
+    snapshot.begin_snapshot(run.engine, spec, run.store, run._layout, options.steps + 1).finish()
     if spec.full:
-        publish.publish(run.engine, spec, run.store, version="result", meta={})
+        publish.begin_publish(run.engine, spec, run.store, version="result", meta={}, pace_s=None).finish()
     folder = Path(options.disk) / f"deepspeed-{spec.job_id}"
     run.engine.save_checkpoint(str(folder))
     parameters = sum(getattr(p, "ds_numel", p.numel()) for p in run.engine.module.parameters())
