@@ -277,7 +277,7 @@ def test_crash_at_every_pair_of_points(orphans_finish: bool) -> None:
 def test_crash_at_every_pair_of_points_of_every_scenario(make: Callable[[], Scenario], orphans_finish: bool) -> None:
     explored = explore_pairs(make, orphans_finish)
     print(f"crash schedules explored: {explored}")
-    assert explored > 2000
+    assert explored > 1000
 
 
 @pytest.mark.parametrize("make", SCENARIOS)
