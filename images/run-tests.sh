@@ -5,6 +5,8 @@
 set -uo pipefail
 python=${1:?usage: images/run-tests.sh PYTHON}
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+# Asked first: nproc answers OMP_NUM_THREADS where that is set.
+cores=$(nproc)
 export OMP_NUM_THREADS=1
 summary='' failed=0
 
@@ -23,7 +25,7 @@ suite() {
 suite lint "$python" -m ruff check .
 pytest=("$python" -m pytest -m 'not soak' --durations 5)
 # End-to-end tests each use the whole machine; the others use one core each.
-side_by_side=(--numprocesses "$(nproc)" --maxprocesses 8 --dist worksteal)
+side_by_side=(--numprocesses "$cores" --maxprocesses 8 --dist worksteal)
 suite unit "${pytest[@]}" "${side_by_side[@]}" tests/unit
 suite property "${pytest[@]}" "${side_by_side[@]}" tests/property
 suite e2e "${pytest[@]}" tests/e2e
