@@ -50,7 +50,9 @@ _CACHE_WINDOW_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class _Switching:
-    """Device seconds lost per device: `rest` stays with the job, `leave` goes to serving, `come` goes to training."""
+    """Device seconds lost per device: `rest` stays with the job, `leave` goes to serving, `come` goes to training,
+    `begin` trains from the first moment on. The elastic job runs when the trace begins, listed ones are submitted then.
+    """
 
     rest_s: float
     leave_s: float
@@ -64,7 +66,7 @@ class _Switching:
             rest_s=again_s if whole_job else 0.0,
             leave_s=times.suspend_s + times.lease_s + min(times.wake_s, times.start_s) + times.open_s,
             come_s=times.sleep_s + times.lease_s + times.start_group_s,
-            begin_s=times.start_group_s,
+            begin_s=0.0 if whole_job else times.start_group_s,
         )
 
     @property

@@ -31,6 +31,10 @@ class Requests:
         """From the first arrival to the last."""
         return self.arrival_s[-1] if self.arrival_s else 0.0
 
+    def later(self, by_s: float) -> Requests:
+        """The same requests, each `by_s` seconds later; the tokens are shared."""
+        return Requests(array("d", (at_s + by_s for at_s in self.arrival_s)), self.prompt, self.output)
+
 
 @dataclass(frozen=True, slots=True)
 class TraceJob:

@@ -124,7 +124,8 @@ class SimEffects:
         self._replicas: dict[str, _Replica] = {}
         self._groups: dict[str, _Group] = {}
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self.horizon_s = float("inf")
+        self.counted_s = (0.0, math.inf)
+        """From when to when training counts."""
         self.training_device_s = 0.0
 
     def _now(self) -> float:
@@ -212,8 +213,8 @@ class SimEffects:
         job.trained_device_s += trained
         if job.left_device_s is not None:
             job.left_device_s = max(job.left_device_s - trained, 0.0)
-        until_s, since_s = min(now_s, self.horizon_s), min(group.since_s, self.horizon_s)
-        self.training_device_s += (until_s - since_s) * len(group.lease.device_ids)
+        counted_s = min(now_s, self.counted_s[1]) - max(group.since_s, self.counted_s[0])
+        self.training_device_s += max(counted_s, 0.0) * len(group.lease.device_ids)
         group.since_s = now_s
 
     def _finish(self, job_id: str) -> None:

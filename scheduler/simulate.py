@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from scheduler import oracle, virtual_time
@@ -31,6 +31,10 @@ from scheduler.sim_world import (
 )
 from scheduler.standby import StandbyLearner, standby_costs
 from scheduler.workload import DeploymentView, Policy
+
+UP_S = 16.0
+"""The box is up this long before the first request, with the elastic job running and engines open: a trace is a stretch
+of a box's life, not its birth. Times inside a run are later than those of the trace by this much."""
 
 
 @dataclass(frozen=True)
@@ -119,21 +123,31 @@ class Figures:
 
 def run_policy(setup: Setup, policy: Policy) -> Figures:
     """One policy over the whole trace, and on until every request is answered or given up."""
-    cluster = Cluster(setup.requests, setup.engine, hold_s=setup.hold_s, seed=setup.seed)
-    horizon_s = setup.requests.horizon_s
-    jobs: list[SimJob] = [elastic_job(setup.devices)] if setup.jobs is None else [job_of(j) for j in setup.jobs]
+    requests = setup.requests.later(UP_S)
+    cluster = Cluster(requests, setup.engine, hold_s=setup.hold_s, seed=setup.seed)
+    jobs: list[SimJob]
+    if setup.jobs is None:
+        jobs = [elastic_job(setup.devices)]
+    else:
+        jobs = [job_of(replace(j, at_s=j.at_s + UP_S)) for j in setup.jobs]
     store = SimStore(cluster, policy, jobs, setup.deployment())
     effects = SimEffects(cluster, setup.inventory(), store.jobs, setup.times)
-    effects.horizon_s = horizon_s
+    effects.counted_s = (UP_S, requests.horizon_s)
     journal = MemoryJournal()
     learner = setup.learner() if policy.kind == "auto" else None
-    gateway = Gateway(cluster, store, effects, setup.config, max(horizon_s / 1000, 1.0), learner)
+    gateway = Gateway(cluster, store, effects, setup.config, max(setup.requests.horizon_s / 1000, 1.0), learner)
+    handovers_before = 0
 
     async def life() -> None:
-        loop = SchedulerLoop(effects, store, journal, virtual_time.VirtualClock(), setup.config)
+        nonlocal handovers_before
+        clock = virtual_time.VirtualClock()
+        loop = SchedulerLoop(effects, store, journal, clock, setup.config)
         running = asyncio.create_task(loop.run())
+        while (left_s := UP_S - clock.now_s()) > 0:
+            await asyncio.sleep(max(left_s, virtual_time.RESOLUTION_S))
+        handovers_before = journal.last_id()
         watching = asyncio.create_task(
-            gateway.run(loop, horizon_s, sorted(j.view.submitted_s for j in store.jobs.values()))
+            gateway.run(loop, requests.horizon_s, sorted(j.view.submitted_s for j in store.jobs.values()))
         )
         await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
         effects.close_books()
@@ -143,13 +157,13 @@ def run_policy(setup: Setup, policy: Policy) -> Figures:
         await running
 
     virtual_time.run(life())
-    return _figures(setup, cluster, effects, journal, gateway.samples)
+    return _figures(setup, cluster, effects.training_device_s, journal.last_id() - handovers_before, gateway.samples)
 
 
 def _figures(
-    setup: Setup, cluster: Cluster, effects: SimEffects, journal: MemoryJournal, samples: list[Sample]
+    setup: Setup, cluster: Cluster, training_device_s: float, handovers: int, samples: list[Sample]
 ) -> Figures:
-    requests, served = setup.requests, cluster.served
+    requests, served = cluster.requests, cluster.served
     ttft, good, ended = [], 0, 0
     points: list[tuple[float, float]] = []
     every = len(requests) // 5000 + 1
@@ -158,7 +172,7 @@ def _figures(
         if first_s >= 0:
             ttft.append(first_s - arrival_s)
             if n % every == 0:
-                points.append((arrival_s, first_s - arrival_s))
+                points.append((arrival_s - UP_S, first_s - arrival_s))
         if end_s >= 0:
             ended += 1
             tpot_s = (end_s - first_s) / max(requests.output[n] - 1, 1)
@@ -173,9 +187,9 @@ def _figures(
         slo_attainment=good / len(requests),
         ttft_p50_s=percentile(0.5),
         ttft_p95_s=percentile(0.95),
-        training_gpu_hours=effects.training_device_s / 3600,
-        handovers=journal.last_id(),
-        samples=samples,
+        training_gpu_hours=training_device_s / 3600,
+        handovers=handovers,
+        samples=[replace(sample, at_s=sample.at_s - UP_S) for sample in samples],
         first_tokens=points,
     )
 
@@ -211,7 +225,8 @@ def simulate(
         "slo": {"ttft_s": setup.slo_ttft_s, "tpot_s": setup.slo_tpot_s},
         **figures.to_json(),
         "oracle_training_gpu_hours": bound_s / 3600,
-        "oracle_ratio": figures.training_gpu_hours * 3600 / bound_s if bound_s else None,
+        # Where nothing could be trained (a trace of one moment, no job in its time), nothing was lost.
+        "oracle_ratio": figures.training_gpu_hours * 3600 / bound_s if bound_s else 1.0,
         "on_pareto_front": not any(_dominates(_point(row), _point(figures.to_json())) for row in splits),
         "pareto": pareto(figures.to_json(), splits),
         "static": splits,

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+RESOLUTION_S = 1e-6
+
 
 class _JumpingSelector(selectors.SelectSelector):
     """Waiting for nothing but time: let the time pass at once."""
@@ -37,7 +39,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         super().__init__(self._jumping)
         # Seconds since the epoch have steps of 2.4e-7 as floats: with the real clock's 1 ns a timer that is due
         # exactly now would never count as due, and the loop would spin.
-        self._clock_resolution = 1e-6
+        self._clock_resolution = RESOLUTION_S
 
     def time(self) -> float:
         return self._start_s + self._jumping.jumped_s

@@ -220,6 +220,14 @@ def test_auto_trains_more_than_the_splits_that_serve_as_well() -> None:
     assert max(s.serving_devices + s.training_devices for s in figures.samples) <= 8
 
 
+def test_one_request_served_in_time_is_all_of_them() -> None:
+    """Its engine had to start within the target: none was there when the trace began."""
+    result, _ = simulate(Setup(steady(1, 1)), Policy("auto"))
+    assert (result["requests_served"], result["slo_attainment"], result["handovers"]) == (1, 1.0, 0)
+    assert result["oracle_ratio"] == 1.0, "nothing could be trained in no time, nothing was lost"
+    assert [s["slo_attainment"] for s in result["static"]] == [1.0] * 8 + [0.0]
+
+
 def test_a_run_is_reproducible() -> None:
     first, second = (run_policy(Setup(burst()), Policy("auto")) for _ in range(2))
     assert first == second
