@@ -98,7 +98,9 @@ class AsyncChannel:
         try:
             head = await self._reader.readexactly(_LENGTH.size)
             return json.loads(await self._reader.readexactly(_length(head)))
-        except (asyncio.IncompleteReadError, ConnectionResetError) as error:
+        # After a failed write asyncio raises that write's error here too, instead of an end of file: a child killed
+        # at that moment was never noticed while only ConnectionResetError was awaited.
+        except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosed("the process is gone") from error
 
     def close(self) -> None:
