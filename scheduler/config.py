@@ -35,7 +35,7 @@ class SchedulerConfig(BaseModel):
     """Share of a model's requests that `auto` may let come late, by what the last half hour taught: it keeps as few
     replicas on standby as that allows."""
     late_share: Annotated[float, Field(ge=0, lt=1)] = 0.03
-    """Where arrivals are not counted: share of the demand of the last half hour that may come on top of the floor
+    """Where no standby is learned: share of the demand of the last half hour that may come on top of the floor
     `auto` keeps for a model."""
     floor_hold_s: Seconds = 60.0
     """How long after a model's last request that floor is kept."""

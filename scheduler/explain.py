@@ -7,6 +7,7 @@ from typing import Any
 from scheduler.handover import Chain, Handover
 from scheduler.inventory import Holder
 from scheduler.plan import Allocation
+from scheduler.standby import Standby
 from scheduler.workload import Policy, Snapshot
 
 
@@ -112,6 +113,13 @@ def reason_of(handover: Handover, policy: Policy) -> str:
     return f"{mode_of(policy)}: {'; '.join(texts[:4])}{more}"
 
 
+def _standby(learned: Standby) -> str:
+    return (
+        f"Its traffic taught to keep {_count(learned.replicas, 'replica')} awake, and to wake more when the backlog "
+        f"takes {learned.backlog_share:.0%} of the target for the first token."
+    )
+
+
 def explain(handover: Handover, allocation: Allocation, snapshot: Snapshot) -> dict[str, Any]:
     """What would be done and why, as plain values: one sentence per chain, per waiting job, per model kept short."""
     running = {g.job_id: list(g.devices) for g in allocation.groups}
@@ -125,6 +133,7 @@ def explain(handover: Handover, allocation: Allocation, snapshot: Snapshot) -> d
         "steps": sentences(handover, allocation, snapshot),
         "waiting": dict(allocation.waiting),
         "notes": dict(allocation.notes),
+        "standby": {d.model: _standby(d.standby) for d in snapshot.deployments if d.standby},
         "jobs": running,
         "models": opened,
     }

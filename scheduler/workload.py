@@ -106,9 +106,9 @@ class JobView:
 class Demand:
     """What is asked of a model now, as the gateways report it.
 
-    inflight: requests at its replicas. held: requests waiting at the gateway for a replica. waiting_tokens: prompt and
-    output tokens not yet worked off, 0 where unknown. ttft_p95_s, tpot_p95_s: recent time to first token and per
-    further token, None where unknown.
+    inflight: requests at its replicas. held: requests waiting at the gateway for a replica. waiting_tokens: prompt
+    tokens of requests without a first token, as far as known. ttft_p95_s, tpot_p95_s: recent time to first token and
+    per further token, None where unknown.
     """
 
     inflight: int = 0

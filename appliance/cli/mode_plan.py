@@ -35,10 +35,12 @@ def _plan(told: dict[str, Any]) -> Any:
     steps = [f"{number}. {text}" for number, text in enumerate(told["steps"], 1)]
     waiting = [(f"job {job_id}", text) for job_id, text in sorted(told["waiting"].items())]
     short = [(f"model {model}", text) for model, text in sorted(told["notes"].items())]
+    standby = [(f"model {model}", text) for model, text in sorted(told["standby"].items())]
     left = output.fields([*waiting, *short]) if waiting or short else None
     split = f" {told['train_devices']}" if told["policy"] == "split" else ""
     title = f"mode {told['policy']}{split}, serving floor {told['serving_floor']}:"
     return output.stack(
         "\n".join([title, *(steps or ["Nothing would move."])]),
         output.above("Would wait:", left) if left is not None else None,
+        output.above("Learned:", output.fields(standby)) if standby else None,
     )

@@ -16,12 +16,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import orjson
 
+from appliance.controller.arrivals import Arrivals
 from appliance.controller.config import ControllerConfig
 from appliance.controller.errors import BusTimeout
 from appliance.controller.load import Load, Report, parse_report, total
@@ -80,6 +82,7 @@ class Bus:
         self._server: asyncio.Server | None = None
         self._opened_s = 0.0
         self._ever_reported = False
+        self._arrivals = Arrivals(time.time())
         self._encode()
 
     async def start(self) -> None:
@@ -138,7 +141,8 @@ class Bus:
     def load(self) -> Load:
         """Summed over all gateways that are connected, or lost only just now."""
         self._forget_gone()
-        return total([gateway.report for gateway in self._gateways if gateway.report])
+        reports = [gateway.report for gateway in self._gateways if gateway.report]
+        return total(reports, self._arrivals.totals)
 
     def connected(self) -> list[str]:
         return sorted(gateway.name for gateway in self._gateways if gateway.lost_at_s is None)
@@ -254,6 +258,7 @@ class Bus:
             for old in [g for g in self._gateways if g.lost_at_s is not None and g.name == report.gateway]:
                 self._gateways.discard(old)
         gateway.report = report
+        self._arrivals.heard(report)
         self._ever_reported = True
         self._changed.set()
         if self._on_load is not None:

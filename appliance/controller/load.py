@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _SUMMED_REPLICA = ("inflight", "streams", "waiting_tokens")
-_SUMMED_MODEL = ("inflight", "held")
+_SUMMED_MODEL = ("inflight", "held", "waiting_prompt_tokens")
 _LATEST_MODEL = ("last_request_s",)
 _WORST_MODEL = ("ttft_p95_s", "tpot_p95_s")
+_SLOWEST_MODEL = ("prefill_tokens_per_s",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,13 +26,24 @@ class ReplicaLoad:
 @dataclass(frozen=True, slots=True)
 class ModelLoad:
     """Requests for one model. held: waiting at gateways for a replica. ttft_p95_s, tpot_p95_s: the worst
-    gateway's."""
+    gateway's. waiting_prompt_tokens: of requests that are known to have no first token yet. prefill_tokens_per_s: of
+    one replica, by the gateway that measured the least; None where no gateway could tell."""
 
     inflight: int = 0
     held: int = 0
     last_request_s: float | None = None
     ttft_p95_s: float | None = None
     tpot_p95_s: float | None = None
+    waiting_prompt_tokens: int = 0
+    prefill_tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Requests that came for one model, and the tokens of their prompts as routing estimates them."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,22 +59,34 @@ class VersionLoad:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """canaries: by model and the moment at which its canary began, then by version."""
+    """canaries: by model and the moment at which its canary began, then by version. arrived: by model, since the bus
+    listens (`appliance.controller.arrivals`)."""
 
     replicas: Mapping[str, ReplicaLoad] = field(default_factory=dict)
     models: Mapping[str, ModelLoad] = field(default_factory=dict)
     canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = field(default_factory=dict)
+    arrived: Mapping[str, Arrived] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The last "load" message of one gateway, checked. generation: of the table it has applied."""
+    """The last "load" message of one gateway, checked. generation: of the table it has applied. started_s: when its
+    process began, Unix time; `arrived` counts since then."""
 
     gateway: str
     generation: int
     replicas: Mapping[str, Mapping[str, float]]
     models: Mapping[str, Mapping[str, float]]
     canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = field(default_factory=dict)
+    started_s: float = 0.0
+
+    @property
+    def arrived(self) -> dict[str, Arrived]:
+        return {
+            name: Arrived(int(row["arrived_requests"]), int(row.get("arrived_prompt_tokens", 0)))
+            for name, row in self.models.items()
+            if "arrived_requests" in row
+        }
 
 
 def parse_report(message: Mapping[str, Any]) -> Report:
@@ -72,8 +96,11 @@ def parse_report(message: Mapping[str, Any]) -> Report:
         raise ValueError(f"gateway: {gateway!r} given, expected a name")
     if not isinstance(generation, int) or isinstance(generation, bool):
         raise ValueError(f"generation: {generation!r} given, expected a whole number")
+    started_s = message.get("started_s", 0.0)
+    if not isinstance(started_s, int | float) or isinstance(started_s, bool):
+        raise ValueError(f"started_s: {started_s!r} given, expected seconds since 1970")
     return Report(gateway, generation, _rows(message, "replicas"), _rows(message, "models"),
-                  _canaries(message.get("canaries", {})))  # fmt: skip
+                  _canaries(message.get("canaries", {})), float(started_s))  # fmt: skip
 
 
 def _rows(message: Mapping[str, Any], name: str) -> dict[str, dict[str, float]]:
@@ -103,7 +130,7 @@ def _version(row: Mapping[str, Any]) -> VersionLoad:
     return VersionLoad(int(row["requests"]), int(row["errors"]), first_byte, duration)
 
 
-def total(reports: list[Report]) -> Load:
+def total(reports: list[Report], arrived: Mapping[str, Arrived] | None = None) -> Load:
     replicas: dict[str, dict[str, Any]] = {}
     models: dict[str, dict[str, Any]] = {}
     for report in reports:
@@ -115,6 +142,9 @@ def total(reports: list[Report]) -> Load:
             for key in (*_LATEST_MODEL, *_WORST_MODEL):
                 if key in row:
                     sums[key] = max(row[key], sums.get(key, row[key]))
+            for key in _SLOWEST_MODEL:
+                if key in row:
+                    sums[key] = min(row[key], sums.get(key, row[key]))
     canaries: dict[tuple[str, float], dict[str, VersionLoad]] = {}
     for report in reports:
         for key, versions in report.canaries.items():
@@ -125,6 +155,7 @@ def total(reports: list[Report]) -> Load:
         {name: ReplicaLoad(**row) for name, row in replicas.items()},
         {name: ModelLoad(**row) for name, row in models.items()},
         canaries,
+        dict(arrived or {}),
     )
 
 

@@ -48,6 +48,7 @@ from appliance.wiring.journal import SqliteJournal
 from appliance.wiring.model_work import LibraryOps
 from appliance.wiring.places import place_of, weight_budget_bytes
 from appliance.wiring.scheduler_port import LoopPort
+from appliance.wiring.standbys import Standbys
 from appliance.wiring.state_store import SqliteStateStore
 from appliance.wiring.tier_flow import TierFlow
 from appliance.wiring.tier_levels import make_levels
@@ -133,6 +134,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         db, events, lambda model: lines.demand(model, routing.demand(model)), config.box.serving_floor, len(devices),
         config.serve, models_changed,
         JobRoom(db, store, _facts(devices, store)).waits_for,
+        Standbys(routing.traffic, config.scheduler, len(devices)).learned,
     )
     asked = Asked(lambda: loop.status())
     journal = SqliteJournal(db, asked.now)

@@ -171,18 +171,22 @@ class Gateway:
         """The load report of the bus.
 
         last_request_s: Unix time, None before the first; ttft_p95_s, tpot_p95_s: of the last minute, None without
-        requests.
+        requests. arrived_*: since `started_s`. waiting_prompt_tokens: of requests without a first token, as far as
+        that can be seen: of those that are not streamed only while they are held.
         """
         now = time.monotonic()
         inflight: dict[str, int] = {}
+        waiting: dict[str, int] = {}
         for conn in self.connections:
             if conn.active is not None and isinstance(conn.active, Exchange):
                 name = conn.active.row
                 inflight[name] = inflight.get(name, 0) + 1
+                waiting[name] = waiting.get(name, 0) + conn.active.waiting_prompt_tokens
         return {
             "type": "load",
             "generation": self.generation,
             "gateway": self.config.name,
+            "started_s": self.started_s,
             "replicas": self.router.report(),
             "models": {
                 name: {
@@ -191,6 +195,10 @@ class Gateway:
                     "last_request_s": self.metrics.last_request_s.get(name),
                     "ttft_p95_s": self.metrics.ttft_p95_s(name, now),
                     "tpot_p95_s": self.metrics.tpot_p95_s(name, now),
+                    "waiting_prompt_tokens": waiting.get(name, 0),
+                    "prefill_tokens_per_s": self.metrics.prefill_tokens_per_s(name),
+                    "arrived_requests": self.metrics.arrivals(name)[0],
+                    "arrived_prompt_tokens": self.metrics.arrivals(name)[1],
                 }
                 for name in self.router.models
             },
@@ -315,7 +323,7 @@ class Gateway:
         self._spend(request, checked)
         # What is counted and logged is about the model; which version it was, the replica says.
         request.model = checked.model.partition("@")[0]
-        self.metrics.last_request_s[checked.model] = time.time()
+        self.metrics.arrived(checked.model, checked.prompt_tokens, time.time())
         if self.tracing is not None:
             self.tracing.begin(request)
         return Exchange(self, client, request, checked)

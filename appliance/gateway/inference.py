@@ -61,6 +61,7 @@ class Exchange:
         "_kept",
         "_kept_bytes",
         "_row",
+        "_alone",
         "_sent_s",
         "_first_byte_s",
         "_progress_s",
@@ -97,6 +98,7 @@ class Exchange:
         self._progress_s = 0.0
         self._comment_s = 0.0
         self._row = checked.model
+        self._alone = False
         self._sent_s = 0.0
         self._first_byte_s: float | None = None
 
@@ -104,6 +106,12 @@ class Exchange:
     def row(self) -> str:
         """The row of the table it counts for: that of the canary while it is there, else its model's."""
         return self.checked.model if self._choice is None else self._choice.model
+
+    @property
+    def waiting_prompt_tokens(self) -> int:
+        """Estimated prompt tokens if it is known to have no first token yet. At a replica only streams say so."""
+        at_replica = self._choice is not None and self.checked.stream and not self._relayed
+        return self.checked.prompt_tokens if self._ticket is not None or at_replica else 0
 
     # -- Handler
 
@@ -173,6 +181,7 @@ class Exchange:
             return
         self._leave_queue()
         self._choice, self._row = choice, choice.model
+        self._alone = choice.load.inflight == 1
         self.request.replica, self.request.model_version = choice.replica.id, choice.replica.version
         gateway.changed()
         conn = gateway.pool.acquire(choice.replica.socket)
@@ -428,6 +437,8 @@ class Exchange:
         if not self._continued:
             request.first_byte_s = now
             self.gateway.metrics.first_byte(request, now)
+            if self._alone and self.checked.stream and choice.load.inflight == 1:
+                self.gateway.metrics.prefilled(choice.model, self.checked.prompt_tokens, now - self._sent_s)
 
     def _whole(self, conn: UpstreamConnection, now: float) -> None:
         self._first_bytes(now)

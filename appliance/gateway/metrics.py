@@ -9,6 +9,7 @@ import bisect
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
+from . import prefill_rate
 from .exposition import Family, Sample, labels
 from .routes import ADMIN, FINE_TUNING, INFERENCE
 from .wire import Request
@@ -73,10 +74,42 @@ class Metrics:
         self.models: dict[str, dict[Key, Series]] = {}
         self.response_bytes = 0
         self.last_request_s: dict[str, float] = {}
+        self._arrived: dict[str, list[int]] = {}
+        self._idle_starts: dict[str, deque[tuple[int, float]]] = {}
+        self._prefill: dict[str, float | None] = {}
         self._recent: dict[str, deque[tuple[float, float]]] = {}
         self._recent_tpot: dict[str, deque[tuple[float, float]]] = {}
         self._classes: dict[frozenset[str], str] = {}
         self._known: dict[tuple[str, str, frozenset[str]], Series] = {}
+
+    def arrived(self, row: str, prompt_tokens: int, now_s: float) -> None:
+        """A request was let in for this row of the table. now_s: Unix time."""
+        self.last_request_s[row] = now_s
+        counts = self._arrived.get(row)
+        if counts is None:
+            counts = self._arrived[row] = [0, 0]
+        counts[0] += 1
+        counts[1] += prompt_tokens
+
+    def arrivals(self, row: str) -> tuple[int, int]:
+        """Requests and estimated prompt tokens let in since this process began. Never falls, whatever leaves the
+        table: who listens takes differences."""
+        requests, prompt_tokens = self._arrived.get(row, (0, 0))
+        return requests, prompt_tokens
+
+    def prefilled(self, row: str, prompt_tokens: int, seconds: float) -> None:
+        """A stream that had a replica to itself got its first bytes this long after it was sent there."""
+        samples = self._idle_starts.get(row)
+        if samples is None:
+            samples = self._idle_starts[row] = deque(maxlen=prefill_rate.SAMPLES)
+        samples.append((prompt_tokens, seconds))
+        self._prefill.pop(row, None)
+
+    def prefill_tokens_per_s(self, row: str) -> float | None:
+        """What one replica computes, None where the streams so far do not say."""
+        if row not in self._prefill:
+            self._prefill[row] = prefill_rate.prefill_tokens_per_s(self._idle_starts.get(row, ()))
+        return self._prefill[row]
 
     def first_byte(self, request: Request, now_s: float) -> None:
         """The first byte of an engine's answer to this request goes out now."""
@@ -140,6 +173,8 @@ class Metrics:
         self._recent = {name: values for name, values in self._recent.items() if name in kept}
         self._recent_tpot = {name: values for name, values in self._recent_tpot.items() if name in kept}
         self.last_request_s = {name: at for name, at in self.last_request_s.items() if name in kept}
+        self._idle_starts = {name: samples for name, samples in self._idle_starts.items() if name in kept}
+        self._prefill = {name: rate for name, rate in self._prefill.items() if name in kept}
 
     def families(self, gauges: Iterable[tuple[str, str, dict[str, str], float]]) -> list[Family]:
         """Everything. gauges: (name, help, labels, value), rows of one name adjacent."""

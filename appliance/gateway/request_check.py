@@ -49,12 +49,13 @@ _INT64 = (1 << 63) - 1
 
 @dataclass(slots=True)
 class Checked:
-    """tokens: estimate of prompt plus completion. asks_usage: the client wants its stream's usage as an event.
-    continuation: of a stream that can go on after its engine's death."""
+    """tokens: estimate of prompt plus completion; prompt_tokens: of the prompt alone. asks_usage: the client wants its
+    stream's usage as an event. continuation: of a stream that can go on after its engine's death."""
 
     model: str
     stream: bool
     tokens: int
+    prompt_tokens: int
     _beginning: Any
     asks_usage: bool = False
     continuation: Continuation | None = None
@@ -108,7 +109,9 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
             if data[key] is not None:
                 _number(key, data[key], *number_rules[key])
         if type(data.get("user", "")) is str:
-            return Checked(model, False, len(body) // 4 + min(_completion_tokens(data), 4096), data["messages"])
+            prompt_tokens = len(body) // 4
+            tokens = prompt_tokens + min(_completion_tokens(data), 4096)
+            return Checked(model, False, tokens, prompt_tokens, data["messages"])
     if not fields.isdisjoint(FORBIDDEN):
         for key in sorted(fields & FORBIDDEN):
             if data[key] is not None:
@@ -132,9 +135,11 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
             param="n",
         )
     continuation = continuation_of(route.name, data) if stream else None
-    tokens = len(body) // 4 + min(completion, 4096) * sequences
+    prompt_tokens = len(body) // 4
+    tokens = prompt_tokens + min(completion, 4096) * sequences
     beginning = data.get("messages") or data.get("prompt") or data.get("input") or ""
-    return Checked(model, bool(stream), tokens, beginning, stream is True and _asks_usage(data), continuation)
+    asks_usage = stream is True and _asks_usage(data)
+    return Checked(model, bool(stream), tokens, prompt_tokens, beginning, asks_usage, continuation)
 
 
 # A chat request with none but these needs its messages and numbers looked at, and no more.

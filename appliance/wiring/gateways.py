@@ -6,12 +6,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from appliance.controller.bus import Bus
+from appliance.controller.load import Load, ModelLoad
 from appliance.controller.naming import resolve
 from appliance.store import adapters, canaries, deployments, job_records, models
 from appliance.store.adapters import AdapterRow
 from appliance.store.database import Database
 from appliance.store.deployments import given_up
 from appliance.store.rows import CanaryRow
+from appliance.wiring.standbys import Traffic
 from scheduler.workload import Demand
 
 
@@ -103,23 +105,31 @@ class BusRouting:
 
     def demand(self, model: str) -> Demand:
         """What the gateways report of a model and of the adapters that its engines serve, for the planner."""
-        load = self._bus.load()
-        rows = [load.models[name] for name in (model, *self._guests.get(model, ())) if name in load.models]
+        rows = self._rows(self._bus.load(), model)
         if not rows:
             return Demand()
-        waiting = sum(
-            load.replicas[replica_id].waiting_tokens
-            for replica_id, served in self._replicas.items()
-            if served.model == model and replica_id in load.replicas
-        )
         return Demand(
             sum(row.inflight for row in rows),
             sum(row.held for row in rows),
-            waiting,
+            sum(row.waiting_prompt_tokens for row in rows),
             max((row.last_request_s for row in rows if row.last_request_s is not None), default=None),
             max((row.ttft_p95_s for row in rows if row.ttft_p95_s is not None), default=None),
             max((row.tpot_p95_s for row in rows if row.tpot_p95_s is not None), default=None),
         )
+
+    def traffic(self, model: str) -> Traffic:
+        """What has come for the same names, and how fast a replica computes their prompts."""
+        load = self._bus.load()
+        rates = [row.prefill_tokens_per_s for row in self._rows(load, model) if row.prefill_tokens_per_s]
+        arrived = {name: load.arrived[name] for name in self._served_by(model) if name in load.arrived}
+        return Traffic(arrived, min(rates, default=None))
+
+    def _rows(self, load: Load, model: str) -> list[ModelLoad]:
+        return [load.models[name] for name in self._served_by(model) if name in load.models]
+
+    def _served_by(self, model: str) -> tuple[str, ...]:
+        """The names that are served on a model's engines."""
+        return model, *self._guests.get(model, ())
 
     def _change(self, replica_id: str, **changes: Any) -> int:
         served = self._replicas.get(replica_id)

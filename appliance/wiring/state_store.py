@@ -37,10 +37,11 @@ class SqliteStateStore:
         config: EngineConfig,
         on_models_changed: Callable[[], Any],
         job_lacks: Callable[[JobRow], str] = lambda row: "",
+        learned: Callable[[tuple[DeploymentView, ...]], tuple[DeploymentView, ...]] = lambda deployments: deployments,
     ):
         self._db, self._events, self._demand = db, events, demand
         self._serving_floor, self._devices, self._config = serving_floor, devices, config
-        self._on_models_changed, self._job_lacks = on_models_changed, job_lacks
+        self._on_models_changed, self._job_lacks, self._learned = on_models_changed, job_lacks, learned
         self._remaining_device_s: dict[str, float] = {}  # as far as known: what a job said when it ran last
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
@@ -67,9 +68,11 @@ class SqliteStateStore:
                 for row in jobs.list_unfinished(self._db)
                 if row.phase != "validating" and row.wanted != "cancel"
             ),
-            deployments=(
-                *self._own_engines(deployed, active, adapters),
-                *(view for view in self._checkpoints() if view.model not in adapters),
+            deployments=self._learned(
+                (
+                    *self._own_engines(deployed, active, adapters),
+                    *(view for view in self._checkpoints() if view.model not in adapters),
+                )
             ),
             cordoned=frozenset(box.get(self._db, CORDONED, [])),
         )

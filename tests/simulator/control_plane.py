@@ -49,7 +49,8 @@ class SimulatedScheduler:
     def explain(self, policy: Policy | None) -> dict[str, Any]:
         """An idle box with nothing to move."""
         kind = policy.kind if policy else "auto"
-        return {"policy": kind, "steps": [], "waiting": {}, "notes": {}, "jobs": {}, "models": {}}
+        return {"policy": kind, "steps": [], "waiting": {}, "notes": {}, "standby": {}, "jobs": {},
+                "models": {}}  # fmt: skip
 
     def status(self) -> dict[str, Any]:
         return {

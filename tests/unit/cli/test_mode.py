@@ -69,13 +69,16 @@ def test_a_plan_is_told_in_sentences(prepared):
     told = {
         "policy": "split", "train_devices": 6, "serving_floor": 1, "steps": ["Job j runs on 6 devices, because …."],
         "waiting": {"k": "Needs 2 devices; none are left."}, "notes": {"m": "Wants a replica."}, "jobs": {},
-        "models": {},
+        "standby": {"m": "Its traffic taught to keep 3 replicas awake."}, "models": {},
     }  # fmt: skip
     prepared.prepare("POST", "/admin/v1/mode/plan", (200, told))
     text = prepared.run("mode", "plan", "--dry-run", "split", "--train", "6", "--floor", "1").stdout
     assert "mode split 6, serving floor 1:" in text and "1. Job j runs" in text
     assert "job k" in text and "none are left" in text and "model m" in text
+    assert "Learned:" in text and "keep 3 replicas awake" in text
     (sent,) = prepared.sent("POST", "/admin/v1/mode/plan")
     assert sent["content"] == b'{"policy": "split", "train_devices": 6, "serving_floor": 1}'
-    prepared.prepare("POST", "/admin/v1/mode/plan", (200, {**told, "steps": [], "waiting": {}, "notes": {}}))
-    assert "Nothing would move." in prepared.run("mode", "plan").stdout
+    nothing = {**told, "steps": [], "waiting": {}, "notes": {}, "standby": {}}
+    prepared.prepare("POST", "/admin/v1/mode/plan", (200, nothing))
+    text = prepared.run("mode", "plan").stdout
+    assert "Nothing would move." in text and "Learned:" not in text

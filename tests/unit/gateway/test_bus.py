@@ -78,7 +78,9 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
     assert report["type"] == "load" and report["gateway"] == "gateway"
     assert set(report["models"]) == {"m", "n"}
     assert report["models"]["n"] == {"inflight": 0, "held": 0, "last_request_s": None, "ttft_p95_s": None,
-                                     "tpot_p95_s": None}  # fmt: skip
+                                     "tpot_p95_s": None, "waiting_prompt_tokens": 0, "prefill_tokens_per_s": None,
+                                     "arrived_requests": 0, "arrived_prompt_tokens": 0}  # fmt: skip
+    assert report["started_s"] == box.gateway.started_s
     assert report["replicas"] == {"e0": {"inflight": 0, "streams": 0, "waiting_tokens": 0}}
 
 

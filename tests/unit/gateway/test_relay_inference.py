@@ -179,6 +179,9 @@ async def test_load_is_counted_and_given_back(box: Box) -> None:
     assert report["replicas"]["e0"]["inflight"] == 1
     assert report["replicas"]["e0"]["waiting_tokens"] > 100
     assert report["models"]["m"]["inflight"] == 1 and report["models"]["m"]["held"] == 0
+    assert report["models"]["m"]["arrived_requests"] == 1
+    assert 0 < report["models"]["m"]["arrived_prompt_tokens"] < 100, "of the prompt alone"
+    assert report["models"]["m"]["waiting_prompt_tokens"] == 0, "an answer in one piece does not say when it began"
     go_on.set()
     assert (await wire.response()).status == 200
     report = box.gateway.report()
@@ -186,3 +189,30 @@ async def test_load_is_counted_and_given_back(box: Box) -> None:
     assert report["models"]["m"]["ttft_p95_s"] > 0
     assert report["models"]["m"]["tpot_p95_s"] is None, "nothing was streamed"
     assert box.gateway._buffered_bytes == 0
+
+
+async def test_streams_with_a_replica_to_themselves_tell_the_prefill_rate(box: Box) -> None:
+    waiting, go_on = [], asyncio.Event()
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        waiting.append(box.gateway.report()["models"]["m"]["waiting_prompt_tokens"])
+        if len(waiting) > 1:
+            await go_on.wait()
+        for event in chat_events("a"):
+            await reply.chunk(event)
+        await reply.end()
+
+    box.engines["e0"].script = script
+    await box.ask("POST", "/v1/chat/completions", chat(stream=True))
+    one = box.gateway.metrics.arrivals("m")[1]
+    two = [asyncio.create_task(box.ask("POST", "/v1/chat/completions", chat(stream=True))) for _ in range(2)]
+    await box.until(lambda: len(waiting) == 3)
+    go_on.set()
+    await asyncio.gather(*two)
+    assert waiting[0] == one > 0 and waiting[2] == 2 * one
+    assert box.gateway.report()["models"]["m"]["waiting_prompt_tokens"] == 0
+    samples = box.gateway.metrics._idle_starts["m"]
+    assert 1 <= len(samples) <= 2 and samples[0][0] == one, "not of one that found or got a neighbour"
+    box.gateway.metrics.forget_models([])
+    assert box.gateway.metrics.arrivals("m")[0] == 3, "or its return would look like a restart"

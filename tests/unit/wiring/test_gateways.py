@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.controller.load import Load, ModelLoad, ReplicaLoad
+from appliance.controller.load import Arrived, Load, ModelLoad, ReplicaLoad
 from appliance.store import canaries, models
 from appliance.store.rows import CanaryRow, VersionRow
 from appliance.wiring.gateways import BusRouting
@@ -75,17 +75,22 @@ async def test_other_weights_below_end_the_routes_of_adapters_and_nothing_else(r
 async def test_what_is_asked_of_adapters_is_asked_of_their_base(routing, bus):
     await routing.open("r1", "starter", "v1", SOCKET)
     bus.reported = Load(
-        {"r1": ReplicaLoad(waiting_tokens=70)},
+        {"r1": ReplicaLoad(waiting_tokens=4000)},
         {
-            "starter": ModelLoad(1, 0, 5.0, 0.1),
-            "ft:a": ModelLoad(2, 3, 9.0, 0.4),
+            "starter": ModelLoad(1, 0, 5.0, 0.1, waiting_prompt_tokens=50, prefill_tokens_per_s=900.0),
+            "ft:a": ModelLoad(2, 3, 9.0, 0.4, waiting_prompt_tokens=20, prefill_tokens_per_s=800.0),
             "ft:b": ModelLoad(0, 1, None, None),
         },
+        arrived={"starter": Arrived(5, 500), "ft:a": Arrived(1, 40), "unheard": Arrived(9, 9)},
     )
     asked = routing.demand("starter")
-    assert (asked.inflight, asked.held, asked.waiting_tokens) == (3, 4, 70)
+    assert (asked.inflight, asked.held) == (3, 4)
+    assert asked.waiting_tokens == 70, "prompts that wait, not the tokens that running requests still have to write"
     assert (asked.last_request_s, asked.ttft_p95_s) == (9.0, 0.4)
     assert routing.demand("unheard").requests == 0
+    traffic = routing.traffic("starter")
+    assert traffic.arrived == {"starter": Arrived(5, 500), "ft:a": Arrived(1, 40)}
+    assert traffic.prefill_tokens_per_s == 800.0
 
 
 async def test_a_canary_has_a_row_of_its_own_and_its_share_stands_in_its_models(routing, bus, db):

@@ -1,0 +1,160 @@
+"""What gateways report becomes standby in the planner's view of the deployments."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from appliance.controller.arrivals import Arrivals
+from appliance.controller.load import Load, Report, parse_report, total
+from appliance.store import deployments
+from appliance.wiring.gateways import BusRouting
+from appliance.wiring.standbys import LOOK_S, Standbys
+from appliance.wiring.state_store import SqliteStateStore
+from scheduler.config import SchedulerConfig
+from scheduler.workload import DeploymentView
+from serve.config import EngineConfig
+
+RATE = 1000.0
+PROMPT_TOKENS = 50  # 0.05 replica-seconds
+
+
+class ReportedBus:
+    """Takes reports as the bus does; tables go nowhere."""
+
+    def __init__(self):
+        self._arrivals, self._reports = Arrivals(0.0), {}
+
+    def set_models(self, table):
+        return 1
+
+    def heard(self, report: Report) -> None:
+        self._reports[report.gateway] = report
+        self._arrivals.heard(report)
+
+    def load(self) -> Load:
+        return total(list(self._reports.values()), self._arrivals.totals)
+
+
+class Box:
+    """Gateway workers on one side, the scheduler's view of the store on the other, a clock in between."""
+
+    def __init__(self, db, events, rate: float | None = RATE):
+        self.now_s, self.rate = 1.0, rate
+        self.bus = ReportedBus()
+        routing = BusRouting(self.bus, db, 60.0)
+        routing.refresh()
+        self.standbys = Standbys(routing.traffic, SchedulerConfig(), 8, lambda: self.now_s)
+        self._states = SqliteStateStore(
+            db, events, routing.demand, 1, 8, EngineConfig(max_replicas=8), lambda: None, learned=self.standbys.learned
+        )
+        self._counts: dict[str, int] = {}
+        self._began_s: dict[str, float] = {}
+
+    def arrive(self, worker: str, requests: int) -> None:
+        self._counts[worker] = self._counts.get(worker, 0) + requests
+        self.report(worker)
+
+    def report(self, worker: str) -> None:
+        count = self._counts.setdefault(worker, 0)
+        row = {"inflight": 0, "arrived_requests": count, "arrived_prompt_tokens": count * PROMPT_TOKENS,
+               "prefill_tokens_per_s": self.rate}  # fmt: skip
+        began_s = self._began_s.setdefault(worker, self.now_s)
+        self.bus.heard(parse_report({"gateway": worker, "generation": 1, "started_s": began_s, "replicas": {},
+                                     "models": {"starter": row}}))  # fmt: skip
+
+    def restart(self, worker: str) -> None:
+        self._counts[worker], self._began_s[worker] = 0, self.now_s
+
+    def seen(self) -> DeploymentView:
+        (view,) = self._states.load().deployments
+        return view
+
+    def live(self, minutes: float, work_per_s, workers=("g-0", "g-1"), restart_every_s: float | None = None):
+        """Requests at this rate of work (replica-seconds per second), shared out over the workers."""
+        rng, seen = random.Random(3), self.seen()
+        due, end_s, restart_s = 0.0, self.now_s + minutes * 60, self.now_s
+        while self.now_s < end_s:
+            self.now_s += LOOK_S
+            due += work_per_s(self.now_s) * LOOK_S * RATE / PROMPT_TOKENS
+            if restart_every_s is not None and self.now_s - restart_s >= restart_every_s:
+                self.restart(rng.choice(workers))
+                restart_s = self.now_s
+            came, due = int(due), due % 1
+            first = rng.randint(0, came)
+            for worker, count in zip(workers, (first, came - first), strict=True):
+                self.arrive(worker, count)
+            self.standbys.learned((seen,))  # the rows of the store do not change meanwhile, and reading them is slow
+        self.now_s += LOOK_S
+        return self.seen()
+
+
+@pytest.fixture
+def box(db, events, add_model):
+    add_model()
+    deployments.update(db, "starter", ttft_p95_s=2.0)
+    return Box(db, events)
+
+
+def flat(t: float) -> float:
+    return 0.3
+
+
+def bursts(t: float) -> float:
+    return 8.0 if t % 60 < 2 else 0.1
+
+
+def test_bursts_raise_standby_and_flat_load_keeps_it_low(box):
+    quiet = box.live(2, flat)
+    assert quiet.prefill_tokens_per_s == RATE and quiet.standby.replicas <= 2
+    assert box.live(3, bursts).standby.replicas >= 4
+
+
+def test_restarts_of_workers_are_no_bursts(box):
+    assert box.live(2, flat, restart_every_s=7.0).standby.replicas <= 2
+
+
+def test_each_request_is_learned_once_however_many_report_and_ask(box, monkeypatch):
+    box.seen()  # as the controller does before any gateway has come
+    fed = []
+    monkeypatch.setattr(
+        "scheduler.standby.StandbyLearner.seen", lambda self, now_s, work_s, requests, asked: fed.append(requests)
+    )
+    box.arrive("g-0", 3)
+    box.arrive("g-1", 4)
+    box.now_s += LOOK_S
+    box.seen()
+    box.report("g-0")
+    box.seen()
+    box.now_s += LOOK_S
+    box.restart("g-0")
+    box.arrive("g-0", 5)
+    box.seen()
+    assert fed == [7, 5], "and a second look within the same moment learns nothing"
+
+
+def test_without_a_rate_or_a_target_the_planners_floor_stands(box, db):
+    box.rate = None
+    unknown = box.live(0.1, bursts)
+    assert unknown.standby is None and unknown.prefill_tokens_per_s is None
+    box.rate = RATE
+    box.now_s += LOOK_S
+    box.report("g-0")
+    box.report("g-1")
+    assert box.seen().standby is not None
+    deployments.update(db, "starter", ttft_p95_s=None)
+    assert box.seen().standby is None
+
+
+def test_traffic_before_the_rate_was_known_is_no_burst(box):
+    box.rate = None
+    box.live(1, lambda t: 3.0)
+    box.rate = RATE
+    assert box.live(1, flat).standby.replicas <= 2
+
+
+def test_other_bounds_are_learned_anew(box, db):
+    assert box.live(3, bursts).standby.replicas >= 4
+    deployments.update(db, "starter", max_replicas=2)
+    assert box.seen().standby.replicas <= 2
