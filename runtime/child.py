@@ -129,13 +129,14 @@ class Child:
                 self._dispatch(await self._channel.receive())
         except ChannelClosed:
             pass
-        self._gone.set()
-        self.kill()  # what the dead process started must not outlive it
-        self._channel.close()
-        for answer in self._waiting.values():
-            if not answer.done():
-                answer.set_exception(self._death())
-        self._events.put_nowait(None)
+        finally:  # whatever ended the reading: nobody may wait for ever for a child that cannot be heard
+            self._gone.set()
+            self.kill()  # what the dead process started must not outlive it
+            self._channel.close()
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(self._death())
+            self._events.put_nowait(None)
 
     def _dispatch(self, message: dict[str, Any]) -> None:
         if "event" in message:
