@@ -33,6 +33,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
+import numba
 import numpy as np
 
 from scheduler.sim_engine import EngineModel
@@ -91,16 +92,18 @@ class _Requests:
 @dataclass(slots=True)
 class _Demand:
     """Work on the grid, in levels. `ceiling[k]`: arrived and not yet due in step k. `due[k]`: due at its end.
-    `misses[k]`: (levels, how many) of the requests of which it shows then whether they are missed. `begun[k]`: whose
-    first token is due by its end, and which are not yet due. `cache[k][s]`: work that the caches of s devices hold."""
+    `misses[misses_from[k] : misses_from[k + 1]]`: (levels, how many) of the requests of which it shows then whether
+    they are missed. `begun[k]`: whose first token is due by its end, and which are not yet due. `cache[k, s]`: work
+    that the caches of s devices hold. All int64."""
 
     step_s: float
     level_s: float
-    ceiling: list[int]
-    due: list[int]
-    misses: list[list[tuple[int, int]]]
-    begun: list[int]
-    cache: list[list[int]]
+    ceiling: np.ndarray
+    due: np.ndarray
+    misses: np.ndarray
+    misses_from: np.ndarray
+    begun: np.ndarray
+    cache: np.ndarray
 
 
 def _demand(
@@ -136,33 +139,39 @@ def _demand(
     return _Demand(
         step_s=step_s,
         level_s=level_s,
-        ceiling=(np.ceil(total / level_s - 1e-9).astype(int) - before).tolist(),
-        due=(floor - before).tolist(),
-        misses=misses,
-        begun=begun.tolist(),
+        ceiling=np.ceil(total / level_s - 1e-9).astype(int) - before,
+        due=floor - before,
+        misses=np.array([miss for step in misses for miss in step], dtype=int).reshape(-1, 2),
+        misses_from=np.concatenate([[0], np.cumsum([len(step) for step in misses])]).astype(int),
+        begun=begun,
         cache=_caches(requests, due_s, held_s, level_s),
     )
 
 
-def _caches(requests: _Requests, due_s: np.ndarray, held_s: np.ndarray, level_s: float) -> list[list[int]]:
+def _caches(requests: _Requests, due_s: np.ndarray, held_s: np.ndarray, level_s: float) -> np.ndarray:
     """Per step and number of devices: the most work (levels) left of requests that fit their caches together."""
-    found: list[list[int]] = []
+    found: list[np.ndarray] = []
     order = np.argsort(-held_s / requests.tokens, kind="stable")
-    at_s, until_s = requests.arrival_s[order], due_s[order]
-    held_s, tokens = held_s[order], requests.tokens[order]
+    rank = np.empty(len(order), dtype=int)
+    rank[order] = np.arange(len(order))
+    at_s, tokens = requests.arrival_s, requests.tokens
+    longest_s = float((due_s - at_s).max())
     per_window = max(round(_CACHE_WINDOW_S / requests.step_s), 1)
     for first in range(0, requests.steps, per_window):
-        # Alive at some time of the window.
-        alive = (at_s < (first + per_window) * requests.step_s) & (until_s >= first * requests.step_s)
+        # Alive at some time of the window; looked for only among those that came late enough to be.
+        from_s, until_s = first * requests.step_s, (first + per_window) * requests.step_s
+        low, high = np.searchsorted(at_s, [from_s - longest_s - 1.0, until_s])
+        alive = low + np.flatnonzero(due_s[low:high] >= from_s)
+        alive = alive[np.argsort(rank[alive])]
         filled, work = np.cumsum(tokens[alive]), np.cumsum(held_s[alive])
         room = np.arange(requests.devices + 1) * float(requests.model.kv_tokens)
         # One request more than fits, rounded in the oracle's favour; no device holds nothing.
         last = np.searchsorted(filled, room, side="left")
         most = np.concatenate([work, work[-1:]])[np.minimum(last, len(work))] if len(work) else np.zeros(len(room))
         most[0] = 0.0
-        row = np.ceil(most / level_s + 1).astype(int).tolist()
+        row = np.ceil(most / level_s + 1).astype(int)
         found += [row] * min(per_window, requests.steps - first)
-    return found
+    return np.array(found)
 
 
 def _best_s(demand: _Demand, devices: int, switching: _Switching, price_s: float) -> float:
@@ -170,48 +179,92 @@ def _best_s(demand: _Demand, devices: int, switching: _Switching, price_s: float
 
     State: devices that train, and levels of work served beyond what is due.
     """
-    sizes = np.arange(devices + 1, dtype=float)[:, None]
-    step_s = demand.step_s
-    per_step = round(step_s / demand.level_s)
-    # Shrinking from m to n costs n * rest + (m - n) * (leave - step): split into what depends on m and on n.
-    leave_s, come_s, rest_s = switching.leave_s - step_s, switching.come_s - step_s, switching.rest_s
-    from_shrink, to_shrink = sizes * leave_s, sizes * (rest_s - leave_s)
-    from_grow, to_grow = sizes * (rest_s - come_s), sizes * come_s
-    value = -sizes * switching.begin_s
-    steps, k = len(demand.due), 0
+    return _walk(
+        demand.ceiling,
+        demand.due,
+        demand.begun,
+        demand.cache,
+        demand.misses,
+        demand.misses_from,
+        devices,
+        demand.step_s,
+        round(demand.step_s / demand.level_s),
+        switching.rest_s,
+        switching.leave_s - demand.step_s,
+        switching.come_s - demand.step_s,
+        switching.begin_s,
+        price_s,
+    )
+
+
+@numba.njit(cache=True, nogil=True)
+def _walk(
+    ceiling, due, begun, cache, misses, misses_from, devices,
+    step_s, per_step, rest_s, leave_s, come_s, begin_s, price_s,
+):  # fmt: skip
+    """The programme of `_best_s`: `value[m, l]` of m devices that train with l levels served ahead, step by step.
+
+    Compiled: a step is a few hundred operations on some hundred numbers, so days of steps are all call overhead else.
+    """
+    sizes, steps = devices + 1, len(due)
+    most = 1
+    for k in range(steps):
+        most = max(most, ceiling[k] + 1)
+    value, served = np.full((sizes, most), _NONE), np.empty((sizes, most))
+    for m in range(sizes):
+        value[m, 0] = -m * begin_s
+    width = 1
+    k = 0
     while k < steps:
-        shrunk = np.maximum.accumulate((value - from_shrink)[::-1], axis=0)[::-1] - to_shrink
-        grown = np.maximum.accumulate(value - from_grow, axis=0) - to_grow
-        value = np.maximum(value, np.maximum(shrunk, grown))
+        # Shrinking from m to n costs n * rest + (m - n) * (leave - step): split into what depends on m and on n.
+        for level in range(width):
+            best = _NONE
+            for m in range(sizes - 1, -1, -1):
+                best = max(best, value[m, level] - m * leave_s)
+                served[m, level] = best - m * (rest_s - leave_s)
+            best = _NONE
+            for m in range(sizes):
+                best = max(best, value[m, level] - m * (rest_s - come_s))
+                served[m, level] = max(served[m, level], best - m * come_s)
+            for m in range(sizes):
+                value[m, level] = max(value[m, level], served[m, level])
         quiet = k
-        while quiet < steps and demand.ceiling[quiet] == 0 and demand.due[quiet] == 0:
+        while quiet < steps and ceiling[quiet] == 0 and due[quiet] == 0:
             quiet += 1
         if quiet > k:  # nothing to serve: one change at its beginning and one at its end is all that can help
-            value = value[:, :1] + sizes * (step_s * (quiet - k))
+            for m in range(sizes):
+                value[m, 0] += m * (step_s * (quiet - k))
+            width = 1
             k = quiet
             continue
-        top, due = demand.ceiling[k], demand.due[k]
-        served = np.full((devices + 1, top + 1), _NONE)
-        width = min(value.shape[1], top + 1)
-        for m in range(devices + 1):
+        top = ceiling[k]
+        for m in range(sizes):
             more = (devices - m) * per_step
-            reach = min(width, max(top - more, 0))
-            served[m, more : more + reach] = value[m, :reach]
-            if reach < value.shape[1]:
-                served[m, top] = value[m, reach:].max()
-        served += sizes * step_s
-        if math.isfinite(price_s):
-            for size, count in demand.misses[k]:
-                size = min(size, top)
+            served[m, : top + 1] = _NONE
+            for level in range(width):
+                ahead = min(level + more, top)
+                served[m, ahead] = max(served[m, ahead], value[m, level] + m * step_s)
+        if price_s < np.inf:
+            for n in range(misses_from[k], misses_from[k + 1]):
+                size, price = min(misses[n, 0], top), price_s * misses[n, 1]
                 if size:
-                    last = served[:, top - size :].max(axis=1) - price_s * count
-                    np.maximum(served[:, size:], served[:, : top + 1 - size] - price_s * count, out=served[:, size:])
-                    np.maximum(served[:, top], last, out=served[:, top])
-        for m in range(devices + 1):
-            served[m, : max(min(demand.begun[k] - demand.cache[k][devices - m], top + 1), 0)] = _NONE
-        value = served[:, due:] if due <= top else np.full((devices + 1, 1), _NONE)
+                    for m in range(sizes):
+                        last = _NONE
+                        for level in range(top - size, top + 1):
+                            last = max(last, served[m, level])
+                        for level in range(top, size - 1, -1):
+                            served[m, level] = max(served[m, level], served[m, level - size] - price)
+                        served[m, top] = max(served[m, top], last - price)
+        left = top + 1 - due[k]
+        for m in range(sizes):
+            served[m, : max(min(begun[k] - cache[k, devices - m], top + 1), 0)] = _NONE
+            if left > 0:
+                value[m, :left] = served[m, due[k] : top + 1]
+            else:
+                value[m, 0] = _NONE
+        width = max(left, 1)
         k += 1
-    return float(value.max())
+    return value[:, :width].max()
 
 
 def training_device_s(
