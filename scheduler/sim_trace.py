@@ -14,14 +14,19 @@ from typing import TextIO
 
 from scheduler.errors import TraceError
 
+_MOST_TOKENS = 10_000_000
+"""Of one prompt or one output: more is a slip of columns, and one request would take days."""
+
 
 @dataclass(slots=True)
 class Requests:
-    """Requests sorted by arrival. arrival_s: seconds from the first one. prompt, output: tokens, at least 1."""
+    """Requests sorted by arrival. arrival_s: seconds from the first one. prompt, output: tokens, at least 1.
+    began_s: the first one since the epoch, where the trace says when."""
 
     arrival_s: array[float]
     prompt: array[int]
     output: array[int]
+    began_s: float | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_s)
@@ -33,7 +38,7 @@ class Requests:
 
     def later(self, by_s: float) -> Requests:
         """The same requests, each `by_s` seconds later; the tokens are shared."""
-        return Requests(array("d", (at_s + by_s for at_s in self.arrival_s)), self.prompt, self.output)
+        return Requests(array("d", (at_s + by_s for at_s in self.arrival_s)), self.prompt, self.output, self.began_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +53,10 @@ class TraceJob:
 
 def _open(path: Path) -> TextIO:
     try:
-        if path.suffix == ".gz":
-            return gzip.open(path, "rt", newline="", encoding="utf-8")
-        return open(path, newline="", encoding="utf-8")
+        with open(path, "rb") as file:
+            packed = path.suffix == ".gz" or file.read(2) == b"\x1f\x8b"
+        # Spreadsheets begin their CSV with a byte order mark.
+        return (gzip.open if packed else open)(path, "rt", newline="", encoding="utf-8-sig")
     except OSError as error:
         raise TraceError(path, None, f"cannot be opened ({error.strerror or error})") from error
 
@@ -110,8 +116,8 @@ def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Req
             at_s, prompt, output = _time_s(when), int(prompt_text), int(output_text)
         except ValueError as error:
             raise TraceError(path, line, str(error)) from None
-        if prompt < 0 or output < 0:
-            raise TraceError(path, line, f"{prompt} and {output} tokens given, 0 or more expected")
+        if not (0 <= prompt <= _MOST_TOKENS and 0 <= output <= _MOST_TOKENS):
+            raise TraceError(path, line, f"{prompt} and {output} tokens given, 0 to {_MOST_TOKENS:,} expected")
         request = (at_s, max(prompt, 1), max(output, 1))
         if scale == 1.0:
             found.append(request)
@@ -126,6 +132,7 @@ def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Req
         array("d", (r[0] - first_s for r in found)),
         array("l", (r[1] for r in found)),
         array("l", (r[2] for r in found)),
+        began_s=first_s,
     )
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from scheduler import demand as demand_
@@ -274,6 +275,8 @@ class Gateway:
     sample_every_s: float
     learner: StandbyLearner | None = None
     samples: list[Sample] = field(default_factory=list)
+    passed: Callable[[float], None] = lambda now_s: None
+    """Told the time with every sample."""
 
     async def run(self, loop: SchedulerLoop, until_s: float, submissions_s: list[float]) -> None:
         aio = asyncio.get_running_loop()
@@ -281,8 +284,6 @@ class Gateway:
         while True:
             now_s = aio.time()
             self.cluster.advance(now_s)
-            if self.learner is not None:
-                self._learn(self.learner, now_s)
             now_wanted = self._wanted(now_s)
             while submitted < len(submissions_s) and submissions_s[submitted] <= now_s:
                 submitted, wanted = submitted + 1, -1
@@ -291,6 +292,7 @@ class Gateway:
                 loop.nudge()
             if now_s >= next_sample_s:
                 next_sample_s = now_s + self.sample_every_s
+                self.passed(now_s)
                 c, e = self.cluster, self.effects
                 self.samples.append(
                     Sample(now_s, c.inflight_total, len(c.held), e.serving_devices, e.training_devices)
@@ -302,20 +304,19 @@ class Gateway:
 
     def _wanted(self, now_s: float) -> int:
         deployment = self.store.deployment()
+        if self.learner is not None:
+            self.store.standby = self._learn(self.learner, deployment, now_s)
+            if self.store.standby != deployment.standby:
+                deployment = replace(deployment, standby=self.store.standby)
         wanted = demand_.wanted_now(deployment, now_s, self.config)
         return max(wanted, deployment.standby.replicas) if deployment.standby else wanted
 
-    def _learn(self, learner: StandbyLearner, now_s: float) -> None:
+    def _learn(self, learner: StandbyLearner, deployment: DeploymentView, now_s: float) -> Standby:
         arrived, tokens = self.cluster.arrived, self.cluster.arrived_tokens
-        deployment = self.store.deployment()
         assert deployment.prefill_tokens_per_s, "the engine model has a rate"
-        self.store.standby = learner.seen(
-            now_s,
-            (tokens - self._tokens) / deployment.prefill_tokens_per_s,
-            arrived - self._arrived,
-            demand_.by_concurrency(deployment, self.config),
-        )
+        work_s, requests = (tokens - self._tokens) / deployment.prefill_tokens_per_s, arrived - self._arrived
         self._arrived, self._tokens = arrived, tokens
+        return learner.seen(now_s, work_s, requests, demand_.by_concurrency(deployment, self.config))
 
     _arrived = 0
     _tokens = 0

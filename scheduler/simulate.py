@@ -37,6 +37,10 @@ UP_S = 16.0
 of a box's life, not its birth. Times inside a run are later than those of the trace by this much."""
 
 
+_LOOK_EVERY_S = 3600.0
+"""How often a loop looks at a simulated world that changes by its own verbs alone."""
+
+
 @dataclass(frozen=True)
 class Setup:
     """What is simulated. slo_*: a request attains its targets when its first token came within `slo_ttft_s` and its
@@ -121,8 +125,11 @@ class Figures:
         return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
 
 
-def run_policy(setup: Setup, policy: Policy) -> Figures:
-    """One policy over the whole trace, and on until every request is answered or given up."""
+def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = lambda share: None) -> Figures:
+    """One policy over the whole trace, and on until every request is answered or given up.
+
+    passed: told the share of the trace that is done, some thousand times.
+    """
     requests = setup.requests.later(UP_S)
     cluster = Cluster(requests, setup.engine, hold_s=setup.hold_s, seed=setup.seed)
     jobs: list[SimJob]
@@ -136,12 +143,15 @@ def run_policy(setup: Setup, policy: Policy) -> Figures:
     journal = MemoryJournal()
     learner = setup.learner() if policy.kind == "auto" else None
     gateway = Gateway(cluster, store, effects, setup.config, max(setup.requests.horizon_s / 1000, 1.0), learner)
+    gateway.passed = lambda now_s: passed(min(now_s / requests.horizon_s, 1.0))
     handovers_before = 0
+    # Where nobody listens to the demand, nothing happens between submissions and ends of jobs, and those are told.
+    config = setup.config if learner else setup.config.model_copy(update={"observe_every_s": _LOOK_EVERY_S})
 
     async def life() -> None:
         nonlocal handovers_before
         clock = virtual_time.VirtualClock()
-        loop = SchedulerLoop(effects, store, journal, clock, setup.config)
+        loop = SchedulerLoop(effects, store, journal, clock, config)
         running = asyncio.create_task(loop.run())
         while (left_s := UP_S - clock.now_s()) > 0:
             await asyncio.sleep(max(left_s, virtual_time.RESOLUTION_S))
@@ -198,8 +208,12 @@ def simulate(
     setup: Setup, policy: Policy, *, static: bool = True, progress: Callable[[str], None] = lambda text: None
 ) -> tuple[dict[str, Any], Figures]:
     """The figures of `policy` beside the oracle and the static splits, as plain values with stable keys."""
-    progress(f"policy {policy.kind}")
-    figures = run_policy(setup, policy)
+
+    def telling(name: str) -> Callable[[float], None]:
+        return lambda share: progress(f"{name}, {100 * share:.0f} % of {setup.requests.horizon_s / 3600:.1f} h")
+
+    figures = run_policy(setup, policy, telling(f"policy {policy.kind}"))
+    progress("oracle")
     bound_s = oracle.training_device_s(
         setup.requests,
         setup.engine,
@@ -214,8 +228,8 @@ def simulate(
     if static:
         shares = range(setup.devices + 1) if setup.devices <= 8 else [setup.devices * n // 8 for n in range(9)]
         for share in shares:
-            progress(f"static split {share}/{setup.devices}")
-            row = run_policy(setup, Policy("split", share)).to_json()
+            named = telling(f"static split {share}/{setup.devices}")
+            row = run_policy(setup, Policy("split", share), named).to_json()
             splits.append({"train_devices": share, "serve_devices": setup.devices - share, **row})
     result = {
         "policy": policy.kind,

@@ -77,12 +77,13 @@ class _Shadow:
     """One choice, lived through in the queueing model."""
 
     __slots__ = ("choice", "target_s", "backlog_s", "replicas", "coming", "coming_at_s",
-                 "rested_at_s", "low_since_s", "low_peak", "late", "cost_s")  # fmt: skip
+                 "rested_at_s", "low_since_s", "low_peak", "late", "cost_s", "resting")  # fmt: skip
 
     def __init__(self, choice: Standby, target_s: float):
         self.choice, self.target_s, self.replicas = choice, target_s, choice.replicas
         self.backlog_s, self.coming, self.coming_at_s, self.rested_at_s = 0.0, 0, 0.0, 0.0
         self.low_since_s, self.low_peak, self.late, self.cost_s = -1.0, 0, 0.0, 0.0
+        self.resting = False  # awake are those it stands by with, none is coming, nothing waits
 
     def live(self, now_s: float, passed_s: float, work_s: float, requests: float, asked: int, most: int, c: Costs):
         """Let `passed_s` pass, in which this much arrived; `asked` replicas are asked for by requests in flight."""
@@ -131,7 +132,7 @@ class StandbyLearner:
     """
 
     def __init__(self, costs: Costs, *, least: int, most: int, target_s: float, late_share: float):
-        self._costs, self._most, self._late_share = costs, most, late_share
+        self._costs, self._most, self._late_share, self._target_s = costs, most, late_share, target_s
         self._shadows = [
             _Shadow(Standby(level, share, times), target_s)
             for share, times in WAYS
@@ -152,10 +153,20 @@ class StandbyLearner:
         fade = math.exp(-passed_s / MEMORY_S)
         self._requests = self._requests * fade + requests
         allowed, best = self._late_share * self._requests + 1e-9, None
+        busiest_s = min(passed_s, 0.5 * self._target_s)
         for shadow in self._shadows:
             shadow.late *= fade
             shadow.cost_s *= fade
-            shadow.live(now_s, passed_s, work_s, requests, asked, self._most, self._costs)
+            n = shadow.replicas
+            if shadow.resting and asked <= n and work_s <= n * busiest_s and (n or not requests):
+                # What `live` comes to for one that stands by and is not asked for more: most of them, most of the time.
+                shadow.cost_s += passed_s * n
+                shadow.low_since_s = -1.0
+            else:
+                shadow.live(now_s, passed_s, work_s, requests, asked, self._most, self._costs)
+                shadow.resting = not (shadow.coming or shadow.backlog_s) and shadow.replicas == min(
+                    shadow.choice.replicas, self._most
+                )
             if shadow.late <= allowed and (best is None or shadow.cost_s < best.cost_s):
                 best = shadow
         if best is None:  # nothing is enough: the one that was late least

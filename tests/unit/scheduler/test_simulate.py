@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 from array import array
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -70,6 +71,7 @@ def test_azure_shape_with_seven_digits_out_of_order_and_gzip(tmp_path: Path) -> 
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "line 2"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1\n", "line 2: 2 columns, 3 expected"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,-1,5\n", "line 2: -1 and 5 tokens"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,99999999999999999999\n", "line 2: 1 and 9"),
     ],
 )
 def test_bad_traces_name_file_and_line(tmp_path: Path, text: str, said: str) -> None:
@@ -77,6 +79,19 @@ def test_bad_traces_name_file_and_line(tmp_path: Path, text: str, said: str) -> 
     path.write_text(text)
     with pytest.raises(TraceError, match=said):
         read_requests(path)
+
+
+@pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])
+def test_byte_order_mark_crlf_and_gzip_by_content(tmp_path: Path, name: str) -> None:
+    text = "\ufeffTIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:15:46.5,396,109\r\n\r\n"
+    (tmp_path / name).write_bytes(text.encode())
+    (tmp_path / "packed.csv").write_bytes(gzip.compress(text.encode()))
+    for path in (tmp_path / "packed.csv", tmp_path / name):
+        if path.suffix != ".gz":
+            assert list(read_requests(path).prompt) == [396]
+        else:
+            with pytest.raises(TraceError, match="not readable"):
+                read_requests(path)
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:
@@ -249,9 +264,10 @@ def test_the_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     from scheduler.sim_plot import plot
 
-    setup = Setup(steady(1, 300))
+    setup = Setup(replace(steady(1, 300), began_s=1.7e9))
     figures = run_policy(setup, Policy("auto"))
     plot(setup, figures, "a day", tmp_path / "day.svg")
-    assert "<svg" in (tmp_path / "day.svg").read_text()[:2000]
+    drawn = (tmp_path / "day.svg").read_text()
+    assert "<svg" in drawn[:2000] and "time (UTC)" in drawn and "2023-Nov-14" in drawn, "dated as the trace is"
     with pytest.raises(TraceError, match="png or .svg"):
         plot(setup, figures, "a day", tmp_path / "day.bmp")
