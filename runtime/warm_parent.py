@@ -32,6 +32,7 @@ from runtime.errors import ChannelClosed, FrameTooLarge
 from runtime.leash import Leash
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.process import die_with_parent
+from runtime.sockets import owner_only
 
 log = logging.getLogger(__name__)
 
@@ -144,11 +145,8 @@ def _listen(path: str) -> socket.socket:
         if os.path.exists(stale):
             os.unlink(stale)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    previous = os.umask(0o177)
-    try:
+    with owner_only():
         listener.bind(unborn)
-    finally:
-        os.umask(previous)
     listener.listen(64)
     os.rename(unborn, path)
     return listener

@@ -32,6 +32,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from runtime.leash import Leash
 from runtime.logs import configure_logging
+from runtime.sockets import owner_only
 from serve import vllm_patches, vllm_plugin
 from serve.arguments import engine_arguments, engine_environment
 from serve.engine_control import EngineControl
@@ -148,9 +149,6 @@ def _listen(path: str) -> socket.socket:
     if os.path.exists(path):
         raise WrongState(f"{path} exists: another engine has this socket, or a dead one left it")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    previous = os.umask(0o177)
-    try:
+    with owner_only():
         listener.bind(path)
-    finally:
-        os.umask(previous)
     return listener

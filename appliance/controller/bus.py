@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +28,7 @@ from appliance.controller.errors import BusTimeout
 from appliance.controller.load import Load, Report, parse_report, total
 from appliance.store import box
 from appliance.store.database import Database
+from runtime.sockets import owner_only
 
 log = logging.getLogger("appliance.controller")
 
@@ -89,13 +89,10 @@ class Bus:
         """Listen. A socket file that a killed controller left is replaced."""
         self._path.unlink(missing_ok=True)
         self._opened_s = self._now_s()
-        before = os.umask(0o177)
-        try:
+        with owner_only():
             self._server = await asyncio.start_unix_server(
                 self._serve, self._path, limit=self._config.bus_line_bytes
             )
-        finally:
-            os.umask(before)
 
     async def stop(self) -> None:
         if self._server is None:

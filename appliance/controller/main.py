@@ -55,6 +55,7 @@ from appliance.wiring.tier_levels import make_levels
 from appliance.wiring.versions import VersionShelf
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.process import die_with_parent
+from runtime.sockets import owner_only
 from scheduler.discovery import discover_devices
 from scheduler.inventory import Device
 from scheduler.loop import SchedulerLoop
@@ -242,11 +243,8 @@ def _facts(devices: tuple[Device, ...], store: WeightStore) -> BoxFacts:
 def _listen(path: Path) -> socket.socket:
     path.unlink(missing_ok=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-    previous = os.umask(0o177)
-    try:
+    with owner_only():
         listener.bind(str(path))
-    finally:
-        os.umask(previous)
     listener.listen(512)
     return listener
 

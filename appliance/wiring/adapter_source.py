@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 from pathlib import Path
 
 from appliance.store import models
 from appliance.store.database import Database
 from appliance.wiring.tier_facts import name_of
 from appliance.wiring.tier_flow import TierFlow
+from runtime.sockets import owner_only
 from serve.adapter_source import LINE_BYTES
 from weights.errors import WeightsError
 from weights.store import StoredVersion, WeightStore
@@ -33,11 +33,8 @@ class AdapterSource:
     async def start(self) -> None:
         """Listen. A socket file that a killed controller left is replaced."""
         self._path.unlink(missing_ok=True)
-        before = os.umask(0o177)
-        try:
+        with owner_only():
             self._server = await asyncio.start_unix_server(self._serve, self._path, limit=LINE_BYTES)
-        finally:
-            os.umask(before)
 
     async def stop(self) -> None:
         if self._server is None:
