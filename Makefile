@@ -35,7 +35,7 @@ bench: setup ## each script in benchmarks/ in turn, then one table: claim, measu
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(PY) "$$script" || exit 1; done; \
 	echo "== what was claimed, and what was measured"; $(PY) benchmarks/_claims.py
 
-sdk-conformance: setup ## openai-python's own tests for files, jobs, checkpoints and models against a running box
+sdk-conformance: setup ## openai-python's own tests of our routes against a running box: stored things, and what real engines answer
 	@data=$$(mktemp -d) && $(VENV)/bin/appliance up --detach --data-dir "$$data" --port 8799 && code=0 && \
 	{ $(PY) -m tests.conformance --data-dir "$$data" || code=$$?; \
 	  $(VENV)/bin/appliance down --data-dir "$$data"; rm -rf "$$data"; exit $$code; }

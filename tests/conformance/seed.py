@@ -69,12 +69,7 @@ def reset(db: Database, files_dir: Path) -> None:
         job_records.insert_permission(db, PermissionRow("after", JOB, "project_id", time.time()))
         _batches(db, files_dir)
         _upload(db, files_dir.parent / "uploads")
-        for number, key in enumerate(API_KEYS):
-            if keys.find(db, f"key_conformance{number}") is None:
-                keys.insert(db, KeyRow(
-                    f"key_conformance{number}", f"conformance {number}", keys.fingerprint(key), key[:6], time.time(),
-                    scopes=["inference", "fine_tuning", "admin"],
-                ))  # fmt: skip
+        _keys(db)
 
 
 def remove(db: Database, files_dir: Path) -> None:
@@ -89,6 +84,21 @@ def remove(db: Database, files_dir: Path) -> None:
     for file_id in _FILE_IDS:
         (files_dir / file_id).unlink(missing_ok=True)
     shutil.rmtree(files_dir.parent / "uploads" / UPLOAD, ignore_errors=True)
+
+
+def add_keys(db: Database) -> None:
+    """Only the keys that those tests use; `remove` takes them out again."""
+    with db.transaction():
+        _keys(db)
+
+
+def _keys(db: Database) -> None:
+    for number, key in enumerate(API_KEYS):
+        if keys.find(db, f"key_conformance{number}") is None:
+            keys.insert(db, KeyRow(
+                f"key_conformance{number}", f"conformance {number}", keys.fingerprint(key), key[:6], time.time(),
+                scopes=["inference", "fine_tuning", "admin"],
+            ))  # fmt: skip
 
 
 def _forget(db: Database) -> None:
