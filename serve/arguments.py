@@ -103,6 +103,8 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
             # Without the embedding and the head, which vLLM else wraps and asks in every step.
             "--lora-target-modules", *ADAPTER_MODULES,
         ]  # fmt: skip
+    if spec.otlp_endpoint:
+        args += ["--otlp-traces-endpoint", spec.otlp_endpoint.rstrip("/") + "/v1/traces"]
     if spec.task == "embed":
         args += ["--runner", "pooling", "--convert", "embed"]
     else:
@@ -138,6 +140,13 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
     }
+    if spec.otlp_endpoint:
+        env |= {
+            "OTEL_SERVICE_NAME": "appliance-engine",
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+            # Also the longest that a collector which is away holds up an engine that ends.
+            "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "3",
+        }
     if spec.kind == "cuda":
         env["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in spec.devices)
     return env

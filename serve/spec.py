@@ -28,7 +28,8 @@ class ReplicaSpec:
     version. `max_model_len` None takes the model's own. `version_path` is a HF checkpoint directory on tmpfs.
     `adapter_slots` LoRA adapters of at most `adapter_max_rank` take part in one batch (0: none at all),
     `adapters_resident` stay loaded; `adapter_roots` are searched for `<name>/<version>`, in this order, then the box is
-    asked at the socket `adapter_source` ("": nobody is).
+    asked at the socket `adapter_source` ("": nobody is). `otlp_endpoint` is the base URL of an OTLP/HTTP collector
+    that gets a span of every request ("": none does).
     Raises InvalidReplicaSpec.
     """
 
@@ -53,6 +54,7 @@ class ReplicaSpec:
     adapters_resident: int = 0
     adapter_roots: tuple[str, ...] = ()
     adapter_source: str = ""
+    otlp_endpoint: str = ""
     node: str = "n0"
 
     def __post_init__(self) -> None:

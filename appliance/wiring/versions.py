@@ -94,6 +94,8 @@ class VersionShelf:
             paths = BoxPaths.of(Path(self._config.box.data_dir))
             settings["adapter_roots"] = (str(self._store.root / "adapters"), str(paths.models))
             settings["adapter_source"] = str(paths.adapter_socket)
+        if self._config.observability.otlp_endpoint is not None:
+            settings["otlp_endpoint"] = self._config.observability.otlp_endpoint
         return settings
 
     def adapter_rank_limit(self, row: ModelRow) -> int:

@@ -16,6 +16,7 @@ import pytest
 from runtime.process import group_pids
 from serve.errors import EngineStartFailed, WrongState
 from tests.e2e.engine_support import client, greedy, rewrite
+from tests.front.collector import attributes, running_collector
 
 SCHEMA = {
     "type": "object",
@@ -110,6 +111,25 @@ async def test_engines_of_different_models_side_by_side(engine_box, replicas):
     await asyncio.gather(*(replicas().start(spec) for spec in specs))
     answers = await asyncio.gather(*(greedy(client(spec), spec.model) for spec in specs))
     assert answers[0] != answers[1]
+
+
+async def test_a_request_that_is_traced_has_a_span_of_its_engine(engine_box, replicas):
+    trace, parent = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+    async with running_collector() as collector:
+        spec = engine_box.spec("traced", engine_box.version("a", seed=1), otlp_endpoint=collector.url)
+        replica = replicas()
+        await replica.start(spec)
+        await client(spec).completions.create(
+            model="starter", prompt=[5, 6, 7], max_tokens=3, temperature=0, extra_body={"ignore_eos": True},
+            extra_headers={"traceparent": f"00-{trace}-{parent}-01"},
+        )  # fmt: skip
+        while not (spans := [span for span in collector.spans if span.trace_id.hex() == trace]):
+            await asyncio.sleep(0.05)
+        await replica.stop()
+    (span,) = spans
+    assert span.parent_span_id.hex() == parent
+    assert attributes(span)["gen_ai.usage.completion_tokens"] == 3
+    assert set(collector.paths) == {"/v1/traces"}
 
 
 async def test_embedding_engine(engine_box, replicas):
