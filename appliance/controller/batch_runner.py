@@ -29,10 +29,10 @@ from appliance.controller.context import ControllerContext
 from appliance.controller.errors import error_object
 from appliance.controller.naming import resolve
 from appliance.controller.ports import LineReturned
-from appliance.store import batches, keys
+from appliance.store import batches, canaries, keys
 from appliance.store import files as file_rows
 from appliance.store.ids import new_id
-from appliance.store.rows import BatchRow
+from appliance.store.rows import BatchRow, ModelRow
 
 log = logging.getLogger("appliance.controller")
 
@@ -193,6 +193,15 @@ class _Work:
         elif found.model.task != _TASK_OF.get(row.endpoint, "generate"):
             lines.add_error("model_not_supported", f"The model `{lines.model}` does not support {row.endpoint}.", 1,
                             "body.model")  # fmt: skip
+        elif found.pinned and found.version.version not in self._served(found.model):
+            # Nothing would ever serve it for a batch, which would wait until it expires.
+            lines.add_error("model_version_not_served", f"The version of `{lines.model}` is not served; "
+                            f"`{found.model.active_version}` of the model is. `appliance model rollback` or `appliance "
+                            "model canary` serve another.", 1, "body.model")  # fmt: skip
+
+    def _served(self, model: ModelRow) -> set[str | None]:
+        canary = canaries.find_running(self._db, model.id)
+        return {model.active_version, canary.version if canary is not None else None}
 
     # --- in progress
 

@@ -108,6 +108,18 @@ async def test_a_bad_input_file_fails_the_batch_with_the_line(control: Control, 
     assert engines(control).sent == [] and batch.output_file_id is None
 
 
+@pytest.mark.parametrize(("version", "status"), [("v1", "failed"), ("v2", "completed"), ("v3", "failed")])
+async def test_a_batch_for_a_version_is_refused_unless_it_is_served(control: Control, version, status):
+    insert_model(control.db, "two", versions=("v1", "v2"))
+    batch = await ended(control, await begun(control, [line(0, body={"model": f"two@{version}", "messages": []})]))
+    assert batch.status == status
+    if version == "v1":
+        (error,) = batch.errors.data
+        assert error.code == "model_version_not_served" and "`v2` of the model is" in error.message
+    elif version == "v3":
+        assert batch.errors.data[0].code == "model_not_found"
+
+
 async def test_an_embedding_batch_wants_an_embedding_model(control: Control):
     insert_model(control.db, "embedder", task="embed")
     body = {"model": "embedder", "input": "x"}
