@@ -7,7 +7,7 @@ is broken off, so that the client sees a failed transfer. Errors inside streams 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 import orjson
 
@@ -19,39 +19,29 @@ from .wire import Request
 if TYPE_CHECKING:
     from .server import ClientConnection
 
-SSE = b"text/event-stream; charset=utf-8"
-ERROR_EVENT = b'data: {"error"'
-_EVENT = b'data: {"'
-_USAGE = b'"usage"'
-_SSE_HEADERS = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+SSE: Final = b"text/event-stream; charset=utf-8"
+ERROR_EVENT: Final = b'data: {"error"'
+_EVENT: Final = b'data: {"'
+_USAGE: Final = b'"usage"'
+_SSE_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
 
 
 class Answer:
     """`client` is None once the client is gone or the response is finished."""
 
-    __slots__ = (
-        "client",
-        "request",
-        "head_sent",
-        "sse",
-        "_hides_usage",
-        "_chunked",
-        "_tail",
-        "_partial",
-        "_error_seen",
-    )
+    # Defaults stand in the class, as wire.Request says.
+    head_sent: bool = False
+    sse: bool = False
+    _chunked: bool = False
+    _tail: bytes = b""
+    _partial: bytes = b""
+    _error_seen: bool = False
 
     def __init__(self, client: ClientConnection, request: Request, *, hides_usage: bool) -> None:
         """hides_usage: the engine was asked for an event that the client did not ask for."""
         self.client: ClientConnection | None = client
         self.request = request
-        self.head_sent = False
-        self.sse = False
         self._hides_usage = hides_usage
-        self._chunked = False
-        self._tail = b""
-        self._partial = b""
-        self._error_seen = False
 
     # -- beginning
 
@@ -62,9 +52,7 @@ class Answer:
     def begin_body(self, content_type: bytes, length: int | None, version: bytes | None) -> None:
         self._head(content_type, length, version, tuple(self.request.rate_headers))
 
-    def _head(
-        self, content_type: bytes, length: int | None, version: bytes | None, extra: tuple[tuple[bytes, bytes], ...]
-    ) -> None:
+    def _head(self, content_type: bytes, length: int | None, version: bytes | None, extra: wire.Pairs) -> None:
         client = self.client
         assert client is not None
         self.head_sent = True
@@ -117,9 +105,9 @@ class Answer:
         if ERROR_EVENT in body:
             body = _rewritten_events(body, self.request)
             self._error_seen = True
-        end = self.request.route.stream_end  # type: ignore[union-attr]
-        if end is not None:
-            self._tail = body[-len(end) :] if len(body) >= len(end) else (self._tail + body)[-len(end) :]
+        ending = self.request.route.stream_end  # type: ignore[union-attr]
+        if ending is not None:
+            self._tail = body[-len(ending) :] if len(body) >= len(ending) else (self._tail + body)[-len(ending) :]
         return body
 
     # -- ending
@@ -150,7 +138,7 @@ class Answer:
             )
         )
         self.client = None
-        client.finished(keep_alive=True)
+        client.finished(keep_alive=True, now_s=now_s)
 
     def ends_well(self, body: bytes) -> bool:
         """Whether the stream is complete once `body`, the last of it, is relayed.

@@ -14,7 +14,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
@@ -45,9 +45,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("appliance.gateway")
 
-_JSON = b"application/json"
+_JSON: Final = b"application/json"
+_TWO_DIGITS: Final = [b"%02x" % low for low in range(256)]
+Gauge = tuple[str, str, dict[str, str], float]
 # Placing thousands of held requests in one go would stall every open stream for as long.
-_PLACED_AT_ONCE = 128
+_PLACED_AT_ONCE: Final = 128
 
 
 class Gateway:
@@ -77,6 +79,7 @@ class Gateway:
         self._buffered_bytes = 0
         self._id_prefix = b"req_" + secrets.token_hex(8).encode()
         self._id_serial = 0
+        self._id_block = b""
         self._servers: list[asyncio.Server] = []
         self._sweeper: asyncio.Task[None] | None = None
 
@@ -85,8 +88,14 @@ class Gateway:
     async def listen(self, host: str, port: int, *, reuse_port: bool = False) -> int:
         """Accept clients on host:port (0: any port) and return the port."""
         loop = asyncio.get_running_loop()
-        server = await loop.create_server(
-            lambda: ClientConnection(self), host, port, ssl=self._ssl(), reuse_port=reuse_port, backlog=2048
+        # uvloop's, whose `sockets` are a list; asyncio's are a tuple.
+        server: Any = await loop.create_server(
+            lambda: ClientConnection(self),  # type: ignore[arg-type, return-value]
+            host,
+            port,
+            ssl=self._ssl(),
+            reuse_port=reuse_port,
+            backlog=2048,
         )
         self._servers.append(server)
         if self._sweeper is None:
@@ -175,6 +184,7 @@ class Gateway:
         that can be seen: of those that are not streamed only while they are held.
         """
         now = time.monotonic()
+        unix_offset_s = time.time() - now
         inflight: dict[str, int] = {}
         waiting: dict[str, int] = {}
         for conn in self.connections:
@@ -192,7 +202,7 @@ class Gateway:
                 name: {
                     "inflight": inflight.get(name, 0) - self.holds.held(name),
                     "held": self.holds.held(name),
-                    "last_request_s": self.metrics.last_request_s.get(name),
+                    "last_request_s": self.metrics.last_request_s(name, unix_offset_s),
                     "ttft_p95_s": self.metrics.ttft_p95_s(name, now),
                     "tpot_p95_s": self.metrics.tpot_p95_s(name, now),
                     "waiting_prompt_tokens": waiting.get(name, 0),
@@ -232,8 +242,12 @@ class Gateway:
     # -- requests
 
     def new_request_id(self) -> bytes:
-        self._id_serial += 1
-        return b"%b%06x" % (self._id_prefix, self._id_serial)
+        serial = self._id_serial
+        self._id_serial = serial + 1
+        low = serial & 255
+        if not low:
+            self._id_block = b"%b%04x" % (self._id_prefix, serial >> 8)
+        return self._id_block + _TWO_DIGITS[low]
 
     def request_id(self, headers: wire.Headers) -> bytes:
         return wire.accepted_request_id(headers) or self.new_request_id()
@@ -300,13 +314,16 @@ class Gateway:
     def release_body(self, request: Request) -> None:
         self._buffered_bytes -= request.buffered_bytes
         request.buffered_bytes = 0
-        request.chunks = []
+        if request.chunks:
+            request.chunks = []
 
     def handler(self, client: ClientConnection, request: Request) -> Handler:
         """Who answers this request. Raises ApiError if its body rules it out."""
         route = request.route
         assert route is not None
-        request.trace = wire.accepted_trace(request.headers)
+        headers = request.headers
+        if b"traceparent" in headers:
+            request.trace = wire.accepted_trace(headers)
         if route.kind is Kind.CONTROL:
             return Relay(self, client, request)
         if route.kind is Kind.METRICS:
@@ -322,8 +339,9 @@ class Gateway:
             raise errors.wrong_task(checked.model, route.name)
         self._spend(request, checked)
         # What is counted and logged is about the model; which version it was, the replica says.
-        request.model = checked.model.partition("@")[0]
-        self.metrics.arrived(checked.model, checked.prompt_tokens, time.time())
+        name = checked.model
+        request.model = name.partition("@")[0] if "@" in name else name
+        self.metrics.arrived(name, checked.prompt_tokens, request.received_s)
         if self.tracing is not None:
             self.tracing.begin(request)
         return Exchange(self, client, request, checked)
@@ -334,9 +352,10 @@ class Gateway:
         assert principal is not None
         if not principal.may_use(checked.model):
             raise errors.model_not_found(checked.model)
-        if principal.spent_until_s is not None and time.time() < principal.spent_until_s:
+        spent_until_s = principal.spent_until_s
+        if spent_until_s is not None and time.time() < spent_until_s:
             self.metrics.events["quota_spent"] += 1
-            raise errors.quota_spent(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(principal.spent_until_s)))
+            raise errors.quota_spent(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(spent_until_s)))
         allowance = self._allowance(principal)
         if allowance is not None:
             refused = allowance.take(checked.tokens, time.monotonic())
@@ -356,17 +375,16 @@ class Gateway:
         return errors.version_not_served(base, version, sorted(served))
 
     def _allowance(self, principal: Principal) -> Allowance | None:
-        workers = self.config.workers
-        limits = [
-            # Connections spread over the workers of one port, and so do a key's requests.
-            None if limit is None else max(1, limit // workers)
-            for limit in (principal.requests_per_minute, principal.tokens_per_minute)
-        ]
-        if limits == [None, None]:
+        requests, tokens = principal.requests_per_minute, principal.tokens_per_minute
+        if requests is None and tokens is None:
             return None
+        # Connections spread over the workers of one port, and so do a key's requests.
+        workers = self.config.workers
+        requests = None if requests is None else max(1, requests // workers)
+        tokens = None if tokens is None else max(1, tokens // workers)
         allowance = self.allowances.get(principal.id)
-        if allowance is None or allowance.limits != tuple(limits):
-            allowance = self.allowances[principal.id] = Allowance(*limits, time.monotonic())
+        if allowance is None or allowance.limits != (requests, tokens):
+            allowance = self.allowances[principal.id] = Allowance(requests, tokens, time.monotonic())
         return allowance
 
     def _account(self, request: Request) -> None:
@@ -388,25 +406,25 @@ class Gateway:
         ready = self.generation >= 0 and not self.stopping
         return (200 if ready else 503), _JSON, orjson.dumps({"status": "ok" if ready else "starting"})
 
-    def finished(self, request: Request) -> None:
+    def finished(self, request: Request, now_s: float) -> None:
         """A response is complete (or its client is gone)."""
         self.release_body(request)
         if request.model:
             self._account(request)
-        self.metrics.finished(request, time.monotonic())
+        self.metrics.finished(request, now_s)
         if request.spans is not None:
             request.spans.end(request)
         if self.access_log.enabled:
-            self.access_log.add(request)
+            self.access_log.add(request, now_s)
 
     def metrics_text(self, *, controller_up: bool) -> bytes:
         """Series of this gateway, all its workers together."""
-        up = ("appliance_controller_up", "Whether the controller answered this scrape.", {}, int(controller_up))
+        up: Gauge = ("appliance_controller_up", "Whether the controller answered this scrape.", {}, int(controller_up))
         families = self.metrics.families([*self._gauges(), up])
         return render(families if self.snapshots is None else self.snapshots.joined(families))
 
-    def _gauges(self) -> list[tuple[str, str, dict[str, str], float]]:
-        rows: list[tuple[str, str, dict[str, str], float]] = [
+    def _gauges(self) -> list[Gauge]:
+        rows: list[Gauge] = [
             ("appliance_gateway_connections", "Open client connections.", {}, len(self.connections)),
             ("appliance_gateway_table_generation", "Routing table in force, -1 before the first.", {}, self.generation),
             ("appliance_gateway_buffered_body_bytes", "Request bodies in memory.", {}, self._buffered_bytes),

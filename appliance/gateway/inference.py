@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from serve.holds import Refusal, Ticket
 from serve.router import Choice
@@ -34,73 +34,50 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("appliance.gateway")
 
-MAX_ATTEMPTS = 3
-ERROR_BODY_BYTES = 64 * 1024
-_HELD_COMMENT = b": held\n\n"
+MAX_ATTEMPTS: Final = 3
+ERROR_BODY_BYTES: Final = 64 * 1024
+_JSON: Final = b"application/json"
+_HELD_COMMENT: Final = b": held\n\n"
 
 
 class Exchange:
     """See the module's docstring. `answer.client` is None once the client is gone or the response is finished."""
 
-    __slots__ = (
-        "gateway",
-        "answer",
-        "request",
-        "checked",
-        "_path",
-        "_body",
-        "_choice",
-        "_conn",
-        "_connecting",
-        "_ticket",
-        "_held_since_s",
-        "_hold_deadline_s",
-        "_attempts",
-        "_relayed",
-        "_continued",
-        "_kept",
-        "_kept_bytes",
-        "_row",
-        "_alone",
-        "_sent_s",
-        "_first_byte_s",
-        "_progress_s",
-        "_comment_s",
-    )
+    # Defaults stand in the class, as wire.Request says.
+    _conn: UpstreamConnection | None = None
+    _held_since_s: float = 0.0
+    _hold_deadline_s: float = 0.0
+    _attempts: int = 0
+    _relayed: bool = False
+    _continued: bool = False
+    _kept: list[bytes] | None = None
+    _kept_bytes: int = 0
+    _progress_s: float = 0.0
+    _comment_s: float = 0.0
+    _alone: bool = False
+    _sent_s: float = 0.0
+    _first_byte_s: float = 0.0
 
     def __init__(self, gateway: Gateway, client: ClientConnection, request: Request, checked: Checked) -> None:
+        route = request.route
+        assert route is not None
         self.gateway = gateway
-        asks = checked.stream and not checked.asks_usage and request.route_name in (CHAT, COMPLETIONS)
-        self.answer = Answer(client, request, hides_usage=asks)
         self.request = request
         self.checked = checked
-        assert request.route is not None
-        self._path = request.route.path
-        chunks = request.chunks
-        self._body = chunks[0] if len(chunks) == 1 else b"".join(chunks)
+        self._path = route.path
+        self._row = checked.model
+        self._choice: Choice | None = None
+        self._ticket: Ticket[Exchange] | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._body = request.chunks[0]
+        request.chunks = []
+        asks = checked.stream and not checked.asks_usage and route.name in (CHAT, COMPLETIONS)
+        self.answer = Answer(client, request, hides_usage=asks)
         # The body is an object that was checked; of two fields of one name the engine takes the last.
         if asks:
             self._body = self._body[: self._body.rindex(b"}")] + ASK_FOR_USAGE
         if checked.continuation is not None:
             self._body = self._body[: self._body.rindex(b"}")] + ASK_FOR_TOKEN_IDS
-        request.chunks = []
-        self._choice: Choice | None = None
-        self._conn: UpstreamConnection | None = None
-        self._connecting: asyncio.Task[None] | None = None
-        self._ticket: Ticket[Exchange] | None = None
-        self._held_since_s = 0.0
-        self._hold_deadline_s = 0.0
-        self._attempts = 0
-        self._relayed = False
-        self._continued = False
-        self._kept: list[bytes] = []
-        self._kept_bytes = 0
-        self._progress_s = 0.0
-        self._comment_s = 0.0
-        self._row = checked.model
-        self._alone = False
-        self._sent_s = 0.0
-        self._first_byte_s: float | None = None
 
     @property
     def row(self) -> str:
@@ -116,7 +93,7 @@ class Exchange:
     # -- Handler
 
     def start(self) -> None:
-        self.place()
+        self.place(self.request.received_s)
 
     def body(self, data: bytes) -> None:
         raise AssertionError("an inference request starts when its body is complete")
@@ -157,17 +134,17 @@ class Exchange:
 
     # -- placing
 
-    def place(self) -> None:
-        """Send the request to a replica that can take it, or hold it."""
+    def place(self, now: float = 0.0) -> None:
+        """Send the request to a replica that can take it, or hold it. now: the monotonic clock, if it was just read."""
         gateway, checked = self.gateway, self.checked
         if checked.model not in gateway.router.models:
             # It was there when the request came: the model, or this version of it, went while it waited.
             self._leave_queue()
             self._fail(gateway.unknown_model(checked.model, self.request.principal))
             return
-        now = time.monotonic()
+        now = now or time.monotonic()
         # Whoever waits goes first, or a stream of new requests could starve them.
-        if self._ticket is None and gateway.holds.held(checked.model):
+        if self._ticket is None and gateway.holds.count and gateway.holds.held(checked.model):
             self._hold(now)
             return
         choice = self._choose(now)
@@ -179,16 +156,18 @@ class Exchange:
             if self._ticket is None:
                 self._hold(now)
             return
-        self._leave_queue()
+        if self._ticket is not None:
+            self._leave_queue()
+        replica, request = choice.replica, self.request
         self._choice, self._row = choice, choice.model
         self._alone = choice.load.inflight == 1
-        self.request.replica, self.request.model_version = choice.replica.id, choice.replica.version
+        request.replica, request.model_version = replica.id, replica.version
         gateway.changed()
-        conn = gateway.pool.acquire(choice.replica.socket)
+        conn = gateway.pool.acquire(replica.socket)
         if conn is not None:
             self._send(conn)
         else:
-            self._connecting = gateway.pool.connect(choice.replica.socket, self._connected)
+            self._connecting = gateway.pool.connect(replica.socket, self._connected)
 
     def _choose(self, now: float) -> Choice | None:
         """The canary takes its share while it can; what failed there, and what it has no room for, the model takes."""
@@ -226,17 +205,17 @@ class Exchange:
             self.gateway.metrics.added.observe(now - request.received_s)
         self._conn = conn
         self._progress_s = now
-        self._kept, self._kept_bytes = [], 0
+        self._kept, self._kept_bytes = None, 0
         # Not the client's id, and a new one for each attempt: an engine must never see one twice.
         engine_id = self.gateway.new_request_id()
-        self._sent_s, self._first_byte_s = now, None
+        self._sent_s, self._first_byte_s = now, 0.0
         body, model = self._body, self.gateway.router.models.get(self._row)
         if model is not None and model.adapter:
             body = with_model(body, model.adapter)
         elif self._row != self.checked.model:
             body = with_model(body, self._row)
         trace = request.trace if request.spans is None else request.spans.attempt(request)
-        conn.start(self, wire.engine_head(self._path, engine_id, len(body), trace) + body)
+        conn.start(self, wire.engine_request(self._path, engine_id, body, trace))
         client = self.answer.client
         if client is not None and client.write_paused:
             conn.pause_reading()
@@ -293,35 +272,35 @@ class Exchange:
             self._conn = None
         if self.answer.client is None:
             return
-        now = time.monotonic()
-        self._progress_s = now
+        now = self._progress_s = conn.read_s
         if self._relayed:
             self._relay(body, done)
             return
-        status = conn.status
-        if status == 200 and conn.headers.get(b"content-type", b"").startswith(b"text/event-stream"):
+        status, kind = conn.status, conn.headers.get(b"content-type", _JSON)
+        if status == 200 and kind.startswith(b"text/event-stream"):
             self._first_of_stream(body, done, now)
             return
-        if body:
-            self._kept.append(body)
-            self._kept_bytes += len(body)
+        if done and status < 400 and self._kept is None:
+            self._whole(status, kind, body, now)
+            return
+        kept = self._kept
+        if kept is None:
+            kept = self._kept = []
+        kept.append(body)
+        self._kept_bytes += len(body)
         if status >= 400:
             if self._kept_bytes > ERROR_BODY_BYTES:
                 self._drop_upstream()
                 self._refused(status, b"")
             elif done:
-                self._refused(status, b"".join(self._kept), conn)
+                self._refused(status, b"".join(kept), conn)
         elif done:
-            self._whole(conn, now)
+            self._whole(status, kind, b"".join(kept), now)
         elif self._kept_bytes > self.gateway.limits.buffered_response_bytes:
             self._first_bytes(now)
             length = conn.headers.get(b"content-length")
-            self.answer.begin_body(
-                conn.headers.get(b"content-type", b"application/json"),
-                int(length) if length is not None else None,
-                self._version(),
-            )
-            kept, self._kept = self._kept, []
+            self.answer.begin_body(kind, int(length) if length is not None else None, self._version())
+            self._kept = None
             self.answer.write(b"".join(kept))
 
     def _first_of_stream(self, body: bytes, done: bool, now: float) -> None:
@@ -440,13 +419,11 @@ class Exchange:
             if self._alone and self.checked.stream and choice.load.inflight == 1:
                 self.gateway.metrics.prefilled(choice.model, self.checked.prompt_tokens, now - self._sent_s)
 
-    def _whole(self, conn: UpstreamConnection, now: float) -> None:
+    def _whole(self, status: int, content_type: bytes, body: bytes, now: float) -> None:
         self._first_bytes(now)
-        kept = self._kept
-        body = kept[0] if len(kept) == 1 else b"".join(kept)
         version = self._version()
         self._end_dispatch(failed=False)
-        self.answer.whole(conn.status, conn.headers.get(b"content-type", b"application/json"), body, version, now)
+        self.answer.whole(status, content_type, body, version, now)
 
     def _relay(self, body: bytes, done: bool) -> None:
         continuation = self.checked.continuation if self.answer.sse else None
@@ -523,7 +500,7 @@ class Exchange:
                 self.checked.model,
                 choice.replica.version,
                 failed=failed,
-                first_byte_s=None if first_s is None else first_s - self._sent_s,
+                first_byte_s=first_s - self._sent_s if first_s else None,
                 duration_s=now - self._sent_s,
             )
 

@@ -73,7 +73,7 @@ class Metrics:
         self.held_for = Histogram(SECONDS)
         self.models: dict[str, dict[Key, Series]] = {}
         self.response_bytes = 0
-        self.last_request_s: dict[str, float] = {}
+        self._last_s: dict[str, float] = {}
         self._arrived: dict[str, list[int]] = {}
         self._idle_starts: dict[str, deque[tuple[int, float]]] = {}
         self._prefill: dict[str, float | None] = {}
@@ -83,13 +83,18 @@ class Metrics:
         self._known: dict[tuple[str, str, frozenset[str]], Series] = {}
 
     def arrived(self, row: str, prompt_tokens: int, now_s: float) -> None:
-        """A request was let in for this row of the table. now_s: Unix time."""
-        self.last_request_s[row] = now_s
+        """A request was let in for this row of the table."""
+        self._last_s[row] = now_s
         counts = self._arrived.get(row)
         if counts is None:
             counts = self._arrived[row] = [0, 0]
         counts[0] += 1
         counts[1] += prompt_tokens
+
+    def last_request_s(self, row: str, unix_offset_s: float) -> float | None:
+        """Unix time of the last request that was let in; unix_offset_s: what that is ahead of the monotonic clock."""
+        last_s = self._last_s.get(row)
+        return None if last_s is None else last_s + unix_offset_s
 
     def arrivals(self, row: str) -> tuple[int, int]:
         """Requests and estimated prompt tokens let in since this process began. Never falls, whatever leaves the
@@ -172,7 +177,7 @@ class Metrics:
         self.models = {name: series for name, series in self.models.items() if name in kept}
         self._recent = {name: values for name, values in self._recent.items() if name in kept}
         self._recent_tpot = {name: values for name, values in self._recent_tpot.items() if name in kept}
-        self.last_request_s = {name: at for name, at in self.last_request_s.items() if name in kept}
+        self._last_s = {name: at for name, at in self._last_s.items() if name in kept}
         self._idle_starts = {name: samples for name, samples in self._idle_starts.items() if name in kept}
         self._prefill = {name: rate for name, rate in self._prefill.items() if name in kept}
 

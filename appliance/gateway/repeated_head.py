@@ -8,12 +8,13 @@ request costs here.
 from __future__ import annotations
 
 import re
+from typing import Final
 
 from .routes import Kind
 from .wire import Request
 
-_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})\r\n", re.IGNORECASE)
-_DIGITS = 9
+_LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})\r\n", re.IGNORECASE)
+_DIGITS: Final = 9
 
 
 class RepeatedHead:
@@ -45,7 +46,8 @@ class RepeatedHead:
     def again(self, body: bytes) -> Request:
         """A new request with this head and body: admitted as the first was, its id and time still to be given."""
         seen = self.request
-        request = Request(seen.method, seen.target, seen.headers, seen.version)
+        request = Request(seen.method, seen.path, seen.headers, seen.version)
+        request.target = seen.target
         request.keep_alive = seen.keep_alive
         request.route = seen.route
         request.principal = seen.principal

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
@@ -47,18 +46,19 @@ _DATA_AUDIO = re.compile(r"data:audio/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0
 _INT64 = (1 << 63) - 1
 
 
-@dataclass(slots=True)
 class Checked:
     """tokens: estimate of prompt plus completion; prompt_tokens: of the prompt alone. asks_usage: the client wants its
     stream's usage as an event. continuation: of a stream that can go on after its engine's death."""
 
-    model: str
-    stream: bool
-    tokens: int
-    prompt_tokens: int
-    _beginning: Any
     asks_usage: bool = False
-    continuation: Continuation | None = None
+
+    def __init__(self, model: str, stream: bool, tokens: int, prompt_tokens: int, beginning: Any) -> None:
+        self.model = model
+        self.stream = stream
+        self.tokens = tokens
+        self.prompt_tokens = prompt_tokens
+        self._beginning = beginning
+        self.continuation: Continuation | None = None
 
     def prefix(self) -> bytes:
         """The same for requests that begin alike: system prompt and first question, however they are spelt."""
@@ -103,15 +103,13 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
     if stream is not None and not isinstance(stream, bool):
         raise _bad("stream", stream, "true or false")
 
-    fields, number_rules = data.keys(), _rules(limits)
-    if not stream and fields <= _PLAIN_FIELDS and route.name == CHAT and _plain_messages(data.get("messages")):
-        for key in fields - _PLAIN_TEXT:
-            if data[key] is not None:
-                _number(key, data[key], *number_rules[key])
-        if type(data.get("user", "")) is str:
+    number_rules = _rules(limits)
+    if not stream and route.name == CHAT:
+        completion = _plain_completion(data, number_rules)
+        if completion >= 0:
             prompt_tokens = len(body) // 4
-            tokens = prompt_tokens + min(_completion_tokens(data), 4096)
-            return Checked(model, False, tokens, prompt_tokens, data["messages"])
+            return Checked(model, False, prompt_tokens + min(completion, 4096), prompt_tokens, data["messages"])
+    fields = data.keys()
     if not fields.isdisjoint(FORBIDDEN):
         for key in sorted(fields & FORBIDDEN):
             if data[key] is not None:
@@ -139,14 +137,35 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
     tokens = prompt_tokens + min(completion, 4096) * sequences
     beginning = data.get("messages") or data.get("prompt") or data.get("input") or ""
     asks_usage = stream is True and _asks_usage(data)
-    return Checked(model, bool(stream), tokens, prompt_tokens, beginning, asks_usage, continuation)
+    checked = Checked(model, bool(stream), tokens, prompt_tokens, beginning)
+    checked.asks_usage, checked.continuation = asks_usage, continuation
+    return checked
 
 
-# A chat request with none but these needs its messages and numbers looked at, and no more.
-_PLAIN_TEXT = frozenset({"model", "messages", "stream", "user"})
-_PLAIN_FIELDS = _PLAIN_TEXT | {
-    "max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "frequency_penalty", "presence_penalty"
-}  # fmt: skip
+# A chat request with none but numbers, these and its messages needs those looked at, and no more.
+_PLAIN_TEXT: Final = frozenset({"model", "stream", "user"})
+_PLAIN_NUMBERS: Final = frozenset(
+    {"max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "frequency_penalty", "presence_penalty"}
+)
+
+
+def _plain_completion(data: dict[str, Any], number_rules: Rules) -> int:
+    """The completion's tokens of a plain chat request, -1 for one that must be looked at more closely.
+
+    Raises ApiError 400 for a number that is none or out of its bounds."""
+    plain = False
+    for key, value in data.items():
+        if key == "messages":
+            if not _plain_messages(value):
+                return -1
+            plain = True
+        elif key in _PLAIN_NUMBERS:
+            if value is not None:
+                kind, low, high = number_rules[key]
+                _number(key, value, kind, low, high)
+        elif key not in _PLAIN_TEXT or (key == "user" and type(value) is not str):
+            return -1
+    return _completion_tokens(data) if plain else -1
 
 
 def _plain_messages(messages: Any) -> bool:
@@ -168,15 +187,17 @@ def with_model(body: bytes, model: str) -> bytes:
     return body.rstrip()[:-1] + b',"model":' + orjson.dumps(model) + b"}"
 
 
-_RULES_OF: dict[int, tuple[Limits, dict[str, tuple[type, float, float]]]] = {}
+Rules = dict[str, tuple[type, float, float]]
+_RULES_OF: Final[list[tuple[Limits, Rules]]] = []
 
 
-def _rules(limits: Limits) -> dict[str, tuple[type, float, float]]:
+def _rules(limits: Limits) -> Rules:
     """(type, lowest, highest) by field; built once per Limits object."""
-    cached = _RULES_OF.get(id(limits))
-    if cached is not None and cached[0] is limits:
-        return cached[1]
-    rules: dict[str, tuple[type, float, float]] = {
+    if _RULES_OF:
+        of, rules = _RULES_OF[0]
+        if of is limits:
+            return rules
+    rules = {
         "n": (int, 1, limits.n),
         "best_of": (int, 1, limits.n),
         "max_tokens": (int, 1, limits.max_tokens),
@@ -198,8 +219,7 @@ def _rules(limits: Limits) -> dict[str, tuple[type, float, float]]:
         "truncate_prompt_tokens": (int, -1, 1 << 31),
         "priority": (int, 0, 0),
     }
-    _RULES_OF.clear()
-    _RULES_OF[id(limits)] = (limits, rules)
+    _RULES_OF[:] = [(limits, rules)]
     return rules
 
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import httptools
 
@@ -28,13 +28,15 @@ if TYPE_CHECKING:
 log = logging.getLogger("appliance.gateway")
 
 # A header that may stand once only: two of them mean that two readers could disagree.
-_ONCE = frozenset({b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type", b"expect"})
+_ONCE: Final = frozenset(
+    {b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type", b"expect"}
+)
 # Body of a refused request that is read to its end, to keep the connection; a larger one costs the connection.
-_DISCARD_BYTES = 256 * 1024
-_LINGER_S = 2.0
+_DISCARD_BYTES: Final = 256 * 1024
+_LINGER_S: Final = 2.0
 # A connection whose heads differ so often in a row does without remembering them.
-_DIFFERING_HEADS = 4
-_LINGER_BYTES = 4 * 1024 * 1024
+_DIFFERING_HEADS: Final = 4
+_LINGER_BYTES: Final = 4 * 1024 * 1024
 
 
 class _Closing(Exception):
@@ -53,65 +55,37 @@ class Handler(Protocol):
     def tick(self, now_s: float) -> None: ...
 
 
-class ClientConnection(asyncio.Protocol):
+class ClientConnection:
     """See the module's docstring."""
 
-    __slots__ = (
-        "gateway",
-        "transport",
-        "write_paused",
-        "active",
-        "active_request",
-        "_parser",
-        "_parsing",
-        "_waiting",
-        "_url",
-        "_headers",
-        "_header_count",
-        "_head_bytes",
-        "_unparsed_head",
-        "_in_head",
-        "_deadline_s",
-        "_stalled_since_s",
-        "_closing",
-        "_head_started",
-        "_linger_bytes",
-        "_read_paused",
-        "_window_start_s",
-        "_window_bytes",
-        "_between",
-        "_fed",
-        "_repeat",
-        "_differing",
-    )
+    write_paused: bool = False
+    active_request: Request | None = None
+    _parsing: Request | None = None
+    _url: bytes = b""
+    _header_count: int = 0
+    _head_bytes: int = 0
+    _unparsed_head: int = 0
+    _in_head: bool = True
+    _deadline_s: float = 0.0
+    _stalled_since_s: float = 0.0
+    _closing: bool = False
+    _head_started: bool = False
+    _linger_bytes: int = 0
+    _read_paused: bool = False
+    _window_start_s: float = 0.0
+    _window_bytes: int = 0
+    _between: bool = True
+    _fed: bytes | None = None
+    _repeat: RepeatedHead | None = None
+    _differing: int = 0
 
     def __init__(self, gateway: Gateway) -> None:
         self.gateway = gateway
         self.transport: asyncio.Transport | None = None
-        self.write_paused = False
         self.active: Handler | None = None
-        self.active_request: Request | None = None
         self._parser: httptools.HttpRequestParser | None = None
-        self._parsing: Request | None = None
         self._waiting: deque[Request | ApiError] = deque()
-        self._url = b""
         self._headers: dict[bytes, bytes] = {}
-        self._header_count = 0
-        self._head_bytes = 0
-        self._unparsed_head = 0
-        self._in_head = True
-        self._deadline_s = 0.0
-        self._stalled_since_s = 0.0
-        self._closing = False
-        self._head_started = False
-        self._linger_bytes = 0
-        self._read_paused = False
-        self._window_start_s = 0.0
-        self._window_bytes = 0
-        self._between = True
-        self._fed: bytes | None = None
-        self._repeat: RepeatedHead | None = None
-        self._differing = 0
 
     # -- asyncio.Protocol
 
@@ -197,7 +171,7 @@ class ClientConnection(asyncio.Protocol):
             handler.client_lost()
             request.status = request.status or 499
             self.gateway.metrics.events["client_disconnected"] += 1
-            self.gateway.finished(request)
+            self.gateway.finished(request, time.monotonic())
         for waiting in self._waiting:
             if isinstance(waiting, Request):
                 self.gateway.release_body(waiting)
@@ -403,7 +377,7 @@ class ClientConnection(asyncio.Protocol):
         assert request is not None
         self.active = self.active_request = None
         self.gateway.metrics.events["response_aborted"] += 1
-        self.gateway.finished(request)
+        self.gateway.finished(request, time.monotonic())
         self.abort()
 
     @property
@@ -415,13 +389,14 @@ class ClientConnection(asyncio.Protocol):
         if self.transport is not None:
             self.transport.write(data)
 
-    def finished(self, *, keep_alive: bool) -> None:
-        """The active request's response is completely written."""
+    def finished(self, *, keep_alive: bool, now_s: float = 0.0) -> None:
+        """The active request's response is completely written. now_s: the monotonic clock, where it was just read."""
         request = self.active_request
         assert request is not None
+        now_s = now_s or time.monotonic()
         reusable = keep_alive and self.will_keep_alive
         self.active = self.active_request = None
-        self.gateway.finished(request)
+        self.gateway.finished(request, now_s)
         if not reusable:
             self._close(read_rest=not request.complete)
         elif self._waiting:
@@ -431,7 +406,7 @@ class ClientConnection(asyncio.Protocol):
             else:
                 self._begin(waiting)
         else:
-            self._next_idle()
+            self._next_idle(now_s)
 
     def _pass_on_body(self, request: Request) -> None:
         """What of a streamed body arrived before its turn (pipelining)."""
@@ -442,8 +417,8 @@ class ClientConnection(asyncio.Protocol):
         if request.complete and self.active is not None and self.active_request is request:
             self.active.body_end()
 
-    def _next_idle(self) -> None:
-        self._deadline_s = time.monotonic() + self.gateway.limits.keepalive_s
+    def _next_idle(self, now_s: float) -> None:
+        self._deadline_s = now_s + self.gateway.limits.keepalive_s
         if self._parsing is not None:
             # Its head came while another request was answered; its turn is now.
             try:
@@ -451,7 +426,8 @@ class ClientConnection(asyncio.Protocol):
             except ApiError as error:
                 self._refuse(error)
                 return
-        self.resume_reading()
+        if self._read_paused:
+            self.resume_reading()
 
     def _refuse(self, error: ApiError) -> None:
         """Answer an error and close; behind a request that is still being answered, after it."""
@@ -474,7 +450,7 @@ class ClientConnection(asyncio.Protocol):
         data = self._error_bytes(error, request, request_id or self.gateway.new_request_id(), close=True)
         if request is not None:
             self._parsing = None
-            self.gateway.finished(request)
+            self.gateway.finished(request, time.monotonic())
         else:
             self.gateway.metrics.requests["unknown", error.status] += 1
         self.write(data)

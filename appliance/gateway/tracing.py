@@ -87,9 +87,7 @@ class RequestSpans:
         """The request goes to a replica now; returns the `traceparent` for the engine."""
         self._attempts += 1
         ids = {"replica": request.replica, "version": request.model_version, "attempt": self._attempts}
-        self._attempt = self._tracer.start_span(
-            "attempt", context=self._context, kind=SpanKind.CLIENT, attributes=ids
-        )
+        self._attempt = self._tracer.start_span("attempt", context=self._context, kind=SpanKind.CLIENT, attributes=ids)
         return _traceparent(self._attempt)
 
     def attempt_ended(self, failed: bool) -> None:

@@ -11,15 +11,15 @@ import errno
 import re
 import time
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Final, Protocol
 
 import httptools
 
 CONNECT_TIMEOUT_S = 5.0
 FULL_BACKLOG_RETRY_S = 0.01
 RESPONSE_HEAD_BYTES = 64 * 1024
-_OK = b"HTTP/1.1 200 OK\r\n"
-_LENGTH = re.compile(rb"\r\ncontent-length: ([0-9]{1,12})\r\n", re.IGNORECASE)
+_OK: Final = b"HTTP/1.1 200 OK\r\n"
+_LENGTH: Final = re.compile(rb"\r\ncontent-length: ([0-9]{1,12})\r\n", re.IGNORECASE)
 
 
 class Owner(Protocol):
@@ -35,28 +35,22 @@ class Owner(Protocol):
         """The upstream's send buffer is full (or has drained again)."""
 
 
-class UpstreamConnection(asyncio.Protocol):
-    """One connection. Invariant: it is in the pool exactly when it has no owner and is open."""
+class UpstreamConnection:
+    """One connection. Invariant: it is in the pool exactly when it has no owner and is open.
 
-    __slots__ = (
-        "_pool",
-        "path",
-        "transport",
-        "_parser",
-        "owner",
-        "status",
-        "headers",
-        "_chunks",
-        "_head_done",
-        "_done",
-        "_head_bytes",
-        "_keep_alive",
-        "reused",
-        "answered",
-        "idle_since_s",
-        "_paused",
-        "_last",
-    )
+    read_s: when something came in last; of an idle one, since when it has been idle.
+    """
+
+    status: int = 0
+    _head_done: bool = False
+    _done: bool = False
+    _head_bytes: int = 0
+    _keep_alive: bool = False
+    reused: bool = False
+    answered: bool = False
+    read_s: float = 0.0
+    _paused: bool = False
+    _last: _Head | None = None
 
     def __init__(self, pool: UpstreamPool, path: str) -> None:
         self._pool = pool
@@ -64,18 +58,8 @@ class UpstreamConnection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self.owner: Owner | None = None
-        self.status = 0
         self.headers: dict[bytes, bytes] = {}
         self._chunks: list[bytes] = []
-        self._head_done = False
-        self._done = False
-        self._head_bytes = 0
-        self._keep_alive = False
-        self.reused = False
-        self.answered = False
-        self.idle_since_s = 0.0
-        self._paused = False
-        self._last: _Head | None = None
 
     # -- for the owner
 
@@ -83,7 +67,6 @@ class UpstreamConnection(asyncio.Protocol):
         """Send a request (its head and whatever of the body is there) on behalf of `owner`."""
         assert self.owner is None and self.transport is not None
         self.owner = owner
-        self.headers = {}
         self._head_done = self._done = self.answered = False
         self._head_bytes = 0
         self.transport.write(data)
@@ -113,6 +96,7 @@ class UpstreamConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
+        self.read_s = time.monotonic()
         self._parser = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
@@ -122,9 +106,12 @@ class UpstreamConnection(asyncio.Protocol):
             self.abort()
             return
         self.answered = True
+        self.read_s = time.monotonic()
         if not self._head_done:
-            if not self._head_bytes and data.startswith(_OK) and self._whole(owner, data):
-                return
+            if not self._head_bytes:
+                if data.startswith(_OK) and self._whole(owner, data):
+                    return
+                self.headers = {}
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
@@ -161,12 +148,12 @@ class UpstreamConnection(asyncio.Protocol):
         Most answers of engines are like that, and an engine is no stranger whose framing needs a parser's distrust.
         """
         last = self._last
-        body = last.body_of(data) if last is not None else None
-        if last is None or body is None:
+        body = None if last is None else last.body_of(data)
+        if body is None:
             last = self._last = _head(data)
-            body = last.body_of(data) if last is not None else None
-            if last is None or body is None:
-                return False
+            body = None if last is None else last.body_of(data)
+        if last is None or body is None:
+            return False
         self.status, self.headers = 200, last.headers
         self.owner = None
         if self._paused:
@@ -224,14 +211,15 @@ class UpstreamConnection(asyncio.Protocol):
         self._done = self._head_done
 
 
-class _Head(NamedTuple):
+class _Head:
     """The head of a plain answer around the digits of its length; the next one mostly has the same (its date lasts a
     second)."""
 
-    before: bytes
-    after: bytes
-    headers: dict[bytes, bytes]
-    closes: bool
+    def __init__(self, before: bytes, after: bytes, headers: dict[bytes, bytes], closes: bool) -> None:
+        self.before = before
+        self.after = after
+        self.headers = headers
+        self.closes = closes
 
     def body_of(self, data: bytes) -> bytes | None:
         """The body, if `data` is this head, with any length, and exactly the body that it announces."""
@@ -303,7 +291,9 @@ class UpstreamPool:
         while True:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    _, conn = await loop.create_unix_connection(lambda: UpstreamConnection(self, path), path)
+                    _, conn = await loop.create_unix_connection(  # type: ignore[type-var]
+                        lambda: UpstreamConnection(self, path), path
+                    )
             except OSError as error:
                 waited = time.monotonic() - started
                 # A full listen backlog (EAGAIN) is a busy server, not a dead one.
@@ -318,11 +308,12 @@ class UpstreamPool:
             pause_s = min(pause_s * 2, 0.25)
 
     def put(self, conn: UpstreamConnection) -> None:
-        idle = self._idle.setdefault(conn.path, [])
+        idle = self._idle.get(conn.path)
+        if idle is None:
+            idle = self._idle[conn.path] = []
         if len(idle) >= self._max_idle:
             conn.abort()
             return
-        conn.idle_since_s = time.monotonic()
         idle.append(conn)
 
     def forget(self, conn: UpstreamConnection) -> None:
@@ -334,7 +325,7 @@ class UpstreamPool:
         """Close connections idle for too long or to sockets that are not wanted any more."""
         for path in list(self._idle):
             idle = self._idle[path]
-            keep = [c for c in idle if path in wanted and now_s - c.idle_since_s < self._idle_s]
+            keep = [c for c in idle if path in wanted and now_s - c.read_s < self._idle_s]
             gone = [c for c in idle if c not in keep] if len(keep) != len(idle) else []
             self._idle[path] = keep
             for conn in gone:

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import orjson
 
 # Inside a JSON string a quote is always escaped, so these match the engine's own fields and never a client's text.
-_USAGE = b'"usage":'
-_PROMPT = re.compile(rb'"(?:prompt|input)_tokens": ?([0-9]+)')
-_COMPLETION = re.compile(rb'"(?:completion|output)_tokens": ?([0-9]+)')
-FINISHED = b'"finish_reason":"'
-_NO_CHOICES = b'"choices":[],'
+_USAGE: Final = b'"usage":'
+_PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens": ?([0-9]+)')
+_COMPLETION: Final = re.compile(rb'"(?:completion|output)_tokens": ?([0-9]+)')
+FINISHED: Final = b'"finish_reason":"'
+_NO_CHOICES: Final = b'"choices":[],'
 ASK_FOR_USAGE = b',"stream_options":{"include_usage":true}}'
 
 
-@dataclass(slots=True)
 class Tokens:
     """Of one request. The newest number counts: Anthropic's streams say the prompt first and the completion last."""
 

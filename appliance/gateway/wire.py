@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import http
 import re
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
 
 from .errors import ApiError
 from .routes import Kind, Route
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
     from .tracing import RequestSpans
 
 Headers = Mapping[bytes, bytes]
+Pairs = Sequence[tuple[bytes, bytes]]
 
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-STATUS_LINE = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
+STATUS_LINE: Final = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus
+}
 
 _HOP_BY_HOP = frozenset(
     {
@@ -59,6 +62,10 @@ _NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", b"date", b"server", b"x-requ
 # `_` and `-` become one character in some servers' header tables: a client's x_appliance_scopes must not pass either.
 _OURS = re.compile(rb"x[-_]appliance[-_]")
 _TRACE = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\Z")
+_WRITTEN: Final = 4096
+_DIGITS: Final = [b"%d" % number for number in range(_WRITTEN)]
+_ENGINE_HEAD: Final = b" HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\nx-request-id: "
+_LENGTH: Final = b"\r\ncontent-length: "
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 
 
@@ -70,37 +77,28 @@ class Request:
     was charged; tokens: what the engine said it cost. rate_headers: what its answer says of that allowance.
     """
 
-    __slots__ = (
-        "method",
-        "target",
-        "path",
-        "headers",
-        "version",
-        "keep_alive",
-        "content_length",
-        "chunked",
-        "route",
-        "principal",
-        "request_id",
-        "received_s",
-        "chunks",
-        "body_bytes",
-        "buffered_bytes",
-        "complete",
-        "refusal",
-        "status",
-        "sent_bytes",
-        "model",
-        "model_version",
-        "replica",
-        "first_byte_s",
-        "stream_events",
-        "trace",
-        "spans",
-        "tokens",
-        "estimated_tokens",
-        "rate_headers",
-    )
+    # Defaults stand in the class: most of them hold for most requests, and each that is set costs every request. Not
+    # `None` for what is no class of the compiled modules (see compiled.py): there mypyc would leave it unset.
+    keep_alive: bool = False
+    content_length: int | None = None
+    chunked: bool = False
+    route: Route | None = None
+    principal: Principal | None = None
+    request_id: bytes = b""
+    received_s: float = 0.0
+    body_bytes: int = 0
+    buffered_bytes: int = 0
+    complete: bool = False
+    status: int = 0
+    sent_bytes: int = 0
+    model: str = ""
+    model_version: str = ""
+    replica: str = ""
+    first_byte_s: float = 0.0
+    stream_events: int = 0
+    trace: bytes = b""
+    estimated_tokens: int = 0
+    rate_headers: Pairs = ()
 
     def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes], version: str) -> None:
         self.method = method
@@ -108,30 +106,10 @@ class Request:
         self.path = target.partition(b"?")[0]
         self.headers = headers
         self.version = version
-        self.keep_alive = False
-        self.content_length: int | None = None
-        self.chunked = False
-        self.route: Route | None = None
-        self.principal: Principal | None = None
-        self.request_id = b""
-        self.received_s = 0.0
         self.chunks: list[bytes] = []
-        self.body_bytes = 0
-        self.buffered_bytes = 0
-        self.complete = False
-        self.refusal: ApiError | None = None
-        self.status = 0
-        self.sent_bytes = 0
-        self.model = ""
-        self.model_version = ""
-        self.replica = ""
-        self.first_byte_s = 0.0
-        self.stream_events = 0
-        self.trace = b""
-        self.spans: RequestSpans | None = None
         self.tokens = Tokens()
-        self.estimated_tokens = 0
-        self.rate_headers: list[tuple[bytes, bytes]] = []
+        self.refusal: ApiError | None = None
+        self.spans: RequestSpans | None = None
 
     @property
     def trace_id(self) -> str:
@@ -162,6 +140,11 @@ def accepted_request_id(headers: Headers) -> bytes | None:
     return value if value is not None and _REQUEST_ID.match(value) else None
 
 
+def digits(number: int) -> bytes:
+    """A number >= 0 as it stands in a head: those of most bodies and times are written already."""
+    return _DIGITS[number] if number < _WRITTEN else b"%d" % number
+
+
 def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
@@ -172,11 +155,11 @@ def accepted_trace(headers: Headers) -> bytes:
     return value if value is not None and _TRACE.match(value) else b""
 
 
-def engine_head(path: bytes, request_id: bytes, length: int, trace: bytes = b"") -> bytes:
-    return (
-        b"POST %b HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\nx-request-id: %b\r\n"
-        b"%bcontent-length: %d\r\n\r\n" % (path, request_id, b"traceparent: %b\r\n" % trace if trace else b"", length)
-    )
+def engine_request(path: bytes, request_id: bytes, body: bytes, trace: bytes = b"") -> bytes:
+    """A whole inference request for an engine."""
+    if trace:
+        request_id = b"%b\r\ntraceparent: %b" % (request_id, trace)
+    return b"".join((b"POST ", path, _ENGINE_HEAD, request_id, _LENGTH, digits(len(body)), b"\r\n\r\n", body))
 
 
 def scrape_head(path: bytes, request: Request) -> bytes:
@@ -229,7 +212,7 @@ def response_head(
     close: bool = False,
     version: bytes | None = None,
     processing_s: float | None = None,
-    extra: Iterable[tuple[bytes, bytes]] = (),
+    extra: Pairs = (),
 ) -> bytes:
     """A response head. version: weight version that answers. length None and not chunked: ends with the connection."""
     line = STATUS_LINE.get(status) or b"HTTP/1.1 %d Status\r\n" % status
@@ -262,24 +245,25 @@ def whole_response(
     processing_s: float,
     body: bytes,
     *,
-    extra: Iterable[tuple[bytes, bytes]],
+    extra: Pairs,
     close: bool,
 ) -> bytes:
     """A complete answer of an engine: `response_head` and body in one go, because most requests end so."""
-    return (
-        b"%bx-request-id: %b\r\ncontent-type: %b\r\n%bopenai-processing-ms: %d\r\ncontent-length: %d\r\n%b%b\r\n%b"
-        % (
-            STATUS_LINE.get(status) or b"HTTP/1.1 %d Status\r\n" % status,
-            request_id,
-            content_type,
-            b"" if version is None else b"x-appliance-model-version: %b\r\n" % version,
-            processing_s * 1000,
-            len(body),
-            b"".join([b"%b: %b\r\n" % pair for pair in extra]) if extra else b"",
-            b"connection: close\r\n" if close else b"",
-            body,
-        )
-    )
+    parts = [
+        STATUS_LINE.get(status) or b"HTTP/1.1 %d Status\r\n" % status,
+        b"x-request-id: ",
+        request_id,
+        b"\r\ncontent-type: ",
+        content_type,
+        b"\r\n",
+    ]
+    if version is not None:
+        parts += (b"x-appliance-model-version: ", version, b"\r\n")
+    for name, value in extra:
+        parts += (name, b": ", value, b"\r\n")
+    parts += (b"openai-processing-ms: ", digits(int(processing_s * 1000)), _LENGTH, digits(len(body)))
+    parts += (b"\r\nconnection: close\r\n\r\n" if close else b"\r\n\r\n", body)
+    return b"".join(parts)
 
 
 def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:

@@ -17,7 +17,7 @@ def test_any_path_and_any_method_make_a_line(tmp_path: Path) -> None:
         request = Request(b"GET", path, {}, "1.1")
         request.request_id, request.status, request.received_s = b"req_1", 404, time.monotonic()
         request.trace = b"00-" + b"a" * 32 + b"-" + b"b" * 16 + b"-01"
-        log.add(request)
+        log.add(request, time.monotonic())
     log.close()
     lines = [json.loads(line) for line in (tmp_path / "access.log").read_text().splitlines()]
     assert [line["path"] for line in lines[:3]] == [path[:256].decode("latin-1") for path in paths]
@@ -28,7 +28,7 @@ def test_any_path_and_any_method_make_a_line(tmp_path: Path) -> None:
 def test_what_is_remembered_is_bounded(tmp_path: Path) -> None:
     log = AccessLog(str(tmp_path / "access.log"))
     for n in range(3000):
-        log.add(Request(b"GET", b"/%d" % n, {}, "1.1"))
+        log.add(Request(b"GET", b"/%d" % n, {}, "1.1"), 1.0)
     assert len(log._who) <= 1024
     log.close()
     assert json.loads((tmp_path / "access.log").read_text().splitlines()[-1])["path"] == "/2999"

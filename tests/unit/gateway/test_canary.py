@@ -15,7 +15,7 @@ from .upstreams import Reply, UpstreamRequest, chat_answer
 
 
 async def split(box: Box, share: float, hold_s: float = 30.0, **canary_states: str) -> None:
-    """"m" v1 on e0, and its canary v2 on e1."""
+    """ "m" v1 on e0, and its canary v2 on e1."""
     for name in ("e0", "e1"):
         if name not in box.engines:
             await box.engine(name)

@@ -51,9 +51,7 @@ async def test_what_the_gateway_refuses(start_box: Start) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("status", "kind", "answered"), [(400, "invalid_request_error", 400), (500, "api_error", 500)]
-)
+@pytest.mark.parametrize(("status", "kind", "answered"), [(400, "invalid_request_error", 400), (500, "api_error", 500)])
 async def test_what_the_engine_refuses(box: Box, status: int, kind: str, answered: int) -> None:
     async def refuses(request: UpstreamRequest, reply: Reply) -> None:
         await reply.json({"error": {"message": "no such thing", "type": "X", "param": None, "code": status}}, status)
