@@ -101,8 +101,10 @@ def _claim(size: str, ours: dict[str, Any], theirs: dict[str, float]) -> None:
             "suspend + resume 4 -> 2 to the next step, faster than through DeepSpeed's universal checkpoint", size,
             theirs["total_s"] / ours["4"]["total_s"], "x", 20))  # fmt: skip
     if "cold_8_s" in theirs:
-        rows.append(_claims.at_least("new world of 8 to its first step, forked over cold", size,
-                                     theirs["cold_8_s"] / ours["world_8_s"], "x", 20))  # fmt: skip
+        rows.append(_claims.at_least("new world of 8 until all train, forked over cold", size,
+                                     theirs["cold_8_ready_s"] / ours["ready_8_s"], "x", 20))  # fmt: skip
+        rows.append(_claims.stated("the same until its first step, which both compute, is done", size,
+                                   theirs["cold_8_s"] / ours["world_8_s"], "x"))  # fmt: skip
     for row in rows:
         print(f"{row['claim']}: {row['measured']:.3g} {row['unit']} (aim {row['aim']})", flush=True)
     _claims.record(__file__, rows)
@@ -235,6 +237,7 @@ def _theirs(spec: Any, disk: Path, options: argparse.Namespace) -> dict[str, flo
     if not options.skip_cold_8:
         print(json.dumps(found), flush=True)
         told, started = _cold_world("start", 8, dataclasses.replace(spec, batch_size=8), disk)
+        found["cold_8_ready_s"] = max(t["ready_at"] for t in told) - started
         found["cold_8_s"] = max(t["stepped_at"] for t in told) - started
     return found
 
@@ -277,6 +280,7 @@ def _baseline_rank(options: argparse.Namespace) -> int:
         started = time.perf_counter()
         run.engine.load_checkpoint(folder, tag=UNIVERSAL)
         seconds = time.perf_counter() - started
+    ready_at = time.time()
     run._one_step(run.plan.total_steps)
     stepped_at = time.time()
     if options.rank_of == "save":
@@ -284,7 +288,7 @@ def _baseline_rank(options: argparse.Namespace) -> int:
         run.engine.save_checkpoint(folder, tag="global_step1")
         os.sync()
         seconds = time.perf_counter() - started
-    print(json.dumps({"seconds": seconds, "stepped_at": stepped_at}), flush=True)
+    print(json.dumps({"seconds": seconds, "ready_at": ready_at, "stepped_at": stepped_at}), flush=True)
     return 0
 
 
