@@ -40,6 +40,8 @@ ADAPTER_MODULES = (
 )  # fmt: skip
 LORA_RANK_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CPU_WORKER = "serve.cpu_worker.ShmCPUWorker"
+# vLLM's asynchronous scheduling, which a scheduler of one's own forgoes, is switched off on the CPU anyway.
+CPU_SCHEDULER = "serve.finishing_scheduler.FinishingScheduler"
 WORKER_EXTENSION = "serve.worker_extension.ShmWorkerExtension"
 LOAD_FORMAT = "shm"
 TRANSFER_BACKEND = "shm"
@@ -85,7 +87,7 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
         "--disable-fastapi-docs",
     ]
     if spec.kind == "cpu":
-        args += ["--enforce-eager", "--worker-cls", CPU_WORKER]
+        args += ["--enforce-eager", "--worker-cls", CPU_WORKER, "--scheduler-cls", CPU_SCHEDULER]
     else:
         # The level-2 sleep of the cumem allocator: weights and KV give their memory back, addresses stay.
         args += ["--enable-sleep-mode"]

@@ -36,6 +36,12 @@ class EngineConfig(BaseModel):
     stage_memory_factor: float = Field(
         1.5, ge=1.0, description="a swap is staged when this many times the model's bytes of host memory are free"
     )
+    swap_finish_timeout_s: float = Field(
+        120.0,
+        ge=0,
+        description="that requests get to finish on the version before a staged swap; then they compute their past "
+        "again with the new one, and its memory is free",
+    )
     canary_logprob_tolerance: float = Field(
         0.15,
         gt=0,

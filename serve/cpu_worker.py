@@ -1,4 +1,4 @@
-"""A CPU worker that sleeps and wakes for real.
+"""A CPU worker that sleeps and wakes for real, and that may hold two versions.
 
 vLLM's CPUWorker ignores `sleep` while its engine reports itself asleep. This one gives the memory of weights and KV
 cache back to the machine and keeps all else (process, imports, tokenizer, compiled kernels). vLLM's own sequence
@@ -10,12 +10,15 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
+from typing import Any
 
 import torch
 from vllm.lora.layers.base import BaseLayerWithLoRA
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
 from serve.direct_load import drop_packed, drop_weights
+from serve.finishing_scheduler import WEIGHTS
 from serve.shm_transfer import ShmWeightTransferEngine
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,6 +37,13 @@ class ShmCPUWorker(CPUWorker):
         _keep_freed_memory()
         super().init_device()
         self._asleep: dict[int, tuple[torch.UntypedStorage, int, str]] = {}
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        """vLLM's, with the weights in place that the scheduler named for this step."""
+        weights = getattr(scheduler_output, WEIGHTS, None)
+        if weights is not None:
+            self.weight_transfer_engine.bring_in(weights)
+        return super().execute_model(scheduler_output)
 
     def sleep(self, level: int = 1) -> None:
         """Free weights, the slots of adapters and KV cache. The level is not looked at: what a level-1 sleep would

@@ -34,6 +34,7 @@ from runtime.leash import Leash
 from runtime.logs import configure_logging
 from runtime.sockets import owner_only
 from serve import vllm_patches, vllm_plugin
+from serve.answer_version import AnswerVersions
 from serve.arguments import engine_arguments, engine_environment
 from serve.engine_control import EngineControl
 from serve.errors import EngineStartFailed, WrongState
@@ -85,7 +86,7 @@ async def _serve(
         app_s = time.perf_counter()
         listener = _listen(spec.socket_path)
         config = uvicorn.Config(
-            app,
+            AnswerVersions(app),
             log_config=None,
             log_level="warning",
             access_log=False,

@@ -6,15 +6,20 @@ The choreography of a swap, top to bottom:
     stage       map the new version; where memory allows, build its weights beside the old ones (requests go on)
     canary      one forward pass, compared with the version's recorded fingerprint: over the staged weights in
                 slices between the engine's steps                                  (requests go on)
-    pause       keep requests, clear the prefix cache: what it holds was computed with other weights
+    pause       keep requests; in place also clear the prefix cache: what it holds was computed with other weights
     transfer    vLLM's start_weight_update, update_weights, finish_weight_update
     canary      here, if it could not be asked before
     resume
     rename      the served model name and version become the new ones
+    finish      staged: the requests that the engine had are answered by the old weights to their end, those that came
+                after by the new ones (serve.finishing_scheduler); then the old weights go    (after the call returned)
 
 Rules
 - No token is computed by unverified or mixed weights: what a staged swap exchanges are the very tensors that answered
   the canary, and between any other pause and its resumption nothing but the canary runs.
+- One version answers a request from its first token to its last, where both are in memory. What an in-place load
+  overtakes, and what is left on the old weights when their time or memory is up or the next operation needs the engine,
+  computes its past again with the new ones.
 - An error after pause brings the old version back by the same transfer, canary included, and resumes; if that
   fails too the engine stays paused for ever and EngineFailed tells the supervisor to kill it.
 - One operation at a time (`_lock`); a sleeping engine takes only `wake`.
@@ -25,7 +30,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from pathlib import Path
 from typing import Any
 
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
@@ -36,12 +40,13 @@ from runtime.process import group_resident_bytes, group_rss_bytes
 from serve.adapters import EngineAdapters
 from serve.errors import BY_NAME, EngineFailed, ServeError, SwapFailed, WrongState
 from serve.fingerprint import FingerprintBook, FingerprintRecord, canary_prompt, version_key
+from serve.finishing_streams import FinishingStreams
 from serve.shm_source import lease
 from serve.spec import ReplicaSpec
+from serve.swap_path import HOW, choose_path, memory_bytes
 from serve.version_check import ModelIdentity, check_same_model
 from weights.locks import DirectoryLock
 
-HOW = ("auto", "staged", "in-place", "layerwise")
 logger = logging.getLogger(__name__)
 STAGE_POLL_S = 0.005
 DRAIN_GRACE_S = 2.0
@@ -61,6 +66,7 @@ class EngineControl:
         # failed swap has to find the old version as it was.
         self._lease: DirectoryLock | None = lease(spec.version_path)
         self._lock = asyncio.Lock()
+        self._finishing = FinishingStreams(llm, self._lock, limits["swap_finish_timeout_s"], memory_bytes)
         self._prompt = canary_prompt(llm.model_config.get_vocab_size())
         self._pooling_task = "embed" if spec.task == "embed" else None
         self._adapters: EngineAdapters | None = None
@@ -76,18 +82,20 @@ class EngineControl:
 
     async def first_canary(self) -> dict[str, Any]:
         """Fingerprint of the engine's first load, before it serves anything."""
+        await self.llm.engine_core.set_weight_version_async(self.version)
         if self.spec.kind == "cpu" and self._pooling_task is None:
             await self.llm.collective_rpc("shm_watch_canary")
         return await self._canary("load")
 
     async def status(self) -> dict[str, Any]:
-        """State, version, memory in bytes (shared pages divided by their sharers), and requests that the engine is
-        running and those it holds back."""
+        """State, version, memory in bytes (shared pages divided by their sharers), requests that the engine is running
+        and those it holds back, those of both that finish on the version before (`finishing`), and what came of the
+        last ones that did (`finished`)."""
         try:
-            running, waiting = await self.llm.engine_core.call_utility_async("shm_request_counts")
+            running, waiting, finishing = await self.llm.engine_core.call_utility_async("shm_request_counts")
             state = self.state
         except EngineDeadError:
-            running, waiting, state = 0, 0, "dead"
+            running, waiting, finishing, state = 0, 0, 0, "dead"
         return {
             "state": state,
             "model": self.model,
@@ -95,6 +103,8 @@ class EngineControl:
             "rss_bytes": await asyncio.to_thread(group_rss_bytes, self._group),
             "running": running,
             "waiting": waiting,
+            "finishing": finishing,
+            "finished": self._finishing.last,
             "adapters": None if self._adapters is None or state != "ready" else await self._adapters.report(),
         }
 
@@ -122,9 +132,9 @@ class EngineControl:
 
         `how` is "auto" (staged where the layout and free memory allow), "staged", "in-place" or "layerwise".
         Returns `seconds` in all and by phase, `pause_s` (no step under way nor begun; the step that was under way when
-        it was asked for is `drain_step_s`), `bytes_read` per worker, `how` it was done and `why`, and whether the
-        canary was asked of the "staged" weights or of the "paused" engine. Raises VersionError (untouched),
-        SwapFailed (old version serving), EngineFailed (kill it).
+        it was asked for is `drain_step_s`), `bytes_read` per worker, `how` it was done and `why`, whether the canary
+        was asked of the "staged" weights or of the "paused" engine, and how many requests are `finishing` on the
+        version before. Raises VersionError (untouched), SwapFailed (old version serving), EngineFailed (kill it).
         """
         if how not in HOW:
             raise ValueError(f"how is {how!r}, expected one of {', '.join(HOW)}")
@@ -134,7 +144,8 @@ class EngineControl:
             await asyncio.to_thread(check_same_model, self._identity, version_path)
             held = lease(version_path)
             facts = await self._check(version_path)
-            plan, why = self._choose(how, facts)
+            await self._finishing.end("the next swap")
+            plan, why = choose_path(how, facts, memory_bytes()[0], self._limits["stage_memory_factor"])
             record = await asyncio.to_thread(self._record_of, version_path)
             proof = None
             await self._stage(version_path, build=plan == "staged")
@@ -162,8 +173,12 @@ class EngineControl:
                 raise SwapFailed(
                     f"{self.model} {self.version} is back and serving; {version_path} failed to load: {error}"
                 ) from error
+            finishing = loaded.get("finishing", 0)
+            if finishing:
+                self._finishing.begin(self.model, self.version, self._lease)
             self._rename(model, version, version_path, held)
-            await self.llm.collective_rpc("shm_release_retired")
+            if not finishing:
+                await self.llm.collective_rpc("shm_release_retired")
             return {
                 "model": model,
                 "version": version,
@@ -178,6 +193,7 @@ class EngineControl:
                 "drain_step_s": drain_step_s,
                 "load_s": max(report["load_s"] for report in loaded["reports"]),
                 "canary_s": canary_s,
+                "finishing": finishing,
                 "fingerprint": await asyncio.to_thread(record.keep, fingerprint),
             }
 
@@ -192,6 +208,7 @@ class EngineControl:
                 if time.perf_counter() > deadline_s:
                     raise WrongState(f"engine still has {unfinished} requests; drain it before sleep")
                 await asyncio.sleep(0.01)
+            await self._finishing.end("sleep")
             before = await asyncio.to_thread(group_resident_bytes, self._group)
             began_s = time.perf_counter()
             await self._close_adapters(None)
@@ -258,19 +275,6 @@ class EngineControl:
                 name, text = answer["refused"]
                 raise BY_NAME.get(name, ServeError)(text)
         return answers[0]
-
-    def _choose(self, how: str, facts: dict[str, Any]) -> tuple[str, str]:
-        if facts["layerwise_reason"] is not None:
-            return "layerwise", facts["layerwise_reason"]
-        if how in ("in-place", "layerwise"):
-            return how, "asked for"
-        if not facts["stageable"]:
-            return "in-place", "on a GPU the addresses that captured graphs hold have to stay"
-        if how == "staged":
-            return how, "asked for"
-        need = int(facts["bytes"] * self._limits["stage_memory_factor"])
-        free = _available_bytes()
-        return "staged" if free >= need else "in-place", f"{free} bytes free, {need} needed beside the serving weights"
 
     async def _stage(self, path: str, *, build: bool) -> None:
         try:
@@ -367,10 +371,3 @@ class EngineControl:
         self.model, self.version, self.path, self._lease = model, version, path, held
         if self._adapters is not None:
             self._adapters.serve_on(path)
-
-
-def _available_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 0

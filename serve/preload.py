@@ -83,6 +83,7 @@ CORE = (
     "vllm.v1.sample.sampler",
     "vllm.v1.worker.gpu_worker",
     "serve.cpu_worker",
+    "serve.finishing_scheduler",
     "serve.shm_transfer",
     "serve.worker_extension",
 )

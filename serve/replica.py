@@ -112,13 +112,13 @@ class Replica:
         return await self._call("fingerprint", self._config.sleep_timeout_s)
 
     async def status(self) -> dict[str, Any]:
-        """`{"state", "model", "version", "pid", "rss_bytes", "running", "waiting", "adapters"}`; state "dead" when it
-        is. adapters: see EngineAdapters.report, None where there are none."""
+        """What EngineControl.status tells, `pid`, `devices` and `node`; state "dead" when it is."""
         if self._child is None or not self._child.alive:
             spec = self._spec
             return {
                 "state": "dead", "model": spec and spec.model, "version": spec and spec.version, "pid": None,
-                "rss_bytes": 0, "running": 0, "waiting": 0, "adapters": None,
+                "rss_bytes": 0, "running": 0, "waiting": 0,
+                "finishing": 0, "finished": None, "adapters": None,
                 "devices": list(spec.devices) if spec else [],
                 "node": spec.node if spec else "",
             }

@@ -3,7 +3,8 @@
 One `update_weights` call loads one whole version from its directory in shared memory. Three ways, chosen per call:
 
     staged      a thread built the new form beside the serving one, the canary was asked there (serve.staged_canary);
-                the call exchanges pointers
+                the call exchanges pointers, and `bring_in` exchanges them back and forth while requests finish on
+                the version before
     in-place    layer by layer, each old layer's memory freed first (serve.direct_load)
     layerwise   vLLM's own reload, for models whose layout the recorded plan cannot describe (serve.layerwise_load)
 
@@ -32,6 +33,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from serve.direct_load import DirectLoader, Ready, flip
 from serve.errors import WrongState
+from serve.finishing import Weights
 from serve.layerwise_load import load_layerwise
 from serve.load_plan import LoadPlan
 from serve.shm_loader import PLAN_ATTRIBUTE
@@ -101,6 +103,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._staging: Staging | None = None
         self._spent: Staging | None = None
         self._retired: list[Ready] = []
+        self._in_place = Weights.NEW
         self._trace: CanaryTrace | None = None
         compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
         self.layerwise_reason = self._direct.refusal
@@ -219,8 +222,23 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def finish_weight_update(self) -> None:
         """Nothing left to do: `receive_weights` returned with the weights in place."""
 
+    def bring_in(self, weights: Weights) -> None:
+        """Put the newest version, or the one that it replaced and that requests finish on, in its place.
+
+        Raises WrongState when the replaced version has been freed.
+        """
+        if weights is self._in_place:
+            return
+        if not self._retired:
+            raise WrongState(f"the {weights} weights are not in memory")
+        self.dirty = True
+        self._retired = [flip(ready) for ready in self._retired]
+        self._in_place = weights
+        self.dirty = False
+
     def release_retired(self) -> None:
         """Free what a staged swap replaced. Called after the engine resumed: freeing gigabytes takes its time."""
+        self.bring_in(Weights.NEW)
         self._retired.clear()
         staging, self._spent = self._spent, None
         if staging is not None:

@@ -13,6 +13,7 @@ import multiprocessing
 import tempfile
 import time
 import uuid
+from collections.abc import Callable
 from concurrent.futures import Future
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -25,12 +26,17 @@ from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
 from vllm.pooling_params import PoolingParams
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor
+from vllm.v1.request import Request
 
 from runtime.process import die_with_parent
+from serve import answer_version
 from serve.cpu_lora import GroupedLoRA
+from serve.finishing import Weights
+from serve.finishing_scheduler import WEIGHTS, FinishingScheduler
 
 CANARY_REQUEST = "appliance-canary"
 SEGMENT_NAME_BYTES = 8
@@ -62,11 +68,15 @@ def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
     # weights whose fingerprint nobody has looked at.
     EngineCore.shm_run_canary = _run_canary
     # The frontend counts requests but does not know which of them the scheduler holds back.
-    EngineCore.shm_request_counts = lambda core: core.scheduler.get_request_counts()
+    EngineCore.shm_request_counts = _request_counts
     # One message instead of six between frontend and core, each of which would wait its turn during the pause.
     EngineCore.shm_load = _load
     # Pause, exchange and resume of a staged version, whose canary has answered already, as one message.
     EngineCore.shm_exchange = _exchange
+    # Requests that finish on the version before a staged swap: told when there are none left, moved, and done with.
+    EngineCore.shm_finished = lambda core: core.scheduler.finished()
+    EngineCore.shm_move_finishing = _move_finishing
+    EngineCore.shm_end_finishing = _end_finishing
 
     # Tensor-parallel workers talk through segments in /dev/shm that only an orderly exit removes. With names of our
     # own the supervisor can remove them after any death.
@@ -74,11 +84,18 @@ def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
     shared_memory._SHM_SAFE_NAME_LENGTH = len(segment_prefix) + 1 + 2 * SEGMENT_NAME_BYTES
     multiproc_executor.get_file_store_init_method = functools.partial(_rendezvous_file, segment_prefix)
 
+    # An answer names the version that computed it.
+    answer_version.apply()
+
     # Loads of adapters happen inside a step, unseen: nothing in vLLM counts or times them.
     LRUCacheWorkerLoRAManager.shm_loads, LRUCacheWorkerLoRAManager.shm_load_s = 0, 0.0
     LRUCacheWorkerLoRAManager._load_adapter = _counted(LRUCacheWorkerLoRAManager._load_adapter)
 
     if kind == "cpu":
+        # vLLM hashes prompts beside the steps and labels a step's outputs with the newest version. Here a prompt's hash
+        # belongs to a version, and steps may be computed by the one before (serve.finishing_scheduler).
+        EngineCore.preprocess_add_request = _salted(EngineCore.preprocess_add_request)
+        EngineCore._attach_weight_version = _attach_weight_version
         punica_cpu.PunicaWrapperCPU = GroupedLoRA
         # vLLM looks at an unknown architecture in a subprocess, lest the look initialise CUDA: 10 s of imports
         # that this process has behind it.
@@ -148,6 +165,13 @@ def _leaves_word(constructor):
     return run
 
 
+def _request_counts(core: EngineCore) -> tuple[int, int, int]:
+    """Requests running, those held back, and those of both that finish on the version before."""
+    scheduler = core.scheduler
+    finishing = scheduler.finishing() if isinstance(scheduler, FinishingScheduler) else 0
+    return *scheduler.get_request_counts(), finishing
+
+
 def _load(
     core: EngineCore, version: str, update: dict[str, Any], canary: list[int], pooling_task: str | None, wake_kv: bool
 ) -> dict[str, Any]:
@@ -165,35 +189,86 @@ def _load(
     return {"reports": reports, "answer": answer, "canary_s": time.perf_counter() - began_s}
 
 
-def _exchange(core: EngineCore, version: str, update: dict[str, Any]) -> Future:
+def _exchange(core: EngineCore, version: str, update: dict[str, Any]) -> Future | dict[str, Any]:
     """Put a staged and proven version in the place of the serving one between two steps of the engine.
 
-    After an error the engine stays paused, for a whole load to follow. Resolves to the workers' `reports`, and
-    `pause_s` from the moment no step is under way to the moment the next may begin.
+    The requests it has finish on the version before, where the scheduler can leave them there; else they compute their
+    past again. After an error the engine stays paused, its caches cleared, for a whole load to follow. Resolves to the
+    workers' `reports`, `finishing` (how many requests keep the version before) and `pause_s` from the moment no step is
+    under way to the moment the next may begin.
     """
-    done: Future[dict[str, Any]] = Future()
+    keep = core.scheduler.can_finish() and bool(core.scheduler.requests)
 
-    def exchange(paused: Future | None = None) -> None:
+    def exchange() -> dict[str, Any]:
+        before = core.get_weight_version()
         try:
-            if paused is not None:
-                paused.result()
             core.collective_rpc("start_weight_update")
             core.collective_rpc("update_weights", kwargs={"update_info": update})
             core.collective_rpc("finish_weight_update")
-            core.set_weight_version(version)
             reports = core.collective_rpc("shm_report")
-            core.resume_scheduler()
-            done.set_result({"reports": reports, "pause_s": time.perf_counter() - began_s})
+            core.set_weight_version(version)
+            finishing = core.scheduler.flip(before) if keep else 0
+        except Exception:
+            core._reset_caches()
+            raise
+        core.resume_scheduler()
+        return {"reports": reports, "finishing": finishing, "pause_s": time.perf_counter() - began_s}
+
+    began_s = time.perf_counter()
+    return _between_steps(core, exchange, clear_cache=not keep)
+
+
+def _move_finishing(core: EngineCore) -> Future | int:
+    """Let the requests that finish on the version before go on with the newest one; resolves to their number."""
+
+    def move() -> int:
+        moved = core.scheduler.move()
+        core.resume_scheduler()
+        return moved
+
+    return _between_steps(core, move, clear_cache=False)
+
+
+def _end_finishing(core: EngineCore) -> None:
+    core.collective_rpc("shm_release_retired")
+    core.scheduler.end()
+
+
+def _between_steps(core: EngineCore, action: Callable[[], Any], *, clear_cache: bool) -> Any:
+    """Pause, act once no step is under way, and return what `action` does, or a Future of it."""
+    paused = core.pause_scheduler("keep", clear_cache=clear_cache)
+    if paused is None:
+        return action()
+    done: Future[Any] = Future()
+
+    def act(paused: Future) -> None:
+        try:
+            paused.result()
+            done.set_result(action())
         except Exception as error:  # noqa: BLE001 - carried to the frontend by the future
             done.set_exception(error)
 
-    began_s = time.perf_counter()
-    paused = core.pause_scheduler("keep", clear_cache=True)
-    if paused is None:
-        exchange()
-    else:
-        paused.add_done_callback(exchange)
+    paused.add_done_callback(act)
     return done
+
+
+def _salted(preprocess):
+    @functools.wraps(preprocess)
+    def run(core: EngineCore, request: EngineCoreRequest) -> tuple[Request, int]:
+        salt = core.scheduler.salt
+        if salt:
+            request.cache_salt = salt + (request.cache_salt or "")
+        made, wave = preprocess(core, request)
+        made.shm_salt = salt
+        return made, wave
+
+    return run
+
+
+def _attach_weight_version(core: EngineCore, outputs: dict[int, EngineCoreOutputs]) -> None:
+    version = core.scheduler.answering(core.get_weight_version())
+    for output in outputs.values():
+        output.weight_version = version
 
 
 def _run_canary(core: EngineCore, token_ids: list[int], pooling_task: str | None) -> dict[str, Any]:
@@ -223,6 +298,7 @@ def _run_canary(core: EngineCore, token_ids: list[int], pooling_task: str | None
     else:
         request.pooling_params = PoolingParams(task=pooling_task)
     step = SchedulerOutput.make_empty()
+    setattr(step, WEIGHTS, Weights.NEW)
     step.scheduled_new_reqs = [request]
     step.num_scheduled_tokens = {CANARY_REQUEST: len(token_ids)}
     step.total_num_scheduled_tokens = len(token_ids)

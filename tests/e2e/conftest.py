@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
+from serve.config import EngineConfig
 from serve.replica import Replica
 from tests.e2e.engine_support import Box
 from tests.train_support.world import WarmTrain
@@ -24,8 +25,8 @@ async def replicas(engine_box: Box) -> AsyncIterator:
     """Makes replicas on the box and stops them, whatever happened."""
     made: list[Replica] = []
 
-    def make() -> Replica:
-        made.append(Replica(str(engine_box.warm_socket), str(engine_box.logs)))
+    def make(config: EngineConfig | None = None) -> Replica:
+        made.append(Replica(str(engine_box.warm_socket), str(engine_box.logs), config))
         return made[-1]
 
     yield make

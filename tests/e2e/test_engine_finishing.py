@@ -1,0 +1,149 @@
+"""A staged swap under open streams: the version that began an answer ends it, and then its weights go."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from serve.config import EngineConfig
+from tests.e2e.engine_support import client
+from weights.locks import DirectoryLock
+
+TOKENS = 200
+# Longer than a block of the KV cache, so that prefixes are shared within a version, and may not be across two.
+PREFIX = [(7 * index) % 300 + 20 for index in range(180)]
+PROMPTS = [[*PREFIX, 11], [*PREFIX, 12, 13], [30, 40, 50]]
+STRUCTURED = {"structured_outputs": {"regex": "[a-z]{150}"}}
+
+
+async def stream(sdk, prompt, seen: list[int], **more) -> str:
+    """Appends token ids to `seen`; returns the version that the answer names."""
+    extra = {"ignore_eos": True, "return_token_ids": True, **more.pop("extra", {})}
+    events = await sdk.completions.create(
+        model="starter", prompt=prompt, max_tokens=TOKENS, temperature=0, stream=True, extra_body=extra, **more
+    )
+    async for event in events:
+        if event.choices:
+            seen.extend(event.choices[0].model_extra.get("token_ids") or [])
+            version = event.system_fingerprint
+    return version
+
+
+async def answer(sdk, prompt, **more) -> list[int]:
+    seen: list[int] = []
+    await stream(sdk, prompt, seen, **more)
+    return seen
+
+
+async def answers(sdk) -> list[list[int]]:
+    """Undisturbed, one after the other."""
+    return [await answer(sdk, prompt) for prompt in PROMPTS] + [await answer(sdk, [5, 6, 7], extra=STRUCTURED)]
+
+
+class Open:
+    """Streams of all prompts under way."""
+
+    def __init__(self, sdk):
+        self.seen: list[list[int]] = [[] for _ in range(len(PROMPTS) + 1)]
+        starts = [(prompt, {}) for prompt in PROMPTS] + [([5, 6, 7], STRUCTURED)]
+        self.tasks = [
+            asyncio.create_task(stream(sdk, prompt, seen, extra=extra))
+            for (prompt, extra), seen in zip(starts, self.seen, strict=True)
+        ]
+
+    async def at(self, tokens: int) -> None:
+        while min(map(len, self.seen)) < tokens:
+            await asyncio.sleep(0.001)
+
+    async def ended(self) -> list[str]:
+        return await asyncio.gather(*self.tasks)
+
+
+async def over(replica) -> dict:
+    """What came of the streams that finished on the version before, once its weights are gone."""
+    async with asyncio.timeout(20):
+        while (status := await replica.status())["finishing"] or status["finished"] is None:
+            await asyncio.sleep(0.01)
+    return status["finished"]
+
+
+def is_leased(path: Path) -> bool:
+    lock = DirectoryLock.try_exclusive(path)
+    if lock is not None:
+        lock.close()
+    return lock is None
+
+
+async def test_one_version_answers_a_stream_from_its_first_token_to_its_last(engine_box, replicas):
+    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
+    spec = engine_box.spec("finish", a)
+    replica = replicas()
+    await replica.start(spec)
+    sdk = client(spec)
+    of_a = await answers(sdk)
+    assert (await replica.swap("starter", "b", str(b), how="staged"))["finishing"] == 0
+    of_b = await answers(sdk)
+    assert all(x != y for x, y in zip(of_a, of_b, strict=True))
+    await replica.swap("starter", "a", str(a), how="staged")
+    assert await answers(sdk) == of_a
+
+    # Both sides at once, sharing prompts: each finds its own prefixes only.
+    old = Open(sdk)
+    await old.at(20)
+    report = await replica.swap("starter", "b", str(b), how="staged")
+    assert (report["finishing"], report["canary"]) == (len(old.tasks), "staged")
+    assert max(map(len, old.seen)) < TOKENS and is_leased(a)
+    new = Open(sdk)
+    await new.at(1)
+    assert not all(task.done() for task in old.tasks), "the new version's streams waited for the old one's"
+    assert (set(await old.ended()), set(await new.ended())) == ({"a"}, {"b"})
+    assert (old.seen, new.seen) == (of_a, of_b)
+    told = await over(replica)
+    assert (told["version"], told["finished"], told["moved"], told["why"]) == ("a", len(old.tasks), 0, None)
+    assert not is_leased(a)
+    assert await answers(sdk) == of_b
+
+    # A client that leaves gives up the old weights too.
+    gone = asyncio.create_task(answer(sdk, PROMPTS[0]))
+    while not (await replica.status())["running"]:
+        await asyncio.sleep(0.001)
+    assert (await replica.swap("starter", "a", str(a), how="staged"))["finishing"] == 1
+    gone.cancel()
+    assert (await over(replica))["version"] == "b"
+
+    # Another swap, whatever its way, takes what is left to the newest version; nothing is lost.
+    for how in ("staged", "in-place"):
+        left = Open(sdk)
+        await left.at(5)
+        await replica.swap("starter", "b", str(b), how="staged")
+        await replica.swap("starter", "a", str(a), how=how)
+        await left.ended()
+        assert [len(seen) for seen in left.seen[:-1]] == [TOKENS] * len(PROMPTS)
+        assert len(left.seen[-1]) == len(of_a[-1])
+        told = await over(replica)
+        assert await answers(sdk) == of_a, how
+
+    await replica.sleep()
+    await replica.wake("starter", "b", str(b))
+    assert await answers(sdk) == of_b
+
+
+async def test_streams_that_finish_too_slowly_are_moved_and_the_old_weights_go(engine_box, replicas):
+    a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
+    spec = engine_box.spec("bound", a)
+    replica = replicas(EngineConfig(swap_finish_timeout_s=0.05))
+    await replica.start(spec)
+    sdk = client(spec)
+    left = Open(sdk)
+    await left.at(5)
+    assert (await replica.swap("starter", "b", str(b), how="staged"))["finishing"] == len(left.tasks)
+    told = await over(replica)
+    assert (told["moved"], told["why"]) == (len(left.tasks), "time was up")
+    assert not is_leased(a) and not any(task.done() for task in left.tasks)
+    before = [list(seen) for seen in left.seen[: len(PROMPTS)]]
+    assert set(await left.ended()) == {"b"}
+    # Each goes on as the new version would with its text so far; tokens on their way then are the old one's.
+    for prompt, begun, seen in zip(PROMPTS, before, left.seen, strict=False):
+        assert len(seen) == TOKENS
+        rests = [await answer(sdk, prompt + seen[:cut]) for cut in range(len(begun), len(begun) + 3)]
+        assert any(seen[cut:] == rest[: TOKENS - cut] for cut, rest in enumerate(rests, len(begun)))
