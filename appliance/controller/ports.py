@@ -94,7 +94,7 @@ class SchedulerPort(Protocol):
 
     async def converge_model(self, model: str) -> dict[str, Any]:
         """The model's active version changed in the store: swap its replicas to it, and return what was measured
-        ({"replicas", "pause_s", "seconds", "bytes", "how"}).
+        ({"replicas", "pause_s", "seconds", "bytes", "how", "finishing"}).
         Raises SwapFailed with every replica back on the version it had."""
 
     async def withdraw(self, model: str) -> None:

@@ -103,12 +103,13 @@ def _plain(value: Any) -> Any:
 
 
 def measured_swap(steps: Iterable[StepRecord]) -> dict[str, Any]:
-    """What the swaps among `steps` took: medians of `pause_s` and `seconds`, `bytes` in all, and by which path (`how`)
-    the versions came in. None where no engine was swapped."""
+    """What the swaps among `steps` took: medians of `pause_s` and `seconds`, `bytes` in all, by which path (`how`) the
+    versions came in, and how many requests finish on the version before. None where no engine was swapped."""
     swaps = [step.detail for step in steps if step.verb == "swap_replica" and "pause_s" in step.detail]
     return {
         "pause_s": statistics.median(swap["pause_s"] for swap in swaps) if swaps else None,
         "seconds": statistics.median(swap["seconds"] for swap in swaps) if swaps else None,
         "bytes": sum(swap["bytes"] for swap in swaps) if swaps else None,
         "how": ", ".join(sorted({swap["how"] for swap in swaps})) or None,
+        "finishing": sum(swap.get("finishing", 0) for swap in swaps) if swaps else None,
     }

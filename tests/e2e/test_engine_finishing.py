@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import httpx
+
 from serve.config import EngineConfig
 from tests.e2e.engine_support import client
 from weights.locks import DirectoryLock
@@ -13,6 +15,7 @@ TOKENS = 200
 # Longer than a block of the KV cache, so that prefixes are shared within a version, and may not be across two.
 PREFIX = [(7 * index) % 300 + 20 for index in range(180)]
 PROMPTS = [[*PREFIX, 11], [*PREFIX, 12, 13], [30, 40, 50]]
+KV_BYTES = 17 * 64 * 1024
 STRUCTURED = {"structured_outputs": {"regex": "[a-z]{150}"}}
 
 
@@ -67,6 +70,12 @@ async def over(replica) -> dict:
     return status["finished"]
 
 
+async def preemptions(spec) -> float:
+    async with httpx.AsyncClient(transport=httpx.AsyncHTTPTransport(uds=spec.socket_path)) as plain:
+        text = (await plain.get("http://engine/metrics")).text
+    return sum(float(line.split()[-1]) for line in text.splitlines() if line.startswith("vllm:num_preemptions_total"))
+
+
 def is_leased(path: Path) -> bool:
     lock = DirectoryLock.try_exclusive(path)
     if lock is not None:
@@ -76,7 +85,8 @@ def is_leased(path: Path) -> bool:
 
 async def test_one_version_answers_a_stream_from_its_first_token_to_its_last(engine_box, replicas):
     a, b = engine_box.version("a", seed=1), engine_box.version("b", seed=2)
-    spec = engine_box.spec("finish", a)
+    # Too few KV blocks for both sides to end undisturbed: some are preempted, and go on with their own version.
+    spec = engine_box.spec("finish", a, kv_cache_bytes=KV_BYTES, max_num_seqs=16)
     replica = replicas()
     await replica.start(spec)
     sdk = client(spec)
@@ -89,17 +99,27 @@ async def test_one_version_answers_a_stream_from_its_first_token_to_its_last(eng
 
     # Both sides at once, sharing prompts: each finds its own prefixes only.
     old = Open(sdk)
+    pair = asyncio.create_task(
+        sdk.completions.create(
+            model="starter", prompt=PROMPTS[2], max_tokens=TOKENS, temperature=1e-3, n=2, logprobs=1,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
+        )
+    )
     await old.at(20)
     report = await replica.swap("starter", "b", str(b), how="staged")
-    assert (report["finishing"], report["canary"]) == (len(old.tasks), "staged")
+    assert (report["finishing"], report["canary"]) == (len(old.tasks) + 2, "staged")
     assert max(map(len, old.seen)) < TOKENS and is_leased(a)
     new = Open(sdk)
     await new.at(1)
     assert not all(task.done() for task in old.tasks), "the new version's streams waited for the old one's"
     assert (set(await old.ended()), set(await new.ended())) == ({"a"}, {"b"})
     assert (old.seen, new.seen) == (of_a, of_b)
+    both = await pair
+    assert both.system_fingerprint == "a"
+    assert [choice.model_extra["token_ids"] for choice in both.choices] == [of_a[2]] * 2
     told = await over(replica)
-    assert (told["version"], told["finished"], told["moved"], told["why"]) == ("a", len(old.tasks), 0, None)
+    assert (told["version"], told["finished"], told["moved"], told["why"]) == ("a", len(old.tasks) + 2, 0, None)
+    assert await preemptions(spec) > 0
     assert not is_leased(a)
     assert await answers(sdk) == of_b
 
