@@ -30,7 +30,7 @@ class ModelStats:
     """Of the base model and the devices. `max_position_embeddings` is its context in tokens.
 
     adapter_max_rank: the largest LoRA rank that engines serve beside this base without merging; 0: none.
-    computes_bf16: see runtime.arithmetic.
+    computes_bf16: see runtime.arithmetic. tensor_slices: `train.estimate.ModelShape.tensor_slices`.
     """
 
     n_parameters: int
@@ -38,6 +38,7 @@ class ModelStats:
     device_kind: str = "cpu"
     adapter_max_rank: int = 0
     computes_bf16: bool = True
+    tensor_slices: int = 0
 
 
 def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int) -> dict:
@@ -45,7 +46,8 @@ def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: Model
     given = _Given(hyperparameters)
     fields: dict[str, Any] = {}
 
-    fields["full"] = _full(given, model)
+    fields["tensor_parallel"] = _tensor_parallel(given, model, max_devices)
+    fields["full"] = _full(given, model, fields)
     fields["lora_rank"] = given.integer("lora_rank", 1, 1024, auto=16)
     fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
     fields["lora_dropout"] = given.number("lora_dropout", 0, 0.9, auto=0.0)
@@ -54,6 +56,7 @@ def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: Model
     fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16" if model.computes_bf16 else "fp32")
     fields["offload"] = given.choice("offload", ("none", "optimizer", "parameters"), auto="none")
     fields["zero_stage"] = _zero_stage(given, model, fields)
+    _refuse_beside_tensor_parallel(fields)
     fields["activation_checkpointing"] = given.flag(
         "activation_checkpointing", auto=model.n_parameters >= LORA_FROM_PARAMETERS
     )
@@ -62,7 +65,7 @@ def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: Model
     fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings,
                                          auto=_max_length(dataset, model))  # fmt: skip
     fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=_n_epochs(dataset))
-    fields |= _batch(given, dataset, fields, max_devices)
+    fields |= _batch(given, dataset, fields, max_devices // fields["tensor_parallel"])
 
     fields["learning_rate"] = _learning_rate(given, model, fields["full"])
     fields["warmup_ratio"] = given.number("warmup_ratio", 0, 0.9, auto=0.03)
@@ -70,7 +73,7 @@ def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: Model
     fields["max_grad_norm"] = given.number("max_grad_norm", 0, 1e6, auto=1.0)
     fields["publish"] = given.choice("publish", ("end", "epoch"), auto="end")
     fields["serve_dtype"] = _serve_dtype(given)
-    _refuse_model_parallel(given)
+    _refuse_pipeline_parallel(given)
     fields["snapshot_every_s"] = given.number("snapshot_every_s", 0, 86400, auto=300.0)
     given.refuse_unread()
     return fields
@@ -87,26 +90,53 @@ def _serve_dtype(given: _Given) -> str:
     return given.choice("serve_dtype", ("bf16", "fp32"), auto="bf16")
 
 
-def _refuse_model_parallel(given: _Given) -> None:
-    for name in ("tensor_parallel", "pipeline_parallel"):
-        if given.value(name, 1) != 1:
-            raise InvalidHyperparameter(
-                name, given.value(name, 1),
-                "1: jobs move between any number of devices, which ZeRO does and a fixed model-parallel grid does not; "
-                "zero_stage 3 shares out a model that is too large for one device",
-            )  # fmt: skip
+def _refuse_pipeline_parallel(given: _Given) -> None:
+    if given.value("pipeline_parallel", 1) != 1:
+        raise InvalidHyperparameter(
+            "pipeline_parallel", given.value("pipeline_parallel", 1),
+            "1: a model too large for one device is cut by tensor_parallel, or shared out by zero_stage 3",
+        )  # fmt: skip
 
 
-def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1) -> list[int]:
-    """World sizes a run may have: each rank takes the same whole number of micro-batches of every step."""
+def _tensor_parallel(given: _Given, model: ModelStats, max_devices: int) -> int:
+    # Never chosen on its own: it talks in every layer, ZeRO once per step, so it pays only between devices with fast
+    # links and for models that one device cannot hold.
+    size = given.integer("tensor_parallel", 1, max(1, max_devices), auto=1)
+    if size > 1 and model.tensor_slices == 1:
+        raise InvalidHyperparameter("tensor_parallel", size, "1: experts of a mixture are not cut; zero_stage 3 shares "
+                                    "out a model that is too large for one device")  # fmt: skip
+    if model.tensor_slices % size:
+        raise InvalidHyperparameter("tensor_parallel", size, f"a divisor of {model.tensor_slices}, into which its "
+                                    "attention heads, key-value heads and MLP columns can be cut evenly")  # fmt: skip
+    return size
+
+
+def _refuse_beside_tensor_parallel(fields: dict) -> None:
+    if fields["tensor_parallel"] == 1:
+        return
+    for name, fits, expected in (
+        ("full", fields["full"], "true"), ("zero_stage", fields["zero_stage"] <= 2, "0, 1 or 2"),
+        ("offload", fields["offload"] == "none", "'none'"),
+    ):  # fmt: skip
+        if not fits:
+            raise InvalidHyperparameter(name, fields[name],
+                                        f"{expected} with tensor_parallel {fields['tensor_parallel']}")  # fmt: skip
+
+
+def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, tensor_parallel: int = 1) -> list[int]:
+    """World sizes a run may have: each rank (or each group of `tensor_parallel` ranks, which share a model) takes the
+    same whole number of micro-batches of every step."""
     micro_batches = batch_size // micro_batch
-    return [size for size in range(1, max_devices + 1) if micro_batches % size == 0]
+    return [tensor_parallel * groups for groups in range(1, max_devices // tensor_parallel + 1)
+            if micro_batches % groups == 0]  # fmt: skip
 
 
-def _full(given: _Given, model: ModelStats) -> bool:
-    # LoRA above a size where the optimizer's 12 bytes per parameter hurt; asking for a rank asks for LoRA.
+def _full(given: _Given, model: ModelStats, fields: dict) -> bool:
+    # LoRA above a size where the optimizer's 12 bytes per parameter hurt; asking for a rank asks for LoRA, and asking
+    # for tensor parallelism for every weight.
     lora_asked = given.is_set("lora_rank") or given.is_set("lora_alpha") or given.is_set("lora_publish")
-    return given.flag("full", auto=not lora_asked and model.n_parameters < LORA_FROM_PARAMETERS)
+    small = model.n_parameters < LORA_FROM_PARAMETERS or fields["tensor_parallel"] > 1
+    return given.flag("full", auto=not lora_asked and small)
 
 
 def _lora_publish(given: _Given, model: ModelStats, fields: dict) -> str:
@@ -132,7 +162,8 @@ def _zero_stage(given: _Given, model: ModelStats, fields: dict) -> int:
     auto = 1
     if trained >= ZERO2_FROM_PARAMETERS:
         auto = 2
-    if model.n_parameters >= ZERO3_FROM_PARAMETERS or fields["offload"] == "parameters":
+    if (model.n_parameters >= ZERO3_FROM_PARAMETERS and fields["tensor_parallel"] == 1
+            or fields["offload"] == "parameters"):  # fmt: skip
         auto = 3
     stage = given.integer("zero_stage", 0, 3, auto=auto)
     if fields["offload"] == "parameters" and stage != 3:

@@ -13,9 +13,11 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.distributed import distributed_c10d
 
 from train import fragments
+from train.auto import allowed_sizes
 from train.errors import InvalidSpec
 from train.objectives import SupervisedObjective
 from train.spec import TrainSpec
+from train.tensor_parallel import partition_config
 
 COLLECTIVE_TIMEOUT_S = 600.0
 MAX_BUCKET_ELEMENTS = 50_000_000
@@ -40,16 +42,21 @@ def init_world(device_kind: str, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Non
 def build_engine(objective: SupervisedObjective, spec: TrainSpec) -> Any:
     """A DeepSpeedEngine around `objective`. Collective. Raises InvalidSpec if the world size does not fit."""
     world_size = comm.get_world_size()
-    if (spec.batch_size // spec.micro_batch) % world_size:
+    if world_size not in allowed_sizes(spec.batch_size, world_size, spec.micro_batch, spec.tensor_parallel):
         raise InvalidSpec(
             f"batch_size {spec.batch_size} in micro-batches of {spec.micro_batch} cannot be shared by {world_size} "
-            "ranks; see train.auto.allowed_sizes"
+            f"ranks with tensor_parallel {spec.tensor_parallel}; see train.auto.allowed_sizes"
         )
     trained = [p for p in objective.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(_groups(trained, spec), lr=spec.learning_rate, betas=spec.adam_betas, fused=True)
-    engine, *_ = deepspeed.initialize(
-        model=objective, optimizer=optimizer, config=_config(spec, world_size, trained), dist_init_required=False
-    )
+    config = _config(spec, world_size, trained)
+    if spec.tensor_parallel > 1:
+        plan = partition_config(objective.model.config, spec.tensor_parallel)
+        config["tensor_parallel"] = {"autotp_size": spec.tensor_parallel, "partition_config": plan}
+    engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
+    if spec.tensor_parallel > 1:
+        # It compares the first batch over the group, and cannot compare a dict of tensors.
+        engine.first_dataloader_check.remove()
     fragments.sum_gradients(engine)
     fragments.coarsen_clipping(engine)
     return engine
@@ -57,7 +64,7 @@ def build_engine(objective: SupervisedObjective, spec: TrainSpec) -> Any:
 
 def accumulation_steps(spec: TrainSpec, world_size: int) -> int:
     """Micro-batches one rank computes per optimizer step."""
-    return spec.batch_size // (spec.micro_batch * world_size)
+    return spec.batch_size * spec.tensor_parallel // (spec.micro_batch * world_size)
 
 
 def _groups(trained: list[torch.nn.Parameter], spec: TrainSpec) -> list[dict[str, Any]]:

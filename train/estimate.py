@@ -1,6 +1,8 @@
 """What a fine-tuning job takes, in bytes, before anything is started. Pure arithmetic on shapes.
 
-With P parameters of the model, T of them trained, N ranks and b bytes per element of the run's precision, a rank holds:
+With P parameters of the model, T of them trained, N ranks and b bytes per element of the run's precision, a rank holds
+(under tensor parallelism of t: N / t in place of N, and of P and T what is left of them on one rank, embeddings and
+head whole and 1 / t of the rest):
 
     weights      b P, of which ZeRO-3 keeps b P / N between layers and up to b min(P, LIVE) while it computes
     gradients    4 T in ZeRO-1 (accumulated in fp32), 4 T / N in ZeRO-2 and 3
@@ -8,7 +10,7 @@ With P parameters of the model, T of them trained, N ranks and b bytes per eleme
     buffers      4 R for one reduction of R = min(T, 50 M) elements (train.engine)
     activations  tokens x layers x (25 h + 8 f) elements' bytes at b = 2, h the hidden size and f the width of the MLP
                  that one token passes; with activation checkpointing tokens x (2 h layers + one whole layer)
-                 and the chunk of fp32 logits (train.objectives)
+                 and the chunk of fp32 logits (train.objectives); under tensor parallelism 17 h + (8 h + 8 f) / t
 
 ZeRO's terms are those of Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 3, with fp32 in place of fp16
 gradients because that is what train.engine configures. The activations are counted as Korthikanti et al., "Reducing
@@ -19,6 +21,7 @@ gated MLP in place of theirs.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -37,6 +40,8 @@ class ModelShape:
     ffn: width of the MLP that one token passes: of a mixture of experts, those of its chosen and shared experts.
     lora_sides: sum of in + out over the linear layers that LoRA attaches to by default; times the rank, the
     parameters of the adapter. (Fused experts are no linear layers and get none.)
+    outside: parameters of embeddings and head, which tensor parallelism leaves whole. tensor_slices: into how many even
+    slices it can cut heads and MLP, or a divisor of it; 1: a mixture of experts, which it does not cut; 0: not known.
     """
 
     n_parameters: int
@@ -47,6 +52,8 @@ class ModelShape:
     ffn: int = 0
     vocab: int = 0
     lora_sides: int = 0
+    outside: int = 0
+    tensor_slices: int = 0
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], n_parameters: int) -> ModelShape:
@@ -70,8 +77,11 @@ class ModelShape:
         dense = 3 * (hidden + width)
         if experts:
             dense = 3 * (hidden + shared) + hidden + 1 if shared else 0  # a shared expert and its gate
-        return cls(n_parameters, hidden, layers, kv_heads, head_dim, ffn, number("vocab_size"),
-                   layers * (attention + dense))  # fmt: skip
+        vocab = number("vocab_size")
+        outside = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
+        slices = math.gcd(heads, kv_heads, width) if heads and width else 0
+        return cls(n_parameters, hidden, layers, kv_heads, head_dim, ffn, vocab, layers * (attention + dense),
+                   min(outside, n_parameters), 1 if experts else slices)  # fmt: skip
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -114,6 +124,10 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
     element = ELEMENT_BYTES[fields["precision"]]
     trained = trained_parameters(shape, fields)
     everything = shape.n_parameters + (0 if fields["full"] else trained)
+    shards = fields.get("tensor_parallel", 1)
+    if shards > 1:  # with full tuning only
+        everything = trained = shape.outside + (shape.n_parameters - shape.outside) // shards
+        ranks //= shards
     stage = max(1, fields["zero_stage"])
     weights = element * everything
     if stage == 3:
@@ -147,7 +161,9 @@ def version_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
 
 def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
     tokens = fields["micro_batch"] * fields["max_length"]
-    layer = (25 * shape.hidden + 8 * shape.ffn) * element // 2
+    # Not cut: the inputs of norms, attention and MLP.
+    cut = (8 * shape.hidden + 8 * shape.ffn) // fields.get("tensor_parallel", 1)
+    layer = (17 * shape.hidden + cut) * element // 2
     if fields["activation_checkpointing"]:
         kept = shape.hidden * element * shape.layers + layer
     else:

@@ -1,9 +1,9 @@
 """Which part of which parameter this rank owns under ZeRO, as plain tensors. The only file that knows DeepSpeed's
 private attributes (pinned: 0.19.8; tests/unit/train/test_deepspeed_contract.py notices when they change).
 
-ZeRO cuts parameters without regard to their shapes, so a fragment is a range of the flattened parameter. The
-fragments of all ranks together cover every parameter exactly once; snapshot and publish are copies of fragments
-and need no collective.
+ZeRO cuts parameters without regard to their shapes, so a fragment is a range of the flattened parameter; under tensor
+parallelism of the flattened slice that the rank holds. What all ranks write of their fragments (`written`) covers every
+parameter exactly once; snapshot and publish are copies of fragments and need no collective.
 
 Three optimizers hide behind three stages:
 - stage 1 in bf16 with fp32 accumulation is BF16_Optimizer, everything else of stages 1 and 2 is
@@ -13,14 +13,18 @@ Three optimizers hide behind three stages:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from deepspeed import comm
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
 
 from train.model import checkpoint_name
+from train.tensor_parallel import Grid
+from weights.slices import Strided, narrow, part
+from weights.torch_views import runs_view
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _WRAPPER = "model."  # objectives.SupervisedObjective holds the model under this name
@@ -28,12 +32,16 @@ _WRAPPER = "model."  # objectives.SupervisedObjective holds the model under this
 
 @dataclass(frozen=True)
 class Parameter:
-    """A parameter of the model: `name` as in its checkpoint, `shape` whole, whatever ZeRO left of the tensor."""
+    """A parameter of the model: `name` as in its checkpoint, `shape` whole, whatever ZeRO left of the tensor.
+
+    held: the elements of the flattened whole that this rank holds, all of them without tensor parallelism.
+    """
 
     name: str
     shape: tuple[int, ...]
     trained: bool
     tensor: torch.nn.Parameter
+    held: Strided
 
     @property
     def numel(self) -> int:
@@ -42,29 +50,71 @@ class Parameter:
 
 @dataclass(frozen=True)
 class Fragment:
-    """Elements [start, start + numel) of the flattened parameter `name`.
+    """Elements [start, start + numel) of what the rank holds of the flattened parameter `name`.
 
     weights: (numel,), the fp32 master if trained, else the frozen weights in the precision of the run.
     moments: exp_avg and exp_avg_sq, (numel,) float32; empty if frozen or before the first step.
+    held: where what the rank holds lies in the whole.
     """
 
     name: str
     start: int
     weights: torch.Tensor
     moments: dict[str, torch.Tensor]
+    held: Strided
 
     @property
     def numel(self) -> int:
         return self.weights.numel()
 
+    def pieces(self) -> Iterator[tuple[Strided, slice]]:
+        """Where its elements lie in the flattened whole, and which of its own they are; one piece without tensor
+        parallelism."""
+        at = 0
+        for runs in part(self.held, self.start, self.numel):
+            yield runs, slice(at, at + runs.size)
+            at += runs.size
+
+    def narrow(self, first: int, last: int) -> Fragment:
+        """Its elements [first, last), as a view."""
+        moments = {key: moment[first:last] for key, moment in self.moments.items()}
+        return replace(self, start=self.start + first, weights=self.weights[first:last], moments=moments)
+
 
 def parameters(engine: Any) -> list[Parameter]:
     """All parameters in model order, tied ones once, the same list on every rank."""
     found = []
+    tensor_rank = grid(engine).tensor_rank
     for name, tensor in engine.module.named_parameters():
-        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
-        found.append(Parameter(checkpoint_name(name.removeprefix(_WRAPPER)), shape, tensor.requires_grad, tensor))
+        shape, held = _whole_and_held(tensor, tensor_rank)
+        found.append(Parameter(checkpoint_name(name.removeprefix(_WRAPPER)), shape, tensor.requires_grad, tensor, held))
     return found
+
+
+def grid(engine: Any) -> Grid:
+    """The place of this rank among the ranks that share data and those that share the model."""
+    return Grid(comm.get_rank(), comm.get_world_size(), max(1, engine.autotp_size()))
+
+
+def _whole_and_held(tensor: torch.nn.Parameter, tensor_rank: int) -> tuple[tuple[int, ...], Strided]:
+    meta = getattr(tensor, DS_AUTOTP_UC_META, None)
+    if meta is None or meta["replicated"]:  # the bias behind a matrix cut by columns is whole
+        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+        numel = torch.Size(shape).numel()
+        return shape, Strided(0, numel, numel, 1)
+    shape, dim, sizes = meta["logical_shape"], meta["partition_dim"], meta["partition_sizes"]
+    return shape, narrow(shape, dim, sum(sizes[:tensor_rank]), sizes[tensor_rank])
+
+
+def written(engine: Any, owned: Iterable[Fragment]) -> Iterator[Fragment]:
+    """What this rank writes of its fragments: all, but of a parameter that every rank of a tensor-parallel group holds
+    whole only its share."""
+    place = grid(engine)
+    whole = {p.name for p in parameters(engine) if p.held.size == p.numel} if place.tensor_parallel > 1 else set()
+    for fragment in owned:
+        first, last = place.share(fragment.numel) if fragment.name in whole else (0, fragment.numel)
+        if first < last:
+            yield fragment.narrow(first, last)
 
 
 def trained_fragments(engine: Any) -> list[Fragment]:
@@ -82,27 +132,28 @@ def trained_fragments(engine: Any) -> list[Fragment]:
         at, state = mapping.hp_fragment_address, states.get(masters[mapping.param_group_index]) or {}
         moments = {key: state[key].narrow(0, at.start, at.numel) for key in MOMENTS if key in state}
         fragments.append(Fragment(parameter.name, mapping.lp_fragment_address.start,
-                                  mapping.hp_fragment.detach(), moments))  # fmt: skip
+                                  mapping.hp_fragment.detach(), moments, parameter.held))  # fmt: skip
     return fragments
 
 
 def frozen_fragments(engine: Any) -> list[Fragment]:
     """This rank's share of the frozen parameters: its partition under ZeRO-3, else an even cut of the replica."""
     fragments = []
-    rank, world_size = comm.get_rank(), comm.get_world_size()
+    place = grid(engine)
     for parameter in parameters(engine):
         if parameter.trained:
             continue
         if is_zero3(engine):
-            part = parameter.tensor.ds_tensor
-            start = part.ds_numel * rank
-            valid = max(0, min(part.ds_numel, parameter.numel - start))
-            weights = part.data.view(-1).narrow(0, 0, valid)
+            partition = parameter.tensor.ds_tensor
+            start = partition.ds_numel * place.data_rank
+            valid = max(0, min(partition.ds_numel, parameter.numel - start))
+            weights = partition.data.view(-1).narrow(0, 0, valid)
         else:
-            start, end = (parameter.numel * edge // world_size for edge in (rank, rank + 1))
+            edges = (place.data_rank, place.data_rank + 1)
+            start, end = (parameter.held.size * edge // place.data_size for edge in edges)
             weights = parameter.tensor.detach().view(-1)[start:end]
         if weights.numel():
-            fragments.append(Fragment(parameter.name, start, weights, {}))
+            fragments.append(Fragment(parameter.name, start, weights, {}, parameter.held))
     return fragments
 
 
@@ -144,7 +195,8 @@ def refresh_low_precision(engine: Any, whole: Callable[[str], torch.Tensor]) -> 
     if not is_zero3(engine):
         for parameter in parameters(engine):
             if parameter.trained:
-                parameter.tensor.data.view(-1).copy_(whole(parameter.name))
+                target = parameter.tensor.data.view(parameter.held.count, parameter.held.run)
+                target.copy_(runs_view(whole(parameter.name), parameter.held))
         return
     for group in range(len(optimizer.fp32_partitioned_groups_flat)):
         optimizer._reassign_or_swap_out_partitioned_parameters(group)
@@ -210,4 +262,4 @@ def _zero3_fragments(engine: Any) -> Iterator[Fragment]:
             continue
         state = optimizer.optimizer.state.get(flat) or {}
         moments = {key: state[key].narrow(0, offset, valid) for key in MOMENTS if key in state}
-        yield Fragment(parameter.name, start, flat.detach().narrow(0, offset, valid), moments)
+        yield Fragment(parameter.name, start, flat.detach().narrow(0, offset, valid), moments, parameter.held)

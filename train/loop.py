@@ -22,7 +22,7 @@ import torch
 from deepspeed import comm
 from torch.utils.tensorboard import SummaryWriter
 
-from train import parking, snapshot
+from train import fragments, parking, snapshot
 from train.beside import Writing, Written
 from train.chat import ChatEncoder
 from train.data import TokenSet, open_token_set
@@ -88,7 +88,8 @@ class Run:
                  emit: Events, wishes: Wishes, progress: Progress):  # fmt: skip
         self.spec, self.store, self.engine = spec, store, engine
         self.train, self.valid = train, valid
-        self.rank, self.world_size = comm.get_rank(), comm.get_world_size()
+        self.grid = fragments.grid(engine)
+        self.rank, self.world_size = self.grid.rank, self.grid.world_size
         self.leash_events = emit
         self.emit = EventLog(spec.run_dir, emit) if self.rank == 0 else lambda event, **data: None
         self.wishes, self.progress = wishes, progress
@@ -158,7 +159,7 @@ class Run:
             group["lr"] = rate
 
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
-        micro_batches = self.plan.micro_batches(step, self.rank, self.world_size)
+        micro_batches = self.plan.micro_batches(step, self.grid.data_rank, self.grid.data_size)
         for turn, (number, micro) in enumerate(micro_batches, 1):
             self.progress.enter("step", step)
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
@@ -201,7 +202,7 @@ class Run:
     def _agreed(self, loss: torch.Tensor | None = None) -> dict[str, Any]:
         wishes = asdict(self.wishes)
         message = torch.tensor([0.0] + [float(wishes[name]) for name in WISHES], device=self.engine.device)
-        if loss is not None:
+        if loss is not None and self.grid.tensor_rank == 0:  # its group has the same
             message[0] = loss
         comm.all_reduce(message)
         total, *wished = message.tolist()
@@ -218,11 +219,11 @@ class Run:
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         self.engine.eval()
         # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
-        for turn in range(-(-len(packs) // self.world_size)):
-            index = turn * self.world_size + self.rank
+        for turn in range(-(-len(packs) // self.grid.data_size)):
+            index = turn * self.grid.data_size + self.grid.data_rank
             with torch.no_grad():
                 part = self.engine(to_batch(self.valid.row(packs[[index % len(packs)]]), scale, self.engine.device))
-            if index < len(packs):
+            if index < len(packs) and self.grid.tensor_rank == 0:
                 loss += part
         self.engine.train()
         comm.all_reduce(loss)

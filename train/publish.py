@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from train.adapter import ADAPTER
 from train.beside import Writing, Written
 from train.fragments import Fragment
 from train.model import DTYPES, checkpoint_name
-from train.snapshot import reserve_together, write_range
+from train.snapshot import reserve_together, write_runs
 from train.spec import TrainSpec
 from train.stored_names import StoredNames, stored_names
 from weights.layout import Layout, TensorSpec
+from weights.slices import Strided
 from weights.store import WeightStore
 from weights.torch_views import dtype_code
 
@@ -65,20 +67,21 @@ def begin_publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: 
     # Merging computes, so it is left to the thread; without it the fragments are views, listed at once.
     merging = kind == "version" and bool(_adapter_names(engine))
     factors = fragments.trained_fragments(engine) if kind == "adapter" else []
-    served = [] if kind == "adapter" else served_fragments(engine) if merging else list(served_fragments(engine))
+    served = iter(()) if kind == "adapter" else fragments.written(engine, served_fragments(engine))
+    served = served if merging else list(served)
 
     def fill() -> Iterator[int]:
         for fragment in factors:
-            write_range(draft, adapter.stored_name(fragment.name), fragment.start, fragment.weights)
+            for runs, ours in fragment.pieces():
+                write_runs(draft, adapter.stored_name(fragment.name), runs, fragment.weights[ours])
             yield fragment.numel
-        if kind == "adapter":
-            return
         for fragment in served:
-            _write(draft, names, fragment.name, fragment.start, fragment.weights)
+            for runs, ours in fragment.pieces():
+                _write(draft, names, fragment.name, runs, fragment.weights[ours])
             yield fragment.numel
-        if comm.get_rank() == 0:
+        if kind == "version" and comm.get_rank() == 0:
             for name, buffer in _buffers(engine):
-                _write(draft, names, name, 0, buffer.reshape(-1))
+                _write(draft, names, name, Strided(0, buffer.numel(), buffer.numel(), 1), buffer.reshape(-1))
                 yield buffer.numel()
 
     if fragments.is_zero3(engine) and merging:
@@ -116,9 +119,15 @@ def _names(engine: Any, base_path: str) -> StoredNames:
     return stored_names(engine.module.model, shapes, base_path)
 
 
-def _write(draft: Any, names: StoredNames, parameter: str, start: int, weights: torch.Tensor) -> None:
-    for name, at, ours in names.cut(parameter, start, weights.numel()):
-        write_range(draft, name, at, weights[ours])
+def _write(draft: Any, names: StoredNames, parameter: str, runs: Strided, weights: torch.Tensor) -> None:
+    if runs.count > 1:
+        # Columns of a matrix, and train.tensor_parallel cuts only what is stored as it is.
+        (stored,) = names.of(parameter)
+        write_runs(draft, stored.name, runs, weights)
+        return
+    for name, at, ours in names.cut(parameter, runs.start, runs.run):
+        piece = weights[ours]
+        write_runs(draft, name, Strided(at, piece.numel(), piece.numel(), 1), piece)
 
 
 def served_fragments(engine: Any) -> Iterator[Fragment]:
@@ -151,7 +160,7 @@ def _merged(fragment: Fragment, down: torch.Tensor, up: torch.Tensor, scaling: f
     delta = (up[first:last].float() @ down.float()).view(-1)
     offset = fragment.start - first * width
     merged = fragment.weights.float() + scaling * delta[offset : offset + fragment.numel]
-    return Fragment(fragment.name, fragment.start, merged, {})
+    return replace(fragment, weights=merged)
 
 
 def aux_files(engine: Any, spec: TrainSpec) -> dict[str, bytes]:

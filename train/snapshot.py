@@ -1,4 +1,5 @@
-"""The state of a run by parameter in shared memory: written by the fragments each rank owns, read at any world size.
+"""The state of a run by parameter in shared memory: written by the fragments each rank owns, read at any world size
+and any tensor-parallel size.
 
 A snapshot holds, for every trained parameter, `master.<name>`, `exp_avg.<name>` and `exp_avg_sq.<name>` whole, in
 float32 and in the parameter's shape, and in its meta what the loop needs: the step. Data position, order, learning
@@ -23,8 +24,9 @@ from train.spec import TrainSpec
 from weights.errors import IntegrityError, StoreError
 from weights.layout import Layout, TensorSpec
 from weights.lease import StoredVersion
+from weights.slices import Strided
 from weights.store import WeightStore
-from weights.torch_views import as_tensor
+from weights.torch_views import as_tensor, runs_view
 
 KIND = "snapshot"
 FORMAT = 1
@@ -43,9 +45,10 @@ def snapshot_layout(engine: Any) -> Layout:
 
 
 def own_ranges(engine: Any) -> list[tuple[str, int, int]]:
-    """(tensor, first byte, byte after the last) of what this rank writes into a snapshot."""
-    return [(f"{part}.{f.name}", 4 * f.start, 4 * (f.start + f.numel))
-            for f in fragments.trained_fragments(engine) for part in PARTS]  # fmt: skip
+    """(tensor, first byte, byte after the last) of what this rank writes into a snapshot; strided runs as one range."""
+    owned = fragments.written(engine, fragments.trained_fragments(engine))
+    return [(f"{part}.{f.name}", 4 * runs.start, 4 * runs.stop)
+            for f in owned for runs, _ in f.pieces() for part in PARTS]  # fmt: skip
 
 
 def begin_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, layout: Layout, step: int,
@@ -66,18 +69,20 @@ def begin_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, layout: Lay
 
     assert fragments.has_moments(engine), "a snapshot before the first step would hold undefined bytes"
     draft = reserve_together(store, reserve, layout)
-    owned = fragments.trained_fragments(engine)
+    owned = list(fragments.written(engine, fragments.trained_fragments(engine)))
 
     def fill() -> Iterator[int]:
         for fragment in owned:
             assert fragment.moments.keys() == set(fragments.MOMENTS)
             for part, source in (("master", fragment.weights), *fragment.moments.items()):
-                write_range(draft, f"{part}.{fragment.name}", fragment.start, source)
+                for runs, ours in fragment.pieces():
+                    write_runs(draft, f"{part}.{fragment.name}", runs, source[ours])
                 yield fragment.numel
 
     meta = {
         "format": FORMAT, "step": step, "world_size": comm.get_world_size(), "zero_stage": spec.zero_stage,
-        "loss_scale": 1.0, "spec": {key: getattr(spec, key) for key in _IDENTITY},
+        "tensor_parallel": spec.tensor_parallel, "loss_scale": 1.0,
+        "spec": {key: getattr(spec, key) for key in _IDENTITY},
     }  # fmt: skip
     elements = len(PARTS) * sum(fragment.numel for fragment in owned)
     return Writing(draft, fill, elements=elements, meta=meta, began=began, pace_s=pace_s)
@@ -113,7 +118,9 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
         fragments.create_moments(engine, step)
         for fragment in fragments.trained_fragments(engine):
             for part, target in (("master", fragment.weights), *fragment.moments.items()):
-                target.copy_(whole(f"{part}.{fragment.name}")[fragment.start : fragment.start + fragment.numel])
+                source = whole(f"{part}.{fragment.name}")
+                for runs, ours in fragment.pieces():
+                    target[ours].view(runs.count, runs.run).copy_(runs_view(source, runs))
         fragments.refresh_low_precision(engine, lambda name: whole(f"master.{name}"))
     engine.global_steps = step
     engine.global_samples = step * spec.batch_size
@@ -156,11 +163,11 @@ def reserve_together(store: WeightStore, reserve: Callable[[], Any], layout: Lay
     return draft if draft is not None else store.attach(outcome[0], layout)
 
 
-def write_range(draft: Any, name: str, start: int, source: torch.Tensor) -> None:
-    """Copy `source` (n,) into elements [start, start + n) of tensor `name`, cast to the tensor's dtype."""
+def write_runs(draft: Any, name: str, runs: Strided, source: torch.Tensor) -> None:
+    """Copy `source` (n,) into the elements `runs`, n in all, of tensor `name`, cast to the tensor's dtype."""
     spec = draft.layout.find(name).spec
     whole = as_tensor(draft.view(name), spec.dtype, (math.prod(spec.shape),))
-    whole[start : start + source.numel()].copy_(source)
+    runs_view(whole, runs).copy_(source.view(runs.count, runs.run))
 
 
 def _of_job(store: WeightStore, job_id: str) -> Iterable[Any]:

@@ -55,6 +55,7 @@ class TrainSpec:
     lora_publish: Literal["adapter", "merged"] = "merged"  # what a LoRA run publishes
 
     zero_stage: int = 1
+    tensor_parallel: int = 1  # ranks that share one copy of the model; the world size is a multiple of it
     precision: Literal["bf16", "fp32"] = "bf16"
     activation_checkpointing: bool = False
     offload: Literal["none", "optimizer", "parameters"] = "none"
@@ -81,6 +82,9 @@ class TrainSpec:
             "base_adapter": self.base_adapter is None or self.published_kind == "version",
             "zero_stage": self.zero_stage in (0, 1, 2, 3),
             "offload": self.offload != "parameters" or self.zero_stage == 3,
+            "tensor_parallel": self.tensor_parallel == 1 or (
+                self.tensor_parallel > 1 and self.full and self.zero_stage <= 2 and self.offload == "none"
+            ),
             "keep_snapshots": self.keep_snapshots >= 1,
         }
         for name, ok in checks.items():
@@ -88,6 +92,8 @@ class TrainSpec:
                 raise InvalidSpec(
                     f"TrainSpec.{name}={getattr(self, name)!r} is out of range; see the field's comment in train.spec"
                     + (" (offloading parameters needs zero_stage 3)" if name == "offload" else "")
+                    + (" (it needs full tuning, zero_stage 0 to 2 and no offloading)" if name == "tensor_parallel"
+                       else "")
                     + (" (no stored base has the weights that an adapter trained on a merged one belongs to: "
                        "publish it merged)" if name == "base_adapter" else "")
                     + (" (batch_size must be a multiple of micro_batch)" if name == "micro_batch" else "")

@@ -44,6 +44,11 @@ class Strided:
         """Elements or bytes in all runs together."""
         return self.run * self.count
 
+    @property
+    def stop(self) -> int:
+        """Behind the end of the last run."""
+        return self.start + (self.count - 1) * self.stride + self.run if self.count else self.start
+
     def spans(self) -> Iterator[Span]:
         """The runs in order."""
         for index in range(self.count):
@@ -141,6 +146,24 @@ def narrow(shape: Sequence[int], dim: int, start: int, length: int) -> Strided:
     if outer == 1 or run == stride:
         return Strided(start * inner, run * outer, run * outer, 1)
     return Strided(start * inner, run, stride, outer)
+
+
+def part(runs: Strided, start: int, size: int) -> Iterator[Strided]:
+    """Elements [start, start + size) of `runs` laid end to end, in order: a piece of a run, whole runs, a piece of one.
+
+    Raises InvalidSlice beyond the end of `runs`.
+    """
+    if start < 0 or size < 0 or start + size > runs.size:
+        raise InvalidSlice(f"[{start}, {start + size}) is outside the {runs.size} elements of {runs}")
+    while size:
+        index, inside = divmod(start, runs.run)
+        at = runs.start + index * runs.stride + inside
+        if inside or size < runs.run:
+            taken = Strided(at, run := min(size, runs.run - inside), run, 1)
+        else:
+            taken = Strided(at, runs.run, runs.stride, size // runs.run)
+        yield taken
+        start, size = start + taken.size, size - taken.size
 
 
 def reshard(sources: Sequence[Span], targets: Sequence[Span]) -> list[Copy]:

@@ -9,6 +9,7 @@ import torch
 
 from weights.errors import InvalidLayout
 from weights.header import DTYPE_BITS, count_elements
+from weights.slices import Strided
 
 # The safetensors codes torch has a dtype for (safetensors.torch._TYPES); sub-byte codes have none.
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -55,3 +56,8 @@ def as_tensor(view: memoryview, code: str, shape: Sequence[int]) -> torch.Tensor
         # Read-only is what a lease means here; the docstring says so instead of a warning per tensor.
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         return torch.frombuffer(view, dtype=dtype).reshape(tuple(shape))
+
+
+def runs_view(flat: torch.Tensor, runs: Strided) -> torch.Tensor:
+    """The elements `runs` of `flat` (n,), shape (runs.count, runs.run), sharing its memory."""
+    return flat.as_strided((runs.count, runs.run), (runs.stride, 1), flat.storage_offset() + runs.start)

@@ -17,6 +17,9 @@ FULL = Annotated[
     bool | None, typer.Option("--full/--lora", help="Train every weight, or adapters. Default: by the model's size.")
 ]
 ZERO_STAGE = Annotated[int | None, typer.Option("--zero-stage", min=0, max=3, help="DeepSpeed ZeRO.")]
+TENSOR_PARALLEL = Annotated[
+    int | None, typer.Option("--tensor-parallel", metavar="N", min=1, help="Devices that share one copy of the model.")
+]
 MAX_LENGTH = Annotated[int | None, typer.Option("--max-length", metavar="TOKENS")]
 SET = Annotated[
     list[str] | None, typer.Option("--set", metavar="NAME=VALUE", help="Any other hyperparameter; repeatable.")

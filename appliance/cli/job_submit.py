@@ -26,6 +26,7 @@ from appliance.cli.job_request import (
     PRIORITY,
     SET,
     SIZES,
+    TENSOR_PARALLEL,
     ZERO_STAGE,
     device_fields,
 )
@@ -37,6 +38,7 @@ EPILOG = examples(
     "appliance job submit --model starter --file train.jsonl --validation-file valid.jsonl --suffix gsm8k --epochs 3",
     "appliance job submit --model llama-1b --file file-abc123 --lora-rank 16 --set lora_dropout=0.05",
     "appliance job submit --model llama-1b --file train.jsonl --full --zero-stage 2 --max-length 2048",
+    "appliance job submit --model llama-8b --file train.jsonl --tensor-parallel 2 --zero-stage 2",
     "appliance job submit --model starter --file train.jsonl --priority 5 --deadline 8h --sizes 2,4 --no-preemptible",
     "",
     "Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,",
@@ -66,6 +68,7 @@ def submit(
     lora_rank: LORA_RANK = None,
     full: FULL = None,
     zero_stage: ZERO_STAGE = None,
+    tensor_parallel: TENSOR_PARALLEL = None,
     max_length: MAX_LENGTH = None,
     seed: Annotated[int | None, typer.Option("--seed", min=0)] = None,
     set_: SET = None,
@@ -89,6 +92,7 @@ def submit(
         "lora_rank": lora_rank,
         "full": full,
         "zero_stage": zero_stage,
+        "tensor_parallel": tensor_parallel,
         "max_length": max_length,
     }
     hyperparameters = with_pairs({name: value for name, value in given.items() if value is not None}, set_ or [])

@@ -10,7 +10,7 @@ from appliance.cli import formats, output
 from appliance.cli.command import Session, examples, for_box, group
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import CommandFailed
-from appliance.cli.job_request import FULL, LORA_RANK, MAX_LENGTH, SET, ZERO_STAGE
+from appliance.cli.job_request import FULL, LORA_RANK, MAX_LENGTH, SET, TENSOR_PARALLEL, ZERO_STAGE
 from appliance.cli.job_submit import auto_or_number, with_pairs
 
 app = group("Would it fit? An estimate before anything is started.")
@@ -47,6 +47,7 @@ def serve(
     epilog=examples(
         "appliance plan job --model llama-8b                    what 'auto' would choose",
         "appliance plan job --model llama-8b --full --zero-stage 3 --devices 4",
+        "appliance plan job --model llama-8b --tensor-parallel 4 --zero-stage 2",
         "appliance plan job --model llama-8b --lora-rank 16 --max-length 8192 --set micro_batch=2",
         "",
         _FOOT,
@@ -66,13 +67,14 @@ def job(
     lora_rank: LORA_RANK = None,
     full: FULL = None,
     zero_stage: ZERO_STAGE = None,
+    tensor_parallel: TENSOR_PARALLEL = None,
     max_length: MAX_LENGTH = None,
     set_: SET = None,
 ) -> None:
     """Memory of a fine-tuning job: weights, gradients, optimizer and activations per device, snapshot and result."""
     given = {
         "batch_size": auto_or_number("--batch-size", batch_size), "lora_rank": lora_rank, "full": full,
-        "zero_stage": zero_stage, "max_length": max_length,
+        "zero_stage": zero_stage, "max_length": max_length, "tensor_parallel": tensor_parallel,
     }  # fmt: skip
     hyperparameters = with_pairs({name: value for name, value in given.items() if value is not None}, set_ or [])
     body = {"model": model, "hyperparameters": hyperparameters, "devices": devices, "examples": examples_}

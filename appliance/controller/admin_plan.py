@@ -115,15 +115,16 @@ def _job(context: ControllerContext, body: JobPlan) -> dict[str, Any]:
         facts.device_kind,
         adapter_max_rank=context.adapter_rank_limit(base.model),
         computes_bf16=computes_bf16(facts.device_kind),
+        tensor_slices=shape_of(base).tensor_slices,
     )
     dataset = auto.DatasetStats(body.examples, 200 * body.examples, 400)
     try:
         fields = auto.resolve(body.hyperparameters, dataset, stats, most)
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
-    sizes = auto.allowed_sizes(fields["batch_size"], most, fields["micro_batch"])
+    sizes = auto.allowed_sizes(fields["batch_size"], most, fields["micro_batch"], fields["tensor_parallel"])
     verdict = job_verdict(context, base, fields, sizes)
     chosen = ("full", "lora_rank", "zero_stage", "precision", "offload", "activation_checkpointing", "batch_size",
-              "micro_batch", "max_length")  # fmt: skip
+              "micro_batch", "max_length", "tensor_parallel")  # fmt: skip
     return {"object": "plan", "kind": "job", "model": base.name,
             "hyperparameters": {name: fields[name] for name in chosen}, **verdict.as_dict()}  # fmt: skip

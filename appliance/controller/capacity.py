@@ -163,17 +163,20 @@ def serve(shape: ModelShape, weight_bytes: int, replicas: int, tensor_parallel: 
 def _smaller_jobs(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts) -> Iterator[str]:
     """Changes that make it fit: the mildest two, and adapters in place of every weight."""
     thrifty = {"activation_checkpointing": True, "zero_stage": 3}
+    cut = fields.get("tensor_parallel", 1) > 1
     changes: list[tuple[str, dict[str, Any]]] = []
     if not fields["activation_checkpointing"]:
         changes.append(("activation_checkpointing true", {"activation_checkpointing": True}))
-    changes += [(f"zero_stage {n}", {"zero_stage": n}) for n in (2, 3) if n > fields["zero_stage"]]
-    changes.append(("zero_stage 3 with activation_checkpointing true", thrifty))
-    if fields["offload"] == "none" and box.device_kind != "cpu":
+    stages = (2,) if cut else (2, 3)
+    changes += [(f"zero_stage {n}", {"zero_stage": n}) for n in stages if n > fields["zero_stage"]]
+    if not cut:
+        changes.append(("zero_stage 3 with activation_checkpointing true", thrifty))
+    if not cut and fields["offload"] == "none" and box.device_kind != "cpu":
         changes.append(("zero_stage 3 with activation_checkpointing true and offload optimizer",
                         thrifty | {"offload": "optimizer"}))  # fmt: skip
     mild = (text for name, change in changes if (text := _fitting(shape, {**fields, **change}, name, sizes, box)))
     yield from islice(mild, 2)
-    if fields["full"]:
+    if fields["full"] and not cut:
         adapters = {"full": False, "activation_checkpointing": True}
         name = f"LoRA (full false, lora_rank {fields['lora_rank']})"
         if text := _fitting(shape, {**fields, **adapters}, name, sizes, box):

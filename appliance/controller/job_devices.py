@@ -37,13 +37,17 @@ def sizes(row: JobRow, resolved: dict[str, Any], device_count: int) -> tuple[lis
     """(sizes that divide the work of a step, those of them that were asked for; [] if there is none)."""
     least = row.min_devices or 1
     most = row.max_devices or max([device_count, least, *(row.asked_sizes or [])])
-    by_batch = auto.allowed_sizes(resolved["batch_size"], most, resolved["micro_batch"])
+    by_batch = auto.allowed_sizes(resolved["batch_size"], most, resolved["micro_batch"],
+                                  resolved.get("tensor_parallel", 1))  # fmt: skip
     return by_batch, [s for s in by_batch if s >= least and (row.asked_sizes is None or s in row.asked_sizes)]
 
 
 def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
     """The message for a job that no number of devices suits."""
+    shards = resolved.get("tensor_parallel", 1)
+    grouped = f", each over {shards} devices (tensor_parallel)," if shards > 1 else ""
     return (
-        f"A step of {resolved['batch_size']} sequences in micro-batches of {resolved['micro_batch']} divides into "
-        f"{', '.join(map(str, by_batch))} devices; min_devices, max_devices and allowed_sizes leave none of them."
+        f"A step of {resolved['batch_size']} sequences in micro-batches of {resolved['micro_batch']}{grouped} divides "
+        f"into {', '.join(map(str, by_batch)) or 'no allowed number of'} devices; min_devices, max_devices and "
+        "allowed_sizes leave none of them."
     )

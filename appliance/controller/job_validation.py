@@ -14,7 +14,7 @@ from typing import Any
 from anyio import to_thread
 
 from appliance.controller import files, job_devices, job_requests
-from appliance.controller.admin_plan import job_verdict
+from appliance.controller.admin_plan import job_verdict, shape_of
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_events import add_message, fail
 from appliance.controller.naming import Resolved, resolve
@@ -56,6 +56,7 @@ class JobValidation:
             max_position_embeddings=model.max_model_len or DEFAULT_CONTEXT_TOKENS,
             device_kind=kind,
             computes_bf16=computes_bf16(kind),
+            tensor_slices=shape_of(base).tensor_slices,
             # What is trained on an adapter has merged weights below it, which no engine serves.
             adapter_max_rank=0 if base.version.meta.get("adapter") else context.adapter_rank_limit(model),
         )

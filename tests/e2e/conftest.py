@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 
 import pytest
 
 from serve.config import EngineConfig
 from serve.replica import Replica
 from tests.e2e.engine_support import Box
-from tests.train_support.world import WarmTrain
+from tests.train_support.world import WarmTrain, Workshop
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +41,10 @@ def warm_train() -> Iterator[WarmTrain]:
     parent = WarmTrain().wait()
     yield parent
     parent.close()
+
+
+@pytest.fixture
+def shop(warm_train: WarmTrain, tmp_path: Path) -> Iterator[Workshop]:
+    made = Workshop(warm_train, tmp_path)
+    yield made
+    made.close()

@@ -2,21 +2,12 @@
 
 from pathlib import Path
 
-import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.train_support.tiny import gsm8k, make_model_dir
-from tests.train_support.world import Workshop
 from train.auto import DatasetStats, ModelStats, resolve
 from train.data_check import convert_to_chat
 from train.spec import TrainSpec
-
-
-@pytest.fixture
-def shop(warm_train, tmp_path):
-    made = Workshop(warm_train, tmp_path)
-    yield made
-    made.close()
 
 
 async def test_gsm8k_from_upload_to_published_version(shop, tmp_path):

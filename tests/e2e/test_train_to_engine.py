@@ -6,7 +6,6 @@ import pytest
 
 from tests.e2e.engine_support import client
 from tests.e2e.plain_engine import answer_of_plain_engine
-from tests.train_support.world import Workshop
 
 # As wide as vLLM's CPU kernels want heads and experts to be; greedy decoding of random weights is stable at this range.
 SIZES = {
@@ -33,13 +32,6 @@ SOAK = {
     for method in ("full", "lora")
     for stage in (1, 2, 3)
 }  # fmt: skip
-
-
-@pytest.fixture
-def shop(warm_train, tmp_path):
-    made = Workshop(warm_train, tmp_path)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(

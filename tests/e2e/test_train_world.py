@@ -5,39 +5,18 @@ import json
 import os
 import signal
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runtime.child import Child
 from runtime.process import group_pids
 from tests.train_support.tiny import make_model_dir
-from tests.train_support.world import PATIENT, Workshop
+from tests.train_support.world import ACROSS_SIZES, PATIENT, same
 from train.errors import RankFailed
-from train.group import Group, Watch, free_port
-
-# Relative. Gradients are reduced and accumulated in fp32 and clipped by a coarse norm, so what is left is the order of
-# a few fp32 sums: one ulp of the loss.
-ACROSS_SIZES = 1e-6
-
-
-@pytest.fixture
-def shop(warm_train, tmp_path):
-    made = Workshop(warm_train, tmp_path)
-    yield made
-    made.close()
-
-
-def published(shop, spec):
-    (stored,) = [v for v in shop.store.list("version") if v.model == spec.output_model]
-    return {k: v for file in stored.path.glob("*.safetensors") for k, v in load_file(file).items()}, stored
-
-
-def same(a, b):
-    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+from train.group import Group, Watch
 
 
 @pytest.mark.parametrize(
@@ -84,14 +63,14 @@ async def test_resume_at_the_same_size_is_bitwise(shop):
     report = await first.group.suspend()
     second = await shop.run(broken, 2, snapshot=report.snapshot_path)
     assert first.losses() | second.losses() == unbroken.losses()
-    assert same(published(shop, spec)[0], published(shop, broken)[0])
+    assert same(shop.published(spec)[0], shop.published(broken)[0])
 
 
 async def test_published_version_is_a_model_directory_with_the_trained_weights(shop):
     spec = shop.spec(zero_stage=3, model={"tied": True, "family": "qwen2"}, output_version="v7", n_epochs=1)
     world = await shop.run(spec, 2)
     (event,) = world.of("published")
-    tensors, stored = published(shop, spec)
+    tensors, stored = shop.published(spec)
     assert stored.version == event["version"] == "v7" and str(stored.path) == event["path"] and stored.sealed
     assert "lm_head.weight" not in tensors and "model.layers.0.self_attn.q_proj.bias" in tensors
     assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
@@ -177,20 +156,8 @@ async def test_a_result_that_does_not_fit_is_kept_on_disk_and_published_later(sh
 )
 async def test_publish_by_fragments_equals_a_gathered_model(shop, kind, fields):
     spec = shop.spec(**fields)
-    port = free_port()
-    ranks = [
-        await Child.spawn(
-            shop.warm.socket, "tests.train_support.entries:compare_publish", {"spec": asdict(spec)},
-            env={"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
-            log_path=shop.folder / f"{rank}.log", name=f"rank {rank}",
-        )
-        for rank in range(2)
-    ]  # fmt: skip
     written = []
-    for rank, child in enumerate(ranks):
-        event = await asyncio.wait_for(child.next_event(), 60)
-        assert event["event"] == "compared", (event, (shop.folder / f"{rank}.log").read_text()[-3000:])
+    for event in await shop.compare_publish(spec, 2):
         assert event["names"] == event["expected"]
         # peft multiplies the factors in bf16, we in fp32: an ulp of a bf16 weight of this size.
         assert max(event["worst"].values(), default=0.0) <= (4e-3 if kind.startswith("lora") else 0.0)
@@ -199,7 +166,6 @@ async def test_publish_by_fragments_equals_a_gathered_model(shop, kind, fields):
         assert event["collective_bytes"] < (0.5 * event["elements"] if kind == "lora3" else 4096), event
         written.append(event["written_elements"])
         assert written[-1] < 0.6 * event["elements"]
-        await child.kill_and_wait()
     assert sum(written) == event["elements"]
 
 
@@ -340,7 +306,7 @@ async def test_a_parked_world_gives_its_memory_back_and_goes_on_bitwise(shop, fi
     assert second.group.resumed and second.pids() == pids
     assert (await second.group.wait()).outcome == "succeeded", second.logs()
     assert first.losses() | second.losses() == unbroken.losses()
-    assert same(published(shop, spec)[0], published(shop, unbroken.spec)[0])
+    assert same(shop.published(spec)[0], shop.published(unbroken.spec)[0])
     assert min(given_back) > 1.5 * (shop.base / "model.safetensors").stat().st_size, "weights at least, in fp32"
 
 

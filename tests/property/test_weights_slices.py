@@ -19,6 +19,7 @@ from weights.slices import (
     flat_partition,
     group_partition,
     narrow,
+    part,
     reshard,
     strided_bytes,
     tensor_parallel,
@@ -159,3 +160,21 @@ def test_n_writers_m_readers_through_the_store(tensors, writers, readers, multip
                 assert b"".join(bytes(lease.view(spec.name)[part.start : part.stop]) for part in parts) == content(spec)
         store.remove(stored)
         forget_mappings()
+
+
+@given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 4), st.integers(1, 4), st.sampled_from([0, 1]))
+def test_slices_cut_again_by_zero_cover_a_matrix_once(rows, columns, shards, groups, dim):
+    """Tensor parallelism cuts a matrix along a dimension, ZeRO what a rank has of it anywhere."""
+    shape = (rows * shards, columns) if dim == 0 else (rows, columns * shards)
+    matrix = np.arange(shape[0] * shape[1])
+    seen = []
+    for rank in range(shards):
+        runs = tensor_parallel(shape, dim, rank, shards)
+        held = np.split(matrix.reshape(shape), shards, axis=dim)[rank].ravel()
+        for group in range(groups):
+            owned = flat_partition(runs.size, group, groups)
+            pieces = [span for piece in part(runs, owned.start, len(owned)) for span in piece.spans()]
+            found = [element for span in pieces for element in matrix[span.start : span.stop]]
+            assert found == list(held[owned.start : owned.stop])
+            seen += found
+    assert sorted(seen) == list(matrix)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from deepspeed import comm, zero
+from deepspeed.module_inject.layers import GatherReplacedLayerParams
 from peft.tuners.lora import LoraLayer
 from torch.distributed import ProcessGroup
 from transformers.core_model_loading import revert_weight_conversion
@@ -19,6 +20,7 @@ from train.engine import init_world
 from train.loop import Progress, Wishes, prepare
 from train.publish import publish
 from train.spec import TrainSpec
+from weights.slices import Strided
 from weights.torch_views import as_tensor
 
 
@@ -33,6 +35,9 @@ def compare_publish(leash: Leash, args: dict[str, Any]) -> int:
     sent, written = _count_collective_bytes(), _count_written_elements()
     publish(run.engine, spec, run.store, version="v1", meta={})
     collective_bytes, written_elements = sum(sent), sum(written)
+    for module in run.engine.module.modules():
+        if own := list(module.parameters(recurse=False)):
+            GatherReplacedLayerParams(own, module).__enter__()  # nothing to do without tensor parallelism
     params = list(run.engine.module.parameters())
     gathered = zero.GatheredParameters(params) if fragments.is_zero3(run.engine) else nullcontext()
     with gathered, torch.no_grad():
@@ -104,11 +109,11 @@ def _tensors(values: list[Any]) -> Iterator[torch.Tensor]:
 def _count_written_elements() -> list[int]:
     """From now on, the elements this rank writes into versions."""
     written: list[int] = []
-    original = publishing.write_range
+    original = publishing.write_runs
 
-    def counting(draft: Any, name: str, start: int, source: torch.Tensor) -> None:
+    def counting(draft: Any, name: str, runs: Strided, source: torch.Tensor) -> None:
         written.append(source.numel())
-        original(draft, name, start, source)
+        original(draft, name, runs, source)
 
-    publishing.write_range = counting
+    publishing.write_runs = counting
     return written

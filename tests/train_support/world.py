@@ -8,19 +8,32 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
+from runtime.child import Child
 from runtime.node import WARM_ENV
 from tests.train_support.tiny import make_model_dir, write_chat_file
-from train.group import Group, Watch
+from train.group import Group, Watch, free_port
 from train.rank_host import RankHost
 from train.spec import TrainSpec
+from weights.lease import StoredVersion
 from weights.store import WeightStore
+
+# Relative. Gradients are reduced and accumulated in fp32 and clipped by a coarse norm, so what is left is the order of
+# a few fp32 sums: one ulp of the loss.
+ACROSS_SIZES = 1e-6
 
 # Two cores carry up to four ranks and whatever else runs: patience, where only a real hang would use it up.
 PATIENT = Watch(ping_every_s=0.5, ping_timeout_s=20.0, phase_limit_s=120.0)
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
 class WarmTrain:
@@ -85,6 +98,31 @@ class Workshop:
         outcome = await launched.group.wait()
         assert outcome.outcome == "succeeded", (outcome, launched.logs())
         return launched
+
+    async def compare_publish(self, spec: TrainSpec, size: int) -> list[dict[str, Any]]:
+        """What `entries.compare_publish` tells, by rank."""
+        port = free_port()
+        ranks = [
+            await Child.spawn(
+                self.warm.socket, "tests.train_support.entries:compare_publish", {"spec": asdict(spec)},
+                env={"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
+                     "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
+                log_path=self.folder / f"{rank}.log", name=f"rank {rank}",
+            )
+            for rank in range(size)
+        ]  # fmt: skip
+        told = []
+        for rank, child in enumerate(ranks):
+            told.append(await asyncio.wait_for(child.next_event(), 60))
+            assert told[-1]["event"] == "compared", (told[-1], (self.folder / f"{rank}.log").read_text()[-3000:])
+        for child in ranks:
+            await child.kill_and_wait()
+        return told
+
+    def published(self, spec: TrainSpec) -> tuple[dict[str, torch.Tensor], StoredVersion]:
+        """The tensors of the one version that a run published, and where it lies."""
+        (stored,) = [v for v in self.store.list("version") if v.model == spec.output_model]
+        return {k: v for file in stored.path.glob("*.safetensors") for k, v in load_file(file).items()}, stored
 
     def close(self) -> None:
         shutil.rmtree(self.shm)

@@ -55,7 +55,8 @@ FROZEN = {
     "job submit": [
         *BOX, "--batch-size", "--deadline", "--epochs", "--file", "--full", "--hold", "--learning-rate-multiplier",
         "--lora-rank", "--max-devices", "--max-length", "--metadata", "--min-devices", "--model", "--preemptible",
-        "--priority", "--seed", "--set", "--sizes", "--suffix", "--validation-file", "--wait", "--zero-stage",
+        "--priority", "--seed", "--set", "--sizes", "--suffix", "--tensor-parallel", "--validation-file", "--wait",
+        "--zero-stage",
     ],
     "job queue": [*BOX, "--every", "--watch"],
     "job update": [
@@ -73,7 +74,7 @@ FROZEN = {
     "plan serve": [*BOX, "--replicas", "--tensor-parallel", "MODEL"],
     "plan job": [
         *BOX, "--batch-size", "--devices", "--examples", "--full", "--lora-rank", "--max-length", "--model", "--set",
-        "--zero-stage",
+        "--tensor-parallel", "--zero-stage",
     ],
     "batch create": [*BOX, "--endpoint", "--timeout", "--wait", "PATH"],
     "batch list": BOX,

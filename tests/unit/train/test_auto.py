@@ -84,12 +84,37 @@ def test_refuses_with_the_name_of_the_parameter(given, param):
 def test_allowed_sizes_share_whole_micro_batches():
     assert allowed_sizes(12, 8) == [1, 2, 3, 4, 6]
     assert allowed_sizes(12, 8, 4) == [1, 3]
+    assert allowed_sizes(12, 8, 1, 2) == [2, 4, 6, 8] and allowed_sizes(2, 8, 1, 2) == [2, 4]
+    assert allowed_sizes(8, 3, 1, 4) == []
+
+
+def test_tensor_parallel_asks_for_every_weight_and_counts_groups_of_devices():
+    cuttable = dataclasses.replace(LARGE, tensor_slices=8)
+    made = resolve({"tensor_parallel": 2}, GSM8K, cuttable, 8)
+    assert (made["tensor_parallel"], made["full"], made["zero_stage"]) == (2, True, 2)
+    assert resolve({"tensor_parallel": 4, "gradient_accumulation": 3}, GSM8K, cuttable, 8)["batch_size"] == 6
+    assert resolve({}, GSM8K, cuttable, 8)["tensor_parallel"] == 1, "never chosen on its own"
+    giant = dataclasses.replace(cuttable, n_parameters=70_000_000_000)
+    assert resolve({"tensor_parallel": 8}, GSM8K, giant, 8)["zero_stage"] == 2
+    for given, model, param, reason in (
+        ({"tensor_parallel": 3}, cuttable, "tensor_parallel", "divisor of 8"),
+        ({"tensor_parallel": 16}, cuttable, "tensor_parallel", "from 1 to 8"),
+        ({"tensor_parallel": 2}, dataclasses.replace(cuttable, tensor_slices=1), "tensor_parallel", "experts"),
+        ({"tensor_parallel": 2, "lora_rank": 8}, cuttable, "full", "true with tensor_parallel 2"),
+        ({"tensor_parallel": 2, "zero_stage": 3}, cuttable, "zero_stage", "0, 1 or 2"),
+        ({"tensor_parallel": 2, "offload": "optimizer"}, cuttable, "offload", "'none'"),
+        ({"pipeline_parallel": 2}, cuttable, "pipeline_parallel", "tensor_parallel"),
+    ):
+        with pytest.raises(InvalidHyperparameter, match=reason) as caught:
+            resolve(given, GSM8K, model, 8)
+        assert caught.value.param == param
 
 
 def test_spec_refuses_what_is_not_one():
     good = dataclasses.asdict(TrainSpec(**PLACE))
     for change, match in (
         ({"zero_stage": "2"}, "zero_stage"), ({"colour": 1}, "no field 'colour'"), ({"method": "dpo"}, "method"),
+        ({"tensor_parallel": 2, "zero_stage": 3}, "zero_stage 0 to 2"), ({"tensor_parallel": 0}, "tensor_parallel"),
         ({"batch_size": 6, "micro_batch": 4}, "multiple of micro_batch"), ({"valid_path": 3}, "valid_path"),
     ):  # fmt: skip
         with pytest.raises(InvalidSpec, match=match):

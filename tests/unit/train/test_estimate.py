@@ -73,6 +73,19 @@ def test_the_store_holds_twelve_bytes_per_trained_parameter():
     assert LLAMA_8B.kv_bytes_per_token == 131_072
 
 
+def test_tensor_parallelism_cuts_all_but_embeddings_and_head():
+    eight = LLAMA_8B.n_parameters
+    alone, shared = (estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=1, tensor_parallel=n), 8)
+                     for n in (1, 4))  # fmt: skip
+    outside = 2 * 128256 * 4096
+    held = outside + (eight - outside) // 4
+    assert LLAMA_8B.outside == outside and LLAMA_8B.tensor_slices == 8
+    assert shared.weights_bytes == 2 * held and shared.gradients_bytes == 4 * held
+    assert shared.optimizer_bytes == 12 * held // 2, "ZeRO shares it out over the two groups"
+    assert shared.state_bytes < alone.state_bytes and shared.activations_bytes < alone.activations_bytes
+    assert estimate.snapshot_bytes(LLAMA_8B, fields(full=True, tensor_parallel=4)) == 12 * eight
+
+
 COMMON = {"hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 4,
           "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 384}  # fmt: skip
 

@@ -14,6 +14,7 @@ from weights.slices import (
     flat_partition,
     group_partition,
     narrow,
+    part,
     reshard,
     strided_bytes,
     tensor_parallel,
@@ -61,6 +62,16 @@ def test_contiguous_slices_are_one_run():
     assert narrow((1, 4), 1, 1, 2) == Strided(1, 2, 2, 1)
     assert narrow((6, 4), 1, 1, 2) == Strided(1, 2, 4, 6)
     assert narrow((6, 4), 1, 1, 0) == narrow((0, 4), 1, 1, 2) == Strided(0, 0, 0, 0)
+
+
+def test_a_part_of_runs_is_at_most_an_end_whole_runs_and_a_beginning():
+    runs = narrow((6, 4), 1, 1, 3)  # columns 1 to 3
+    assert list(part(runs, 1, 13)) == [Strided(2, 2, 2, 1), Strided(5, 3, 4, 3), Strided(17, 2, 2, 1)]
+    assert list(part(runs, 3, 6)) == [Strided(5, 3, 4, 2)] and list(part(runs, 4, 1)) == [Strided(6, 1, 1, 1)]
+    assert list(part(runs, 5, 0)) == [] and list(part(Strided(8, 12, 12, 1), 2, 9)) == [Strided(10, 9, 9, 1)]
+    assert runs.stop == 24 and Strided(0, 0, 0, 0).stop == 0
+    with pytest.raises(InvalidSlice, match="outside the 18 elements"):
+        list(part(runs, 10, 9))
 
 
 def test_bytes_of_elements():

@@ -1,0 +1,106 @@
+"""Tensor parallelism: a model that ranks share trains, moves and publishes as one that each of them has whole."""
+
+import pytest
+
+from tests.train_support.world import ACROSS_SIZES, same
+
+def worst(losses, reference):
+    return max(abs(loss - reference[step]) / reference[step] for step, loss in losses.items())
+
+
+async def moved(shop, spec, sizes):
+    """Losses of a run that is suspended two steps into each world but the last; no step may be done twice."""
+    losses, snapshot = {}, None
+    for size in sizes[:-1]:
+        world = await shop.launch(spec, size, snapshot=snapshot).start()
+        await world.reached(max(losses, default=0) + 2)
+        report = await world.group.suspend()
+        assert (await world.group.wait()).outcome == "suspended", world.logs()
+        assert not losses.keys() & world.losses().keys()
+        losses |= world.losses()
+        snapshot = report.snapshot_path
+    last = await shop.run(spec, sizes[-1], snapshot=snapshot)
+    assert not losses.keys() & last.losses().keys()
+    return losses | last.losses()
+
+
+async def test_a_shared_model_keeps_the_loss_curve_and_moves_between_sizes(shop):
+    whole = (await shop.run(shop.spec("whole", n_epochs=1), 2)).losses()
+    spec = shop.spec("shared", n_epochs=1, tensor_parallel=2)
+    losses = await moved(shop, spec, (4, 2))
+    assert losses.keys() == whole.keys() and len(losses) >= 9 and losses[max(losses)] < losses[1]
+    print(f"worst difference of a step's loss, shared by two against whole: {worst(losses, whole):.1e}")
+    assert worst(losses, whole) <= ACROSS_SIZES
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        # Biases behind columns, tied embeddings, half as many key-value heads as heads.
+        {"zero_stage": 1, "model": {"family": "qwen2", "tied": True}},
+        pytest.param({"zero_stage": 2, "model": {"family": "llama"}}, marks=pytest.mark.soak),
+        pytest.param({"zero_stage": 1, "model": {"family": "mistral"}, "weight_decay": 0.1}, marks=pytest.mark.soak),
+        pytest.param({"zero_stage": 2, "model": {"family": "qwen3", "tied": True}}, marks=pytest.mark.soak),
+        pytest.param({"zero_stage": 1, "precision": "bf16"}, marks=pytest.mark.soak),
+        pytest.param({"zero_stage": 1, "model": {"num_key_value_heads": 4}, "tensor_parallel": 4},
+                     marks=pytest.mark.soak),
+    ],
+    ids=["qwen2-tied", "llama", "mistral", "qwen3-tied", "llama-bf16", "llama-4"],
+)  # fmt: skip
+async def test_publish_by_slices_equals_a_gathered_model(shop, fields):
+    told = await shop.compare_publish(shop.spec(**({"tensor_parallel": 2} | fields)), 4)
+    for event in told:
+        assert event["names"] == event["expected"] and not event["worst"]
+        assert event["control_bytes"] == 5 * 2 * event["elements"], "a gathered model must show in the count"
+        assert event["collective_bytes"] < 4096
+        assert event["written_elements"] < 0.35 * event["elements"]
+    assert sum(event["written_elements"] for event in told) == told[0]["elements"]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"zero_stage": 1, "model": {"family": "qwen2", "tied": True}},
+        {"zero_stage": 2, "model": {"family": "qwen3"}, "weight_decay": 0.1},
+        {"zero_stage": 1, "model": {"family": "mistral"}, "activation_checkpointing": True},
+        {"zero_stage": 1, "precision": "bf16"},
+        {"zero_stage": 2, "micro_batch": 2, "batch_size": 8},
+    ],
+    ids=["qwen2-tied", "qwen3", "mistral", "llama-bf16", "micro-batches"],
+)
+async def test_every_kind_of_shared_model_moves_between_sizes(shop, fields):
+    fields = {"batch_size": 4, "tensor_parallel": 2, "examples": 96} | fields
+    unbroken = (await shop.run(shop.spec("unbroken", **fields), 4)).losses()
+    losses = await moved(shop, shop.spec("moved", **fields), (4, 8, 2))
+    assert losses.keys() == unbroken.keys() and worst(losses, unbroken) <= ACROSS_SIZES
+    if fields.get("precision") != "bf16":  # sums in parts are rounded to bf16, as everything is
+        whole = (await shop.run(shop.spec("whole", **{**fields, "tensor_parallel": 1}), 2)).losses()
+        print(f"worst difference of a step's loss, shared by two against whole: {worst(unbroken, whole):.1e}")
+        assert worst(unbroken, whole) <= ACROSS_SIZES
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+async def test_the_same_size_goes_on_bitwise_parked_or_forked_and_another_sharing_closely(shop):
+    fields = {"n_epochs": 1, "model": {"num_key_value_heads": 4}, "zero_stage": 1}
+    spec, broken = shop.spec("unbroken", tensor_parallel=2, **fields), shop.spec("broken", tensor_parallel=2, **fields)
+    unbroken = await shop.run(spec, 4)
+    first = await shop.launch(broken, 4).start()
+    await first.reached(2)
+    report = await first.group.suspend()
+    assert report.parked
+    parked = shop.launch(broken, 4, snapshot=report.snapshot_path)
+    parked.hosts = first.hosts
+    await parked.start()
+    assert parked.group.resumed and (await parked.group.wait()).outcome == "succeeded", parked.logs()
+    assert first.losses() | parked.losses() == unbroken.losses()
+    assert same(shop.published(spec)[0], shop.published(broken)[0])
+    # A snapshot holds whole parameters, so it suits any sharing.
+    for size, shared in ((4, 2), (4, 4), (2, 1)):
+        other = shop.spec(f"other-{size}-{shared}", tensor_parallel=shared, **fields)
+        again = await shop.run(other, size, snapshot=report.snapshot_path)
+        reference = {step: unbroken.losses()[step] for step in again.losses()}
+        assert min(reference) == report.step + 1
+        assert worst(again.losses(), reference) <= (0 if shared == 2 else ACROSS_SIZES)

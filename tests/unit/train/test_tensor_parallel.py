@@ -1,0 +1,97 @@
+"""Who shares a model with whom, and what of it is cut."""
+
+import pytest
+import torch
+import transformers
+from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType
+from transformers import AutoModelForCausalLM
+
+from tests.train_support.tiny import FAMILIES
+from train import estimate
+from train.errors import UnsupportedModel
+from train.fragments import Fragment
+from train.packing import StepPlan
+from train.tensor_parallel import Grid, partition_config
+from weights.slices import narrow
+from weights.torch_views import runs_view
+
+SIZES = {"vocab_size": 384, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2,
+         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+
+
+def config(family, **fields):
+    name, more = FAMILIES[family]
+    return getattr(transformers, f"{name}Config")(**(SIZES | more | fields))
+
+
+def test_neighbours_share_a_model_and_read_the_same_examples():
+    plan = StepPlan(n_packs=40, batch_size=8, micro_batch=1, n_epochs=1, seed=3)
+    grids = [Grid(rank, 8, 2) for rank in range(8)]
+    assert [(g.data_rank, g.tensor_rank) for g in grids] == [(rank // 2, rank % 2) for rank in range(8)]
+    read = [[number for number, _ in plan.micro_batches(1, g.data_rank, g.data_size)] for g in grids]
+    assert read[0::2] == read[1::2] and sorted(sum(read[0::2], [])) == list(range(8))
+
+
+@pytest.mark.parametrize("shared", [1, 2, 3])
+def test_what_all_hold_is_answered_for_once(shared):
+    for numel in (0, 1, 7, 100):
+        shares = [Grid(rank, shared, shared).share(numel) for rank in range(shared)]
+        assert [element for first, last in shares for element in range(first, last)] == list(range(numel))
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_plan_cuts_attention_and_mlp_and_nothing_else(family, tied):
+    model_config = config(family, tie_word_embeddings=tied)
+    plan = AutoTPConfig.from_dict(partition_config(model_config, 2))
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    kinds, held = {}, 0
+    for name, parameter in model.named_parameters():
+        weight = name.rpartition(".")[0] + ".weight"  # a bias goes with its weight
+        spec = plan.find_matching_spec("model." + weight)
+        kind = None if spec is None else spec.partition_type
+        whole = kind in (None, PartitionType.SKIP) or (name.endswith("bias") and kind is PartitionType.ROW)
+        held += parameter.numel() // (1 if whole else 2)
+        kinds.setdefault(kind, set()).add(weight.split(".")[-2])
+    assert kinds[PartitionType.COLUMN] == {"q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"}
+    assert kinds[PartitionType.ROW] == {"o_proj", "down_proj"}
+    summed = {spec.patterns[0] for spec in plan.layer_specs if spec.grad_allreduce}
+    assert (len(summed) == 2) == (family == "qwen3"), "norms of q and k see the heads of their rank alone"
+    shape = estimate.ModelShape.from_config(model_config.to_dict(), sum(p.numel() for p in model.parameters()))
+    fields = {"full": True, "zero_stage": 1, "precision": "fp32", "offload": "none", "micro_batch": 1, "max_length": 8,
+              "activation_checkpointing": False, "tensor_parallel": 2}  # fmt: skip
+    # The estimate cuts norms too, which are a thousandth of a real model.
+    assert estimate.rank_memory(shape, fields, 2).weights_bytes == pytest.approx(4 * held, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "model_config, shared, said",
+    [
+        (config("mixtral"), 2, "'mixtral' has layers cut as .*experts"),
+        (config("llama"), 4, "num_key_value_heads 2, which 4 ranks"),
+        (config("llama", num_key_value_heads=4, num_attention_heads=8, intermediate_size=99), 2, "intermediate_size"),
+        (transformers.Phi3Config(**SIZES), 2, "fused matrices"),
+        (transformers.BloomConfig(), 2, "'bloom' has no tensor-parallel plan"),
+    ],
+    ids=["experts", "heads", "columns", "fused", "no-plan"],
+)
+def test_what_cannot_be_cut_is_refused_by_name(model_config, shared, said):
+    with pytest.raises(UnsupportedModel, match=said):
+        partition_config(model_config, shared)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_a_fragment_of_a_slice_lands_where_it_belongs(dim):
+    whole = torch.arange(6 * 8, dtype=torch.float32)
+    made = torch.full_like(whole, -1)
+    for rank in range(2):
+        held = narrow((6, 8), dim, rank * (6, 8)[dim] // 2, (6, 8)[dim] // 2)
+        mine = runs_view(whole, held).reshape(-1)
+        for first, last in ((0, 7), (7, 24)):
+            fragment = Fragment("w", 0, mine, {"exp_avg": mine}, held).narrow(first, last)
+            assert torch.equal(fragment.moments["exp_avg"], mine[first:last]) and fragment.start == first
+            for runs, ours in fragment.pieces():
+                assert (runs_view(made, runs) == -1).all(), "written twice"
+                runs_view(made, runs).copy_(fragment.weights[ours].view(runs.count, runs.run))
+    assert torch.equal(made, whole)
