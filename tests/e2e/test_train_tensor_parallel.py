@@ -4,6 +4,7 @@ import pytest
 
 from tests.train_support.world import ACROSS_SIZES, same
 
+
 def worst(losses, reference):
     return max(abs(loss - reference[step]) / reference[step] for step, loss in losses.items())
 

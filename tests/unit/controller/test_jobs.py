@@ -51,6 +51,14 @@ async def test_extra_hyperparameters_pass_through_and_come_back(control: Control
     assert shown["hyperparameters"]["lora_rank"] == 8 and shown["hyperparameters"]["precision"] == "fp32"
 
 
+async def test_devices_that_share_a_model_come_in_groups(control: Control):
+    asked = {"tensor_parallel": 2, "batch_size": 4}
+    made = jobs.get(control.db, await control.job(hyperparameters=asked))
+    assert made.resolved["tensor_parallel"] == 2 and made.allowed_sizes == [2, 4, 8]
+    refused = jobs.get(control.db, await control.job(hyperparameters=asked, extra_body={"allowed_sizes": [1, 3]}))
+    assert refused.phase == "failed" and "over 2 devices (tensor_parallel)" in refused.error["message"]
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
