@@ -63,6 +63,9 @@ class BoxSettings(_Section):
         None, description="this machine's address on the network of the box's nodes; unset: no other node can join"
     )
     node_port: int = Field(6380, ge=1, le=65535, description="TCP port on node_address where other nodes join")
+    start_timeout_s: float = Field(
+        180.0, ge=30, description="that Ray, the controller and the gateway each get to start, and a node to join"
+    )
     serving_floor: int = Field(0, ge=0, description="devices that serving keeps in every mode")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of the controller's log")
     hub_offline: bool = Field(True, description="refuse downloads from a model hub")

@@ -38,8 +38,6 @@ from serve import segments
 
 log = logging.getLogger("appliance.main")
 
-CONTROLLER_START_S = 120.0
-GATEWAY_START_S = 30.0
 GATEWAY_GRACE_S, CONTROLLER_END_S, RAY_END_S = 5.0, 120.0, 20.0
 
 
@@ -117,7 +115,8 @@ class Box:
     def __init__(self, config: BoxConfig, paths: BoxPaths, state: BoxState):
         self._config, self._paths, self._state = config, paths, state
         self._environment = {
-            **os.environ, **ray_head.environment(paths), BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1",
+            **os.environ, **ray_head.environment(paths, config.box.start_timeout_s), BOX_VARIABLE: paths.box_id,
+            "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         self._ray = Supervised("ray", self._start_ray, self._on_ray_change)
         self._controller = Supervised("controller", self._start_controller, self._say)
@@ -133,8 +132,7 @@ class Box:
         await self._ray.begin()
         self._say("starting the controller")
         await self._controller.begin()
-        await self._wait_for(self._controller, "http://box", "/admin/v1/mode", CONTROLLER_START_S,
-                             str(self._paths.controller_socket))  # fmt: skip
+        await self._wait_for(self._controller, "http://box", "/admin/v1/mode", str(self._paths.controller_socket))
         try:
             first_key = await self._first_key()
         except httpx.HTTPError as error:
@@ -142,7 +140,7 @@ class Box:
             raise BoxError(f"the controller broke off ({error!r}); {path} ends with:\n{tail(path)}") from error
         self._say("starting the gateway")
         await self._gateway.begin()
-        await self._wait_for(self._gateway, local_url(self._config), "/health", GATEWAY_START_S)
+        await self._wait_for(self._gateway, local_url(self._config), "/health")
         self._state.update(state="ready", message="ready")
         self._announce(first_key)
 
@@ -171,6 +169,7 @@ class Box:
             [device.id for device in devices],
             self._paths.logs / "ray.log",
             self._environment,
+            self._config.box.start_timeout_s,
             self._config.box.node_address,
             self._config.box.node_port,
         )
@@ -204,8 +203,9 @@ class Box:
         self._controller.restart()
 
     async def _wait_for(
-        self, process: Supervised, base_url: str, path: str, timeout_s: float, socket_path: str | None = None
+        self, process: Supervised, base_url: str, path: str, socket_path: str | None = None
     ) -> None:
+        timeout_s = self._config.box.start_timeout_s
         # Not verified: it is our own process we look for, and its certificate names the box, not loopback.
         transport = httpx.AsyncHTTPTransport(uds=socket_path, verify=False)
         async with httpx.AsyncClient(transport=transport, base_url=base_url) as client:

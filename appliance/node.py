@@ -66,14 +66,17 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str) -> int:
     kill_leftovers(paths.box_id)
     segments.remove_below(paths.replica_sockets)
     devices = discover_devices(config.box.devices, name)
-    environment = {**os.environ, **ray_head.environment(paths), BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1"}
+    timeout_s = config.box.start_timeout_s
+    environment = {
+        **os.environ, **ray_head.environment(paths, timeout_s), BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
     os.environ.update(environment)
     # Ray reads how it is to authenticate when it is imported: imported above, it would not show the token.
     from scheduler.ray_nodes import announced_from
 
     place = place_of(config, paths, devices)
     ray = await ray_head.join(
-        paths, head, place.address, [device.id for device in devices], paths.logs / "ray.log", environment
+        paths, head, place.address, [device.id for device in devices], paths.logs / "ray.log", environment, timeout_s
     )
     try:
         await announced_from(place, head)

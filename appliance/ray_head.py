@@ -16,7 +16,6 @@ from runtime.process import die_with_parent, tail
 
 NAMESPACE = "appliance"
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; weights never travel through the object store
-START_TIMEOUT_S = 90.0
 
 
 class RayStartError(RuntimeError):
@@ -28,7 +27,7 @@ def temp_dir(paths: BoxPaths) -> Path:
     return Path(tempfile.gettempdir()) / f"appliance-{paths.box_id}"
 
 
-def environment(paths: BoxPaths) -> dict[str, str]:
+def environment(paths: BoxPaths, start_timeout_s: float) -> dict[str, str]:
     """Settings every process that joins this Ray needs.
 
     Token authentication: Ray's servers bind all interfaces, whatever the node address says. Workers are not
@@ -40,6 +39,11 @@ def environment(paths: BoxPaths) -> dict[str, str]:
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # A raylet first waits for two agents in Python to import what they need, a new worker does so itself. Ray gives
+        # them 30 to 60 s, too little on a machine without a processor to spare; who waits for all of it is `_start`.
+        "RAY_raylet_start_wait_time_s": str(round(start_timeout_s)),
+        "RAY_agent_register_timeout_ms": str(round(start_timeout_s * 1000)),
+        "RAY_worker_register_timeout_seconds": str(round(start_timeout_s)),
         # Ray's workers run at niceness 15 by default, and every engine forked below them would inherit it.
         "RAY_worker_niceness": "0",
         # Freed devices are known after one report; a lease asked for before that waits most of a second (ray_fences).
@@ -59,17 +63,18 @@ async def start(
     device_ids: Sequence[str],
     log_path: Path,
     env: Mapping[str, str],
+    timeout_s: float,
     node_address: str | None = None,
     node_port: int = 0,
 ) -> asyncio.subprocess.Process:
     """Start `ray start --head --block`; returns once other processes can join it.
 
     `node_address`: where other nodes can join, at `node_port`; None: nobody can, Ray stays on loopback.
-    Raises RayStartError when it exits or does not answer within 90 s.
+    Raises RayStartError when it exits or does not answer within `timeout_s` seconds.
     """
     where = ["--head", f"--port={node_port if node_address else 0}", f"--node-ip-address={node_address or '127.0.0.1'}"]
     process = await _start(paths, [*where, "--include-dashboard=false"], device_ids, log_path, env)
-    await _wait_until(lambda: address(paths) is not None, process, log_path)
+    await _wait_until(lambda: address(paths) is not None, process, log_path, timeout_s)
     return process
 
 
@@ -80,6 +85,7 @@ async def join(
     device_ids: Sequence[str],
     log_path: Path,
     env: Mapping[str, str],
+    timeout_s: float,
 ) -> asyncio.subprocess.Process:
     """Start `ray start --address --block` on another machine than the head's (`head`: its host:port).
 
@@ -88,7 +94,7 @@ async def join(
     process = await _start(
         paths, [f"--address={head}", f"--node-ip-address={node_address}"], device_ids, log_path, env
     )
-    await _wait_until(lambda: address(paths) is not None, process, log_path)
+    await _wait_until(lambda: address(paths) is not None, process, log_path, timeout_s)
     return process
 
 
@@ -109,15 +115,17 @@ async def _start(
         )  # fmt: skip
 
 
-async def _wait_until(ready: Callable[[], bool], process: asyncio.subprocess.Process, log_path: Path) -> None:
+async def _wait_until(
+    ready: Callable[[], bool], process: asyncio.subprocess.Process, log_path: Path, timeout_s: float
+) -> None:
     try:
-        async with asyncio.timeout(START_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             while not ready():
                 if process.returncode is not None:
                     raise RayStartError(f"ray start exited with {process.returncode}:\n{tail(log_path)}")
                 await asyncio.sleep(0.05)
     except TimeoutError as error:
-        raise RayStartError(f"ray did not start within {START_TIMEOUT_S} s:\n{tail(log_path)}") from error
+        raise RayStartError(f"ray did not start within {timeout_s:g} s:\n{tail(log_path)}") from error
 
 
 def address(paths: BoxPaths) -> str | None:

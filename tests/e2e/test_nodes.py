@@ -8,11 +8,13 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 import ray
 from ray import cloudpickle
+from ray._private import services
 from ray.cluster_utils import Cluster
 
 from runtime.node import WarmSpec
@@ -34,7 +36,8 @@ from weights.header import TensorSpec
 from weights.layout import Layout
 from weights.store import WeightStore
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = pytest.mark.timeout(900)
+START_TIMEOUT_S = 240.0
 NODES = ("n0", "n1", "n2", "n3")
 
 
@@ -157,9 +160,11 @@ def cluster(monkeypatch):
     for name, value in {
         "RAY_AUTH_MODE": "disabled", "RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0",
         "RAY_USAGE_STATS_ENABLED": "0", "RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "3",
+        "RAY_agent_register_timeout_ms": "240000", "RAY_worker_register_timeout_seconds": "240",
         "PYTHONPATH": os.getcwd(),
     }.items():  # fmt: skip
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(services, "get_node", patient(services.get_node))
     made, raylets = Cluster(), {}
     for name in NODES:
         resources = {f"{DEVICE_RESOURCE}{device.id}": 1 for device in logical_devices(8, name)}
@@ -173,6 +178,21 @@ def cluster(monkeypatch):
     made.shutdown()
     shutil.rmtree(session)
     (session.parent / "session_latest").unlink(missing_ok=True)
+
+
+def patient(get_node):
+    """Of a raylet that starts: Ray gives it 30 s, by a setting that it reads before a test can set it."""
+
+    def wait(*arguments):
+        until_s = time.monotonic() + START_TIMEOUT_S
+        while True:
+            try:
+                return get_node(*arguments)
+            except RuntimeError:
+                if time.monotonic() > until_s:
+                    raise
+
+    return wait
 
 
 @pytest.fixture
@@ -251,7 +271,7 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
         victims = {holder for holder, on in where.items() if on == {lost}}
         raylet = raylets[lost].all_processes["raylet"][0].process
         os.kill(raylet.pid, signal.SIGKILL)
-        await until(lambda: len(loop.box.devices) == 24, "the devices to vanish", 60)
+        await until(lambda: len(loop.box.devices) == 24, "the devices to vanish", 120)
         await loop.wait_settled(loop.nudge())
         status = loop.status()
         held = {d["id"]: d["holder"] for d in status["devices"]}
