@@ -65,6 +65,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     kill_leftovers(paths.box_id)
     segments.remove_below(paths.replica_sockets)
+    shutil.rmtree(paths.away_jobs, ignore_errors=True)
     devices = discover_devices(config.box.devices, name)
     timeout_s = config.box.start_timeout_s
     environment = {
@@ -93,7 +94,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str) -> int:
         kill_leftovers(paths.box_id)
         segments.remove_below(paths.replica_sockets)
         ray_head.remove_files(paths)
-        shutil.rmtree(paths.shm_root, ignore_errors=True)
+        for folder in (paths.shm_root, paths.away_jobs):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 if __name__ == "__main__":

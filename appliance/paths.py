@@ -63,6 +63,11 @@ class BoxPaths:
         return self.data_dir / "jobs"
 
     @property
+    def away_jobs(self) -> Path:
+        """Folders of a box's jobs on a node that joined it; what is in them is at the box too, or of no more use."""
+        return self.data_dir / "away-jobs"
+
+    @property
     def batches(self) -> Path:
         return self.data_dir / "batches"
 

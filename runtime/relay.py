@@ -7,18 +7,22 @@ encrypted: the nodes' network must be as private as Ray's own traffic on it has 
 A greeting is one line of JSON, `{"proof": hex, "ask": "socket" | "directory", "path": ...}`, answered by one line,
 `{"ok": ...}` or `{"error": text}`. After it
 - "socket": both ends are joined byte by byte;
-- "directory": the files follow one after the other in the order of the answer, `{"ok": [[name, bytes], ...]}`.
+- "directory": the files follow one after the other in the order of the answer, `{"ok": [[name, bytes], ...]}`; with
+  `"names": [...]` in the greeting only those of them that are there.
 
-Only paths below the folders given to the server are served, without following symbolic links out of them.
+Only paths below what was given to the server are served, without following symbolic links out of it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import json
+import os
 import secrets
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +34,9 @@ CHUNK_BYTES = 1 << 20
 
 
 class Relay:
-    """This node's port. `sockets` and `folders`: where tunnels may end, and what may be copied."""
+    """This node's port. `sockets` (or folders of them) and `folders`: where tunnels may end, what may be copied."""
 
-    def __init__(self, address: str, token: bytes, *, sockets: Path, folders: tuple[Path, ...]):
+    def __init__(self, address: str, token: bytes, *, sockets: tuple[Path, ...], folders: tuple[Path, ...]):
         self._address, self._token, self._sockets, self._folders = address, token, sockets, folders
         self._server: asyncio.Server | None = None
         self.bytes_sent = 0
@@ -57,9 +61,9 @@ class Relay:
                     raise RelayRefused("the proof of the token is wrong")
             path = Path(str(greeting["path"]))
             if greeting["ask"] == "socket":
-                await self._tunnel(_inside(path, (self._sockets,)), reader, writer)
+                await self._tunnel(_inside(path, self._sockets), reader, writer)
             elif greeting["ask"] == "directory":
-                await self._send_directory(_inside(path, self._folders), writer)
+                await self._send_directory(_inside(path, self._folders), greeting.get("names"), writer)
             else:
                 raise RelayRefused(f"unknown request {greeting['ask']!r}")
         except (RelayRefused, OSError, ValueError, KeyError, TimeoutError) as error:
@@ -73,19 +77,22 @@ class Relay:
         writer.write(_line({"ok": True}))
         await _join((reader, writer), there)
 
-    async def _send_directory(self, path: Path, writer: asyncio.StreamWriter) -> None:
+    async def _send_directory(self, path: Path, names: list[str] | None, writer: asyncio.StreamWriter) -> None:
         files = sorted(file for file in path.iterdir() if file.is_file() and not file.is_symlink())
-        sizes = [[file.name, file.stat().st_size] for file in files]
-        writer.write(_line({"ok": sizes}))
-        for file, (_, size) in zip(files, sizes, strict=True):
-            # Not loop.sendfile: uvloop, on which Ray runs its actors, has none.
-            with open(file, "rb") as source:
+        wanted = [file for file in files if names is None or file.name in names]
+        with contextlib.ExitStack() as opened:
+            # All at once: a manifest that is sealed meanwhile is another file, of another size.
+            sources = [opened.enter_context(open(file, "rb")) for file in wanted]
+            sizes = [os.fstat(source.fileno()).st_size for source in sources]
+            writer.write(_line({"ok": [[file.name, size] for file, size in zip(wanted, sizes, strict=True)]}))
+            for source, size in zip(sources, sizes, strict=True):
+                # Not loop.sendfile: uvloop, on which Ray runs its actors, has none.
                 left = size
                 while left and (chunk := await asyncio.to_thread(source.read, min(CHUNK_BYTES, left))):
                     writer.write(chunk)
                     await writer.drain()
                     left -= len(chunk)
-            self.bytes_sent += size - left
+                self.bytes_sent += size - left
 
 
 class Tunnels:
@@ -119,13 +126,15 @@ class Tunnels:
 
 
 async def fetch_directory(
-    address: tuple[str, int], token: bytes, remote: Path, target: Path
+    address: tuple[str, int], token: bytes, remote: Path, target: Path, names: Sequence[str] | None = None
 ) -> int:
-    """Copy the files of a directory of another node into the new directory `target`; returns the bytes received.
+    """Copy the files of a directory of another node, or those of `names` that it has, into the new directory `target`;
+    returns the bytes received.
 
     Raises RelayRefused when the other node refuses or the connection ends early.
     """
-    sizes, reader, writer = await _ask(address, token, "directory", remote)
+    more = {} if names is None else {"names": list(names)}
+    sizes, reader, writer = await _ask(address, token, "directory", remote, more)
     target.mkdir(mode=0o700, parents=True)
     total = 0
     try:
@@ -147,13 +156,13 @@ async def fetch_directory(
 
 
 async def _ask(
-    address: tuple[str, int], token: bytes, ask: str, path: Path
+    address: tuple[str, int], token: bytes, ask: str, path: Path, more: Mapping[str, Any] | None = None
 ) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
     reader, writer = await asyncio.open_connection(*address, limit=CHUNK_BYTES)
     try:
         async with asyncio.timeout(GREETING_TIMEOUT_S):
             nonce = (await reader.readline()).decode().strip()
-            writer.write(_line({"proof": _proof(token, nonce), "ask": ask, "path": str(path)}))
+            writer.write(_line({"proof": _proof(token, nonce), "ask": ask, "path": str(path), **(more or {})}))
             line = await reader.readline()
         answer = json.loads(line) if line else {"error": "it hung up"}
         if "ok" not in answer:

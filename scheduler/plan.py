@@ -276,8 +276,8 @@ class _Round:
         return unplaced
 
     def bound(self, job: JobView) -> bool:
-        """Whether there are devices on which it must not run."""
-        return bool(job.nodes) and not self.works_on.keys() <= set(job.nodes)
+        """Whether not just any devices will do: it needs all of them on one of several nodes."""
+        return bool(job.nodes) and len(self.works_on) > 1
 
     def place_job(self, job_id: str, size: int) -> None:
         job = self.jobs[job_id]

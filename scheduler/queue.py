@@ -189,11 +189,7 @@ def allot(
         if least > total:
             waiting[job.id] = f"Needs {least} devices; only {total} of the box work."
         elif least > (most := rooms.most(job, works_on or {}, total)):
-            where = " or ".join(job.nodes)
-            waiting[job.id] = (
-                f"Needs {least} devices on node {where}, where its data and snapshots are: {most} of them work. "
-                "Training does not move to other nodes."
-            )
+            waiting[job.id] = f"Needs {least} devices of one node; no node that it may run on has more than {most}."
         elif least > budget:
             waiting[job.id] = f"Needs {least} device{'s' * (least > 1)}: {why}."
         else:

@@ -7,7 +7,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,7 +17,9 @@ from runtime.errors import ChildDied
 from scheduler.effects import Detail, Event, GroupEnded, GroupObserved, InventoryChanged
 from scheduler.errors import EffectFailed
 from scheduler.inventory import Device, Holder, Lease
-from scheduler.ray_actors import actor_names, ask, first_line
+from scheduler.ray_actors import actor_names, ask, find_actor, first_line
+from scheduler.ray_away import Homecoming, outfit
+from scheduler.ray_node import Place
 from scheduler.ray_nodes import Nodes, OnDeath
 from train.group import Group
 from train.rank_host import RankHost
@@ -75,17 +77,25 @@ class Groups:
             spec = self._jobs.spec(job_id)
         except LookupError as error:
             raise EffectFailed("start_group", job_id, str(error)) from error
-        snapshot = await asyncio.to_thread(self._jobs.newest_snapshot, job_id)
+        snapshot, port = await asyncio.to_thread(self._jobs.newest_snapshot, job_id), None
+        if place.name != self._nodes.home.name:
+            spec, snapshot = await outfit(self._nodes, place, spec, snapshot)
+            port = await self._nodes.free_port(place, "start_group", job_id)
         hosts = [_Host(self._host(device_id)) for device_id in lease.device_ids]
         devices = [self._nodes.device(device_id) for device_id in lease.device_ids]
-        group = Group(on_event=lambda event: self._jobs.on_event(job_id, event))
+        coming = self._homecoming(job_id, place)
+        group = Group(on_event=self._teller(job_id, coming))
         began_s = time.monotonic()
         self._starting.add(job_id)
         try:
-            await self._start(job_id, group, spec, hosts, devices, snapshot)
+            await self._start(job_id, group, spec, hosts, devices, snapshot, port)
+        except BaseException:
+            if coming is not None:
+                coming.stop()
+            raise
         finally:
             self._starting.discard(job_id)
-        self._attend(job_id, group, lease, lease.device_ids)
+        self._attend(job_id, group, lease, lease.device_ids, coming)
         return {
             "seconds": time.monotonic() - began_s,
             "snapshot": snapshot.name if snapshot else None,
@@ -93,7 +103,7 @@ class Groups:
         }
 
     async def _start(self, job_id: str, group: Group, spec: TrainSpec, hosts: list[_Host], devices: list[Device],
-                     snapshot: Path | None) -> None:  # fmt: skip
+                     snapshot: Path | None, port: int | None) -> None:  # fmt: skip
         await ask(
             "start_group",
             job_id,
@@ -102,8 +112,18 @@ class Groups:
                 hosts,
                 ["cpu" if device.kind == "cpu" else str(device.index) for device in devices],
                 str(snapshot) if snapshot else None,
+                master_port=port,
             ),
         )
+
+    def _homecoming(self, job_id: str, place: Place) -> Homecoming | None:
+        """For ranks on another node than home."""
+        if place.name == self._nodes.home.name:
+            return None
+        return Homecoming(self._nodes, place, job_id, lambda event: self._jobs.on_event(job_id, event))
+
+    def _teller(self, job_id: str, coming: Homecoming | None) -> Callable[[dict[str, Any]], None]:
+        return (lambda event: self._jobs.on_event(job_id, event)) if coming is None else coming.take
 
     async def suspend_group(self, job_id: str) -> Detail:
         running = self._groups.get(job_id)
@@ -123,17 +143,22 @@ class Groups:
             running.watcher.cancel()
             if running.ended is None:
                 await ask("stop_group", job_id, running.group.kill())
+            if running.coming is not None:
+                running.coming.stop()
         for host in await self._hosts_of(job_id):
             await ask("stop_group", job_id, host.kill.remote())
         self._jobs.on_stopped(job_id)
         return None
 
-    def _attend(self, job_id: str, group: Group, lease: Lease, in_order: Sequence[str]) -> None:
-        running = self._groups[job_id] = _RunningGroup(group, lease, tuple(in_order))
+    def _attend(
+        self, job_id: str, group: Group, lease: Lease, in_order: Sequence[str], coming: Homecoming | None
+    ) -> None:
+        running = self._groups[job_id] = _RunningGroup(group, lease, tuple(in_order), coming)
         running.watcher = asyncio.create_task(self._wait_group(job_id, running))
 
     async def _wait_group(self, job_id: str, running: _RunningGroup) -> None:
         outcome = await running.group.wait()
+        missing = "" if running.coming is None else await running.coming.over(outcome.outcome == "suspended")
         if outcome.outcome == "suspended":
             if not running.leaving:  # an earlier controller asked for it: its devices are free, it waits for its turn
                 self._groups.pop(job_id, None)
@@ -141,7 +166,11 @@ class Groups:
             return
         error = outcome.error or {}
         if error.get("retryable") and error["code"] not in ("rank_hung", "killed"):
-            self.on_death((running.in_order[error["rank"]],), f"job {job_id}", error["reason"])
+            device_id = running.in_order[error["rank"]]
+            if find_actor(ACTOR + device_id) is not None:  # else its node is gone, which says nothing of the device
+                self.on_death((device_id,), f"job {job_id}", error["reason"])
+        if missing and outcome.outcome == "succeeded":
+            outcome, error = replace(outcome, outcome="failed"), {"message": missing}
         running.ended = GroupEnded(
             job_id,
             running.lease.id,
@@ -224,9 +253,10 @@ class Groups:
         except LookupError as error:
             log.warning("what it trained meanwhile cannot be read in: %s", error, extra=ids)
         in_order = sorted(places, key=lambda device_id: places[device_id]["rank"])
-        group = Group(on_event=lambda event: self._jobs.on_event(job_id, event))
+        coming = self._homecoming(job_id, self._nodes.place_of(lease.device_ids, "observe", job_id))
+        group = Group(on_event=self._teller(job_id, coming))
         await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in in_order])
-        self._attend(job_id, group, lease, in_order)
+        self._attend(job_id, group, lease, in_order, coming)
 
     async def stop_all(self) -> None:
         await asyncio.gather(*(self.stop_group(job_id) for job_id in list(self._groups)))
@@ -237,6 +267,7 @@ class _RunningGroup:
     group: Group
     lease: Lease
     in_order: tuple[str, ...]  # device of each rank
+    coming: Homecoming | None = None  # what its ranks make comes from another node
     watcher: asyncio.Task | None = None
     ended: GroupEnded | None = None
     leaving: bool = False

@@ -1,4 +1,5 @@
-"""One node of the box, as an actor pinned to it: where things are there, its warm parents, its relay, its copies.
+"""One node of the box, as an actor pinned to it: where things are there, its warm parents, its relay, its copies, and
+the adapters its engines ask for.
 
 A box of one node has just this one, at home beside the controller. Engines and ranks do not live in it: it may die
 and be started again while they go on.
@@ -7,27 +8,30 @@ and be started again while they go on.
 from __future__ import annotations
 
 import asyncio
-import shutil
-import time
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from runtime.errors import RuntimeLayerError
 from runtime.node import NodeAgent, WarmSpec
-from runtime.relay import Relay, Tunnels, fetch_directory
+from runtime.relay import Relay, Tunnels
 from scheduler.device_health import Reading
 from scheduler.device_readings import DeviceReadings
 from scheduler.inventory import Device
+from scheduler.node_copies import NodeCopies
+from serve.adapter_source import AdapterServer, AdapterUnavailable, brought_in
+from train.group import free_port
+from weights.errors import WeightsError
 from weights.lease import Lease
-from weights.store import WeightStore
+from weights.record import Name
 
 NODE = "node:"
+ADAPTER_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a node keeps what. `address`: this node's own on the network of the nodes; loopback where it is alone."""
+    """Where a node keeps what. `address`: this node's own on the network of the nodes; loopback where it is alone.
+    `jobs_dir`: folders of the jobs that run here. `lends`: what other nodes may copy beside shared memory."""
 
     name: str
     address: str
@@ -37,7 +41,19 @@ class Place:
     shm_root: Path
     warm: tuple[WarmSpec, ...]
     token_path: Path
+    jobs_dir: Path
+    lends: tuple[Path, ...] = ()
     budget_bytes: int | None = None
+
+    @property
+    def adapter_socket(self) -> Path:
+        """Where engines of this node ask for adapters."""
+        return self.run_dir / "adapters.sock"
+
+    @property
+    def adapters(self) -> Path:
+        """Where engines of this node look for adapters first."""
+        return self.shm_root / "adapters"
 
     def socket_path(self, replica_id: str) -> Path:
         return self.run_dir / "r" / f"{replica_id}.sock"
@@ -46,18 +62,22 @@ class Place:
         return next(spec.socket_path for spec in self.warm if spec.name == name)
 
 
-class Node(NodeAgent):
+class Node(NodeAgent, NodeCopies):
     """Body of the actor `node:<name>`."""
 
     def __init__(self, place: Place):
-        super().__init__(list(place.warm))
-        self._place = place
         token = place.token_path.read_bytes()
-        self._relay = Relay(place.address, token, sockets=place.run_dir / "r", folders=(place.shm_root,))
-        self._tunnels, self._token = Tunnels(token), token
+        NodeAgent.__init__(self, list(place.warm))
+        NodeCopies.__init__(self, place.shm_root, place.jobs_dir, place.budget_bytes, token)
+        self._place = place
+        self._relay = Relay(
+            place.address, token, sockets=(place.run_dir / "r", place.adapter_socket),
+            folders=(place.shm_root, place.jobs_dir, *place.lends),
+        )  # fmt: skip
+        self._tunnels = Tunnels(token)
         self._health = DeviceReadings(place.devices)
-        self._copying = asyncio.Lock()
-        self._held: dict[str, Lease] = {}
+        self._adapters: AdapterServer | None = None
+        self._home = ("", 0)
 
     async def place(self) -> Place:
         return self._place
@@ -77,25 +97,25 @@ class Node(NodeAgent):
     async def close_tunnel(self, local: Path) -> None:
         await self._tunnels.close(local)
 
-    async def copy_version(self, address: tuple[str, int], model: str, version: str, remote: Path) -> dict[str, Any]:
-        """Have this version in this node's shared memory: `{"path", "bytes", "seconds"}`, bytes 0 if it was there.
+    async def free_port(self) -> int:
+        """A TCP port that is free here now."""
+        return free_port()
 
-        It is compared with its checksums before it can be found, and stays leased until another version of the model
-        is asked for. Raises RelayRefused, weights' errors, OSError.
-        """
-        began_s = time.monotonic()
-        async with self._copying:
-            store = WeightStore(self._place.shm_root, budget_bytes=self._place.budget_bytes)
-            stored, received_bytes = await asyncio.to_thread(store.find, "version", model, version), 0
-            if stored is None:
-                incoming = self._place.shm_root / "incoming" / uuid.uuid4().hex
-                try:
-                    received_bytes = await fetch_directory(address, self._token, remote, incoming)
-                    stored = await asyncio.to_thread(store.import_dir, incoming, model=model, version=version)
-                finally:
-                    shutil.rmtree(incoming, ignore_errors=True)
-            old = self._held.get(model)
-            self._held[model] = store.lease(stored)
-            if old is not None:
-                old.release()
-        return {"path": stored.path, "bytes": received_bytes, "seconds": time.monotonic() - began_s}
+    async def serve_adapters(self, home: tuple[str, int], source: Path) -> None:
+        """Engines of this node may ask for adapters from now on: they are copied from home, whose relay is at `home`,
+        and which brings them in itself when asked at its socket `source`."""
+        if self._home != home:
+            await self._tunnels.open(self._home_source, home, source)
+            self._home = home
+        if self._adapters is None:
+            refusals = (AdapterUnavailable, RuntimeLayerError, WeightsError, OSError)
+            self._adapters = AdapterServer(self._place.adapter_socket, self._adapter, refusals)
+            await self._adapters.start()
+
+    async def _adapter(self, model: str, version: str) -> Lease:
+        async with brought_in(str(self._home_source), f"{model}@{version}", ADAPTER_TIMEOUT_S) as remote:
+            return (await self.leased(self._home, Name("adapter", model, version), Path(remote)))[0]
+
+    @property
+    def _home_source(self) -> Path:
+        return self._place.run_dir / "home-adapters.sock"

@@ -24,6 +24,7 @@ from scheduler.ray_actors import actor_names, ask, find_actor, named_actor
 from scheduler.ray_fences import DEVICE_RESOURCE
 from scheduler.ray_node import NODE, Node, Place
 from weights.lease import StoredVersion
+from weights.record import Name
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,11 @@ class Nodes:
         names = sorted(self._known, key=lambda name: (name != self.home.name, len(name), name))
         return tuple(device for name in names for device in self._known[name].place.devices)
 
+    def alike(self) -> tuple[str, ...]:
+        """The nodes whose devices are of home's kind, home first: where a job that home prepared may run."""
+        kinds = {device.node: device.kind for device in reversed(self.devices)}
+        return tuple(reversed([name for name, kind in kinds.items() if kind == self.home.devices[0].kind]))
+
     def device(self, device_id: str) -> Device:
         """Raises LookupError when it or its node is gone."""
         known = self._known.get(device_id.partition("/")[0])
@@ -148,18 +154,59 @@ class Nodes:
 
     # --- reaching it from home
 
-    async def bring(self, place: Place, version_dir: Path, verb: str, target: str) -> tuple[Path, int]:
-        """Where the node has this version of home's shared memory, copied over if need be, and the bytes that took."""
+    async def bring(
+        self, place: Place, version_dir: Path, holder: str, verb: str, target: str
+    ) -> tuple[Path, int]:
+        """Where the node has this version, adapter or snapshot of home's, copied over if need be, and the bytes that
+        took. It stays there until `holder` takes another."""
         if place.name == self.home.name:
             return version_dir, 0
-        stored = StoredVersion.read(version_dir)
+        there, home = self._actor(place, verb, target), self._actor(self.home, verb, target)
         address = await self._relay(self.home, verb, target)
-        copied = await ask(
-            verb,
-            target,
-            self._actor(place, verb, target).copy_version.remote(address, stored.model, stored.version, version_dir),
-        )
+        if not await ask(verb, target, home.lend.remote(version_dir)):
+            raise EffectFailed(verb, target, f"{version_dir} is gone")
+        try:
+            stored = StoredVersion.read(version_dir)
+            name = Name(stored.kind, stored.model, stored.version)
+            copied = await ask(verb, target, there.take.remote(address, name, version_dir, holder))
+        finally:
+            await ask(verb, target, home.take_back.remote(version_dir))
         return copied["path"], copied["bytes"]
+
+    async def bring_home(self, place: Place, name: Name, remote: Path, target: str) -> tuple[Path, int]:
+        """Where home has what the node wrote at `remote`, and the bytes that took. Raises EffectFailed."""
+        verb = "bring_home"
+        there, home = self._actor(place, verb, target), self._actor(self.home, verb, target)
+        address = await self._relay(place, verb, target)
+        if not await ask(verb, target, there.lend.remote(remote)):
+            raise EffectFailed(verb, target, f"{name} is gone from node {place.name}")
+        safe = False
+        try:
+            path, copied_bytes = await ask(verb, target, home.keep.remote(address, name, remote))
+            safe = True
+        finally:
+            await ask(verb, target, there.take_back.remote(remote, safe))
+        return path, copied_bytes
+
+    async def bring_job(self, place: Place, folder: Path, verb: str, target: str) -> Path:
+        """The folder of a job on another node, with the data that home has in `folder`."""
+        address = await self._relay(self.home, verb, target)
+        return await ask(verb, target, self._actor(place, verb, target).fetch_job.remote(address, folder, folder.name))
+
+    async def forget_job(self, place: Place, job_id: str, leases_only: bool) -> None:
+        """Nothing of this job is needed on the node any more, or not for now."""
+        there = self._actor(place, "forget_job", job_id)
+        await ask("forget_job", job_id, there.forget_job.remote(job_id, leases_only))
+
+    async def free_port(self, place: Place, verb: str, target: str) -> int:
+        return await ask(verb, target, self._actor(place, verb, target).free_port.remote())
+
+    async def serve_adapters(self, place: Place, verb: str, target: str) -> None:
+        """Engines of this node find adapters."""
+        if place.name != self.home.name:
+            address = await self._relay(self.home, verb, target)
+            there = self._actor(place, verb, target)
+            await ask(verb, target, there.serve_adapters.remote(address, self.home.adapter_socket))
 
     async def local_socket(self, place: Place, replica_id: str) -> Path:
         """A socket of this node that leads to the replica's engine, wherever that is."""

@@ -77,6 +77,8 @@ class Replicas:
     async def start_replica(self, order: ReplicaOrder, lease_id: str) -> Detail:
         place = self._nodes.place_of(order.devices, "start_replica", order.id)
         spec, copied_bytes = await self._replica_spec(order, place)
+        if spec.adapter_slots:
+            await self._nodes.serve_adapters(place, "start_replica", order.id)
         await self._nodes.wait_warm(place, "serve", "start_replica", order.id)
         self._stopping.discard(order.id)
         replica = self._replicas.get(order.id) or self._nodes.here(
@@ -158,6 +160,9 @@ class Replicas:
         """What the engine is to be told, and the bytes that had to be copied to its node."""
         path, copied_bytes = await self._version_path("start_replica", order.id, order.model, order.version, place)
         devices = [self._nodes.device(device_id) for device_id in order.devices]
+        settings = dict(self._versions.engine_settings(order.model, order.tensor_parallel))
+        if settings.get("adapter_slots") and place.name != self._nodes.home.name:
+            settings |= {"adapter_roots": (str(place.adapters),), "adapter_source": str(place.adapter_socket)}
         spec = ReplicaSpec(
             replica_id=order.id,
             model=order.model,
@@ -169,7 +174,7 @@ class Replicas:
             shm_root=str(place.shm_root),
             node=place.name,
             tensor_parallel=order.tensor_parallel,
-            **self._versions.engine_settings(order.model, order.tensor_parallel),
+            **settings,
         )
         return spec, copied_bytes
 
@@ -180,7 +185,7 @@ class Replicas:
             at_home = await self._versions.in_memory(model, version)
         except (LookupError, OSError) as error:
             raise EffectFailed(verb, target, f"version {version} of {model} cannot be read: {error}") from error
-        return await self._nodes.bring(place, at_home, verb, target)
+        return await self._nodes.bring(place, at_home, f"serve {model}", verb, target)
 
     async def _bring(self, verb: str, replica_id: str, model: str, version: str) -> tuple[str, int]:
         place = self._places.get(replica_id)

@@ -12,7 +12,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from runtime.sockets import owner_only
+
+log = logging.getLogger(__name__)
 
 RETRY_S = 0.2
 LINE_BYTES = 16 * 1024
@@ -20,6 +27,62 @@ LINE_BYTES = 16 * 1024
 
 class AdapterUnavailable(Exception):
     """The box cannot bring the adapter in, or did not within the time given; the text says why."""
+
+
+class AdapterServer:
+    """The box's end: serves engines from `start` to `stop`; all methods belong to one event loop.
+
+    `lease(model, version)` brings an adapter in and returns a lease on it, with its `path`; whatever it raises of
+    `refusals` the engine is told in words.
+    """
+
+    def __init__(
+        self, path: Path, lease: Callable[[str, str], Awaitable[Any]], refusals: tuple[type[Exception], ...]
+    ) -> None:
+        self._path, self._lease, self._refusals = path, lease, refusals
+        self._server: asyncio.Server | None = None
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        """Listen. A socket file that somebody killed left is replaced."""
+        self._path.unlink(missing_ok=True)
+        with owner_only():
+            self._server = await asyncio.start_unix_server(self._serve, self._path, limit=LINE_BYTES)
+
+    async def stop(self) -> None:
+        if self._server is None:
+            return
+        self._server.close()
+        for writer in list(self._open):
+            writer.close()
+        await self._server.wait_closed()
+        self._path.unlink(missing_ok=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
+        try:
+            question = json.loads(await reader.readline())
+            await self._answer(question["adapter"], reader, writer)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            log.error("a question for an adapter was none: %r", error)
+        except OSError as error:
+            log.info("an engine left before it had its adapter: %s", error)
+        finally:
+            self._open.discard(writer)
+            writer.close()
+
+    async def _answer(self, adapter: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        model, _, version = adapter.rpartition("@")
+        try:
+            lease = await self._lease(model, version)
+        except self._refusals as error:
+            log.error("an engine asked for the adapter %s: %s", adapter, error)
+            writer.write(json.dumps({"error": str(error)}).encode() + b"\n")
+            await writer.drain()
+            return
+        with lease:
+            writer.write(json.dumps({"path": str(lease.path)}).encode() + b"\n")
+            await reader.read()  # until the engine has a lease of its own, and hangs up
 
 
 @contextlib.asynccontextmanager

@@ -166,8 +166,9 @@ class WeightStore:
         meta: Mapping[str, Any] | None = None,
         checksums: bool = True,
         checksum_threads: int = 1,
+        pinned: bool = False,
     ) -> StoredVersion:
-        """A committed, evictable copy of a checkpoint directory: same tensor files byte for byte.
+        """A committed copy of a checkpoint directory, evictable unless `pinned`: same tensor files byte for byte.
 
         `meta` defaults to that of the source's manifest. A source with a manifest is compared with its
         checksums before anything becomes visible, unless `checksums` is False. Raises IntegrityError,
@@ -180,7 +181,7 @@ class WeightStore:
                 meta=source.meta if meta is None else meta,
                 checksums=checksums,
                 checksum_threads=checksum_threads,
-                pinned=False,
+                pinned=pinned,
                 expected_checksums=source.checksums,
             )
 

@@ -136,6 +136,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         config.serve, models_changed,
         JobRoom(db, store, _facts(devices, store)).waits_for,
         Standbys(routing.traffic, config.scheduler, len(devices)).learned,
+        nodes.alike,
     )
     asked = Asked(lambda: loop.status())
     journal = SqliteJournal(db, asked.now)

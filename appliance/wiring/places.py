@@ -8,6 +8,7 @@ from pathlib import Path
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
 from runtime.node import WarmSpec
+from scheduler.discovery import HEAD_NODE
 from scheduler.inventory import Device
 from scheduler.ray_node import Place
 
@@ -15,6 +16,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def place_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) -> Place:
+    at_home = devices[0].node == HEAD_NODE
+
     def warm(name: str, socket_path: Path) -> WarmSpec:
         return WarmSpec(name, f"{name}.preload", str(socket_path), str(paths.logs / f"warm-{name}.log"))
 
@@ -27,6 +30,8 @@ def place_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) ->
         shm_root=paths.shm_root,
         warm=(warm("serve", paths.warm_serve_socket), warm("train", paths.warm_train_socket)),
         token_path=paths.ray_token,
+        jobs_dir=paths.jobs if at_home else paths.away_jobs,
+        lends=(paths.models,) if at_home else (),
         budget_bytes=weight_budget_bytes(config, paths),
     )
 

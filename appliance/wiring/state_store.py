@@ -38,10 +38,12 @@ class SqliteStateStore:
         on_models_changed: Callable[[], Any],
         job_lacks: Callable[[JobRow], str] = lambda row: "",
         learned: Callable[[tuple[DeploymentView, ...]], tuple[DeploymentView, ...]] = lambda deployments: deployments,
+        job_nodes: Callable[[], tuple[str, ...]] = lambda: (HEAD_NODE,),
     ):
         self._db, self._events, self._demand = db, events, demand
         self._serving_floor, self._devices, self._config = serving_floor, devices, config
         self._on_models_changed, self._job_lacks, self._learned = on_models_changed, job_lacks, learned
+        self._job_nodes = job_nodes
         self._remaining_device_s: dict[str, float] = {}  # as far as known: what a job said when it ran last
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
@@ -182,8 +184,7 @@ class SqliteStateStore:
             max_devices=most,
             allowed_sizes=sizes,
             remaining_device_s=self._remaining_device_s.get(row.id),
-            # Its data and snapshots are on the home node's disk and in its shared memory, and are not moved yet.
-            nodes=(HEAD_NODE,),
+            nodes=self._job_nodes(),
             priority=row.priority,
             submitted_s=row.created_s,
             phase="paused" if row.wanted == "pause" else "suspended" if row.phase == "suspended" else "wanted",

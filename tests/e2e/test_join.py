@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.box_support import COMMAND, WholeBox, shared_memory_files, wait_for
+from tests.e2e.box_support import COMMAND, WholeBox, gsm8k, shared_memory_files, wait_for
 from tests.train_support.tiny import make_model_dir
 
 HOME, AWAY = "127.0.0.1", "127.0.0.2"
 ENGINE_FILES = ("psm_", "vllm", "sem.", "torch")
 
-pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.soak, pytest.mark.timeout(3000)]
 
 
 class OtherMachine(WholeBox):
     """A node that joins: no endpoint, but logs, processes and files of its own."""
 
     process: subprocess.Popen | None = None
+
+    def die(self) -> None:
+        """As when the machine loses power: nothing of it has a chance to say so."""
+        pids = [int(line.split()[1]) for line in self.left() if line.startswith("process")]
+        for sig in (signal.SIGSTOP, signal.SIGKILL):
+            for pid in {self.process.pid, *pids}:
+                try:
+                    os.kill(pid, sig)
+                except ProcessLookupError:
+                    continue
+        self.process.wait(60)
 
     def join(self, head: str, token_file) -> None:
         # From a folder with a package called like one of ours, as a person may well be in.
@@ -45,7 +58,8 @@ def machines(tmp_path):
     for machine in (home, away):
         machine.data_dir.mkdir()
     (home.data_dir / "appliance.toml").write_text(
-        f'[box]\nnode_address = "{HOME}"\nnode_port = {port}\ndevices = 1\n[serve]\nmax_replicas = 3\n'
+        f'[box]\nnode_address = "{HOME}"\nnode_port = {port}\ndevices = 1\nstart_timeout_s = 300\n'
+        "[serve]\nmax_replicas = 3\nstart_timeout_s = 400\n"
     )
     try:
         home.up()
@@ -61,51 +75,119 @@ def machines(tmp_path):
         home.destroy()
 
 
+ALL = ["n0/0", "n1/0", "n1/1"]
+
+
 def test_engines_on_another_node_and_the_loss_of_it(machines):
     home, away, head = machines
-    tiny = make_model_dir(home.data_dir / "tiny", hidden_size=128, intermediate_size=256)
-    assert home.ask("model", "import", str(tiny), "--name", "tiny")["state"] == "succeeded"
-    home.run("model", "deploy", "tiny", "--min-replicas", "1")
-    wait_for(lambda: places(home) == ["n0/0"], "an engine at home", 400)
-
-    away.join(head, home.data_dir / "ray.token")
-    wait_for(lambda: devices(home) == ["n0/0", "n1/0", "n1/1"], "the other node's devices", 300)
+    deploy_tiny(home)
+    join(home, away, head)
+    listed = {device["id"]: device["health"] for device in home.ask("gpu", "list")["data"]}
+    assert listed == dict.fromkeys(ALL, "ok")
     refused = subprocess.run(
         [COMMAND, "join", head, "--name", "n2", "--address", AWAY, "--token-file", str(home.data_dir / "ray.token")],
-        env=away.environment(), capture_output=True, text=True, timeout=60,
+        env=away.environment(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert refused.returncode == 5 and "already" in refused.stderr, refused
 
     home.run("model", "deploy", "tiny", "--min-replicas", "3")
-    wait_for(lambda: places(home) == ["n0/0", "n1/0", "n1/1"], "engines on both nodes", 400)
+    wait_for(lambda: places(home) == ALL, "engines on both nodes", 600)
     assert len(away.pids_logging_to("engine-*.log")) >= 2
-    answers = {ask(home) for _ in range(12)}
-    assert len(answers) == 1, "every engine says the same"
-    served = [log for log in (away.data_dir / "logs").glob("engine-*.log") if "/v1/" in log.read_text()]
-    print(f"\nengines of n1 that logged requests: {len(served)}")
+    said = wait_for(lambda: ask_until_all_answered(home, "tiny", 3), "an answer of every engine", 120)
+    assert len(said) == 1, "every engine says the same"
 
-    for pid in [int(line.split()[1]) for line in away.left() if line.startswith("process")]:
-        os.kill(pid, signal.SIGKILL)  # the machine loses power
-    away.process.wait(10)
-    wait_for(lambda: devices(home) == ["n0/0"], "its devices to vanish", 60)
-    wait_for(lambda: places(home) == ["n0/0"], "its engines to vanish", 60)
-    assert {ask(home) for _ in range(4)} == answers
+    # Streams that its engines are in the middle of: the rest of each comes from elsewhere, with the same tokens.
+    with ThreadPoolExecutor(8) as clients:
+        whole = stream(home)
+        streams = [clients.submit(stream, home) for _ in range(8)]
+        wait_for(lambda: sum(replica["inflight"] for replica in home.admin("status")["replicas"]
+                             if replica["devices"][0] != "n0/0"), "streams of the other node's engines", 60)  # fmt: skip
+        away.die()
+        texts = [one.result(300) for one in streams]
+    assert texts == [whole] * 8
+    wait_for(lambda: devices(home) == ["n0/0"], "its devices to vanish", 120)
+    wait_for(lambda: places(home) == ["n0/0"], "its engines to vanish", 120)
+    assert {ask(home) for _ in range(4)} == said
+    told = [(entry["action"], entry["target"]) for entry in home.admin("audit")["data"]]
+    assert ("node.joined", "n1") in told and ("node.lost", "n1") in told
 
-    away.join(head, home.data_dir / "ray.token")
-    wait_for(lambda: places(home) == ["n0/0", "n1/0", "n1/1"], "engines on both nodes again", 400)
-    assert {ask(home) for _ in range(6)} == answers
+    join(home, away, head)
+    wait_for(lambda: places(home) == ALL, "engines on both nodes again", 600)
+    wait_for(lambda: ask_until_all_answered(home, "tiny", 3) == said, "an answer of every engine", 120)
     away.process.send_signal(signal.SIGINT)
-    assert away.process.wait(60) == 0
+    assert away.process.wait(120) == 0
     assert away.left() == []
-    wait_for(lambda: devices(home) == ["n0/0"], "its devices to vanish", 60)
-    assert {ask(home) for _ in range(4)} == answers
+    wait_for(lambda: devices(home) == ["n0/0"], "its devices to vanish", 120)
+    assert {ask(home) for _ in range(4)} == said
+    join(home, away, head)  # and is there when the box ends
 
+
+def test_a_job_on_another_node_and_the_loss_of_it(machines):
+    """The home node has one device, so whatever has two is on the other."""
+    home, away, head = machines
+    deploy_tiny(home)
+    join(home, away, head)
+    (home.data_dir / "train.jsonl").write_bytes(gsm8k("train", 400))
+    home.run("mode", "set", "split", "--train", "2")
+
+    def submit(*more):
+        return home.ask("job", "submit", "--model", "tiny", "--file", str(home.data_dir / "train.jsonl"),
+                        "--batch-size", "4", "--max-length", "256", *more)["id"]  # fmt: skip
+
+    # To its end there: the version it published comes home, and is served.
+    first = submit("--epochs", "1", "--full", "--min-devices", "2")
+    home.run("job", "wait", first, "--timeout", "900", timeout_s=1000)
+    done = home.ask("job", "get", first)
+    assert done["status"] == "succeeded", done
+    assert sorted(home.losses(first)) == list(range(1, done["total_steps"] + 1))
+    assert ask(home, done["fine_tuned_model"])
+
+    job = submit("--epochs", "12", "--lora-rank", "4", "--max-devices", "2")
+    wait_for(lambda: holder_of(home, "n1/0") == holder_of(home, "n1/1") == job, "the job on the other node", 300)
+    wait_for(lambda: home.losses(job), "a step of it", 300)
+    home.run("mode", "set", "serve", "--wait", timeout_s=600)
+    suspended = home.ask("job", "get", job)
+    assert suspended["phase"] == "suspended" and suspended["step"] > 0
+    assert home.ask("tier", "list")["data"][0]["snapshots"] >= 1, "its snapshot is at home"
+    home.run("mode", "set", "split", "--train", "2")
+    wait_for(lambda: max(home.losses(job)) > suspended["step"], "steps after it", 300)
+    away.die()
+    # It goes on at home, from what came home.
+    wait_for(lambda: holder_of(home, "n0/0") == job, "the job at home", 300)
+    home.run("job", "wait", job, "--timeout", "900", timeout_s=1000)
+    done = home.ask("job", "get", job)
+    assert done["status"] == "succeeded", done
+    assert sorted(home.losses(job)) == list(range(1, done["total_steps"] + 1))
+
+    # An adapter made at home, asked of engines that have never seen it.
+    home.run("mode", "set", "serve", "--wait", timeout_s=600)
+    home.run("model", "deploy", "tiny", "--min-replicas", "3")
+    join(home, away, head)
+    wait_for(lambda: places(home) == ALL, "engines on both nodes", 600)
+    adapter = done["fine_tuned_model"]
+    assert len(wait_for(lambda: ask_until_all_answered(home, adapter, 3), "the adapter of every engine", 200)) == 1
+    assert ask(home, adapter) != ask(home)
+
+
+def deploy_tiny(home) -> None:
+    tiny = make_model_dir(home.data_dir / "tiny", hidden_size=128, intermediate_size=256)
+    assert home.ask("model", "import", str(tiny), "--name", "tiny")["state"] == "succeeded"
+    home.run("model", "deploy", "tiny", "--min-replicas", "1")
+    wait_for(lambda: places(home) == ["n0/0"], "an engine at home", 600)
+
+
+def join(home, away, head) -> None:
     away.join(head, home.data_dir / "ray.token")
-    wait_for(lambda: len(devices(home)) == 3, "the other node's devices", 300)
+    wait_for(lambda: devices(home) == ALL, "the other node's devices", 400)
 
 
 def devices(home) -> list[str]:
     return sorted(device["id"] for device in home.admin("status")["devices"])
+
+
+def holder_of(home, device_id: str) -> str | None:
+    (holder,) = [d["holder"] for d in home.admin("status")["devices"] if d["id"] == device_id] or [None]
+    return holder["id"] if holder else None
 
 
 def places(home) -> list[str]:
@@ -114,8 +196,34 @@ def places(home) -> list[str]:
     return sorted(device for one in replicas if one["state"] == "open" for device in one["devices"])
 
 
-def ask(home) -> str:
+def ask(home, model: str = "tiny") -> str:
     answer = home.client(max_retries=3).chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": "how many are 2 and 3"}], max_tokens=8, temperature=0
+        model=model, messages=[{"role": "user", "content": "how many are 2 and 3"}], max_tokens=8, temperature=0
     )
     return answer.choices[0].message.content
+
+
+def ask_until_all_answered(home, model: str, engines: int) -> set[str] | None:
+    """What the engines say to a dozen requests at once; None unless that many of them were asked."""
+    log = home.data_dir / "logs" / "access.log"
+    before = log.stat().st_size
+    with ThreadPoolExecutor(12) as clients:
+        said = set(clients.map(lambda _: ask(home, model), range(12)))
+
+    def answered() -> list[str]:
+        with open(log, "rb") as lines:
+            lines.seek(before)
+            rows = [json.loads(line) for line in lines]
+        return [row["replica"] for row in rows if row["path"].endswith("/chat/completions")]
+
+    wait_for(lambda: len(answered()) >= 12, "the access log")
+    return said if len(set(answered())) == engines else None
+
+
+def stream(home) -> str:
+    """A greedy answer long enough to be in the middle of."""
+    chunks = home.client(max_retries=3).chat.completions.create(
+        model="tiny", messages=[{"role": "user", "content": "tell me a long story"}], max_tokens=400, temperature=0,
+        stream=True, extra_body={"ignore_eos": True},
+    )  # fmt: skip
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)

@@ -214,7 +214,7 @@ def place(folder: Path, name: str) -> Place:
         for kind in ("serve", "train")
     )
     return Place(name, "127.0.0.1", logical_devices(8, name), root / "run", root / "logs", root / "shm", warm,
-                 root / "token")  # fmt: skip
+                 root / "token", root / "jobs")  # fmt: skip
 
 
 def version_in(place: Place) -> Path:
@@ -239,7 +239,7 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
         await announce(places[name])
     with pytest.raises(NodeNameTaken):
         await announce(Place("n1", "10.9.9.9", places["n1"].devices, *[getattr(places["n1"], field) for field in
-                             ("run_dir", "log_dir", "shm_root", "warm", "token_path")]))  # fmt: skip
+                             ("run_dir", "log_dir", "shm_root", "warm", "token_path", "jobs_dir")]))  # fmt: skip
     nodes, table = Nodes(places["n0"]), Table()
     await nodes.connect()
     assert [d.id for d in nodes.devices] == [f"{name}/{i}" for name in NODES for i in range(8)]

@@ -31,7 +31,7 @@ async def there(tmp_path):
         writer.close()
 
     engine = await asyncio.start_unix_server(shout, str(tmp_path / "run" / "engine.sock"))
-    relay = Relay("127.0.0.1", TOKEN, sockets=tmp_path / "run", folders=(tmp_path / "store",))
+    relay = Relay("127.0.0.1", TOKEN, sockets=(tmp_path / "run",), folders=(tmp_path / "store",))
     yield await relay.start(), relay, engine
     await relay.stop()
     engine.close()
@@ -73,6 +73,12 @@ async def test_a_directory_arrives_byte_for_byte_and_counted(there, tmp_path):
     source, copy = tmp_path / "store" / "v1" / "weights", tmp_path / "copy" / "weights"
     assert copy.read_bytes() == source.read_bytes()
     assert (tmp_path / "copy" / "zmanifest").read_bytes() == b"z" * 532
+
+
+async def test_only_the_files_named_are_copied(there, tmp_path):
+    names = ("zmanifest", "absent", "../secret", "link")
+    assert await fetch_directory(there[0], TOKEN, tmp_path / "store" / "v1", tmp_path / "copy", names) == 532
+    assert [path.name for path in (tmp_path / "copy").iterdir()] == ["zmanifest"]
 
 
 @pytest.mark.parametrize("token, path", [(b"wrong", "store/v1"), (TOKEN, "run"), (TOKEN, "store/../secret")])
