@@ -60,9 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str) -> int:
-    stop = asyncio.Event()
+    stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     kill_leftovers(paths.box_id)
     segments.remove_below(paths.replica_sockets)
     shutil.rmtree(paths.away_jobs, ignore_errors=True)
@@ -73,7 +73,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str) -> int:
     }  # fmt: skip
     os.environ.update(environment)
     # Ray reads how it is to authenticate when it is imported: imported above, it would not show the token.
-    from scheduler.ray_nodes import announced_from
+    from scheduler.ray_nodes import announced_from, emptied
 
     place = place_of(config, paths, devices)
     ray = await ray_head.join(
@@ -85,7 +85,17 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str) -> int:
         ended = asyncio.create_task(ray.wait())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
-        return 0 if stop.is_set() else 1
+        if not stop.is_set():
+            return 1
+        print("leaving: the box moves what runs here elsewhere first; Ctrl-C again ends it at once", flush=True)
+        leaving, hurrying = asyncio.create_task(emptied(place, head)), asyncio.create_task(hurry.wait())
+        await asyncio.wait(
+            {leaving, hurrying, ended}, timeout=config.scheduler.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not leaving.done():
+            log.warning("what still runs here is ended with this node")
+            leaving.cancel()
+        return 0
     finally:
         if ray.returncode is None:
             ray.terminate()

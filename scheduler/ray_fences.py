@@ -91,6 +91,11 @@ class Fences:
         return tuple(found)
 
 
+async def any_fenced(device_ids: Collection[str]) -> bool:
+    """Whether somebody holds one of these devices, or is about to."""
+    return any(not set(device_ids).isdisjoint(devices) for _, devices in (await _table()).values())
+
+
 def _bundles(fence: Any) -> list[dict[str, float]]:
     return fence.bundle_specs  # asks Ray for those of a group that this process did not make
 

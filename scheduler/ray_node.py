@@ -77,10 +77,17 @@ class Node(NodeAgent, NodeCopies):
         self._tunnels = Tunnels(token)
         self._health = DeviceReadings(place.devices)
         self._adapters: AdapterServer | None = None
-        self._home = ("", 0)
+        self._home, self._leaves = ("", 0), False
 
     async def place(self) -> Place:
         return self._place
+
+    async def leave(self) -> None:
+        """From now on nothing new is to start here, and what runs is to go on elsewhere."""
+        self._leaves = True
+
+    async def leaves(self) -> bool:
+        return self._leaves
 
     async def readings(self) -> tuple[Reading, ...]:
         """The health of this node's GPUs; empty on a node without."""

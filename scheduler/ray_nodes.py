@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from scheduler.effects import Event, InventoryChanged
 from scheduler.errors import EffectFailed, NodeNameTaken
 from scheduler.inventory import Device
 from scheduler.ray_actors import actor_names, ask, find_actor, named_actor
-from scheduler.ray_fences import DEVICE_RESOURCE
+from scheduler.ray_fences import DEVICE_RESOURCE, any_fenced
 from scheduler.ray_node import NODE, Node, Place
 from weights.lease import StoredVersion
 from weights.record import Name
@@ -31,6 +31,8 @@ log = logging.getLogger(__name__)
 NAMESPACE = "appliance"
 WARM_TIMEOUT_S = 180.0
 LOOK_EVERY_S = 1.0
+ANSWER_S = 1.0  # for a node's answer to a look
+EMPTY_EVERY_S = 0.5
 
 
 # Device ids, the job or model that something died of, and why it died.
@@ -42,6 +44,13 @@ class _Known:
     place: Place
     ray_id: str
     actor: Any
+    leaves: bool = False
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        if not self.leaves:
+            return self.place.devices
+        return tuple(replace(d, health="draining", health_reason="its node leaves the box") for d in self.place.devices)
 
 
 class Nodes:
@@ -67,18 +76,30 @@ class Nodes:
     async def look(self) -> bool:
         """Take in who joined and forget who is gone; True if anybody did."""
         alive = await _alive()
-        before = set(self._known)
+        before = {name: known.leaves for name, known in self._known.items()}
         for name, known in list(self._known.items()):
             if known.ray_id not in alive:
                 log.error("it is gone, and with it its %d devices", len(known.place.devices), extra={"node": name})
                 del self._known[name]
                 self.on_change(name, "lost")
-        for name in {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)} - before:
+        for name in {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)} - set(before):
             await self._take_in(name, alive)
         for name, known in list(self._known.items()):
             if find_actor(NODE + name) is None:  # its agent died alone: engines and ranks there go on
-                self._known[name] = _Known(known.place, known.ray_id, await _start(known.place, known.ray_id))
-        return set(self._known) != before
+                self._known[name] = replace(known, actor=await _start(known.place, known.ray_id))
+        away = [name for name, known in self._known.items() if name != self.home.name and not known.leaves]
+        for name, leaves in zip(away, await asyncio.gather(*map(self._asks_to_leave, away)), strict=True):
+            if leaves:
+                log.info("it leaves; its devices are given back first", extra={"node": name})
+                self._known[name] = replace(self._known[name], leaves=True)
+        return {name: known.leaves for name, known in self._known.items()} != before
+
+    async def _asks_to_leave(self, name: str) -> bool:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._known[name].actor.leaves.remote()
+        except (RayError, TimeoutError):
+            return False  # it is dying, or busy: the next look will tell
 
     async def _take_in(self, name: str, alive: dict[str, set[str]]) -> None:
         actor = find_actor(NODE + name)
@@ -102,7 +123,7 @@ class Nodes:
     def devices(self) -> tuple[Device, ...]:
         """Home's first, then the others' by name."""
         names = sorted(self._known, key=lambda name: (name != self.home.name, len(name), name))
-        return tuple(device for name in names for device in self._known[name].place.devices)
+        return tuple(device for name in names for device in self._known[name].devices)
 
     def alike(self) -> tuple[str, ...]:
         """The nodes whose devices are of home's kind, home first: where a job that home prepared may run."""
@@ -252,6 +273,21 @@ async def announced_from(place: Place, head: str) -> None:
     )
     try:
         await announce(place)
+    finally:
+        ray.shutdown()
+
+
+async def emptied(place: Place, head: str) -> None:
+    """Tell the box that this node leaves; returns when nobody holds a device of it. From a process of its own on it."""
+    await asyncio.to_thread(
+        ray.init, address=head, namespace=NAMESPACE, log_to_driver=False, _node_ip_address=place.address
+    )
+    try:
+        node = find_actor(NODE + place.name)
+        if node is not None:
+            await node.leave.remote()
+        while await any_fenced({device.id for device in place.devices}):
+            await asyncio.sleep(EMPTY_EVERY_S)
     finally:
         ray.shutdown()
 

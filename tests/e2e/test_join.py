@@ -100,8 +100,7 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     with ThreadPoolExecutor(8) as clients:
         whole = stream(home)
         streams = [clients.submit(stream, home) for _ in range(8)]
-        wait_for(lambda: sum(replica["inflight"] for replica in home.admin("status")["replicas"]
-                             if replica["devices"][0] != "n0/0"), "streams of the other node's engines", 60)  # fmt: skip
+        wait_for(lambda: busy_elsewhere(home), "streams of the other node's engines", 60)
         away.die()
         texts = [one.result(300) for one in streams]
     assert texts == [whole] * 8
@@ -188,6 +187,10 @@ def devices(home) -> list[str]:
 def holder_of(home, device_id: str) -> str | None:
     (holder,) = [d["holder"] for d in home.admin("status")["devices"] if d["id"] == device_id] or [None]
     return holder["id"] if holder else None
+
+
+def busy_elsewhere(home) -> list[str]:
+    return [one["id"] for one in home.admin("status")["replicas"] if one["inflight"] and one["devices"] != ["n0/0"]]
 
 
 def places(home) -> list[str]:

@@ -1,0 +1,95 @@
+"""What a job's ranks on another node make is told of when it is at home, in its order."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from scheduler.errors import EffectFailed
+from scheduler.ray_away import Homecoming, name_at
+from weights.names import version_path
+from weights.record import Name
+
+THERE = Path("/dev/shm/there")
+SNAPSHOT = {"event": "snapshot", "step": 5, "path": str(version_path(THERE, "snapshot", "job-1", "step-5"))}
+PUBLISHED = {"event": "published", "step": 9, "version": "step-9",
+             "path": str(version_path(THERE, "adapter", "ft:m:a/b", "step-9"))}  # fmt: skip
+
+
+def steps(*numbers):
+    return [{"event": "metrics", "step": number} for number in numbers]
+
+
+class Nodes:
+    """What a Homecoming asks of `ray_nodes.Nodes`."""
+
+    def __init__(self):
+        self.lost, self.gate, self.forgotten = set(), asyncio.Event(), []
+        self.gate.set()
+
+    async def bring_home(self, place, name, remote, job_id):
+        await self.gate.wait()
+        if name.kind in self.lost:
+            raise EffectFailed("bring_home", job_id, "node n1 is gone")
+        return Path("/dev/shm/home") / remote.relative_to(THERE), 10
+
+    async def forget_job(self, place, job_id, leases_only):
+        self.forgotten.append((job_id, leases_only))
+
+
+class At:
+    name = "n1"
+
+
+@pytest.fixture
+def nodes():
+    return Nodes()
+
+
+def coming(nodes, told):
+    return Homecoming(nodes, At(), "job-1", told.append)
+
+
+async def test_events_wait_for_what_they_speak_of_and_keep_their_order(nodes):
+    told: list[dict] = []
+    home = coming(nodes, told)
+    nodes.gate.clear()
+    for event in [*steps(4), SNAPSHOT, *steps(5)]:
+        home.take(event)
+    await asyncio.sleep(0)
+    over = asyncio.create_task(home.over(suspended=True))
+    await asyncio.sleep(0)
+    assert told == steps(4) and not over.done()
+    nodes.gate.set()
+    assert await over == ""
+    assert told == [*steps(4), {**SNAPSHOT, "path": SNAPSHOT["path"].replace("there", "home")}, *steps(5)]
+    assert nodes.forgotten == [("job-1", True)]
+
+
+async def test_a_lost_snapshot_is_not_told_of_and_a_lost_result_is_no_success(nodes):
+    told: list[dict] = []
+    home = coming(nodes, told)
+    nodes.lost = {"snapshot", "adapter"}
+    for event in (SNAPSHOT, *steps(9)):
+        home.take(event)
+    home.take(PUBLISHED)
+    assert await home.over(suspended=False) == "its version step-9 did not come home: node n1 is gone"
+    assert told == steps(9) and nodes.forgotten == [], "what is nowhere else is not thrown away"
+
+
+async def test_an_event_that_cannot_be_taken_ends_the_job_instead_of_hanging_it(nodes):
+    def refuse(event):
+        raise ValueError("no such column")
+
+    home = Homecoming(nodes, At(), "job-1", refuse)
+    home.take(*steps(1))
+    home.take(*steps(2))
+    async with asyncio.timeout(5):
+        assert "no such column" in await home.over(suspended=False)
+
+
+@pytest.mark.parametrize("name", [Name("snapshot", "job-1", "step-5"), Name("adapter", "ft:m:a/b", "step-9")])
+def test_a_path_says_the_name_of_what_lies_there(name):
+    assert name_at(version_path(THERE, *name)) == name
