@@ -104,7 +104,7 @@ def up(
         "",
         "On the box: set node_address in [box], start it with `appliance up`, and copy <data dir>/ray.token over.",
         "The nodes' network must be private: tokens never travel on it, requests and weights do, unencrypted.",
-        "Engines run on every node, fine-tuning jobs on the box's own for now.",
+        "Ctrl-C: the box moves what runs here elsewhere, then this machine leaves; a second one ends it at once.",
     )
 )
 def join(

@@ -79,6 +79,8 @@ class StandInHost:
         self.place, self.alive, self.told = {"job_id": "", "rank": 0, "world_size": 0}, False, asyncio.Event()
 
     async def start(self, spec, rank, world_size, addr, port, device, snapshot=None):
+        assert Path(spec["base_path"]).is_dir() and Path(spec["train_path"]).is_file(), "both are on this node"
+        assert spec["shm_root"] == "/shm" or Path(spec["base_path"]).is_relative_to(spec["shm_root"])
         self.place, self.alive = {"job_id": spec["job_id"], "rank": rank, "world_size": world_size}, True
         return {"pid": os.getpid()}
 
@@ -130,6 +132,9 @@ class Shelf:
 
 
 class Runs:
+    def __init__(self, base, jobs_dir):
+        self.base, self.jobs_dir = base, jobs_dir
+
     def catch_up(self, job_id): ...
 
     async def prepare(self, job_id): ...
@@ -137,7 +142,10 @@ class Runs:
     def spec(self, job_id):
         from train.spec import TrainSpec
 
-        return TrainSpec(job_id, "/base", "/train", "/run", "/shm", "out")
+        folder = self.jobs_dir / job_id
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "train.jsonl").write_text("{}")
+        return TrainSpec(job_id, str(self.base), str(folder / "train.jsonl"), str(folder), "/shm", "out")
 
     def newest_snapshot(self, job_id):
         return None
@@ -217,10 +225,10 @@ def place(folder: Path, name: str) -> Place:
                  root / "token", root / "jobs")  # fmt: skip
 
 
-def version_in(place: Place) -> Path:
+def version_in(place: Place, model: str) -> Path:
     store = WeightStore(place.shm_root, budget_bytes=None)
     layout = Layout.plan([TensorSpec("w", "F32", (64, 64))])
-    with store.reserve(layout, kind="version", model="m", version="v1") as draft:
+    with store.reserve(layout, kind="version", model=model, version="v1") as draft:
         return draft.commit(meta={}).path
 
 
@@ -244,7 +252,8 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
     await nodes.connect()
     assert [d.id for d in nodes.devices] == [f"{name}/{i}" for name in NODES for i in range(8)]
 
-    effects = RayEffects(nodes, table, Shelf(version_in(places["n0"])), Runs(), EngineConfig())
+    served, trained = (version_in(places["n0"], model) for model in ("m", "b"))
+    effects = RayEffects(nodes, table, Shelf(served), Runs(trained, places["n0"].jobs_dir), EngineConfig())
     jobs = tuple(JobView(f"j{i}", 8, 8, (8,), nodes=NODES) for i in range(2))
     store = FakeStore(Policy("split", 16), jobs, (DeploymentView("m", "v1", 4, 3, 3),))
     journal = MemoryJournal()

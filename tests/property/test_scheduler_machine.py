@@ -79,7 +79,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     # --- lives
 
-    @initialize(nodes=st.sampled_from([(), (), ("n0",)]))
+    @initialize(nodes=st.sampled_from([(), (), ("n0",), ("n0", "n1")]))
     def where_jobs_may_run(self, nodes: tuple[str, ...]) -> None:
         self.job_nodes = nodes
 
