@@ -60,6 +60,7 @@ class Nodes:
         self.home = home
         self.on_change: Callable[[str, str], None] = lambda name, what: None
         self._known: dict[str, _Known] = {}
+        self._tunnels: dict[str, tuple[Any, Any]] = {}  # replica to the agents of home and its node that lead to it
 
     async def connect(self) -> None:
         """Start or find the home node's agent and see who else is there. Warm parents start in the background."""
@@ -76,7 +77,7 @@ class Nodes:
     async def look(self) -> bool:
         """Take in who joined and forget who is gone; True if anybody did."""
         alive = await _alive()
-        before = {name: known.leaves for name, known in self._known.items()}
+        before = {name: (known.leaves, known.actor) for name, known in self._known.items()}
         for name, known in list(self._known.items()):
             if known.ray_id not in alive:
                 log.error("it is gone, and with it its %d devices", len(known.place.devices), extra={"node": name})
@@ -92,7 +93,7 @@ class Nodes:
             if leaves:
                 log.info("it leaves; its devices are given back first", extra={"node": name})
                 self._known[name] = replace(self._known[name], leaves=True)
-        return {name: known.leaves for name, known in self._known.items()} != before
+        return {name: (known.leaves, known.actor) for name, known in self._known.items()} != before
 
     async def _asks_to_leave(self, name: str) -> bool:
         try:
@@ -222,25 +223,26 @@ class Nodes:
     async def free_port(self, place: Place, verb: str, target: str) -> int:
         return await ask(verb, target, self._actor(place, verb, target).free_port.remote())
 
-    async def serve_adapters(self, place: Place, verb: str, target: str) -> None:
-        """Engines of this node find adapters."""
-        if place.name != self.home.name:
-            address = await self._relay(self.home, verb, target)
-            there = self._actor(place, verb, target)
-            await ask(verb, target, there.serve_adapters.remote(address, self.home.adapter_socket))
-
     async def local_socket(self, place: Place, replica_id: str) -> Path:
-        """A socket of this node that leads to the replica's engine, wherever that is."""
-        path = self.home.socket_path(replica_id)
+        """A socket of the home node that leads to the replica's engine, wherever that is. The engine in turn reaches
+        home for adapters."""
+        verb, path = "open_replica", self.home.socket_path(replica_id)
         if place.name != self.home.name:
-            address = await self._relay(place, "open_replica", replica_id)
-            home = self._actor(self.home, "open_replica", replica_id)
-            await ask(
-                "open_replica", replica_id, home.open_tunnel.remote(path, address, place.socket_path(replica_id))
-            )
+            home, there = self._actor(self.home, verb, replica_id), self._actor(place, verb, replica_id)
+            at_home, away = await self._relay(self.home, verb, replica_id), await self._relay(place, verb, replica_id)
+            await ask(verb, replica_id, there.serve_adapters.remote(at_home, self.home.adapter_socket))
+            await ask(verb, replica_id, home.open_tunnel.remote(path, away, place.socket_path(replica_id)))
+            self._tunnels[replica_id] = home, there
         return path
 
+    async def mend_socket(self, place: Place, replica_id: str) -> None:
+        """Tunnels end with the agents at their ends: after one was started anew they are opened again."""
+        ends = tuple(self._known[name].actor for name in (self.home.name, place.name) if name in self._known)
+        if place.name != self.home.name and self._tunnels.get(replica_id) != ends:
+            await self.local_socket(place, replica_id)
+
     async def close_socket(self, place: Place, replica_id: str) -> None:
+        self._tunnels.pop(replica_id, None)
         if place.name != self.home.name:
             home = self._actor(self.home, "stop_replica", replica_id)
             await ask("stop_replica", replica_id, home.close_tunnel.remote(self.home.socket_path(replica_id)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -77,8 +78,6 @@ class Replicas:
     async def start_replica(self, order: ReplicaOrder, lease_id: str) -> Detail:
         place = self._nodes.place_of(order.devices, "start_replica", order.id)
         spec, copied_bytes = await self._replica_spec(order, place)
-        if spec.adapter_slots:
-            await self._nodes.serve_adapters(place, "start_replica", order.id)
         await self._nodes.wait_warm(place, "serve", "start_replica", order.id)
         self._stopping.discard(order.id)
         replica = self._replicas.get(order.id) or self._nodes.here(
@@ -246,6 +245,9 @@ class Replicas:
         if state == "ready":
             self._watch(replica_id, replica)
             state = "open" if self._routing.is_open(replica_id) else "ready"
+            if state == "open" and place is not None:
+                with contextlib.suppress(EffectFailed):  # a node is going; the next look tells
+                    await self._nodes.mend_socket(place, replica_id)
         devices = tuple(f"{node}/{index}" for index in status["devices"])
         return ReplicaObserved(replica_id, status["model"], status["version"], state, devices)
 

@@ -86,5 +86,6 @@ class DeviceWatch:
             self._on_change()
 
     def _tell(self, action: str, target: str, detail: dict[str, str]) -> None:
-        log.error("%s: %s", action, detail.get("reason", ""), extra={"device": target})
+        level = logging.INFO if action == "node.joined" else logging.ERROR
+        log.log(level, "%s %s", action, detail.get("reason", ""), extra={"device": target})
         audit.insert(self._db, AuditRow(new_id("audit_"), None, action, target, "done", "", self._clock(), detail))

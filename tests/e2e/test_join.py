@@ -96,6 +96,13 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     said = wait_for(lambda: ask_until_all_answered(home, "tiny", 3), "an answer of every engine", 120)
     assert len(said) == 1, "every engine says the same"
 
+    # The agent of the home node, through which requests reach the other node, dies alone.
+    agents = [int(line.split()[1]) for line in home.left() if "ray::Node" in line]
+    assert len(agents) == 1, home.left()
+    os.kill(agents[0], signal.SIGKILL)
+    wait_for(lambda: ask_until_all_answered(home, "tiny", 3) == said, "an answer of every engine again", 200)
+    assert places(home) == ALL
+
     # Streams that its engines are in the middle of: the rest of each comes from elsewhere, with the same tokens.
     with ThreadPoolExecutor(8) as clients:
         whole = stream(home)
