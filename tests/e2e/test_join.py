@@ -148,7 +148,7 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     assert sorted(home.losses(first)) == list(range(1, done["total_steps"] + 1))
     assert ask(home, done["fine_tuned_model"])
 
-    job = submit("--epochs", "12", "--lora-rank", "4", "--max-devices", "2")
+    job = submit("--epochs", "4", "--lora-rank", "4", "--max-devices", "2")
     wait_for(lambda: holder_of(home, "n1/0") == holder_of(home, "n1/1") == job, "the job on the other node", 300)
     wait_for(lambda: home.losses(job), "a step of it", 300)
     home.run("mode", "set", "serve", "--wait", timeout_s=600)

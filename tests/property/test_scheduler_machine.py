@@ -13,6 +13,7 @@ import asyncio
 import itertools
 import os
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import hypothesis.strategies as st
@@ -287,8 +288,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         for job in self.store.jobs.values():
             if job.phase == "paused" or job.held or job.id in self.world.groups:
                 continue
-            room = sum(not job.nodes or d.partition("/")[0] in job.nodes for d in free)
-            assert job.sizes[0] > min(room, limit - training), f"{job} waits beside {free} ({policy})"
+            assert job.sizes[0] > min(room_for(job, free), limit - training), f"{job} waits beside {free} ({policy})"
         for model, deployment in self.store.deployments.items():
             served = any(r.model == model and r.state == "open" for r in self.world.replicas.values())
             if deployment.demand.requests and not served:
@@ -319,8 +319,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.store.cordoned, self.broken = frozenset(), set()
         self.effects.events.put_nowait(InventoryChanged())
         for job in list(self.store.jobs.values()):
-            if job.nodes and job.sizes[0] > sum(d.node in job.nodes for d in self.world.devices):
-                del self.store.jobs[job.id]  # it fits no node that it is bound to
+            if job.sizes[0] > room_for(job, [d.id for d in self.world.devices]):
+                del self.store.jobs[job.id]  # it fits none of the nodes that it may run on
                 continue
             self.store.jobs[job.id] = replace(job, held=False, phase="wanted" if job.phase == "paused" else job.phase)
         for _ in range(len(self.store.jobs) + 1):
@@ -330,6 +330,13 @@ class SchedulerMachine(RuleBasedStateMachine):
                 self.effects.end_group(name, "succeeded")
             self.pass_time(5.0)
         assert not self.store.jobs, f"never ran: {self.store.jobs}, {self.store.reasons}"
+
+
+def room_for(job: JobView, free: Sequence[str]) -> int:
+    """Of these devices, how many the job could have: anywhere, or on one of the nodes that it may run on."""
+    if not job.nodes:
+        return len(free)
+    return max(sum(device_id.startswith(f"{node}/") for device_id in free) for node in job.nodes)
 
 
 def explore(examples: int, steps: int) -> None:
