@@ -128,8 +128,8 @@ class Nodes:
 
     def alike(self) -> tuple[str, ...]:
         """The nodes whose devices are of home's kind, home first: where a job that home prepared may run."""
-        kinds = {device.node: device.kind for device in reversed(self.devices)}
-        return tuple(reversed([name for name, kind in kinds.items() if kind == self.home.devices[0].kind]))
+        kind = self.home.devices[0].kind
+        return tuple(dict.fromkeys([self.home.name, *(device.node for device in self.devices if device.kind == kind)]))
 
     def device(self, device_id: str) -> Device:
         """Raises LookupError when it or its node is gone."""
