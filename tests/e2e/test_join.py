@@ -151,6 +151,11 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     job = submit("--epochs", "4", "--lora-rank", "4", "--max-devices", "2")
     wait_for(lambda: holder_of(home, "n1/0") == holder_of(home, "n1/1") == job, "the job on the other node", 300)
     wait_for(lambda: home.losses(job), "a step of it", 300)
+    for pid in home.pids_logging_to("controller.log"):
+        os.kill(pid, signal.SIGKILL)  # the next one goes on with the very ranks
+    steps = max(home.losses(job))
+    wait_for(lambda: max(home.losses(job)) > steps, "steps after the controller's death", 300)
+    assert sum("started on" in text for text in messages(home, job)) == 1, "nothing was started again"
     home.run("mode", "set", "serve", "--wait", timeout_s=600)
     suspended = home.ask("job", "get", job)
     assert suspended["phase"] == "suspended" and suspended["step"] > 0
@@ -167,8 +172,8 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
 
     # An adapter made at home, asked of engines that have never seen it.
     home.run("mode", "set", "serve", "--wait", timeout_s=600)
-    home.run("model", "deploy", "tiny", "--min-replicas", "3")
     join(home, away, head)
+    home.run("model", "deploy", "tiny", "--min-replicas", "3")
     wait_for(lambda: places(home) == ALL, "engines on both nodes", 600)
     adapter = done["fine_tuned_model"]
     assert len(wait_for(lambda: ask_until_all_answered(home, adapter, 3), "the adapter of every engine", 200)) == 1
@@ -180,6 +185,10 @@ def deploy_tiny(home) -> None:
     assert home.ask("model", "import", str(tiny), "--name", "tiny")["state"] == "succeeded"
     home.run("model", "deploy", "tiny", "--min-replicas", "1")
     wait_for(lambda: places(home) == ["n0/0"], "an engine at home", 600)
+
+
+def messages(home, job: str) -> list[str]:
+    return [event.message for event in home.client().fine_tuning.jobs.list_events(job, limit=100).data]
 
 
 def join(home, away, head) -> None:
