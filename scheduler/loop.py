@@ -15,8 +15,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
-from dataclasses import replace
 from typing import Any
 
 from scheduler import call_off, tidal, view
@@ -24,32 +22,27 @@ from scheduler import handover as ho
 from scheduler.call_off import Drain
 from scheduler.config import SchedulerConfig
 from scheduler.effects import (
-    DeviceFailed,
     Effects,
-    Event,
-    GroupEnded,
-    InventoryChanged,
-    Observed,
-    ReplicaDied,
 )
-from scheduler.errors import EffectFailed, Stopped
+from scheduler.errors import Stopped
 from scheduler.explain import explain, mode_of, reason_of
-from scheduler.failures import Failures
 from scheduler.handover import Box, Chain, Handover, Step
-from scheduler.inventory import Holder, Ledger
+from scheduler.inventory import Holder
 from scheduler.journal import HandoverRecord, Journal
 from scheduler.plan import Allocation, plan
 from scheduler.ports import Clock, StateStore
 from scheduler.queue import places
 from scheduler.runner import ChainEnd, Runner
+from scheduler.telling import Telling
+from scheduler.truth import Truth
 from scheduler.view import Moving
-from scheduler.workload import ModelMemory, Policy, ReplicaView, Snapshot, Workload
+from scheduler.workload import ModelMemory, Policy, Snapshot, Workload
 
 log = logging.getLogger(__name__)
 
 
 class SchedulerLoop:
-    """Owns box, failures and planner memory; everything runs on one asyncio loop, so there are no locks.
+    """Owns what is known of the world and the planner's memory; all of it runs on one asyncio loop, without locks.
 
     `run` ends only by `stop`, cancellation, or an error that is a bug (then the process should restart: the truth is
     outside of it).
@@ -65,14 +58,11 @@ class SchedulerLoop:
     ):
         self._effects, self._store, self._journal, self._clock = effects, state_store, journal, clock
         self._config = config or SchedulerConfig()
-        self.box = Box(devices={}, ledger=Ledger(()))
-        self._failures = Failures(self._config)
-        self._failed_devices: dict[str, str] = {}
+        self._telling = Telling(state_store)
+        self._truth = Truth(effects, clock, self._config, self._telling)
         self._memory: dict[str, ModelMemory] = {}
         self._moving: dict[Holder, Moving] = {}
         self._drains: dict[Holder, Drain] = {}
-        self._events: deque[Event] = deque()
-        self._ended: dict[str, GroupEnded] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._running: dict[int, Runner] = {}
         self._interrupted: tuple[HandoverRecord, ...] = ()
@@ -80,14 +70,21 @@ class SchedulerLoop:
         self._in_force = tidal.InForce(Policy(), 0.0, None, None)
         self._settings: tuple[Any, ...] = ()
         self._allocation = Allocation()
-        self._told: dict[str, tuple[str, bool]] = {}
         self._wake = asyncio.Event()
         self._generation = self._settled = 0
         self._round_done = asyncio.Condition()
-        self._look_again_s = 0.0
         self._plan_s = 0.0
         self._stopping = False
         self._crash: BaseException | None = None
+
+    @property
+    def box(self) -> Box:
+        """What is, as far as known; a runner's steps change it as they end."""
+        return self._truth.box
+
+    @box.setter
+    def box(self, box: Box) -> None:
+        self._truth.box = box
 
     # --- from outside -------------------------------------------------------------------------------------------
 
@@ -114,7 +111,7 @@ class SchedulerLoop:
 
     def forgive(self, model: str) -> None:
         """Try a model again that was given up on."""
-        self._failures.forget_model(model)
+        self._truth.failures.forget_model(model)
         self.nudge()
 
     def status(self) -> dict[str, Any]:
@@ -149,10 +146,10 @@ class SchedulerLoop:
                 if self._crash is not None:
                     raise self._crash
                 generation = self._generation
-                self._take_events()
-                if self._clock.now_s() >= self._look_again_s:
-                    await self._observe()
-                if not self._round() and not self._moving and not self._running and not self._events:
+                self._truth.apply_events(self._moving)
+                if self._clock.now_s() >= self._truth.look_again_s:
+                    await self._truth.look(self._moving)
+                if not self._round() and not self._moving and not self._running and not self._truth.unheard:
                     await self._settle(generation)
                 await self._pause()
         finally:
@@ -167,140 +164,14 @@ class SchedulerLoop:
         """Start from the truth; hand-overs that a crash interrupted are judged once the box is settled again."""
         self._interrupted = self._journal.unfinished()
         attempt = 0
-        while True:
-            try:
-                observed = await self._effects.observe()
-                break
-            except EffectFailed as error:
-                attempt += 1
-                log.warning("the box cannot be observed yet (%s)", error)
-                await asyncio.sleep(self._failures.backoff_s(attempt))
-        self._merge(observed, frozenset())
-        self._look_again_s = self._clock.now_s() + self._config.observe_every_s
-
-    async def _observe(self) -> None:
-        busy = frozenset(self._moving)
-        self._look_again_s = self._clock.now_s() + self._config.observe_every_s
-        try:
-            observed = await self._effects.observe()
-        except EffectFailed as error:
-            log.warning("the box cannot be observed (%s)", error)
-            self._look_again_s = self._clock.now_s() + self._config.backoff_first_s
-            return
-        self._merge(observed, busy | frozenset(self._moving))
-
-    def _merge(self, observed: Observed, busy: frozenset[Holder]) -> None:
-        """Take over the truth for every holder but those whose chains changed them while it was read."""
-        now_s, old = self._clock.now_s(), self.box
-        truth = Box.of(observed, now_s)
-        replicas = dict(truth.replicas)
-        # "ended" means ended and told to the store: the events below tell those that were not.
-        groups = {job_id: replace(group, ended=False) for job_id, group in truth.groups.items()}
-        for replica in old.replicas.values():
-            seen = replicas.get(replica.id)
-            if Holder("replica", replica.id) in busy:
-                replicas[replica.id] = replica
-            elif seen is None and replica.awake:
-                replicas[replica.id] = self._dead(replica, "its process is gone")
-            elif seen is not None and seen.state == replica.state:
-                replicas[replica.id] = replace(seen, since_s=replica.since_s)
-            elif seen is not None and seen.state == "dead":
-                replicas[replica.id] = self._dead(replica, "its process died")
-        for group in old.groups.values():
-            if Holder("job", group.job_id) in busy:
-                groups[group.job_id] = group
-            elif group.job_id in groups:
-                groups[group.job_id] = replace(group, ended=group.ended, devices=groups[group.job_id].devices)
-        for holder in busy:
-            if holder.kind == "replica" and holder.id not in old.replicas:
-                replicas.pop(holder.id, None)
-            if holder.kind == "job" and holder.id not in old.groups:
-                groups.pop(holder.id, None)
-        ledger = Ledger(truth.devices)
-        ledger = ledger.resized([*truth.devices, *(d for le in old.ledger if le.holder in busy for d in le.device_ids)])
-        ledger = ledger.acquire(*(le for le in old.ledger if le.holder in busy))
-        ledger = ledger.acquire(*(le for le in truth.ledger if le.holder not in busy))
-        self.box = Box(truth.devices, ledger, replicas, groups)
-        self._events.extend(g.ended for g in observed.groups if g.ended is not None)
-        self._take_events()
+        while not await self._truth.look(self._moving):
+            attempt += 1
+            await asyncio.sleep(self._truth.failures.backoff_s(attempt))
 
     async def _pump(self) -> None:
         while True:
-            event = await self._effects.next_event()
-            self._events.append(event)
+            self._truth.hear(await self._effects.next_event())
             self._wake.set()
-
-    def _take_events(self) -> None:
-        """Apply every event whose holder is not being moved; the others wait for their chain to end."""
-        later: list[Event] = []
-        while self._events:
-            event = self._events.popleft()
-            match event:
-                case ReplicaDied(replica_id, reason):
-                    if Holder("replica", replica_id) in self._moving:
-                        later.append(event)
-                    elif (replica := self.box.replicas.get(replica_id)) is not None and replica.state != "dead":
-                        self._put(self._dead(replica, reason))
-                case GroupEnded():
-                    if Holder("job", event.job_id) in self._moving:
-                        self._ended[event.job_id] = event
-                        later.append(event)
-                    else:
-                        self._ended.pop(event.job_id, None)
-                        self._group_ended(event)
-                case DeviceFailed(device_id, reason):
-                    self._failed_devices[device_id] = reason
-                case InventoryChanged():
-                    self._failed_devices.clear()
-                    self._look_again_s = 0.0
-        self._events.extend(later)
-
-    def _put(self, replica: ReplicaView) -> None:
-        self.box = replace(self.box, replicas={**self.box.replicas, replica.id: replica})
-
-    def _dead(self, replica: ReplicaView, reason: str) -> ReplicaView:
-        """The replica as dead, its failure counted."""
-        now_s = self._clock.now_s()
-        stable = replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s
-        self._model_failed(replica.model, replica.version, f"replica {replica.id} died: {reason}", afresh=stable)
-        return replace(replica, state="dead", since_s=now_s)
-
-    def _model_failed(
-        self, model: str, version: str, reason: str, *, counted: bool = True, afresh: bool = False
-    ) -> None:
-        failure = self._failures.model_failed(
-            model, version, reason, self._clock.now_s(), counted=counted, afresh=afresh
-        )
-        log.warning("%s; failure %d", reason, failure.count, extra={"model": model, "version": version})
-        if failure.given_up:
-            self._store.deployment_failed(model, version, reason)
-
-    def _group_ended(self, event: GroupEnded) -> None:
-        group = self.box.groups.get(event.job_id)
-        lease = self.box.ledger.of(Holder("job", event.job_id))
-        if group is not None and (group.ended or (lease is not None and lease.id != event.lease_id)):
-            return  # told already, or about an incarnation before this one
-        if group is not None:
-            self.box = replace(
-                self.box, groups={**self.box.groups, group.job_id: replace(group, ended=True)}
-            )
-        if event.outcome == "failed" and event.retryable:
-            self._job_failed(event.job_id, event.step, event.error)
-        else:
-            self._job_over(event.job_id, event.outcome, event.error)
-
-    def _job_failed(self, job_id: str, step: int, error: str, *, counted: bool = True) -> None:
-        failure = self._failures.job_failed(job_id, step, error, self._clock.now_s(), counted=counted)
-        if failure.given_up:
-            tries = self._config.job_attempts
-            self._job_over(job_id, "failed", f"{error} (failed {tries} times without a step of progress)")
-            return
-        log.warning("%s; failure %d", error, failure.count, extra={"job_id": job_id})
-
-    def _job_over(self, job_id: str, outcome: Any, error: str) -> None:
-        self._store.job_ended(job_id, outcome, error)
-        self._failures.forget_job(job_id)
-        self._told.pop(job_id, None)
 
     # --- one round ----------------------------------------------------------------------------------------------
 
@@ -309,9 +180,7 @@ class SchedulerLoop:
         self._workload = self._store.load()
         now_s = self._clock.now_s()
         self._tide(now_s)
-        for replica in self.box.replicas.values():
-            if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:
-                self._failures.model_stable(replica.model, replica.version)
+        self._truth.open_replicas_are_stable()
         self._call_off_drains(now_s)
         snapshot = self._snapshot()
         began_s = time.perf_counter()
@@ -319,7 +188,7 @@ class SchedulerLoop:
         self._plan_s = time.perf_counter() - began_s
         self._memory = self._allocation.memory
         handover = self._steps(snapshot, self._allocation)
-        self._tell_waiting(snapshot)
+        self._telling.waiting(snapshot, self._allocation, self.box.groups, now_s)
         if not handover.chains:
             return False
         self._launch(handover, reason_of(handover, snapshot.policy))
@@ -336,7 +205,7 @@ class SchedulerLoop:
             forced={
                 j
                 for j in self.box.groups
-                if self._failures.chain_failures(f"free job {j}") >= self._config.suspend_attempts
+                if self._truth.failures.chain_failures(f"free job {j}") >= self._config.suspend_attempts
             },
         )
 
@@ -394,48 +263,47 @@ class SchedulerLoop:
     # --- what the runner reports --------------------------------------------------------------------------------
 
     def called_off(self, chain: Chain) -> str:
-        if chain.holder.kind == "job" and chain.side == "take" and chain.holder.id in self._ended:
+        if chain.holder.kind == "job" and chain.side == "take" and self._truth.ended_meanwhile(chain.holder.id):
             return "the job ended by itself meanwhile"
         return ""
 
     def step_done(self, step: Step) -> None:
         if step.verb == "start_group" and step.lease is not None:
-            self._told.pop(step.target, None)
-            self._store.job_running(step.target, step.lease.device_ids)
+            self._telling.running(step.target, step.lease.device_ids)
 
     def chain_ended(self, end: ChainEnd) -> None:
         chain, holder = end.chain, end.chain.holder
         self._drains.pop(holder, None)
         if end.state in ("done", "skipped", "called_off"):
             if end.state == "done":
-                self._failures.chain_done(chain.name)
+                self._truth.failures.chain_done(chain.name)
             if end.state == "skipped" and chain.side == "take":
                 self._moving[holder].target, self._moving[holder].take = (), None
             self._unhand(holder)
             return
-        self._look_again_s = 0.0
+        self._truth.look_again_s = 0.0
         if chain.side == "free":
             if holder.kind == "replica":
                 self._moving[holder].target = ()  # it was to stay after all, and could not
-            wait_s = self._failures.chain_failed(chain.name)
+            wait_s = self._truth.failures.chain_failed(chain.name)
             ids = {"job_id" if holder.kind == "job" else "replica": holder.id}
             log.warning("%s failed, next try in %.1f s: %s", chain.name, wait_s, end.error, extra=ids)
             asyncio.get_running_loop().call_later(wait_s, self._try_again, holder)
             return
         counted = end.failed_step is None or end.failed_step.verb != "acquire"
         if holder.kind == "job":
-            self._job_failed(holder.id, -1, end.error, counted=counted)
+            self._truth.job_failed(holder.id, -1, end.error, counted=counted)
         else:
             rise = next(s for s in chain.steps if s.version or s.verb == "open_replica")
             model = rise.model or self.box.replicas[holder.id].model
             version = rise.version or self.box.replicas[holder.id].version
-            self._model_failed(model, version, end.error, counted=counted)
+            self._truth.model_failed(model, version, end.error, counted=counted)
         self._unhand(holder)
 
     def _try_again(self, holder: Holder) -> None:
         """Look first: what was read while the holder was in hand was not taken over, so an engine that went with the
         failed step was drained again for ever."""
-        self._look_again_s = 0.0
+        self._truth.look_again_s = 0.0
         self._unhand(holder)
 
     def _unhand(self, holder: Holder) -> None:
@@ -452,28 +320,15 @@ class SchedulerLoop:
             self.box if box is None else box,
             self._moving if moving is None else moving,
             self._workload,
-            self._failures,
-            self._failed_devices,
+            self._truth.failures,
+            self._truth.failed_devices,
             policy=policy or self._in_force.policy,
             memory=self._memory,
             epoch=self._journal.last_id() + 1,
             now_s=self._clock.now_s(),
         )
 
-    # --- telling ------------------------------------------------------------------------------------------------
-
-    def _tell_waiting(self, snapshot: Snapshot) -> None:
-        """Tell the store why jobs wait, once per change of the sentence or phase."""
-        for job in snapshot.jobs:
-            reason = self._allocation.waiting.get(job.id)
-            if reason is None or job.id in self.box.groups or job.busy == "coming":
-                continue
-            word = (reason, job.phase == "suspended")
-            said = self._told.get(job.id)
-            counting_down = job.not_before_s > self._clock.now_s() and said is not None
-            if said != word and not counting_down:
-                self._told[job.id] = word
-                self._store.job_waiting(job.id, reason, job.phase == "suspended")
+    # --- at rest ------------------------------------------------------------------------------------------------
 
     async def _settle(self, generation: int) -> None:
         for record in self._interrupted:
@@ -494,7 +349,7 @@ class SchedulerLoop:
 
     async def _pause(self) -> None:
         """Until a nudge, an event, the end of a chain, or the time to look again."""
-        known = (self._look_again_s, self._allocation.review_at_s, self._in_force.until_s)
+        known = (self._truth.look_again_s, self._allocation.review_at_s, self._in_force.until_s)
         times = [t for t in known if t is not None]
         wait_s = max(min(times) - self._clock.now_s(), 0.001)
         with contextlib.suppress(TimeoutError):
