@@ -94,15 +94,17 @@ class Answer:
                 self._partial = body
                 return b""
             body, self._partial = body[:end], body[end:]
-        if _USAGE in body:
+        # `find`, as everywhere that many bytes pass: CPython's `in` first takes the bytes for a number, in vain, which
+        # costs it ten times as long.
+        if body.find(_USAGE) >= 0:
             self.request.tokens.read(body)
             if self._hides_usage:
                 body = without_usage_event(body)
-        if self._hides_usage and FINISHED in body:
+        if self._hides_usage and body.find(FINISHED) >= 0:
             body = with_fingerprint(body, self.request.model_version)
         # Inside JSON text the quote would be escaped: this counts events, whatever they say.
         self.request.stream_events += body.count(_EVENT)
-        if ERROR_EVENT in body:
+        if body.find(ERROR_EVENT) >= 0:
             body = _rewritten_events(body, self.request)
             self._error_seen = True
         ending = self.request.route.stream_end  # type: ignore[union-attr]
@@ -146,7 +148,7 @@ class Answer:
         A clean end of HTTP without the protocol's own ending is a truncation that no client would notice.
         """
         end = self.request.route.stream_end  # type: ignore[union-attr]
-        if not self.sse or end is None or self._error_seen or ERROR_EVENT in body:
+        if not self.sse or end is None or self._error_seen or body.find(ERROR_EVENT) >= 0:
             return True
         return (self._tail + self._partial + body).endswith(end)
 

@@ -36,12 +36,9 @@ class Comparison:
     succeeds on the other version is an error of the canary's. Clients that leave count for nobody."""
 
     def __init__(self) -> None:
+        self.compares = False
         self._canaries: dict[str, Canary] = {}
         self._counts: dict[str, dict[str, _Version]] = {}
-
-    @property
-    def compares(self) -> bool:
-        return bool(self._canaries)
 
     def apply(self, models: Iterable[Model]) -> None:
         """A canary that is new begins at nothing; one that left is forgotten."""
@@ -50,6 +47,7 @@ class Comparison:
             name: self._counts[name] if _same(self._canaries.get(name), canary) else {} for name, canary in now.items()
         }
         self._canaries = now
+        self.compares = bool(now)
 
     def add(self, model: str, version: str, *, failed: bool, first_byte_s: float | None, duration_s: float) -> None:
         """One attempt is over; times are counted of those that went well, from their sending."""

@@ -137,7 +137,7 @@ class Continuation:
             return b"".join(self._converted(event) for event in data.split(b"\n\n") if event)
         if not self._first:
             self._first = data
-        if _FINISHED in data:
+        if data.find(_FINISHED) >= 0:
             self._finished = True
         self._recent.append(data)
         return _TOKEN_IDS.sub(self._note, data)

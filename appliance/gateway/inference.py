@@ -178,8 +178,10 @@ class Exchange:
             return router.choose(self._row, checked.tokens, checked.stream, checked.prefix, now)
         choice = None
         if not self._attempts:
-            principal = self.request.principal
-            canary = router.canary_for(checked.model, principal.id if principal else "", checked.conversation)
+            canary = None
+            if router.models[checked.model].canary is not None:
+                principal = self.request.principal
+                canary = router.canary_for(checked.model, principal.id if principal else "", checked.conversation)
             if canary is not None:
                 choice = router.choose(canary, checked.tokens, checked.stream, checked.prefix, now)
         return choice or router.choose(checked.model, checked.tokens, checked.stream, checked.prefix, now)
@@ -443,7 +445,7 @@ class Exchange:
                 self.answer.relay(body)
             return
         if self.answer.ends_well(body):
-            self._end_dispatch(failed=self.answer.error_seen or ERROR_EVENT in body)
+            self._end_dispatch(failed=self.answer.error_seen or body.find(ERROR_EVENT) >= 0)
             self.answer.end(body)
             return
         self.answer.relay(body)

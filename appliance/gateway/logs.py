@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import os
 import time
+from typing import Final
 
 import orjson
 
+from . import wire
 from .wire import Request
 
 log = logging.getLogger("appliance.gateway")
@@ -17,6 +19,17 @@ _REMEMBERED = 1024
 
 # Key, path, method, model, version, replica.
 Who = tuple[str, bytes, bytes, str, str, str]
+
+
+_THOUSANDTHS: Final = [b".%03d" % n for n in range(1000)]
+
+
+def _seconds(seconds: float) -> bytes:
+    """To the microsecond, like %.6f, which costs as much as half of the line."""
+    if not 0 <= seconds < 1:
+        return b"%.6f" % seconds
+    micros = int(seconds * 1_000_000)
+    return b"0" + _THOUSANDTHS[micros // 1000] + _THOUSANDTHS[micros % 1000][1:]
 
 
 class AccessLog:
@@ -47,22 +60,31 @@ class AccessLog:
         who = ("" if principal is None else principal.id, request.path, request.method, request.model,
                request.model_version, request.replica)  # fmt: skip
         self._lines.append(
-            b'{"time":"%b.%03dZ","level":"info","process":"gateway","event":"request","request_id":"%b",%b,'
-            b'"status":%d,"ttft_s":%b,"duration_s":%.6f,"prompt_tokens":%d,"completion_tokens":%d,"in_bytes":%d,'
-            b'"out_bytes":%d,"trace_id":%b}\n'
-            % (
-                self._second_text,
-                int((unix_s - second) * 1000),
-                request.request_id,
-                self._who.get(who) or self._remember(who),
-                request.status,
-                b"%.6f" % (first_byte_s - received_s) if first_byte_s else b"null",
-                now_s - received_s,
-                tokens.prompt,
-                tokens.completion,
-                request.body_bytes,
-                request.sent_bytes,
-                b'"%b"' % request.trace[3:35] if request.trace else b"null",
+            b"".join(
+                (
+                    b'{"time":"',
+                    self._second_text,
+                    _THOUSANDTHS[int((unix_s - second) * 1000)],
+                    b'Z","level":"info","process":"gateway","event":"request","request_id":"',
+                    request.request_id,
+                    b'",',
+                    self._who.get(who) or self._remember(who),
+                    b',"status":',
+                    wire.digits(request.status),
+                    b',"ttft_s":',
+                    _seconds(first_byte_s - received_s) if first_byte_s else b"null",
+                    b',"duration_s":',
+                    _seconds(now_s - received_s),
+                    b',"prompt_tokens":',
+                    wire.digits(tokens.prompt),
+                    b',"completion_tokens":',
+                    wire.digits(tokens.completion),
+                    b',"in_bytes":',
+                    wire.digits(request.body_bytes),
+                    b',"out_bytes":',
+                    wire.digits(request.sent_bytes),
+                    b',"trace_id":"%b"}\n' % request.trace[3:35] if request.trace else b',"trace_id":null}\n',
+                )
             )
         )
         if len(self._lines) >= _FLUSH_LINES:

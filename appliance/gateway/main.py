@@ -20,6 +20,7 @@ import uvloop
 
 from runtime.logs import configure_logging, timestamp
 
+from . import FORM
 from .bus import BusClient
 from .config import GatewayConfig, load_config
 from .errors import ConfigInvalid
@@ -41,6 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config-json", required=True, metavar="PATH_OR_JSON", help="a resolved GatewayConfig")
     arguments = parser.parse_args(argv)
     configure_logging("gateway")
+    log.info("the gateway's hot modules are %s", FORM)
     try:
         config = load_config(arguments.config_json)
         _raise_file_limit(config.limits.max_connections)

@@ -5,7 +5,7 @@ Own and small because it sits on the hot path: one dict update per event instead
 
 from __future__ import annotations
 
-import bisect
+from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
@@ -34,7 +34,7 @@ class Histogram:
         self.total = 0.0
 
     def observe(self, value: float) -> None:
-        self.counts[bisect.bisect_left(self.bounds, value)] += 1
+        self.counts[bisect_left(self.bounds, value)] += 1
         self.total += value
 
     def samples(self, text: str = "") -> Iterable[Sample]:

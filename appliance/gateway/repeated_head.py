@@ -33,15 +33,16 @@ class RepeatedHead:
 
     def body_of(self, data: bytes) -> bytes | None:
         """The body, if `data` is this head, with any length, and exactly the body that it announces."""
-        if not data.startswith(self._before):
+        before, after = self._before, self._after
+        start = len(before)
+        if data[:start] != before:
             return None
-        start = len(self._before)
         end = data.find(b"\r", start, start + _DIGITS + 1)
-        digits = data[start:end]
-        if end < 0 or not digits.isdigit() or not data.startswith(self._after, end):
+        body = end + len(after)
+        if end < 0 or data[end:body] != after:
             return None
-        start = end + len(self._after)
-        return data[start:] if len(data) - start == int(digits) else None
+        digits = data[start:end]
+        return data[body:] if digits.isdigit() and len(data) - body == int(digits) else None
 
     def again(self, body: bytes) -> Request:
         """A new request with this head and body: admitted as the first was, its id and time still to be given."""

@@ -224,14 +224,15 @@ class _Head:
     def body_of(self, data: bytes) -> bytes | None:
         """The body, if `data` is this head, with any length, and exactly the body that it announces."""
         before, after = self.before, self.after
-        if not data.startswith(before):
+        start = len(before)
+        if data[:start] != before:
             return None
-        end = data.find(b"\r", len(before))
-        digits = data[len(before) : end]
-        if not digits.isdigit() or not data.startswith(after, end):
+        end = data.find(b"\r", start)
+        body = end + len(after)
+        if end < 0 or data[end:body] != after:
             return None
-        end += len(after)
-        return data[end:] if len(data) - end == int(digits) else None
+        digits = data[start:end]
+        return data[body:] if digits.isdigit() and len(data) - body == int(digits) else None
 
 
 def _head(data: bytes) -> _Head | None:

@@ -1,0 +1,50 @@
+"""Which form of this package's hot modules runs: compiled by mypyc where `make setup` found a C compiler, else Python.
+
+Both are the same files. What was compiled stands in a directory of the environment that is named by a hash of these
+files and the interpreter: after any edit the name is another one, and where there is no such directory the .py files
+run. So a compiled module never hides an edited one. `images/compile_gateway.py` makes the directory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+import sysconfig
+from pathlib import Path
+
+MODULES = (
+    "allowance", "answer", "gateway", "inference", "logs", "metrics", "repeated_head", "request_check", "routes",
+    "server", "table", "upstream", "usage", "wire",
+)  # fmt: skip
+HERE = Path(__file__).parent
+
+
+def directory() -> Path:
+    """Where the compiled form of the present sources stands, if there is one."""
+    seen = hashlib.sha256(f"{sysconfig.get_config_var('SOABI')} {sys.version} {MODULES}".encode())
+    for path in sorted(HERE.glob("*.py")):
+        seen.update(b"%b\0%b\0" % (path.name.encode(), path.read_bytes()))
+    return Path(sys.prefix) / "lib" / "appliance-gateway" / seen.hexdigest()[:32]
+
+
+def use(package_path: list[str]) -> str:
+    """Let the package whose `__path__` this is find its compiled modules. Returns the form that runs from now on.
+
+    `python -X gateway=interpreted` runs the .py files in any case.
+    """
+    found = directory()
+    if sys._xoptions.get("gateway") == "interpreted" or not found.is_dir():
+        return "interpreted"
+    try:
+        # The modules are thin: their code is in one library, which they import by its name.
+        (library,) = found.glob("*__mypyc.*")
+        name = library.name.partition(".")[0]
+        spec = importlib.util.spec_from_file_location(name, library)
+        assert spec is not None and spec.loader is not None
+        sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    except (ImportError, ValueError):
+        return "interpreted"  # made for another C library, or half deleted
+    package_path.insert(0, str(found))
+    return "compiled"
