@@ -27,7 +27,8 @@ def says_form(root: Path, *options: str) -> str:
 @pytest.mark.skipif(gateway.FORM == "interpreted", reason="nothing is compiled here: all tests run as Python")
 def test_the_same_tests_pass_as_python() -> None:
     tests = [str(Path(__file__).parent / name) for name in ON_THE_HOT_PATH]
-    command = [sys.executable, "-X", "gateway=interpreted", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    options = ["-q", "-x", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-X", "gateway=interpreted", "-m", "pytest", *options, *tests]
     run = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=200)
     assert run.returncode == 0, run.stdout[-3000:]
 
