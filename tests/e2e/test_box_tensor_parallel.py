@@ -6,7 +6,10 @@ import pytest
 
 from tests.e2e.box_support import WholeBox, wait_for
 from tests.train_support.tiny import make_model_dir, write_chat_file
-from tests.train_support.world import ACROSS_SIZES
+
+# Relative, at the end of a hundred steps and more that nearly learn the data by heart; 1.4e-5 seen. A lost or repeated
+# step would move the loss by hundredths.
+CURVE_TOLERANCE = 1e-4
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
@@ -48,7 +51,9 @@ def test_a_shared_model_is_trained_moved_and_served(box, tmp_path):
     assert {row["devices"] for row in rows} == {2, 4}
     losses, expected = box.losses(job), box.losses(whole)
     assert losses.keys() == expected.keys()
-    assert max(abs(losses[step] - loss) / loss for step, loss in expected.items()) <= ACROSS_SIZES
+    worst = max(abs(losses[step] - loss) / loss for step, loss in expected.items())
+    print(f"worst difference of a step's loss over {len(losses)} steps: {worst:.1e}")
+    assert worst <= CURVE_TOLERANCE
     answers = []
     for made in (whole, job):
         model = box.client().fine_tuning.jobs.retrieve(made).fine_tuned_model
