@@ -1,0 +1,124 @@
+"""Nodes as home knows them, without Ray: who may run what, who leaves, and tunnels whose ends were started anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from scheduler import ray_nodes
+from scheduler.discovery import logical_devices
+from scheduler.inventory import Device
+from scheduler.ray_node import Place
+from scheduler.ray_nodes import Nodes
+
+
+class Agent:
+    """A handle to the actor of a node: what is called on it, and what it answers."""
+
+    def __init__(self, place):
+        self.it, self.calls, self.going = place, [], False
+
+    def __getattr__(self, method):
+        class Call:
+            @staticmethod
+            async def remote(*arguments):
+                self.calls.append((method, *arguments))
+                match method:
+                    case "place":
+                        return self.it
+                    case "leaves":
+                        return self.going
+                    case "relay_address":
+                        return self.it.address, 7000
+                return None
+
+        return Call
+
+
+def place(name, kind="cpu"):
+    devices = logical_devices(2, name) if kind == "cpu" else (Device(f"{name}/0", name, 0, "cuda"),)
+    root = Path("/dev/shm") / name
+    return Place(name, f"10.0.0.{name[1:]}", devices, root / "run", root, root, (), root / "token", root / "jobs")
+
+
+class Machines:
+    """Those that are on, and the agents that live."""
+
+    def __init__(self):
+        self.on, self.agents = {}, {}
+
+    def start(self, place):
+        self.on[place.name] = place
+        return self.agents.setdefault(f"node:{place.name}", Agent(place))
+
+
+@pytest.fixture
+def ray(monkeypatch):
+    machines = Machines()
+
+    async def names():
+        return list(machines.agents)
+
+    async def alive():
+        return {name: {f"device:{device.id}" for device in one.devices} for name, one in machines.on.items()}
+
+    async def started(place, ray_id):
+        return machines.start(place)
+
+    fakes = {"actor_names": names, "find_actor": machines.agents.get, "_alive": alive, "_start": started}
+    for name, fake in fakes.items():
+        monkeypatch.setattr(ray_nodes, name, fake)
+    return machines
+
+
+@pytest.fixture
+async def nodes(ray):
+    for name, kind in (("n0", "cpu"), ("n1", "cpu"), ("n2", "cuda")):
+        ray.start(place(name, kind))
+    made = Nodes(place("n0"))
+    assert made.alike() == ("n0",), "before anything is known a job may not run just anywhere"
+    await made.connect()
+    return made
+
+
+async def test_jobs_run_on_nodes_with_devices_of_homes_kind(nodes):
+    assert nodes.alike() == ("n0", "n1")
+    assert {device.node for device in nodes.devices} == {"n0", "n1", "n2"}
+
+
+async def test_devices_of_a_node_that_leaves_are_drained_until_it_is_gone(nodes, ray):
+    assert not await nodes.look()
+    ray.agents["node:n1"].going = True
+    assert await nodes.look(), "the scheduler hears of it"
+    health = {device.id: (device.health, device.health_reason) for device in nodes.devices}
+    assert health["n0/0"] == ("ok", "")
+    assert health["n1/0"] == health["n1/1"] == ("draining", "its node leaves the box")
+    assert not await nodes.look(), "once"
+    told = []
+    nodes.on_change = lambda name, what: told.append((name, what))
+    del ray.on["n1"], ray.agents["node:n1"]
+    assert await nodes.look() and told == [("n1", "lost")]
+    ray.start(place("n1"))
+    assert await nodes.look()
+    assert all(device.health == "ok" for device in nodes.devices), "it is back, and stays"
+
+
+@pytest.mark.parametrize("dies", ["n0", "n1"])
+async def test_tunnels_are_opened_again_when_an_agent_at_one_end_was_started_anew(nodes, ray, dies):
+    away = nodes.place("n1")
+
+    def opened(agents):
+        return [sum(call[0] == name for call in agents[f"node:{node}"].calls)
+                for node, name in (("n0", "open_tunnel"), ("n1", "serve_adapters"))]  # fmt: skip
+
+    assert await nodes.local_socket(away, "r1") == nodes.home.socket_path("r1")
+    await nodes.mend_socket(away, "r1")
+    assert opened(ray.agents) == [1, 1], "nothing to mend"
+    dead = ray.agents.pop(f"node:{dies}")
+    assert await nodes.look(), "so that it is mended at once"
+    assert ray.agents[f"node:{dies}"] is not dead
+    await nodes.mend_socket(away, "r1")
+    assert opened(ray.agents) == ([1, 2] if dies == "n0" else [2, 1]), "of the living: the one that was there, the new"
+    await nodes.mend_socket(nodes.home, "r0")
+    assert opened(ray.agents) == ([1, 2] if dies == "n0" else [2, 1]), "what is at home has no tunnel"
