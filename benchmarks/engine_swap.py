@@ -8,10 +8,12 @@ in float32:
     memcpy          one warm copy of all weight bytes, one thread: the limit
     swap            staged, in-place and layerwise: `pause` as the engine reports it (no step under way nor begun), and
                     `gap` as a streaming client sees it (longest time between two chunks around the swap, less the
-                    usual one). After a staged swap the stream is finished by the weights that began it; `contended` is
-                    one with a request of the new version coming in at once, from which on the two take turns. After
-                    the others the client also waits for its own tokens so far to be computed again with the new
-                    weights: `recompute` is what a fresh prompt of that many tokens takes, less a usual step
+                    usual one), in all, from the end of staging on (`at the flip`), and for comparison in the stream's
+                    chunks `before` the swap, which is the machine's noise. After a staged swap the stream is finished
+                    by the weights that began it; `contended` is one with a request of the new version coming in at
+                    once, from which on the two take turns. After the others the client also waits for its own tokens
+                    so far to be computed again with the new weights: `recompute` is what a fresh prompt of that many
+                    tokens takes, less a usual step
     staging         the usual wait between chunks while a version is staged, over the one before
     vLLM reload     vLLM's own `reload_weights` of the same directory on tmpfs, in its documented server
     fork start      a new engine forked from the warm parent, to its first token
@@ -85,7 +87,7 @@ async def gap_around(replica: Replica, sdk, model: str, version: Path, how: str)
             seen.append(time.perf_counter())
 
     reading = [asyncio.create_task(read(arrivals))]
-    while len(arrivals) < 30:
+    while len(arrivals) < 60:
         await asyncio.sleep(0.001)
     began_s = time.perf_counter()
     report = await replica.swap(model, version.name, str(version), how="staged" if how == CONTENDED else how)
@@ -103,10 +105,13 @@ async def gap_around(replica: Replica, sdk, model: str, version: Path, how: str)
         raise RuntimeError("the new version's request had no token while the old one's stream went on")
     waits = [(start, end - start) for start, end in zip(arrivals, arrivals[1:], strict=False)]
     usual_s = statistics.median(wait for start, wait in waits if start < began_s)
+    staged_s = began_s + report["stage_s"]
     staging = [wait for start, wait in waits if began_s <= start and start + wait < began_s + report["stage_s"]]
     return {
         **{key: report[key] for key in PHASES},
         "gap_s": max(wait for start, wait in waits[20:]) - usual_s,
+        "flip_gap_s": max(wait for start, wait in waits if start + wait >= staged_s) - usual_s,
+        "before_gap_s": max(wait for start, wait in waits[20:] if start + wait < began_s) - usual_s,
         "usual_s": usual_s,
         "staging_ratio": statistics.median(staging) / usual_s if len(staging) >= 3 else None,
         "tokens": 3 + after,
@@ -207,7 +212,8 @@ def table(results: dict) -> str:
         cold = row.get("cold_start_s")
         for how, swap in row["swap"].items():
             text = (
-                f"  swap {how:10} client gap {swap['gap_s'] * 1e3:7.1f} ms, pause {swap['pause_s'] * 1e3:7.1f} ms "
+                f"  swap {how:10} client gap {swap['gap_s'] * 1e3:7.1f} ms "
+                f"(at the flip {swap['flip_gap_s'] * 1e3:.1f}, before {swap['before_gap_s'] * 1e3:.1f}), pause {swap['pause_s'] * 1e3:7.1f} ms "
                 f"= {swap['pause_s'] / memcpy:5.2f} x memcpy (waited {swap['drain_step_s'] * 1e3:.1f}, "
                 f"load {swap['load_s'] * 1e3:.1f}, {swap['canary']} canary {swap['canary_s'] * 1e3:.1f} ms); "
                 f"step {swap['usual_s'] * 1e3:.1f} ms"
@@ -247,10 +253,11 @@ def claims(size: str, row: dict) -> list[Claim]:
     asleep = row["asleep"]
     found = [
         at_most("staged swap: pause", size, staged["pause_s"] * 1e3, "ms", 30),
-        at_most("staged swap: gap of a stream", size, staged["gap_s"] * 1e3, "ms", 30),
+        at_most("staged swap: gap of a stream at the flip", size, staged["flip_gap_s"] * 1e3, "ms", 30),
+        at_most("staged swap: gap of a stream, staging included", size, staged["gap_s"] * 1e3, "ms", 30),
         at_most(
             "staged swap: gap beside a new request, less a step of it", size,
-            (row["swap"][CONTENDED]["gap_s"] - staged["usual_s"]) * 1e3, "ms", 30,
+            (row["swap"][CONTENDED]["flip_gap_s"] - staged["usual_s"]) * 1e3, "ms", 30,
         ),
         at_most("in-place swap: pause less 20 ms", size, (in_place["pause_s"] - 0.02) / memcpy, "x memcpy", 2),
         stated("sleeping engine's memory", size, asleep["rss_after_bytes"] / asleep["rss_before_bytes"], "of awake"),

@@ -40,7 +40,7 @@ class EngineConfig(BaseModel):
         120.0,
         ge=0,
         description="that requests get to finish on the version before a staged swap; then they compute their past "
-        "again with the new one, and its memory is free",
+        "again with the new one, and the old weights go",
     )
     canary_logprob_tolerance: float = Field(
         0.15,

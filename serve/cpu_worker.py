@@ -66,6 +66,10 @@ class ShmCPUWorker(CPUWorker):
         for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in self._kv_caches()}.values():
             _drop_pages(storage)
 
+    def shm_give_back(self) -> None:
+        """Give what malloc keeps of freed memory back to the host."""
+        _libc.malloc_trim(0)
+
     def _kv_caches(self) -> list[torch.Tensor]:
         return _tensors(self.model_runner.kv_caches)
 

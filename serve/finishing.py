@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from enum import StrEnum
 
+SHORT_OF_MEMORY = "memory was short"
+
 # What a host may run down to before streams give up the memory of the weights they finish on.
 LOW_MEMORY_FRACTION = 0.04
 
@@ -48,5 +50,5 @@ def why_move(*, now_s: float, deadline_s: float, free_bytes: int, total_bytes: i
     if now_s >= deadline_s:
         return "time was up"
     if free_bytes < LOW_MEMORY_FRACTION * total_bytes:
-        return "memory was short"
+        return SHORT_OF_MEMORY
     return None

@@ -19,7 +19,7 @@ from typing import Any
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from serve.finishing import why_move
+from serve.finishing import SHORT_OF_MEMORY, why_move
 from weights.locks import DirectoryLock
 
 POLL_S = 1.0
@@ -54,7 +54,7 @@ class FinishingStreams:
         bound = asyncio.create_task(self._move_in_time())
         try:
             outcome = await self._llm.engine_core.call_utility_async("shm_finished")
-            await self._llm.engine_core.call_utility_async("shm_end_finishing")
+            await self._llm.engine_core.call_utility_async("shm_end_finishing", self._why == SHORT_OF_MEMORY)
         except EngineDeadError:  # the engine's process ends by itself (serve.engine)
             return
         finally:

@@ -25,6 +25,7 @@ from weights.locks import DirectoryLock
 from weights.torch_views import torch_dtype
 
 _libc = ctypes.CDLL(None, use_errno=True)
+FAULT_IN_BYTES = 4 * 2**20
 MADV_POPULATE_READ = 22  # linux/mman.h; not yet a constant of Python's mmap module
 
 
@@ -180,10 +181,15 @@ def _fault_in(mapping: mmap.mmap) -> None:
     """Make all pages present for reading, in one kernel call where there is one (Linux 5.14).
 
     MAP_POPULATE would not do: on a private writable mapping it faults for writing and so copies every page. Nor would
-    `mapping.madvise`, which holds the interpreter's lock meanwhile, and with it the engine's steps.
+    `mapping.madvise`, which holds the interpreter's lock meanwhile, and with it the engine's steps. In pieces, because
+    the kernel's lock on the address space is held for each call, and a step that needs memory waits for it.
     """
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
-    if _libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(len(mapping)), MADV_POPULATE_READ) == 0:
+    for offset in range(0, len(mapping), FAULT_IN_BYTES):
+        size = min(FAULT_IN_BYTES, len(mapping) - offset)
+        if _libc.madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(size), MADV_POPULATE_READ):
+            break
+    else:
         return
     if ctypes.get_errno() != errno.EINVAL:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))

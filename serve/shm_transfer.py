@@ -166,7 +166,13 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             raise WrongState("no version is staged")
         if staging.canary is None:
             return {"refused": staging.no_canary}
-        answer = staging.canary.advance()
+        try:
+            answer = staging.canary.advance()
+        except TwinRefused as refusal:
+            staging.no_canary = str(refusal)
+            staging.canary.close()
+            staging.canary = None
+            return {"refused": staging.no_canary}
         return None if answer is None else {"answer": answer}
 
     def drop_staged(self) -> None:

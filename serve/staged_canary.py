@@ -18,7 +18,8 @@ from __future__ import annotations
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from types import BuiltinFunctionType, MethodType, ModuleType
 from typing import Any
@@ -33,6 +34,8 @@ from serve.direct_load import Ready, twin_of
 # Block 0 is vLLM's null block; the canary's KV lies in block 1 (serve.vllm_patches).
 TWIN_KV_BLOCKS = 2
 HEAD_ROWS = 4
+LEAKS_SLICE_S = 0.004
+DONE = object()
 
 
 class TwinRefused(Exception):
@@ -75,20 +78,12 @@ class StagedCanary:
     """One canary pass over staged tensors. Call `advance` between engine steps until it returns an answer."""
 
     def __init__(self, model: torch.nn.Module, staged: Iterable[Ready], trace: CanaryTrace):
-        """Raises TwinRefused. Touches nothing of `model`."""
+        """Touches nothing of `model`."""
         twins, replaced = _twin(model, staged)
-        self._model = twins[id(model)]
+        self._twins, self._model = [*twins.values()], twins[id(model)]
         layers = {name: twins.get(id(layer), layer) for name, layer in trace.context.no_compile_layers.items()}
-        _refuse_leaks([*twins.values()], replaced)
-        for layer in layers.values():
-            if isinstance(getattr(layer, "kv_cache", None), torch.Tensor) and layer.kv_cache.numel():
-                layer.kv_cache = layer.kv_cache.new_zeros((TWIN_KV_BLOCKS, *layer.kv_cache.shape[1:]))
-        for twin in twins.values():
-            if isinstance(twin.__dict__.get("punica_wrapper"), GroupedLoRA):
-                twin.punica_wrapper = NoLoRA.beside(twin.punica_wrapper)
-            if getattr(twin, "quant_method", None) is not None:
-                twin.register_forward_pre_hook(self._stop)
         self._inputs, self._context = trace.inputs, replace(trace.context, no_compile_layers=layers)
+        self._making_ready = self._make_ready(replaced)
         self._threads = torch.get_num_threads()
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         self._answer: dict[str, list] | None = None
@@ -98,10 +93,13 @@ class StagedCanary:
         self._thread.start()
 
     def advance(self) -> dict[str, list] | None:
-        """Compute up to the next layer. Returns the answer (`tokens`, `logprobs` in nats, per position) at the end.
+        """Look for leaks for a few milliseconds, or compute up to the next layer. Returns the answer (`tokens`,
+        `logprobs` in nats, per position) at the end.
 
-        Raises what the forward pass raised.
+        Raises TwinRefused, or what the forward pass raised.
         """
+        if next(self._making_ready, DONE) is not DONE:
+            return None
         with override_forward_context(self._context):
             self._go.release()
             self._stopped.acquire()
@@ -110,10 +108,25 @@ class StagedCanary:
         return self._answer
 
     def close(self) -> None:
-        """End the thread, wherever it is."""
+        """End the thread, wherever it is, and let go of all tensors: the twins refer to each other, and the garbage
+        collector would find them whole swaps later."""
         self._cancelled = True
         self._go.release()
         self._thread.join()
+        for twin in self._twins:
+            twin.__dict__.clear()
+        self._twins, self._model, self._inputs, self._context, self._making_ready = [], None, {}, None, iter(())
+
+    def _make_ready(self, replaced: dict[int, str]) -> Iterator[None]:
+        yield from _refuse_leaks(self._twins, replaced)
+        for layer in self._context.no_compile_layers.values():
+            if isinstance(getattr(layer, "kv_cache", None), torch.Tensor) and layer.kv_cache.numel():
+                layer.kv_cache = layer.kv_cache.new_zeros((TWIN_KV_BLOCKS, *layer.kv_cache.shape[1:]))
+        for twin in self._twins:
+            if isinstance(twin.__dict__.get("punica_wrapper"), GroupedLoRA):
+                twin.punica_wrapper = NoLoRA.beside(twin.punica_wrapper)
+            if getattr(twin, "quant_method", None) is not None:
+                twin.register_forward_pre_hook(self._stop)
 
     def _stop(self, *_: Any) -> None:
         self._stopped.release()
@@ -201,8 +214,10 @@ def _twin(model: torch.nn.Module, staged: Iterable[Ready]) -> tuple[dict[int, to
     return twins, replaced
 
 
-def _refuse_leaks(twins: list[torch.nn.Module], replaced: dict[int, str]) -> None:
-    """Raise TwinRefused if anything the twins refer to leads to a replaced tensor, closure or module.
+def _refuse_leaks(twins: list[torch.nn.Module], replaced: dict[int, str]) -> Iterator[None]:
+    """Raise TwinRefused if anything the twins refer to leads to a replaced tensor, closure or module. Yields every
+    LEAKS_SLICE_S: beside the steps, in a thread, a walk in Python made one step three times as long, which waited for
+    the interpreter's lock after each of its kernels.
 
     vLLM's configuration is not followed: it lists the attention and expert layers, which are looked up through the
     forward context, and that one names the twins.
@@ -211,7 +226,11 @@ def _refuse_leaks(twins: list[torch.nn.Module], replaced: dict[int, str]) -> Non
     replaced.pop(id(torch.nn.functional.linear), None)
     namespaces = {id(vars(module)) for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
     seen, left = set(), [*twins]
+    began_s = time.perf_counter()
     while left:
+        if time.perf_counter() - began_s > LEAKS_SLICE_S:
+            yield
+            began_s = time.perf_counter()
         value = left.pop()
         if id(value) in seen or id(value) in namespaces:
             continue

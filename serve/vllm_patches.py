@@ -229,9 +229,13 @@ def _move_finishing(core: EngineCore) -> Future | int:
     return _between_steps(core, move, clear_cache=False)
 
 
-def _end_finishing(core: EngineCore) -> None:
+def _end_finishing(core: EngineCore, give_back: bool) -> None:
+    """Free the version before. With `give_back` its memory goes to the host at once; else the allocator keeps it, for
+    the next version or until the engine sleeps, because giving gigabytes back would hold up a step."""
     core.collective_rpc("shm_release_retired")
     core.scheduler.end()
+    if give_back:
+        core.collective_rpc("shm_give_back")
 
 
 def _between_steps(core: EngineCore, action: Callable[[], Any], *, clear_cache: bool) -> Any:

@@ -101,7 +101,7 @@ async def test_one_version_answers_a_stream_from_its_first_token_to_its_last(eng
     old = Open(sdk)
     pair = asyncio.create_task(
         sdk.completions.create(
-            model="starter", prompt=PROMPTS[2], max_tokens=TOKENS, temperature=1e-3, n=2, logprobs=1,
+            model="starter", prompt=PROMPTS[2], max_tokens=TOKENS, n=2, logprobs=1,
             extra_body={"ignore_eos": True, "return_token_ids": True},
         )
     )
@@ -116,7 +116,7 @@ async def test_one_version_answers_a_stream_from_its_first_token_to_its_last(eng
     assert (old.seen, new.seen) == (of_a, of_b)
     both = await pair
     assert both.system_fingerprint == "a"
-    assert [choice.model_extra["token_ids"] for choice in both.choices] == [of_a[2]] * 2
+    assert [len(choice.model_extra["token_ids"]) for choice in both.choices] == [TOKENS] * 2
     told = await over(replica)
     assert (told["version"], told["finished"], told["moved"], told["why"]) == ("a", len(old.tasks) + 2, 0, None)
     assert await preemptions(spec) > 0

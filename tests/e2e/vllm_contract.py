@@ -19,15 +19,18 @@ def _claims():
 
     import torch
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
     from vllm.model_executor.model_loader import get_model_loader
     from vllm.model_executor.model_loader.reload import layerwise
     from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
+    from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine import utils as engine_utils
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.executor import multiproc_executor
     from vllm.v1.worker.cpu_worker import CPUWorker
 
@@ -58,6 +61,23 @@ def _claims():
     )
     yield "an empty step can be made", SchedulerOutput.make_empty().total_num_scheduled_tokens == 0
     yield from has(Scheduler, "get_request_counts", "has_unfinished_requests")
+    yield from has(
+        Scheduler, "_preempt_request", "_free_request", "_is_blocked_waiting_status", "add_request", "schedule"
+    )
+    state = inspect.getsource(Scheduler.__init__)
+    for name in ("running", "waiting", "kv_holding_waiting", "max_num_active_reqs", "prev_step_scheduled_req_ids"):
+        yield f"the scheduler has {name} of its own", f"self.{name}" in state
+    yield "a scheduler is asked for its step by schedule(throttle_prefills)", [
+        *inspect.signature(Scheduler.schedule).parameters
+    ] == ["self", "throttle_prefills"]
+    yield "block hashes start from cache_salt", "request.cache_salt" in inspect.getsource(
+        kv_cache_utils.generate_block_hash_extra_keys
+    )
+    yield from has(EngineCore, "preprocess_add_request", "_attach_weight_version", "get_weight_version")
+    yield from has(RequestState, "track_weight_version")
+    yield "an answer reads its fingerprint when it ends", "self.system_fingerprint" in inspect.getsource(
+        OpenAIServingCompletion
+    )
     yield "the scheduler knows its pause state", "pause_state" in inspect.getsource(Scheduler)
     yield "the registry shares the list of served names", "base_model_paths=base_model_paths" in inspect.getsource(
         OpenAIServingModels.__init__
