@@ -213,7 +213,8 @@ def table(results: dict) -> str:
         for how, swap in row["swap"].items():
             text = (
                 f"  swap {how:10} client gap {swap['gap_s'] * 1e3:7.1f} ms "
-                f"(at the flip {swap['flip_gap_s'] * 1e3:.1f}, before {swap['before_gap_s'] * 1e3:.1f}), pause {swap['pause_s'] * 1e3:7.1f} ms "
+                f"(at the flip {swap['flip_gap_s'] * 1e3:.1f}, before {swap['before_gap_s'] * 1e3:.1f}), "
+                f"pause {swap['pause_s'] * 1e3:7.1f} ms "
                 f"= {swap['pause_s'] / memcpy:5.2f} x memcpy (waited {swap['drain_step_s'] * 1e3:.1f}, "
                 f"load {swap['load_s'] * 1e3:.1f}, {swap['canary']} canary {swap['canary_s'] * 1e3:.1f} ms); "
                 f"step {swap['usual_s'] * 1e3:.1f} ms"
