@@ -35,6 +35,7 @@ class FinishingStreams:
         self._over: asyncio.Task[None] | None = None
         self._held: DirectoryLock | None = None
         self._why: str | None = None
+        self._moving = False
         self.version: str | None = None
         self.last: dict[str, Any] | None = None
 
@@ -54,16 +55,18 @@ class FinishingStreams:
         bound = asyncio.create_task(self._move_in_time())
         try:
             outcome = await self._llm.engine_core.call_utility_async("shm_finished")
-            await self._llm.engine_core.call_utility_async("shm_end_finishing", self._why == SHORT_OF_MEMORY)
+            why = self._why if outcome["moved"] else None
+            await self._llm.engine_core.call_utility_async("shm_end_finishing", why == SHORT_OF_MEMORY)
         except EngineDeadError:  # the engine's process ends by itself (serve.engine)
             return
         finally:
-            bound.cancel()
+            if not self._moving:  # a move that was cancelled would resume the engine behind the next operation's back
+                bound.cancel()
             with contextlib.suppress(asyncio.CancelledError, EngineDeadError):
                 await bound
             self._over, self._held, self.version = None, None, None
-        self.last = {"version": version, **outcome, "why": self._why}
-        moved = f", {outcome['moved']} moved on: {self._why}" if outcome["moved"] else ""
+        self.last = {"version": version, **outcome, "why": why}
+        moved = f", {outcome['moved']} moved on: {why}" if outcome["moved"] else ""
         logger.info(
             "%d requests finished on %s in %.1f s after the swap%s", outcome["finished"], version, outcome["seconds"],
             moved, extra={"model": model, "version": version},
@@ -77,10 +80,15 @@ class FinishingStreams:
             why = why_move(now_s=now_s, deadline_s=deadline_s, free_bytes=free_bytes, total_bytes=total_bytes)
             if why is not None:
                 async with self._lock:
-                    await self._move(why)
+                    self._moving = True
+                    try:
+                        await self._move(why)
+                    finally:
+                        self._moving = False
                 return
             await asyncio.sleep(min(POLL_S, max(deadline_s - now_s, 0)))
 
     async def _move(self, why: str) -> None:
-        if await self._llm.engine_core.call_utility_async("shm_move_finishing"):
-            self._why = why
+        # Before the call: the end that it brings about is heard of before its answer.
+        self._why = self._why or why
+        await self._llm.engine_core.call_utility_async("shm_move_finishing")
