@@ -87,7 +87,12 @@ class Nodes:
             await self._take_in(name, alive)
         for name, known in list(self._known.items()):
             if find_actor(NODE + name) is None:  # its agent died alone: engines and ranks there go on
-                self._known[name] = replace(known, actor=await _start(known.place, known.ray_id))
+                try:
+                    self._known[name] = replace(known, actor=await _start(known.place, known.ray_id))
+                except RayError:
+                    if name == self.home.name:
+                        raise
+                    log.warning("its agent does not start; it seems to be dying", extra={"node": name})
         away = [name for name, known in self._known.items() if name != self.home.name and not known.leaves]
         for name, leaves in zip(away, await asyncio.gather(*map(self._asks_to_leave, away)), strict=True):
             if leaves:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from ray.exceptions import ActorUnschedulableError
 
 from scheduler import ray_nodes
 from scheduler.discovery import logical_devices
@@ -102,6 +103,20 @@ async def test_devices_of_a_node_that_leaves_are_drained_until_it_is_gone(nodes,
     ray.start(place("n1"))
     assert await nodes.look()
     assert all(device.health == "ok" for device in nodes.devices), "it is back, and stays"
+
+
+async def test_an_agent_that_died_with_its_node_is_not_mourned_before_ray_says_so(nodes, ray, monkeypatch):
+    """Ray names a dying node among the living for a moment; starting its agent then ended the controller."""
+
+    async def refused(place, ray_id):
+        raise ActorUnschedulableError("the node does not exist any more")
+
+    monkeypatch.setattr(ray_nodes, "_start", refused)
+    del ray.agents["node:n1"]
+    assert not await nodes.look()
+    assert nodes.place("n1") is not None
+    del ray.on["n1"]
+    assert await nodes.look() and nodes.place("n1") is None
 
 
 @pytest.mark.parametrize("dies", ["n0", "n1"])
