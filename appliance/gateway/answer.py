@@ -77,7 +77,7 @@ class Answer:
     def write(self, data: bytes) -> None:
         if data and self.client is not None:
             self.request.sent_bytes += len(data)
-            self.client.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+            self.client.write(wire.chunk(data) if self._chunked else data)
 
     def relay(self, body: bytes) -> None:
         """Bytes of the engine's answer."""
@@ -103,8 +103,12 @@ class Answer:
         if self._hides_usage and body.find(FINISHED) >= 0:
             body = with_fingerprint(body, self.request.model_version)
         # Inside JSON text the quote would be escaped: this counts events, whatever they say.
-        self.request.stream_events += body.count(_EVENT)
-        if body.find(ERROR_EVENT) >= 0:
+        if body[: len(_EVENT)] == _EVENT and body.find(_EVENT, len(_EVENT)) < 0:
+            events, error = 1, body[: len(ERROR_EVENT)] == ERROR_EVENT
+        else:
+            events, error = body.count(_EVENT), body.find(ERROR_EVENT) >= 0
+        self.request.stream_events += events
+        if error:
             body = _rewritten_events(body, self.request)
             self._error_seen = True
         ending = self.request.route.stream_end  # type: ignore[union-attr]

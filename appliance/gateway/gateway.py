@@ -47,7 +47,7 @@ log = logging.getLogger("appliance.gateway")
 
 _JSON: Final = b"application/json"
 _TWO_DIGITS: Final = [b"%02x" % low for low in range(256)]
-Gauge = tuple[str, str, dict[str, str], float]
+Gauge = tuple[str, str, dict[str, str], int | float]
 # Placing thousands of held requests in one go would stall every open stream for as long.
 _PLACED_AT_ONCE: Final = 128
 

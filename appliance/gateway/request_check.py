@@ -187,17 +187,18 @@ def with_model(body: bytes, model: str) -> bytes:
     return body.rstrip()[:-1] + b',"model":' + orjson.dumps(model) + b"}"
 
 
-Rules = dict[str, tuple[type, float, float]]
+# The bounds are not called `float`: compiled, that would make floats of them, and 2^63 no greater than 2^63 - 1.
+Rules = dict[str, tuple[type, Any, Any]]
 _RULES_OF: Final[list[tuple[Limits, Rules]]] = []
 
 
 def _rules(limits: Limits) -> Rules:
     """(type, lowest, highest) by field; built once per Limits object."""
     if _RULES_OF:
-        of, rules = _RULES_OF[0]
+        of, known = _RULES_OF[0]
         if of is limits:
-            return rules
-    rules = {
+            return known
+    rules: Rules = {
         "n": (int, 1, limits.n),
         "best_of": (int, 1, limits.n),
         "max_tokens": (int, 1, limits.max_tokens),
@@ -223,7 +224,7 @@ def _rules(limits: Limits) -> Rules:
     return rules
 
 
-def _number(name: str, value: Any, kind: type, low: float, high: float) -> None:
+def _number(name: str, value: Any, kind: type, low: Any, high: Any) -> None:
     right_type = isinstance(value, int) or (kind is float and isinstance(value, float))
     if not right_type or isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
         what = "an integer" if kind is int else "a number"

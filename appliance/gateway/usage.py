@@ -7,7 +7,6 @@ and the event is taken out again for a client who did not.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from typing import Any, Final
 
 import orjson
@@ -67,26 +66,36 @@ def with_fingerprint(body: bytes, fingerprint: str) -> bytes:
     return body
 
 
+class _Sums:
+    requests: int = 0
+    errors: int = 0
+    prompt: int = 0
+    completion: int = 0
+
+
 class Meter:
     """Sums by key, model and version since they were last taken."""
 
     def __init__(self) -> None:
-        self._sums: defaultdict[tuple[str, str, str], list[int]] = defaultdict(lambda: [0, 0, 0, 0])
+        self._sums: dict[tuple[str, str, str], _Sums] = {}
 
     def add(self, key: str, model: str, version: str, tokens: Tokens, failed: bool) -> None:
-        sums = self._sums[key, model, version]
-        sums[0] += 1
-        sums[1] += failed
-        sums[2] += tokens.prompt
-        sums[3] += tokens.completion
+        whose = (key, model, version)
+        sums = self._sums.get(whose)
+        if sums is None:
+            sums = self._sums[whose] = _Sums()
+        sums.requests += 1
+        sums.errors += failed
+        sums.prompt += tokens.prompt
+        sums.completion += tokens.completion
 
     def take(self) -> list[dict[str, Any]]:
         """The sums as rows of the bus's "usage" message; empty when nothing happened."""
-        sums, self._sums = self._sums, defaultdict(lambda: [0, 0, 0, 0])
+        sums, self._sums = self._sums, {}
         return [
             {
-                "key": key, "model": model, "version": version, "requests": row[0], "errors": row[1],
-                "prompt_tokens": row[2], "completion_tokens": row[3],
+                "key": key, "model": model, "version": version, "requests": row.requests,
+                "errors": row.errors, "prompt_tokens": row.prompt, "completion_tokens": row.completion,
             }
             for (key, model, version), row in sums.items()
         ]  # fmt: skip

@@ -64,6 +64,7 @@ _OURS = re.compile(rb"x[-_]appliance[-_]")
 _TRACE = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\Z")
 _WRITTEN: Final = 4096
 _DIGITS: Final = [b"%d" % number for number in range(_WRITTEN)]
+_HEX_LINES: Final = [b"%x\r\n" % number for number in range(_WRITTEN)]
 _ENGINE_HEAD: Final = b" HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\nx-request-id: "
 _LENGTH: Final = b"\r\ncontent-length: "
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
@@ -146,7 +147,8 @@ def digits(number: int) -> bytes:
 
 
 def chunk(data: bytes) -> bytes:
-    return b"%x\r\n%b\r\n" % (len(data), data)
+    size = len(data)
+    return b"".join((_HEX_LINES[size] if size < _WRITTEN else b"%x\r\n" % size, data, b"\r\n"))
 
 
 def accepted_trace(headers: Headers) -> bytes:

@@ -53,6 +53,7 @@ BAD: dict[str, tuple[str, str | None]] = {
     "logprobs 1e6": (HEAD + '"logprobs": 1000000}', "logprobs"),
     "top_logprobs 1e6": (HEAD + '"logprobs": true, "top_logprobs": 1000000}', "top_logprobs"),
     "prompt_logprobs all": (HEAD + '"prompt_logprobs": -1}', "prompt_logprobs"),
+    "seed 2^63": (HEAD + f'"seed": {1 << 63}' + "}", "seed"),
     "max_tokens 0": (HEAD + '"max_tokens": 0}', "max_tokens"),
     "max_tokens -1": (HEAD + '"max_tokens": -1}', "max_tokens"),
     "max_tokens 2^63": (HEAD + f'"max_tokens": {1 << 63}' + "}", "max_tokens"),
@@ -101,6 +102,11 @@ def test_bad_chat_bodies(name: str) -> None:
     assert caught.value.status == 400
     assert caught.value.param == param
     assert len(caught.value.body()) < 1000
+
+
+def test_bounds_are_said_as_they_are() -> None:
+    with pytest.raises(ApiError, match="16384 given, expected an integer from 1 to 64[.]"):
+        check_body(CHAT, (HEAD + '"n": 16384}').encode(), LIMITS)
 
 
 async def test_bad_bodies_get_400_and_the_engine_never_hears_of_them(box: Box) -> None:
