@@ -80,9 +80,10 @@ class Nodes:
         before = {name: (known.leaves, known.actor) for name, known in self._known.items()}
         for name, known in list(self._known.items()):
             if known.ray_id not in alive:
-                log.error("it is gone, and with it its %d devices", len(known.place.devices), extra={"node": name})
+                level = logging.INFO if known.leaves else logging.ERROR
+                log.log(level, "it is gone, and with it its %d devices", len(known.place.devices), extra={"node": name})
                 del self._known[name]
-                self.on_change(name, "lost")
+                self.on_change(name, "left" if known.leaves else "lost")
         for name in {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)} - set(before):
             await self._take_in(name, alive)
         for name, known in list(self._known.items()):

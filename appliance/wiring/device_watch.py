@@ -60,7 +60,7 @@ class DeviceWatch:
         self.judge()
 
     def node_changed(self, node: str, what: str) -> None:
-        """`what`: "joined" or "lost"."""
+        """`what`: "joined", "left" (in order) or "lost"."""
         self._tell(f"node.{what}", node, {})
 
     def judge(self) -> None:
@@ -86,6 +86,6 @@ class DeviceWatch:
             self._on_change()
 
     def _tell(self, action: str, target: str, detail: dict[str, str]) -> None:
-        level = logging.INFO if action == "node.joined" else logging.ERROR
+        level = logging.INFO if action in ("node.joined", "node.left") else logging.ERROR
         log.log(level, "%s %s", action, detail.get("reason", ""), extra={"device": target})
         audit.insert(self._db, AuditRow(new_id("audit_"), None, action, target, "done", "", self._clock(), detail))

@@ -99,7 +99,7 @@ async def test_devices_of_a_node_that_leaves_are_drained_until_it_is_gone(nodes,
     told = []
     nodes.on_change = lambda name, what: told.append((name, what))
     del ray.on["n1"], ray.agents["node:n1"]
-    assert await nodes.look() and told == [("n1", "lost")]
+    assert await nodes.look() and told == [("n1", "left")]
     ray.start(place("n1"))
     assert await nodes.look()
     assert all(device.health == "ok" for device in nodes.devices), "it is back, and stays"
@@ -115,8 +115,10 @@ async def test_an_agent_that_died_with_its_node_is_not_mourned_before_ray_says_s
     del ray.agents["node:n1"]
     assert not await nodes.look()
     assert nodes.place("n1") is not None
+    told = []
+    nodes.on_change = lambda name, what: told.append((name, what))
     del ray.on["n1"]
-    assert await nodes.look() and nodes.place("n1") is None
+    assert await nodes.look() and nodes.place("n1") is None and told == [("n1", "lost")]
 
 
 @pytest.mark.parametrize("dies", ["n0", "n1"])
