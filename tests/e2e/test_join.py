@@ -149,9 +149,10 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     job = submit("--epochs", "4", "--lora-rank", "4", "--max-devices", "2")
     wait_for(lambda: holder_of(home, "n1/0") == holder_of(home, "n1/1") == job, "the job on the other node", 300)
     wait_for(lambda: home.losses(job), "a step of it", 300)
+    steps = max(home.losses(job))
     for pid in home.pids_logging_to("controller.log"):
         os.kill(pid, signal.SIGKILL)  # the next one goes on with the very ranks
-    steps = max(home.losses(job))
+    wait_for(lambda: "data" in home.admin(f"jobs/{job}/metrics"), "the next controller", 200)
     wait_for(lambda: max(home.losses(job)) > steps, "steps after the controller's death", 300)
     assert sum("started on" in text for text in messages(home, job)) == 1, "nothing was started again"
     home.run("mode", "set", "serve", "--wait", timeout_s=600)
