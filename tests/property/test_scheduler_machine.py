@@ -356,25 +356,29 @@ def explore(examples: int, steps: int) -> None:
     print(f"scheduler machine: {SchedulerMachine.steps} steps, {SchedulerMachine.verbs} verbs, 0 violations")
 
 
+def explore_in_parts(monkeypatch, examples: int, wanted: int) -> None:
+    """Until `wanted` steps are done; how many an example has is left to chance. Each part has a seed of its own, so
+    that one which fails is repeated alone; they follow from the first."""
+    first, done = int(os.environ.get("SCHEDULER_SEED") or random.SystemRandom().randrange(2**32)), 0
+    for part in itertools.count():
+        monkeypatch.setenv("SCHEDULER_SEED", str(first + part))
+        explore(examples=examples, steps=100)
+        done += SchedulerMachine.steps
+        print(f"scheduler machine: {done:,} of {wanted:,} steps", flush=True)
+        if done >= wanted:
+            break
+
+
 @pytest.mark.timeout(1800)  # a machine that does six other things takes longer than the usual bound
-def test_random_lives() -> None:
-    explore(examples=300, steps=100)
-    assert SchedulerMachine.steps >= 25_000
+def test_random_lives(monkeypatch) -> None:
+    explore_in_parts(monkeypatch, examples=75, wanted=25_000)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_random_lives_for_long(capsys, monkeypatch) -> None:
-    """In parts, each with a seed of its own: a part that fails is repeated alone. They follow from the first."""
-    first, done = int(os.environ.get("SCHEDULER_SEED") or random.SystemRandom().randrange(2**32)), 0
     with capsys.disabled():
-        for part in itertools.count():
-            monkeypatch.setenv("SCHEDULER_SEED", str(first + part))
-            explore(examples=500, steps=100)
-            done += SchedulerMachine.steps
-            print(f"scheduler machine: {done} of 1,000,000 steps", flush=True)
-            if done >= 1_000_000:
-                break
+        explore_in_parts(monkeypatch, examples=500, wanted=1_000_000)
 
 
 def test_a_crash_is_not_an_exception() -> None:
