@@ -43,6 +43,7 @@ from serve.fingerprint import FingerprintBook, FingerprintRecord, canary_prompt,
 from serve.finishing_streams import FinishingStreams
 from serve.shm_source import lease
 from serve.spec import ReplicaSpec
+from serve.staged_answer import ask_staged
 from serve.swap_path import HOW, choose_path, memory_bytes
 from serve.version_check import ModelIdentity, check_same_model
 from weights.locks import DirectoryLock
@@ -292,15 +293,13 @@ class EngineControl:
         """
         began_s = time.perf_counter()
         try:
-            found = None
-            while found is None:
-                found = (await self.llm.collective_rpc("shm_advance_canary"))[0]
-            if "refused" in found:
+            answer = await ask_staged(self.llm.collective_rpc)
+            if "refused" in answer:
                 ids = {"model": self.model, "version": self.version}
-                logger.info("canary of %s in the pause: %s", path, found["refused"], extra=ids)
+                logger.info("canary of %s in the pause: %s", path, answer["refused"], extra=ids)
                 return None
             return {
-                "fingerprint": record.check(found["answer"], "transfer"),
+                "fingerprint": record.check(answer, "transfer"),
                 "seconds": time.perf_counter() - began_s,
             }
         except EngineDeadError as error:

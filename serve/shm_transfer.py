@@ -155,11 +155,11 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
         watch_next_pass(runner, keep)
 
-    def advance_canary(self) -> dict[str, Any] | None:
-        """Compute a slice of the staged version's canary, between two steps of the engine.
+    def ready_canary(self) -> dict[str, Any] | None:
+        """Prepare the staged version's canary for a few milliseconds, between two steps of the engine.
 
-        Returns None while there is more to compute, then `{"answer": ...}`; `{"refused": why}` if this model's
-        canary can be asked in a pause only. Raises what the forward pass raised.
+        Returns None while there is more to do, then `{}`; `{"refused": why}` if this model's canary can be asked in
+        a pause only.
         """
         staging = self._staging
         if staging is None or staging.ready is None or not staging.done:
@@ -167,13 +167,17 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         if staging.canary is None:
             return {"refused": staging.no_canary}
         try:
-            answer = staging.canary.advance()
+            return {} if staging.canary.make_ready() else None
         except TwinRefused as refusal:
             staging.no_canary = str(refusal)
             staging.canary.close()
             staging.canary = None
             return {"refused": staging.no_canary}
-        return None if answer is None else {"answer": answer}
+
+    def advance_canary(self) -> dict[str, Any] | None:
+        """Compute a slice of the canary, which is ready on every worker: None while there is more to compute, then
+        the answer. Raises what the forward pass raised."""
+        return self._staging.canary.advance()
 
     def drop_staged(self) -> None:
         """Forget a staged version and free its memory, waiting for its thread to notice."""

@@ -75,7 +75,8 @@ def watch_next_pass(runner: Any, keep: Callable[[CanaryTrace], None]) -> None:
 
 
 class StagedCanary:
-    """One canary pass over staged tensors. Call `advance` between engine steps until it returns an answer."""
+    """One canary pass over staged tensors. Between engine steps, call `make_ready` until it is, on every worker, then
+    `advance` until it returns an answer."""
 
     def __init__(self, model: torch.nn.Module, staged: Iterable[Ready], trace: CanaryTrace):
         """Touches nothing of `model`."""
@@ -92,14 +93,19 @@ class StagedCanary:
         self._thread = threading.Thread(target=self._run, name="staged-canary", daemon=True)
         self._thread.start()
 
-    def advance(self) -> dict[str, list] | None:
-        """Look for leaks for a few milliseconds, or compute up to the next layer. Returns the answer (`tokens`,
-        `logprobs` in nats, per position) at the end.
+    def make_ready(self) -> bool:
+        """Look for leaks for a few milliseconds; True when there is nothing left to look at.
 
-        Raises TwinRefused, or what the forward pass raised.
+        Workers need more or fewer calls of it by their own clocks. Layers of tensor parallel workers wait for each
+        other, so none may `advance` before all are ready: one that did waited for ever. Raises TwinRefused.
         """
-        if next(self._making_ready, DONE) is not DONE:
-            return None
+        return next(self._making_ready, DONE) is DONE
+
+    def advance(self) -> dict[str, list] | None:
+        """Compute up to the next layer. Returns the answer (`tokens`, `logprobs` in nats, per position) at the end.
+
+        Raises what the forward pass raised.
+        """
         with override_forward_context(self._context):
             self._go.release()
             self._stopped.acquire()

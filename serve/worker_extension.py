@@ -34,6 +34,9 @@ class ShmWorkerExtension:
         """Note how the model runner runs its next pass, which is the canary, for `shm_advance_canary` to repeat."""
         self.weight_transfer_engine.watch(self.model_runner)
 
+    def shm_ready_canary(self) -> dict[str, Any] | None:
+        return self.weight_transfer_engine.ready_canary()
+
     def shm_advance_canary(self) -> dict[str, Any] | None:
         return self.weight_transfer_engine.advance_canary()
 
