@@ -67,5 +67,7 @@ def running(box: WholeBox) -> list[int]:
 
 
 def seen() -> set[str]:
-    """Files in shared memory, of ours and of others' making, and what lies in /tmp beside them."""
-    return shared_memory_files() | {f"/tmp/{path.name}" for path in Path("/tmp").iterdir()}
+    """Files in shared memory, of ours and of others' making, and what lies in /tmp beside them, but for torch's own
+    cache of compiled code, which all programs of a user share."""
+    beside = {f"/tmp/{path.name}" for path in Path("/tmp").iterdir() if not path.name.startswith("torchinductor_")}
+    return shared_memory_files() | beside
