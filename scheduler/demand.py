@@ -179,7 +179,8 @@ def slots(
     """Every wish for a replica, most pressing first: each model's first before anybody's second.
 
     Among first replicas: pinned; models in their turn; models that waited longer than a turn (longest first); models
-    whose turn is over; models that began to wait; models that nothing asks for but their minimum.
+    whose turn is over; models that began to wait; models that nothing asks for but their minimum. Among later ones:
+    pinned, then by name. What nothing asks for is last.
     """
     open_since: dict[str, float] = {}
     opened: dict[str, int] = {}
@@ -201,13 +202,21 @@ def slots(
             return 2, waiting_s, d.model
         return 4, now_s if waiting_s is None else waiting_s, d.model
 
+    def later_rank(d: DeploymentView) -> tuple[bool, str]:
+        # Neither turns nor requests: who has a replica already does not wait, and an order that changes with the clock
+        # moved the second replicas of three models to and fro for ever.
+        return not d.pinned, d.model
+
     most = {d.model: d.max_replicas if usable(d, now_s) else opened.get(d.model, 0) for d in deployments}
     able = sorted((d for d in deployments if most[d.model]), key=first_rank)
     out: list[Slot] = []
     for nth in range(max(most.values(), default=0)):
+        if nth == 1:
+            able.sort(key=later_rank)
         # A model that asks for nothing gets no replica; one that asks may fill what belongs to serving anyway.
         round_ = [d for d in able if nth < most[d.model] and memory[d.model].replicas > 0]
         if not round_:
             break
         out += [Slot(d.model, nth, d.tensor_parallel, nth < memory[d.model].replicas) for d in round_]
+    out.sort(key=lambda slot: not slot.wanted)  # who waits for a third comes before a second that only fills
     return out
