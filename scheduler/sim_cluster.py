@@ -1,7 +1,7 @@
 """Traffic meets engines: the gateway's part of a simulation (routing, holding) and its clockwork.
 
-Requests go to the open replica with the fewest outstanding tokens, as the box's router places them (`serve.router`; its
-affinity to warm prefixes is left out: traces have no text); with none open they are held, up to `hold_s`.
+Requests go to the open replica with the fewest outstanding tokens, as the gateway's router places them (its affinity to
+warm prefixes is left out: traces have no text); with none open they are held, up to `hold_s`.
 """
 
 from __future__ import annotations

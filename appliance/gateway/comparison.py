@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from serve.router import Canary, Model
+from .router import Canary, Model
 
 SHORTEST_S = 0.001
 BUCKETS_PER_DOUBLING = 4

@@ -14,8 +14,8 @@ import sysconfig
 from pathlib import Path
 
 MODULES = (
-    "allowance", "answer", "gateway", "inference", "logs", "metrics", "repeated_head", "request_check", "routes",
-    "server", "table", "upstream", "usage", "wire",
+    "allowance", "answer", "gateway", "inference", "logs", "metrics", "outbox", "repeated_head", "request_check",
+    "router", "routes", "server", "table", "upstream", "usage", "wire",
 )  # fmt: skip
 HERE = Path(__file__).parent
 

@@ -18,20 +18,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from serve.holds import Bounds, Holds, Refusal
-from serve.router import Choice, Router
-
 from . import errors, wire
 from .allowance import Allowance
 from .comparison import Comparison
 from .config import GatewayConfig, Limits
 from .errors import ApiError
 from .exposition import WorkerSnapshots, render
+from .holds import Bounds, Holds, Refusal
 from .inference import Exchange
 from .logs import AccessLog
 from .metrics import Metrics
+from .outbox import Outbox
 from .relay import Relay
 from .request_check import Checked, check_body
+from .router import Choice, Router
 from .routes import ADMIN, Kind
 from .scrape import Scrape
 from .server import ClientConnection, Handler
@@ -63,7 +63,8 @@ class Gateway:
         self.metrics = Metrics()
         self.snapshots = WorkerSnapshots(config.bus_socket, config.name) if config.workers > 1 else None
         self.comparison = Comparison()
-        self.pool = UpstreamPool()
+        self.outbox = Outbox()
+        self.pool = UpstreamPool(self.outbox)
         self.router = Router(max_inflight=config.limits.replica_inflight)
         holds = config.holds
         self.holds: Holds[Exchange] = Holds(Bounds(holds.requests, holds.requests_per_model, holds.body_bytes))

@@ -16,14 +16,13 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
-from serve.holds import Refusal, Ticket
-from serve.router import Choice
-
 from . import errors, wire
 from .answer import ERROR_EVENT, Answer, error_event_code, event_error
 from .continuation import ASK_FOR_TOKEN_IDS, CHAT, COMPLETIONS, RESUME_PATH
 from .errors import ApiError
+from .holds import Refusal, Ticket
 from .request_check import Checked, with_model
+from .router import Choice
 from .upstream import UpstreamConnection
 from .usage import ASK_FOR_USAGE
 from .wire import Request

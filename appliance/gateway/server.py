@@ -18,6 +18,7 @@ import httptools
 from . import errors, wire
 from .error_shapes import shaped
 from .errors import ApiError
+from .outbox import Writer
 from .repeated_head import RepeatedHead, repeated_head
 from .routes import Kind, resolve
 from .wire import Request
@@ -55,7 +56,7 @@ class Handler(Protocol):
     def tick(self, now_s: float) -> None: ...
 
 
-class ClientConnection:
+class ClientConnection(Writer):
     """See the module's docstring."""
 
     write_paused: bool = False
@@ -80,8 +81,8 @@ class ClientConnection:
     _differing: int = 0
 
     def __init__(self, gateway: Gateway) -> None:
+        super().__init__(gateway.outbox)
         self.gateway = gateway
-        self.transport: asyncio.Transport | None = None
         self.active: Handler | None = None
         self._parser: httptools.HttpRequestParser | None = None
         self._waiting: deque[Request | ApiError] = deque()
@@ -385,10 +386,6 @@ class ClientConnection:
         request = self.active_request
         return request is not None and request.keep_alive and request.complete and not self.gateway.stopping
 
-    def write(self, data: bytes) -> None:
-        if self.transport is not None:
-            self.transport.write(data)
-
     def finished(self, *, keep_alive: bool, now_s: float = 0.0) -> None:
         """The active request's response is completely written. now_s: the monotonic clock, where it was just read."""
         request = self.active_request
@@ -482,16 +479,13 @@ class ClientConnection:
             return
         if not read_rest or not transport.can_write_eof():
             self._deadline_s = time.monotonic() + self.gateway.limits.write_stall_s
-            transport.close()
+            self.close()
             return
         # Closing with unread bytes sends a reset that can destroy the answer on its way: say EOF, read on a little.
         self._deadline_s = time.monotonic() + _LINGER_S
+        self.flush()
         transport.write_eof()
         self.resume_reading()
-
-    def abort(self) -> None:
-        if self.transport is not None:
-            self.transport.abort()
 
     def pause_reading(self) -> None:
         if self.transport is not None and not self._read_paused and not self.transport.is_closing():
@@ -532,10 +526,10 @@ class ClientConnection:
             if self._head_started:
                 self.gateway.metrics.events["slow_head"] += 1
                 self._refuse(ApiError(408, "The request head came too slowly.", code="request_timeout", close=True))
-            elif self.transport is not None:
-                self.transport.close()
+            else:
+                self.close()
 
     def stop(self) -> None:
         """The gateway stops: idle connections close now, others after their answer."""
-        if self.active is None and self._parsing is None and self.transport is not None:
-            self.transport.close()
+        if self.active is None and self._parsing is None:
+            self.close()

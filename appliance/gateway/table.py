@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from serve.router import DRAINING, OPEN, Canary, Model, Replica
-
 from .errors import TableInvalid
+from .router import DRAINING, OPEN, Canary, Model, Replica
 
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _TASKS = ("generate", "embed")

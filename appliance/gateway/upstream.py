@@ -15,6 +15,8 @@ from typing import Final, Protocol
 
 import httptools
 
+from .outbox import Outbox, Writer
+
 CONNECT_TIMEOUT_S = 5.0
 FULL_BACKLOG_RETRY_S = 0.01
 RESPONSE_HEAD_BYTES = 64 * 1024
@@ -35,7 +37,7 @@ class Owner(Protocol):
         """The upstream's send buffer is full (or has drained again)."""
 
 
-class UpstreamConnection:
+class UpstreamConnection(Writer):
     """One connection. Invariant: it is in the pool exactly when it has no owner and is open.
 
     read_s: when something came in last; of an idle one, since when it has been idle.
@@ -53,9 +55,9 @@ class UpstreamConnection:
     _last: _Head | None = None
 
     def __init__(self, pool: UpstreamPool, path: str) -> None:
+        super().__init__(pool.outbox)
         self._pool = pool
         self.path = path
-        self.transport: asyncio.Transport | None = None
         self._parser: httptools.HttpResponseParser | None = None
         self.owner: Owner | None = None
         self.headers: dict[bytes, bytes] = {}
@@ -69,17 +71,12 @@ class UpstreamConnection:
         self.owner = owner
         self._head_done = self._done = self.answered = False
         self._head_bytes = 0
-        self.transport.write(data)
-
-    def write(self, data: bytes) -> None:
-        if self.transport is not None:
-            self.transport.write(data)
+        self.write(data)
 
     def abort(self) -> None:
         """Drop the connection now: the only way HTTP/1.1 has to tell an engine that nobody wants the rest."""
         self.owner = None
-        if self.transport is not None:
-            self.transport.abort()
+        super().abort()
 
     def pause_reading(self) -> None:
         if self.transport is not None and not self._paused and not self.transport.is_closing():
@@ -138,8 +135,8 @@ class UpstreamConnection:
         self.resume_reading()
         if self._keep_alive:
             self._pool.put(self)
-        elif self.transport is not None:
-            self.transport.close()
+        else:
+            self.close()
         owner.upstream_data(self, body, True)
 
     def _whole(self, owner: Owner, data: bytes) -> bool:
@@ -159,8 +156,7 @@ class UpstreamConnection:
         if self._paused:
             self.resume_reading()
         if last.closes:
-            if self.transport is not None:
-                self.transport.close()
+            self.close()
         else:
             self._pool.put(self)
         owner.upstream_data(self, body, True)
@@ -257,7 +253,8 @@ def _head(data: bytes) -> _Head | None:
 class UpstreamPool:
     """Idle connections by socket path, youngest first; the server's keep-alive must be longer than `idle_s`."""
 
-    def __init__(self, *, idle_s: float = 4.0, max_idle: int = 256) -> None:
+    def __init__(self, outbox: Outbox, *, idle_s: float = 4.0, max_idle: int = 256) -> None:
+        self.outbox = outbox
         self._idle_s = idle_s
         self._max_idle = max_idle
         self._idle: dict[str, list[UpstreamConnection]] = {}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from serve.router import Canary, Model, Replica, Router
+from appliance.gateway.router import Canary, Model, Replica, Router
 
 from .conftest import Box, Start, chat
 from .test_spending import limit

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 OPEN, DRAINING = "open", "draining"
 
@@ -71,16 +71,16 @@ class Load:
     suspect_until_s: float = 0.0
 
 
-@dataclass(slots=True)
 class Choice:
     """A request placed on a replica; give it back to `Router.end` exactly once. model: the row it was placed by, which
     is the canary's where that took it."""
 
-    model: str
-    replica: Replica
-    tokens: int
-    stream: bool
-    load: Load = field(repr=False)
+    def __init__(self, model: str, replica: Replica, tokens: int, stream: bool, load: Load) -> None:
+        self.model = model
+        self.replica = replica
+        self.tokens = tokens
+        self.stream = stream
+        self.load = load
 
 
 class Router:
@@ -113,19 +113,18 @@ class Router:
         self._states = states
         self.loads = {key: load for key, load in self.loads.items() if key in states or load.inflight}
 
-    def choose(
-        self, name: str, tokens: int, stream: bool, prefix: Callable[[], bytes], now_s: float
-    ) -> Choice | None:
+    def choose(self, name: str, tokens: int, stream: bool, prefix: Callable[[], bytes], now_s: float) -> Choice | None:
         """Place a request, or None when no replica of the model can take it now. Raises KeyError: unknown model.
 
         prefix: gives the beginning of the prompt; asked only where there is a choice."""
         best: Replica | None = None
         best_load: Load | None = None
         usable: list[tuple[Replica, Load]] = []
+        loads = self.loads
         for replica in self.models[name].replicas:
             if replica.state != OPEN:
                 continue
-            load = self.loads[replica.id]
+            load = loads[replica.id]
             if load.inflight >= self.max_inflight or load.suspect_until_s > now_s:
                 continue
             usable.append((replica, load))

@@ -1,0 +1,89 @@
+"""Writes of one turn of the event loop go out together at its end, each connection's in one piece.
+
+Whoever is written to sleeps until it is woken, and waking is the dearest part of a write: a fifth of all that a plain
+request cost here. What comes right after finds its reader awake. A turn that writes to one connection only loses
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+# What is as large as this goes out at once: a copy would cost more than waking.
+_LARGE_BYTES: Final = 32 * 1024
+# A long turn does not keep its first answers to its end.
+_AT_ONCE: Final = 16
+
+
+class Outbox:
+    """Whose bytes are still to be sent."""
+
+    def __init__(self) -> None:
+        self._writers: list[Writer] = []
+        self._scheduled = False
+
+    def add(self, writer: Writer) -> None:
+        writers = self._writers
+        writers.append(writer)
+        if len(writers) >= _AT_ONCE:
+            self.flush()
+        elif not self._scheduled:
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._turn_ends)
+
+    def _turn_ends(self) -> None:
+        self._scheduled = False
+        self.flush()
+
+    def flush(self) -> None:
+        writers, self._writers = self._writers, []
+        for writer in writers:
+            writer.flush()
+
+
+class Writer:
+    """A connection as far as it is written to. Invariant: with bytes unsent it stands in the outbox."""
+
+    _unsent: bytes = b""
+
+    def __init__(self, outbox: Outbox) -> None:
+        self._outbox = outbox
+        self.transport: asyncio.Transport | None = None
+
+    def write(self, data: bytes) -> None:
+        """Send `data` at the end of this turn, behind what was written before; nothing is sent once it is closed."""
+        transport, unsent = self.transport, self._unsent
+        if transport is None:
+            return
+        if unsent:
+            data = unsent + data
+        elif len(data) < _LARGE_BYTES:
+            self._unsent = data
+            self._outbox.add(self)
+            return
+        if len(data) < _LARGE_BYTES:
+            self._unsent = data
+        else:
+            self._unsent = b""
+            transport.write(data)
+
+    def flush(self) -> None:
+        """Send now what is unsent."""
+        data = self._unsent
+        if data:
+            self._unsent = b""
+            if self.transport is not None:
+                self.transport.write(data)
+
+    def close(self) -> None:
+        """Close once everything that was written is sent."""
+        self.flush()
+        if self.transport is not None:
+            self.transport.close()
+
+    def abort(self) -> None:
+        """Close now, whatever is unsent."""
+        self._unsent = b""
+        if self.transport is not None:
+            self.transport.abort()
