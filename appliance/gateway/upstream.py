@@ -21,6 +21,8 @@ CONNECT_TIMEOUT_S = 5.0
 FULL_BACKLOG_RETRY_S = 0.01
 RESPONSE_HEAD_BYTES = 64 * 1024
 _OK: Final = b"HTTP/1.1 200 OK\r\n"
+_SIZES: Final = {b"%x" % size: size for size in range(1, 8192)}
+_HEAD_END: Final = b"\r\n\r\n"
 _LENGTH: Final = re.compile(rb"\r\ncontent-length: ([0-9]{1,12})\r\n", re.IGNORECASE)
 
 
@@ -52,6 +54,7 @@ class UpstreamConnection(Writer):
     answered: bool = False
     read_s: float = 0.0
     _paused: bool = False
+    _between_chunks: bool = False
     _last: _Head | None = None
 
     def __init__(self, pool: UpstreamPool, path: str) -> None:
@@ -109,7 +112,14 @@ class UpstreamConnection(Writer):
                 if data.startswith(_OK) and self._whole(owner, data):
                     return
                 self.headers = {}
+                self._between_chunks = False
             self._head_bytes += len(data)
+        elif self._between_chunks:
+            body = _whole_chunks(data)
+            if body:
+                owner.upstream_data(self, body, False)
+                return
+            self._between_chunks = False
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -129,6 +139,9 @@ class UpstreamConnection(Writer):
             body = b"".join(chunks)
             self._chunks = []
         if not self._done:
+            if not body:
+                # Nothing but the head: what comes now begins with a chunk.
+                self._between_chunks = self.headers.get(b"transfer-encoding") == b"chunked" and data[-4:] == _HEAD_END
             owner.upstream_data(self, body, False)
             return
         self.owner = None
@@ -205,6 +218,32 @@ class UpstreamConnection(Writer):
 
     def on_message_complete(self) -> None:
         self._done = self._head_done
+
+
+def _whole_chunks(data: bytes) -> bytes:
+    """What stands in these chunks, if `data` is nothing but whole ones, as engines write them, and none is the last.
+
+    Empty otherwise: then the parser, which stands where they begin, must look at these bytes.
+    """
+    end = data.find(b"\r\n", 0, 8)
+    size = _SIZES.get(data[:end], 0) if end > 0 else 0
+    start, total = end + 2, len(data)
+    at = start + size
+    if not size or data[at : at + 2] != b"\r\n":
+        return b""
+    if at + 2 == total:
+        return data[start:at]
+    pieces = [data[start:at]]
+    while at + 2 < total:
+        at += 2
+        end = data.find(b"\r\n", at, at + 8)
+        size = _SIZES.get(data[at:end], 0) if end > 0 else 0
+        start = end + 2
+        at = start + size
+        if not size or data[at : at + 2] != b"\r\n":
+            return b""
+        pieces.append(data[start:at])
+    return b"".join(pieces)
 
 
 class _Head:
