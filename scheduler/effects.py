@@ -95,19 +95,11 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class DeviceFailed:
-    """A device must not be used any more; its holder is moved."""
-
-    device_id: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class InventoryChanged:
-    """Devices or nodes came, went or recovered: `observe` tells."""
+    """Devices or nodes came or went: `observe` tells."""
 
 
-Event = ReplicaDied | GroupEnded | DeviceFailed | InventoryChanged
+Event = ReplicaDied | GroupEnded | InventoryChanged
 
 
 class Effects(Protocol):

@@ -8,7 +8,7 @@ from scheduler.handover import Chain, Handover
 from scheduler.inventory import Holder
 from scheduler.plan import Allocation
 from scheduler.standby import Standby
-from scheduler.workload import Policy, Snapshot
+from scheduler.workload import DeploymentView, Policy, Snapshot
 
 
 def _count(n: int, what: str) -> str:
@@ -113,10 +113,11 @@ def reason_of(handover: Handover, policy: Policy) -> str:
     return f"{mode_of(policy)}: {'; '.join(texts[:4])}{more}"
 
 
-def _standby(learned: Standby) -> str:
+def _standby(deployment: DeploymentView, learned: Standby) -> str:
     return (
         f"Its traffic taught to keep {_count(learned.replicas, 'replica')} awake, and to wake more when the backlog "
-        f"takes {learned.backlog_share:.0%} of the target for the first token."
+        f"takes {learned.backlog_share:.0%} of the target for the first token; one replica computes about "
+        f"{deployment.prefill_tokens_per_s or 0:,.0f} prompt tokens/s."
     )
 
 
@@ -133,7 +134,7 @@ def explain(handover: Handover, allocation: Allocation, snapshot: Snapshot) -> d
         "steps": sentences(handover, allocation, snapshot),
         "waiting": dict(allocation.waiting),
         "notes": dict(allocation.notes),
-        "standby": {d.model: _standby(d.standby) for d in snapshot.deployments if d.standby},
+        "standby": {d.model: _standby(d, d.standby) for d in snapshot.deployments if d.standby},
         "jobs": running,
         "models": opened,
     }

@@ -13,7 +13,9 @@ from typing import Literal
 
 from scheduler.errors import DeviceHeld, InvalidWorkload, LeaseMismatch, UnknownDevice
 
-Health = Literal["ok", "draining", "failed"]
+Health = Literal["ok", "draining"]
+NodeChange = Literal["joined", "left", "lost"]
+"""What becomes of a node with its devices. left: in order, when nobody held them any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +23,7 @@ class Device:
     """One whole accelerator (or one logical CPU device).
 
     `id` is "<node>/<index>". `numa_node` is None where unknown. `nvlink_peers` names devices of the same node with a
-    direct link. `health`: "ok"; "draining" (an operator or a cordon asks its holder to leave); "failed".
+    direct link. `health`: "ok"; "draining" (a cordon, or its node that leaves, asks its holder to leave).
     """
 
     id: str

@@ -321,7 +321,6 @@ class SchedulerLoop:
             self._moving if moving is None else moving,
             self._workload,
             self._truth.failures,
-            self._truth.failed_devices,
             policy=policy or self._in_force.policy,
             memory=self._memory,
             epoch=self._journal.last_id() + 1,

@@ -19,7 +19,7 @@ from ray.exceptions import RayError
 from scheduler.device_health import Reading
 from scheduler.effects import Event, InventoryChanged
 from scheduler.errors import EffectFailed, NodeNameTaken
-from scheduler.inventory import Device
+from scheduler.inventory import Device, NodeChange
 from scheduler.ray_actors import actor_names, ask, find_actor, named_actor
 from scheduler.ray_fences import DEVICE_RESOURCE, any_fenced
 from scheduler.ray_node import NODE, Node, Place
@@ -58,7 +58,7 @@ class Nodes:
 
     def __init__(self, home: Place):
         self.home = home
-        self.on_change: Callable[[str, str], None] = lambda name, what: None
+        self.on_change: Callable[[str, NodeChange, tuple[Device, ...]], None] = lambda name, what, devices: None
         self._known: dict[str, _Known] = {}
         self._tunnels: dict[str, tuple[Any, Any]] = {}  # replica to the agents of home and its node that lead to it
 
@@ -83,7 +83,7 @@ class Nodes:
                 level = logging.INFO if known.leaves else logging.ERROR
                 log.log(level, "it is gone, and with it its %d devices", len(known.place.devices), extra={"node": name})
                 del self._known[name]
-                self.on_change(name, "left" if known.leaves else "lost")
+                self.on_change(name, "left" if known.leaves else "lost", known.place.devices)
         for name in {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)} - set(before):
             await self._take_in(name, alive)
         for name, known in list(self._known.items()):
@@ -122,7 +122,7 @@ class Nodes:
                 log.info("it joined with %d devices", len(place.devices), extra={"node": name})
             self._known[name] = _Known(place, ray_id, actor)
             if name != self.home.name:
-                self.on_change(name, "joined")
+                self.on_change(name, "joined", place.devices)
 
     # --- what they have
 

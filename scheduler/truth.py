@@ -13,7 +13,6 @@ from dataclasses import replace
 
 from scheduler.config import SchedulerConfig
 from scheduler.effects import (
-    DeviceFailed,
     Effects,
     Event,
     GroupEnded,
@@ -39,7 +38,6 @@ class Truth:
         self._effects, self._clock, self._config, self._telling = effects, clock, config, telling
         self.box = Box(devices={}, ledger=Ledger(()))
         self.failures = Failures(config)
-        self.failed_devices: dict[str, str] = {}
         self.look_again_s = 0.0
         self._events: deque[Event] = deque()
         self._ended: dict[str, GroupEnded] = {}
@@ -128,10 +126,7 @@ class Truth:
                     else:
                         self._ended.pop(event.job_id, None)
                         self._group_ended(event)
-                case DeviceFailed(device_id, reason):
-                    self.failed_devices[device_id] = reason
                 case InventoryChanged():
-                    self.failed_devices.clear()
                     self.look_again_s = 0.0
         self._events.extend(later)
 

@@ -37,7 +37,6 @@ def snapshot(
     moving: Mapping[Holder, Moving],
     workload: Workload,
     failures: Failures,
-    failed_devices: Mapping[str, str],
     *,
     policy: Policy,
     memory: dict[str, ModelMemory],
@@ -49,7 +48,7 @@ def snapshot(
     busy |= {d for lease in box.ledger if lease.holder in moving for d in lease.device_ids}
     return Snapshot(
         policy=policy,
-        devices=tuple(_device(d, workload.cordoned, failed_devices) for d in box.devices.values()),
+        devices=tuple(_device(d, workload.cordoned) for d in box.devices.values()),
         jobs=tuple(_job(j, box, moving, failures) for j in workload.jobs),
         deployments=tuple(_deployment(d, failures) for d in workload.deployments),
         replicas=tuple(_replicas(box, moving, now_s)),
@@ -59,11 +58,9 @@ def snapshot(
     )
 
 
-def _device(device: Device, cordoned: frozenset[str], failed: Mapping[str, str]) -> Device:
-    if device.id in failed:
-        return replace(device, health="failed", health_reason=failed[device.id])
+def _device(device: Device, cordoned: frozenset[str]) -> Device:
     if device.id in cordoned and device.health == "ok":
-        return replace(device, health="draining", health_reason="drained by an operator")
+        return replace(device, health="draining", health_reason="cordoned")
     return device
 
 

@@ -211,13 +211,14 @@ def _ready(answer: dict[str, Any], detached: bool) -> Any:
 def _status(now: dict[str, Any]) -> Any:
     box, mode, memory = now["box"], now["mode"], now["memory"]
     split = mode["train_devices"]
+    lost = sum(device["health"] == "lost" for device in now["devices"])
     busy = sum(device["holder"] is not None for device in now["devices"])
     about = output.fields([
         ("box", f"{box['id']}, version {box['version']}, up for {formats.duration(time.time() - box['started_s'])}"),
         ("endpoint", box["url"]),
         ("data", box["data_dir"]),
         ("mode", mode["policy"] + ("" if split is None else f", {split} devices for training at most")),
-        ("devices", f"{busy} of {len(now['devices'])} held"),
+        ("devices", f"{busy} of {len(now['devices']) - lost} held{f', {lost} lost' if lost else ''}"),
         ("weights", f"{formats.size(memory['used_bytes'])} in shared memory, at most {_budget(memory)}"),
     ])  # fmt: skip
     devices = output.table(

@@ -20,7 +20,10 @@ _LOOK_EVERY_S = 0.5
 @app.command("list", epilog=examples("appliance gpu list", "appliance gpu list --watch", "appliance gpu list -o json"))
 @for_box
 def list_devices(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
-    """Every device with its health and its holder: a job, a replica, or nobody."""
+    """Every device with its health and its holder: a job, a replica, or nobody.
+
+    Devices of a node that was lost stay in the list until it joins again, or until `gpu forget`.
+    """
     session.follow(lambda: session.client.get("/admin/v1/devices"), _table, watch, every)
 
 
@@ -54,6 +57,16 @@ def drain(
 def undrain(session: Session, device: DEVICE) -> None:
     """Put a device back into use, whether a person or the box itself took it out."""
     session.show(session.client.post(f"/admin/v1/devices/{device}/undrain"), _state)
+
+
+@app.command(epilog=examples("appliance gpu forget n1"))
+@for_box
+def forget(
+    session: Session,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="The first part of its devices' names, e.g. n1.")],
+) -> None:
+    """Do not show the devices of a lost node any more. One that joins again is usable again, forgotten or not."""
+    session.show(session.client.delete(f"/admin/v1/nodes/{node}"), _forgotten)
 
 
 @app.command(epilog=examples("appliance gpu limits", "appliance gpu limits --measure     on a quiet box"))
@@ -100,6 +113,16 @@ def _limits(answer: dict[str, Any]) -> Any:
     ])  # fmt: skip
 
 
+def _forgotten(answer: dict[str, Any]) -> str:
+    count = len(answer["devices"])
+    return f"{answer['id']} is forgotten with {count} device{'s' * (count != 1)}"
+
+
+def _reason(device: dict[str, Any]) -> str:
+    reason, lost = device.get("health_reason") or "", device.get("lost")
+    return f"{reason}, since {formats.moment(lost['since_s'])}" if lost else reason
+
+
 def _state(device: dict[str, Any]) -> str:
     health = device["health"] + (f" ({device['health_reason']})" if device.get("health_reason") else "")
     return f"{device['id']}: {health}, held by {'nobody' if device['holder'] is None else holder(device)}"
@@ -110,7 +133,7 @@ def _table(answer: dict[str, Any]) -> Any:
         ("DEVICE", "KIND", "NAME", ">MEMORY", "HEALTH", "HOLDER", "REASON"),
         (
             (d["id"], d["kind"], d["name"], formats.size(d["memory_bytes"]), d["health"], holder(d),
-             d.get("health_reason") or "")
+             _reason(d))
             for d in answer["data"]
         ),
         empty="no devices",

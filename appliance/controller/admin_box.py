@@ -10,7 +10,7 @@ from fastapi import APIRouter, Query
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.responses import PlainTextResponse
 
-from appliance.controller import admin_views, cordons, handover_views, limits
+from appliance.controller import admin_views, handover_views, limits, lost_nodes
 from appliance.controller.audit import record
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import NotFound, shown
@@ -40,7 +40,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return {
             "box": {**context.box, "started_s": context.started_s},
             "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
-            "devices": [cordons.shown(db, dict(device)) for device in now["devices"]],
+            "devices": lost_nodes.in_view(db, now["devices"]),
             "replicas": now["replicas"],
             "jobs": [admin_views.job(row) for row in jobs.list_unfinished(db)],
             "memory": now["memory"],

@@ -1,4 +1,4 @@
-"""/admin/v1/devices: which there are, who holds them, and taking one out of use."""
+"""/admin/v1/devices: which there are, who holds them, taking one out of use; /admin/v1/nodes: forgetting a lost one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, StringConstraints
 
-from appliance.controller import cordons
+from appliance.controller import cordons, lost_nodes
 from appliance.controller.audit import name_of, record
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import NotFound, shown
@@ -27,17 +27,19 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     """Add the routes to the admin router."""
     db = context.db
 
+    def in_view() -> list[dict[str, Any]]:
+        return lost_nodes.in_view(db, context.scheduler.status()["devices"])
+
     def known(device_id: str) -> dict[str, Any]:
-        for device in context.scheduler.status()["devices"]:
+        for device in in_view():
             if device["id"] == device_id:
-                return cordons.shown(db, dict(device))
+                return device
         raise NotFound(f"The box has no device {shown(device_id)}; GET /admin/v1/devices lists them.",
                        param="device_id", code="device_not_found")  # fmt: skip
 
     @router.get("/devices")
     async def devices() -> dict[str, Any]:
-        status = context.scheduler.status()
-        return {"object": "list", "data": [cordons.shown(db, dict(device)) for device in status["devices"]]}
+        return {"object": "list", "data": in_view()}
 
     @router.post("/devices/{device_id:path}/drain")
     async def drain(device_id: str, caller: Caller, body: Drain | None = None) -> dict[str, Any]:
@@ -64,3 +66,15 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             record(context, caller, "device.undrain", device_id)
         context.scheduler.nudge(f"undrain of {device_id}", name_of(context, caller))
         return known(device_id)
+
+    @router.delete("/nodes/{name}")
+    async def forget_node(name: str, caller: Caller) -> dict[str, Any]:
+        """The devices of a lost node are not shown any more. It may join again all the same."""
+        with db.transaction():
+            devices = lost_nodes.forget(db, name)
+            if devices is None:
+                raise NotFound(f"The box has lost no node {shown(name)}; GET /admin/v1/devices names the devices of "
+                               "lost nodes. One that is there leaves with Ctrl-C or SIGTERM.",
+                               param="name", code="node_not_lost")  # fmt: skip
+            record(context, caller, "node.forget", name, devices=devices)
+        return {"id": name, "deleted": True, "devices": devices}

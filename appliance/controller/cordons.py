@@ -33,9 +33,14 @@ def undrain(db: Database, device_id: str) -> bool:
         return device_id in cordoned
 
 
+def drain_of(db: Database, device_id: str) -> dict[str, Any] | None:
+    """{"reason", "by", "since_s"} of a device that somebody drained."""
+    return box.get(db, DRAINS, {}).get(device_id)
+
+
 def shown(db: Database, device: dict[str, Any]) -> dict[str, Any]:
     """A device with `drain`: {"reason", "by", "since_s"} or None, and its health as the store has it now."""
-    drained = box.get(db, DRAINS, {}).get(device["id"])
+    drained = drain_of(db, device["id"])
     failing = box.get(db, FAILING, {}).get(device["id"])
     cordoned = device["id"] in box.get(db, CORDONED, [])
     if not cordoned:

@@ -175,6 +175,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     await source.start()
     await bus.start()
     await nodes.connect()
+    health.began({device.node for device in nodes.devices})
     states.after_restart(adopted={group.job_id for group in (await effects.observe()).groups if group.ended is None})
 
     server = _Server(uvicorn.Config(create_app(context), log_config=None, access_log=False, http="httptools"))

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
 
-from appliance.controller import cordons
+from appliance.controller import lost_nodes
 from appliance.controller.context import ControllerContext
 from appliance.controller.mode import mode_in_force
 from appliance.controller.ports import SchedulerStatus
@@ -74,7 +74,7 @@ class ControllerCollector:
         yield memory
 
     def _devices(self, now: SchedulerStatus) -> Iterator[Metric]:
-        shown = [cordons.shown(self._context.db, dict(device)) for device in now["devices"]]
+        shown = lost_nodes.in_view(self._context.db, now["devices"])
         held = GaugeMetricFamily("appliance_devices", "Devices by who holds them (job, replica, none) and health.",
                                  labels=["holder", "health"])  # fmt: skip
         counted = Counter((d["holder"]["kind"] if d["holder"] else "none", d["health"]) for d in shown)

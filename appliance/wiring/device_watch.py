@@ -2,7 +2,8 @@
 
 A cordon is the same that `appliance gpu drain` sets: it is in the store, so it survives restarts, and holders leave the
 device as they would for an operator. `appliance gpu undrain` lifts it, and what was held against the device with it.
-Every cordon, and every node that comes or goes, is a row of the audit log, in the name of the box itself.
+Every cordon, and every node that comes or goes, is a row of the audit log, in the name of the box itself. Devices of a
+lost node stay in view (appliance/controller/lost_nodes.py).
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import asdict
 
+from appliance.controller import lost_nodes
 from appliance.controller.cordons import CORDONED, FAILING
 from appliance.store import audit, box
 from appliance.store.database import Database
@@ -20,6 +23,7 @@ from appliance.store.ids import new_id
 from appliance.store.rows import AuditRow
 from scheduler.config import SchedulerConfig
 from scheduler.device_health import Death, Reading, failing
+from scheduler.inventory import Device, NodeChange
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +63,26 @@ class DeviceWatch:
         self._deaths.extend(Death(device_id, holder, now_s, reason) for device_id in device_ids)
         self.judge()
 
-    def node_changed(self, node: str, what: str) -> None:
-        """`what`: "joined", "left" (in order) or "lost"."""
-        self._tell(f"node.{what}", node, {})
+    def node_changed(self, node: str, what: NodeChange, devices: tuple[Device, ...]) -> None:
+        """A node with these devices came or went."""
+        match what:
+            case "joined":
+                if lost_nodes.joined(self._db, node, [asdict(device) for device in devices]):
+                    self._tell("node.joined", node, {})
+            case "left":
+                lost_nodes.left(self._db, node)
+                self._tell("node.left", node, {})
+            case "lost":
+                self._lost(node, "its node does not answer any more")
+
+    def began(self, present: Collection[str]) -> None:
+        """These nodes were there when the controller began: others that it should have found are lost."""
+        for node in lost_nodes.missed(self._db, present):
+            self._lost(node, "its node was not there when the box's controller began")
+
+    def _lost(self, node: str, reason: str) -> None:
+        lost_nodes.lost(self._db, node, reason, self._clock())
+        self._tell("node.lost", node, {"reason": reason})
 
     def judge(self) -> None:
         """Cordon what fails now; forget what was held against a device whose cordon somebody lifted."""

@@ -110,7 +110,10 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
         wait_for(lambda: busy_elsewhere(home), "streams of the other node's engines", 60)
         away.die()
         assert [one.result(300) for one in streams] == [(LONG, "length")] * 8
-    wait_for(lambda: devices(home) == ["n0/0"], "its devices to vanish", 120)
+    wait_for(lambda: devices(home) == ["n0/0"], "its devices to be lost", 120)
+    shown = {device["id"]: device for device in home.ask("gpu", "list")["data"]}
+    assert [shown[name]["health"] for name in ALL] == ["ok", "lost", "lost"]
+    assert shown["n1/1"]["lost"]["reason"] and shown["n1/1"]["holder"] is None
     wait_for(lambda: places(home) == ["n0/0"], "its engines to vanish", 120)
     assert answers(home) == said
     told = [(entry["action"], entry["target"]) for entry in home.admin("audit")["data"]]
@@ -123,6 +126,7 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     assert away.process.wait(120) == 0
     assert away.left() == []
     wait_for(lambda: devices(home) == ["n0/0"], "its devices to vanish", 120)
+    assert len(home.ask("gpu", "list")["data"]) == 1, "a node that left in order is not missed"
     assert answers(home) == said
 
 
@@ -197,7 +201,8 @@ def join(home, away, head) -> None:
 
 
 def devices(home) -> list[str]:
-    return sorted(device["id"] for device in home.admin("status")["devices"])
+    """Those that are there."""
+    return sorted(device["id"] for device in home.admin("status")["devices"] if device["health"] != "lost")
 
 
 def holder_of(home, device_id: str) -> str | None:

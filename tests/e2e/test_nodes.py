@@ -249,6 +249,8 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
         await announce(Place("n1", "10.9.9.9", places["n1"].devices, *[getattr(places["n1"], field) for field in
                              ("run_dir", "log_dir", "shm_root", "warm", "token_path", "jobs_dir")]))  # fmt: skip
     nodes, table = Nodes(places["n0"]), Table()
+    changes = []
+    nodes.on_change = lambda name, what, devices: changes.append((name, what, len(devices)))
     await nodes.connect()
     assert [d.id for d in nodes.devices] == [f"{name}/{i}" for name in NODES for i in range(8)]
 
@@ -281,6 +283,7 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
         raylet = raylets[lost].all_processes["raylet"][0].process
         os.kill(raylet.pid, signal.SIGKILL)
         await until(lambda: len(loop.box.devices) == 24, "the devices to vanish", 120)
+        assert changes[-1] == (lost, "lost", 8), "the store is told of what is lost"
         await loop.wait_settled(loop.nudge())
         status = loop.status()
         held = {d["id"]: d["holder"] for d in status["devices"]}

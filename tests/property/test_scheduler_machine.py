@@ -29,7 +29,6 @@ from hypothesis.stateful import (
 )
 
 from scheduler.config import SchedulerConfig
-from scheduler.effects import DeviceFailed, InventoryChanged
 from scheduler.errors import EffectFailed
 from scheduler.journal import MemoryJournal
 from scheduler.loop import SchedulerLoop
@@ -51,6 +50,7 @@ CONFIG = SchedulerConfig(
     replica_attempts=10_000,
 )
 MODELS = ("a", "b", "wide")
+BOX = box_of(3, nodes=2)
 
 policies = st.one_of(
     st.builds(Policy, st.just("serve")),
@@ -69,11 +69,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.aio = VirtualLoop(1000.0)
-        self.world = World(box_of(3, nodes=2))
+        self.world = World(BOX)
         self.store, self.journal = FakeStore(), MemoryJournal(keep=50)
         self.submitted: set[str] = set()
         self.cancelled: set[str] = set()
-        self.broken: set[str] = set()
         self.to_fail = 0
         self.job_nodes: tuple[str, ...] = ()
         self.start()
@@ -204,18 +203,18 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.effects.kill_replica(name)
         self.pass_time(0.05)
 
-    @rule(device=st.integers(0, 5), cordon=st.booleans())
-    def device_health(self, device: int, cordon: bool) -> None:
-        name = self.world.devices[device].id
-        if cordon:
-            self.store.cordoned ^= {name}
-        elif name in self.broken:
-            self.broken.clear()
-            self.effects.events.put_nowait(InventoryChanged())
-        else:
-            self.broken.add(name)
-            self.effects.events.put_nowait(DeviceFailed(name, "Xid 79"))
+    @rule(device=st.sampled_from([d.id for d in BOX]))
+    def cordon_or_lift(self, device: str) -> None:
+        self.store.cordoned ^= {device}
         self.changed()
+
+    @rule()
+    def node_comes_or_goes(self) -> None:
+        if self.effects.gone:
+            self.effects.node_is_back()
+        else:
+            self.effects.lose_node("n1")
+        self.pass_time(0.05)
 
     @rule(count=st.integers(1, 3))
     def verbs_fail(self, count: int) -> None:
@@ -228,8 +227,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aio.run_until_complete(asyncio.gather(self.task, return_exceptions=True))
         if orphans_finish:
             self.effects.finish_orphans()
-        self.broken.clear()  # what the new controller knows of devices it learns anew
+        gone = self.effects.gone
         self.start()
+        self.effects.gone = gone
         self.pass_time(0.05)
 
     @rule(seconds_=seconds)
@@ -270,8 +270,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert replica.version == self.store.deployments[replica.model].version
 
     def usable(self) -> list[str]:
-        bad = self.store.cordoned | self.broken
-        return [d.id for d in self.world.devices if d.id not in bad]
+        return [d.id for d in self.world.devices if d.id not in self.store.cordoned]
 
     def check_work_conservation(self) -> None:
         usable, policy = self.usable(), self.store.policy
@@ -316,8 +315,8 @@ class SchedulerMachine(RuleBasedStateMachine):
     def check_starvation(self) -> None:
         """All to training: every job that fits the box runs within as many job ends as there are jobs."""
         self.store.policy = Policy("train")
-        self.store.cordoned, self.broken = frozenset(), set()
-        self.effects.events.put_nowait(InventoryChanged())
+        self.store.cordoned = frozenset()
+        self.effects.node_is_back()
         for job in list(self.store.jobs.values()):
             if job.sizes[0] > room_for(job, [d.id for d in self.world.devices]):
                 del self.store.jobs[job.id]  # it fits none of the nodes that it may run on

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 
+from appliance.controller import lost_nodes
+from appliance.store.database import Database
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.cli.test_tables_and_json import lines
 
@@ -26,6 +28,18 @@ def test_draining_waits_until_the_holder_has_left(box: ControlledBox):
     leaving.start()
     assert box.json("gpu", "drain", "n0/2")["holder"] is None
     leaving.join()
+
+
+def test_lost_devices_are_listed_apart_and_forgotten(box: ControlledBox):
+    away = [{**box.context.scheduler.devices[0], "id": "n1/0", "node": "n1"}]
+    with Database(box.context.db.path) as db:  # the box's own belongs to its thread
+        lost_nodes.joined(db, "n1", away)
+        lost_nodes.lost(db, "n1", "its node does not answer any more", 0.0)
+    assert "its node does not answer any more, since 1970" in box.run("gpu", "list").stdout
+    assert "0 of 8 held, 1 lost" in box.run("status").stdout
+    assert box.run("gpu", "forget", "n1").stdout.strip() == "n1 is forgotten with 1 device"
+    assert "1 lost" not in box.run("status").stdout
+    assert box.run("gpu", "forget", "n1").exit_code == 3
 
 
 def test_a_deployment_is_changed_and_shown(box: ControlledBox):

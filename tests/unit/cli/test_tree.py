@@ -27,6 +27,7 @@ FROZEN = {
     "gpu list": [*BOX, "--every", "--watch"],
     "gpu drain": [*BOX, "--reason", "--timeout", "--wait", "DEVICE"],
     "gpu limits": [*BOX, "--measure"],
+    "gpu forget": [*BOX, "NODE"],
     "gpu undrain": [*BOX, "DEVICE"],
     "model deploy": [
         *BOX, "--idle-sleep-s", "--max-replicas", "--min-replicas", "--pin", "--tensor-parallel", "--tpot-p95-ms",

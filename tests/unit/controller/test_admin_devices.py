@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from appliance.controller import cordons
+from appliance.controller import cordons, lost_nodes
 from appliance.store import box, deployments
-from tests.unit.controller.conftest import SCOPES, Control, insert_model
+from tests.unit.controller.conftest import ADMIN, SCOPES, Control, insert_model
 from tests.unit.controller.test_admin import actions, ask
 
 
@@ -40,6 +40,28 @@ async def test_a_cordon_that_the_box_set_itself_shows_its_reason_and_is_lifted(c
     device = (await ask(control, "GET", "/devices"))["data"][1]
     assert (device["health"], device["health_reason"], device["drain"]) == ("draining", "Xid 79", None)
     assert (await ask(control, "POST", "/devices/n0/1/undrain"))["health"] == "ok"
+
+
+async def test_devices_of_a_lost_node_are_shown_until_they_are_forgotten(control: Control):
+    there = control.scheduler.devices
+    away = [{**there[0], "id": f"n1/{index}", "node": "n1", "index": index} for index in range(2)]
+    assert (await ask(control, "DELETE", "/nodes/n1", 404))["error"]["code"] == "node_not_lost"
+    lost_nodes.joined(control.db, "n1", away)
+    assert (await ask(control, "DELETE", "/nodes/n1", 404))["error"]["code"] == "node_not_lost", "it is there"
+    lost_nodes.lost(control.db, "n1", "gone", 1234.0)
+    listed = (await ask(control, "GET", "/devices"))["data"]
+    assert [d["id"] for d in listed] == [d["id"] for d in there] + ["n1/0", "n1/1"]
+    assert listed[-1]["health"] == "lost" and listed[-1]["lost"] == {"since_s": 1234.0, "reason": "gone"}
+    assert [d["id"] for d in (await ask(control, "GET", "/status"))["devices"]] == [d["id"] for d in listed]
+    metrics = (await control.http.get("/admin/v1/metrics", headers=ADMIN)).text
+    assert 'appliance_devices{health="lost",holder="none"} 2.0' in metrics
+
+    drained = await ask(control, "POST", "/devices/n1/1/drain", json={"reason": "its fan too"})
+    assert (drained["health"], drained["drain"]["reason"]) == ("lost", "its fan too"), "for when it is back"
+    assert (await ask(control, "DELETE", "/nodes/n1"))["devices"] == ["n1/0", "n1/1"]
+    assert len((await ask(control, "GET", "/devices"))["data"]) == len(there)
+    assert box.get(control.db, cordons.CORDONED) == [], "nobody could lift it any more"
+    assert actions(control)[-1] == ("node.forget", "n1", "done")
 
 
 async def test_draining_needs_the_admin_scope(control: Control):

@@ -15,6 +15,7 @@ from scheduler.effects import (
     Event,
     GroupEnded,
     GroupObserved,
+    InventoryChanged,
     Observed,
     ReplicaDied,
     ReplicaObserved,
@@ -111,6 +112,7 @@ class FakeEffects:
         self.seconds = dict(SECONDS)
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.under_way: set[str] = set()
+        self.gone: tuple[Device, ...] = ()
         self.not_yet: dict[str, Callable[[], None]] = {}
         self.alive = True
 
@@ -156,10 +158,18 @@ class FakeEffects:
             raise EffectFailed(verb, replica_id, "the engine is dead")
         return replica
 
+    def _is_held(self, verb: str, target: str, lease_id: str, devices: tuple[str, ...]) -> None:
+        """A lease, or a part of it, may have gone with its node."""
+        lease = self.world.leases.get(lease_id)
+        if lease is None or lease.device_ids != devices:
+            raise EffectFailed(verb, target, "its lease is gone")
+
     async def acquire(self, lease: Lease) -> dict[str, float]:
         def effect() -> None:
             if self.world.leases.get(lease.id, lease) != lease:
                 raise EffectFailed("acquire", lease.id, "known with other devices")
+            if not set(lease.device_ids) <= {d.id for d in self.world.devices}:
+                raise EffectFailed("acquire", lease.id, "a device is gone with its node")
             others = {d for le in self.world.leases.values() if le.id != lease.id for d in le.device_ids}
             assert not others & set(lease.device_ids), f"{lease} overlaps {self.world.leases}"
             self.world.leases[lease.id] = lease
@@ -171,6 +181,7 @@ class FakeEffects:
 
     async def start_replica(self, order: ReplicaOrder, lease_id: str) -> dict[str, float]:
         def effect() -> None:
+            self._is_held("start_replica", order.id, lease_id, order.devices)
             if order.id in self.world.replicas:
                 assert self.world.replicas[order.id].state == "ready"
             self.world.replicas[order.id] = FakeReplica(order.id, order.model, order.version, "ready", order.devices)
@@ -220,6 +231,7 @@ class FakeEffects:
 
     async def start_group(self, job_id: str, lease: Lease) -> dict[str, float]:
         def effect() -> None:
+            self._is_held("start_group", job_id, lease.id, lease.device_ids)
             group = self.world.groups.get(job_id)
             assert group is None or group.lease_id == lease.id, f"{job_id} would train twice"
             self.world.groups[job_id] = FakeGroup(job_id, lease.id, lease.device_ids)
@@ -253,6 +265,30 @@ class FakeEffects:
         group = self.world.groups[job_id]
         group.ended = GroupEnded(job_id, group.lease_id, outcome, step, error, retryable)
         self.events.put_nowait(group.ended)
+
+
+    def lose_node(self, node: str) -> None:
+        """Its devices, engines and ranks are gone at once; a lease across nodes keeps what is left of it."""
+        world, gone = self.world, {d.id for d in self.world.devices if d.node == node}
+        self.gone = tuple(d for d in world.devices if d.id in gone)
+        world.devices = tuple(d for d in world.devices if d.id not in gone)
+        for lease in list(world.leases.values()):
+            if left := tuple(d for d in lease.device_ids if d not in gone):
+                world.leases[lease.id] = replace(lease, device_ids=left)
+            else:
+                del world.leases[lease.id]
+        world.replicas = {k: r for k, r in world.replicas.items() if gone.isdisjoint(r.devices)}
+        for group in world.groups.values():
+            if not gone.isdisjoint(group.devices):
+                group.devices = tuple(d for d in group.devices if d not in gone)
+                if group.ended is None:
+                    self.end_group(group.job_id, "failed", error="its node was lost")
+        self.events.put_nowait(InventoryChanged())
+
+    def node_is_back(self) -> None:
+        self.world.devices = tuple(sorted((*self.world.devices, *self.gone), key=lambda d: d.id))
+        self.gone = ()
+        self.events.put_nowait(InventoryChanged())
 
 
 class FakeStore:

@@ -10,7 +10,6 @@ import pytest
 
 from scheduler import virtual_time
 from scheduler.config import SchedulerConfig
-from scheduler.effects import DeviceFailed, InventoryChanged
 from scheduler.errors import EffectFailed, Stopped
 from scheduler.journal import MemoryJournal
 from scheduler.loop import SchedulerLoop
@@ -333,17 +332,19 @@ def test_a_slow_holder_does_not_delay_the_others() -> None:
     go(test)
 
 
-def test_a_failed_device_is_left_and_not_used_again_until_it_recovers() -> None:
+def test_a_cordoned_device_is_left_and_not_used_again_until_the_cordon_is_lifted() -> None:
     async def test() -> None:
         async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
             await rig.settle()
-            rig.effects.events.put_nowait(DeviceFailed("n0/2", "Xid 79"))
+            rig.store.cordoned = frozenset({"n0/2"})
+            rig.loop.nudge()
             await asyncio.sleep(5)
             assert rig.jobs() == {"j1": 2}
             assert all("n0/2" not in g.devices for g in rig.world.groups.values())
             status = {d["id"]: d["health"] for d in rig.loop.status()["devices"]}
-            assert status["n0/2"] == "failed"
-            rig.effects.events.put_nowait(InventoryChanged())
+            assert status["n0/2"] == "draining"
+            rig.store.cordoned = frozenset()
+            rig.loop.nudge()
             await asyncio.sleep(5)
             assert rig.jobs() == {"j1": 4}
 

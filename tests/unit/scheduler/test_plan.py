@@ -207,12 +207,12 @@ def test_idle_time_puts_to_sleep_even_if_nobody_waits() -> None:
     assert awake(planned(1300.0, deployments=(d,), replicas=(opened("r0", 0),), memory=early.memory)) == {}
 
 
-def test_failed_devices_are_left_and_holders_move() -> None:
-    broken = (replace(EIGHT[0], health="failed"), *EIGHT[1:])
+def test_cordoned_devices_are_left_and_holders_move() -> None:
+    broken = (replace(EIGHT[0], health="draining"), *EIGHT[1:])
     running = job(phase="running", devices=("n0/0", "n0/1"), since_s=0.0, max_devices=2)
     a = planned(devices=broken, jobs=(running,), deployments=(M,), replicas=(opened("r0", 0),))
     assert "n0/0" not in a.groups[0].devices and len(a.groups[0].devices) == 2
-    assert a.replicas == (), "an engine on a broken device is stopped, not put to sleep"
+    assert a.replicas == (), "an engine on a cordoned device is stopped, not put to sleep"
 
 
 def test_tensor_parallel_stays_in_one_node_and_moves_jobs_for_it() -> None:

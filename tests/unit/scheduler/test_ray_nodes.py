@@ -97,7 +97,7 @@ async def test_devices_of_a_node_that_leaves_are_drained_until_it_is_gone(nodes,
     assert health["n1/0"] == health["n1/1"] == ("draining", "its node leaves the box")
     assert not await nodes.look(), "once"
     told = []
-    nodes.on_change = lambda name, what: told.append((name, what))
+    nodes.on_change = lambda name, what, devices: told.append((name, what))
     del ray.on["n1"], ray.agents["node:n1"]
     assert await nodes.look() and told == [("n1", "left")]
     ray.start(place("n1"))
@@ -116,7 +116,7 @@ async def test_an_agent_that_died_with_its_node_is_not_mourned_before_ray_says_s
     assert not await nodes.look()
     assert nodes.place("n1") is not None
     told = []
-    nodes.on_change = lambda name, what: told.append((name, what))
+    nodes.on_change = lambda name, what, devices: told.append((name, what))
     del ray.on["n1"]
     assert await nodes.look() and nodes.place("n1") is None and told == [("n1", "lost")]
 

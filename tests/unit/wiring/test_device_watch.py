@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from appliance.controller import lost_nodes
 from appliance.controller.cordons import CORDONED, FAILING
 from appliance.store import audit, box
 from appliance.wiring.device_watch import DeviceWatch
 from scheduler.config import SchedulerConfig
+from scheduler.discovery import logical_devices
 
 
 @pytest.fixture
@@ -52,7 +54,42 @@ def test_a_cordon_survives_a_restart_of_the_watch(db, watch):
     assert box.get(db, CORDONED) == ["n0/3"] and list(box.get(db, FAILING)) == ["n0/3"]
 
 
-def test_nodes_that_come_and_go_are_in_the_audit_log(db, watch):
-    watch.node_changed("n1", "joined")
-    watch.node_changed("n1", "lost")
-    assert [row[:2] for row in told(db)] == [("node.lost", "n1"), ("node.joined", "n1")]
+DEVICES = logical_devices(2, "n1")
+
+
+def seen(db):
+    return {device["id"]: (device["health"], device["lost"]) for device in lost_nodes.in_view(db, [])}
+
+
+def test_a_lost_node_stays_in_view_until_it_is_back(db, watch):
+    watch.node_changed("n1", "joined", DEVICES)
+    assert seen(db) == {}, "those that are there are told by the scheduler"
+    watch.node_changed("n1", "lost", DEVICES)
+    why = {"since_s": 1000.0, "reason": "its node does not answer any more"}
+    assert seen(db) == {"n1/0": ("lost", why), "n1/1": ("lost", why)}
+    watch.node_changed("n1", "joined", DEVICES)
+    assert seen(db) == {}
+    assert [row[:3] for row in reversed(told(db))] == [
+        ("node.joined", "n1", None), ("node.lost", "n1", why["reason"]), ("node.joined", "n1", None)
+    ]  # fmt: skip
+
+
+def test_a_node_that_left_in_order_is_not_missed(db, watch):
+    watch.node_changed("n1", "joined", DEVICES)
+    watch.node_changed("n1", "left", DEVICES)
+    watch.began(["n0"])
+    assert seen(db) == {} and [row[0] for row in told(db)] == ["node.left", "node.joined"]
+
+
+def test_a_node_lost_while_no_controller_was_there_is_missed_by_the_next(db, watch):
+    watch.node_changed("n1", "joined", DEVICES)
+    watch.node_changed("n2", "joined", logical_devices(1, "n2"))
+    after = DeviceWatch(db, None, SchedulerConfig(), lambda: None, clock=lambda: 2000.0)
+    after.node_changed("n2", "joined", logical_devices(1, "n2"))
+    after.began(["n0", "n2"])
+    assert seen(db)["n1/0"][1] == {
+        "since_s": 2000.0, "reason": "its node was not there when the box's controller began"
+    }  # fmt: skip
+    assert [row[:2] for row in told(db)] == [("node.lost", "n1"), ("node.joined", "n2"), ("node.joined", "n1")]
+    after.began(["n0", "n2"])
+    assert len(told(db)) == 3, "said once"
