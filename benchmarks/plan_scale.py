@@ -22,10 +22,11 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from scheduler import handover
+from scheduler.allocation import Allocation
+from scheduler.box import Box, GroupView
 from scheduler.config import SchedulerConfig
-from scheduler.handover import Box, GroupView
 from scheduler.inventory import Device, Holder, Lease, Ledger
-from scheduler.plan import Allocation, plan
+from scheduler.plan import plan
 from scheduler.workload import Demand, DeploymentView, JobView, Policy, ReplicaView, Snapshot
 
 SIZES = ((8, 10), (64, 80), (1024, 1250), (8192, 10_000))

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from scheduler.handover import Box, Handover
+from scheduler.allocation import Allocation
+from scheduler.box import Box
+from scheduler.handover import Handover
 from scheduler.inventory import Holder
-from scheduler.plan import Allocation
 from scheduler.view import Moving
 from scheduler.workload import Policy, ReplicaView, Workload
 

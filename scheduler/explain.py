@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from scheduler.allocation import Allocation
 from scheduler.handover import Chain, Handover
 from scheduler.inventory import Holder
-from scheduler.plan import Allocation
 from scheduler.standby import Standby
 from scheduler.workload import DeploymentView, Policy, Snapshot
 

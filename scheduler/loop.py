@@ -17,8 +17,10 @@ import logging
 import time
 from typing import Any
 
-from scheduler import call_off, tidal, view
-from scheduler import handover as ho
+from scheduler import call_off, step_rules, tidal, view
+from scheduler import handover as handover_
+from scheduler.allocation import Allocation
+from scheduler.box import Box
 from scheduler.call_off import Drain
 from scheduler.config import SchedulerConfig
 from scheduler.effects import (
@@ -26,10 +28,10 @@ from scheduler.effects import (
 )
 from scheduler.errors import Stopped
 from scheduler.explain import explain, mode_of, reason_of
-from scheduler.handover import Box, Chain, Handover, Step
+from scheduler.handover import Chain, Handover, Step
 from scheduler.inventory import Holder
 from scheduler.journal import HandoverRecord, Journal
-from scheduler.plan import Allocation, plan
+from scheduler.plan import plan
 from scheduler.ports import Clock, StateStore
 from scheduler.queue import places
 from scheduler.runner import ChainEnd, Runner
@@ -196,7 +198,7 @@ class SchedulerLoop:
 
     def _steps(self, snapshot: Snapshot, allocation: Allocation) -> Handover:
         known = {j.id for j in snapshot.jobs}
-        return ho.steps(
+        return handover_.steps(
             self.box,
             allocation,
             snapshot.epoch,
@@ -332,7 +334,7 @@ class SchedulerLoop:
     async def _settle(self, generation: int) -> None:
         for record in self._interrupted:
             reached = all(
-                ho.holds(s.verb, s.target, str(s.detail.get("version", "")), self.box)
+                step_rules.holds(s.verb, s.target, str(s.detail.get("version", "")), self.box)
                 for s in {s.target: s for s in record.steps if s.undoes is None and s.state != "skipped"}.values()
             )
             self._journal.end(

@@ -49,17 +49,18 @@ class Fences:
 
     async def release(self, lease_id: str) -> Detail:
         fence = self._fences.pop(lease_id, None)
-        if fence is None:
-            if lease_id not in await _table():
-                return None
-            fence = ray.util.get_placement_group(lease_id)
-        devices = [key for bundle in await asyncio.to_thread(_bundles, fence) for key in bundle]
-        remove_placement_group(fence)
+        _, devices = (await _table()).get(lease_id, ("", []))
+        if not devices:
+            return None
+        # A look at the world may do the same now, of a lease whose node was lost: who comes second finds nothing.
+        fence = fence or _found(lease_id)
+        if fence is not None:
+            remove_placement_group(fence)
         # Removal is asynchronous; the next holder's acquire would only wait, but "released" must be true.
         async with asyncio.timeout(FENCE_TIMEOUT_S):
             while lease_id in await _table():
                 await asyncio.sleep(0.005)
-        await self._until_available(devices)
+        await self._until_available([f"{DEVICE_RESOURCE}{device}" for device in devices])
         return None
 
     async def _until_available(self, devices: Collection[str]) -> None:
@@ -96,8 +97,11 @@ async def any_fenced(device_ids: Collection[str]) -> bool:
     return any(not set(device_ids).isdisjoint(devices) for _, devices in (await _table()).values())
 
 
-def _bundles(fence: Any) -> list[dict[str, float]]:
-    return fence.bundle_specs  # asks Ray for those of a group that this process did not make
+def _found(lease_id: str) -> Any | None:
+    try:
+        return ray.util.get_placement_group(lease_id)
+    except ValueError:
+        return None
 
 
 async def _table() -> dict[str, tuple[str, list[str]]]:

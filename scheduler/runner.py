@@ -12,7 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-from scheduler import handover as ho
+from scheduler import step_rules
+from scheduler.box import Box
 from scheduler.config import SchedulerConfig
 from scheduler.effects import Effects, ReplicaOrder
 from scheduler.errors import CalledOff, EffectFailed
@@ -41,7 +42,7 @@ class ChainEnd:
 class Owner(Protocol):
     """The loop, as the runner sees it. `box` is replaced, never changed in place."""
 
-    box: ho.Box
+    box: Box
 
     def called_off(self, chain: Chain) -> str:
         """Why a chain that is about to take devices should not any more; empty if it should."""
@@ -231,11 +232,11 @@ class Runner:
     async def _step(self, step: Step, record: StepRecord) -> None:
         started_s = self._clock.now_s()
         record = replace(record, state="doing", started_s=started_s)
-        if refused := ho.refusal(step, self._owner.box):
+        if refused := step_rules.refusal(step, self._owner.box):
             self._write(replace(record, state="failed", ended_s=started_s, detail={"error": refused}))
             raise EffectFailed(step.verb, step.target, refused)
         self._write(record)
-        self._owner.box = ho.begun(step, self._owner.box, started_s)
+        self._owner.box = step_rules.begun(step, self._owner.box, started_s)
         limit_s = self._config.timeout_s(step.verb)
         try:
             async with asyncio.timeout(limit_s):
@@ -253,7 +254,7 @@ class Runner:
             self._ended(record, "failed", {"error": reason})
             _tell(step, reason)
             raise EffectFailed(step.verb, step.target, reason) from None
-        self._owner.box = ho.done(step, self._owner.box, self._clock.now_s())
+        self._owner.box = step_rules.done(step, self._owner.box, self._clock.now_s())
         self._ended(record, "done", detail)
         _tell(step)
         self._owner.step_done(step)

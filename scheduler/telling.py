@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from scheduler.plan import Allocation
+from scheduler.allocation import Allocation
 from scheduler.ports import StateStore
 from scheduler.workload import Snapshot
 

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Container, Mapping
 from dataclasses import replace
 
+from scheduler.box import Box
 from scheduler.config import SchedulerConfig
 from scheduler.effects import (
     Effects,
@@ -22,7 +23,6 @@ from scheduler.effects import (
 )
 from scheduler.errors import EffectFailed
 from scheduler.failures import Failures
-from scheduler.handover import Box
 from scheduler.inventory import Holder, Ledger
 from scheduler.ports import Clock
 from scheduler.telling import Telling

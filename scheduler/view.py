@@ -6,10 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from scheduler.allocation import Allocation
+from scheduler.box import Box
 from scheduler.failures import Failures
-from scheduler.handover import Box, Chain
+from scheduler.handover import Chain
 from scheduler.inventory import Device, Holder
-from scheduler.plan import Allocation
 from scheduler.queue import Place
 from scheduler.tidal import InForce
 from scheduler.workload import (

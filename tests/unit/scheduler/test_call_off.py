@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
+from scheduler.allocation import Allocation, ReplicaPlan
+from scheduler.box import Box
 from scheduler.call_off import Drain, as_if_not_begun, to_call_off, worth_asking
-from scheduler.handover import Box
 from scheduler.inventory import Holder, Ledger
-from scheduler.plan import Allocation, ReplicaPlan
 from scheduler.view import Moving
 from scheduler.workload import Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
 from tests.unit.scheduler.fakes import FakeStore

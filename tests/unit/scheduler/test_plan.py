@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler.allocation import Allocation
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidWorkload
-from scheduler.plan import Allocation, plan
+from scheduler.plan import plan
 from scheduler.workload import (
     Demand,
     DeploymentView,

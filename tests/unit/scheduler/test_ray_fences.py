@@ -1,0 +1,46 @@
+"""Fences without Ray: giving back is idempotent, also for two who do it at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from scheduler import ray_fences
+from scheduler.ray_fences import Fences
+
+
+@pytest.fixture
+def groups(monkeypatch):
+    """Names of placement groups that live; one vanishes a moment after it was removed, as Ray's do."""
+    alive = {"1:job:j": ["n1/0", "n1/1"]}
+
+    async def table():
+        await asyncio.sleep(0)
+        return {name: ("CREATED", devices) for name, devices in alive.items()}
+
+    def found(name):
+        if name not in alive:
+            raise ValueError(f"Failed to look up placement group with name {name}")
+        return name
+
+    class Freed:
+        @staticmethod
+        def available_resources():
+            return {"device:n1/0": 1.0, "device:n1/1": 1.0}
+
+        class util:
+            get_placement_group = staticmethod(found)
+
+    monkeypatch.setattr(ray_fences, "_table", table)
+    monkeypatch.setattr(ray_fences, "ray", Freed)
+    monkeypatch.setattr(ray_fences, "remove_placement_group", lambda name: alive.pop(name, None))
+    return alive
+
+
+async def test_a_lease_is_given_back_once_whoever_is_second(groups):
+    fences = Fences()
+    # A hand-over's release and a look at the world after its node was lost; the second once ended the controller.
+    await asyncio.gather(fences.release("1:job:j"), fences.release("1:job:j"), fences.leases(["n0/0"]))
+    assert groups == {}
+    await fences.release("1:job:j")
