@@ -38,6 +38,8 @@ class Fences:
         try:
             # Not `fence.ready()`: that runs a task, for which Ray first starts a worker process.
             given = await asyncio.to_thread(fence.wait, FENCE_TIMEOUT_S)
+        except Exception as error:  # Ray's is bare: `leases` took the group away, because its devices' node was lost
+            raise EffectFailed("acquire", lease.id, str(error)) from error
         finally:
             self._acquiring.discard(lease.id)
             if not given:  # nor may a wait that was cancelled get the devices later

@@ -7,6 +7,8 @@ import asyncio
 import pytest
 
 from scheduler import ray_fences
+from scheduler.errors import EffectFailed
+from scheduler.inventory import Holder, Lease
 from scheduler.ray_fences import Fences
 
 
@@ -44,3 +46,14 @@ async def test_a_lease_is_given_back_once_whoever_is_second(groups):
     await asyncio.gather(fences.release("1:job:j"), fences.release("1:job:j"), fences.leases(["n0/0"]))
     assert groups == {}
     await fences.release("1:job:j")
+
+
+async def test_a_node_lost_while_its_devices_are_waited_for_fails_the_step_and_not_the_controller(groups, monkeypatch):
+    class Group:
+        @staticmethod
+        def wait(timeout_s):
+            raise Exception("Placement group PlacementGroupID(03) does not exist.")  # noqa: TRY002 (as Ray does)
+
+    monkeypatch.setattr(ray_fences, "placement_group", lambda *_, **__: Group)
+    with pytest.raises(EffectFailed, match="does not exist"):
+        await Fences().acquire(Lease("2:job:k", Holder("job", "k"), ("n1/0",)))
