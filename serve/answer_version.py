@@ -1,4 +1,4 @@
-"""The version that an answer names as its own (`system_fingerprint`) is the one whose steps computed it.
+"""The version that an answer names as its own (`system_fingerprint`, a header) is the one whose steps computed it.
 
 vLLM gives a serving class one fingerprint for its whole life and reads it when an answer ends. Here versions change
 under open answers, and an answer begun before a swap is finished by the version before. The engine core labels its
@@ -15,6 +15,9 @@ from typing import Any
 from vllm.entrypoints.generate.base.serving import GenerateBaseServing
 from vllm.v1.engine.output_processor import OutputProcessor, RequestState
 
+# The gateway reads it (appliance/gateway/wire.py): a table can be a moment behind the engine.
+VERSION_HEADER = b"x-appliance-model-version"
+
 
 @dataclass(slots=True)
 class Answer:
@@ -27,14 +30,33 @@ _ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
 
 
 class AnswerVersions:
-    """ASGI application around vLLM's, which gives each request an Answer. Tasks that vLLM starts inherit it."""
+    """ASGI application around vLLM's, which gives each request an Answer. Tasks that vLLM starts inherit it.
+
+    The head of an answer waits for the first of its body: then its first token is there, and the head names the version
+    that the token came from.
+    """
 
     def __init__(self, app: Any):
         self._app = app
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        _ANSWER.set(Answer())
-        await self._app(scope, receive, send)
+        answer = Answer()
+        _ANSWER.set(answer)
+        head: list[Any] = []
+
+        async def send_named(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                head.append(message)
+                return
+            if head:
+                start = head.pop()
+                if answer.version is not None:
+                    named = (VERSION_HEADER, answer.version.encode())
+                    start = {**start, "headers": [*start.get("headers", ()), named]}
+                await send(start)
+            await send(message)
+
+        await self._app(scope, receive, send_named)
 
 
 def apply() -> None:

@@ -277,6 +277,10 @@ class Exchange:
         if self._relayed:
             self._relay(body, done)
             return
+        named = conn.headers.get(wire.VERSION)
+        if named is not None and not self._is_adapter():
+            # The engine knows what its first token came from. The table may be a moment behind a swap.
+            self.request.model_version = named.decode("latin-1")
         status, kind = conn.status, conn.headers.get(b"content-type", _JSON)
         if status == 200 and kind.startswith(b"text/event-stream"):
             self._first_of_stream(body, done, now)
@@ -310,7 +314,7 @@ class Exchange:
         if body:
             self._first_bytes(now)
             if self.answer.head_sent:
-                self.answer.write(b": version %b\n\n" % (self._version() or b""))
+                self.answer.write(b": version %b\n\n" % self._version())
             else:
                 self.answer.begin_stream(self._version())
             self._relay(body, done)
@@ -463,8 +467,8 @@ class Exchange:
         model = self.gateway.router.models.get(self._row)
         return model is not None and bool(model.adapter)
 
-    def _version(self) -> bytes | None:
-        return self._choice.replica.version.encode() if self._choice is not None else None
+    def _version(self) -> bytes:
+        return self.request.model_version.encode("latin-1")
 
     # -- bookkeeping
 

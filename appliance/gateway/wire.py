@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 Headers = Mapping[bytes, bytes]
 Pairs = Sequence[tuple[bytes, bytes]]
 
+# An engine's answer says so too (serve/answer_version.py).
+VERSION = b"x-appliance-model-version"
 LAST_CHUNK = b"0\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -73,9 +75,10 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 class Request:
     """One request as the client connection parsed it. `chunks` is the body received but not yet passed on.
 
-    replica, model_version: where it was placed last, empty before. stream_events: SSE events relayed. trace: its W3C
-    traceparent, empty without one. spans: only where traces are exported. estimated_tokens: what its key's allowance
-    was charged; tokens: what the engine said it cost. rate_headers: what its answer says of that allowance.
+    replica, model_version: where it was placed last, empty before; the version as the engine names it, once it answers.
+    stream_events: SSE events relayed. trace: its W3C traceparent, empty without one. spans: only where traces are
+    exported. estimated_tokens: what its key's allowance was charged; tokens: what the engine said it cost.
+    rate_headers: what its answer says of that allowance.
     """
 
     # Defaults stand in the class: most of them hold for most requests, and each that is set costs every request. Not

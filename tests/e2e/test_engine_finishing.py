@@ -22,13 +22,14 @@ STRUCTURED = {"structured_outputs": {"regex": "[a-z]{150}"}}
 async def stream(sdk, prompt, seen: list[int], **more) -> str:
     """Appends token ids to `seen`; returns the version that the answer names."""
     extra = {"ignore_eos": True, "return_token_ids": True, **more.pop("extra", {})}
-    events = await sdk.completions.create(
+    answer = await sdk.completions.with_raw_response.create(
         model="starter", prompt=prompt, max_tokens=TOKENS, temperature=0, stream=True, extra_body=extra, **more
     )
-    async for event in events:
+    async for event in answer.parse():
         if event.choices:
             seen.extend(event.choices[0].model_extra.get("token_ids") or [])
             version = event.system_fingerprint
+    assert answer.headers["x-appliance-model-version"] == version
     return version
 
 
@@ -100,8 +101,12 @@ async def test_one_version_answers_a_stream_from_its_first_token_to_its_last(eng
     # Both sides at once, sharing prompts: each finds its own prefixes only.
     old = Open(sdk)
     pair = asyncio.create_task(
-        sdk.completions.create(
-            model="starter", prompt=PROMPTS[2], max_tokens=TOKENS, n=2, logprobs=1,
+        sdk.completions.with_raw_response.create(
+            model="starter",
+            prompt=PROMPTS[2],
+            max_tokens=TOKENS,
+            n=2,
+            logprobs=1,
             extra_body={"ignore_eos": True, "return_token_ids": True},
         )
     )
@@ -114,7 +119,9 @@ async def test_one_version_answers_a_stream_from_its_first_token_to_its_last(eng
     assert not all(task.done() for task in old.tasks), "the new version's streams waited for the old one's"
     assert (set(await old.ended()), set(await new.ended())) == ({"a"}, {"b"})
     assert (old.seen, new.seen) == (of_a, of_b)
-    both = await pair
+    # Sent after the swap, and yet the old version's.
+    assert (await pair).headers["x-appliance-model-version"] == "a"
+    both = (await pair).parse()
     assert both.system_fingerprint == "a"
     assert [len(choice.model_extra["token_ids"]) for choice in both.choices] == [TOKENS] * 2
     told = await over(replica)

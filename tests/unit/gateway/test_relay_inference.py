@@ -71,6 +71,30 @@ async def test_first_token_is_not_kept_back(box: Box) -> None:
     assert got == b"".join(rest)
 
 
+async def test_the_version_named_is_the_engines_own(box: Box) -> None:
+    """The table still has v1 when the engine has been swapped already; and for an adapter the engine names its base."""
+    named = "x-appliance-model-version: v2\r\n"
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        if not request.json.get("stream"):
+            await reply.json({"ok": 1}, headers=named)
+            return
+        await reply.sse_head(named)
+        await reply.chunk(b'data: {"a": 1}\n\ndata: [DONE]\n\n')
+        await reply.end()
+
+    box.engines["e0"].script = script
+    for stream in (False, True):
+        response = await box.ask("POST", "/v1/chat/completions", chat(stream=stream))
+        assert response.headers["x-appliance-model-version"] == "v2"
+    assert "v2" in {version for _, version, _ in box.gateway.metrics.models["m"]}
+    box.serve("mine", "e0")
+    box.models["mine"]["adapter"] = "a7"
+    box.apply()
+    response = await box.ask("POST", "/v1/chat/completions", chat("mine"))
+    assert response.headers["x-appliance-model-version"] == "v1"
+
+
 async def test_large_plain_answer_with_content_length_and_chunked(box: Box) -> None:
     big = b'{"x": "' + b"y" * 3_000_000 + b'"}'
 

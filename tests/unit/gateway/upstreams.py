@@ -41,9 +41,11 @@ class Reply:
             + body
         )
 
-    async def sse_head(self) -> None:
+    async def sse_head(self, headers: str = "") -> None:
         await self.raw(
-            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n\r\n"
+            b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\ntransfer-encoding: chunked\r\n"
+            + headers.encode()
+            + b"\r\n"
         )
 
     async def chunk(self, data: bytes) -> None:
