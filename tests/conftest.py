@@ -1,9 +1,16 @@
-"""A test session leaves nothing behind: no process, no Ray session, no shared-memory file. Checked at its end."""
+"""A test session leaves nothing behind: no process, no Ray session, no shared-memory file. Checked at its end.
+
+Each process of a session (with pytest-xdist there are several, side by side) answers for the processes that it started:
+its children, and whatever carries its mark in the environment, which outlives the loss of a parent. Files have no such
+mark: those of all are looked for when all have ended.
+"""
 
 from __future__ import annotations
 
+import os
 import signal
 import tempfile
+import uuid
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -14,6 +21,7 @@ import pytest
 SHARED_MEMORY = Path("/dev/shm")
 BEFORE = pytest.StashKey[set[str]]()
 LEFT = pytest.StashKey[list[str]]()
+MARK = "TESTS_RUN_BY"
 
 # A shell starts background jobs with Ctrl-C ignored, and everything below them inherits that: the tests that press it
 # would wait for ever.
@@ -22,6 +30,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[BEFORE], session.config.stash[LEFT] = _files(), []
+    os.environ[MARK] = uuid.uuid4().hex
 
 
 # Last of the wrappers, so that what a pytest-xdist worker found is there when xdist sends its output.
@@ -30,10 +39,10 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
     result = yield
     config = session.config
     if hasattr(config, "workerinput"):
-        # A worker also sees what its neighbours are still using: only its own children are its to answer for.
-        config.workeroutput["left"] = _children()
+        # A worker also sees what its neighbours are still using: only what it started is its to answer for.
+        config.workeroutput["left"] = _started()
         return result
-    left = config.stash[LEFT] + _children()
+    left = config.stash[LEFT] + _started()
     left += [f"shared memory or Ray session: {name}" for name in sorted(_files() - config.stash[BEFORE])]
     left += [f"process of a test's box: {p.pid}" for p in psutil.process_iter() if _belongs_to_a_test_box(p)]
     if left:
@@ -47,14 +56,29 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[LEFT] += getattr(node, "workeroutput", {}).get("left", [])
 
 
-def _children() -> list[str]:
-    """What this process started and did not end. Python's own helper for shared memory ends with the process."""
-    return [
-        f"process {process.pid}: {' '.join(process.cmdline())[:100]}"
-        for process in psutil.Process().children(recursive=True)
-        if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-        and "resource_tracker" not in " ".join(process.cmdline())
-    ]  # fmt: skip
+def _started() -> list[str]:
+    """What this process started, however indirectly, and did not end."""
+    own = psutil.Process()
+    found = {*own.children(recursive=True), *filter(_is_marked, psutil.process_iter())} - {own}
+    return [line for process in found if (line := _told_of(process))]
+
+
+def _is_marked(process: psutil.Process) -> bool:
+    try:
+        return process.environ().get(MARK) == os.environ[MARK]
+    except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
+        return False
+
+
+def _told_of(process: psutil.Process) -> str:
+    """A line about a process that is left; empty for one that has ended, and for Python's own helper for shared memory,
+    which ends with the process."""
+    try:
+        command = " ".join(process.cmdline())
+        over = process.status() == psutil.STATUS_ZOMBIE or "resource_tracker" in command
+    except (psutil.NoSuchProcess, psutil.ZombieProcess):
+        return ""
+    return "" if over else f"process {process.pid}: {command[:100]}"
 
 
 def _files() -> set[str]:

@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from serve import segments
 from weights.names import encode_name
 
 COMMAND = str(Path(sys.executable).with_name("appliance"))
+SHARED_MEMORY = "/dev/shm/"
+ENGINE_FILES = ("psm_", "vllm", "sem.", "torch")
 DEMO_DATA = Path(__file__).parents[2] / "appliance" / "demo_data"
 
 
@@ -56,6 +59,7 @@ class WholeBox:
 
     def up(self) -> str:
         told = self.run("up", "--detach", "--port", str(self.port))
+        assert self.url in told
         if not self.key:
             self.key = next(word for word in told.split() if word.startswith("sk-appl-"))
         return told
@@ -139,6 +143,21 @@ class WholeBox:
         shutil.rmtree(f"/tmp/appliance-{box_id}", ignore_errors=True)
 
 
+@contextmanager
+def whole_box(data_dir: Path, settings: str = "") -> Iterator[WholeBox]:
+    """A box that is up, with `settings` as its appliance.toml; in the end it goes down and must leave nothing."""
+    one, before = WholeBox(data_dir), unmapped_segments()
+    (data_dir / "appliance.toml").write_text(settings)
+    try:
+        one.up()
+        yield one
+        one.run("down")
+        assert one.left() == []
+        wait_for(lambda: unmapped_segments() <= before, "segments without a process to be gone", 10)
+    finally:
+        one.destroy()
+
+
 def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120) -> Any:
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
@@ -149,6 +168,19 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120) ->
 
 def shared_memory_files() -> set[str]:
     return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def unmapped_segments() -> set[str]:
+    """What vLLM and torch put into shared memory under names that tell no owner, and no living process maps: left by
+    somebody, whoever else is at work beside."""
+    mapped = set()
+    for process in psutil.process_iter():
+        try:
+            maps = Path(f"/proc/{process.pid}/maps").read_text()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
+        mapped |= {line.partition(SHARED_MEMORY)[2] for line in maps.splitlines() if SHARED_MEMORY in line}
+    return {name for name in shared_memory_files() if name.startswith(ENGINE_FILES)} - mapped
 
 
 def _box_id(data_dir: Path) -> str:

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import time
 
 import httpx
 import openai
@@ -17,13 +16,12 @@ import pytest
 import transformers
 
 from appliance.load import Load
-from tests.e2e.box_support import WholeBox, gsm8k, shared_memory_files, wait_for
+from tests.e2e.box_support import gsm8k, wait_for, whole_box
 from weights.names import encode_name
 
 pytestmark = pytest.mark.timeout(600)
 APPLES = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does he have?"}]
 EPOCHS = 4
-ENGINE_FILES = ("psm_", "vllm", "sem.", "torch")  # what vLLM and torch put into shared memory
 # Resized runs add the same numbers in another order (bf16 gradients, reduced in float32); a lost or repeated step
 # would move the loss by whole tenths.
 CURVE_TOLERANCE = 0.02
@@ -31,18 +29,9 @@ CURVE_TOLERANCE = 0.02
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory):
-    one = WholeBox(tmp_path_factory.mktemp("box"))
-    (one.data_dir / "appliance.toml").write_text(f'[weights.remote]\nurl = "{tmp_path_factory.mktemp("mount")}"\n')
-    before = shared_memory_files()
-    try:
-        told = one.up()
-        assert one.url in told
+    remote = f'[weights.remote]\nurl = "{tmp_path_factory.mktemp("mount")}"\n'
+    with whole_box(tmp_path_factory.mktemp("box"), remote) as one:
         yield one
-        one.run("down")
-        assert one.left() == []
-        assert {name for name in shared_memory_files() - before if name.startswith(ENGINE_FILES)} == set()
-    finally:
-        one.destroy()
 
 
 @pytest.fixture(scope="module")
@@ -472,10 +461,9 @@ def test_a_revoked_key_ends_at_once_and_restart_keeps_everything(box, unbroken):
     assert box.left() == []
     box.up()
     client = box.client()
-    began = time.monotonic()
     answer = client.chat.completions.create(
         model=unbroken.fine_tuned_model, messages=APPLES, max_tokens=4, temperature=0
     )
-    assert answer.usage.completion_tokens == 4 and time.monotonic() - began < 120
+    assert answer.usage.completion_tokens == 4
     with pytest.raises(openai.AuthenticationError):
         guest.models.list()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.e2e.box_support import WholeBox, wait_for
+from tests.e2e.box_support import wait_for, whole_box
 from tests.train_support.tiny import make_model_dir, write_chat_file
 
 # Relative, at the end of a hundred steps and more that nearly learn the data by heart; 1.4e-5 seen. A lost or repeated
@@ -16,15 +16,8 @@ pytestmark = [pytest.mark.soak, pytest.mark.timeout(900)]
 
 @pytest.fixture
 def box(tmp_path_factory):
-    one = WholeBox(tmp_path_factory.mktemp("box"))
-    (one.data_dir / "appliance.toml").write_text("[box]\ndevices = 4\n")
-    try:
-        one.up()
+    with whole_box(tmp_path_factory.mktemp("box"), "[box]\ndevices = 4\n") as one:
         yield one
-        one.run("down")
-        assert one.left() == []
-    finally:
-        one.destroy()
 
 
 def test_a_shared_model_is_trained_moved_and_served(box, tmp_path):

@@ -8,7 +8,7 @@ import shutil
 import pytest
 from moto.server import ThreadedMotoServer
 
-from tests.e2e.box_support import WholeBox, wait_for
+from tests.e2e.box_support import wait_for, whole_box
 from tests.e2e.engine_support import save_model
 from weights.objects_s3 import S3Objects
 
@@ -37,17 +37,10 @@ def directory(tmp_path):
 
 @pytest.fixture(params=["directory", "s3"])
 def box(request, tmp_path_factory):
-    one = WholeBox(tmp_path_factory.mktemp("box"))
     settings = request.getfixturevalue(request.param)
     lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
-    (one.data_dir / "appliance.toml").write_text(f"[box]\ndevices = 2\n[weights.remote]\n{lines}\n")
-    try:
-        one.up()
+    with whole_box(tmp_path_factory.mktemp("box"), f"[box]\ndevices = 2\n[weights.remote]\n{lines}\n") as one:
         yield one
-        one.run("down")
-        assert one.left() == []
-    finally:
-        one.destroy()
 
 
 def answer(box):

@@ -11,11 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.box_support import COMMAND, WholeBox, gsm8k, shared_memory_files, wait_for
+from tests.e2e.box_support import COMMAND, WholeBox, gsm8k, unmapped_segments, wait_for
 from tests.train_support.tiny import make_model_dir
 
 HOME, AWAY = "127.0.0.1", "127.0.0.2"
-ENGINE_FILES = ("psm_", "vllm", "sem.", "torch")
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3000)]
 
@@ -50,7 +49,7 @@ class OtherMachine(WholeBox):
 
 @pytest.fixture
 def machines(tmp_path):
-    before = shared_memory_files()
+    before = unmapped_segments()
     home, away = WholeBox(tmp_path / "home"), OtherMachine(tmp_path / "away")
     with socket.socket() as probe:
         probe.bind((HOME, 0))
@@ -69,7 +68,7 @@ def machines(tmp_path):
         if away.process is not None:
             wait_for(lambda: away.process.poll() is not None, "the other node to end with its box", 60)
         assert away.left() == []
-        assert {name for name in shared_memory_files() - before if name.startswith(ENGINE_FILES)} == set()
+        assert unmapped_segments() <= before
     finally:
         away.destroy()
         home.destroy()
