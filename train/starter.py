@@ -40,7 +40,7 @@ MUON_RATE, ADAM_RATE, WARMUP = 0.02, 0.008, 0.03
 TOKENIZER_DOCUMENTS, HELD_OUT_BATCHES = 5_000, 4
 # What `--minutes` promises at least. An idle 2-core machine makes about 150 steps a minute; a busy one takes longer
 # instead of making a model that has learned nothing (at 35 steps it only stammers, at 200 it speaks in sentences).
-MIN_STEPS, MIN_STEPS_PER_MINUTE = 30, 120
+MIN_STEPS, MIN_STEPS_PER_MINUTE = 10, 120
 # Validation documents come from another stream; the offset keeps it apart from the training stream of any small seed.
 VALIDATION_SEED_OFFSET = 1_000_003
 

@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from serve.replica import Replica
-from tests.e2e.engine_support import Box, client, greedy, save_model
+from tests.e2e.engine_support import client, greedy, save_model
 from weights import tiers
 from weights.names import encode_name
 
@@ -48,10 +48,8 @@ def save_adapter(root: Path, base: Path, name: str, *, seed: int, rank: int = 8,
 
 
 @pytest.fixture(scope="module")
-def box():
-    made = Box()
-    yield made
-    made.close()
+def box(engine_box):
+    return engine_box
 
 
 @pytest.fixture(scope="module")

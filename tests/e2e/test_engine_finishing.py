@@ -65,7 +65,7 @@ class Open:
 
 async def over(replica) -> dict:
     """What came of the streams that finished on the version before, once its weights are gone."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(100):
         while (status := await replica.status())["finishing"] or status["finished"] is None:
             await asyncio.sleep(0.01)
     return status["finished"]

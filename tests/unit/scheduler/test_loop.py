@@ -41,6 +41,17 @@ class Rig:
     def now_s(self) -> float:
         return asyncio.get_running_loop().time()
 
+    async def serve_two_of_which_one_sleeps(self, hook: Callable[[str, str, str], None]) -> None:
+        """Where one engine of the model sleeps beside a job, two are wanted; `hook` from then on."""
+        await self.settle()
+        self.store.policy = Policy("train")
+        self.store.jobs["j1"] = JOB
+        await self.settle()
+        self.effects.hook = hook
+        self.store.deployments["m"] = replace(MODEL, min_replicas=2, max_replicas=2)
+        self.store.policy = Policy("serve")
+        await self.settle()
+
     def states(self) -> list[str]:
         return sorted(r.state for r in self.world.replicas.values())
 
@@ -85,15 +96,10 @@ def test_ten_switches_in_a_row() -> None:
 def test_an_engine_that_only_wakes_is_open_before_a_cold_one_starts() -> None:
     async def test() -> None:
         async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
-            await rig.settle()
-            rig.store.policy = Policy("train")
-            rig.store.jobs["j1"] = JOB
-            await rig.settle()
             began: list[str] = []
-            rig.effects.hook = lambda when, verb, target: began.append(verb) if when == "before" else None
-            rig.store.deployments["m"] = replace(MODEL, min_replicas=2, max_replicas=2)
-            rig.store.policy = Policy("serve")
-            await rig.settle()
+            await rig.serve_two_of_which_one_sleeps(
+                lambda when, verb, target: began.append(verb) if when == "before" else None
+            )
             assert rig.states() == ["open", "open"]
             assert began.index("wake_replica") < began.index("open_replica") < began.index("start_replica")
 
@@ -104,14 +110,7 @@ def test_an_engine_that_only_wakes_is_open_before_a_cold_one_starts() -> None:
 def test_a_cold_engine_starts_though_the_wake_before_it_fails(verb: str) -> None:
     async def test() -> None:
         async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
-            await rig.settle()
-            rig.store.policy = Policy("train")
-            rig.store.jobs["j1"] = JOB
-            await rig.settle()
-            rig.effects.hook = failing(1, verb)
-            rig.store.deployments["m"] = replace(MODEL, min_replicas=2, max_replicas=2)
-            rig.store.policy = Policy("serve")
-            await rig.settle()
+            await rig.serve_two_of_which_one_sleeps(failing(1, verb))
             await asyncio.sleep(60)
             assert rig.states() == ["open", "open"]
 
