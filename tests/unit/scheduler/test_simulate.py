@@ -213,7 +213,7 @@ def test_presence_work_and_switching_bound_serving() -> None:
     assert 0.1 * sparse.horizon_s < served_s(sparse) < 0.6 * sparse.horizon_s, "it leaves between, and pays for it"
     dear = VerbTimes(suspend_s=30.0, start_group_s=60.0)
     assert served_s(sparse, times=dear) == pytest.approx(sparse.horizon_s, rel=0.2), "where moving is dear it stays"
-    heavy = steady(60, 300, prompt=2000, output=200)
+    heavy = steady(60, 60, prompt=2000, output=200)
     assert served_s(heavy) > 2 * heavy.horizon_s, "more work than one device can do"
     assert served_s(heavy, 0.8) < served_s(heavy)
 
@@ -222,7 +222,7 @@ def test_presence_work_and_switching_bound_serving() -> None:
 
 
 def test_auto_trains_more_than_the_splits_that_serve_as_well() -> None:
-    result, figures = simulate(Setup(burst()), Policy("auto"))
+    result, figures = simulate(Setup(burst(300, 600, 900)), Policy("auto"))
     assert result["on_pareto_front"]
     assert result["requests_served"] == result["requests"]
     as_good = [s for s in result["static"] if s["slo_attainment"] >= result["slo_attainment"]]
@@ -244,7 +244,7 @@ def test_one_request_served_in_time_is_all_of_them() -> None:
 
 
 def test_a_run_is_reproducible() -> None:
-    first, second = (run_policy(Setup(burst()), Policy("auto")) for _ in range(2))
+    first, second = (run_policy(Setup(burst(150, 300, 400)), Policy("auto")) for _ in range(2))
     assert first == second
 
 
@@ -256,8 +256,8 @@ def test_listed_jobs_are_worked_off_exactly() -> None:
 
 
 def test_several_nodes() -> None:
-    figures = run_policy(Setup(burst(), nodes=4), Policy("auto"))
-    assert figures.slo_attainment > 0.9 and figures.training_gpu_hours > 0.8 * 32 * 0.5
+    figures = run_policy(Setup(burst(300, 600, 900), nodes=4), Policy("auto"))
+    assert figures.slo_attainment > 0.9 and figures.training_gpu_hours > 0.8 * 32 * 0.25
 
 
 def test_the_plot(tmp_path: Path) -> None:

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
-from vllm.lora.layers import LoRAMapping
-
-from serve.cpu_lora import GroupedLoRA, groups
 
 SLOTS, RANK, WIDE, OUT = 3, 4, 16, (8, 6)
 IDS = [11, 12, 13]  # of the adapters in the slots
+
+
+@pytest.fixture(scope="module")
+def lora():
+    """Imports vLLM, which takes ten seconds: not for every process that collects this file."""
+    from vllm.lora.layers import LoRAMapping
+
+    from serve.cpu_lora import GroupedLoRA, groups
+
+    return SimpleNamespace(LoRAMapping=LoRAMapping, GroupedLoRA=GroupedLoRA, groups=groups)
 
 
 @pytest.fixture
@@ -25,10 +34,10 @@ def stacked():
     [[11, 11, 12], [0, 13, 0, 11], [11, 12, 11, 12], [0, 0], [13]],
     ids=["together", "with base", "interleaved", "base only", "one"],
 )
-def test_each_token_gets_its_own_adapter(stacked, ids_of_tokens):
+def test_each_token_gets_its_own_adapter(lora, stacked, ids_of_tokens):
     down, up = stacked
-    wrapper = GroupedLoRA(max_num_batched_tokens=64, max_batches=8, device="cpu", max_loras=SLOTS)
-    mapping = LoRAMapping(tuple(ids_of_tokens), tuple(ids_of_tokens), is_prefill=True)
+    wrapper = lora.GroupedLoRA(max_num_batched_tokens=64, max_batches=8, device="cpu", max_loras=SLOTS)
+    mapping = lora.LoRAMapping(tuple(ids_of_tokens), tuple(ids_of_tokens), is_prefill=True)
     wrapper.update_metadata(mapping, IDS, SLOTS, 100)
     x, y = torch.randn(len(ids_of_tokens), WIDE), torch.randn(len(ids_of_tokens), sum(OUT))
     expected = y.clone()
@@ -40,8 +49,8 @@ def test_each_token_gets_its_own_adapter(stacked, ids_of_tokens):
     assert torch.allclose(y, expected, atol=1e-5)
 
 
-def test_tokens_that_stand_together_need_no_gathering():
-    assert groups(torch.tensor([-1, 2, 2, 0])) == [(0, slice(3, 4)), (2, slice(1, 3))]
-    ((slot, rows),) = groups(torch.tensor([1, -1, 1]))
+def test_tokens_that_stand_together_need_no_gathering(lora):
+    assert lora.groups(torch.tensor([-1, 2, 2, 0])) == [(0, slice(3, 4)), (2, slice(1, 3))]
+    ((slot, rows),) = lora.groups(torch.tensor([1, -1, 1]))
     assert slot == 1 and rows.tolist() == [0, 2]
-    assert groups(torch.tensor([-1, -1])) == []
+    assert lora.groups(torch.tensor([-1, -1])) == []
