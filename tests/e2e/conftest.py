@@ -1,6 +1,3 @@
-"""Two streams side by side (`--numprocesses 2 --dist loadgroup`), each busy with about one core: whole boxes, one at a
-time; and engines and training, each with one warm parent for all. Files that need neither go to who is done first."""
-
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
@@ -12,20 +9,6 @@ from serve.config import EngineConfig
 from serve.replica import Replica
 from tests.e2e.engine_support import Box
 from tests.train_support.world import WarmTrain, Workshop
-
-STREAMS = {"box": "boxes", "crash": "boxes", "join": "boxes", "leftovers": "boxes", "standby": "boxes",
-           "engine": "engines and training", "train": "engines and training"}  # fmt: skip
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def stream(item: pytest.Item) -> str:
-        """By the first word of the file's name."""
-        return STREAMS.get(item.path.stem.split("_")[1], item.path.stem)
-
-    order = list(dict.fromkeys(STREAMS.values()))
-    items.sort(key=lambda item: order.index(stream(item)) if stream(item) in order else len(order))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(stream(item)))
 
 
 @pytest.fixture(scope="session")
