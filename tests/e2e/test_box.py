@@ -44,7 +44,7 @@ def starter(box):
 @pytest.fixture(scope="module")
 def unbroken(box, starter):
     """A job that ran undisturbed: every epoch published, so its model has several versions."""
-    train, held_out = box.upload(gsm8k("train", 80)), box.upload(gsm8k("test", 8), "test.jsonl")
+    train, held_out = box.upload(gsm8k("train", 100)), box.upload(gsm8k("test", 20), "test.jsonl")
     job = box.client().fine_tuning.jobs.create(
         model=starter,
         training_file=train,
@@ -346,7 +346,7 @@ def test_ten_mode_switches_under_load_lose_no_request_and_no_step(box, starter, 
         for number in range(10):
             if number % 2 == 0:
                 done = len(box.losses(job.id))
-                box.run("mode", "set", *(("train",) if number == 0 else ("split", "--train", "4")), "--wait")
+                box.run("mode", "set", *(("train",) if number % 4 == 0 else ("split", "--train", "4")), "--wait")
                 wait_for(lambda done=done: len(box.losses(job.id)) > done, "a step")
             else:
                 answered = load.finished
@@ -415,7 +415,7 @@ def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_b
     box.run("mode", "set", "train", "--wait")
     file_id = client.fine_tuning.jobs.retrieve(unbroken.id).training_file
     job = box.ask(
-        "job", "submit", "--model", starter, "--file", file_id, "--epochs", "7", "--batch-size", "8",
+        "job", "submit", "--model", starter, "--file", file_id, "--epochs", "8", "--batch-size", "8",
         "--set", "snapshot_every_s=2", "--set", "max_length=256",
     )  # fmt: skip
     job_id = job["id"]
