@@ -27,7 +27,9 @@ def test_what_a_dockerfile_copies_exists_and_install_sh_does_the_rest(dockerfile
     build = dockerfile.suffix.removeprefix(".")
     steps = instructions(dockerfile)
     for name, arguments in steps:
-        if name == "COPY":
+        if name == "COPY" and (stage := re.match(r"--from=(\w+)", arguments)):
+            assert any(n == "FROM" and a.endswith(f" AS {stage[1]}") for n, a in steps), arguments
+        elif name == "COPY":
             *sources, _ = [a for a in shlex.split(arguments) if not a.startswith("--")]
             assert all((PROJECT / source).exists() for source in sources), arguments
     runs = [arguments for name, arguments in steps if name == "RUN" and "install.sh" in arguments]
