@@ -412,7 +412,7 @@ def text_of(chunks) -> str:
 
 def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_box(box, starter, unbroken):
     client = box.client()
-    box.run("mode", "set", "train", "--wait")
+    box.run("mode", "set", "split", "--train", "4", "--wait")
     file_id = client.fine_tuning.jobs.retrieve(unbroken.id).training_file
     job = box.ask(
         "job", "submit", "--model", starter, "--file", file_id, "--epochs", "8", "--batch-size", "8",
@@ -433,7 +433,7 @@ def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_b
     controller = box.pids_logging_to("controller.log")[0]
     os.kill(controller, signal.SIGKILL)
     assert box.client(max_retries=40).models.list().data, "the controller came back"
-    assert box.ask("mode", "show")["policy"] == "train"
+    assert box.ask("mode", "show")["policy"] == "split"
     wait_for(restarts_beyond(max(box.losses(job_id))), "training to go on after the controller's death")
     assert ranks and box.pids_logging_to(f"{job_id}-rank*.log") == ranks, "the new controller adopts the same ranks"
 
@@ -446,7 +446,7 @@ def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_b
     os.kill(main, signal.SIGKILL)
     wait_for(lambda: not [line for line in box.left() if line.startswith("process")], "everything to end", 30)
     box.up()
-    assert box.ask("mode", "show")["policy"] == "train"
+    assert box.ask("mode", "show")["policy"] == "split"
     assert "starter" in [model.id for model in client.models.list()]
     box.run("job", "wait", job_id, "--timeout", "300")
     losses = box.losses(job_id)
