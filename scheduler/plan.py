@@ -15,6 +15,9 @@ from scheduler.seating import Seating
 from scheduler.shares import Shares
 from scheduler.workload import Snapshot
 
+_ROUNDS = 8
+"""How often jobs are counted anew that found fewer devices side by side; after that the next plan sees to them."""
+
 
 def plan(snapshot: Snapshot, now_s: float, config: SchedulerConfig | None = None) -> Allocation:
     """The allocation for this snapshot. The same snapshot and time always give the same answer."""
@@ -40,19 +43,23 @@ def plan(snapshot: Snapshot, now_s: float, config: SchedulerConfig | None = None
 def _seat(shares: Shares, seating: Seating) -> queue.Queue:
     """Count and place, until everybody who is counted for devices has found some. Answers what training gets."""
     limits: dict[str, int] = {}
+    found: dict[str, int] = {}
     unplaced: list[str] = []
-    for _ in range(len(shares.deployments) + 1):
-        claimed, serving, jobs = shares.count(limits)
+    for _ in range(len(shares.deployments) + _ROUNDS):
+        claimed, serving, jobs = shares.count(limits, found)
         unplaced = seating.place(serving, jobs.sizes)
-        if unplaced and seating.owed(unplaced, claimed) and seating.jobs_may_move:
+        short = seating.short(jobs.sizes)
+        if (short or (unplaced and seating.owed(unplaced, claimed))) and seating.jobs_may_move:
             # Enough devices but not side by side: move the jobs that may be moved, if that helps.
-            if not seating.place(serving, jobs.sizes, keep_jobs=False):
-                unplaced = []
-            else:
+            moved = seating.place(serving, jobs.sizes, keep_jobs=False)
+            if moved or seating.short(jobs.sizes):
                 unplaced = seating.place(serving, jobs.sizes)
-        if not unplaced:
+            else:
+                unplaced, short = [], {}
+        if not unplaced and not short:
             break
         # Not to be had in this round: what they were counted for goes to others.
         limits |= seating.placed(unplaced)
+        found |= short
     shares.note_no_room({*unplaced, *limits})
     return jobs

@@ -129,6 +129,7 @@ def allot(
     dwell_s: float,
     why: str,
     works_on: Mapping[str, int] | None = None,
+    found: Mapping[str, int] | None = None,
 ) -> Queue:
     """Sizes within `budget` devices.
 
@@ -138,6 +139,7 @@ def allot(
         dwell_s: a running job is not grown before this long after its last start.
         why: what holds the other devices, e.g. "mode serve gives training no devices".
         works_on: devices that work, by node; what a job bound to some nodes can have is on one of those.
+        found: jobs that found only so many devices side by side, less than were left for them.
     """
     rooms = _Rooms(works_on)
     sizes: dict[str, int] = {}
@@ -173,7 +175,8 @@ def allot(
         if job.busy == "leaving":
             waiting[job.id] = "Is being suspended."
             continue
-        size = job.largest_within(max(min(left, rooms.most(job, rooms.left, left)), 0))
+        most = min(left, rooms.most(job, rooms.left, left), (found or {}).get(job.id, left))
+        size = job.largest_within(max(most, 0))
         now = len(job.devices) if job.phase == "running" else 0
         grown_again_s = job.since_s + dwell_s
         if size > now > 0 and now in job.sizes and grown_again_s > now_s:
@@ -186,16 +189,18 @@ def allot(
             ahead = ahead or job.id
             continue
         least = job.sizes[0]
-        if least > total:
+        if found and job.id in found:
+            waiting[job.id] = f"Needs {least} device{'s' * (least > 1)} of one node; those left are not side by side."
+        elif least > total:
             waiting[job.id] = f"Needs {least} devices; only {total} of the box work."
-        elif least > (most := rooms.most(job, works_on or {}, total)):
-            waiting[job.id] = f"Needs {least} devices of one node; no node that it may run on has more than {most}."
+        elif least > (largest := rooms.most(job, works_on or {}, total)):
+            waiting[job.id] = f"Needs {least} devices of one node; no node that it may run on has more than {largest}."
         elif least > budget:
             waiting[job.id] = f"Needs {least} device{'s' * (least > 1)}: {why}."
         else:
             room = max(min(left, rooms.most(job, rooms.left, left)), 0)
+            by = f"job {ahead} and others ahead of it" if ahead else "jobs that are not preempted"
             waiting[job.id] = (
-                f"Needs {least} device{'s' * (least > 1)}; {room} of training's {budget} are left by "
-                f"job {ahead} and others ahead of it."
+                f"Needs {least} device{'s' * (least > 1)}; {room} of training's {budget} are left by {by}."
             )
     return Queue(sizes, waiting, min(reviews, default=None))

@@ -44,6 +44,11 @@ class Seating:
         """Whether serving has a claim on a replica without devices; a lent one is not worth moving a job."""
         return any(count < claimed.get(model, 0) for model, count in self.placed(unplaced).items())
 
+    def short(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Jobs that found fewer devices side by side than they were counted for, with how many they found."""
+        found = {j: len(self.groups[j].devices) if j in self.groups else 0 for j in sizes if not self.jobs[j].busy}
+        return {j: count for j, count in found.items() if count < sizes[j]}
+
     def movable(self, job: JobView) -> bool:
         return job.preemptible and job.phase == "running" and job.busy is None
 

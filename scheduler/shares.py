@@ -31,16 +31,21 @@ class Shares:
         self.memory: dict[str, ModelMemory] = {}
         self._remember()
 
-    def count(self, limits: Mapping[str, int]) -> tuple[dict[str, int], dict[str, int], queue.Queue]:
+    def count(
+        self, limits: Mapping[str, int], found: Mapping[str, int] | None = None
+    ) -> tuple[dict[str, int], dict[str, int], queue.Queue]:
         """(replicas per model that serving claims, those it gets with what is lent to it, devices per job).
 
-        limits: replicas per model for which there are devices side by side, where that is known.
+        limits: replicas per model for which there are devices side by side, where that is known. found: devices
+        per job for which there are no more side by side.
         """
         claimed = self._replicas(self._serving_capacity(), limits, eager=self._policy.kind in ("serve", "split"))
         budget, why = self._training_budget(self._cost(claimed))
         # A person's change of mode takes hold at once; only `auto`, which changes by itself, dwells.
         dwell_s = self._config.job_dwell_s if self._policy.kind == "auto" else 0.0
-        jobs = queue.allot(self._snapshot.jobs, budget, self._total, self._now_s, dwell_s, why, self._works_on)
+        jobs = queue.allot(
+            self._snapshot.jobs, budget, self._total, self._now_s, dwell_s, why, self._works_on, found
+        )
         lendable = self._total - sum(jobs.sizes.values())
         return claimed, self._replicas(lendable, limits, eager=False, base=claimed), jobs
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from scheduler import queue
 from scheduler.allocation import Allocation
 from scheduler.config import SchedulerConfig
 from scheduler.errors import InvalidWorkload
@@ -293,3 +294,22 @@ def test_contradictions_are_named() -> None:
         JobView("j", min_devices=3, max_devices=4, allowed_sizes=(1, 2))
     with pytest.raises(InvalidWorkload, match="policy"):
         Policy("sometimes")  # type: ignore[arg-type]
+
+
+def test_a_job_that_finds_no_devices_side_by_side_moves_others_or_lets_them_by() -> None:
+    """It was counted on the node where a job ran that it could not move there, and held up everybody behind it
+    while devices idled (found by the long run of random lives)."""
+    both = ("n0", "n1")
+    small = job("small", nodes=both, max_devices=1, priority=1, phase="running", devices=("n0/0",))
+    fixed = job("fixed", nodes=both, min_devices=2, max_devices=2, preemptible=False, phase="running",
+                devices=("n1/0", "n1/1"))  # fmt: skip
+    large = job("large", nodes=both, min_devices=3, max_devices=3, allowed_sizes=(3,), priority=2)
+    last = job("last", nodes=both, max_devices=1, submitted_s=9.0)
+    a = planned(devices=box_of(3, nodes=2), jobs=(small, fixed, large, last))
+    seats = {g.job_id: g.devices for g in a.groups}
+    assert seats == {"large": ("n0/0", "n0/1", "n0/2"), "small": ("n1/2",), "fixed": ("n1/0", "n1/1")}
+    a = planned(devices=box_of(3, nodes=2), jobs=(replace(small, preemptible=False), fixed, large, last))
+    assert sizes(a) == {"small": 1, "fixed": 2, "last": 1}
+    assert a.waiting["large"] == "Needs 3 devices; 2 of training's 6 are left by jobs that are not preempted."
+    passed = queue.allot((small, fixed, large, last), 6, 6, 1000.0, 0.0, "", {"n0": 3, "n1": 3}, {"large": 0})
+    assert passed.sizes == {"small": 1, "fixed": 2, "last": 1} and "side by side" in passed.waiting["large"]
