@@ -51,11 +51,10 @@ def _seat(shares: Shares, seating: Seating) -> queue.Queue:
         short = seating.short(jobs.sizes)
         if (short or (unplaced and seating.owed(unplaced, claimed))) and seating.jobs_may_move:
             # Enough devices but not side by side: move the jobs that may be moved, if that helps.
-            moved = seating.place(serving, jobs.sizes, keep_jobs=False)
-            if moved or seating.short(jobs.sizes):
-                unplaced = seating.place(serving, jobs.sizes)
-            else:
+            if not seating.place(serving, jobs.sizes, keep_jobs=False) and not seating.short(jobs.sizes):
                 unplaced, short = [], {}
+            else:
+                unplaced = seating.place(serving, jobs.sizes)
         if not unplaced and not short:
             break
         # Not to be had in this round: what they were counted for goes to others.

@@ -32,7 +32,7 @@ class Shares:
         self._remember()
 
     def count(
-        self, limits: Mapping[str, int], found: Mapping[str, int] | None = None
+        self, limits: Mapping[str, int], found: Mapping[str, int]
     ) -> tuple[dict[str, int], dict[str, int], queue.Queue]:
         """(replicas per model that serving claims, those it gets with what is lent to it, devices per job).
 
