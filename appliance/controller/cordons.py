@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from appliance.store import box
@@ -33,22 +34,28 @@ def undrain(db: Database, device_id: str) -> bool:
         return device_id in cordoned
 
 
-def drain_of(db: Database, device_id: str) -> dict[str, Any] | None:
-    """{"reason", "by", "since_s"} of a device that somebody drained."""
-    return box.get(db, DRAINS, {}).get(device_id)
+@dataclass(frozen=True, slots=True)
+class Cordons:
+    """All of them as one read of the store found them, by device id. `drains`: {"reason", "by", "since_s"} of those
+    that somebody drained; `failing`: why the scheduler cordoned one."""
+
+    drains: dict[str, dict[str, Any]]
+    failing: dict[str, str]
+    cordoned: frozenset[str]
+
+    def shown(self, device: dict[str, Any]) -> dict[str, Any]:
+        """A device with `drain` (None where nobody drained it) and its health as the store has it."""
+        if device["id"] not in self.cordoned:
+            # The loop's view is a moment old: a device that was put back a moment ago still drains in it.
+            back = {"health": "ok", "health_reason": ""} if device["health"] == "draining" else {}
+            return {**device, **back, "drain": None}
+        drained, told = self.drains.get(device["id"]), self.failing.get(device["id"])
+        health = "draining" if device["health"] == "ok" else device["health"]
+        if drained:
+            told = f"drained by {drained['by']}" + (f": {drained['reason']}" if drained["reason"] else "")
+        return {**device, "health": health, "health_reason": told or device.get("health_reason", ""), "drain": drained}
 
 
-def shown(db: Database, device: dict[str, Any]) -> dict[str, Any]:
-    """A device with `drain`: {"reason", "by", "since_s"} or None, and its health as the store has it now."""
-    drained = drain_of(db, device["id"])
-    failing = box.get(db, FAILING, {}).get(device["id"])
-    cordoned = device["id"] in box.get(db, CORDONED, [])
-    if not cordoned:
-        # The loop's view is a moment old: a device that was put back a moment ago still drains in it.
-        back = {"health": "ok", "health_reason": ""} if device["health"] == "draining" else {}
-        return {**device, **back, "drain": None}
-    health = "draining" if device["health"] == "ok" else device["health"]
-    told = failing
-    if drained:
-        told = f"drained by {drained['by']}" + (f": {drained['reason']}" if drained["reason"] else "")
-    return {**device, "health": health, "health_reason": told or device.get("health_reason", ""), "drain": drained}
+def read(db: Database) -> Cordons:
+    with db.transaction():
+        return Cordons(box.get(db, DRAINS, {}), box.get(db, FAILING, {}), frozenset(box.get(db, CORDONED, [])))

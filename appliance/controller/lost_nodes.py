@@ -68,12 +68,11 @@ def in_view(db: Database, there: Sequence[dict[str, Any]]) -> list[dict[str, Any
     `lost`: {"reason", "since_s"} or None; `health` is "lost" where it is not None.
     """
     lost_rows = {name: row for name, row in box.get(db, NODES, {}).items() if row["lost"] is not None}
-    found = [
-        {**cordons.shown(db, dict(device)), "lost": None} for device in there if device["node"] not in lost_rows
-    ]
+    held_back = cordons.read(db)
+    found = [{**held_back.shown(dict(device)), "lost": None} for device in there if device["node"] not in lost_rows]
     for name in sorted(lost_rows):
         row = lost_rows[name]
         for device in row["devices"]:
             told = {"health": "lost", "health_reason": row["lost"]["reason"], "holder": None, "lost": row["lost"]}
-            found.append({**device, **told, "drain": cordons.drain_of(db, device["id"])})
+            found.append({**device, **told, "drain": held_back.drains.get(device["id"])})
     return found

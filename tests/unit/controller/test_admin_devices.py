@@ -105,4 +105,4 @@ async def test_deployments_that_cannot_be_are_refused(control: Control, body: di
 
 def test_a_device_put_back_is_shown_so_before_the_loop_has_looked_again(control: Control):
     seen = {"id": "n0/3", "health": "draining", "health_reason": "drained by an operator"}
-    assert cordons.shown(control.db, seen) == {"id": "n0/3", "health": "ok", "health_reason": "", "drain": None}
+    assert cordons.read(control.db).shown(seen) == {"id": "n0/3", "health": "ok", "health_reason": "", "drain": None}
