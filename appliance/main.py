@@ -216,11 +216,15 @@ class Box:
                         return
                 except httpx.TransportError:
                     pass  # not listening yet
-                if time.monotonic() > deadline or process.restarts >= 3:
-                    path = self._paths.logs / f"{process.name}.log"
-                    raise BoxError(
-                        f"the {process.name} did not come up within {timeout_s:.0f} s; {path} ends with:\n{tail(path)}"
+                late = time.monotonic() > deadline
+                if late or process.restarts >= 3:
+                    log_path = self._paths.logs / f"{process.name}.log"
+                    what = (
+                        f"did not come up within {timeout_s:.0f} s ([box] start_timeout_s; a slow machine needs more)"
+                        if late
+                        else "ended three times while it started"
                     )
+                    raise BoxError(f"the {process.name} {what}; {log_path} ends with:\n{tail(log_path)}")
                 await asyncio.sleep(0.05)
 
     async def _first_key(self) -> str | None:

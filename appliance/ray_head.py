@@ -125,7 +125,10 @@ async def _wait_until(
                     raise RayStartError(f"ray start exited with {process.returncode}:\n{tail(log_path)}")
                 await asyncio.sleep(0.05)
     except TimeoutError as error:
-        raise RayStartError(f"ray did not start within {timeout_s:g} s:\n{tail(log_path)}") from error
+        raise RayStartError(
+            f"ray did not start within {timeout_s:g} s ([box] start_timeout_s; a slow machine needs more); "
+            f"{log_path} ends with:\n{tail(log_path)}"
+        ) from error
 
 
 def address(paths: BoxPaths) -> str | None:

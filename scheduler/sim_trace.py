@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import gzip
+import math
 import random
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import pairwise
 from pathlib import Path
 from typing import TextIO
 
@@ -16,6 +18,9 @@ from scheduler.errors import TraceError
 
 _MOST_TOKENS = 10_000_000
 """Of one prompt or one output: more is a slip of columns, and one request would take days."""
+
+_LONGEST_GAP_S = 31 * 86400.0
+"""Between two requests: more is a slip of the clock, and the simulator would live through every half minute of it."""
 
 
 @dataclass(slots=True)
@@ -91,10 +96,30 @@ def _time_s(text: str) -> float:
             at = fraction.index(sign)
             fraction, zone = fraction[:at], fraction[at:]
             break
-    moment = datetime.fromisoformat(head + (zone if zone != "Z" else "+00:00"))
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=UTC)
-    return moment.timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
+    try:
+        moment = datetime.fromisoformat(head + (zone if zone != "Z" else "+00:00"))
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=UTC)
+        return moment.timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
+    except ValueError:
+        raise ValueError(f"time {text!r} given, one such as 2023-11-16 18:15:46.680 expected") from None
+
+
+def _whole(column: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{column} {text!r} given, a whole number expected") from None
+
+
+def _number(column: str, text: str) -> float:
+    """Raises ValueError for what no calculation survives, infinities too."""
+    try:
+        if math.isfinite(number := float(text)):
+            return number
+    except ValueError:
+        pass
+    raise ValueError(f"{column} {text!r} given, a number expected")
 
 
 def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Requests:
@@ -110,15 +135,16 @@ def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Req
     if not scale > 0:
         raise TraceError(path, None, f"scale {scale} given, a number above 0 expected")
     rng = random.Random(seed)
-    found: list[tuple[float, int, int]] = []
+    found: list[tuple[float, int, int, int]] = []
     for line, (when, prompt_text, output_text) in _rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
         try:
-            at_s, prompt, output = _time_s(when), int(prompt_text), int(output_text)
+            at_s = _time_s(when)
+            prompt, output = _whole("ContextTokens", prompt_text), _whole("GeneratedTokens", output_text)
         except ValueError as error:
             raise TraceError(path, line, str(error)) from None
         if not (0 <= prompt <= _MOST_TOKENS and 0 <= output <= _MOST_TOKENS):
             raise TraceError(path, line, f"{prompt} and {output} tokens given, 0 to {_MOST_TOKENS:,} expected")
-        request = (at_s, max(prompt, 1), max(output, 1))
+        request = (at_s, max(prompt, 1), max(output, 1), line)
         if scale == 1.0:
             found.append(request)
             continue
@@ -127,6 +153,11 @@ def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Req
     if not found:
         raise TraceError(path, None, "contains no request")
     found.sort()
+    for (before_s, *_, earlier), (at_s, *_, later) in pairwise(found):
+        if at_s - before_s > _LONGEST_GAP_S:
+            gap_days, most_days = (at_s - before_s) / 86400, _LONGEST_GAP_S / 86400
+            raise TraceError(path, later, f"{gap_days:,.0f} days after the request before it in time (line {earlier}), "
+                                          f"at most {most_days:.0f} expected")  # fmt: skip
     first_s = found[0][0]
     return Requests(
         array("d", (r[0] - first_s for r in found)),
@@ -145,7 +176,7 @@ def read_jobs(path: str | Path, *, within_s: float, max_devices: int) -> list[Tr
     rows: list[tuple[float, float, int]] = []
     for line, (when, duration, gpus) in _rows(path, ("timestamp", "duration", "num_gpus")):
         try:
-            row = (_time_s(when), float(duration), int(float(gpus)))
+            row = (_time_s(when), _number("duration", duration), int(_number("num_gpus", gpus)))
         except ValueError as error:
             raise TraceError(path, line, str(error)) from None
         if row[1] > 0 and row[2] > 0:

@@ -106,7 +106,7 @@ def list_keys(session: Session) -> None:
 @app.command(epilog=examples("appliance key revoke alice", "appliance key revoke key_4f2a81"))
 @for_box
 def revoke(session: Session, key: Annotated[str, typer.Argument(metavar="NAME_OR_ID")]) -> None:
-    """Make a key worthless at once; requests that are running with it finish."""
+    """Make a key worthless at once; what runs with it ends, streams with an error event. Its jobs go on."""
     answer = session.client.delete(f"/admin/v1/keys/{segment(key)}")
     session.show(answer, lambda revoked: f"revoked {revoked['name']} ({revoked['id']})")
 

@@ -19,7 +19,7 @@ from appliance.controller.metrics import registry_of
 from appliance.controller.mode import mode_in_force
 from appliance.controller.paging import After, list_object
 from appliance.controller.principal import Caller
-from appliance.store import audit, handovers, job_records, jobs
+from appliance.store import audit, handovers, job_records, jobs, keys
 
 RecentLimit = Annotated[int, Query(ge=1, le=1000)]
 
@@ -106,4 +106,6 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/audit")
     async def list_audit(after: After = None, limit: RecentLimit = 100) -> dict[str, Any]:
-        return list_object(audit.page(db, after=after, limit=limit), admin_views.audit)
+        names = {row.id: row.name for row in keys.list_all(db)}
+        page = audit.page(db, after=after, limit=limit)
+        return list_object(page, lambda row: admin_views.audit(row, names.get(row.key_id, row.key_id or "box")))

@@ -82,6 +82,9 @@ def model_state(name: str, status: SchedulerStatus) -> str:
     return "asleep" if "asleep" in states else "cold"
 
 
-def audit(row: AuditRow) -> dict[str, Any]:
-    return {"id": row.id, "key_id": row.key_id, "action": row.action, "target": row.target, "outcome": row.outcome,
-            "detail": row.detail, "request_id": row.request_id, "created_s": row.created_s}  # fmt: skip
+def audit(row: AuditRow, by: str) -> dict[str, Any]:
+    """`by`: the name of the key, "box" for what needed none."""
+    return {
+        "id": row.id, "by": by, "key_id": row.key_id, "action": row.action, "target": row.target,
+        "outcome": row.outcome, "detail": row.detail, "request_id": row.request_id, "created_s": row.created_s,
+    }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The audit log: one row for every admin action, the refused and failed ones too."""
+"""The audit log: one row for every admin action, failed ones too. What a gateway refuses is in its access log."""
 
 from __future__ import annotations
 

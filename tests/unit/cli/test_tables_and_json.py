@@ -217,6 +217,16 @@ def test_bad_training_data_is_named_by_line(box, tmp_path):
 LIMITS = ("models", "requests_per_minute", "tokens_per_minute", "tokens_per_day", "tokens_per_month")
 
 
+def test_the_audit_log_says_who_did_what(box):
+    assert "nothing was changed yet" in box.run("audit").stdout
+    box.run("key", "create", "--name", "trial", "--scope", "inference")
+    (row,) = box.json("audit")["data"]
+    assert (row["by"], row["action"], row["outcome"], row["detail"]["name"]) == ("box", "key.create", "done", "trial")
+    shown = box.run("audit", "--limit", "5").stdout
+    assert "key.create" in shown and 'scopes=["inference"]' in shown
+    assert box.run("audit", "--limit", "0").exit_code == 2
+
+
 def test_limits_of_keys_and_what_was_spent(box):
     box.run("key", "create", "--name", "trial", "--model", "starter", "--requests-per-minute", "60")
     assert "60 requests/min; only starter" in box.run("key", "list").stdout

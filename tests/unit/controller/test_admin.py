@@ -201,6 +201,6 @@ async def test_the_audit_log_pages(control: Control):
         await ask(control, "POST", "/keys", json={"name": name})
     page = await ask(control, "GET", "/audit?limit=2")
     assert [row["detail"]["name"] for row in page["data"]] == ["c", "b"] and page["has_more"]
-    assert page["data"][0]["key_id"] == "key_admin" and page["data"][0]["request_id"]
+    assert page["data"][0]["key_id"] == page["data"][0]["by"] == "key_admin" and page["data"][0]["request_id"]
     rest = await ask(control, "GET", f"/audit?after={page['last_id']}")
     assert [row["detail"]["name"] for row in rest["data"]] == ["a"]

@@ -68,7 +68,12 @@ def test_azure_shape_with_seven_digits_out_of_order_and_gzip(tmp_path: Path) -> 
         ("", "columns"),
         ("when,ContextTokens,GeneratedTokens\n", "line 1: columns"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "contains no request"),
-        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "line 2"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "line 2: time 'yesterday' given, one such as"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,many,1\n", "line 2: ContextTokens 'many' given"),
+        (
+            "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,1\n2020-01-01 00:00:00,1,1\n",
+            r"line 2: 1,416 days after the request before it in time \(line 3\)",
+        ),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1\n", "line 2: 2 columns, 3 expected"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,-1,5\n", "line 2: -1 and 5 tokens"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,1,99999999999999999999\n", "line 2: 1 and 9"),
@@ -79,6 +84,14 @@ def test_bad_traces_name_file_and_line(tmp_path: Path, text: str, said: str) -> 
     path.write_text(text)
     with pytest.raises(TraceError, match=said):
         read_requests(path)
+
+
+def test_bad_job_lists_name_the_line(tmp_path: Path) -> None:
+    path = tmp_path / "jobs.csv"
+    for duration, said in (("inf", "line 2: duration 'inf' given, a number expected"), ("long", "duration 'long'")):
+        path.write_text(f"timestamp,duration,num_gpus\n2017-10-09 07:01:55,{duration},1\n")
+        with pytest.raises(TraceError, match=said):
+            read_jobs(path, within_s=60, max_devices=8)
 
 
 @pytest.mark.parametrize("name", ["t.csv", "t.csv.gz"])

@@ -1,0 +1,48 @@
+"""`appliance audit`: who did what."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import formats, output
+from appliance.cli.command import Session, examples, for_box, group
+
+app = group("Who did what: every change, by whom, and what came of it.")
+
+
+@app.command(
+    epilog=examples(
+        "appliance audit",
+        "appliance audit --limit 1000 -o json | jq '.data[] | select(.action == \"key.create\")'",
+        "",
+        "WHO is a key's name, or `box` for a command on the box itself, for a window and for the box's own decisions.",
+    )
+)
+@for_box
+def audit(
+    session: Session,
+    limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, the newest first.")] = 50,
+) -> None:
+    """Who did what: every change, by whom, and what came of it."""
+    session.show(session.client.get("/admin/v1/audit", limit=limit), _table)
+
+
+def _table(answer: dict[str, Any]) -> Any:
+    return output.table(
+        ("WHEN", "WHO", "ACTION", "OF", "OUTCOME", "DETAIL"),
+        (
+            (formats.moment(row["created_s"]), row["by"], row["action"], formats.printable(row["target"]),
+             row["outcome"], _detail(row["detail"]))
+            for row in answer["data"]
+        ),
+        empty="nothing was changed yet",
+    )  # fmt: skip
+
+
+def _detail(detail: dict[str, Any]) -> str:
+    told = (f"{name}={value if isinstance(value, str) else json.dumps(value)}"
+            for name, value in detail.items() if value not in (None, "", []))  # fmt: skip
+    return formats.printable("  ".join(told))
