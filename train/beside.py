@@ -1,10 +1,14 @@
 """Writing a snapshot or a version while training goes on.
 
-    begin at a step boundary -> forward and backward of the next step -> finish, just before its optimizer step
+    begin at a step boundary -> forward and backward of the next step -> copied, just before its optimizer step
+    -> finish, at its end
 
 Weights and moments are constant until the optimizer steps, so what is copied meanwhile is the state of one step, to the
 bit. Training stands still for the reservation, for what of the copy is left when the optimizer is due, and for the
 commit; never longer than the copy alone would take.
+
+No rank waits for another but rank 0, which commits when all have marked their part as written: a rank that is done may
+give its memory back at once, or go on training. If one of them dies before, the draft is never committed.
 """
 
 from __future__ import annotations
@@ -31,13 +35,16 @@ class Written:
     seconds: float
     stall_s: float = 0.0
 
+    def copied(self) -> None:
+        """As `Writing.copied`, for what was there already."""
+
     def finish(self) -> Written:
         """As `Writing.finish`, for what was there already."""
         return self
 
 
 class Writing:
-    """A draft that this rank is filling with its part; every rank has one and calls `finish`.
+    """A draft that this rank is filling with its part; every rank has one and calls `copied`, `finish` or both.
 
     `fill` copies piece after piece and yields the elements of each, about `elements` in all. With `pace_s` it runs on a
     thread, spread over about that many seconds; with None it runs now. It must not use collectives on a thread.
@@ -46,43 +53,52 @@ class Writing:
     def __init__(self, draft: Any, fill: Callable[[], Iterator[int]], *, elements: int, meta: dict[str, Any],
                  began: float, pace_s: float | None = None):  # fmt: skip
         self._draft, self._meta, self._began = draft, meta, began
+        self._elements = elements
         self._hurry = threading.Event()
         self._filled: Future[None] | None = None
+        self._marked = False
         if pace_s is None:
-            _run(fill(), elements, 0.0, self._hurry)
+            self._run(fill(), 0.0)
         else:
             with_thread = ThreadPoolExecutor(1, thread_name_prefix="beside")
-            self._filled = with_thread.submit(_run, fill(), elements, pace_s, self._hurry)
+            self._filled = with_thread.submit(self._run, fill(), pace_s)
             with_thread.shutdown(wait=False)
         self._stall_s = time.perf_counter() - began
 
-    def finish(self) -> Written:
-        """Collective: returns when the version is committed, the same on every rank but for the times."""
+    def copied(self) -> None:
+        """Returns when this rank's part is written: its state may change, or go."""
+        if self._marked:
+            return
         entered = time.perf_counter()
         if self._filled is not None:
             self._hurry.set()
             self._filled.result()
-        path, nbytes = commit_together(self._draft, self._meta)
+        self._draft.mark_written(comm.get_rank())
+        self._marked = True
+        self._stall_s += time.perf_counter() - entered
+
+    def finish(self) -> Written:
+        """On rank 0 returns when the version is committed, for which it waits for every rank's part; on the others at
+        once. Rank 0's failure ends the world."""
+        self.copied()
+        entered = time.perf_counter()
+        if comm.get_rank() == 0:
+            self._draft.prepare()
+            self._draft.wait_written()
+            # Checksums would double the time the devices are held; WeightStore.seal adds them afterwards.
+            stored = self._draft.commit(meta=self._meta, checksums=False)
+            path, nbytes = stored.path, stored.nbytes
+        else:
+            path, nbytes = self._draft.target, self._draft.layout.nbytes
+            self._draft.close()
         now = time.perf_counter()
-        return Written(path, nbytes, now - self._began, self._stall_s + now - entered)
+        return Written(str(path), nbytes, now - self._began, self._stall_s + now - entered)
 
-
-def commit_together(draft: Any, meta: dict[str, Any]) -> tuple[str, int]:
-    """Commit on rank 0 once every rank has written; (path, bytes) on all. Rank 0's failure ends the world."""
-    comm.barrier()
-    if comm.get_rank() == 0:
-        # Checksums would double the time the devices are held; WeightStore.seal adds them afterwards.
-        stored = draft.commit(meta=meta, checksums=False)
-        return str(stored.path), stored.nbytes
-    draft.close()
-    return str(draft.target), draft.layout.nbytes
-
-
-def _run(fill: Iterator[int], elements: int, pace_s: float, hurry: threading.Event) -> None:
-    started, done = time.monotonic(), 0
-    with torch.no_grad():  # the mode belongs to the thread
-        for piece in fill:
-            done += piece
-            ahead_s = pace_s * min(1.0, done / max(1, elements)) - (time.monotonic() - started)
-            if ahead_s > _SHORTEST_PAUSE_S:
-                hurry.wait(ahead_s)
+    def _run(self, fill: Iterator[int], pace_s: float) -> None:
+        started, done = time.monotonic(), 0
+        with torch.no_grad():  # the mode belongs to the thread
+            for piece in fill:
+                done += piece
+                ahead_s = pace_s * min(1.0, done / max(1, self._elements)) - (time.monotonic() - started)
+                if ahead_s > _SHORTEST_PAUSE_S:
+                    self._hurry.wait(ahead_s)

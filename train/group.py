@@ -60,7 +60,8 @@ class Watch:
 @dataclass(frozen=True)
 class SuspendReport:
     """`snapshot_path` is None if the job had not done a step yet. seconds: agree (to the step boundary), snapshot,
-    exit (until the devices are free), total. parked: the ranks stay as processes without memory of the job."""
+    exit (all else from the boundary until the devices are free), total. parked: the ranks stay as processes without
+    memory of the job."""
 
     step: int
     snapshot_path: str | None
@@ -159,7 +160,8 @@ class Group:
             return None
         total = time.monotonic() - started
         snapshot_s = outcome.detail["seconds"]["snapshot"]
-        agree_s = max(0.0, outcome.detail["left_s"] - started - snapshot_s)
+        # Its "leave" is all that rank 0 did between the step boundary and its last word, the snapshot included.
+        agree_s = max(0.0, outcome.detail["left_s"] - started - outcome.detail["seconds"]["leave"])
         seconds = {"agree": agree_s, "snapshot": snapshot_s, "exit": total - agree_s - snapshot_s, "total": total}
         return SuspendReport(outcome.step, outcome.detail["snapshot_path"], outcome.detail["bytes"], seconds,
                              outcome.detail["parked"])  # fmt: skip

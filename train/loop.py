@@ -23,8 +23,10 @@ from deepspeed import comm
 from torch.utils.tensorboard import SummaryWriter
 
 from train import fragments, parking, snapshot
+from train.ahead import Ahead, draft_name
 from train.beside import Writing, Written
 from train.chat import ChatEncoder
+from train.copies import CopyPlan
 from train.data import TokenSet, open_token_set
 from train.engine import build_engine
 from train.errors import TrainingDiverged
@@ -36,6 +38,7 @@ from train.publish import begin_publish, check_publishable, published_tensors
 from train.room import make_room
 from train.schedule import learning_rate
 from train.spec import TrainSpec
+from weights.draft import Draft
 from weights.errors import StoreFull
 from weights.layout import Layout
 from weights.store import WeightStore
@@ -101,6 +104,8 @@ class Run:
         self._writing: list[tuple[Writing | Written, Callable[[Written], None]]] = []
         self._room: threading.Thread | None = None
         self._pace_s = 0.0
+        self._boundary_s = 0.0
+        self._ahead = Ahead(spec.job_id, self._reserve_snapshot) if self.rank == 0 else None
         self._board = _Board(Path(spec.run_dir) / "tb") if self.rank == 0 else None
 
     def resume_from(self, path: str) -> None:
@@ -111,21 +116,26 @@ class Run:
         self._resumed_from = path
 
     def run(self) -> dict[str, Any]:
-        """Train to the end or to a wish; the outcome, as it stands in the final event."""
-        outcome = self._run()
+        """Train to the end or to a wish; the outcome, as it stands in the final event. Then `close` it."""
+        return self._run()
+
+    def close(self) -> None:
+        """Write out what is buffered for TensorBoard: the process may end without any of Python's own clean-up."""
         if self._board is not None:
             self._board.close()
-        return outcome
 
     def _run(self) -> dict[str, Any]:
         total = self.plan.total_steps
         epoch_ends = self.plan.epoch_end_steps()
-        if self._agreed()["suspend"]:
+        wishes, self._boundary_s = self._agreed(), time.monotonic()
+        if wishes["suspend"]:
             return self._suspended(self._resumed_from, 0, 0.0)
         if self.step == 0:
             self._validate()
         while self.step < total:
             wishes = self._one_step(total)
+            self._boundary_s = time.monotonic()
+            self._finish_writing()
             if self._room is None:
                 self._make_room()
             if self.step in epoch_ends:
@@ -136,20 +146,22 @@ class Run:
                 break
             if wishes["cancel"]:
                 self._finish_writing()
+                self._drop_ahead()
                 return {"outcome": "cancelled", "step": self.step}
             if wishes["suspend"]:
                 self._finish_writing()
-                written = self._snapshot_somewhere()
+                written = self._snapshot_somewhere(wishes["draft"])
                 return self._suspended(written.path, written.bytes, written.seconds)
             if wishes["snapshot"]:
-                self._snapshot_if_room()
+                self._snapshot_if_room(wishes["draft"])
+        self._drop_ahead()
         self._publish_result()
         for thread in (*self._sealing, self._room):
             if thread is not None:
                 thread.join()
         return {"outcome": "succeeded", "step": self.step}
 
-    def _one_step(self, total: int) -> dict[str, bool]:
+    def _one_step(self, total: int) -> dict[str, Any]:
         started = time.perf_counter()
         spec, step = self.spec, self.step
         packs = self.plan.packs_of_step(step)
@@ -162,6 +174,7 @@ class Run:
         micro_batches = self.plan.micro_batches(step, self.grid.data_rank, self.grid.data_size)
         for turn, (number, micro) in enumerate(micro_batches, 1):
             self.progress.enter("step", step)
+            self._foresee(step + 1)
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
             part = self.engine(to_batch(self.train.row(micro), scale, self.engine.device))
@@ -170,15 +183,17 @@ class Run:
             self.engine.backward(part * 1, scale_wrt_gas=False)
             loss += part.detach()
             if turn == len(micro_batches):
-                self._finish_writing()  # from here on the state is another
+                for writing, _ in self._writing:
+                    writing.copied()  # from here on the state is another
+            self._foresee(step + 1)
             self.engine.step()
         self.step += 1
         self._pace_s = _PACED_SHARE * (time.perf_counter() - started)
         return self._agree_and_report(loss, rate, packs, total, started)
 
     def _agree_and_report(self, loss: torch.Tensor, rate: float, packs: np.ndarray, total: int,
-                          started: float) -> dict[str, bool]:  # fmt: skip
-        self._wish_for_due_snapshot()
+                          started: float) -> dict[str, Any]:  # fmt: skip
+        self._foresee(self.step)
         agreed = self._agreed(loss)
         grad_norm = float(self.engine.get_global_grad_norm() or 0.0)
         if not (math.isfinite(agreed["loss"]) and math.isfinite(grad_norm)):
@@ -194,19 +209,29 @@ class Run:
                       epoch=self.step * self.spec.batch_size / len(self.train.packs), **metrics)  # fmt: skip
         return agreed
 
-    def _wish_for_due_snapshot(self) -> None:
+    def _foresee(self, step: int) -> None:
+        """Rank 0 reserves what the snapshot after `step`, the step under way, will be written into, once it is wished
+        for or due."""
+        if self._ahead is None:
+            return
         every_s = self.spec.snapshot_every_s
-        if self.rank == 0 and every_s and time.monotonic() - self._last_snapshot_s >= every_s:
+        if every_s and time.monotonic() - self._last_snapshot_s >= every_s:
             self.wishes.snapshot = True
+        if self.wishes.snapshot or self.wishes.suspend:
+            self._ahead.begin(step)
 
     def _agreed(self, loss: torch.Tensor | None = None) -> dict[str, Any]:
+        """Collective: the loss of all ranks, what any of them was asked for, and as "draft" the number of what rank 0
+        has reserved for the snapshot of this step, 0 if nothing."""
         wishes = asdict(self.wishes)
-        message = torch.tensor([0.0] + [float(wishes[name]) for name in WISHES], device=self.engine.device)
+        draft = self._ahead.number(self.step) if self._ahead is not None else 0
+        message = torch.tensor([0.0, draft] + [float(wishes[name]) for name in WISHES], device=self.engine.device)
         if loss is not None and self.grid.tensor_rank == 0:  # its group has the same
             message[0] = loss
         comm.all_reduce(message)
-        total, *wished = message.tolist()
-        return {"loss": total} | {name: count > 0 for name, count in zip(WISHES, wished, strict=True)}
+        total, draft, *wished = message.tolist()
+        found = {name: count > 0 for name, count in zip(WISHES, wished, strict=True)}
+        return {"loss": total, "draft": int(draft)} | found
 
     def _validate(self) -> None:
         if self.valid is None:
@@ -231,18 +256,35 @@ class Run:
             self._board.write("validation", self.step, {"loss": loss.item()})
         self.emit("validation", step=self.step, total_steps=self.plan.total_steps, loss=loss.item())
 
-    def _snapshot(self, store: WeightStore | None = None) -> Written:
+    def _snapshot(self, store: WeightStore | None = None, draft: int = 0) -> Written:
         """A snapshot now; training stands still."""
         self.progress.enter("snapshot")
         store = store or self.store
-        written = snapshot.begin_snapshot(self.engine, self.spec, store, self._layout, self.step).finish()
+        writing = snapshot.begin_snapshot(self.engine, self.spec, store, self._layout, self.step, plan=self._plan,
+                                          draft=self._take_draft(draft))  # fmt: skip
+        written = writing.finish()
         self._last_snapshot_s, self.wishes.snapshot = time.monotonic(), False
         self.emit("snapshot", step=self.step, **asdict(written))
         if self.rank == 0 and store is not self.store:
             snapshot.forget_older(store, self.spec)
         return written
 
-    def _snapshot_if_room(self) -> None:
+    def _reserve_snapshot(self, step: int, draft: str) -> Draft:
+        return snapshot.reserve_snapshot(self.spec, self.store, self._layout, step, self.world_size, draft)
+
+    def _take_draft(self, number: int) -> Draft | None:
+        """What rank 0 has reserved under this number, on every rank; None for 0."""
+        if not number:
+            return None
+        if self._ahead is not None:
+            return self._ahead.take()
+        return self.store.attach(self.store.draft_path(draft_name(self.spec.job_id, number)), self._layout)
+
+    def _drop_ahead(self) -> None:
+        if self._ahead is not None:
+            self._ahead.drop()
+
+    def _snapshot_if_room(self, draft: int) -> None:
         """A snapshot of this step, copied beside the next."""
         step = self.step
 
@@ -251,23 +293,25 @@ class Run:
             self._make_room()
 
         try:
-            writing = snapshot.begin_snapshot(self.engine, self.spec, self.store, self._layout, step, self._pace_s)
+            writing = snapshot.begin_snapshot(self.engine, self.spec, self.store, self._layout, step, self._pace_s,
+                                              plan=self._plan, draft=self._take_draft(draft))  # fmt: skip
             self._writing.append((writing, tell))
             self._last_snapshot_s, self.wishes.snapshot = time.monotonic(), False
         except StoreFull as full:  # raised on every rank; the run itself needs no room
             self._last_snapshot_s, self.wishes.snapshot = time.monotonic(), False
             self.emit("message", level="warning", text=f"no snapshot at step {self.step}: {full}")
 
-    def _snapshot_somewhere(self) -> snapshot.Written:
+    def _snapshot_somewhere(self, draft: int) -> snapshot.Written:
         """A snapshot in shared memory, or on disk if that is full: the devices are wanted either way."""
         try:
-            return self._snapshot()
+            return self._snapshot(draft=draft)
         except StoreFull as full:
             self.emit("message", level="warning", text=f"the snapshot of step {self.step} goes to disk: {full}")
             return self._snapshot(snapshot.disk_store(self.spec))
 
     def _finish_writing(self) -> None:
-        """Collective: what is being written beside training is committed and told."""
+        """What is being written beside training is committed and told. At a step boundary rank 0 waits for nobody:
+        every rank has marked its part before its optimizer stepped."""
         while self._writing:
             writing, tell = self._writing.pop(0)
             tell(writing.finish())
@@ -276,8 +320,8 @@ class Run:
         """Forget old snapshots and make room for the next, on a thread: the next suspension is then only a copy."""
         if self._room is not None and self._room.is_alive():
             return
-        ours = snapshot.own_ranges(self.engine)
-        version = Layout.plan(published_tensors(self.engine, self.spec))
+        ours = self._plan.ranges()
+        version = self._version_layout
 
         def make() -> None:
             if self.rank == 0:
@@ -292,6 +336,14 @@ class Run:
     @cached_property
     def _layout(self) -> Layout:
         return snapshot.snapshot_layout(self.engine)
+
+    @cached_property
+    def _plan(self) -> CopyPlan:
+        return snapshot.plan_of_written(self.engine, self._layout)
+
+    @cached_property
+    def _version_layout(self) -> Layout:
+        return Layout.plan(published_tensors(self.engine, self.spec))
 
     def _publish_result(self) -> None:
         try:
@@ -331,7 +383,7 @@ class Run:
 
     def _suspended(self, path: str | None, nbytes: int, seconds: float) -> dict[str, Any]:
         return {"outcome": "suspended", "step": self.step, "snapshot_path": path, "bytes": nbytes,
-                "seconds": {"snapshot": seconds}}  # fmt: skip
+                "seconds": {"snapshot": seconds}, "boundary_s": self._boundary_s}  # fmt: skip
 
 
 def prepare(spec: TrainSpec, emit: Events, wishes: Wishes, progress: Progress,

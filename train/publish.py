@@ -60,7 +60,7 @@ def begin_publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: 
 
     def reserve():
         return store.reserve(layout, kind=kind, model=spec.output_model, version=version,
-                             aux_files=aux_files(engine, spec))  # fmt: skip
+                             aux_files=aux_files(engine, spec), writers=comm.get_world_size())  # fmt: skip
 
     draft = reserve_together(store, reserve, layout)
     names = _names(engine, spec.base_path)

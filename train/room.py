@@ -25,7 +25,7 @@ _BREATH_S = 0.005
 
 
 def make_room(store: WeightStore, layout: Layout, ours: Iterable[tuple[str, int, int]], *, stock: bool) -> bool:
-    """Whether the next reservation of `layout` finds its pages there and, for the byte ranges `ours` (tensor, first,
+    """Whether the next reservation of `layout` finds its pages there and, for the byte ranges `ours` (file, first,
     last), mapped. `stock` on one rank of the node. False where there is no room ahead: then it only takes longer.
     """
     try:
@@ -36,14 +36,10 @@ def make_room(store: WeightStore, layout: Layout, ours: Iterable[tuple[str, int,
             if time.monotonic() > until:
                 return False
             time.sleep(_LOOK_EVERY_S)
-        burst = 0
-        for name, first, last in ours:
-            placed = layout.find(name)
-            segment.populate(views[placed.file][placed.start + first : placed.start + last], write=True)
-            burst += last - first
-            if burst > _BURST_BYTES:
-                time.sleep(_BREATH_S)  # populating holds the interpreter's lock: let the step go on
-                burst = 0
+        for file, first, last in ours:
+            for start in range(first, last, _BURST_BYTES):
+                segment.populate(views[file][start : min(start + _BURST_BYTES, last)], write=True)
+                time.sleep(_BREATH_S)  # populating takes a processor: let the step go on
     except (StoreError, OSError) as error:  # the segment was taken for something else, or memory is full
         log.warning("no room was made ahead of the next snapshot: %s", error)
         return False

@@ -19,8 +19,11 @@ from deepspeed import comm
 
 from train import fragments
 from train.beside import Writing
+from train.copies import CopyPlan
 from train.errors import SnapshotMismatch
+from train.fragments import Fragment
 from train.spec import TrainSpec
+from weights.draft import Draft
 from weights.errors import IntegrityError, StoreError
 from weights.layout import Layout, TensorSpec
 from weights.lease import StoredVersion
@@ -37,55 +40,54 @@ _IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_ep
 
 
 def snapshot_layout(engine: Any) -> Layout:
-    """Where everything of a snapshot lies; the same on every rank and for every step of a run."""
-    return Layout.plan(
-        TensorSpec(f"{part}.{p.name}", "F32", p.shape)
-        for part in PARTS for p in fragments.parameters(engine) if p.trained
-    )  # fmt: skip
+    """Where everything of a snapshot lies; the same on every rank and for every step of a run.
+
+    Each part in the optimizer's order of parameters (train.engine gives it matrices before vectors where it has two
+    groups): then what ZeRO keeps end to end lies end to end here too.
+    """
+    trained = [p for p in fragments.parameters(engine) if p.trained]
+    if len(engine.optimizer.optimizer.param_groups) > 1:
+        trained.sort(key=lambda p: len(p.shape) < 2)
+    return Layout.plan(TensorSpec(f"{part}.{p.name}", "F32", p.shape) for part in PARTS for p in trained)
 
 
-def own_ranges(engine: Any) -> list[tuple[str, int, int]]:
-    """(tensor, first byte, byte after the last) of what this rank writes into a snapshot; strided runs as one range."""
-    owned = fragments.written(engine, fragments.trained_fragments(engine))
-    return [(f"{part}.{f.name}", 4 * runs.start, 4 * runs.stop)
-            for f in owned for runs, _ in f.pieces() for part in PARTS]  # fmt: skip
+def plan_of_written(engine: Any, layout: Layout) -> CopyPlan:
+    """What this rank writes into a snapshot, for as long as the engine lives. After the first step, or a resume."""
+    assert fragments.has_moments(engine), "a snapshot before the first step would hold undefined bytes"
+    return CopyPlan.of(layout, _pieces(fragments.written(engine, fragments.trained_fragments(engine))))
+
+
+def reserve_snapshot(spec: TrainSpec, store: WeightStore, layout: Layout, step: int, world_size: int,
+                     draft: str | None = None) -> Draft:  # fmt: skip
+    """For one rank. Raises as `WeightStore.reserve`."""
+    stale = store.find(KIND, spec.job_id, version_name(step))
+    if stale:
+        store.remove(stale)
+    reserved = store.reserve(layout, kind=KIND, model=spec.job_id, version=version_name(step), writers=world_size,
+                             name=draft)  # fmt: skip
+    reserved.prepare()
+    return reserved
 
 
 def begin_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, layout: Layout, step: int,
-                   pace_s: float | None = None) -> Writing:  # fmt: skip
-    """Collective: all ranks copy their fragments; `finish` commits. `step` is the number of steps done.
+                   pace_s: float | None = None, *, plan: CopyPlan | None = None, draft: Draft | None = None,
+                   ) -> Writing:  # fmt: skip
+    """All ranks copy their fragments by `plan` (`plan_of_written`); `finish` commits. `step` is the number of steps
+    done. With `pace_s` the copy goes on beside the next step, until its optimizer is due.
 
-    With `pace_s` the copy goes on beside the next step, until its optimizer is due. Raises StoreFull where the store
-    has no room (on every rank).
+    Collective where no `draft` is given; then StoreFull is raised, on every rank, where the store has no room.
     """
     began = time.perf_counter()
-    name = version_name(step)
-
-    def reserve():
-        stale = store.find(KIND, spec.job_id, name)
-        if stale:
-            store.remove(stale)
-        return store.reserve(layout, kind=KIND, model=spec.job_id, version=name)
-
-    assert fragments.has_moments(engine), "a snapshot before the first step would hold undefined bytes"
-    draft = reserve_together(store, reserve, layout)
-    owned = list(fragments.written(engine, fragments.trained_fragments(engine)))
-
-    def fill() -> Iterator[int]:
-        for fragment in owned:
-            assert fragment.moments.keys() == set(fragments.MOMENTS)
-            for part, source in (("master", fragment.weights), *fragment.moments.items()):
-                for runs, ours in fragment.pieces():
-                    write_runs(draft, f"{part}.{fragment.name}", runs, source[ours])
-                yield fragment.numel
-
+    plan = plan or plan_of_written(engine, layout)
+    world_size = comm.get_world_size()
+    if draft is None:
+        draft = reserve_together(store, lambda: reserve_snapshot(spec, store, layout, step, world_size), layout)
     meta = {
-        "format": FORMAT, "step": step, "world_size": comm.get_world_size(), "zero_stage": spec.zero_stage,
+        "format": FORMAT, "step": step, "world_size": world_size, "zero_stage": spec.zero_stage,
         "tensor_parallel": spec.tensor_parallel, "loss_scale": 1.0,
         "spec": {key: getattr(spec, key) for key in _IDENTITY},
     }  # fmt: skip
-    elements = len(PARTS) * sum(fragment.numel for fragment in owned)
-    return Writing(draft, fill, elements=elements, meta=meta, began=began, pace_s=pace_s)
+    return Writing(draft, lambda: plan.write(draft), elements=plan.elements, meta=meta, began=began, pace_s=pace_s)
 
 
 def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | Path) -> int:
@@ -116,11 +118,7 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
             return as_tensor(lease.view(name), "F32", (math.prod(shapes[name]),))
 
         fragments.create_moments(engine, step)
-        for fragment in fragments.trained_fragments(engine):
-            for part, target in (("master", fragment.weights), *fragment.moments.items()):
-                source = whole(f"{part}.{fragment.name}")
-                for runs, ours in fragment.pieces():
-                    target[ours].view(runs.count, runs.run).copy_(runs_view(source, runs))
+        CopyPlan.of(lease.layout, _pieces(fragments.trained_fragments(engine))).read(lease)
         fragments.refresh_low_precision(engine, lambda name: whole(f"master.{name}"))
     engine.global_steps = step
     engine.global_samples = step * spec.batch_size
@@ -168,6 +166,14 @@ def write_runs(draft: Any, name: str, runs: Strided, source: torch.Tensor) -> No
     spec = draft.layout.find(name).spec
     whole = as_tensor(draft.view(name), spec.dtype, (math.prod(spec.shape),))
     runs_view(whole, runs).copy_(source.view(runs.count, runs.run))
+
+
+def _pieces(owned: Iterable[Fragment]) -> Iterator[tuple[str, Strided, torch.Tensor]]:
+    for fragment in owned:
+        assert fragment.moments.keys() == set(fragments.MOMENTS)
+        for part, ours in (("master", fragment.weights), *fragment.moments.items()):
+            for runs, elements in fragment.pieces():
+                yield f"{part}.{fragment.name}", runs, ours[elements]
 
 
 def _of_job(store: WeightStore, job_id: str) -> Iterable[Any]:

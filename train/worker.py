@@ -58,9 +58,14 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
         if park:
             wishes.clear()
             parking.give_back(run.engine)
+        else:
+            run.close()
+        if (boundary_s := outcome.pop("boundary_s", None)) is not None:
+            outcome["seconds"]["leave"] = time.monotonic() - boundary_s
         leash.emit("done", parked=park, **outcome)
         if not park:
             return 0
+        run.close()
         snapshot = resumes.get()
         began = time.perf_counter()
         run = continued(run, snapshot)

@@ -16,10 +16,13 @@ from weights.files import write_file
 from weights.layout import Layout
 from weights.lease import StoredVersion
 from weights.locks import DirectoryLock
-from weights.manifest import FileRecord, Manifest
-from weights.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, version_path
+from weights.manifest import FileRecord, Prepared
+from weights.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, WRITTEN_FILE, version_path
 from weights.pool import Pool
 from weights.removal import dismantle
+
+MAX_WRITERS = 1 << 16
+WRITTEN_POLL_S = 0.0005  # a reader of a few bytes that are in memory; the last writer is waited for no longer than this
 
 
 class Draft:
@@ -43,6 +46,7 @@ class Draft:
         self._owner = owner
         self._lock: DirectoryLock | None = lock
         self._windows: dict[str, memoryview] = {}
+        self._prepared: Prepared | None = None
 
     @property
     def closed(self) -> bool:
@@ -61,6 +65,35 @@ class Draft:
         """
         placed = self.layout.find(name)
         return self._window(placed.file)[placed.start : placed.end]
+
+    def file_view(self, file: str) -> memoryview:
+        """As `view`, of a whole file, its header included: for who knows the layout's offsets. Raises UnknownTensor,
+        HandleClosed."""
+        return self._window(file)
+
+    def mark_written(self, writer: int) -> None:
+        """Says that `writer` (0-based, of those the draft was reserved for) has written all that it will. Raises
+        HandleClosed."""
+        fd = os.open(WRITTEN_FILE, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._open_lock().fd)
+        try:
+            os.pwrite(fd, b"\1", writer)
+        finally:
+            os.close(fd)
+
+    def wait_written(self) -> None:
+        """Returns when every writer has said so. There is no time limit: who dies without a word is for the caller's
+        supervisor to notice. Raises HandleClosed."""
+        fd = os.open(WRITTEN_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._open_lock().fd)
+        try:
+            while b"\0" in os.pread(fd, MAX_WRITERS, 0):
+                time.sleep(WRITTEN_POLL_S)
+        finally:
+            os.close(fd)
+
+    def prepare(self) -> None:
+        """Makes what of the manifest is known before the bytes are, so that `commit` need not."""
+        if self._prepared is None:
+            self._prepared = Prepared.of(self.layout, kind=self.kind, model=self.model, version=self.version)
 
     def populate(self, views: Iterable[memoryview] | None = None) -> None:
         """Takes the page faults of `views` (default: everything) now, so that writing them runs at memcpy
@@ -99,19 +132,14 @@ class Draft:
             digests = checksum_all(views, threads=checksum_threads)
             del views
             compare(digests, expected_checksums or {}, self.layout, path=self.path)
-        manifest = Manifest.describe(
-            self.layout,
-            kind=self.kind,
-            model=self.model,
-            version=self.version,
-            created_s=time.time(),
-            meta=meta,
-            aux_files=self._aux_records(),
-            checksums=digests,
+        self.prepare()
+        manifest, text = self._prepared.complete(
+            created_s=time.time(), meta=meta, aux_files=self._aux_records(), checksums=digests
         )
-        write_file(fd, MANIFEST_FILE, manifest.to_bytes())
+        write_file(fd, MANIFEST_FILE, text)
         if pinned:
             write_file(fd, PINNED_FILE, b"")
+        os.unlink(WRITTEN_FILE, dir_fd=fd)
         self._unlist(fd)
         self._publish(target)
         self._lock = None
@@ -167,7 +195,7 @@ class Draft:
 
     def _aux_records(self) -> dict[str, FileRecord]:
         index = self.layout.index_file()
-        own = {file.name for file in self.layout.files} | {MANIFEST_FILE, PINNED_FILE, DRAFT_FILE}
+        own = {file.name for file in self.layout.files} | {MANIFEST_FILE, PINNED_FILE, DRAFT_FILE, WRITTEN_FILE}
         records = {}
         for name in sorted(set(os.listdir(self.path)) - own):
             data = (self.path / name).read_bytes()

@@ -78,6 +78,11 @@ class Lease:
         placed = self.layout.find(name)
         return self._window(placed.file)[placed.start : placed.end]
 
+    def file_view(self, file: str) -> memoryview:
+        """As `view`, of a whole file, its header included: for who knows the layout's offsets. Raises UnknownTensor,
+        HandleClosed."""
+        return self._window(file)
+
     def views(self) -> Mapping[str, memoryview]:
         """All tensors by name, in file order."""
         return {placed.spec.name: self.view(placed.spec.name) for placed in self.layout}

@@ -105,30 +105,34 @@ class Manifest:
             tensors={name: replace(record, checksum=checksums[name]) for name, record in self.tensors.items()},
         )
 
-    def to_bytes(self) -> bytes:
-        """Canonical JSON. Raises ManifestInvalid if `meta` is not JSON."""
-        body = {
+    def to_bytes(self, tensors: bytes | None = None) -> bytes:
+        """Canonical JSON; `tensors` is that of its tensors where it is known already. Raises ManifestInvalid if `meta`
+        is not JSON."""
+        rest = {
             "format": FORMAT,
             "kind": self.kind,
             "model": self.model,
             "version": self.version,
             "created_s": self.created_s,
             "meta": dict(self.meta),
-            "tensors": {
-                name: {
-                    "file": r.file, "dtype": r.dtype, "shape": list(r.shape),
-                    "start": r.start, "end": r.end, "checksum": r.checksum,
-                }
-                for name, r in self.tensors.items()
-            },
             "files": {name: {"bytes": r.nbytes, "checksum": r.checksum} for name, r in self.files.items()},
             "aux_files": {name: {"bytes": r.nbytes, "checksum": r.checksum} for name, r in self.aux_files.items()},
-        }  # fmt: skip
+        }
         try:
-            text = _canonical(body)
+            parts = {key: _canonical(value) for key, value in rest.items()}
         except (TypeError, ValueError, RecursionError) as error:
             raise ManifestInvalid(f"meta must be JSON: {error}", path=self.model, file=MANIFEST_FILE) from error
+        parts["tensors"] = tensors or self.tensors_text()
+        text = b"{%s}" % b",".join(b'"%s":%s' % (key.encode(), parts[key]) for key in sorted(parts))
         return b'{"manifest_checksum":"%s",\n"body":%s}\n' % (checksum(text).encode(), text)
+
+    def tensors_text(self) -> bytes:
+        """Canonical JSON of the tensors."""
+        return _canonical({
+            name: {"file": r.file, "dtype": r.dtype, "shape": list(r.shape), "start": r.start, "end": r.end,
+                   "checksum": r.checksum}
+            for name, r in self.tensors.items()
+        })  # fmt: skip
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, path: object) -> Manifest:
@@ -204,7 +208,33 @@ class Manifest:
             raise ManifestInvalid("the tensor is missing from the files", path=path, tensor=missing[0])
 
 
-def _canonical(body: Mapping[str, Any]) -> bytes:
+@dataclass(frozen=True)
+class Prepared:
+    """What of an unsealed manifest is known before the bytes are: nearly all, and nearly all of the work."""
+
+    manifest: Manifest
+    tensors: bytes
+
+    @classmethod
+    def of(cls, layout: Layout, *, kind: str, model: str, version: str) -> Prepared:
+        manifest = Manifest.describe(
+            layout, kind=kind, model=model, version=version, created_s=0.0, meta={}, aux_files={}
+        )
+        return cls(manifest, manifest.tensors_text())
+
+    def complete(
+        self, *, created_s: float, meta: Mapping[str, Any], aux_files: Mapping[str, FileRecord],
+        checksums: Mapping[str, str] | None = None,
+    ) -> tuple[Manifest, bytes]:  # fmt: skip
+        """The manifest and its bytes. Raises ManifestInvalid if `meta` is not JSON."""
+        manifest = replace(self.manifest, created_s=created_s, meta=meta, aux_files=dict(aux_files))
+        if checksums is None:
+            return manifest, manifest.to_bytes(self.tensors)
+        sealed = manifest.with_checksums(checksums)
+        return sealed, sealed.to_bytes()
+
+
+def _canonical(body: Any) -> bytes:
     return json.dumps(body, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
 
 

@@ -7,6 +7,7 @@ already populated and a write runs at memcpy rate.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import stat
@@ -24,6 +25,8 @@ Access = Literal["read", "write", "private"]
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in Python's mmap module
 _MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class _Window(np.ndarray):
@@ -132,7 +135,10 @@ def populate(view: memoryview, *, write: bool) -> None:
     origin = np.frombuffer(base, dtype=np.uint8, count=1).ctypes.data
     start = (array.ctypes.data - origin) // mmap.PAGESIZE * mmap.PAGESIZE
     length = array.ctypes.data - origin + view.nbytes - start
-    base.madvise(_MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ, start, length)
+    # Not `base.madvise`, which holds the interpreter's lock for as long as the kernel takes.
+    if _libc.madvise(origin + start, length, _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ):
+        code = ctypes.get_errno()
+        raise OSError(code, f"pages cannot be populated: {os.strerror(code)}")
 
 
 def destroy(path: Path) -> None:

@@ -33,7 +33,7 @@ from weights.layout import Layout
 from weights.lease import Lease, StoredVersion, pin, take_lease, unpin
 from weights.locks import DirectoryLock, StoreMutex
 from weights.manifest import KINDS
-from weights.names import MANIFEST_FILE, check_aux_name, version_path
+from weights.names import MANIFEST_FILE, WRITTEN_FILE, check_aux_name, version_path
 from weights.pool import Pool, best_fit
 from weights.removal import dismantle
 from weights.source import copy_tensors, read_source
@@ -73,31 +73,34 @@ class WeightStore:
     # Writing
 
     def reserve(
-        self, layout: Layout, *, kind: str, model: str, version: str, aux_files: Mapping[str, bytes] | None = None
-    ) -> Draft:
+        self, layout: Layout, *, kind: str, model: str, version: str, aux_files: Mapping[str, bytes] | None = None,
+        writers: int = 1, name: str | None = None,
+    ) -> Draft:  # fmt: skip
         """A draft with all its memory allocated, headers and `aux_files` written, tensors undefined.
 
         `kind` is "version", "adapter" or "snapshot". Evicts unleased, unpinned versions if the budget asks for it. The
-        tensors' bytes are undefined (segments are re-used): write every byte before the commit. Raises
-        StoreFull (nothing left behind), VersionExists, InvalidName.
+        tensors' bytes are undefined (segments are re-used): write every byte before the commit. `writers` is how many
+        will say so (`Draft.mark_written`). Under a `name` that the others know, `draft_path` tells them where it is.
+        Raises StoreFull (nothing left behind), VersionExists, InvalidName.
         """
         aux_files = dict(aux_files or {})
-        for name in aux_files:
-            check_aux_name(name)
+        for aux in aux_files:
+            check_aux_name(aux)
         if version_path(self.root, _check_kind(kind), model, version).exists():
             raise VersionExists(f"{kind} {model!r} {version!r} exists; choose another version name or remove it")
         index = layout.index_file()
         if index is not None:
             aux_files[index[0]] = index[1]
         needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
-        path, lock = self._stake(layout, needed_bytes)
+        path, lock = self._stake(layout, needed_bytes, name=name)
         try:
             self._allocate(layout, lock.fd, needed_bytes)
             for file in layout.files:
                 with open(os.open(file.name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=lock.fd), "wb") as out:
                     out.write(file.header)
-            for name, data in aux_files.items():
-                write_file(lock.fd, name, data)
+            for aux, data in aux_files.items():
+                write_file(lock.fd, aux, data)
+            write_file(lock.fd, WRITTEN_FILE, bytes(writers))
             describe_draft(lock.fd, kind=kind, model=model, version=version)
         except BaseException as error:
             lock.close()
@@ -109,6 +112,10 @@ class WeightStore:
         return Draft(
             self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True
         )  # fmt: skip
+
+    def draft_path(self, name: str) -> Path:
+        """Where a draft reserved under `name` stands until it is committed."""
+        return self._keeper.staging / name
 
     def attach(self, path: Path | str, layout: Layout | None = None) -> Draft:
         """The draft that another process reserved at `path`; a caller who knows its layout saves the reading of it.
@@ -326,9 +333,10 @@ class WeightStore:
     def _mutex(self) -> StoreMutex:
         return StoreMutex(self.root / ".mutex")
 
-    def _stake(self, layout: Layout, needed_bytes: int, *, pooled: bool = True) -> tuple[Path, DirectoryLock]:
+    def _stake(self, layout: Layout, needed_bytes: int, *, pooled: bool = True,
+               name: str | None = None) -> tuple[Path, DirectoryLock]:  # fmt: skip
         """A locked draft directory whose files have their sizes, counted against the budget."""
-        path = self._keeper.staging / uuid.uuid4().hex
+        path = self.draft_path(name or uuid.uuid4().hex)
         with self._mutex():
             if self.budget_bytes is not None:
                 self._keeper.make_room(needed_bytes)
