@@ -104,7 +104,7 @@ class Run:
         self._writing: list[tuple[Writing | Written, Callable[[Written], None]]] = []
         self._room: threading.Thread | None = None
         self._pace_s = 0.0
-        self._boundary_s = 0.0
+        self.boundary_s = 0.0  # time.monotonic() at the end of the last step
         self._ahead = Ahead(spec.job_id, self._reserve_snapshot) if self.rank == 0 else None
         self._board = _Board(Path(spec.run_dir) / "tb") if self.rank == 0 else None
 
@@ -127,14 +127,15 @@ class Run:
     def _run(self) -> dict[str, Any]:
         total = self.plan.total_steps
         epoch_ends = self.plan.epoch_end_steps()
-        wishes, self._boundary_s = self._agreed(), time.monotonic()
+        wishes, self.boundary_s = self._agreed(), time.monotonic()
         if wishes["suspend"]:
+            parking.give_back(self._restorable)
             return self._suspended(self._resumed_from, 0, 0.0)
         if self.step == 0:
             self._validate()
         while self.step < total:
             wishes = self._one_step(total)
-            self._boundary_s = time.monotonic()
+            self.boundary_s = time.monotonic()
             self._finish_writing()
             if self._room is None:
                 self._make_room()
@@ -150,7 +151,10 @@ class Run:
                 return {"outcome": "cancelled", "step": self.step}
             if wishes["suspend"]:
                 self._finish_writing()
-                written = self._snapshot_somewhere(wishes["draft"])
+                writing = self._begin_snapshot_somewhere(wishes["draft"])
+                writing.copied()
+                parking.give_back(self._restorable)  # not only when it is committed, which others hold up
+                written = self._end_snapshot(writing)
                 return self._suspended(written.path, written.bytes, written.seconds)
             if wishes["snapshot"]:
                 self._snapshot_if_room(wishes["draft"])
@@ -256,15 +260,25 @@ class Run:
             self._board.write("validation", self.step, {"loss": loss.item()})
         self.emit("validation", step=self.step, total_steps=self.plan.total_steps, loss=loss.item())
 
-    def _snapshot(self, store: WeightStore | None = None, draft: int = 0) -> Written:
-        """A snapshot now; training stands still."""
+    def _begin_snapshot(self, store: WeightStore | None = None, draft: int = 0, pace_s: float | None = None) -> Writing:
+        """The part of this rank is written when it returns, or with `pace_s` beside the next step."""
+        return snapshot.begin_snapshot(self.engine, self.spec, store or self.store, self._layout, self.step, pace_s,
+                                       plan=self._plan, draft=self._take_draft(draft))  # fmt: skip
+
+    def _begin_snapshot_somewhere(self, draft: int) -> Writing:
+        """In shared memory, or on disk if that is full: the devices are wanted either way."""
         self.progress.enter("snapshot")
-        store = store or self.store
-        writing = snapshot.begin_snapshot(self.engine, self.spec, store, self._layout, self.step, plan=self._plan,
-                                          draft=self._take_draft(draft))  # fmt: skip
+        try:
+            return self._begin_snapshot(draft=draft)
+        except StoreFull as full:
+            self.emit("message", level="warning", text=f"the snapshot of step {self.step} goes to disk: {full}")
+            return self._begin_snapshot(snapshot.disk_store(self.spec))
+
+    def _end_snapshot(self, writing: Writing) -> Written:
         written = writing.finish()
         self._last_snapshot_s, self.wishes.snapshot = time.monotonic(), False
         self.emit("snapshot", step=self.step, **asdict(written))
+        store = snapshot.store_of(written.path, self.store, self.spec)
         if self.rank == 0 and store is not self.store:
             snapshot.forget_older(store, self.spec)
         return written
@@ -293,21 +307,12 @@ class Run:
             self._make_room()
 
         try:
-            writing = snapshot.begin_snapshot(self.engine, self.spec, self.store, self._layout, step, self._pace_s,
-                                              plan=self._plan, draft=self._take_draft(draft))  # fmt: skip
+            writing = self._begin_snapshot(draft=draft, pace_s=self._pace_s)
             self._writing.append((writing, tell))
             self._last_snapshot_s, self.wishes.snapshot = time.monotonic(), False
         except StoreFull as full:  # raised on every rank; the run itself needs no room
             self._last_snapshot_s, self.wishes.snapshot = time.monotonic(), False
             self.emit("message", level="warning", text=f"no snapshot at step {self.step}: {full}")
-
-    def _snapshot_somewhere(self, draft: int) -> snapshot.Written:
-        """A snapshot in shared memory, or on disk if that is full: the devices are wanted either way."""
-        try:
-            return self._snapshot(draft=draft)
-        except StoreFull as full:
-            self.emit("message", level="warning", text=f"the snapshot of step {self.step} goes to disk: {full}")
-            return self._snapshot(snapshot.disk_store(self.spec))
 
     def _finish_writing(self) -> None:
         """What is being written beside training is committed and told. At a step boundary rank 0 waits for nobody:
@@ -321,6 +326,7 @@ class Run:
         if self._room is not None and self._room.is_alive():
             return
         ours = self._plan.ranges()
+        assert self._restorable is not None  # looked for now, not while devices are waited for
         version = self._version_layout
 
         def make() -> None:
@@ -342,6 +348,10 @@ class Run:
         return snapshot.plan_of_written(self.engine, self._layout)
 
     @cached_property
+    def _restorable(self) -> list[torch.UntypedStorage]:
+        return parking.restorable(self.engine) if parking.can_park(self.spec) else []
+
+    @cached_property
     def _version_layout(self) -> Layout:
         return Layout.plan(published_tensors(self.engine, self.spec))
 
@@ -351,7 +361,8 @@ class Run:
             self._finish_writing()
         except StoreFull:
             # Hours of work must not depend on room in memory: with this snapshot a later start only publishes.
-            self._snapshot(snapshot.disk_store(self.spec))
+            self.progress.enter("snapshot")
+            self._end_snapshot(self._begin_snapshot(snapshot.disk_store(self.spec)))
             raise
 
     def _begin_publish(self, version: str, *, pace_s: float | None) -> None:
@@ -383,7 +394,7 @@ class Run:
 
     def _suspended(self, path: str | None, nbytes: int, seconds: float) -> dict[str, Any]:
         return {"outcome": "suspended", "step": self.step, "snapshot_path": path, "bytes": nbytes,
-                "seconds": {"snapshot": seconds}, "boundary_s": self._boundary_s}  # fmt: skip
+                "seconds": {"snapshot": seconds}, "parked": parking.can_park(self.spec)}  # fmt: skip
 
 
 def prepare(spec: TrainSpec, emit: Events, wishes: Wishes, progress: Progress,

@@ -15,7 +15,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,9 +39,17 @@ def can_park(spec: TrainSpec) -> bool:
     return spec.device_kind == "cpu" and spec.zero_stage <= 2 and spec.offload == "none"
 
 
-def give_back(engine: Any) -> int:
-    """Give up the memory of weights and optimizer state, whose contents are lost; the number of bytes."""
-    return sum(_free_lazily(storage) for storage in _restorable(engine))
+def restorable(engine: Any) -> list[torch.UntypedStorage]:
+    """Memory of weights and optimizer state of which every byte is either written again by a resume or zero between two
+    steps. To be asked after the first step, once: looking takes longer than giving back."""
+    tensors = [p.tensor.data for p in fragments.parameters(engine)]
+    tensors += fragments.flat_state(engine)
+    return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values())
+
+
+def give_back(storages: Iterable[torch.UntypedStorage]) -> int:
+    """Give up this memory, whose contents are lost; the number of bytes."""
+    return sum(_free_lazily(storage) for storage in storages)
 
 
 def take_back(engine: Any, spec: TrainSpec) -> None:
@@ -54,18 +62,6 @@ def take_back(engine: Any, spec: TrainSpec) -> None:
         for name, parameter in model.named_parameters():
             if (target := frozen.get(checkpoint_name(name))) is not None:
                 target.data.copy_(parameter)
-
-
-def _restorable(engine: Any) -> Iterator[torch.UntypedStorage]:
-    """Storages of which every byte is either written again by a resume or zero between two steps."""
-    tensors = [p.tensor.data for p in fragments.parameters(engine)]
-    tensors += fragments.flat_state(engine)
-    seen = set()
-    for tensor in tensors:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen:
-            seen.add(storage.data_ptr())
-            yield storage
 
 
 def _free_lazily(storage: torch.UntypedStorage) -> int:

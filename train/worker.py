@@ -17,7 +17,6 @@ from typing import Any
 
 from runtime.leash import Leash
 from runtime.logs import configure_logging
-from train import parking
 from train.engine import init_world
 from train.loop import WISHES, Progress, Run, Wishes, continued, prepare
 from train.spec import TrainSpec
@@ -54,16 +53,14 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
         leash.emit("ready", pid=os.getpid(), step=run.step, seconds=seconds)
         outcome = run.run()
         progress.enter("done", run.step)
-        park = outcome["outcome"] == "suspended" and parking.can_park(spec)
-        if park:
+        parked = outcome.get("parked", False)
+        if parked:
             wishes.clear()
-            parking.give_back(run.engine)
         else:
             run.close()
-        if (boundary_s := outcome.pop("boundary_s", None)) is not None:
-            outcome["seconds"]["leave"] = time.monotonic() - boundary_s
-        leash.emit("done", parked=park, **outcome)
-        if not park:
+        seconds = {**outcome.pop("seconds", {}), "leave": time.monotonic() - run.boundary_s}
+        leash.emit("done", seconds=seconds, **outcome)
+        if not parked:
             return 0
         run.close()
         snapshot = resumes.get()
