@@ -64,7 +64,7 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     if error.status_code == 405:
         allowed = (headers or {}).get("allow") or (headers or {}).get("Allow", "")
         return _answer(405, f"Not allowed: {where}; this URL takes {allowed}.", "invalid_request_error", None,
-                       "method_not_allowed", headers)  # fmt: skip
+                       "method_not_supported", headers)  # fmt: skip
     return _answer(error.status_code, str(error.detail), "invalid_request_error", None, None, headers)
 
 

@@ -35,7 +35,8 @@ class ApiError(GatewayError):
     """An error answered to a client.
 
     status: HTTP status. retry_after_s: sent as Retry-After, at most 120 s. should_retry: sent as
-    `x-should-retry` when not None. close: the connection cannot be used any more after it.
+    `x-should-retry` when not None. allow: the methods that a 405 names in Allow. close: the connection cannot be
+    used any more after it.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class ApiError(GatewayError):
         code: str | None = None,
         retry_after_s: int | None = None,
         should_retry: bool | None = None,
+        allow: str | None = None,
         close: bool = False,
     ) -> None:
         super().__init__(message)
@@ -58,6 +60,7 @@ class ApiError(GatewayError):
         self.code = code
         self.retry_after_s = None if retry_after_s is None else min(max(retry_after_s, 1), MAX_RETRY_AFTER_S)
         self.should_retry = should_retry
+        self.allow = allow
         self.close = close
 
     def body(self) -> bytes:
@@ -87,7 +90,8 @@ def unknown_url(method: str, path: str) -> ApiError:
 
 
 def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
-    return ApiError(405, f"Not allowed to {method} on {path}. Allowed: {allowed}.", code="method_not_supported")
+    message = f"Not allowed to {method} on {path}. Allowed: {allowed}."
+    return ApiError(405, message, code="method_not_supported", allow=allowed)
 
 
 def missing_key() -> ApiError:

@@ -281,6 +281,8 @@ def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
         extra.append((b"x-should-retry", b"true" if should_retry else b"false"))
     if error.status == 401:
         extra.append((b"www-authenticate", b"Bearer"))
+    if error.allow is not None:
+        extra.append((b"allow", error.allow.encode()))
     return extra
 
 

@@ -71,7 +71,7 @@ async def test_unknown_urls(control: Control, path: str):
 @pytest.mark.parametrize(("method", "path"), [("PUT", "/v1/files"), ("DELETE", JOBS), ("PATCH", f"{JOBS}/x")])
 async def test_methods_that_a_url_does_not_take(control: Control, method: str, path: str):
     answer = await control.http.request(method, path)
-    checked(answer, 405, "method_not_allowed")
+    checked(answer, 405, "method_not_supported")
     assert answer.headers["allow"]
 
 

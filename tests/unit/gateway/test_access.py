@@ -64,6 +64,7 @@ async def test_unknown_urls(box: Box, target: str) -> None:
 async def test_wrong_methods(box: Box, method: str, target: str) -> None:
     response = await box.ask(method, target)
     assert response.status == 405 and response.error["code"] == "method_not_supported"
+    assert response.headers["allow"] in response.error["message"] and method not in response.headers["allow"]
 
 
 def test_model_names_reach_the_controller_encoded_or_not() -> None:
