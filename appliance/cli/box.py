@@ -15,7 +15,7 @@ import typer
 from appliance.cli import formats, output
 from appliance.cli.command import DATA_DIR, EVERY, OUTPUT, WATCH, Session, examples, for_box, group
 from appliance.cli.errors import BadUsage, CommandFailed
-from appliance.cli.gpu import holder
+from appliance.cli.gpu import health, holder
 from appliance.cli.job import jobs_table
 from appliance.cli.locate import BoxFile
 from appliance.cli.mode_history import handover_steps
@@ -223,7 +223,7 @@ def _status(now: dict[str, Any]) -> Any:
     ])  # fmt: skip
     devices = output.table(
         ("DEVICE", "KIND", "HEALTH", "HOLDER"),
-        ((d["id"], d["kind"], d["health"], holder(d)) for d in now["devices"]),
+        ((d["id"], d["kind"], health(d), holder(d)) for d in now["devices"]),
         empty="no devices",
     )
     replicas = output.table(

@@ -11,6 +11,7 @@ from appliance.cli import formats, output
 from appliance.cli.command import EVERY, WATCH, Session, examples, for_box, group
 from appliance.cli.errors import WaitTimedOut
 from appliance.cli.operations import TIMEOUT, Patience
+from appliance.cli.paths import segment
 
 app = group("Devices: GPUs, or logical CPU devices where there is none.")
 DEVICE = Annotated[str, typer.Argument(metavar="DEVICE", help="As `gpu list` names it, e.g. n0/3.")]
@@ -66,7 +67,7 @@ def forget(
     node: Annotated[str, typer.Argument(metavar="NODE", help="The first part of its devices' names, e.g. n1.")],
 ) -> None:
     """Do not show the devices of a lost node any more. One that joins again is usable again, forgotten or not."""
-    session.show(session.client.delete(f"/admin/v1/nodes/{node}"), _forgotten)
+    session.show(session.client.delete(f"/admin/v1/nodes/{segment(node)}"), _forgotten)
 
 
 @app.command(epilog=examples("appliance gpu limits", "appliance gpu limits --measure     on a quiet box"))
@@ -83,6 +84,11 @@ def limits(
 def holder(device: dict[str, Any]) -> str:
     held = device.get("holder")
     return f"{held['kind']} {held['id']}" if held else "-"
+
+
+def health(device: dict[str, Any]) -> str:
+    """As the box says it, but "drained" once nobody holds a device that drains."""
+    return "drained" if device["health"] == "draining" and device.get("holder") is None else device["health"]
 
 
 def _until_free(session: Session, device_id: str, device: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
@@ -124,15 +130,15 @@ def _reason(device: dict[str, Any]) -> str:
 
 
 def _state(device: dict[str, Any]) -> str:
-    health = device["health"] + (f" ({device['health_reason']})" if device.get("health_reason") else "")
-    return f"{device['id']}: {health}, held by {'nobody' if device['holder'] is None else holder(device)}"
+    why = f" ({device['health_reason']})" if device.get("health_reason") else ""
+    return f"{device['id']}: {health(device)}{why}, held by {'nobody' if device['holder'] is None else holder(device)}"
 
 
 def _table(answer: dict[str, Any]) -> Any:
     return output.table(
         ("DEVICE", "KIND", "NAME", ">MEMORY", "HEALTH", "HOLDER", "REASON"),
         (
-            (d["id"], d["kind"], d["name"], formats.size(d["memory_bytes"]), d["health"], holder(d),
+            (d["id"], d["kind"], d["name"], formats.size(d["memory_bytes"]), health(d), holder(d),
              _reason(d))
             for d in answer["data"]
         ),

@@ -96,11 +96,15 @@ def limit(
     session.show(answer, lambda row: f"{row['name']}: {_limits(row)}")
 
 
-@app.command("list", epilog=examples("appliance key list", "appliance key list -o json"))
+@app.command("list", epilog=examples("appliance key list", "appliance key list --all -o json"))
 @for_box
-def list_keys(session: Session) -> None:
+def list_keys(
+    session: Session, all_: Annotated[bool, typer.Option("--all", help="Revoked ones too.")] = False
+) -> None:
     """Every key by name, scopes and first characters; the key itself is known only to its owner."""
-    session.show(session.client.get("/admin/v1/keys"), _table)
+    answer = session.client.get("/admin/v1/keys")
+    shown = [key for key in answer["data"] if all_ or key["revoked_s"] is None]
+    session.show({**answer, "data": shown}, _table)
 
 
 @app.command(epilog=examples("appliance key revoke alice", "appliance key revoke key_4f2a81"))

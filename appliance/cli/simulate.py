@@ -56,6 +56,11 @@ def simulate(
     from scheduler.simulate import simulate as run
     from scheduler.workload import Policy
 
+    # Before hours of a trace are lived through, not after.
+    if plot is not None and plot.suffix not in (".png", ".svg"):
+        raise BadUsage(f"--plot is {plot}; expected a file that ends with .png or .svg")
+    if plot is not None and not plot.parent.is_dir():
+        raise BadUsage(f"--plot is {plot}; its folder {plot.parent} does not exist")
     try:
         wanted = Policy(policy, train, floor)
         requests = read_requests(trace, scale=scale, seed=seed)

@@ -72,10 +72,11 @@ def close_left_open(db: Database, running: set[str]) -> None:
     )
 
 
-# Batches made on the box need no key.
+# Batches made on the box need no key, and `appliance chat` there has another one each time, owned by the box.
 _BOX_ITSELF = "CASE usage.key_id WHEN '' THEN 'the box itself' ELSE usage.key_id END"
 _NAME_OF: dict[By, str] = {
-    "key": f"coalesce((SELECT name FROM keys WHERE keys.id = usage.key_id), {_BOX_ITSELF})",
+    "key": "coalesce((SELECT CASE owner WHEN 'the box itself' THEN owner ELSE name END FROM keys"
+           f" WHERE keys.id = usage.key_id), {_BOX_ITSELF})",
     "owner": f"coalesce((SELECT owner FROM keys WHERE keys.id = usage.key_id), {_BOX_ITSELF})",
     "model": "usage.model",
     "version": "usage.model || '@' || usage.version",

@@ -69,7 +69,8 @@ def test_on_the_box_itself_a_key_is_made_and_revoked(prepared, tmp_path, main_pr
         ("POST", "/admin/v1/keys"), ("GET", "/v1/models"), ("GET", "/v1/models"), ("POST", CHAT),
         ("DELETE", "/admin/v1/keys/key_1"),
     ]  # fmt: skip
-    assert json.loads(prepared.requests[0]["content"])["scopes"] == ["inference"]
+    made = json.loads(prepared.requests[0]["content"])
+    assert (made["scopes"], made["owner"]) == (["inference"], "the box itself")
     assert prepared.sent("POST", CHAT)[0]["headers"]["authorization"] == "Bearer sk-fresh"
 
     prepared.prepare("POST", CHAT, (500, openai_error("boom")))

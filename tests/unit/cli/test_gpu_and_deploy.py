@@ -12,7 +12,7 @@ from tests.unit.cli.test_tables_and_json import lines
 
 def test_a_free_device_is_drained_shown_and_put_back(box: ControlledBox):
     told = box.run("gpu", "drain", "n0/3", "--reason", "fan noise").stdout.strip()
-    assert told == "n0/3: draining (drained by box: fan noise), held by nobody"
+    assert told == "n0/3: drained (drained by box: fan noise), held by nobody"
     assert lines(box.run("gpu", "list").stdout)[4][-6:] == ["-", "drained", "by", "box:", "fan", "noise"]
     assert box.run("gpu", "undrain", "n0/3").stdout.strip() == "n0/3: ok, held by nobody"
     assert box.run("gpu", "drain", "n0/99").exit_code == 3
@@ -24,6 +24,7 @@ def test_draining_waits_until_the_holder_has_left(box: ControlledBox):
     late = box.run("gpu", "drain", "n0/2", "--timeout", "0")
     assert late.exit_code == 124 and "replica r1-0 has not left" in late.stderr
     assert box.json("gpu", "drain", "n0/2", "--no-wait")["holder"]["id"] == "r1-0"
+    assert "draining" in lines(box.run("gpu", "list").stdout)[3]
     leaving = threading.Timer(0.2, lambda: device.update(holder=None))
     leaving.start()
     assert box.json("gpu", "drain", "n0/2")["holder"] is None

@@ -31,3 +31,9 @@ def test_a_trace_that_is_none_is_named(tmp_path):
     path.write_text("nonsense\n")
     refused = run("simulate", "--trace", str(path), "-o", "json")
     assert refused.exit_code == 2 and str(path) in refused.stderr
+
+
+def test_a_plot_that_cannot_be_drawn_is_refused_before_the_trace_is_read(tmp_path):
+    for plot, said in ((tmp_path / "day.gif", ".png or .svg"), (tmp_path / "none" / "day.svg", "does not exist")):
+        refused = run("simulate", "--trace", str(tmp_path / "none.csv"), "--plot", str(plot))
+        assert refused.exit_code == 2 and said in refused.stderr, "the missing trace must not come first"

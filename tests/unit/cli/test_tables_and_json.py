@@ -250,7 +250,8 @@ def test_keys(box):
     listed = box.json("key", "list")
     assert [k["name"] for k in listed["data"]] == ["alice", "ops"] and "key" not in listed["data"][0]
     assert "alice" in box.run("key", "revoke", "alice").stdout
-    assert box.json("key", "list")["data"][0]["revoked_s"] is not None
+    assert [k["name"] for k in box.json("key", "list")["data"]] == ["ops"]
+    assert box.json("key", "list", "--all")["data"][0]["revoked_s"] is not None
     assert box.run("key", "revoke", "nobody").exit_code == 3
     assert box.run("key", "create", "--name", "ops").exit_code == 5
     assert box.run("key", "create", "--name", "bad*name").exit_code == 2

@@ -94,7 +94,7 @@ FROZEN = {
         *BOX, "--lift", "--model", "--requests-per-minute", "--tokens-per-day", "--tokens-per-minute",
         "--tokens-per-month", "KEY",
     ],
-    "key list": BOX,
+    "key list": [*BOX, "--all"],
     "key revoke": [*BOX, "KEY"],
 }  # fmt: skip
 

@@ -58,6 +58,14 @@ def test_days_and_months_are_those_of_utc(control: Control):
     assert spent_until_s(control.db, made, NOON) == calendar.timegm((2026, 12, 1, 0, 0, 0))
 
 
+def test_keys_that_the_box_made_for_itself_are_one_row(control: Control):
+    for name in ("chat-1", "chat-2"):
+        made, _ = keys.create(control.db, name, ["inference"], owner="the box itself")
+        usage.add(control.db, [row(made.id)], NOON)
+    (spent,) = usage.report(control.db, "key", NOON, NOON + 7200)
+    assert (spent.name, spent.requests) == ("the box itself", 2)
+
+
 async def test_the_report_adds_up_by_key_owner_model_and_hour(control: Control):
     alice, _ = keys.create(control.db, "alice", ["inference"], owner="lab")
     bob, _ = keys.create(control.db, "bob", ["inference"], owner="lab")
