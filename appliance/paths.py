@@ -80,6 +80,11 @@ class BoxPaths:
         return self.data_dir / "logs"
 
     @property
+    def caches(self) -> Path:
+        """What engines and ranks compiled for their GPUs, to be found again by the next ones; safe to delete."""
+        return self.data_dir / "cache"
+
+    @property
     def run(self) -> Path:
         return self.shm_root / "run"
 

@@ -18,7 +18,7 @@ def discover_devices(setting: str | int = "auto", node: str = HEAD_NODE) -> tupl
 
     `setting`: "auto" takes every NVIDIA GPU, or 8 logical CPU devices where there is none; a number asks for that
     many logical CPU devices, so that a machine without GPUs runs the same code. NUMA node and NVLink peers are read
-    where the driver tells them (NVML API reference, nvmlDeviceGetNumaNodeId and nvmlDeviceGetNvLinkRemotePciInfo).
+    where the driver tells them (NVML API reference, nvmlDeviceGetP2PStatus).
     """
     if setting == "auto":
         return nvidia_devices(node) or logical_devices(DEFAULT_LOGICAL_DEVICES, node)
@@ -43,14 +43,14 @@ def nvidia_devices(node: str = HEAD_NODE) -> tuple[Device, ...]:
         return ()
     try:
         handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        by_bus = {_bus_id(pynvml.nvmlDeviceGetPciInfo(handle)): index for index, handle in enumerate(handles)}
-        return tuple(_nvidia_device(node, index, handle, by_bus) for index, handle in enumerate(handles))
+        return tuple(_nvidia_device(node, index, handles) for index in range(len(handles)))
     finally:
         pynvml.nvmlShutdown()
 
 
-def _nvidia_device(node: str, index: int, handle, by_bus: dict[str, int]) -> Device:
-    bus = _bus_id(pynvml.nvmlDeviceGetPciInfo(handle))
+def _nvidia_device(node: str, index: int, handles: list) -> Device:
+    handle = handles[index]
+    others = [other for other in range(len(handles)) if other != index]
     return Device(
         id=f"{node}/{index}",
         node=node,
@@ -58,8 +58,8 @@ def _nvidia_device(node: str, index: int, handle, by_bus: dict[str, int]) -> Dev
         kind="cuda",
         name=pynvml.nvmlDeviceGetName(handle),
         memory_bytes=pynvml.nvmlDeviceGetMemoryInfo(handle).total,
-        numa_node=_numa_node(bus),
-        nvlink_peers=frozenset(f"{node}/{by_bus[peer]}" for peer in _nvlink_peers(handle) if peer in by_bus),
+        numa_node=_numa_node(_bus_id(pynvml.nvmlDeviceGetPciInfo(handle))),
+        nvlink_peers=frozenset(f"{node}/{other}" for other in others if _linked(handle, handles[other])),
     )
 
 
@@ -76,12 +76,11 @@ def _numa_node(bus: str) -> int | None:
     return number if number >= 0 else None
 
 
-def _nvlink_peers(handle) -> set[str]:
-    peers = set()
-    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
-        try:
-            if pynvml.nvmlDeviceGetNvLinkState(handle, link) == pynvml.NVML_FEATURE_ENABLED:
-                peers.add(_bus_id(pynvml.nvmlDeviceGetNvLinkRemotePciInfo(handle, link)))
-        except pynvml.NVMLError:
-            break  # no NVLink, or no more links
-    return peers
+def _linked(handle, other) -> bool:
+    """Whether NVLink joins two GPUs, directly or through an NVSwitch. (A link's own far end is then the switch, so that
+    its address names no GPU.)"""
+    try:
+        status = pynvml.nvmlDeviceGetP2PStatus(handle, other, pynvml.NVML_P2P_CAPS_INDEX_NVLINK)
+    except pynvml.NVMLError:
+        return False
+    return status == pynvml.NVML_P2P_STATUS_OK

@@ -91,6 +91,9 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
     else:
         # The level-2 sleep of the cumem allocator: weights and KV give their memory back, addresses stay.
         args += ["--enable-sleep-mode"]
+        # Else vLLM refuses to start where less than its own default is free, whatever room the KV cache was given:
+        # sleeping engines keep a context and more on the device.
+        args += ["--gpu-memory-utilization", str(spec.gpu_memory_fraction)]
     if spec.tensor_parallel > 1:
         # Inside a placement group vLLM would start Ray actors of its own.
         args += ["--distributed-executor-backend", "mp"]
@@ -150,5 +153,11 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
             "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "3",
         }
     if spec.kind == "cuda":
-        env["CUDA_VISIBLE_DEVICES"] = ",".join(str(device) for device in spec.devices)
+        env |= {
+            "CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in spec.devices),
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbers are NVML's
+            # Its kernels are compiled by nvcc when the engine starts, minutes each time, and the engine dies where
+            # there is no nvcc. vLLM's own Triton kernel takes its place.
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        }
     return env

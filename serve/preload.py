@@ -3,6 +3,10 @@
 `python -m runtime.warm_parent --preload serve.preload`. vLLM imports much of itself lazily; the modules named here
 were found by listing what a forked engine and its core still imported up to their first chat, structured and
 embedding request. Rules: no OpenMP work, no CUDA initialisation, no thread left running: none survives a fork.
+
+What runs the model differs by platform and excludes the other: vLLM's CPU worker, when imported, replaces streams,
+events and pinned memory of torch by stand-ins that do nothing (vllm/v1/worker/cpu/shm.py). An engine on a GPU would
+then read results that no copy has brought yet.
 """
 
 from __future__ import annotations
@@ -69,23 +73,32 @@ FRONTEND = (
 )
 CORE = (
     "setproctitle",
-    "xgrammar.kernels.apply_token_bitmask_inplace_cpu",
-    "vllm.utils.cpu_triton_utils",
     "vllm.distributed.elastic_ep.elastic_execute",
     "vllm.model_executor.layers.quantization.online.base",
     "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
     "vllm.model_executor.model_loader.mtp_validation",
-    "vllm.v1.attention.backends.cpu_attn",
     "vllm.v1.core.sched.scheduler",
     "vllm.v1.executor.multiproc_executor",
     "vllm.v1.executor.uniproc_executor",
     "vllm.v1.sample.rejection_sampler",
     "vllm.v1.sample.sampler",
     "vllm.v1.worker.gpu_worker",
-    "serve.cpu_worker",
     "serve.finishing_scheduler",
     "serve.shm_transfer",
     "serve.worker_extension",
+)
+CORE_OF_CPU = (
+    "xgrammar.kernels.apply_token_bitmask_inplace_cpu",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.v1.attention.backends.cpu_attn",
+    "serve.cpu_worker",
+)
+CORE_OF_CUDA = (
+    "vllm.compilation.backends",
+    "vllm.compilation.cuda_graph",
+    "vllm.device_allocator.cumem",
+    "vllm.v1.attention.backends.flash_attn",
+    "vllm.v1.worker.gpu.model_runner",
 )
 # The architectures the appliance is made for; another one is imported by the engine that needs it.
 MODELS = tuple(
@@ -94,10 +107,16 @@ MODELS = tuple(
 )
 
 
+def names(on_cpu: bool) -> tuple[str, ...]:
+    """All modules to import on this platform, in order."""
+    return (*FRONTEND, *CORE, *(CORE_OF_CPU if on_cpu else CORE_OF_CUDA), *MODELS)
+
+
 def _import_all() -> int:
-    for name in (*FRONTEND, *CORE, *MODELS):
+    wanted = names(importlib.import_module("vllm.platforms").current_platform.is_cpu())
+    for name in wanted:
         importlib.import_module(name)
-    return len(FRONTEND) + len(CORE) + len(MODELS)
+    return len(wanted)
 
 
 IMPORTED = _import_all()

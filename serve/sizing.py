@@ -63,6 +63,7 @@ def engine_settings(
         "max_num_seqs": config.max_num_seqs,
         "kv_cache_bytes": config.kv_cache_bytes
         or _kv_bytes(weight_bytes // tensor_parallel, device_kind, device_memory_bytes, config.gpu_memory_fraction),
+        "gpu_memory_fraction": config.gpu_memory_fraction,
         **(adapters if rank else {}),
     }
 

@@ -29,7 +29,7 @@ class ReplicaSpec:
     `adapter_slots` LoRA adapters of at most `adapter_max_rank` take part in one batch (0: none at all),
     `adapters_resident` stay loaded; `adapter_roots` are searched for `<name>/<version>`, in this order, then the box is
     asked at the socket `adapter_source` ("": nobody is). `otlp_endpoint` is the base URL of an OTLP/HTTP collector
-    that gets a span of every request ("": none does).
+    that gets a span of every request ("": none does). `gpu_memory_fraction` of a GPU is free when the engine starts.
     Raises InvalidReplicaSpec.
     """
 
@@ -55,6 +55,7 @@ class ReplicaSpec:
     adapter_roots: tuple[str, ...] = ()
     adapter_source: str = ""
     otlp_endpoint: str = ""
+    gpu_memory_fraction: float = 0.92
     node: str = "n0"
 
     def __post_init__(self) -> None:
@@ -74,6 +75,8 @@ class ReplicaSpec:
         for field, allowed in (("kind", KINDS), ("task", TASKS), ("dtype", DTYPES)):
             if getattr(self, field) not in allowed:
                 raise InvalidReplicaSpec(field, getattr(self, field), f"one of {', '.join(allowed)}")
+        if not 0 < self.gpu_memory_fraction <= 1:
+            raise InvalidReplicaSpec("gpu_memory_fraction", self.gpu_memory_fraction, "above 0 and at most 1")
         for field in ("tensor_parallel", "max_num_seqs", "kv_cache_bytes", "threads_per_worker"):
             value = getattr(self, field)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:

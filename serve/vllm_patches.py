@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from vllm.config import ModelConfig
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
@@ -91,6 +92,10 @@ def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
     LRUCacheWorkerLoRAManager.shm_loads, LRUCacheWorkerLoRAManager.shm_load_s = 0, 0.0
     LRUCacheWorkerLoRAManager._load_adapter = _counted(LRUCacheWorkerLoRAManager._load_adapter)
 
+    if kind == "cuda":
+        # Compiled graphs are kept by a hash that the model's path is part of. Every version has a path of its own, so
+        # each new one would be compiled again, for half a minute and more, into the very same code.
+        ModelConfig.compute_hash = _of_any_path(ModelConfig.compute_hash)
     if kind == "cpu":
         # vLLM hashes prompts beside the steps and labels a step's outputs with the newest version. Here a prompt's hash
         # belongs to a version, and steps may be computed by the one before (serve.finishing_scheduler).
@@ -104,6 +109,18 @@ def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
             # Small helpers (rank of a log-probability, vocabulary masks) are torch.compiled even in eager mode, and
             # the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.
             torch.compiler.set_stance("force_eager")
+
+
+def _of_any_path(compute_hash):
+    @functools.wraps(compute_hash)
+    def run(config: ModelConfig) -> str:
+        path, config.model = config.model, ""
+        try:
+            return compute_hash(config)
+        finally:
+            config.model = path
+
+    return run
 
 
 def _counted(load):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from typing import Any
 
@@ -37,6 +38,9 @@ def init_world(device_kind: str, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Non
     # load_model gives every rank the same bytes; sending them once more through gloo costs more than loading them.
     DeepSpeedEngine._broadcast_model = lambda engine: None
     deepspeed.init_distributed(dist_backend=backend, timeout=timeout, auto_mpi_discovery=False, verbose=False)
+    if device_kind == "cuda":
+        # What is left to the processor (offloaded Adam, states read back from a snapshot) may use a rank's share of it.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.get_world_size()))
 
 
 def build_engine(objective: SupervisedObjective, spec: TrainSpec) -> Any:

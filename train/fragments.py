@@ -171,7 +171,8 @@ def create_moments(engine: Any, step: int) -> None:
     state = engine.optimizer.optimizer.state
     for flat in _flat_masters(engine):
         moments = {key: state[flat][key] for key in MOMENTS if key in (state.get(flat) or {})}
-        state[flat] = {"step": torch.tensor(float(step), dtype=torch.float32)}
+        # torch's fused Adam reads the step in its kernel: on the parameter's device, as the optimizer itself makes it.
+        state[flat] = {"step": torch.tensor(float(step), dtype=torch.float32, device=flat.device)}
         state[flat] |= moments or {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
 
 

@@ -11,8 +11,10 @@ from pathlib import Path
 # Read by the libraries below when they are imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if not Path("/dev/nvidiactl").exists():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+# Without these two, DeepSpeed and transformers ask CUDA whether it is there: torch then refuses it to every forked rank
+# ("Cannot re-initialize CUDA in forked subprocess").
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if Path("/dev/nvidiactl").exists() else "cpu")
 
 # Imported inside deepspeed.init_distributed and deepspeed.initialize; the last costs 6 s: it loads dynamo and inductor.
 import deepspeed.comm.mori  # noqa: E402, F401

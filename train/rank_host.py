@@ -61,7 +61,8 @@ class RankHost:
         if master_addr.startswith("127."):
             env["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo resolves the host name, which may not resolve
         if device != "cpu":
-            env["CUDA_VISIBLE_DEVICES"] = device  # set after the fork: the parent never touched CUDA
+            # Set after the fork: the parent never touched CUDA. By NVML's numbers, not by CUDA's fastest-first.
+            env |= {"CUDA_VISIBLE_DEVICES": device, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         self._child = await Child.spawn(
             self._warm_socket, ENTRY,
             {"spec": spec, "rank": rank, "snapshot": snapshot, "collective_timeout_s": collective_timeout_s},

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
-from runtime.node import WarmSpec
+from runtime.node import WARM_ENV, WarmSpec
 from scheduler.discovery import HEAD_NODE
 from scheduler.inventory import Device
 from scheduler.ray_node import Place
@@ -17,9 +17,10 @@ LOOPBACK = "127.0.0.1"
 
 def place_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) -> Place:
     at_home = devices[0].node == HEAD_NODE
+    env = (*WARM_ENV, *device_environment(devices[0].kind, paths.caches).items())
 
     def warm(name: str, socket_path: Path) -> WarmSpec:
-        return WarmSpec(name, f"{name}.preload", str(socket_path), str(paths.logs / f"warm-{name}.log"))
+        return WarmSpec(name, f"{name}.preload", str(socket_path), str(paths.logs / f"warm-{name}.log"), env)
 
     return Place(
         name=devices[0].node,
@@ -34,6 +35,32 @@ def place_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) ->
         lends=(paths.models,) if at_home else (),
         budget_bytes=weight_budget_bytes(config, paths),
     )
+
+
+def device_environment(kind: str, caches: Path) -> dict[str, str]:
+    """What the libraries of the warm parents have to find in their environment when they are imported.
+
+    On GPUs: caches of compiled kernels in the box's own folder. Their defaults lie below the home directory, which a
+    service may not have or not write (engines then do not start), and in TMPDIR, which here goes with its engine.
+    """
+    env = {
+        # Left to itself DeepSpeed asks CUDA for its devices, after which no forked rank can use them. And a box told to
+        # use logical CPU devices on a machine with GPUs has to train on those.
+        "DS_ACCELERATOR": kind,
+        # torch.cuda.is_available() asks NVML in place of CUDA, for the same reason.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+    if kind == "cpu":
+        return env
+    return env | {
+        # Devices are named as NVML numbers them; CUDA's own order puts the fastest first.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "VLLM_CACHE_ROOT": str(caches / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "CUDA_CACHE_PATH": str(caches / "cuda"),
+        "FLASHINFER_WORKSPACE_BASE": str(caches),
+    }
 
 
 def weight_budget_bytes(config: BoxConfig, paths: BoxPaths) -> int | None:

@@ -16,8 +16,11 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
 
 def _claims():
     import threading
+    from dataclasses import fields
+    from importlib.util import find_spec
 
     import torch
+    from vllm.config import ModelConfig
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
     from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
     from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -91,6 +94,14 @@ def _claims():
     )
     yield "transfer backend shm is registered", "shm" in WeightTransferEngineFactory._registry
     yield "the warm parent built the parser", engine.PARSER.prog is not None and preload.IMPORTED > 50
+    yield "the preload of GPUs leaves vLLM's stand-ins for streams and events alone", not any(
+        name.startswith(("serve.cpu_", "vllm.v1.worker.cpu")) for name in preload.names(on_cpu=False)
+    )
+    yield "the preload of GPUs can be found", all(find_spec(name) for name in preload.CORE_OF_CUDA)
+    described = {field.name for field in fields(ModelConfig)}
+    yield "the hash of compiled graphs is of the model's path too", "model" in described and (
+        '"model"' not in inspect.getsource(ModelConfig.compute_hash)
+    )
     yield "no thread was inherited but main and leash", threading.active_count() <= 2
     yield "CUDA was not initialised in the warm parent", not torch.cuda.is_initialized()
     yield "one OpenMP thread", torch.get_num_threads() == 1

@@ -34,18 +34,28 @@ def two_linked_gpus(monkeypatch):
     monkeypatch.setattr(pynvml, "nvmlDeviceGetMemoryInfo", lambda h: types.SimpleNamespace(total=141 * 2**30))
     monkeypatch.setattr(pynvml, "nvmlDeviceGetPciInfo", lambda h: types.SimpleNamespace(busId=buses[h]))
 
-    def state(handle, link):
-        if link >= 2:
-            raise pynvml.NVMLError_InvalidArgument()
-        return pynvml.NVML_FEATURE_ENABLED
+    def status(one, other, caps):
+        assert one != other and caps == pynvml.NVML_P2P_CAPS_INDEX_NVLINK
+        return pynvml.NVML_P2P_STATUS_OK
 
-    monkeypatch.setattr(pynvml, "nvmlDeviceGetNvLinkState", state)
-    monkeypatch.setattr(
-        pynvml, "nvmlDeviceGetNvLinkRemotePciInfo", lambda h, link: types.SimpleNamespace(busId=buses[1 - h])
-    )
+    # An NVSwitch box: each link's far end is the switch, which is no GPU.
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", status)
+    switch = types.SimpleNamespace(busId="00000000:05:00.0")
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetNvLinkRemotePciInfo", lambda h, link: switch)
 
 
 def test_gpus_are_named_with_memory_and_nvlink_peers(two_linked_gpus):
     first, second = discovery.discover_devices("auto")
     assert (first.id, first.kind, first.name, first.memory_bytes) == ("n0/0", "cuda", "NVIDIA H200", 141 * 2**30)
     assert first.nvlink_peers == {"n0/1"} and second.nvlink_peers == {"n0/0"}
+
+
+@pytest.mark.parametrize("answer", [pynvml.NVML_P2P_STATUS_CHIPSET_NOT_SUPPORTED, pynvml.NVMLError_NotSupported()])
+def test_gpus_without_nvlink_between_them_are_no_peers(two_linked_gpus, monkeypatch, answer):
+    def status(one, other, caps):
+        if isinstance(answer, pynvml.NVMLError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetP2PStatus", status)
+    assert [device.nvlink_peers for device in discovery.discover_devices("auto")] == [frozenset(), frozenset()]

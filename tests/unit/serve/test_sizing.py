@@ -17,6 +17,7 @@ def settings(config=None, **kw):
 
 def test_a_gpu_engine_gets_what_weights_and_reserve_leave():
     config = EngineConfig(gpu_memory_fraction=0.9)
+    assert settings(config)["gpu_memory_fraction"] == 0.9
     assert settings(config)["kv_cache_bytes"] == int(72 * GIB) - 16 * GIB - GPU_RESERVE_BYTES
     assert settings(config, tensor_parallel=2)["kv_cache_bytes"] == int(72 * GIB) - 8 * GIB - GPU_RESERVE_BYTES
 

@@ -101,7 +101,16 @@ def test_a_gpu_engine_sleeps_by_vllms_own_mode_and_sees_only_its_devices():
     args = engine_arguments(spec, {}, None)
     assert "--enable-sleep-mode" in args and "--worker-cls" not in args and "--enforce-eager" not in args
     assert pairs(args)["--distributed-executor-backend"] == "mp"
-    assert engine_environment(spec, 64)["CUDA_VISIBLE_DEVICES"] == "2,5"
+    env = engine_environment(spec, 64)
+    assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"]) == ("2,5", "PCI_BUS_ID")
+    assert env["VLLM_USE_FLASHINFER_SAMPLER"] == "0", "it would be compiled by nvcc when the engine starts"
+
+
+def test_a_gpu_engine_asks_for_no_more_free_memory_than_it_was_sized_for():
+    spec = ReplicaSpec.from_json({**GOOD, "kind": "cuda", "gpu_memory_fraction": 0.8})
+    assert pairs(engine_arguments(spec, {}, None))["--gpu-memory-utilization"] == "0.8"
+    with pytest.raises(InvalidReplicaSpec, match="gpu_memory_fraction"):
+        ReplicaSpec.from_json({**GOOD, "gpu_memory_fraction": 1.5})
 
 
 def test_dev_mode_stays_off_and_n_is_bounded():

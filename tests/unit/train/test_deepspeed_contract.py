@@ -1,6 +1,7 @@
 """What `train.fragments` and `train.engine` take from inside DeepSpeed is still there, and means what we think."""
 
 import os
+from types import SimpleNamespace
 
 import deepspeed
 import pytest
@@ -106,3 +107,14 @@ def test_accumulated_gradients_are_summed_not_averaged(stage):
     (2 * plain(torch.ones(1, 7, dtype=torch.bfloat16))).backward()
     norm = torch.cat([p.grad.float().flatten() for p in plain.parameters() if p.grad is not None]).norm()
     assert float(engine.get_global_grad_norm()) == pytest.approx(norm.item(), rel=1e-2)
+
+
+def test_the_step_of_adam_is_made_where_its_moments_are():
+    # torch's fused Adam on a GPU reads it there. A world on the CPU has one device only, so "meta" is the other.
+    flat = torch.empty(4, device="meta")
+    inner = SimpleNamespace(state={})
+    engine = SimpleNamespace(optimizer=SimpleNamespace(fp32_partitioned_groups_flat=[flat], optimizer=inner))
+    fragments.create_moments(engine, 3)
+    assert {key: value.device.type for key, value in inner.state[flat].items()} == {
+        "step": "meta", "exp_avg": "meta", "exp_avg_sq": "meta",
+    }  # fmt: skip

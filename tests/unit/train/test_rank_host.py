@@ -38,8 +38,9 @@ class Child:
 def host(monkeypatch, tmp_path):
     made = []
 
-    async def spawn(*_, name, **__):
+    async def spawn(*_, name, env, **__):
         made.append(Child(name))
+        made[-1].env = env
         return made[-1]
 
     monkeypatch.setattr("train.rank_host.Child.spawn", spawn)
@@ -146,3 +147,10 @@ async def test_a_rank_that_lingers_after_its_jobs_end_does_not_make_it_a_failure
     child.pause.set()
     assert (await group.wait()).outcome == "succeeded" and killed == [1]
     assert [event["outcome"] for event in told if event["event"] == "finished"] == ["succeeded"]
+
+
+async def test_a_rank_on_a_gpu_sees_that_one_as_nvml_numbers_it(monkeypatch, tmp_path):
+    one, made = host(monkeypatch, tmp_path)
+    await one.start({"job_id": "j"}, 3, 8, "127.0.0.1", 1, "5")
+    env = made[0].env
+    assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"], env["LOCAL_RANK"]) == ("5", "PCI_BUS_ID", "0")

@@ -1,0 +1,32 @@
+"""What the warm parents find in their environment, by the kind of the node's devices."""
+
+from pathlib import Path
+
+from appliance.config import BoxConfig
+from appliance.paths import BoxPaths
+from appliance.wiring.places import device_environment, place_of
+from scheduler.discovery import logical_devices
+from scheduler.inventory import Device
+
+
+def test_compiled_kernels_are_kept_in_the_boxs_own_folder(tmp_path):
+    env = device_environment("cuda", tmp_path / "cache")
+    kept = {name: value for name, value in env.items() if value.startswith("/")}
+    assert kept.keys() >= {"VLLM_CACHE_ROOT", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH"}
+    assert all(Path(value).is_relative_to(tmp_path / "cache") for value in kept.values())
+
+
+def test_no_warm_parent_asks_cuda_for_its_devices(tmp_path):
+    for kind in ("cpu", "cuda"):
+        env = device_environment(kind, tmp_path)
+        assert (env["DS_ACCELERATOR"], env["PYTORCH_NVML_BASED_CUDA_CHECK"]) == (kind, "1")
+
+
+def test_both_warm_parents_get_it(tmp_path):
+    paths = BoxPaths.of(tmp_path / "data", tmp_path)
+    paths.shm_root.mkdir()
+    gpus = (Device("n0/0", "n0", 0, "cuda"),)
+    for devices, kind in ((gpus, "cuda"), (logical_devices(2), "cpu")):
+        place = place_of(BoxConfig(), paths, devices)
+        assert [dict(spec.env)["DS_ACCELERATOR"] for spec in place.warm] == [kind, kind]
+        assert all("GLIBC_TUNABLES" in dict(spec.env) for spec in place.warm)
