@@ -27,7 +27,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
-from serve.load_plan import LoadPlan, Target
+from serve.load_plan import Gather, LoadPlan, Target
 from serve.shm_source import VersionSource
 
 
@@ -154,7 +154,7 @@ class DirectLoader:
         if scratch is None or scratch.nbytes < need_bytes:
             scratch = self._scratch[slot] = torch.empty(need_bytes, dtype=torch.uint8)
         flat = scratch[:need_bytes].view(target.dtype)
-        _fill(target, flat, source)
+        target.fill(flat, source)
         return flat.view(target.shape)
 
     def _kept(self, tensor: torch.Tensor, source: VersionSource) -> torch.Tensor:
@@ -164,13 +164,14 @@ class DirectLoader:
 
     def _copy_to_device(self, source: VersionSource) -> None:
         seen: set[int] = set()
+        gather = Gather(self.device)
         for module in self._modules():
             for name, tensor in (*module._parameters.items(), *module._buffers.items()):
                 target = self.plan.targets.get((id(module), name))
                 if target is None or tensor.data_ptr() in seen:
                     continue
                 seen.add(tensor.data_ptr())
-                _fill(target, tensor.data.view(-1), source)
+                target.fill(tensor.data.view(-1), source, gather)
         torch.cuda.synchronize(self.device)
 
 
@@ -283,14 +284,6 @@ def _adjacent(target: Target, source: VersionSource) -> torch.Tensor | None:
     if step != filled:
         return None
     return tensor.as_strided(target.shape, tuple(reversed(strides)), tensor.storage_offset() + offset)
-
-
-def _fill(target: Target, flat: torch.Tensor, source: VersionSource) -> None:
-    for region in target.zeroed:
-        region.view(flat).zero_()
-    for piece in target.pieces:
-        stored = source.tensor(piece.name).reshape(-1)
-        piece.target.view(flat).copy_(piece.source.view(stored), non_blocking=True)
 
 
 def _shares(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -86,6 +86,39 @@ class Target:
         seen |= {region: region.numel for region in self.zeroed}
         return sum(seen.values()) >= numel
 
+    def fill(self, flat: torch.Tensor, source: VersionSource, gather: Gather | None = None) -> None:
+        """Write all of it into `flat`, one-dimensional, on any device; on a GPU the copies may still be under way.
+
+        `gather` takes what lies in strides on the host.
+        """
+        for region in self.zeroed:
+            region.view(flat).zero_()
+        for piece in self.pieces:
+            stored = piece.source.view(source.tensor(piece.name).reshape(-1))
+            if gather is not None and not piece.source.dense:
+                stored = gather(stored)
+            piece.target.view(flat).copy_(stored, non_blocking=True)
+
+
+class Gather:
+    """One buffer, page-locked for a GPU, for what lies in strides on the host (columns of a row-parallel matrix).
+
+    torch would gather each of them into fresh pageable memory, whose page faults cost more than the copy.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, strided: torch.Tensor) -> torch.Tensor:
+        """`strided` in one piece, until the next call."""
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.current_stream(self._device).synchronize()  # the last one may be on its way yet
+        if self._buffer.nbytes < strided.nbytes:
+            self._buffer = torch.empty(strided.nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+        return self._buffer[: strided.nbytes].view(strided.dtype).view(strided.shape).copy_(strided)
+
 
 @dataclass
 class LoadPlan:
@@ -141,6 +174,21 @@ class LoadPlan:
             for target in once.values()
             for piece in target.pieces
         )
+
+    def copied_spans(self, source: VersionSource) -> dict[str, list[tuple[int, int]]]:
+        """Byte ranges [start, end) of each file that this worker copies in one piece.
+
+        What it reads in strides (columns of a row-parallel matrix) is not among them: it is gathered first.
+        """
+        once = {id(target): target for target in self.targets.values()}
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for target in once.values():
+            for piece in target.pieces:
+                if piece.source.dense:
+                    placed, itemsize = source.layout.find(piece.name), source.described[piece.name].dtype.itemsize
+                    start = placed.start + piece.source.offset * itemsize
+                    spans.setdefault(placed.file, []).append((start, start + piece.source.numel * itemsize))
+        return spans
 
 
 class LoadRecorder(TorchDispatchMode):

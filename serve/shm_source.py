@@ -2,7 +2,8 @@
 
 The mappings are MAP_PRIVATE and writable on the host: vLLM's loaders and torch both assume they may write to a
 tensor, and a store into a read-only or shared page would kill the engine or corrupt the version for everybody.
-For a GPU the mapping is shared and page-locked once, so that copies run at the link's rate.
+For a GPU the mapping is shared, and the parts of it that are copied are page-locked, so that copies run at the link's
+rate. Locking costs time for each page: a worker locks what it reads, not what its neighbours do.
 """
 
 from __future__ import annotations
@@ -12,9 +13,10 @@ import errno
 import mmap
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -27,6 +29,22 @@ from weights.torch_views import torch_dtype
 _libc = ctypes.CDLL(None, use_errno=True)
 FAULT_IN_BYTES = 4 * 2**20
 MADV_POPULATE_READ = 22  # linux/mman.h; not yet a constant of Python's mmap module
+
+
+class CudaRuntime(Protocol):
+    """Of vLLM's CudaRTLibrary (vllm/distributed/device_communicators/cuda_wrapper.py); calls return CUDA's code."""
+
+    def cudaHostRegister(self, ptr: int, size: int, flags: int = 0) -> int: ...
+    def cudaHostUnregister(self, ptr: int) -> int: ...
+    def cudaGetLastError(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class PageLock:
+    """`spans`: byte ranges [start, end) by file that a GPU is going to copy from; `cuda` locks their pages."""
+
+    spans: Mapping[str, Iterable[tuple[int, int]]]
+    cuda: CudaRuntime
 
 
 @dataclass(frozen=True)
@@ -57,7 +75,7 @@ class VersionSource:
     mapped before its headers have been checked.
     """
 
-    def __init__(self, path: str | Path, *, page_lock: bool = False):
+    def __init__(self, path: str | Path):
         self.path = Path(path)
         self._lease = lease(self.path)
         try:
@@ -65,7 +83,6 @@ class VersionSource:
         except (OSError, WeightsError) as error:
             raise VersionUnreadable(f"version directory {self.path} cannot be read: {error}") from error
         self._maps: dict[str, _MappedFile] = {}
-        self._page_lock = page_lock
         self.described: dict[str, Described] = {}
         for placed in self.layout:
             name = placed.spec.name
@@ -76,11 +93,14 @@ class VersionSource:
         """Bytes of all tensors."""
         return sum(placed.nbytes for placed in self.layout)
 
-    def map(self) -> VersionSource:
-        """Map all files and fault their pages in. Done before a pause, because fresh mappings read at half rate."""
+    def map(self, page_lock: PageLock | None = None) -> VersionSource:
+        """Map all files and fault their pages in. Done before a pause, because fresh mappings read at half rate.
+
+        With a `page_lock` the mappings are shared, for copies to a GPU alone: nothing may be written into them.
+        """
         for file in self.layout.files:
             if file.name not in self._maps:
-                self._maps[file.name] = _MappedFile(self.path / file.name, page_lock=self._page_lock)
+                self._maps[file.name] = _MappedFile(self.path / file.name, page_lock)
         return self
 
     def tensor(self, name: str) -> torch.Tensor:
@@ -157,7 +177,7 @@ def _dtype(path: Path, placed: Placed) -> torch.dtype:
 
 
 class _MappedFile:
-    def __init__(self, path: Path, *, page_lock: bool):
+    def __init__(self, path: Path, page_lock: PageLock | None):
         descriptor = os.open(path, (os.O_RDWR if page_lock else os.O_RDONLY) | os.O_CLOEXEC)
         try:
             size = os.fstat(descriptor).st_size
@@ -167,14 +187,35 @@ class _MappedFile:
             os.close(descriptor)
         _fault_in(mapping)
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._locked = page_lock and _page_lock(self.bytes)
+        self._cuda = page_lock and page_lock.cuda
+        self._locked = list(self._lock(page_lock.spans.get(path.name, ()))) if page_lock else []
+
+    def _lock(self, spans: Iterable[tuple[int, int]]) -> Iterator[int]:
+        for start, end in page_runs(spans):
+            part = self.bytes[start:end]
+            if self._cuda.cudaHostRegister(part.data_ptr(), part.nbytes) == 0:
+                yield part.data_ptr()
+            else:  # copies are merely slower then, but the next kernel would be blamed for what is left standing
+                self._cuda.cudaGetLastError()
 
     def close(self) -> None:
-        if self._locked:
-            torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr())
-            self._locked = False
+        for address in self._locked:
+            self._cuda.cudaHostUnregister(address)
+        self._locked.clear()
         # The tensor holds the mapping's buffer: the pages go when the last view does.
         del self.bytes
+
+
+def page_runs(spans: Iterable[tuple[int, int]], page_bytes: int = mmap.PAGESIZE) -> list[tuple[int, int]]:
+    """Byte ranges widened to whole pages and joined where they touch: no page may be locked twice."""
+    runs: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        start, end = start // page_bytes * page_bytes, -(-end // page_bytes) * page_bytes
+        if runs and start <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], end))
+        elif start < end:
+            runs.append((start, end))
+    return runs
 
 
 def _fault_in(mapping: mmap.mmap) -> None:
@@ -195,9 +236,3 @@ def _fault_in(mapping: mmap.mmap) -> None:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     for offset in range(0, len(mapping), mmap.PAGESIZE):
         mapping[offset]
-
-
-def _page_lock(tensor: torch.Tensor) -> bool:
-    """cudaHostRegister the tensor's pages; False where the driver refuses, copies then are merely slower."""
-    status = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)
-    return int(status) == 0

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from vllm.config import CompilationMode, VllmConfig
 from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -37,7 +38,7 @@ from serve.finishing import Weights
 from serve.layerwise_load import load_layerwise
 from serve.load_plan import LoadPlan
 from serve.shm_loader import PLAN_ATTRIBUTE
-from serve.shm_source import VersionSource
+from serve.shm_source import PageLock, VersionSource
 from serve.staged_canary import CanaryTrace, StagedCanary, TwinRefused, watch_next_pass
 
 STAGING_NICENESS = 10  # added to the engine's own
@@ -209,7 +210,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         if mapped:
             source, staging.source = staging.source, None
         else:
-            source = self._open(update_info.path)
+            source = self._open(update_info.path, layerwise=reason is not None)
         self.drop_staged()
         mapped_s = time.perf_counter()
         try:
@@ -259,11 +260,13 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
 
     # --------------------------------------------------------------------------------------------------------
 
-    def _open(self, path: str) -> VersionSource:
-        source = VersionSource(path, page_lock=self.device.type == "cuda")
+    def _open(self, path: str, *, layerwise: bool) -> VersionSource:
+        source = VersionSource(path)
         try:
             self.plan.check(source)
-            return source.map()
+            # vLLM's loaders may write into what they are given: theirs stays a private mapping.
+            lock = self.device.type == "cuda" and not layerwise
+            return source.map(PageLock(self.plan.copied_spans(source), CudaRTLibrary()) if lock else None)
         except BaseException:
             source.close()
             raise
@@ -276,7 +279,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + STAGING_NICENESS, 19))
         started_s = time.perf_counter()
         try:
-            staging.source = self._open(staging.path)
+            staging.source = self._open(staging.path, layerwise=self.layerwise_reason is not None)
             if staging.build:
                 ready = []
                 for module in self._direct.stage(staging.source):

@@ -29,6 +29,8 @@ from typing import Any
 LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed 0.19.8's stage3_max_live_parameters
 BUCKET_ELEMENTS = 50_000_000  # train.engine.MAX_BUCKET_ELEMENTS; not imported: this file must load without torch
 LOGITS_BYTES = 64 * 2**20  # train.objectives.CHUNK_BYTES
+# Of a GPU, beside all of the above: CUDA's context, buffers of NCCL and cuBLAS, what torch's allocator cannot use.
+GPU_RESERVE_BYTES = 4 * 2**30
 OPTIMIZER_BYTES = 12  # per trained parameter: master, exp_avg, exp_avg_sq
 ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
 

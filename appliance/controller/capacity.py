@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
+from serve.config import EngineConfig
 from serve.sizing import CPU_KV_BYTES, GPU_RESERVE_BYTES, LEAST_KV_BYTES
 from train import estimate
 from train.estimate import ModelShape
@@ -36,6 +37,16 @@ class BoxFacts:
         if self.device_kind == "cpu":
             return self.devices * self.device_memory_bytes // max(1, used_devices)
         return self.device_memory_bytes
+
+    def room_per_rank(self, ranks: int) -> int:
+        """What weights, states and activations of a job may take on each of its devices."""
+        reserve = 0 if self.device_kind == "cpu" else estimate.GPU_RESERVE_BYTES
+        return self.room_per_device(ranks) - reserve
+
+    def room_per_worker(self, workers: int) -> int:
+        """What an engine may take of each of its devices (serve.sizing), where the configuration says nothing else."""
+        room = self.room_per_device(workers)
+        return room if self.device_kind == "cpu" else int(room * EngineConfig().gpu_memory_fraction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,14 +78,14 @@ def job(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box:
     store goes to disk, which costs time and nothing else.
     """
     memory = {size: estimate.rank_memory(shape, fields, size) for size in sizes}
-    fitting = tuple(size for size in sizes if memory[size].device_bytes <= box.room_per_device(size))
+    fitting = tuple(size for size in sizes if memory[size].device_bytes <= box.room_per_rank(size))
     version, snapshot = estimate.version_bytes(shape, fields), estimate.snapshot_bytes(shape, fields)
     problems = []
     if not fitting:
-        best = min(sizes, key=lambda size: memory[size].device_bytes - box.room_per_device(size))
+        best = min(sizes, key=lambda size: memory[size].device_bytes - box.room_per_rank(size))
         problems.append(
             f"Training needs {gb(memory[best].device_bytes)} on each of {_devices(best)} ({_parts(memory[best])}); "
-            f"there are {gb(box.room_per_device(best))}."
+            f"there are {gb(box.room_per_rank(best))}."
         )
     budget = box.store_budget_bytes
     if budget is not None and version > budget:
@@ -101,7 +112,7 @@ def job(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box:
     numbers = {
         "trained_parameters": estimate.trained_parameters(shape, fields),
         "devices": shown,
-        "device": memory[shown].as_dict() | {"room_bytes": box.room_per_device(shown)},
+        "device": memory[shown].as_dict() | {"room_bytes": box.room_per_rank(shown)},
         "host": {
             "version_bytes": version, "snapshot_bytes": snapshot, "needed_bytes": needed,
             "room_bytes": box.store_room_bytes, "budget_bytes": budget,
@@ -119,7 +130,7 @@ def serve(shape: ModelShape, weight_bytes: int, replicas: int, tensor_parallel: 
     """
     problems, instead = [], []
     used = replicas * tensor_parallel
-    room = box.room_per_device(used)
+    room = box.room_per_worker(used)
     reserve = CPU_ENGINE_BYTES if box.device_kind == "cpu" else GPU_RESERVE_BYTES
     weights = -(-weight_bytes // tensor_parallel)
     if kv_cache_bytes is None:
@@ -186,7 +197,7 @@ def _smaller_jobs(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[
 def _fitting(shape: ModelShape, fields: Mapping[str, Any], name: str, sizes: Sequence[int], box: BoxFacts) -> str:
     for size in reversed(sizes):
         needs = estimate.rank_memory(shape, fields, size).device_bytes
-        if needs <= box.room_per_device(size):
+        if needs <= box.room_per_rank(size):
             return f"{name} on {_devices(size)}: {gb(needs)} each"
     return ""
 
@@ -196,14 +207,14 @@ def _other_serving(weight_bytes: int, reserve: int, kv_bytes: int, replicas: int
     kv_bytes = kv_bytes if box.device_kind == "cpu" else min(kv_bytes, LEAST_KV_BYTES)
     for fewer in range(replicas - 1, 0, -1):
         used = fewer * tensor_parallel
-        if used <= box.devices and weight_bytes // tensor_parallel + reserve + kv_bytes <= box.room_per_device(used):
+        if used <= box.devices and weight_bytes // tensor_parallel + reserve + kv_bytes <= box.room_per_worker(used):
             yield f"{_replicas(fewer)} over {_devices(tensor_parallel)} each"
             break
     if box.device_kind == "cpu":
         return  # tensor parallelism divides memory that logical devices share anyway
     for wider in TENSOR_PARALLEL_SIZES:
         if tensor_parallel < wider <= box.devices:
-            if weight_bytes // wider + reserve + kv_bytes <= box.room_per_device(wider):
+            if weight_bytes // wider + reserve + kv_bytes <= box.room_per_worker(wider):
                 yield f"{_replicas(min(replicas, box.devices // wider))} over {_devices(wider)} each"
                 break
 

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from serve.errors import VersionMismatch, VersionUnreadable
-from serve.load_plan import LoadRecorder, Region
-from serve.shm_source import VersionSource
+from serve.load_plan import Gather, LoadRecorder, Region
+from serve.shm_source import PageLock, VersionSource, page_runs
 
 
 class Fused(torch.nn.Module):
@@ -61,14 +61,10 @@ def record(model, source):
     return recorder.plan()
 
 
-def replay(plan, model, source):
+def replay(plan, model, source, gather=None):
     for (module_id, name), target in plan.targets.items():
         assert module_id == id(model)
-        flat = getattr(model, name).data.view(-1)
-        for region in target.zeroed:
-            region.view(flat).zero_()
-        for piece in target.pieces:
-            piece.target.view(flat).copy_(piece.source.view(source.tensor(piece.name).reshape(-1)))
+        target.fill(getattr(model, name).data.view(-1), source, gather)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -81,7 +77,7 @@ def test_replaying_a_plan_equals_loading(tmp_path, world):
         record(reference, second)
         for parameter in model.parameters():
             parameter.data.fill_(float("nan"))
-        replay(plan, model, second)
+        replay(plan, model, second, Gather(torch.device("cpu")))
         for name, parameter in reference.named_parameters():
             assert torch.equal(getattr(model, name), parameter), name
 
@@ -189,3 +185,51 @@ def test_a_plain_address_is_found_back(tmp_path):
     assert locator.find(tensor.data_ptr() + 6) == ("down", 3)
     assert locator.find(tensor.data_ptr() - 10**9) is None
     assert source.holds(tensor) and not source.holds(tensor.clone())
+
+
+def test_what_is_locked_is_whole_pages_and_none_of_them_twice():
+    spans = [(10, 4096), (4096, 5000), (9000, 9100), (20_000, 30_000), (25_000, 26_000), (7, 7)]
+    assert page_runs(spans, 4096) == [(0, 12_288), (16_384, 32_768)]
+    assert page_runs([], 4096) == []
+
+
+class Runtime:
+    """CUDA's host memory calls, counted; refuses every second range."""
+
+    def __init__(self):
+        self.locked, self.asked, self.pending = set(), 0, 0
+
+    def cudaHostRegister(self, ptr, size, flags=0):
+        self.asked += 1
+        if self.asked % 2 == 0:
+            self.pending = 712
+            return 712
+        self.locked.add(ptr)
+        return 0
+
+    def cudaHostUnregister(self, ptr):
+        self.locked.remove(ptr)
+        return 0
+
+    def cudaGetLastError(self):
+        self.pending, before = 0, self.pending
+        return before
+
+
+def test_a_worker_locks_what_it_copies_in_one_piece_and_unlocks_all_of_it(tmp_path):
+    source = write(tmp_path / "a", tensors(1))
+    spans = record(Fused(1, 2), source).copied_spans(source)["model.safetensors"]
+    placed = {name: source.layout.find(name) for name in tensors(1)}
+    assert (placed["q"].start + 16, placed["q"].end) in spans and (placed["k"].start + 16, placed["k"].end) in spans
+    assert (placed["embedding"].start, placed["embedding"].end) in spans
+    assert not any(placed["down"].start <= start < placed["down"].end for start, _ in spans), "read in strides"
+
+    runtime, page = Runtime(), 4096
+    save_file({"big": torch.zeros(8 * page, dtype=torch.uint8)}, tmp_path / "big.safetensors")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "big.safetensors").rename(tmp_path / "b" / "model.safetensors")
+    lock = PageLock({"model.safetensors": [(0, 10), (3 * page, 3 * page + 1), (6 * page, 7 * page)]}, runtime)
+    mapped = VersionSource(tmp_path / "b").map(lock)
+    assert (runtime.asked, len(runtime.locked), runtime.pending) == (3, 2, 0)
+    mapped.close()
+    assert not runtime.locked
