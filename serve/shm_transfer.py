@@ -277,6 +277,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def _stage(self, staging: Staging) -> None:
         me = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + STAGING_NICENESS, 19))
+        if self.device.type == "cuda":
+            # A thread begins on the first GPU: locking pages from there would leave a context of every tensor parallel
+            # worker on it, half a gigabyte each.
+            torch.cuda.set_device(self.device)
         started_s = time.perf_counter()
         try:
             staging.source = self._open(staging.path, layerwise=self.layerwise_reason is not None)

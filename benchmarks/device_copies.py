@@ -1,0 +1,206 @@
+"""Weights and states between shared memory and GPUs, against the rate of page-locked memory in the same run.
+
+    python benchmarks/device_copies.py [--gib N] [--gpus N]
+
+Each GPU has a process of its own; they are measured one after the other and then all at once, since they share the
+host's memory. Per GPU, over `--gib` of bytes in /dev/shm (all 2-byte elements, in matrices of 8192 columns):
+
+    limit           host to device and back, page-locked buffers, the GPU's own clock
+    pageable        a version's mapping copied as it is: an engine's first load
+    lock            cudaHostRegister of the mapping: what a swap does while requests go on, and a wake while they wait
+    locked          the same copy afterwards: a swap's pause
+    columns         an eighth of the columns of each matrix, as a row-parallel layer of eight workers reads them:
+                    by torch's own copy, and through one page-locked buffer (serve.load_plan.Gather)
+    snapshot        device to a mapping that has its pages already, as a suspended rank writes it
+    context         memory of the device that a process holds which has done nothing but begin
+
+Needs a GPU; without one it says so and measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(REPOSITORY))
+
+from benchmarks._claims import record, stated  # noqa: E402 - the path comes first
+
+GIB = 2**30
+COLUMNS = 8192
+SHARE = 8
+ROUNDS = 3
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gib", type=float, default=4.0, help="bytes of the version, in GiB (default: %(default)s)")
+    parser.add_argument("--gpus", type=int, help="how many (default: all)")
+    parser.add_argument("--child", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--version", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child is not None:
+        print(json.dumps(measured(options.version)))
+        return 0
+
+    from scheduler.discovery import nvidia_devices
+
+    gpus = len(nvidia_devices()[: options.gpus])
+    if not gpus:
+        print("no NVIDIA GPU here: nothing measured")
+        return 0
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="appliance-bench-") as folder:
+        version = _write_version(Path(folder), int(options.gib * GIB))
+        alone = [_collect([_child(gpu, version)])[0] for gpu in range(gpus)]
+        together = _collect([_child(gpu, version) for gpu in range(gpus)]) if gpus > 1 else []
+    _show("one GPU at a time", alone)
+    if together:
+        _show(f"{gpus} GPUs at once", together)
+    _record(alone, together, f"{options.gib:g} GiB")
+    return 0
+
+
+def measured(version: Path) -> dict[str, float]:
+    """Rates in bytes/s (`*_s`: seconds) on the one GPU that this process sees."""
+    import torch
+    from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
+
+    from serve.host_to_device import bytes_per_s
+    from serve.load_plan import Gather
+    from serve.shm_source import PageLock, VersionSource
+
+    device = torch.device("cuda:0")
+    before = _free_bytes()
+    found: dict[str, float] = {"limit_in": bytes_per_s(0)}
+    torch.cuda.synchronize()
+
+    def fastest(copy: Callable[[], None], nbytes: int) -> float:
+        seconds = []
+        for _ in range(ROUNDS):
+            began_s = time.perf_counter()
+            copy()
+            torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - began_s)
+        return nbytes / min(seconds)
+
+    pinned = torch.empty(256 * 2**20, dtype=torch.uint8, pin_memory=True)
+    here = torch.empty(pinned.nbytes, dtype=torch.uint8, device=device)
+    found["limit_out"] = fastest(lambda: pinned.copy_(here, non_blocking=True), pinned.nbytes)
+    found["context_bytes"] = before - _free_bytes() - torch.cuda.memory_reserved()
+
+    source = VersionSource(version).map()
+    matrices = [tensor for _, tensor in source.tensors()]
+    targets = [torch.empty_like(tensor, device=device) for tensor in matrices]
+
+    def copy_all() -> None:
+        for target, tensor in zip(targets, matrices, strict=True):
+            target.copy_(tensor, non_blocking=True)
+
+    found["pageable"] = fastest(copy_all, source.nbytes)
+    part = COLUMNS // SHARE
+    slices = [torch.empty((tensor.shape[0], part), dtype=tensor.dtype, device=device) for tensor in matrices]
+
+    def copy_columns(gather: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        for target, tensor in zip(slices, matrices, strict=True):
+            target.copy_(gather(tensor[:, :part]), non_blocking=True)
+
+    found["columns_by_torch"] = fastest(lambda: copy_columns(lambda strided: strided), source.nbytes // SHARE)
+    gathered = Gather(device)
+    found["columns_gathered"] = fastest(lambda: copy_columns(gathered), source.nbytes // SHARE)
+    source.close()
+
+    spans = {file.name: [(0, file.nbytes)] for file in source.layout.files}
+    began_s = time.perf_counter()
+    source = VersionSource(version).map(PageLock(spans, CudaRTLibrary()))
+    found["map_and_lock_s"] = time.perf_counter() - began_s
+    matrices = [tensor for _, tensor in source.tensors()]
+    found["locked"] = fastest(copy_all, source.nbytes)
+
+    def write_back() -> None:
+        for target, tensor in zip(targets, matrices, strict=True):
+            tensor.copy_(target)
+
+    found["snapshot_locked"] = fastest(write_back, source.nbytes)
+    source.close()
+    source = VersionSource(version).map(PageLock({}, CudaRTLibrary()))
+    matrices = [tensor for _, tensor in source.tensors()]
+    found["snapshot"] = fastest(write_back, source.nbytes)
+    found["bytes"] = source.nbytes
+    return found
+
+
+def _free_bytes() -> int:
+    import pynvml
+
+    pynvml.nvmlInit()
+    index = int(os.environ["CUDA_VISIBLE_DEVICES"])
+    return pynvml.nvmlDeviceGetMemoryInfo(pynvml.nvmlDeviceGetHandleByIndex(index)).free
+
+
+def _write_version(folder: Path, nbytes: int) -> Path:
+    import torch
+    from safetensors.torch import save_file
+
+    rows = 4096
+    count = max(1, nbytes // (2 * rows * COLUMNS))
+    matrix = torch.randn(rows, COLUMNS).to(torch.bfloat16)
+    save_file({f"layer.{i}.weight": matrix.clone() for i in range(count)}, folder / "model.safetensors")
+    return folder
+
+
+def _child(gpu: int, version: Path) -> subprocess.Popen[str]:
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, __file__, "--child", str(gpu), "--version", str(version)]
+    return subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+
+
+def _collect(children: list[subprocess.Popen[str]]) -> list[dict[str, float]]:
+    answers = [child.communicate()[0] for child in children]
+    if any(child.returncode for child in children):
+        raise SystemExit("a GPU could not be measured; its error stands above")
+    return [json.loads(answer.splitlines()[-1]) for answer in answers]
+
+
+def _show(title: str, found: list[dict[str, float]]) -> None:
+    print(f"\n{title} (GB/s, share of the limit of its direction)")
+    for name, limit in RATES.items():
+        row = "  ".join(f"{one[name] / 1e9:6.1f} {one[name] / one[limit]:5.0%}" for one in found)
+        print(f"  {name:18}{row}")
+    for name, unit, values in (
+        ("map and lock", "GB/s", [one["bytes"] / one["map_and_lock_s"] / 1e9 for one in found]),
+        ("context", "MB", [one["context_bytes"] / 1e6 for one in found]),
+    ):
+        print(f"  {f'{name} ({unit})':18}" + "  ".join(f"{value:6.1f}      " for value in values))
+
+
+RATES = {
+    "limit_in": "limit_in", "limit_out": "limit_out", "pageable": "limit_in", "locked": "limit_in",
+    "columns_by_torch": "limit_in", "columns_gathered": "limit_in", "snapshot": "limit_out",
+    "snapshot_locked": "limit_out",
+}  # fmt: skip
+
+
+def _record(alone: list[dict[str, float]], together: list[dict[str, float]], size: str) -> None:
+    rows = []
+    for name, limit in RATES.items():
+        rows.append(stated(f"{name}, slowest GPU", size, min(one[name] for one in alone) / 1e9, "GB/s"))
+        if name != limit:
+            share = min(one[name] / one[limit] for one in alone)
+            rows.append(stated(f"{name} over page-locked memory", size, share, "x"))
+        if together:
+            rows.append(stated(f"{name}, all GPUs at once", size, sum(one[name] for one in together) / 1e9, "GB/s"))
+    rows.append(stated("mapping and locking", size, max(one["map_and_lock_s"] for one in alone), "s"))
+    rows.append(stated("a process that only began", size, max(one["context_bytes"] for one in alone) / 1e6, "MB"))
+    record(__file__, rows)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
