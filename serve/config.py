@@ -15,7 +15,11 @@ class EngineConfig(BaseModel):
     max_model_len: int | None = Field(None, ge=1, description="tokens; None: the model's own context")
     kv_cache_bytes: int | None = Field(None, ge=1, description="per device; None: what weights and a reserve leave")
     gpu_memory_fraction: float = Field(0.92, gt=0, le=1, description="of a GPU that one engine may use")
-    start_timeout_s: float = Field(180.0, gt=0, description="fork to healthy, first load of the weights included")
+    start_timeout_s: float = Field(
+        600.0,
+        gt=0,
+        description="fork to healthy, first load of the weights and on a GPU first compilation of the model included",
+    )
     swap_timeout_s: float = Field(300.0, gt=0)
     sleep_timeout_s: float = Field(120.0, gt=0)
     stop_timeout_s: float = Field(10.0, gt=0, description="after it the engine is killed")
