@@ -94,6 +94,10 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
         # Else vLLM refuses to start where less than its own default is free, whatever room the KV cache was given:
         # sleeping engines keep a context and more on the device.
         args += ["--gpu-memory-utilization", str(spec.gpu_memory_fraction)]
+        if spec.tensor_parallel > 1:
+            # Where nvcc and ninja are found, vLLM would import FlashInfer for this fusion before it forks its core, and
+            # with it CUDA, which no forked worker could use any more (vllm/config/vllm.py, utils/flashinfer.py).
+            args += ["--compilation-config", json.dumps({"pass_config": {"fuse_allreduce_rms": False}})]
     if spec.tensor_parallel > 1:
         # Inside a placement group vLLM would start Ray actors of its own.
         args += ["--distributed-executor-backend", "mp"]

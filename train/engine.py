@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import deepspeed
@@ -57,6 +58,10 @@ def build_engine(objective: SupervisedObjective, spec: TrainSpec) -> Any:
     if spec.tensor_parallel > 1:
         plan = partition_config(objective.model.config, spec.tensor_parallel)
         config["tensor_parallel"] = {"autotp_size": spec.tensor_parallel, "partition_config": plan}
+    if spec.zero_stage == 3:
+        # ZeRO-3 brings parameters to the device one by one and keeps its part of each (zero.Init). Before that, though,
+        # the engine moves the module there: a model that is larger than one device never got so far.
+        objective.to = partial(place_buffers, objective)
     engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
     if spec.tensor_parallel > 1:
         # It compares the first batch over the group, and cannot compare a dict of tensors.
@@ -64,6 +69,15 @@ def build_engine(objective: SupervisedObjective, spec: TrainSpec) -> Any:
     fragments.sum_gradients(engine)
     fragments.coarsen_clipping(engine)
     return engine
+
+
+def place_buffers(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """`module.to(device)` of its buffers alone."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
+    return module
 
 
 def accumulation_steps(spec: TrainSpec, world_size: int) -> int:

@@ -1,16 +1,20 @@
 """What `train.fragments` and `train.engine` take from inside DeepSpeed is still there, and means what we think."""
 
+import inspect
 import os
+from functools import partial
 from types import SimpleNamespace
 
 import deepspeed
 import pytest
 import torch
 from deepspeed import comm
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 
 from train import fragments
-from train.engine import init_world
+from train.engine import init_world, place_buffers
 from train.group import free_port
 
 
@@ -118,3 +122,14 @@ def test_the_step_of_adam_is_made_where_its_moments_are():
     assert {key: value.device.type for key, value in inner.state[flat].items()} == {
         "step": "meta", "exp_avg": "meta", "exp_avg_sq": "meta",
     }  # fmt: skip
+
+
+def test_zero_3_is_left_to_bring_parameters_to_the_device_one_by_one():
+    module = Tiny()
+    module.register_buffer("frequencies", torch.ones(2))
+    module.to = partial(place_buffers, module)
+    assert module.to(torch.device("meta")) is module
+    assert module.frequencies.is_meta and not any(p.is_meta for p in module.parameters())
+    assert "self.module.to(self.device)" in inspect.getsource(DeepSpeedEngine._configure_distributed_model)
+    brings = inspect.getsource(partition_parameters.Init._convert_to_zero_parameters)
+    assert "param.data = param.data.to(self.local_device)" in brings
