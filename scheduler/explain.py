@@ -62,12 +62,18 @@ def _why_job(chain: Chain, allocation: Allocation, snapshot: Snapshot) -> str:
     group = next((g for g in allocation.groups if g.job_id == job.id), None)
     if chain.side == "free":
         if group is None:
-            return allocation.waiting.get(job.id, "training gives its devices back").rstrip(".")
+            return _as_clause(allocation.waiting.get(job.id, "training gives its devices back"))
         return f"it goes on with {_count(len(group.devices), 'device')} instead of {len(job.devices)}"
     training = sum(len(g.devices) for g in allocation.groups)
     size = f"from {job.sizes[0]} to {job.sizes[-1]}" if len(job.sizes) > 1 else str(job.sizes[0])
     share = f"{training} of {len(snapshot.devices)} devices in {mode_of(snapshot.policy)}"
     return f"training gets {share}, and it takes {size}"
+
+
+def _as_clause(reason: str) -> str:
+    """The sentence of a job that waits, to stand behind "because"."""
+    told = reason.rstrip(".")
+    return f"it needs {told.removeprefix('Needs ')}" if told.startswith("Needs ") else told[:1].lower() + told[1:]
 
 
 def _why_replica(chain: Chain, devices: set[str], allocation: Allocation, snapshot: Snapshot) -> str:

@@ -24,6 +24,7 @@ from scheduler.ray_nodes import Nodes, OnDeath
 from train.group import Group
 from train.rank_host import RankHost
 from train.spec import TrainSpec
+from weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class Groups:
         except LookupError as error:
             raise EffectFailed("start_group", job_id, str(error)) from error
         snapshot, port = await asyncio.to_thread(self._jobs.newest_snapshot, job_id), None
+        read_bytes = (await asyncio.to_thread(Manifest.read, snapshot)).nbytes if snapshot else None
         if place.name != self._nodes.home.name:
             spec, snapshot = await outfit(self._nodes, place, spec, snapshot)
             port = await self._nodes.free_port(place, "start_group", job_id)
@@ -99,6 +101,7 @@ class Groups:
         return {
             "seconds": time.monotonic() - began_s,
             "snapshot": snapshot.name if snapshot else None,
+            "bytes": read_bytes,
             "ranks": "parked" if group.resumed else "forked",
         }
 

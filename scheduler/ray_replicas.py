@@ -20,6 +20,7 @@ from scheduler.ray_nodes import Nodes, OnDeath
 from serve.config import EngineConfig
 from serve.replica import Replica
 from serve.spec import ReplicaSpec
+from weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,10 @@ class Replicas:
         self._replicas[order.id], self._places[order.id] = replica, place
         detail = await ask("start_replica", order.id, replica.start.remote(spec))
         self._watch(order.id, replica)
-        return {**detail, "copied_bytes": copied_bytes}
+        # Of a version on another node nothing is read here.
+        home = place.name == self._nodes.home.name
+        read = (await asyncio.to_thread(Manifest.read, Path(spec.version_path))).nbytes if home else None
+        return {**detail, "bytes": read, "copied_bytes": copied_bytes}
 
     async def stop_replica(self, replica_id: str) -> Detail:
         self._stopping.add(replica_id)

@@ -43,6 +43,7 @@ def _table(answer: dict[str, Any]) -> Any:
 
 
 def _detail(detail: dict[str, Any]) -> str:
+    # A null tells something too: a limit that was lifted.
     told = (f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-            for name, value in detail.items() if value not in (None, "", []))  # fmt: skip
+            for name, value in detail.items() if value not in ("", []))  # fmt: skip
     return formats.printable("  ".join(told))

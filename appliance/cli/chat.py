@@ -110,7 +110,7 @@ def _gateway(session: Session) -> Iterator[Client]:
     if session.box_file is None:
         yield session.client
         return
-    address = Address.of_url(session.box_file.url)
+    address = Address.of_own(session.box_file.url)
     if session.api_key:
         yield Client(address, session.api_key)
         return

@@ -10,7 +10,7 @@ import socket
 import ssl
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import urlencode, urlsplit
@@ -23,12 +23,13 @@ _CHUNK_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class Address:
-    """Where a box answers: `socket_path`, or `host` and `port` (`secure`: TLS)."""
+    """Where a box answers: `socket_path`, or `host` and `port` (`secure`: TLS; `verified`: its certificate is)."""
 
     host: str = "box"
     port: int = 0
     secure: bool = False
     socket_path: str | None = None
+    verified: bool = True
 
     @classmethod
     def of_url(cls, url: str) -> Address:
@@ -44,6 +45,12 @@ class Address:
             raise BadUsage(f"the box's URL is {url!r}; expected no path behind the port other than /v1")
         secure = parts.scheme == "https"
         return cls(parts.hostname, port or (443 if secure else 80), secure)
+
+    @classmethod
+    def of_own(cls, url: str) -> Address:
+        """Of the box on this machine: its certificate names the box, not loopback, where nobody else can stand in."""
+        address = cls.of_url(url)
+        return replace(address, verified=not address.is_local)
 
     @property
     def is_local(self) -> bool:
@@ -177,6 +184,11 @@ class Client:
                              "instead") from error  # fmt: skip
         except TimeoutError as error:
             raise Unreachable(f"the box at {self.address} did not answer within {timeout_s:.0f} s") from error
+        except ssl.SSLCertVerificationError as error:
+            raise Unreachable(
+                f"the certificate of the box at {self.address} is not trusted: {error.verify_message}; "
+                "SSL_CERT_FILE=FILE names the certificate, or the authority, to trust"
+            ) from error
         except (http.client.HTTPException, OSError) as error:
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             raise Unreachable(f"cannot reach the box at {self.address}: {reason}") from error
@@ -187,8 +199,11 @@ class Client:
         if self.address.socket_path is not None:
             return _SocketConnection(self.address.socket_path, timeout_s)
         if self.address.secure:
+            context = ssl.create_default_context()
+            if not self.address.verified:
+                context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
             return http.client.HTTPSConnection(
-                self.address.host, self.address.port, timeout=timeout_s, context=ssl.create_default_context()
+                self.address.host, self.address.port, timeout=timeout_s, context=context
             )
         return http.client.HTTPConnection(self.address.host, self.address.port, timeout=timeout_s)
 

@@ -111,12 +111,12 @@ def _reached(mode: dict[str, Any]) -> Any:
 
 
 def _fields(mode: dict[str, Any]) -> Any:
-    bounds = mode["bounds"]
+    bounds, floor = mode["bounds"], mode["serving_floor"]
     return output.fields([
         ("mode", mode["policy"]),
         ("train devices", "as many as serving does not need" if mode["train_devices"] is None and
          mode["policy"] == "auto" else formats.or_dash(mode["train_devices"])),
-        ("serving floor", f"{mode['serving_floor']} devices; what lies idle above it is lent"),
+        ("serving floor", f"{floor} device{'s' * (floor != 1)}; what lies idle above it is lent"),
         ("since", formats.moment(mode["since_s"] or None)),
         ("set by", _set_by(mode)),
         ("until", "changed" if mode["until_s"] is None else

@@ -55,8 +55,11 @@ class Canaries:
         row, active = self._running(model), self._model(model).active_version
         decision, caller = self.decision(row, now_s), Principal(None, frozenset({ADMIN}), new_id("req_"))
         if active == row.version:
-            # Published by another hand, or the process ended between the swap and this.
-            self._end(row, "promoted", f"{active} answers all requests", self.compared(row))
+            # Published by another hand, or the process ended between the swap and this. A promotion under way ends it
+            # itself, or takes the version back.
+            async with self._ending:
+                if self._model(model).active_version == self._running(model).version:
+                    self._end(row, "promoted", f"{active} answers all requests", self.compared(row))
         elif active != row.before or (row.auto and decision.verdict == "roll back"):
             await self.roll_back(model, caller, decision.reason)
         elif row.auto and decision.verdict == "promote":
@@ -132,6 +135,8 @@ class Canaries:
 
     def decision(self, row: CanaryRow, now_s: float) -> Decision:
         active = self._model(row.model).active_version
+        if active == row.version:
+            return Decision("promote", f"{active} becomes the version that answers all requests")
         if active != row.before:
             return Decision("roll back", f"{active} became the version that answers while {row.version} was compared "
                             f"with {row.before}")  # fmt: skip

@@ -51,6 +51,9 @@ def _moved(verb: str, detail: dict[str, Any]) -> tuple[int | None, float | None,
         return (sum(read) if read else detail.get("bytes")), seconds, max(1, len(read)), _words(how)
     if verb == "suspend_group" and detail.get("bytes"):
         return detail["bytes"], (detail.get("seconds") or {}).get("snapshot"), 1, "shared memory"
+    if verb in ("start_group", "start_replica"):
+        # Read while processes come up: most of the step is not copying, so no rate is made of it.
+        return detail.get("bytes"), None, 1, None
     return None, None, 1, None
 
 

@@ -45,6 +45,7 @@ def check(flow: TierFlow, names: Iterable[Name], report: Report) -> Checked:
                 continue
             except IntegrityError as error:
                 found.faults.append(f"{name} is damaged in the {copy.tier} tier: {error}")
+                flow.found_damaged(copy.tier, f"{name} is damaged: {error}")
             except (TierUnavailable, OSError) as error:
                 found.faults.append(f"{name} cannot be read in the {copy.tier} tier: {error}")
             else:

@@ -300,6 +300,12 @@ class TierFlow:
         running.last_error, running.last_error_s = text, self._clock()
         log.error("tier %s: %s", running.level.name, text)
 
+    def found_damaged(self, tier: str, text: str) -> None:
+        """Somebody read a copy in `tier` and it was not whole; `status` says so until the tier's next error."""
+        for running in self._levels:
+            if running.level.name == tier:
+                self._note(running, text)
+
     # --- back -------------------------------------------------------------------------------------------------------
 
     def bring_in(self, name: Name, store: WeightStore | None = None) -> StoredVersion:

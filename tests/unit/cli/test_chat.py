@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import ssl
 
+from appliance.cli.client import Address, Client
 from tests.unit.cli.conftest import openai_error, run, write_box_file
 
 CHAT = "/v1/chat/completions"
@@ -85,3 +87,12 @@ def test_a_key_of_ones_own_is_used_on_the_box_too(prepared, tmp_path, main_proce
     prepared.prepare("POST", CHAT, (200, sse("ok")))
     run("chat", "starter", "Hi", "--data-dir", str(tmp_path / "box"), "--api-key", "sk-mine")
     assert [r["path"] for r in prepared.requests] == [CHAT]
+
+
+def test_the_box_on_this_machine_is_trusted_on_loopback_others_by_their_certificate():
+    seen = []
+    for address in (Address.of_own("https://127.0.0.1:1"), Address.of_own("https://box.example:1"),
+                    Address.of_url("https://127.0.0.1:1")):  # fmt: skip
+        context = Client(address)._connection(1.0)._context
+        seen.append((context.verify_mode is ssl.CERT_REQUIRED, context.check_hostname))
+    assert seen == [(False, False), (True, True), (True, True)]

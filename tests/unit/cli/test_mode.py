@@ -11,7 +11,7 @@ from tests.unit.cli.conftest import ControlledBox
 def test_a_floor_is_set_and_shown_with_bounds(box: ControlledBox):
     assert box.json("mode", "set", "train", "--floor", "1")["serving_floor"] == 1
     text = box.run("mode", "show").stdout
-    assert "1 devices; what lies idle above it is lent" in text and "hand (box)" in text
+    assert "1 device; what lies idle above it is lent" in text and "hand (box)" in text
     assert "at most 160 per hour" in text and "30 s" in text
 
 

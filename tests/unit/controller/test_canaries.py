@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from appliance.controller import canaries as canaries_module
 from appliance.controller.load import Load, VersionLoad
 from appliance.gateway.comparison import bucket
 from appliance.store import audit, canaries, deployments, models
@@ -99,6 +101,26 @@ async def test_promotion_and_roll_back_by_hand(served: Control):
     assert (await ask(served, "GET"))["state"] == "promoted"
     actions = [row.action for row in audit.page(served.db, after=None, limit=4).data]
     assert actions == ["model.promote", "model.canary", "model.rollback", "model.canary"]
+
+
+async def test_a_promotion_under_way_is_shown_as_one_and_ends_as_one(served: Control, monkeypatch):
+    await ask(served, "PUT", version="v2")
+    seen, switch = [], canaries_module.switch
+
+    async def slow(*arguments: Any) -> Any:
+        swap = await switch(*arguments)
+        seen.append((await ask(served, "GET"))["decision"])
+        looking = asyncio.create_task(look_later(served, 5))
+        await asyncio.sleep(0)
+        seen.append((await ask(served, "GET"))["state"])
+        seen.append(looking)
+        return swap
+
+    monkeypatch.setattr(canaries_module, "switch", slow)
+    await ask(served, "POST", "/admin/v1/models/m/promote")
+    assert seen[0] == {"verdict": "promote", "reason": "v2 becomes the version that answers all requests"}
+    assert seen[1] == "running", "a look at it ends nothing that a promotion has in hand"
+    assert (await seen[2]).reason == "asked for"
 
 
 async def test_a_good_one_is_promoted_on_its_own_when_its_time_is_over(served: Control):

@@ -178,6 +178,22 @@ def test_the_loop_changes_mode_when_a_window_fires() -> None:
     virtual_time.run(life(), start_s=at("2026-03-02 21:00:00", "UTC"))
 
 
+def test_explain_says_why_a_job_would_be_suspended() -> None:
+    async def life() -> None:
+        store = FakeStore(TRAIN, (JobView("j", 1, 2),), ())
+        world = World(box_of(2))
+        loop = SchedulerLoop(FakeEffects(world), store, MemoryJournal(), virtual_time.VirtualClock())
+        running = asyncio.create_task(loop.run())
+        await loop.wait_settled(loop.nudge())
+        assert loop.explain(SERVE)["steps"] == [
+            "Job j is suspended at its next step, because it needs 1 device: mode serve gives training no devices."
+        ]
+        loop.stop()
+        await running
+
+    virtual_time.run(life())
+
+
 def test_explain_says_what_would_happen_and_does_nothing() -> None:
     async def life() -> None:
         store = FakeStore(SERVE, (JobView("j", 1, 2),), (DeploymentView("m", "v1", min_replicas=1),))

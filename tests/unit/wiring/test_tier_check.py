@@ -54,12 +54,15 @@ async def test_a_models_adapters_are_verified_in_packed_tiers_too(ops, db, tmp_p
         ("shm/snapshots", ["snapshot step-7 of ftjob-1 is damaged in the memory tier"]),
     ],
 )
-async def test_a_damaged_copy_is_named_with_its_tier(ops, tmp_path, where, told):
+async def test_a_damaged_copy_is_named_with_its_tier(ops, flow, tmp_path, where, told):
     damage(largest(tmp_path / where))
     with pytest.raises(OperationFailed) as failed:
         await ops.verify_tiers(lambda progress: None)
     assert failed.value.code == "copies_damaged"
     assert all(text in str(failed.value) for text in told), failed.value
+    noted = {tier["name"]: tier["last_error"] for tier in flow.status() if tier["last_error"]}
+    assert list(noted) == [name for name in ("disk", "remote") if f"in the {name} tier" in str(failed.value)]
+    assert all("is damaged" in text for text in noted.values())
 
 
 async def test_what_has_no_checksums_yet_is_counted_not_blamed(ops, store):
