@@ -19,12 +19,11 @@ from scheduler.errors import EffectFailed
 from scheduler.inventory import Device, Holder, Lease
 from scheduler.ray_actors import actor_names, ask, find_actor, first_line
 from scheduler.ray_away import Homecoming, outfit
-from scheduler.ray_node import Place
+from scheduler.ray_node import Place, stored_bytes
 from scheduler.ray_nodes import Nodes, OnDeath
 from train.group import Group
 from train.rank_host import RankHost
 from train.spec import TrainSpec
-from weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -79,7 +78,7 @@ class Groups:
         except LookupError as error:
             raise EffectFailed("start_group", job_id, str(error)) from error
         snapshot, port = await asyncio.to_thread(self._jobs.newest_snapshot, job_id), None
-        read_bytes = (await asyncio.to_thread(Manifest.read, snapshot)).nbytes if snapshot else None
+        read_bytes = await asyncio.to_thread(stored_bytes, snapshot) if snapshot else None
         if place.name != self._nodes.home.name:
             spec, snapshot = await outfit(self._nodes, place, spec, snapshot)
             port = await self._nodes.free_port(place, "start_group", job_id)

@@ -22,10 +22,19 @@ from serve.adapter_source import AdapterServer, AdapterUnavailable, brought_in
 from train.group import free_port
 from weights.errors import WeightsError
 from weights.lease import Lease
+from weights.manifest import Manifest
 from weights.record import Name
 
 NODE = "node:"
 ADAPTER_TIMEOUT_S = 60.0
+
+
+def stored_bytes(directory: Path) -> int | None:
+    """What a version or snapshot takes by its manifest, for the history; None where none can be read."""
+    try:
+        return Manifest.read(directory).nbytes
+    except (WeightsError, OSError):
+        return None
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,12 +15,11 @@ from ray.exceptions import RayError
 from scheduler.effects import Detail, Event, ReplicaDied, ReplicaObserved, ReplicaOrder
 from scheduler.errors import EffectFailed
 from scheduler.ray_actors import actor_names, ask, find_actor, until_unnamed
-from scheduler.ray_node import Place
+from scheduler.ray_node import Place, stored_bytes
 from scheduler.ray_nodes import Nodes, OnDeath
 from serve.config import EngineConfig
 from serve.replica import Replica
 from serve.spec import ReplicaSpec
-from weights.manifest import Manifest
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +88,7 @@ class Replicas:
         self._watch(order.id, replica)
         # Of a version on another node nothing is read here.
         home = place.name == self._nodes.home.name
-        read = (await asyncio.to_thread(Manifest.read, Path(spec.version_path))).nbytes if home else None
+        read = await asyncio.to_thread(stored_bytes, Path(spec.version_path)) if home else None
         return {**detail, "bytes": read, "copied_bytes": copied_bytes}
 
     async def stop_replica(self, replica_id: str) -> Detail:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from scheduler.ray_groups import is_whole
+from scheduler.ray_node import stored_bytes
 
 
 def place(rank, size=3, alive=True, done=False):
@@ -24,3 +25,9 @@ def place(rank, size=3, alive=True, done=False):
 )
 def test_a_world_is_whole_when_every_rank_of_it_is_there(places, whole):
     assert is_whole(places) is whole
+
+
+def test_what_a_start_reads_is_told_by_the_manifest_or_not_at_all(tmp_path):
+    assert stored_bytes(tmp_path / "none") is None
+    (tmp_path / "manifest.json").write_text("{}")
+    assert stored_bytes(tmp_path) is None, "a step is not failed for its history"
