@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import stat
+import threading
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from weights.errors import (
     VersionNotFound,
 )
 from weights.layout import Layout, TensorSpec
+from weights.lease import StoredVersion
 from weights.locks import DirectoryLock
 from weights.store import WeightStore
 from weights.torch_views import as_tensor
@@ -555,3 +557,40 @@ def test_room_is_what_a_reservation_could_get(tmp_path):
             store.reserve(sized(leased // 64 * 64 + 64), kind="version", model="m", version="too much")
     assert put(store, "all of it", store.room_bytes() // 64 * 64)
     assert names(store) == {"kept", "all of it"}
+
+
+def test_a_draft_is_whole_when_every_writer_has_said_so(store):
+    draft = store.reserve(LAYOUT, kind="version", model="m", version="1", writers=3, name="the-one")
+    assert draft.path == store.draft_path("the-one")
+    fill(draft, "1")
+    others = [store.attach(store.draft_path("the-one"), LAYOUT) for _ in range(2)]
+    waiting = threading.Thread(target=draft.wait_written, daemon=True)
+    waiting.start()
+    draft.mark_written(0)
+    draft.mark_written(0)
+    others[0].mark_written(1)
+    others[0].close()
+    waiting.join(0.02)
+    assert waiting.is_alive(), "one is missing"
+    others[1].mark_written(2)
+    waiting.join(10)
+    assert not waiting.is_alive()
+    others[1].close()
+    with pytest.raises(HandleClosed):
+        others[1].mark_written(2)
+    stored = draft.commit(meta={}, checksums=False)
+    check(store, stored)
+    assert {entry.name for entry in stored.path.iterdir()} == {f.name for f in LAYOUT.files} | {
+        "manifest.json", ".pinned"}  # fmt: skip
+
+
+@pytest.mark.parametrize("checksums", [True, False])
+def test_what_was_prepared_of_a_manifest_is_what_would_have_been_written(store, checksums):
+    draft = store.reserve(LAYOUT, kind="version", model="m", version="1", aux_files=AUX)
+    fill(draft, "1")
+    draft.prepare()
+    stored = draft.commit(meta={"step": 3, "z": [1.5, None]}, checksums=checksums)
+    read = StoredVersion.read(stored.path).manifest
+    assert read == stored.manifest and read.meta == {"step": 3, "z": [1.5, None]} and read.sealed == checksums
+    assert read.to_bytes() == (stored.path / "manifest.json").read_bytes()
+    assert set(read.aux_files) == set(AUX) and set(read.tensors) == set(LAYOUT.names)
