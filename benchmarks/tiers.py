@@ -162,7 +162,8 @@ def _train(options: argparse.Namespace) -> int:
     """In a process of its own: train, snapshot, one more step, snapshot, publish; DeepSpeed's own checkpoint."""
     from train import publish, snapshot
     from train.engine import init_world
-    from train.loop import Progress, Wishes, prepare
+    from train.loop import Progress, Wishes
+    from train.prepare import prepare
     from train.spec import TrainSpec
 
     spec = TrainSpec.from_json(options.child)

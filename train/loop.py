@@ -13,28 +13,25 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from functools import cache, cached_property
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from deepspeed import comm
-from torch.utils.tensorboard import SummaryWriter
 
 from train import fragments, parking, snapshot
 from train.ahead import Ahead, draft_name
 from train.beside import Writing, Written
-from train.chat import ChatEncoder
+from train.board import Board
 from train.copies import CopyPlan
-from train.data import TokenSet, open_token_set
-from train.engine import build_engine
+from train.data import TokenSet
 from train.errors import TrainingDiverged
 from train.event_log import EventLog
-from train.model import load_model, load_tokenizer
-from train.objectives import SupervisedObjective, to_batch
+from train.objectives import to_batch
 from train.packing import StepPlan
-from train.publish import begin_publish, check_publishable, published_tensors
+from train.publish import begin_publish, published_tensors
 from train.room import make_room
 from train.schedule import learning_rate
 from train.spec import TrainSpec
@@ -84,7 +81,7 @@ class Progress:
 class Run:
     """One rank's part of a job, from an engine in memory to an outcome.
 
-    Build it with `prepare`, then `run`. Events are those of the contract in `train.group`.
+    Build it with `train.prepare`, then `run`. Events are those of the contract in `train.group`.
     """
 
     def __init__(self, spec: TrainSpec, store: WeightStore, engine: Any, train: TokenSet, valid: TokenSet | None,
@@ -106,7 +103,7 @@ class Run:
         self._pace_s = 0.0
         self.boundary_s = 0.0  # time.monotonic() at the end of the last step
         self._ahead = Ahead(spec.job_id, self._reserve_snapshot) if self.rank == 0 else None
-        self._board = _Board(Path(spec.run_dir) / "tb") if self.rank == 0 else None
+        self._board = Board(Path(spec.run_dir) / "tb") if self.rank == 0 else None
 
     def resume_from(self, path: str) -> None:
         """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
@@ -395,82 +392,3 @@ class Run:
     def _suspended(self, path: str | None, nbytes: int, seconds: float) -> dict[str, Any]:
         return {"outcome": "suspended", "step": self.step, "snapshot_path": path, "bytes": nbytes,
                 "seconds": {"snapshot": seconds}, "parked": parking.can_park(self.spec)}  # fmt: skip
-
-
-def prepare(spec: TrainSpec, emit: Events, wishes: Wishes, progress: Progress,
-            snapshot_path: str | None = None) -> Run:  # fmt: skip
-    """Collective: tokens, model, engine, and the state of `snapshot_path` if given. Raises what those raise."""
-    rank, world_size = comm.get_rank(), comm.get_world_size()
-    store = WeightStore(Path(spec.shm_root), budget_bytes=spec.shm_budget_bytes)
-    progress.enter("tokenising")
-    encoder = cache(lambda: ChatEncoder(load_tokenizer(spec.base_path)))
-    sets = [
-        open_token_set(
-            path, spec.base_path, encoder, Path(spec.run_dir) / "tokens", max_length=spec.max_length,
-            packing=spec.packing, rank=rank, world_size=world_size, barrier=comm.barrier,
-        ) if path else None
-        for path in (spec.train_path, spec.valid_path)
-    ]  # fmt: skip
-    train, valid = sets
-    assert train is not None
-    if rank == 0 and snapshot_path is None:
-        _tell_about_data(emit, spec, train)
-        _tell_about_stage(emit, spec)
-
-    progress.enter("loading")
-    engine = build_engine(SupervisedObjective(load_model(spec, weights=snapshot_path is None)), spec)
-    if snapshot_path is None:
-        check_publishable(engine, spec)
-    run = Run(spec, store, engine, train, valid, emit, wishes, progress)
-    if snapshot_path:
-        run.resume_from(snapshot_path)
-    return run
-
-
-def continued(run: Run, snapshot_path: str) -> Run:
-    """Collective: a run that was parked after its suspension, on its engine and from a snapshot. Raises
-    SnapshotMismatch."""
-    again = Run(run.spec, run.store, run.engine, run.train, run.valid, run.leash_events, run.wishes, run.progress)
-    parking.take_back(run.engine, run.spec)
-    again.resume_from(snapshot_path)
-    return again
-
-
-def _tell_about_stage(emit: Events, spec: TrainSpec) -> None:
-    if spec.zero_stage == 0:
-        emit("message", level="info", text=(
-            "zero_stage 0 was asked for and runs as stage 1: the same computation in less memory, because the ranks "
-            "share the optimizer's state instead of each holding all of it"
-        ))  # fmt: skip
-
-
-def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
-    fill = train.n_tokens / (len(train.packs) * spec.max_length) if spec.packing else 1.0
-    emit("message", level="info", text=(
-        f"{train.n_examples} examples, {train.n_tokens} tokens, packed into {len(train.packs)} sequences "
-        f"of {spec.max_length} ({fill:.0%} full)"
-    ))  # fmt: skip
-    if train.n_truncated or train.n_dropped:
-        emit("message", level="warning", text=(
-            f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} "
-            "were left out because nothing to learn was left of them"
-        ))  # fmt: skip
-
-
-class _Board:
-    """TensorBoard event files of a run; only rank 0 has one. Steps already written before a resume are purged."""
-
-    def __init__(self, directory: Path):
-        self._directory = directory
-        self._writer: SummaryWriter | None = None
-
-    def write(self, group: str, step: int, values: dict[str, float]) -> None:
-        if self._writer is None:
-            self._writer = SummaryWriter(str(self._directory), purge_step=step, flush_secs=10)
-        for name, value in values.items():
-            self._writer.add_scalar(f"{group}/{name}", value, step)
-
-    def close(self) -> None:
-        """Write out what is buffered: the process ends without any of Python's own clean-up."""
-        if self._writer is not None:
-            self._writer.close()

@@ -18,7 +18,8 @@ from typing import Any
 from runtime.leash import Leash
 from runtime.logs import configure_logging
 from train.engine import init_world
-from train.loop import WISHES, Progress, Run, Wishes, continued, prepare
+from train.loop import WISHES, Progress, Run, Wishes
+from train.prepare import continued, prepare
 from train.spec import TrainSpec
 
 

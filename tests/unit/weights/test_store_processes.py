@@ -124,6 +124,34 @@ def test_ranks_write_their_parts_and_rank_zero_commits(store, root):
         assert bytes(lease.view("w")) == b"".join(content("w", str(rank), 70_000) for rank in range(4))
 
 
+@pytest.mark.parametrize("dead", ["writer", "owner"])
+def test_who_dies_before_all_have_written_leaves_the_older_snapshot_and_no_litter(store, root, dead):
+    older = write(store)
+    owner = Process(
+        root,
+        "d = store.reserve(Layout.plan(SPECS), kind='snapshot', model='j', version='2', writers=2, name='number')\n"
+        "d.prepare(); fill(d, '2'); d.mark_written(0); pause(); d.wait_written(); d.commit(meta={})",
+    )
+    owner.says()
+    writer = Process(
+        root,
+        "d = store.attach(store.draft_path('number'), Layout.plan(SPECS)); fill(d, '2'); pause()\n"
+        "d.mark_written(1); pause(); d.close()",
+    )
+    writer.says()
+    if dead == "writer":
+        owner.goes_on()  # it waits for the other's mark, which never comes
+    else:
+        writer.goes_on()
+        writer.says()  # all is written, and nobody is left to commit it
+    (writer if dead == "writer" else owner).kill()
+    assert store.list("snapshot") == [] and store.sweep().removed == (), "a living process still holds the draft"
+    (owner if dead == "writer" else writer).kill()
+    assert store.list("snapshot") == [] and len(store.sweep().removed) == 1
+    assert os.listdir(root / "staging") == []
+    check(store, older)
+
+
 def test_an_attached_writer_outlives_a_killed_owner_without_harm(store, root):
     """Otherwise a sweep would give the segment to another version while the writer still writes to it."""
     owner = Process(
