@@ -239,8 +239,9 @@ def cpu_s(pids: list[int]) -> float:
 
 
 def tree(pid: int) -> list[int]:
-    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [pid, *(int(child) for child in children)]
+    """A process and all that descend from it."""
+    children = [task.read_text().split() for task in Path(f"/proc/{pid}/task").glob("*/children")]
+    return [pid, *(process for row in children for child in row for process in tree(int(child)))]
 
 
 NGINX_CONFIG = """

@@ -14,6 +14,7 @@ import orjson
 
 from .errors import TableInvalid
 from .gateway import Gateway
+from .reports import load_report
 from .table import parse_table
 
 log = logging.getLogger("appliance.gateway")
@@ -101,8 +102,8 @@ class BusClient:
             log.warning("bus: the controller does not read, reconnecting")
             writer.transport.abort()
             return
-        writer.write(orjson.dumps(self._gateway.report(), option=orjson.OPT_APPEND_NEWLINE))
-        rows = self._gateway.meter.take()
+        writer.write(orjson.dumps(load_report(self._gateway), option=orjson.OPT_APPEND_NEWLINE))
+        rows = self._gateway.spending.meter.take()
         if rows:
             message = {"type": "usage", "gateway": self._gateway.config.name, "rows": rows}
             writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))

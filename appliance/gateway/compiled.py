@@ -14,8 +14,9 @@ import sysconfig
 from pathlib import Path
 
 MODULES = (
-    "allowance", "answer", "gateway", "inference", "logs", "metrics", "outbox", "repeated_head", "request_check",
-    "router", "routes", "server", "table", "upstream", "usage", "wire",
+    "admission", "allowance", "answer", "connection", "engine_framing", "gateway", "inference", "logs", "metrics",
+    "nested_check", "outbox", "placement", "repeated_head", "request_check", "request_parser", "router", "routes",
+    "server", "spending", "table", "upstream", "usage", "wire",
 )  # fmt: skip
 HERE = Path(__file__).parent
 

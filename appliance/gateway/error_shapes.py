@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import orjson
 
+from . import wire
 from .errors import ApiError
 from .wire import Request
 
@@ -29,6 +30,23 @@ def shaped(error: ApiError, request: Request | None, request_id: bytes) -> tuple
         return error.status, error.body(), []
     status = 529 if error.status == 503 else error.status
     return status, _anthropic(error, status, request_id), [(b"request-id", request_id)]
+
+
+def error_response(error: ApiError, request: Request | None, request_id: bytes, *, close: bool) -> bytes:
+    """The error as a whole response, noted as the request's status."""
+    status, body, headers = shaped(error, request, request_id)
+    if request is not None:
+        request.status = status
+        headers += request.rate_headers
+    head = wire.response_head(
+        status,
+        request_id,
+        content_type=b"application/json",
+        length=len(body),
+        close=close,
+        extra=[*wire.error_headers(error), *headers],
+    )
+    return head + body
 
 
 def event(error: ApiError, request: Request) -> bytes:

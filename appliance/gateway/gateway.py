@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import hashlib
 import logging
 import secrets
 import ssl
@@ -19,25 +18,28 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from . import errors, wire
-from .allowance import Allowance
+from .admission import check_head, check_scopes, key_digest
 from .comparison import Comparison
 from .config import GatewayConfig, Limits
 from .errors import ApiError
-from .exposition import WorkerSnapshots, render
+from .exposition import WorkerSnapshots
+from .handler import Handler
 from .holds import Bounds, Holds, Refusal
 from .inference import Exchange
 from .logs import AccessLog
 from .metrics import Metrics
 from .outbox import Outbox
+from .placement import Placement
 from .relay import Relay
-from .request_check import Checked, check_body
+from .reports import gauges
+from .request_check import check_body
 from .router import Choice, Router
-from .routes import ADMIN, Kind
+from .routes import Kind
 from .scrape import Scrape
-from .server import ClientConnection, Handler
+from .server import ClientConnection
+from .spending import Spending
 from .table import Principal, Table
 from .upstream import UpstreamPool
-from .usage import Meter
 from .wire import Request
 
 if TYPE_CHECKING:
@@ -45,9 +47,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("appliance.gateway")
 
-_JSON: Final = b"application/json"
 _TWO_DIGITS: Final = [b"%02x" % low for low in range(256)]
-Gauge = tuple[str, str, dict[str, str], int | float]
 # Placing thousands of held requests in one go would stall every open stream for as long.
 _PLACED_AT_ONCE: Final = 128
 
@@ -67,17 +67,16 @@ class Gateway:
         self.pool = UpstreamPool(self.outbox)
         self.router = Router(max_inflight=config.limits.replica_inflight)
         holds = config.holds
-        self.holds: Holds[Exchange] = Holds(Bounds(holds.requests, holds.requests_per_model, holds.body_bytes))
+        self.holds: Holds[Placement] = Holds(Bounds(holds.requests, holds.requests_per_model, holds.body_bytes))
         self.access_log = AccessLog(config.log_path if config.access_log else None)
         self.tracing = None if config.otlp_endpoint is None else _tracing(config.otlp_endpoint, config.name)
         self.keys: dict[str, Principal] = {}
-        self.allowances: dict[str, Allowance] = {}
-        self.meter = Meter()
+        self.spending = Spending(self.metrics.events, config.workers)
         self.generation = -1
         self.tables_applied = 0
         self.stopping = False
         self.started_s = time.time()
-        self._buffered_bytes = 0
+        self.buffered_bytes = 0
         self._id_prefix = b"req_" + secrets.token_hex(8).encode()
         self._id_serial = 0
         self._id_block = b""
@@ -154,8 +153,7 @@ class Gateway:
         gone = {self.keys[digest].id for digest in revoked} - {owner.id for owner in table.keys.values()}
         self.keys = dict(table.keys)
         self.tables_applied += 1
-        live = {owner.id for owner in table.keys.values()}
-        self.allowances = {key: allowance for key, allowance in self.allowances.items() if key in live}
+        self.spending.apply(table.keys.values())
         known = {f.name: type(getattr(self.config.limits, f.name)) for f in dataclasses.fields(Limits)}
         changed = {name: known[name](value) for name, value in table.limits.items() if name in known}
         limits = dataclasses.replace(self.config.limits, **changed)
@@ -176,45 +174,6 @@ class Gateway:
         for name in self.holds.models():
             self.place_held(name)
         self.on_change(True)
-
-    def report(self) -> dict[str, Any]:
-        """The load report of the bus.
-
-        last_request_s: Unix time, None before the first; ttft_p95_s, tpot_p95_s: of the last minute, None without
-        requests. arrived_*: since `started_s`. waiting_prompt_tokens: of requests without a first token, as far as
-        that can be seen: of those that are not streamed only while they are held.
-        """
-        now = time.monotonic()
-        unix_offset_s = time.time() - now
-        inflight: dict[str, int] = {}
-        waiting: dict[str, int] = {}
-        for conn in self.connections:
-            if conn.active is not None and isinstance(conn.active, Exchange):
-                name = conn.active.row
-                inflight[name] = inflight.get(name, 0) + 1
-                waiting[name] = waiting.get(name, 0) + conn.active.waiting_prompt_tokens
-        return {
-            "type": "load",
-            "generation": self.generation,
-            "gateway": self.config.name,
-            "started_s": self.started_s,
-            "replicas": self.router.report(),
-            "models": {
-                name: {
-                    "inflight": inflight.get(name, 0) - self.holds.held(name),
-                    "held": self.holds.held(name),
-                    "last_request_s": self.metrics.last_request_s(name, unix_offset_s),
-                    "ttft_p95_s": self.metrics.ttft_p95_s(name, now),
-                    "tpot_p95_s": self.metrics.tpot_p95_s(name, now),
-                    "waiting_prompt_tokens": waiting.get(name, 0),
-                    "prefill_tokens_per_s": self.metrics.prefill_tokens_per_s(name),
-                    "arrived_requests": self.metrics.arrivals(name)[0],
-                    "arrived_prompt_tokens": self.metrics.arrivals(name)[1],
-                }
-                for name in self.router.models
-            },
-            "canaries": self.comparison.report(),
-        }
 
     def changed(self) -> None:
         self.on_change(False)
@@ -255,65 +214,29 @@ class Gateway:
 
     def admit(self, request: Request) -> None:
         """Everything that can be said of a request from its head. Raises ApiError."""
-        route, headers = request.route, request.headers
+        route = request.route
         assert route is not None
         if route.kind is not Kind.HEALTH:
-            self._authenticate(request)
-        expect = headers.get(b"expect")
-        if expect is not None and expect.lower() != b"100-continue":
-            raise errors.ApiError(417, "Only Expect: 100-continue is understood.", code="expectation_failed")
-        length, limit = request.content_length, self.body_limit(request)
-        if length is not None and length > limit:
-            raise errors.body_too_large(limit)
-        coding = headers.get(b"content-encoding")
-        if coding is not None and coding.lower() != b"identity":
-            # A compressed body says nothing about what it costs to read.
-            raise ApiError(415, "Compressed request bodies are not accepted.", code="unsupported_content_encoding")
-        if route.kind is Kind.INFERENCE:
-            kind = headers.get(b"content-type")
-            if kind is not None and not kind.lower().startswith(_JSON):
-                raise ApiError(
-                    415, "Unsupported content type, expected application/json.", code="unsupported_content_type"
-                )
-
-    def _authenticate(self, request: Request) -> None:
-        headers, route = request.headers, request.route
-        assert route is not None
-        value = headers.get(b"authorization")
-        if value is not None:
-            scheme, _, key = value.partition(b" ")
-            key = key.strip() if scheme.lower() == b"bearer" else b""
-        else:
-            key = headers.get(b"x-api-key", b"")
-        if not key:
-            raise errors.missing_key()
-        if self.generation < 0:
-            raise errors.unavailable("The gateway has no routing table yet. Please retry.", "starting", 2)
-        principal = self.keys.get(hashlib.sha256(key).hexdigest())
-        if principal is None:
-            self.metrics.events["bad_key"] += 1
-            raise errors.invalid_key()
-        request.principal = principal
-        if ADMIN not in principal.scopes and not (route.scopes & principal.scopes):
-            raise errors.missing_scope(" or ".join(sorted(route.scopes)))
-
-    def body_limit(self, request: Request) -> int:
-        route = request.route
-        if route is None or route.kind is Kind.INFERENCE:
-            return self.limits.inference_body_bytes
-        if route.kind is not Kind.CONTROL:
-            return 0
-        return self.limits.upload_body_bytes if route.upload else self.limits.control_body_bytes
+            digest = key_digest(request.headers)
+            if self.generation < 0:
+                raise errors.unavailable("The gateway has no routing table yet. Please retry.", "starting", 2)
+            principal = self.keys.get(digest)
+            if principal is None:
+                self.metrics.events["bad_key"] += 1
+                raise errors.invalid_key()
+            request.principal = principal
+            check_scopes(route, principal)
+        check_head(request, self.limits)
 
     def take_body(self, request: Request, nbytes: int) -> None:
         """Account for body bytes kept in memory. Raises ApiError 503 when all bodies together are too large."""
-        if self._buffered_bytes + nbytes > self.limits.buffered_body_bytes:
+        if self.buffered_bytes + nbytes > self.limits.buffered_body_bytes:
             raise errors.unavailable("The server is busy with other large requests. Please retry.", "overloaded", 2)
-        self._buffered_bytes += nbytes
+        self.buffered_bytes += nbytes
         request.buffered_bytes += nbytes
 
     def release_body(self, request: Request) -> None:
-        self._buffered_bytes -= request.buffered_bytes
+        self.buffered_bytes -= request.buffered_bytes
         request.buffered_bytes = 0
         if request.chunks:
             request.chunks = []
@@ -338,7 +261,7 @@ class Gateway:
             raise self.unknown_model(checked.model, request.principal)
         if model.task != route.task:
             raise errors.wrong_task(checked.model, route.name)
-        self._spend(request, checked)
+        self.spending.spend(request, checked)
         # What is counted and logged is about the model; which version it was, the replica says.
         name = checked.model
         request.model = name.partition("@")[0] if "@" in name else name
@@ -346,25 +269,6 @@ class Gateway:
         if self.tracing is not None:
             self.tracing.begin(request)
         return Exchange(self, client, request, checked)
-
-    def _spend(self, request: Request, checked: Checked) -> None:
-        """Its key may call this model, has quota left and keeps to its limits by the minute, or ApiError is raised."""
-        principal = request.principal
-        assert principal is not None
-        if not principal.may_use(checked.model):
-            raise errors.model_not_found(checked.model)
-        spent_until_s = principal.spent_until_s
-        if spent_until_s is not None and time.time() < spent_until_s:
-            self.metrics.events["quota_spent"] += 1
-            raise errors.quota_spent(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(spent_until_s)))
-        allowance = self._allowance(principal)
-        if allowance is not None:
-            refused = allowance.take(checked.tokens, time.monotonic())
-            request.rate_headers = allowance.headers()
-            if refused is not None:
-                self.metrics.events["rate_limited"] += 1
-                raise errors.rate_limited(*refused)
-            request.estimated_tokens = checked.tokens
 
     def unknown_model(self, name: str, principal: Principal | None) -> ApiError:
         """Why a name that is not in the table cannot be called."""
@@ -375,79 +279,21 @@ class Gateway:
         served = {replica.version for replica in row.replicas} or {row.version}
         return errors.version_not_served(base, version, sorted(served))
 
-    def _allowance(self, principal: Principal) -> Allowance | None:
-        requests, tokens = principal.requests_per_minute, principal.tokens_per_minute
-        if requests is None and tokens is None:
-            return None
-        # Connections spread over the workers of one port, and so do a key's requests.
-        workers = self.config.workers
-        requests = None if requests is None else max(1, requests // workers)
-        tokens = None if tokens is None else max(1, tokens // workers)
-        allowance = self.allowances.get(principal.id)
-        if allowance is None or allowance.limits != (requests, tokens):
-            allowance = self.allowances[principal.id] = Allowance(requests, tokens, time.monotonic())
-        return allowance
-
-    def _account(self, request: Request) -> None:
-        """What an inference request has cost: to its key's allowance, and to the sums for the controller."""
-        principal, tokens = request.principal, request.tokens
-        if principal is None or not request.model:
-            return
-        if not tokens.total and request.status in (200, 499) and request.sent_bytes:
-            # Left before its end: no engine has said what it cost.
-            tokens.prompt, tokens.completion = request.body_bytes // 4, request.stream_events
-        if request.estimated_tokens:
-            allowance = self.allowances.get(principal.id)
-            if allowance is not None:
-                allowance.correct(request.estimated_tokens, tokens.total)
-        self.meter.add(principal.id, request.model, request.model_version, tokens, request.status >= 500)
-
     def own_answer(self, request: Request) -> tuple[int, bytes, bytes]:
         """/health: status, content type, body."""
         ready = self.generation >= 0 and not self.stopping
-        return (200 if ready else 503), _JSON, orjson.dumps({"status": "ok" if ready else "starting"})
+        return (200 if ready else 503), b"application/json", orjson.dumps({"status": "ok" if ready else "starting"})
 
     def finished(self, request: Request, now_s: float) -> None:
         """A response is complete (or its client is gone)."""
         self.release_body(request)
         if request.model:
-            self._account(request)
+            self.spending.account(request)
         self.metrics.finished(request, now_s)
         if request.spans is not None:
             request.spans.end(request)
         if self.access_log.enabled:
             self.access_log.add(request, now_s)
-
-    def metrics_text(self, *, controller_up: bool) -> bytes:
-        """Series of this gateway, all its workers together."""
-        up: Gauge = ("appliance_controller_up", "Whether the controller answered this scrape.", {}, int(controller_up))
-        families = self.metrics.families([*self._gauges(), up])
-        return render(families if self.snapshots is None else self.snapshots.joined(families))
-
-    def _gauges(self) -> list[Gauge]:
-        rows: list[Gauge] = [
-            ("appliance_gateway_connections", "Open client connections.", {}, len(self.connections)),
-            ("appliance_gateway_table_generation", "Routing table in force, -1 before the first.", {}, self.generation),
-            ("appliance_gateway_buffered_body_bytes", "Request bodies in memory.", {}, self._buffered_bytes),
-            ("appliance_gateway_start_time_seconds", "Unix time of the start.", {}, self.started_s),
-        ]
-        rows += [
-            ("appliance_gateway_held", "Requests waiting for a replica.", {"model": name}, self.holds.held(name))
-            for name in self.router.models
-        ]
-        rows += [
-            ("appliance_gateway_inflight", "Requests on a replica.", {"replica": name}, load.inflight)
-            for name, load in self.router.loads.items()
-        ]
-        compared = list(self.comparison.rows())
-        rows += [
-            ("appliance_gateway_canary_requests", "Since the canary began, by version.", labels, requests)
-            for labels, requests, _ in compared
-        ]
-        rows += [
-            ("appliance_gateway_canary_errors", "Of these, failed.", labels, errors) for labels, _, errors in compared
-        ]
-        return rows
 
     # -- time
 
@@ -469,7 +315,7 @@ class Gateway:
         self.pool.sweep(now_s, wanted)
         self.access_log.flush()
         if self.snapshots is not None and self.snapshots.due(now_s):
-            self.snapshots.write(self.metrics.families(self._gauges()), now_s)
+            self.snapshots.write(self.metrics.families(gauges(self)), now_s)
 
 
 def _tracing(endpoint: str, worker: str) -> Tracing:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from . import wire
 from .errors import ApiError
 from .exposition import CONTENT_TYPE
+from .reports import metrics_text
 from .upstream import UpstreamConnection
 from .wire import Request
 
@@ -22,7 +23,7 @@ CONTROLLER_BYTES = 8 << 20
 
 
 class Scrape:
-    """Implements `server.Handler`. Whatever becomes of the controller, the client gets the gateway's own series."""
+    """Implements `handler.Handler`. Whatever becomes of the controller, the client gets the gateway's own series."""
 
     __slots__ = ("gateway", "client", "request", "_conn", "_connecting", "_kept", "_kept_bytes", "_deadline_s")
 
@@ -99,7 +100,7 @@ class Scrape:
         client, self.client = self.client, None
         if client is not None:
             client.answer(
-                200, CONTENT_TYPE, self.gateway.metrics_text(controller_up=bool(of_controller)) + of_controller
+                200, CONTENT_TYPE, metrics_text(self.gateway, controller_up=bool(of_controller)) + of_controller
             )
 
     def _drop(self) -> None:

@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import re
 import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
 import httptools
 
-from .outbox import Outbox, Writer
+from .connection import Connection
+from .engine_framing import OK, PlainHead, plain_head, whole_chunks
+from .outbox import Outbox
 
 CONNECT_TIMEOUT_S = 5.0
 FULL_BACKLOG_RETRY_S = 0.01
 RESPONSE_HEAD_BYTES = 64 * 1024
-_OK: Final = b"HTTP/1.1 200 OK\r\n"
-_SIZES: Final = {b"%x" % size: size for size in range(1, 8192)}
 _HEAD_END: Final = b"\r\n\r\n"
-_LENGTH: Final = re.compile(rb"\r\ncontent-length: ([0-9]{1,12})\r\n", re.IGNORECASE)
 
 
 class Owner(Protocol):
@@ -39,7 +37,7 @@ class Owner(Protocol):
         """The upstream's send buffer is full (or has drained again)."""
 
 
-class UpstreamConnection(Writer):
+class UpstreamConnection(Connection):
     """One connection. Invariant: it is in the pool exactly when it has no owner and is open.
 
     read_s: when something came in last; of an idle one, since when it has been idle.
@@ -53,9 +51,8 @@ class UpstreamConnection(Writer):
     reused: bool = False
     answered: bool = False
     read_s: float = 0.0
-    _paused: bool = False
     _between_chunks: bool = False
-    _last: _Head | None = None
+    _last: PlainHead | None = None
 
     def __init__(self, pool: UpstreamPool, path: str) -> None:
         super().__init__(pool.outbox)
@@ -81,17 +78,6 @@ class UpstreamConnection(Writer):
         self.owner = None
         super().abort()
 
-    def pause_reading(self) -> None:
-        if self.transport is not None and not self._paused and not self.transport.is_closing():
-            self._paused = True
-            self.transport.pause_reading()
-
-    def resume_reading(self) -> None:
-        if self.transport is not None and self._paused:
-            self._paused = False
-            if not self.transport.is_closing():
-                self.transport.resume_reading()
-
     # -- asyncio.Protocol
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -109,13 +95,13 @@ class UpstreamConnection(Writer):
         self.read_s = time.monotonic()
         if not self._head_done:
             if not self._head_bytes:
-                if data.startswith(_OK) and self._whole(owner, data):
+                if data.startswith(OK) and self._whole(owner, data):
                     return
                 self.headers = {}
                 self._between_chunks = False
             self._head_bytes += len(data)
         elif self._between_chunks:
-            body = _whole_chunks(data)
+            body = whole_chunks(data)
             if body:
                 owner.upstream_data(self, body, False)
                 return
@@ -160,13 +146,13 @@ class UpstreamConnection(Writer):
         last = self._last
         body = None if last is None else last.body_of(data)
         if body is None:
-            last = self._last = _head(data)
+            last = self._last = plain_head(data)
             body = None if last is None else last.body_of(data)
         if last is None or body is None:
             return False
         self.status, self.headers = 200, last.headers
         self.owner = None
-        if self._paused:
+        if self.read_paused:
             self.resume_reading()
         if last.closes:
             self.close()
@@ -218,75 +204,6 @@ class UpstreamConnection(Writer):
 
     def on_message_complete(self) -> None:
         self._done = self._head_done
-
-
-def _whole_chunks(data: bytes) -> bytes:
-    """What stands in these chunks, if `data` is nothing but whole ones, as engines write them, and none is the last.
-
-    Empty otherwise: then the parser, which stands where they begin, must look at these bytes.
-    """
-    end = data.find(b"\r\n", 0, 8)
-    size = _SIZES.get(data[:end], 0) if end > 0 else 0
-    start, total = end + 2, len(data)
-    at = start + size
-    if not size or data[at : at + 2] != b"\r\n":
-        return b""
-    if at + 2 == total:
-        return data[start:at]
-    pieces = [data[start:at]]
-    while at + 2 < total:
-        at += 2
-        end = data.find(b"\r\n", at, at + 8)
-        size = _SIZES.get(data[at:end], 0) if end > 0 else 0
-        start = end + 2
-        at = start + size
-        if not size or data[at : at + 2] != b"\r\n":
-            return b""
-        pieces.append(data[start:at])
-    return b"".join(pieces)
-
-
-class _Head:
-    """The head of a plain answer around the digits of its length; the next one mostly has the same (its date lasts a
-    second)."""
-
-    def __init__(self, before: bytes, after: bytes, headers: dict[bytes, bytes], closes: bool) -> None:
-        self.before = before
-        self.after = after
-        self.headers = headers
-        self.closes = closes
-
-    def body_of(self, data: bytes) -> bytes | None:
-        """The body, if `data` is this head, with any length, and exactly the body that it announces."""
-        before, after = self.before, self.after
-        start = len(before)
-        if data[:start] != before:
-            return None
-        end = data.find(b"\r", start)
-        body = end + len(after)
-        if end < 0 or data[end:body] != after:
-            return None
-        digits = data[start:end]
-        return data[body:] if digits.isdigit() and len(data) - body == int(digits) else None
-
-
-def _head(data: bytes) -> _Head | None:
-    """Of data that begins with a status line of 200. None: no head of a plain answer of known length."""
-    end = data.find(b"\r\n\r\n")
-    headers: dict[bytes, bytes] = {}
-    for line in data[len(_OK) : end].split(b"\r\n"):
-        name, colon, value = line.partition(b": ")
-        if not colon:
-            return None
-        name = name.lower()
-        if name in headers:
-            return None
-        headers[name] = value
-    found = _LENGTH.search(data, 0, end + 4)
-    if end < 0 or found is None or b"transfer-encoding" in headers or not headers[b"content-length"].isdigit():
-        return None
-    closes = b"connection" in headers
-    return _Head(data[: found.start(1)], data[found.end(1) : end + 4], headers, closes)
 
 
 class UpstreamPool:

@@ -124,6 +124,11 @@ class Box:
             time.sleep(0.05)
         self.warm_s = time.perf_counter() - began_s
 
+    @property
+    def parent_pid(self) -> int:
+        """Of the warm parent, from which all engines descend."""
+        return self._parent.pid
+
     def version(self, name: str, family: str = "llama", *, seed: int, **overrides) -> Path:
         path = self.root / "versions" / name
         return path if path.exists() else save_model(path, family, seed=seed, **overrides)

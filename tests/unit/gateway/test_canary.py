@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from appliance.gateway.reports import load_report
 from appliance.gateway.router import Canary, Model, Replica, Router
 
 from .conftest import Box, Start, chat
@@ -46,7 +47,7 @@ async def test_conversations_keep_their_version_and_the_header_names_it(start_bo
     assert 4 <= versions.count("v2") <= 22
     assert {request.json["model"] for request in box.engines["e1"].requests} == {"m@v2"}, "as its engine knows it"
     assert {request.json["model"] for request in box.engines["e0"].requests} == {"m"}
-    counts = box.gateway.report()["canaries"]["m"]
+    counts = load_report(box.gateway)["canaries"]["m"]
     assert counts["since_s"] == 5.0 and {v: c["requests"] for v, c in counts["versions"].items()} == {
         "v1": 2 * versions.count("v1"), "v2": 2 * versions.count("v2"),
     }  # fmt: skip
@@ -73,7 +74,7 @@ async def test_what_dies_on_the_canary_is_answered_by_the_other_version_and_coun
     box.engines["e1"].script = dies
     response = await box.ask("POST", "/v1/chat/completions", asked(1))
     assert (response.status, response.headers["x-appliance-model-version"]) == (200, "v1")
-    versions = box.gateway.report()["canaries"]["m"]["versions"]
+    versions = load_report(box.gateway)["canaries"]["m"]["versions"]
     assert (versions["v2"]["requests"], versions["v2"]["errors"]) == (1, 1)
     assert (versions["v1"]["requests"], versions["v1"]["errors"]) == (1, 0)
 
@@ -90,7 +91,7 @@ async def test_answers_of_500_are_errors_and_of_400_are_not(start_box: Start) ->
     box.engines["e1"].script = script
     for status in (200, 400, 500):
         assert (await box.ask("POST", "/v1/chat/completions", asked(1) | {"seed": status})).status == status
-    counts = box.gateway.report()["canaries"]["m"]["versions"]["v2"]
+    counts = load_report(box.gateway)["canaries"]["m"]["versions"]["v2"]
     assert (counts["requests"], counts["errors"]) == (3, 1)
     metrics = (await box.ask("GET", "/metrics")).body.decode()
     assert 'appliance_gateway_canary_errors{model="m",version="v2"} 1' in metrics
@@ -102,13 +103,13 @@ async def test_counts_begin_anew_with_another_canary_and_end_with_it(start_box: 
     await box.ask("POST", "/v1/chat/completions", chat())
     box.models["m"]["canary"]["share"] = 0.5
     box.apply()
-    assert box.gateway.report()["canaries"]["m"]["versions"], "only its share changed"
+    assert load_report(box.gateway)["canaries"]["m"]["versions"], "only its share changed"
     box.models["m"]["canary"]["since_s"] = 6.0
     box.apply()
-    assert box.gateway.report()["canaries"]["m"] == {"since_s": 6.0, "versions": {}}
+    assert load_report(box.gateway)["canaries"]["m"] == {"since_s": 6.0, "versions": {}}
     del box.models["m"]["canary"]
     box.apply()
-    assert box.gateway.report()["canaries"] == {}
+    assert load_report(box.gateway)["canaries"] == {}
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
@@ -134,7 +135,7 @@ async def test_a_version_by_its_name(box: Box) -> None:
     answer = await box.ask("POST", "/v1/chat/completions", ask)
     assert (answer.status, answer.headers["x-appliance-model-version"]) == (200, "v1")
     assert box.engines["e0"].requests[0].json["model"] == "m", "as its engine knows it"
-    assert box.gateway.meter.take()[0]["model"] == "m"
+    assert box.gateway.spending.meter.take()[0]["model"] == "m"
     missing = await box.ask("POST", "/v1/chat/completions", ask | {"model": "m@v9"})
     assert (missing.status, missing.error["code"], missing.error["param"]) == (404, "model_version_not_served", "model")
     assert "`v1` is" in missing.error["message"]

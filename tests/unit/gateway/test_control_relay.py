@@ -73,7 +73,7 @@ async def test_uploads_stream_through_unbuffered(box: Box, chunked: bool) -> Non
         await wire.send(b"0\r\n\r\n")
     assert (await wire.response()).body == b"{}"
     assert received >= 50 * len(block)
-    assert box.gateway._buffered_bytes == 0
+    assert box.gateway.buffered_bytes == 0
     server.close()
 
 
@@ -98,7 +98,7 @@ async def test_controller_that_does_not_read_stops_the_uploader(box: Box) -> Non
                 await wire.send(b"x" * 1_000_000)
                 sent += 1_000_000
     assert sent < 40_000_000
-    assert all(conn._read_paused for conn in box.gateway.connections)
+    assert all(conn.read_paused for conn in box.gateway.connections)
     stop.set()
     server.close()
 

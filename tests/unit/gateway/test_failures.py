@@ -278,7 +278,7 @@ async def test_leaving_client_aborts_the_engine_at_once(box: Box, when: str) -> 
     await asyncio.wait_for(box.engines["e0"].lost.wait(), 10)
     await box.until(lambda: not box.gateway.connections)
     assert box.gateway.router.report()["e0"] == {"inflight": 0, "streams": 0, "waiting_tokens": 0}
-    assert box.gateway._buffered_bytes == 0
+    assert box.gateway.buffered_bytes == 0
 
 
 async def test_many_disconnects_leave_nothing_behind(box: Box) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 
+from appliance.gateway.reports import load_report
+
 from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events
 
@@ -25,8 +27,8 @@ async def test_held_until_a_replica_opens_in_order(start_box: Start) -> None:
         await wire.send(request_bytes("POST", "/v1/chat/completions", chat(seed=i, stream=i % 2 == 0)))
         await box.until(lambda i=i: box.gateway.holds.held("m") == i + 1)
         wires.append(wire)
-    assert box.gateway.report()["models"]["m"]["held"] == 5
-    assert box.gateway.report()["models"]["m"]["inflight"] == 0
+    assert load_report(box.gateway)["models"]["m"]["held"] == 5
+    assert load_report(box.gateway)["models"]["m"]["inflight"] == 0
     assert True in box.changes, "the first held request must be reported at once: a sleeping model wakes on it"
     box.serve("m", "e0")
     responses = [await wire.response() for wire in wires]
@@ -111,7 +113,7 @@ async def test_client_that_leaves_while_held_is_forgotten(start_box: Start) -> N
     await box.until(lambda: box.gateway.holds.count == 1)
     wire.close()
     await box.until(lambda: box.gateway.holds.count == 0)
-    assert box.gateway.holds.body_bytes == 0 and box.gateway._buffered_bytes == 0
+    assert box.gateway.holds.body_bytes == 0 and box.gateway.buffered_bytes == 0
 
 
 async def test_draining_replica_finishes_its_work_and_gets_no_more(start_box: Start) -> None:
@@ -135,12 +137,12 @@ async def test_draining_replica_finishes_its_work_and_gets_no_more(start_box: St
     for _ in range(5):
         assert (await box.ask("POST", "/v1/chat/completions", chat(stream=True))).body.endswith(b"[DONE]\n\n")
     assert len(box.engines["old"].requests) == 1
-    assert box.gateway.report()["replicas"]["old"]["inflight"] == 1
+    assert load_report(box.gateway)["replicas"]["old"]["inflight"] == 1
     box.changes.clear()
     go_on.set()
     assert (await wire.response_body()).endswith(b"[DONE]\n\n")
     assert box.changes == [True], "the zero of a draining replica is reported at once"
-    assert box.gateway.report()["replicas"]["old"]["inflight"] == 0
+    assert load_report(box.gateway)["replicas"]["old"]["inflight"] == 0
 
 
 async def test_replica_removed_from_the_table_is_reported_until_idle(box: Box) -> None:
@@ -155,10 +157,10 @@ async def test_replica_removed_from_the_table_is_reported_until_idle(box: Box) -
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
     await box.until(lambda: bool(box.engines["e0"].requests))
     box.serve("m")
-    assert box.gateway.report()["replicas"]["e0"]["inflight"] == 1
+    assert load_report(box.gateway)["replicas"]["e0"]["inflight"] == 1
     go_on.set()
     assert (await wire.response()).status == 200
-    assert "e0" not in box.gateway.report()["replicas"]
+    assert "e0" not in load_report(box.gateway)["replicas"]
 
 
 async def test_dead_socket_holds_until_the_next_table(start_box: Start) -> None:
@@ -254,7 +256,7 @@ async def test_key_revoked_mid_stream_ends_the_stream_and_refuses_the_next(box: 
     assert await wires["sk-test-inference"].chunk() == b""
     refused = await box.ask("POST", "/v1/chat/completions", chat(), key="sk-test-inference")
     assert refused.status == 401
-    await box.until(lambda: box.gateway.report()["replicas"]["e0"]["inflight"] == 1)
+    await box.until(lambda: load_report(box.gateway)["replicas"]["e0"]["inflight"] == 1)
 
 
 async def test_shutdown_lets_streams_finish_and_refuses_new_ones(box: Box) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+from appliance.gateway.reports import load_report
+
 from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events
 
@@ -199,7 +201,7 @@ async def test_load_is_counted_and_given_back(box: Box) -> None:
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat(max_tokens=100)))
     await box.until(lambda: bool(box.engines["e0"].requests))
-    report = box.gateway.report()
+    report = load_report(box.gateway)
     assert report["replicas"]["e0"]["inflight"] == 1
     assert report["replicas"]["e0"]["waiting_tokens"] > 100
     assert report["models"]["m"]["inflight"] == 1 and report["models"]["m"]["held"] == 0
@@ -208,11 +210,11 @@ async def test_load_is_counted_and_given_back(box: Box) -> None:
     assert report["models"]["m"]["waiting_prompt_tokens"] == 0, "an answer in one piece does not say when it began"
     go_on.set()
     assert (await wire.response()).status == 200
-    report = box.gateway.report()
+    report = load_report(box.gateway)
     assert report["replicas"]["e0"] == {"inflight": 0, "streams": 0, "waiting_tokens": 0}
     assert report["models"]["m"]["ttft_p95_s"] > 0
     assert report["models"]["m"]["tpot_p95_s"] is None, "nothing was streamed"
-    assert box.gateway._buffered_bytes == 0
+    assert box.gateway.buffered_bytes == 0
 
 
 async def test_streams_with_a_replica_to_themselves_tell_the_prefill_rate(box: Box) -> None:
@@ -220,7 +222,7 @@ async def test_streams_with_a_replica_to_themselves_tell_the_prefill_rate(box: B
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         await reply.sse_head()
-        waiting.append(box.gateway.report()["models"]["m"]["waiting_prompt_tokens"])
+        waiting.append(load_report(box.gateway)["models"]["m"]["waiting_prompt_tokens"])
         if len(waiting) > 1:
             await go_on.wait()
         for event in chat_events("a"):
@@ -235,7 +237,7 @@ async def test_streams_with_a_replica_to_themselves_tell_the_prefill_rate(box: B
     go_on.set()
     await asyncio.gather(*two)
     assert waiting[0] == one > 0 and waiting[2] == 2 * one
-    assert box.gateway.report()["models"]["m"]["waiting_prompt_tokens"] == 0
+    assert load_report(box.gateway)["models"]["m"]["waiting_prompt_tokens"] == 0
     samples = box.gateway.metrics._idle_starts["m"]
     assert 1 <= len(samples) <= 2 and samples[0][0] == one, "not of one that found or got a neighbour"
     box.gateway.metrics.forget_models([])

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from appliance.gateway import server
+from appliance.gateway import request_parser
 
 from .conftest import KEY, Box, chat, request_bytes
 
@@ -16,12 +16,12 @@ def parsed(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
     """What the HTTP parser was fed."""
     fed: list[bytes] = []
 
-    class Parser(server.httptools.HttpRequestParser):
+    class Parser(request_parser.httptools.HttpRequestParser):
         def feed_data(self, data):
             fed.append(bytes(data))
             return super().feed_data(data)
 
-    monkeypatch.setattr(server.httptools, "HttpRequestParser", Parser)
+    monkeypatch.setattr(request_parser.httptools, "HttpRequestParser", Parser)
     return fed
 
 
@@ -39,7 +39,7 @@ async def test_the_same_head_with_other_bodies_is_parsed_once(box: Box, parsed: 
         ids.add(response.headers["x-request-id"])
     assert len(parsed) == 1 and len(ids) == 4
     assert [request.json["user"] for request in box.engines["e0"].requests] == ["a", "bc", "x" * 2000, "d"]
-    assert box.gateway.metrics.requests["chat.completions", 200] == 4 and box.gateway._buffered_bytes == 0
+    assert box.gateway.metrics.requests["chat.completions", 200] == 4 and box.gateway.buffered_bytes == 0
 
 
 async def test_a_revoked_key_is_refused_in_the_next_request(box: Box, parsed: list[bytes]) -> None:
@@ -97,7 +97,7 @@ async def test_a_connection_of_differing_heads_stops_comparing(box: Box) -> None
         await wire.send(ask("a", headers=f"X-Trace: {i}\r\n"))
         assert (await wire.response()).status == 200
     (connection,) = box.gateway.connections
-    assert connection._differing == server._DIFFERING_HEADS
+    assert connection._parser._differing == request_parser._DIFFERING_HEADS
 
 
 @pytest.mark.parametrize("seed", range(25))

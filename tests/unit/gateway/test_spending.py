@@ -102,12 +102,12 @@ async def test_every_answer_is_counted_in_tokens(box: Box) -> None:
         options = {"stream_options": {"include_usage": True}} if asks else {}
         response = await box.ask("POST", "/v1/completions", completion(stream=True, **options))
         assert ("usage" in events(response.body)[-1]) is asks
-    (row,) = box.gateway.meter.take()
+    (row,) = box.gateway.spending.meter.take()
     assert row == {
         "key": "key_all", "model": "m", "version": "v1", "requests": 3, "errors": 0,
         "prompt_tokens": 3 + 3 + 3, "completion_tokens": 2 + 6 + 6,
     }  # fmt: skip
-    assert box.gateway.meter.take() == []
+    assert box.gateway.spending.meter.take() == []
 
 
 async def test_a_continued_stream_is_counted_once(box: Box) -> None:
@@ -115,7 +115,7 @@ async def test_a_continued_stream_is_counted_once(box: Box) -> None:
     body = chat(stream=True, temperature=0, max_tokens=50)
     response = await box.ask("POST", "/v1/chat/completions", body)
     assert response.body.endswith(b"[DONE]\n\n") and "usage" not in events(response.body)[-1]
-    (row,) = box.gateway.meter.take()
+    (row,) = box.gateway.spending.meter.take()
     assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (1, 3, 6)
 
 
@@ -136,7 +136,7 @@ async def test_the_added_event_is_taken_out_however_the_bytes_are_cut(box: Box) 
         assert response.status == 200, response.body
         assert text_of(response.body) == "a" and b"usage" not in response.body, response.body
         assert response.body.endswith(b"data: [DONE]\n\n")
-    assert box.gateway.meter.take()[0]["prompt_tokens"] == 140
+    assert box.gateway.spending.meter.take()[0]["prompt_tokens"] == 140
 
 
 async def test_failures_are_counted_too(box: Box) -> None:
@@ -145,7 +145,7 @@ async def test_failures_are_counted_too(box: Box) -> None:
 
     box.engines["e0"].script = script
     await box.ask("POST", "/v1/chat/completions", chat())
-    (row,) = box.gateway.meter.take()
+    (row,) = box.gateway.spending.meter.take()
     assert (row["requests"], row["errors"], row["prompt_tokens"]) == (1, 1, 0)
 
 
@@ -209,4 +209,4 @@ async def test_a_stream_whose_usage_was_asked_for_keeps_its_fingerprint(box: Box
     (series,) = box.gateway.metrics.models["m"].values()
     rows = {sample.suffix: sample.value for sample in series.per_token.samples()}
     assert rows["_count"] == 1 and rows["_sum"] < 5
-    assert box.gateway.meter.take()[0]["completion_tokens"] == 9
+    assert box.gateway.spending.meter.take()[0]["completion_tokens"] == 9

@@ -7,8 +7,9 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from appliance.gateway.engine_framing import whole_chunks
 from appliance.gateway.outbox import Outbox
-from appliance.gateway.upstream import UpstreamConnection, UpstreamPool, _whole_chunks
+from appliance.gateway.upstream import UpstreamConnection, UpstreamPool
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 BODIES = (b"data: 1\n\n", b"\r\n0\r\n\r\n", b"x" * 20)
@@ -89,5 +90,5 @@ def test_what_is_not_chunked_is_not_read_as_chunks() -> None:
 
 @pytest.mark.parametrize("data", [b"", LAST, CHUNKS[0] + LAST, CHUNKS[0][:-1], CHUNKS[0] + b"3", b"5;x=y\r\nabcde\r\n"])
 def test_only_whole_chunks_pass_by_the_parser(data: bytes) -> None:
-    assert _whole_chunks(data) == b""
-    assert _whole_chunks(CHUNKS[0] + CHUNKS[1]) == BODIES[0] + BODIES[1]
+    assert whole_chunks(data) == b""
+    assert whole_chunks(CHUNKS[0] + CHUNKS[1]) == BODIES[0] + BODIES[1]
