@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import ctypes
 import dataclasses
 import gc
@@ -56,10 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(config: GatewayConfig, *, reuse_port: bool) -> int:
-    # Woken by an event, it does not push aside who is at work: on busy cores it then finds several events at once, and
-    # whoever it writes to does too. On an idle core it runs as soon as ever. One that may not choose goes on without.
-    with contextlib.suppress(PermissionError):
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     try:
         return uvloop.run(serve(config, reuse_port=reuse_port))
     except OSError as error:

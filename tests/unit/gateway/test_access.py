@@ -40,6 +40,8 @@ from .upstreams import Reply, UpstreamRequest
         "/V1/models",
         "/%61dmin/v1/keys",
         "http://other/v1/models",
+        "/v1/responses/resp_1",
+        "/v1/responses/resp_1/input_items",
     ],
 )
 async def test_unknown_urls(box: Box, target: str) -> None:
