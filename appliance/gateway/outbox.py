@@ -18,8 +18,8 @@ from typing import Final
 _LARGE_BYTES: Final = 32 * 1024
 # A long turn does not keep its first answers to its end.
 _AT_ONCE: Final = 16
-# Turns with events that follow each other within twice the rest are a quick succession. An event, or a request that comes
-# among so many of them, is later by one rest at most: little beside the 10 to 50 ms from one token to the next.
+# Turns with events that follow each other within twice the rest are a quick succession. An event, or a request that
+# comes among so many of them, is later by one rest at most: little beside the 10 to 50 ms from one token to the next.
 _REST_S: Final = 0.001
 
 
