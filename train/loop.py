@@ -218,10 +218,11 @@ class Run:
         every_s = self.spec.snapshot_every_s
         if every_s and time.monotonic() - self._last_snapshot_s >= every_s:
             self.wishes.snapshot = True
-        # Where an epoch's version comes first, it comes first to what room there is as well.
-        version_due = self.spec.publish == "epoch" and step in self.plan.epoch_end_steps()
-        if (self.wishes.snapshot or self.wishes.suspend) and not version_due and step < self.plan.total_steps:
-            self._ahead.begin(step)
+        if self.wishes.snapshot or self.wishes.suspend:
+            # Where a version comes first, it comes first to what room there is as well.
+            version_due = self.spec.publish == "epoch" and step in self.plan.epoch_end_steps()
+            if not version_due and step < self.plan.total_steps:
+                self._ahead.begin(step)
 
     def _agreed(self, loss: torch.Tensor | None = None) -> dict[str, Any]:
         """Collective: the loss of all ranks, what any of them was asked for, and as "draft" the number of what rank 0
