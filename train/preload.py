@@ -16,10 +16,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("DS_ACCELERATOR", "cuda" if Path("/dev/nvidiactl").exists() else "cpu")
 
-# Imported inside deepspeed.init_distributed and deepspeed.initialize; the last costs 6 s: it loads dynamo and inductor.
+# Imported inside deepspeed.init_distributed and deepspeed.initialize.
 import deepspeed.comm.mori  # noqa: E402, F401
 import deepspeed.module_inject.auto_ep_layer  # noqa: E402, F401
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
 import deepspeed.runtime.zero.stage3  # noqa: E402, F401
 import numpy.ma  # noqa: E402, F401
 import torch.profiler._cupti_monitor  # noqa: E402, F401
@@ -31,8 +30,16 @@ import transformers.models.mistral.modeling_mistral  # noqa: E402, F401
 import transformers.models.mixtral.modeling_mixtral  # noqa: E402, F401
 import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
+from deepspeed.runtime import compiler  # noqa: E402
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
 
 import train.worker  # noqa: E402, F401
 
+# DeepSpeed imports Muon with every engine, and its module compiles its functions as it is imported, which loads 500
+# modules of inductor. No optimizer of ours: left as they are written.
+_compile = compiler.compile
+compiler.compile = lambda *_, **__: lambda function: function
+import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
+
+compiler.compile = _compile
 get_checkpoint_conversion_mapping("llama")  # compiles 700 regular expressions once, here instead of in every rank

@@ -36,6 +36,7 @@ from train.starter_text import documents
 from train.starter_tokenizer import END_OF_TEXT, TURN_END, render, tokenizer_config, train_tokenizer
 
 LENGTH, BATCH = 256, 8
+TIMED_ROWS = 2  # of a batch's: with all of them, choosing threads took as long as the first six steps
 MUON_RATE, ADAM_RATE, WARMUP = 0.02, 0.008, 0.03
 TOKENIZER_DOCUMENTS, HELD_OUT_BATCHES = 5_000, 4
 # What `--minutes` promises at least. An idle 2-core machine makes about 150 steps a minute; a busy one takes longer
@@ -96,12 +97,12 @@ def rate_scale(progress: float) -> float:
 
 
 def choose_threads(net: StarterNet, tokenizer: Tokenizer) -> int:
-    """Times one step at 1, 2, 4, ... threads and returns the fastest number. `net` keeps its parameters.
+    """Times a part of a step at 1, 2, 4, ... threads and returns the fastest number. `net` keeps its parameters.
 
     More is not better: on a machine that others keep busy, two threads that wait for each other at every matrix
     product were seen ten times slower than one.
     """
-    tokens, targets = next(batches(tokenizer, 0, device="cpu"))
+    tokens, targets = (rows[:TIMED_ROWS] for rows in next(batches(tokenizer, 0, device="cpu")))
     seconds: dict[int, float] = {}
     count = 1
     while count <= min(16, len(os.sched_getaffinity(0))):

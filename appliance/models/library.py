@@ -326,8 +326,11 @@ def _sync(path: Path) -> None:
 def _run_starter(command: list[str], report: Report) -> dict[str, Any]:
     """Runs the pretraining, passing its progress on; returns its last line. The process dies with this call."""
     result = None
+    # Threads that wait for each other sleep: spinning, two of them were seen to take three times the processor time of
+    # one for the same steps, from whoever else is at work on the box.
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
         assert process.stdout is not None
         try:
             for line in process.stdout:

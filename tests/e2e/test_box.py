@@ -36,7 +36,7 @@ def box(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def starter(box):
-    made = box.ask("model", "starter", "--minutes", "0.1")  # which stammers: a dozen steps
+    made = box.ask("model", "starter", "--minutes", "0.05")  # which stammers: ten steps
     assert made["state"] == "succeeded" and made["result"]["name"] == "starter", made
     return "starter"
 
@@ -63,7 +63,7 @@ def hyperparameters(**more):
 
 
 def says_something(client, model) -> bool:
-    """A starter of a dozen steps may have nothing to say of its own accord."""
+    """A starter of ten steps may have nothing to say of its own accord."""
     answer = client.chat.completions.create(
         model=model, messages=APPLES, max_tokens=4, temperature=0, extra_body={"ignore_eos": True}
     )

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weights.header import DTYPE_BITS
@@ -139,7 +139,7 @@ def test_tensor_parallel_shards_cover_the_bytes_exactly(shape, world, dtype, dat
     assert uncovered(spans, nbytes) == [] and sum(map(len, spans)) == nbytes
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(specs(), worlds, worlds, multiples, st.integers(64, 4096))
 def test_n_writers_m_readers_through_the_store(tensors, writers, readers, multiple_of, max_file_bytes):
     """Every rank writes its own flat range of every tensor, every reader reads its own: same bytes."""

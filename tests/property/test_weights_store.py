@@ -174,5 +174,5 @@ class StoreMachine(RuleBasedStateMachine):
             self.directory.cleanup()
 
 
-StoreMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+StoreMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestStore = StoreMachine.TestCase
