@@ -68,7 +68,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def show_handover(handover_id: str) -> dict[str, Any]:
         found = handover_view(handover_id)
         if found is None:
-            raise NotFound(f"No hand-over {shown(handover_id)}; GET /admin/v1/handovers lists the newest.",
+            raise NotFound(f"No hand-over {shown(handover_id)}; `appliance mode history` lists the newest.",
                            param="handover_id", code="handover_not_found")  # fmt: skip
         return found
 

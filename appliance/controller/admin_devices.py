@@ -34,7 +34,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         for device in in_view():
             if device["id"] == device_id:
                 return device
-        raise NotFound(f"The box has no device {shown(device_id)}; GET /admin/v1/devices lists them.",
+        raise NotFound(f"The box has no device {shown(device_id)}; `appliance gpu list` shows them.",
                        param="device_id", code="device_not_found")  # fmt: skip
 
     @router.get("/devices")
@@ -73,8 +73,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         with db.transaction():
             devices = lost_nodes.forget(db, name)
             if devices is None:
-                raise NotFound(f"The box has lost no node {shown(name)}; GET /admin/v1/devices names the devices of "
-                               "lost nodes. One that is there leaves with Ctrl-C or SIGTERM.",
+                raise NotFound(f"The box has lost no node {shown(name)}; `appliance gpu list` shows those of "
+                               "lost ones. A node that is there leaves with Ctrl-C or SIGTERM.",
                                param="name", code="node_not_lost")  # fmt: skip
             record(context, caller, "node.forget", name, devices=devices)
         return {"id": name, "deleted": True, "devices": devices}

@@ -95,7 +95,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             raise ApiError(
                 504,
                 f"The mode is set, but the hand-over to it did not end within {limit_s:.0f} s; it goes on. "
-                "GET /admin/v1/handovers shows how far it is.",
+                "`appliance mode history` shows how far it is.",
                 kind="server_error",
                 code="wait_timeout",
                 headers={"x-should-retry": "false"},
@@ -170,8 +170,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 windows.delete(db, window_id)
                 record(context, caller, "mode.schedule.remove", window_id)
         except RowNotFound as error:
-            raise NotFound(f"No window {shown(window_id)}; GET /admin/v1/mode/schedule lists them.", param="window_id",
-                           code="window_not_found") from error  # fmt: skip
+            raise NotFound(f"No window {shown(window_id)}; `appliance mode schedule list` shows all.",
+                           param="window_id", code="window_not_found") from error  # fmt: skip
         context.scheduler.nudge(f"window {window_id} was removed", name_of(context, caller))
         return {"id": window_id, "deleted": True}
 
