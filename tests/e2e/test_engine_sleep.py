@@ -55,7 +55,7 @@ async def test_sleep_waits_for_nobody_to_be_served(engine_box, replicas):
     sdk = client(spec)
     streams = [
         asyncio.create_task(
-            sdk.completions.create(model="starter", prompt="x", max_tokens=480, extra_body={"ignore_eos": True}, n=8)
+            sdk.completions.create(model="starter", prompt="x", max_tokens=480, extra_body={"ignore_eos": True})
         )
         for _ in range(3)
     ]
