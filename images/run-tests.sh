@@ -1,6 +1,5 @@
 #!/usr/bin/env bash
-# `make test`: every suite runs even if one before it failed; the times of all stand at the end. Property tests, which only
-# compute, run beside the others at the lowest priority: they take what those leave while they wait.
+# `make test`: every suite runs even if one before it failed; the times of all stand at the end.
 #
 #   images/run-tests.sh PYTHON
 set -uo pipefail
@@ -23,37 +22,16 @@ suite() {
     [ "$code" != 130 ] || { printf '%s' "$summary"; exit 130; }
 }
 
-# What tests leave where they can be seen by other processes; a session beside another cannot tell whose it is.
-shared_files() { find /dev/shm "${TMPDIR:-/tmp}" -maxdepth 1 \( -path '/dev/shm/*' -o -name 'appliance-*' \) 2>/dev/null | sort; }
-
 suite lint "$python" -m ruff check .
 pytest=("$python" -m pytest -m 'not soak' --durations 5)
 side_by_side=(--numprocesses "$cores" --maxprocesses 8 --dist worksteal)
-
-files_before=$(shared_files)
-beside_log=$(mktemp)
-# A longer limit per test: the others may leave it nothing for minutes.
-nice -n 19 "${pytest[@]}" --timeout 3600 --beside "${side_by_side[@]}" tests/property >"$beside_log" 2>&1 &
-beside=$!
-trap 'kill "$beside" 2>/dev/null; rm -f "$beside_log"' EXIT
-
-# Its time in the summary is what it takes after the others have ended; pytest tells how long it took beside them.
-finish_beside() {
-    local code=0
-    wait "$beside" || code=$?
-    cat "$beside_log"
-    left=$(comm -13 <(printf '%s\n' "$files_before") <(shared_files))
-    [ -z "$left" ] || { printf 'left behind by some suite:\n%s\n' "$left"; [ "$code" != 0 ] || code=1; }
-    return "$code"
-}
-
 suite unit "${pytest[@]}" "${side_by_side[@]}" tests/unit
+suite property "${pytest[@]}" "${side_by_side[@]}" tests/property
 # Two streams of whole files, where the machine has room for a box beside an engine and a training world: test_box.py is
 # the longest and the second in order, so that one stream begins with it.
 available_gb=$(awk '/^MemAvailable/ {print int($2 / 1000000)}' /proc/meminfo)
 streams=()
 [ "$cores" -lt 2 ] || [ "$available_gb" -lt 16 ] || streams=(--numprocesses 2 --dist loadfile --no-loadscope-reorder)
 suite e2e "${pytest[@]}" ${streams[@]+"${streams[@]}"} tests/e2e
-suite property finish_beside
 printf '\n%s%-10s %5d s\n' "$summary" total "$SECONDS"
 exit "$failed"

@@ -2,8 +2,7 @@
 
 Each process of a session (with pytest-xdist there are several, side by side) answers for the processes that it started:
 its children, and whatever carries its mark in the environment, which outlives the loss of a parent. Files have no such
-mark: those of all are looked for when all have ended. A session that is told by --beside that another one is at work
-leaves them to who started both (images/run-tests.sh).
+mark: those of all are looked for when all have ended.
 """
 
 from __future__ import annotations
@@ -29,10 +28,6 @@ MARK = "TESTS_RUN_BY"
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--beside", action="store_true", help="another session is at work: leave its files to it")
-
-
 def pytest_sessionstart(session: pytest.Session) -> None:
     session.config.stash[BEFORE], session.config.stash[LEFT] = _files(), []
     os.environ[MARK] = uuid.uuid4().hex
@@ -48,9 +43,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
         config.workeroutput["left"] = _started()
         return result
     left = config.stash[LEFT] + _started()
-    if not config.getoption("--beside"):
-        left += [f"shared memory or Ray session: {name}" for name in sorted(_files() - config.stash[BEFORE])]
-        left += [f"process of a test's box: {p.pid}" for p in psutil.process_iter() if _belongs_to_a_test_box(p)]
+    left += [f"shared memory or Ray session: {name}" for name in sorted(_files() - config.stash[BEFORE])]
+    left += [f"process of a test's box: {p.pid}" for p in psutil.process_iter() if _belongs_to_a_test_box(p)]
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         print("\nleft behind by these tests:", *left, sep="\n  ")

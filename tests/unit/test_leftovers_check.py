@@ -16,20 +16,18 @@ LEAVES_A_PROCESS = "import subprocess\ndef test_it():\n    subprocess.Popen(['sl
 LEAVES_AN_ORPHAN = "import subprocess\ndef test_it():\n    subprocess.run(['setsid', '-f', 'sleep', '{name}'])\n"
 
 
-@pytest.mark.parametrize("options", [(), ("-n", "2"), ("--beside",)], ids=["one-process", "two-side-by-side", "beside"])
+@pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["one-process", "two-side-by-side"])
 @pytest.mark.parametrize(
     ("left", "code"),
     [(LEAVES_A_FILE, 1), (LEAVES_A_PROCESS, 1), (LEAVES_AN_ORPHAN, 1), ("def test_it(): pass\n", 0)],
     ids=["file", "process", "orphan", "nothing"],
 )  # fmt: skip
-def test_what_is_left_behind_fails_the_session(tmp_path, left, code, options):
-    if options == ("--beside",) and left == LEAVES_A_FILE:
-        code = 0  # whose it is cannot be told: who started both sessions looks
-    name = f"{os.getpid()}{len(options)}1"
+def test_what_is_left_behind_fails_the_session(tmp_path, left, code, workers):
+    name = f"{os.getpid()}{len(workers)}1"
     (tmp_path / "conftest.py").write_text(CONFTEST.read_text())
     (tmp_path / "test_it.py").write_text(left.format(name=name))
     ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist", *options, str(tmp_path)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist", *workers, str(tmp_path)],
         cwd=tmp_path, capture_output=True, text=True, env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
     )  # fmt: skip
     Path("/dev/shm", name).unlink(missing_ok=True)
