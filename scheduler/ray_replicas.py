@@ -150,9 +150,17 @@ class Replicas:
         return {**detail, "copied_bytes": copied_bytes}
 
     async def unload_adapter(self, name: str) -> None:
-        """No engine knows the adapter `NAME@VERSION` any more, once its requests have ended. Raises EffectFailed."""
+        """No engine knows the adapter `NAME@VERSION` any more, once its requests have ended. All are asked; raises
+        EffectFailed when one could not. One that ends meanwhile knows nothing any more."""
+        failed: EffectFailed | None = None
         for replica_id in list(self._replicas):
-            await self._ask_replica("unload_adapter", replica_id, "unload_adapter", name)
+            try:
+                await self._ask_replica("unload_adapter", replica_id, "unload_adapter", name)
+            except EffectFailed as error:
+                if replica_id in self._replicas and replica_id not in self._stopping:
+                    failed = failed or error
+        if failed is not None:
+            raise failed
 
     async def _open(self, replica_id: str, model: str, version: str) -> None:
         socket_path = await self._nodes.local_socket(self._places[replica_id], replica_id)

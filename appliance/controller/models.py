@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from fastapi import APIRouter, Depends
@@ -10,7 +11,7 @@ from fastapi import APIRouter, Depends
 from appliance.controller import views
 from appliance.controller.audit import record
 from appliance.controller.context import ControllerContext
-from appliance.controller.errors import Conflict, Forbidden, NotFound, shown
+from appliance.controller.errors import Conflict, Forbidden, NotFound, OperationFailed, shown
 from appliance.controller.naming import Resolved, resolve
 from appliance.controller.ports import VersionPlace
 from appliance.controller.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, Principal, needs
@@ -18,6 +19,8 @@ from appliance.controller.routers import make_router
 from appliance.controller.spending import may_use, usable_models
 from appliance.store import adapters, canaries, job_records, jobs, models
 from appliance.store.rows import VersionRow
+
+log = logging.getLogger(__name__)
 
 
 def routes(context: ControllerContext) -> APIRouter:
@@ -108,7 +111,10 @@ async def _unload(context: ControllerContext, versions: list[VersionRow]) -> Non
     """Engines drop those of these versions that are adapters, so that their bytes can go."""
     names = [f"{row.model}@{row.version}" for row in versions if row.meta.get("adapter")]
     if names:
-        await context.scheduler.unload_adapters(names)
+        try:
+            await context.scheduler.unload_adapters(names)
+        except OperationFailed as error:  # the rows are gone: what is left of the deletion goes on
+            log.warning("%s was deleted, but an engine still knows it: %s", ", ".join(names), error)
 
 
 def _refuse_if_in_use(context: ControllerContext, found: Resolved) -> None:

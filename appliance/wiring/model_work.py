@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,9 +14,14 @@ from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary, ModelVersion
 from appliance.wiring.tier_check import Checked, check
 from appliance.wiring.tier_flow import TierFlow
-from weights.errors import VersionNotFound, WeightsError
+from weights.errors import VersionLeased, VersionNotFound, WeightsError
+from weights.lease import unpin
 from weights.record import Name
 from weights.store import WeightStore
+
+log = logging.getLogger(__name__)
+
+READERS_LEAVE_S = 30.0  # an engine that was just told to forget an adapter, a copy to a tier that was just stopped
 
 
 class LibraryOps:
@@ -48,20 +54,31 @@ class LibraryOps:
     async def remove(self, name: str, places: list[VersionPlace]) -> None:
         self._let_go(name)
         for place in places:
+            names = [Name(kind, name, place.version) for kind in ("version", "adapter")]
+            for one in names:
+                self._flow.stop_copying(one)
             await _thread(self._library.remove, name, place.version)
-            await _thread(self._forget, name, place.version)
-            for kind in ("version", "adapter"):
-                self._flow.forget(Name(kind, name, place.version))
+            for one in names:
+                await self._forget(one)
+                self._flow.forget(one)
 
     def let_go(self, name: str) -> None:
         self._let_go(name)
 
-    def _forget(self, name: str, version: str) -> None:
-        for kind in ("version", "adapter"):
-            stored = self._store.find(kind, name, version)
-            if stored is not None:
-                with contextlib.suppress(VersionNotFound):
-                    self._store.remove(stored)
+    async def _forget(self, name: Name) -> None:
+        """Take it out of shared memory, once nobody reads it. One that is read on and on is left to eviction."""
+        until_s = time.monotonic() + READERS_LEAVE_S
+        while (stored := await _thread(self._store.find, *name)) is not None:
+            try:
+                await asyncio.to_thread(self._store.remove, stored)
+            except VersionNotFound:
+                return
+            except VersionLeased as error:
+                if time.monotonic() > until_s:
+                    log.warning("%s was deleted, but %s", name, error)
+                    await _thread(unpin, stored)
+                    return
+                await asyncio.sleep(0.05)
 
 
 async def _thread(work: Callable[..., Any], *arguments: Any, **named: Any) -> Any:

@@ -117,6 +117,7 @@ class TierFlow:
         self._db, self._store, self._jobs_dir = db, store, jobs_dir
         self._owner, self._is_held, self._clock = owner, is_held, clock
         self._stopping = threading.Event()
+        self._deleted: set[Name] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._levels = [
             _Running(level, ThreadPoolExecutor(1, f"tier-{level.name}", initializer=_be_nice)) for level in levels
@@ -239,7 +240,7 @@ class TierFlow:
         self, running: _Running, name: Name, stored: StoredVersion | None, above: list[_Running], unthrottled: bool
     ) -> None:
         tier, rate = running.level.of(name.kind), None if unthrottled else running.level.rate_bytes_s
-        pace = Pace(rate, 0 if stored is None else stored.nbytes, self._stop_if_ending, self._stopping.wait)
+        pace = Pace(rate, 0 if stored is None else stored.nbytes, partial(self._go_on, name), self._stopping.wait)
 
         def push() -> None:
             if isinstance(tier, DirectoryTier):
@@ -261,6 +262,7 @@ class TierFlow:
             await self._on(running, push)
         finally:
             running.busy = None
+            self._deleted.discard(name)
         running.here[name] = self._clock()
 
     def _after_first(
@@ -281,9 +283,11 @@ class TierFlow:
                 except VersionNotFound:
                     continue
 
-    def _stop_if_ending(self, done: int, total: int) -> None:
+    def _go_on(self, name: Name, done: int, total: int) -> None:
         if self._stopping.is_set():
             raise TransferStopped
+        if name in self._deleted:
+            raise VersionNotFound(f"{name} was deleted while it was copied")
 
     def _in_memory(self) -> dict[Name, StoredVersion]:
         stores = [WeightStore(path.parent, budget_bytes=None) for path in self._jobs_dir.glob("*/snapshots/snapshots")]
@@ -375,6 +379,11 @@ class TierFlow:
             except (TierUnavailable, OSError) as error:
                 self._note(running, str(error))
         return sorted(found, key=lambda name: int(name.version.removeprefix("step-")), reverse=True)
+
+    def stop_copying(self, name: Name) -> None:
+        """It is about to be deleted: who copies it reads it no longer. On the loop's thread."""
+        if any(running.busy is not None and running.busy[0] == name for running in self._levels):
+            self._deleted.add(name)
 
     def forget(self, name: Name) -> None:
         """Deleted by a person: it leaves every tier, also one that cannot be reached now. On the loop's thread."""

@@ -356,7 +356,7 @@ def test_ten_mode_switches_under_load_lose_no_request_and_no_step(box, starter, 
     report = load.report()
     assert report.requests > 10
     assert (report.dropped, report.truncated, report.duplicated) == (0, 0, 0), report
-    box.run("mode", "set", "train", "--wait")
+    box.run("mode", "set", "split", "--train", "4", "--wait")
     box.run("job", "wait", job.id, "--timeout", "300")
     switched = box.losses(job.id)
     sizes = {row["devices"] for row in box.admin(f"jobs/{job.id}/metrics?limit=10000")["data"] if row["loss"]}
@@ -372,7 +372,10 @@ def test_pause_resume_and_cancel(box, starter, unbroken):
     client = box.client()
     file_id = client.fine_tuning.jobs.retrieve(unbroken.id).training_file
     box.run("mode", "set", "train", "--wait")
-    job = box.ask("job", "submit", "--model", starter, "--file", file_id, "--epochs", "40", "--batch-size", "8")
+    job = box.ask(
+        "job", "submit", "--model", starter, "--file", file_id, "--epochs", "40", "--batch-size", "8",
+        "--max-devices", "2",
+    )  # fmt: skip
     wait_for(lambda: len(box.losses(job["id"])) >= 2, "two steps")
     box.run("job", "pause", job["id"])
     wait_for(lambda: box.admin(f"jobs/{job['id']}")["phase"] == "paused", "the pause")
@@ -412,7 +415,7 @@ def text_of(chunks) -> str:
 
 def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_box(box, starter, unbroken):
     client = box.client()
-    box.run("mode", "set", "split", "--train", "4", "--wait")
+    box.run("mode", "set", "split", "--train", "2", "--wait")
     file_id = client.fine_tuning.jobs.retrieve(unbroken.id).training_file
     job = box.ask(
         "job", "submit", "--model", starter, "--file", file_id, "--epochs", "8", "--batch-size", "8",

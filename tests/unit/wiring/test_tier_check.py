@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from appliance.controller.errors import OperationFailed
 from appliance.controller.models import place
+from appliance.controller.ports import VersionPlace
 from appliance.store import models
+from appliance.wiring import model_work
 from appliance.wiring.model_work import LibraryOps
 from tests.unit.weights.conftest import write
 from tests.unit.wiring.test_tier_flow import damage, snapshot
+from weights.lease import take_lease
 
 
 @pytest.fixture
@@ -69,3 +74,27 @@ async def test_what_has_no_checksums_yet_is_counted_not_blamed(ops, store):
     snapshot(store, 8)
     found = await ops.verify_tiers(lambda progress: None)
     assert (found["copies"], found["unsealed"]) == (9, 1)
+
+
+async def test_what_is_read_while_it_is_deleted_goes_when_its_reader_has_gone(ops, flow, store):
+    """`model rm` was a server error when the adapter was being copied to a tier at that moment."""
+    library = type("Library", (), {"remove": lambda self, name, version: True})()
+    ops = LibraryOps(library, store, flow, lambda name: None)
+    lease = take_lease(store.find("adapter", "ft:x", "step-2"))
+    removing = asyncio.create_task(ops.remove("ft:x", [VersionPlace("step-2", None, None, "adapter")]))
+    await asyncio.sleep(0.1)
+    assert not removing.done() and store.find("adapter", "ft:x", "step-2")
+    lease.release()
+    await removing
+    assert store.find("adapter", "ft:x", "step-2") is None
+
+
+async def test_what_is_read_on_and_on_is_left_to_eviction(ops, flow, store, monkeypatch):
+    monkeypatch.setattr(model_work, "READERS_LEAVE_S", 0.0)
+    library = type("Library", (), {"remove": lambda self, name, version: True})()
+    with take_lease(store.find("adapter", "ft:x", "step-2")):
+        await LibraryOps(library, store, flow, lambda name: None).remove(
+            "ft:x", [VersionPlace("step-2", None, None, "adapter")]
+        )
+    left = store.find("adapter", "ft:x", "step-2")
+    assert left is not None and not left.pinned

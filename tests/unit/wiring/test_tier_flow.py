@@ -263,6 +263,23 @@ async def test_stopping_in_the_middle_of_a_copy_goes_on_later(flow, publish, tmp
     assert flow.places(V1) == ["memory", "disk", "remote"]
 
 
+async def test_a_copy_of_what_is_being_deleted_ends(flow, publish, monkeypatch):
+    publish("v1")
+    await passes(flow, "disk")
+    copied = flow._go_on
+
+    def deleted_at_the_first_chunk(name, done, total):
+        flow.stop_copying(name)
+        copied(name, done, total)
+
+    monkeypatch.setattr(flow, "_go_on", deleted_at_the_first_chunk)
+    await passes(flow, "remote")
+    assert flow.places(V1) == ["memory", "disk"] and put_off(flow, "remote")["last_error"] is None
+    monkeypatch.undo()
+    await passes(flow, "remote")
+    assert flow.places(V1) == ["memory", "disk", "remote"], "a new one of that name is copied as ever"
+
+
 async def test_a_worker_waits_for_a_nudge_or_its_time(flow, publish, caplog):
     caplog.set_level(logging.ERROR)
     publish("v1")
