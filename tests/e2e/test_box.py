@@ -451,10 +451,10 @@ def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_b
     box.up()
     assert box.ask("mode", "show")["policy"] == "split"
     assert "starter" in [model.id for model in client.models.list()]
-    box.run("job", "wait", job_id, "--timeout", "300")
+    wait_for(restarts_beyond(reached), "training to go on after the death of everything")
     losses = box.losses(job_id)
-    assert client.fine_tuning.jobs.retrieve(job_id).status == "succeeded"
-    assert max(losses) > reached and sorted(losses) == list(range(1, max(losses) + 1))
+    assert sorted(losses) == list(range(1, max(losses) + 1))
+    assert client.fine_tuning.jobs.cancel(job_id).status == "cancelled"  # others run to their end
     box.run("mode", "set", "auto", "--wait")
     assert says_something(client, starter)
 
