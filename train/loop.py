@@ -114,14 +114,6 @@ class Run:
 
     def run(self) -> dict[str, Any]:
         """Train to the end or to a wish; the outcome, as it stands in the final event. Then `close` it."""
-        return self._run()
-
-    def close(self) -> None:
-        """Write out what is buffered for TensorBoard: the process may end without any of Python's own clean-up."""
-        if self._board is not None:
-            self._board.close()
-
-    def _run(self) -> dict[str, Any]:
         total = self.plan.total_steps
         epoch_ends = self.plan.epoch_end_steps()
         wishes, self.boundary_s = self._agreed(), time.monotonic()
@@ -161,6 +153,11 @@ class Run:
             if thread is not None:
                 thread.join()
         return {"outcome": "succeeded", "step": self.step}
+
+    def close(self) -> None:
+        """Write out what is buffered for TensorBoard: the process may end without any of Python's own clean-up."""
+        if self._board is not None:
+            self._board.close()
 
     def _one_step(self, total: int) -> dict[str, Any]:
         started = time.perf_counter()
