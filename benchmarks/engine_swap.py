@@ -55,6 +55,7 @@ CONTENDED = "contended"
 PHASES = ("pause_s", "drain_step_s", "load_s", "canary_s", "stage_s")
 ROOM_BYTES = 12  # of free memory per byte of weights: two versions, what makes them, an engine with both, a server
 STREAM_TOKENS = 1500
+KV_CACHE_BYTES = 256 * 2**20  # one stream of the largest model in float32, and as much again
 SLEEPERS = 3
 
 
@@ -139,7 +140,7 @@ async def sleepers(box: Box, size: str, versions: list[Path], dtype: str) -> dic
             replica = Replica(str(box.warm_socket), str(box.logs))
             replicas.append(replica)
             await replica.start(
-                box.spec(f"sleeper-{number}", versions[0], kv_cache_bytes=64 * 2**20, dtype=dtype)
+                box.spec(f"sleeper-{number}", versions[0], kv_cache_bytes=KV_CACHE_BYTES, dtype=dtype)
             )
             asleep = await replica.sleep()
             before, after = before + asleep["rss_before_bytes"], after + asleep["rss_after_bytes"]
@@ -159,7 +160,7 @@ async def first_token(sdk, model: str) -> None:
 
 
 async def own_engine(box: Box, size: str, versions: list[Path], rounds: int, dtype: str) -> dict:
-    spec = box.spec(f"bench-{size}", versions[0], kv_cache_bytes=64 * 2**20, dtype=dtype)
+    spec = box.spec(f"bench-{size}", versions[0], kv_cache_bytes=KV_CACHE_BYTES, dtype=dtype)
     sdk = client(spec)
     found: dict = {"swap": {}, "fork_start_s": [], "wake_s": []}
     for _ in range(rounds):
