@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Annotated, Any
 
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from appliance.controller import admin_views
+from appliance.controller import admin_views, node_sizes
 from appliance.controller.audit import name_of, record
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, NotFound, shown
@@ -62,7 +63,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         if "pinned" in changes:
             changes["pinned"] = int(changes["pinned"])
         wanted = replace(row, **changes, failed_reason="")
-        _check(context, wanted)
+        _check(context, wanted, changes.keys())
         with db.transaction():
             if deployments.find(db, name) is None:
                 deployments.insert(db, wanted)
@@ -74,20 +75,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return admin_views.deployment(wanted)
 
 
-def _check(context: ControllerContext, row: DeploymentRow) -> None:
-    """Raises BadRequest."""
-    device_count = len(context.scheduler.status()["devices"])
+def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[str]) -> None:
+    """Raises BadRequest. What was set before a node left stays as it is while other things change."""
     if row.max_replicas is not None and row.max_replicas < max(row.min_replicas, row.pinned):
         least = f"min_replicas is {row.min_replicas}" if row.min_replicas else "a pinned model has at least one replica"
         raise BadRequest(f"max_replicas is {row.max_replicas} and {least}; expected min <= max.",
                          param="max_replicas", code="invalid_value")  # fmt: skip
-    if row.tensor_parallel > device_count:
-        raise BadRequest(f"tensor_parallel is {row.tensor_parallel}, the box has {device_count} devices.",
-                         param="tensor_parallel", code="invalid_value")  # fmt: skip
-    if row.min_replicas * row.tensor_parallel > device_count:
-        raise BadRequest(
-            f"{row.min_replicas} replicas on {row.tensor_parallel} devices each need more than the {device_count} "
-            "devices of the box.",
-            param="min_replicas",
-            code="invalid_value",
-        )
+    nodes = node_sizes.known(context)
+    if "tensor_parallel" in changed:
+        nodes.refuse_more("tensor_parallel", row.tensor_parallel)
+    if "tensor_parallel" in changed or "min_replicas" in changed:
+        nodes.refuse_more_replicas("min_replicas", row.min_replicas, row.tensor_parallel)

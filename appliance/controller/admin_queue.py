@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
 
-from appliance.controller import admin_views, job_devices
+from appliance.controller import admin_views, job_devices, node_sizes
 from appliance.controller.audit import name_of, record
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, Conflict
@@ -112,12 +112,11 @@ def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[s
         changes["asked_sizes"] = sorted(set(body.allowed_sizes)) if body.allowed_sizes else None
     asked = {name: changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices", "asked_sizes")}
     job_devices.check(*asked.values())
+    nodes = node_sizes.known(context)
+    if not given.isdisjoint(("min_devices", "allowed_sizes")):  # what was asked for before stays as it is
+        job_devices.check_room(asked["min_devices"], asked["asked_sizes"], nodes)
     if row.resolved and not given.isdisjoint(("min_devices", "max_devices", "allowed_sizes")):
-        device_count = len(context.scheduler.status()["devices"])
-        by_batch, sizes = job_devices.sizes(replace(row, **asked), row.resolved, device_count)
-        if not sizes:
-            raise BadRequest(job_devices.no_size(row.resolved, by_batch), param="allowed_sizes", code="invalid_value")
-        changes["allowed_sizes"] = sizes
+        changes["allowed_sizes"] = job_devices.check_sizes(replace(row, **asked), row.resolved, nodes)
     return changes
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from appliance.controller.errors import BadRequest
+from appliance.controller.node_sizes import NodeSizes
 from appliance.store.rows import JobRow
 from train import auto
 
@@ -33,6 +34,15 @@ def check(min_devices: int | None, max_devices: int | None, asked_sizes: list[in
                          param="allowed_sizes", code="invalid_value")  # fmt: skip
 
 
+def check_room(min_devices: int | None, asked_sizes: list[int] | None, nodes: NodeSizes) -> None:
+    """One of the sizes asked for must be one that a node has. A larger `max_devices` is no error: it says "never on
+    more". Raises BadRequest."""
+    nodes.refuse_more("min_devices", min_devices or 1)
+    if asked_sizes:
+        nodes.refuse_more("allowed_sizes", min(size for size in asked_sizes if size >= (min_devices or 1)),
+                          str(asked_sizes))  # fmt: skip
+
+
 def sizes(row: JobRow, resolved: dict[str, Any], device_count: int) -> tuple[list[int], list[int]]:
     """(sizes that divide the work of a step, those of them that were asked for; [] if there is none)."""
     least = row.min_devices or 1
@@ -40,6 +50,18 @@ def sizes(row: JobRow, resolved: dict[str, Any], device_count: int) -> tuple[lis
     by_batch = auto.allowed_sizes(resolved["batch_size"], most, resolved["micro_batch"],
                                   resolved.get("tensor_parallel", 1))  # fmt: skip
     return by_batch, [s for s in by_batch if s >= least and (row.asked_sizes is None or s in row.asked_sizes)]
+
+
+def check_sizes(row: JobRow, resolved: dict[str, Any], nodes: NodeSizes) -> list[int]:
+    """The sizes that suit the work of a step and what was asked for, those included that only a node yet to join could
+    give. Raises BadRequest when there is none, or none for the nodes that are known."""
+    by_batch, fitting = sizes(row, resolved, nodes.largest)
+    param = "allowed_sizes" if row.asked_sizes else "min_devices"
+    if not fitting:
+        raise BadRequest(no_size(resolved, by_batch), param=param, code="invalid_value")
+    nodes.refuse_more(param, fitting[0], f"such that a step of {resolved['batch_size']} sequences divides into "
+                      f"{', '.join(map(str, fitting))} devices only")  # fmt: skip
+    return fitting
 
 
 def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:

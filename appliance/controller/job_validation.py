@@ -13,7 +13,7 @@ from typing import Any
 
 from anyio import to_thread
 
-from appliance.controller import files, job_devices, job_requests
+from appliance.controller import files, job_devices, job_requests, node_sizes
 from appliance.controller.admin_plan import job_verdict, shape_of
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_events import add_message, fail
@@ -47,7 +47,7 @@ class JobValidation:
 
     @staticmethod
     def facts(context: ControllerContext, base: Resolved) -> tuple[auto.ModelStats, int]:
-        """What `train.auto` wants to know of the base model and the box: (stats, number of devices)."""
+        """What `train.auto` wants to know of the base model and the box: (stats, the most devices a job can have)."""
         model = base.model
         devices = context.scheduler.status()["devices"]
         kind = devices[0]["kind"] if devices else "cpu"
@@ -60,7 +60,7 @@ class JobValidation:
             # What is trained on an adapter has merged weights below it, which no engine serves.
             adapter_max_rank=0 if base.version.meta.get("adapter") else context.adapter_rank_limit(model),
         )
-        return stats, max(1, len(devices))
+        return stats, max(1, node_sizes.known(context).largest)
 
     def start(self, job_id: str) -> None:
         task = asyncio.create_task(self._run(job_id), name=f"validate {job_id}")

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from appliance.controller import job_requests, repeats, views
+from appliance.controller import job_devices, job_requests, node_sizes, repeats, views
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, Conflict, NotFound, shown
 from appliance.controller.job_events import add_message
@@ -118,13 +118,15 @@ def _new_job(context: ControllerContext, body: JobCreate, key_id: str | None, ow
     if body.validation_file is not None:
         _data_file(context, body.validation_file, "validation_file")
     given, where = job_requests.hyperparameters(body)
+    nodes = node_sizes.known(context)
+    job_devices.check_room(body.min_devices, body.allowed_sizes, nodes)
     stats, device_count = JobValidation.facts(context, base)
     try:
         # Only to refuse what is wrong while the client listens; the values are worked out again from the checked data.
-        job_requests.resolve(given, training, stats, min(body.max_devices or device_count, device_count))
+        resolved = job_requests.resolve(given, training, stats, min(body.max_devices or device_count, device_count))
     except InvalidHyperparameter as error:
         raise job_requests.refused(error, where) from error
-    return JobRow(
+    row = JobRow(
         id=new_id("ftjob-"), key_id=key_id, model=body.model, method="supervised",
         training_file=body.training_file, validation_file=body.validation_file, suffix=body.suffix,
         seed=secrets.randbelow(2**31) if body.seed is None else body.seed, metadata=body.metadata,
@@ -135,6 +137,8 @@ def _new_job(context: ControllerContext, body: JobCreate, key_id: str | None, ow
         output_model=fine_tuned_name(root_base(context.db, base.model), context.config.organization, body.suffix),
         created_s=time.time(), reason="the training file is being validated",
     )  # fmt: skip
+    job_devices.check_sizes(row, resolved, nodes)
+    return row
 
 
 def _data_file(context: ControllerContext, file_id: str, param: str) -> FileRow:

@@ -106,3 +106,19 @@ async def test_deployments_that_cannot_be_are_refused(control: Control, body: di
 def test_a_device_put_back_is_shown_so_before_the_loop_has_looked_again(control: Control):
     seen = {"id": "n0/3", "health": "draining", "health_reason": "drained by an operator"}
     assert cordons.read(control.db).shown(seen) == {"id": "n0/3", "health": "ok", "health_reason": "", "drain": None}
+
+
+async def test_an_engine_spans_no_nodes(control: Control):
+    first = control.scheduler.devices[0]
+    away = [{**first, "id": f"n1/{i}", "node": "n1", "index": i} for i in range(4)]
+    control.scheduler.devices = control.scheduler.devices[:6] + away
+    path = "/models/starter/deployment"
+    error = (await ask(control, "PATCH", path, 400, json={"tensor_parallel": 8}))["error"]
+    assert (error["param"], error["code"]) == ("tensor_parallel", "insufficient_devices")
+    assert "expected at most 6" in error["message"] and "appliance join" in error["message"]
+    error = (await ask(control, "PATCH", path, 400, json={"tensor_parallel": 4, "min_replicas": 3}))["error"]
+    assert error["param"] == "min_replicas" and "at most 2" in error["message"] and "the box has 10" in error["message"]
+    assert (await ask(control, "PATCH", path, json={"tensor_parallel": 4, "min_replicas": 2}))["min_replicas"] == 2
+    control.scheduler.devices = control.scheduler.devices[:2]  # n1 left in order, and four of home's were taken out
+    assert (await ask(control, "PATCH", path, json={"ttft_p95_s": 2.0}))["tensor_parallel"] == 4
+    assert (await ask(control, "PATCH", path, 400, json={"min_replicas": 2}))["error"]["code"] == "insufficient_devices"

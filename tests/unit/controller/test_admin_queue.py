@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller import job_devices
+from appliance.controller import job_devices, lost_nodes
 from appliance.store import jobs, keys
 from tests.unit.controller.conftest import SCOPES, Control
 from tests.unit.controller.test_admin import actions, ask
@@ -28,11 +28,72 @@ async def test_a_job_says_how_it_may_use_the_devices(control: Control):
     assert (shown["deadline_s"], shown["preemptible"], shown["held"], shown["owner"]) == (deadline_s, False, True, None)
 
 
-async def test_a_job_that_no_size_suits_fails_and_says_which_there_are(control: Control):
-    job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body={"allowed_sizes": [3]})
-    row = jobs.get(control.db, job_id)
+async def test_a_job_that_no_size_suits_is_refused_and_told_which_there_are(control: Control):
+    with pytest.raises(openai.BadRequestError, match="1, 2, 4, 8 devices") as refused:
+        await control.job(hyperparameters={"batch_size": 8}, extra_body={"allowed_sizes": [3]})
+    assert refused.value.param == "allowed_sizes"
+
+
+async def test_a_job_that_no_size_suits_any_more_fails_and_says_so(control: Control):
+    """The box lost devices while the data was checked, and what "auto" makes of the batch depends on them."""
+    made = await control.sdk.fine_tuning.jobs.create(
+        model="starter", training_file=await control.upload(), extra_body={"allowed_sizes": [8]},
+        hyperparameters={"n_epochs": 10, "packing": False},  # type: ignore[typeddict-unknown-key]
+    )  # fmt: skip
+    control.scheduler.devices = control.scheduler.devices[:1]
+    await control.settle()
+    row = jobs.get(control.db, made.id)
     assert row.phase == "failed" and row.error is not None and row.error["code"] == "invalid_devices"
-    assert row.error["param"] == "allowed_sizes" and "1, 2, 4, 8 devices" in row.error["message"]
+
+
+def joined(control: Control, node: str, count: int) -> list[dict[str, Any]]:
+    return [{**control.scheduler.devices[0], "id": f"{node}/{i}", "node": node, "index": i} for i in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"extra_body": {"min_devices": 20}}, "min_devices"),
+        ({"extra_body": {"min_devices": 9, "max_devices": 20}}, "min_devices"),
+        ({"extra_body": {"allowed_sizes": [16, 32]}}, "allowed_sizes"),
+        ({"extra_body": {"allowed_sizes": [3, 16], "min_devices": 4}}, "allowed_sizes"),
+        # Three would fit the box but do not divide the step; sixteen do, and no node has them.
+        ({"hyperparameters": {"batch_size": 16}, "extra_body": {"allowed_sizes": [3, 16]}}, "allowed_sizes"),
+        ({"hyperparameters": {"batch_size": 10}, "extra_body": {"min_devices": 6, "max_devices": 10}}, "min_devices"),
+    ],
+)
+async def test_more_devices_than_any_node_has_are_refused_at_once(control: Control, fields: dict[str, Any], param: str):
+    # A second node makes the box larger, but not the largest job: its ranks are all on one node.
+    control.scheduler.devices = control.scheduler.devices + joined(control, "n1", 4)
+    with pytest.raises(openai.BadRequestError, match="at most 8, which is all that the largest node") as refused:
+        await control.job(**fields)
+    assert (refused.value.param, refused.value.code) == (param, "insufficient_devices")
+    assert "appliance join" in refused.value.message and jobs.list_recent(control.db, 10) == []
+
+
+async def test_sizes_are_judged_on_the_nodes_that_are_there_or_lost_for_now(control: Control):
+    away = joined(control, "n1", 16)
+    asked = {"hyperparameters": {"batch_size": 16}, "extra_body": {"min_devices": 16}}
+    control.scheduler.devices = control.scheduler.devices + away
+    await control.job(**asked)
+    lost_nodes.joined(control.db, "n1", away)
+    lost_nodes.lost(control.db, "n1", "gone", 1.0)
+    control.scheduler.devices = control.scheduler.devices[:8]
+    job_id = await control.job(**asked)
+    assert jobs.get(control.db, job_id).phase == "queued", "the box waits for the node, and so may the job"
+    lost_nodes.forget(control.db, "n1")
+    with pytest.raises(openai.BadRequestError, match="which is all that the box has"):
+        await control.job(**asked)
+    # What was let in stays, and what has nothing to do with sizes can be changed.
+    assert (await ask(control, "PATCH", f"/jobs/{job_id}", json={"priority": 2}))["priority"] == 2
+    error = (await ask(control, "PATCH", f"/jobs/{job_id}", 400, json={"min_devices": 12}))["error"]
+    assert (error["param"], error["code"]) == ("min_devices", "insufficient_devices")
+
+
+async def test_never_on_more_may_name_more_than_there_are(control: Control):
+    asked = {"max_devices": 100, "allowed_sizes": [4, 16]}
+    job_id = await control.job(hyperparameters={"batch_size": 8}, extra_body=asked)
+    assert jobs.get(control.db, job_id).allowed_sizes == [4]
 
 
 @pytest.mark.parametrize(
@@ -109,7 +170,7 @@ async def test_a_job_is_changed_while_it_waits(control: Control):
     [
         ({}, None), ({"priority": None}, "priority"), ({"preemptible": None}, "preemptible"),
         ({"min_devices": 3, "max_devices": 2}, "min_devices"), ({"allowed_sizes": [3]}, "allowed_sizes"),
-        ({"min_devices": 5, "max_devices": 7}, "allowed_sizes"), ({"held": True}, "held"),
+        ({"min_devices": 5, "max_devices": 7}, "min_devices"), ({"held": True}, "held"),
     ],
 )  # fmt: skip
 async def test_bad_changes_change_nothing(control: Control, body: dict[str, Any], param: str | None):
