@@ -27,12 +27,17 @@ def discover_devices(setting: str | int = "auto", node: str = HEAD_NODE) -> tupl
 
 def logical_devices(count: int, node: str = HEAD_NODE) -> tuple[Device, ...]:
     """`count` CPU devices that share the host's cores and memory in equal parts."""
-    pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    each_bytes = host_memory_bytes() // count
     return tuple(
         Device(id=f"{node}/{index}", node=node, index=index, kind="cpu", name="logical CPU device",
-               memory_bytes=pages * page_bytes // count)
+               memory_bytes=each_bytes)
         for index in range(count)
     )  # fmt: skip
+
+
+def host_memory_bytes() -> int:
+    """All the memory that this machine has."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def nvidia_devices(node: str = HEAD_NODE) -> tuple[Device, ...]:

@@ -11,12 +11,16 @@ head whole and 1 / t of the rest):
     activations  tokens x layers x (25 h + 8 f) elements' bytes at b = 2, h the hidden size and f the width of the MLP
                  that one token passes; with activation checkpointing tokens x (2 h layers + one whole layer)
                  and the chunk of fp32 logits (train.objectives); under tensor parallelism 17 h + (8 h + 8 f) / t
+    host memory  with offloading: the optimizer's 12 T / N, and what the processor's step works with: in ZeRO-3 8 T / N
+                 (gradients as they arrive and those of the step), in ZeRO-1 and 2 (4 + 2 b) T / N (gradients of the
+                 step and of accumulation, and the new weights); weights that are offloaded b P / N
 
 ZeRO's terms are those of Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 3, with fp32 in place of fp16
-gradients because that is what train.engine configures. The activations are counted as Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198), section 4.1 do: 11 h for attention
-whose scores are recomputed, 4 h for the inputs of two norms, here 8 h more for their fp32 copies, 2 h + 8 f for a
-gated MLP in place of theirs.
+gradients because that is what train.engine configures. Host memory is counted in DeepSpeed 0.19.8's source
+(runtime/zero/stage_1_and_2.py and stage3.py, what is made on `self.device` when that is the CPU). The activations are
+counted as Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198),
+section 4.1 do: 11 h for attention whose scores are recomputed, 4 h for the inputs of two norms, here 8 h more for their
+fp32 copies, 2 h + 8 f for a gated MLP in place of theirs.
 """
 
 from __future__ import annotations
@@ -93,7 +97,8 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class RankMemory:
-    """Bytes one rank holds on its device; `offloaded_bytes` of them lie in host memory instead."""
+    """Bytes one rank holds on its device; `offloaded_bytes` of them lie in host memory instead, where offloading takes
+    `host_bytes` in all."""
 
     weights_bytes: int
     gradients_bytes: int
@@ -101,6 +106,7 @@ class RankMemory:
     buffers_bytes: int
     activations_bytes: int
     offloaded_bytes: int = 0
+    host_bytes: int = 0
 
     @property
     def state_bytes(self) -> int:
@@ -136,11 +142,13 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
         weights = weights // ranks + (element * min(everything, LIVE_ELEMENTS) if ranks > 1 else 0)
     gradients = 4 * trained // (1 if stage == 1 else ranks)
     optimizer = OPTIMIZER_BYTES * trained // ranks
-    offloaded = 0
+    offloaded = host = 0
     if fields["offload"] != "none":
         offloaded = optimizer
+        host = optimizer + (8 if stage == 3 else 4 + 2 * element) * trained // ranks
     if fields["offload"] == "parameters":
         offloaded += element * everything // ranks
+        host += element * everything // ranks
     return RankMemory(
         weights_bytes=weights,
         gradients_bytes=gradients,
@@ -148,6 +156,7 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
         buffers_bytes=4 * min(trained, BUCKET_ELEMENTS),
         activations_bytes=_activations(shape, fields, element),
         offloaded_bytes=offloaded,
+        host_bytes=host,
     )
 
 

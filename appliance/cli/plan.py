@@ -15,6 +15,8 @@ from appliance.cli.job_submit import auto_or_number, with_pairs
 
 app = group("Would it fit? An estimate before anything is started.")
 
+# Of what the answer says of a device: shown in one line below, or by themselves.
+_ELSEWHERE = ("device_bytes", "room_bytes", "host_bytes")
 _FOOT = "It exits with 1 when it does not fit, so a script can ask before it submits."
 
 
@@ -92,12 +94,15 @@ def _table(plan: dict[str, Any]) -> Any:
     numbers = plan["numbers"]
     device, host = numbers["device"], numbers["host"]
     rows = [(name.removesuffix("_bytes").replace("_", " "), formats.size(device[name]))
-            for name in device if name.endswith("_bytes") and name not in ("device_bytes", "room_bytes")]  # fmt: skip
+            for name in device if name.endswith("_bytes") and name not in _ELSEWHERE]  # fmt: skip
     if device.get("kv_cache_tokens"):
         rows.append(("KV cache holds", f"{device['kv_cache_tokens']:,} tokens"))
     rows.append(("per device", f"{formats.size(device['device_bytes'])} of {formats.size(device['room_bytes'])}"))
     shared = [(name.removesuffix("_bytes").replace("_", " "), formats.size(host[name]))
               for name in host if host[name] is not None]  # fmt: skip
+    offload = numbers.get("offload", {"host_bytes": 0})
+    away = [(name.removesuffix("_bytes").replace("_", " "), formats.size(offload[name])) for name in offload
+            if offload["host_bytes"] and offload[name] is not None]  # fmt: skip
     about = [("model", plan["model"]), ("devices", numbers["devices"])]
     chosen = ", ".join(f"{name} {value}" for name, value in plan.get("hyperparameters", {}).items())
     verdict = plan["waits"] or ("fits" if plan["fits"] else "does not fit")
@@ -107,6 +112,7 @@ def _table(plan: dict[str, Any]) -> Any:
         output.fields(about),
         output.above("On each device", output.fields(rows)),
         output.above("In shared memory", output.fields(shared)),
+        output.above("In host memory, by offloading", output.fields(away)) if away else None,
         *plan["problems"],
         *plan["warnings"],
         "Instead: " + "; ".join(plan["instead"]) if plan["instead"] else None,

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict, Field
 
-from appliance.controller import capacity
+from appliance.controller import capacity, node_sizes
 from appliance.controller.capacity import BoxFacts, Verdict
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, NotFound, shown
@@ -64,13 +64,16 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 def box_facts(context: ControllerContext) -> BoxFacts:
     now = context.scheduler.status()
     devices = now["devices"]
+    nodes = node_sizes.known(context)
     budget = now["memory"]["budget_bytes"]
     room = now["memory"].get("room_bytes")
     return BoxFacts(
         devices=max(1, len(devices)),
+        node_devices=max(1, nodes.largest),
         device_kind=devices[0]["kind"] if devices else "cpu",
         device_memory_bytes=min((d["memory_bytes"] for d in devices), default=0),
         store_budget_bytes=budget,
+        host_memory_bytes=now["memory"].get("host_bytes"),
         store_room_bytes=room if room is not None else (budget or 0) - (now["memory"]["used_bytes"] or 0),
     )
 
@@ -108,7 +111,7 @@ def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
 def _job(context: ControllerContext, body: JobPlan) -> dict[str, Any]:
     base = _known(context, body.model)
     facts = box_facts(context)
-    most = min(body.devices or facts.devices, facts.devices)
+    most = min(body.devices or facts.node_devices, facts.node_devices)
     stats = auto.ModelStats(
         base.model.params,
         base.model.max_model_len or 2048,

@@ -25,13 +25,16 @@ TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
 class BoxFacts:
     """devices: how many, all alike. device_memory_bytes: of one; logical CPU devices share the host's, so each of a
     few may use more. store_budget_bytes: of shared memory for weights, None without a bound. store_room_bytes: what
-    of it a new reservation could get now."""
+    of it a new reservation could get now. node_devices: of the largest node, all that a job or one engine can have; 0:
+    all. host_memory_bytes: of one node, None where not known."""
 
     devices: int
     device_kind: str
     device_memory_bytes: int
     store_budget_bytes: int | None
     store_room_bytes: int
+    node_devices: int = 0
+    host_memory_bytes: int | None = None
 
     def room_per_device(self, used_devices: int) -> int:
         if self.device_kind == "cpu":
@@ -42,6 +45,14 @@ class BoxFacts:
         """What weights, states and activations of a job may take on each of its devices."""
         reserve = 0 if self.device_kind == "cpu" else estimate.GPU_RESERVE_BYTES
         return self.room_per_device(ranks) - reserve
+
+    def takes(self, memory: estimate.RankMemory) -> int:
+        """What a rank takes of its device: a logical CPU device has the host's memory, so there nothing is saved by
+        offloading."""
+        return memory.device_bytes + (memory.host_bytes if self.device_kind == "cpu" else 0)
+
+    def holds(self, memory: estimate.RankMemory, ranks: int) -> bool:
+        return self.takes(memory) <= self.room_per_rank(ranks)
 
     def room_per_worker(self, workers: int) -> int:
         """What an engine may take of each of its devices (serve.sizing), where the configuration says nothing else."""
@@ -74,17 +85,17 @@ def gb(count_bytes: int) -> str:
 def job(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts) -> Verdict:
     """A fine-tuning job whose TrainSpec has `fields`, at any of the world sizes `sizes`.
 
-    It needs its ranks' memory on the devices, and in the store room for its result. A snapshot that does not fit the
-    store goes to disk, which costs time and nothing else.
+    It needs its ranks' memory on the devices, in host memory what offloading puts there, and in the store room for its
+    result. A snapshot that does not fit the store goes to disk, which costs time and nothing else.
     """
     memory = {size: estimate.rank_memory(shape, fields, size) for size in sizes}
-    fitting = tuple(size for size in sizes if memory[size].device_bytes <= box.room_per_rank(size))
+    fitting = tuple(size for size in sizes if box.holds(memory[size], size))
     version, snapshot = estimate.version_bytes(shape, fields), estimate.snapshot_bytes(shape, fields)
     problems = []
     if not fitting:
-        best = min(sizes, key=lambda size: memory[size].device_bytes - box.room_per_rank(size))
+        best = min(sizes, key=lambda size: box.takes(memory[size]) - box.room_per_rank(size))
         problems.append(
-            f"Training needs {gb(memory[best].device_bytes)} on each of {_devices(best)} ({_parts(memory[best])}); "
+            f"Training needs {gb(box.takes(memory[best]))} on each of {_devices(best)} ({_parts(memory[best], box)}); "
             f"there are {gb(box.room_per_rank(best))}."
         )
     budget = box.store_budget_bytes
@@ -93,14 +104,18 @@ def job(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box:
             f"The result takes {gb(version)} of shared memory; the store's budget is {gb(budget)} "
             "(weights.budget_bytes)."
         )
-    warnings = ()
+    warnings = []
     needed = version + snapshot
     if budget is not None and needed > budget >= version:
         needed = version
-        warnings = (
+        warnings.append(
             f"A snapshot takes {gb(snapshot)} of shared memory and does not fit beside the result in the store's "
-            f"{gb(budget)}: snapshots go to disk, and moving the job between devices takes longer.",
+            f"{gb(budget)}: snapshots go to disk, and moving the job between devices takes longer."
         )
+    shown = fitting[-1] if fitting else sizes[-1]
+    offload = _Offload(shown * memory[shown].host_bytes, needed, box)
+    problems += offload.problems()
+    warnings += offload.warnings()
     waits = ""
     if not problems and needed > box.store_room_bytes:
         waits = (
@@ -108,18 +123,53 @@ def job(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box:
             f"{gb(needed)}, {gb(max(0, box.store_room_bytes))} can be given now. It starts when models or other jobs "
             "have given some back."
         )
-    shown = fitting[-1] if fitting else sizes[-1]
     numbers = {
         "trained_parameters": estimate.trained_parameters(shape, fields),
         "devices": shown,
-        "device": memory[shown].as_dict() | {"room_bytes": box.room_per_rank(shown)},
+        "device": memory[shown].as_dict()
+        | {"device_bytes": box.takes(memory[shown]), "room_bytes": box.room_per_rank(shown)},
+        "offload": {"host_bytes": offload.bytes, "host_memory_bytes": box.host_memory_bytes},
         "host": {
             "version_bytes": version, "snapshot_bytes": snapshot, "needed_bytes": needed,
             "room_bytes": box.store_room_bytes, "budget_bytes": budget,
         },
     }  # fmt: skip
-    instead = tuple(_smaller_jobs(shape, fields, sizes, box)) if not fitting else ()
-    return Verdict(not problems, tuple(problems), instead, numbers, waits, warnings, fitting)
+    instead = tuple(_smaller_jobs(shape, fields, sizes, box)) if not fitting or offload.problems() else ()
+    return Verdict(not problems, tuple(problems), instead, numbers, waits, tuple(warnings), fitting)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offload:
+    """What all ranks of a job offload into host memory, beside `stored_bytes` of its own in the store, which lies
+    there too. Where a logical CPU device is the host's memory, it is counted there."""
+
+    bytes: int
+    stored_bytes: int
+    box: BoxFacts
+
+    def problems(self) -> list[str]:
+        left = self._left(self.stored_bytes)
+        if left is None or self.bytes <= left:
+            return []
+        return [
+            f"Offloading takes {gb(self.bytes)} of host memory; the host has {gb(self.box.host_memory_bytes or 0)}, of "
+            f"which the job's own result and snapshot take {gb(self.stored_bytes)}."
+        ]
+
+    def warnings(self) -> list[str]:
+        left = self._left(self.box.store_budget_bytes or 0)
+        if left is None or self.bytes <= left or self.problems():
+            return []
+        return [
+            f"Offloading takes {gb(self.bytes)} of host memory; {gb(max(0, left))} are left when shared memory is full "
+            f"(weights.budget_bytes, {gb(self.box.store_budget_bytes or 0)}): ranks may die for want of memory then. "
+            "Lower that budget, or keep other models out of it while the job runs."
+        ]
+
+    def _left(self, stored_bytes: int) -> int | None:
+        """Of host memory beside so much in the store; None where there is nothing to compare."""
+        host = self.box.host_memory_bytes
+        return None if not self.bytes or host is None or self.box.device_kind == "cpu" else host - stored_bytes
 
 
 def serve(shape: ModelShape, weight_bytes: int, replicas: int, tensor_parallel: int, box: BoxFacts,
@@ -137,7 +187,11 @@ def serve(shape: ModelShape, weight_bytes: int, replicas: int, tensor_parallel: 
         left = room - weights - reserve
         kv_cache_bytes = CPU_KV_BYTES if box.device_kind == "cpu" else max(left, LEAST_KV_BYTES)
     needed = weights + reserve + kv_cache_bytes
-    if used > box.devices:
+    widest = box.node_devices or box.devices
+    if tensor_parallel > widest:
+        problems.append(f"A replica over {tensor_parallel} devices needs them side by side; the largest node has "
+                        f"{widest}.")  # fmt: skip
+    elif used > box.devices:
         problems.append(f"{replicas} replicas over {tensor_parallel} devices each need {used} devices; the box has "
                         f"{box.devices}.")  # fmt: skip
         if box.devices // tensor_parallel:
@@ -182,6 +236,10 @@ def _smaller_jobs(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[
     changes += [(f"zero_stage {n}", {"zero_stage": n}) for n in stages if n > fields["zero_stage"]]
     if not cut:
         changes.append(("zero_stage 3 with activation_checkpointing true", thrifty))
+    if fields["offload"] == "parameters":
+        changes.append(("offload optimizer", {"offload": "optimizer"}))
+    if fields["offload"] != "none":
+        changes.append(("offload none", {"offload": "none"}))
     if not cut and fields["offload"] == "none" and box.device_kind != "cpu":
         changes.append(("zero_stage 3 with activation_checkpointing true and offload optimizer",
                         thrifty | {"offload": "optimizer"}))  # fmt: skip
@@ -195,10 +253,11 @@ def _smaller_jobs(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[
 
 
 def _fitting(shape: ModelShape, fields: Mapping[str, Any], name: str, sizes: Sequence[int], box: BoxFacts) -> str:
+    stored = estimate.version_bytes(shape, fields)
     for size in reversed(sizes):
-        needs = estimate.rank_memory(shape, fields, size).device_bytes
-        if needs <= box.room_per_rank(size):
-            return f"{name} on {_devices(size)}: {gb(needs)} each"
+        needs = estimate.rank_memory(shape, fields, size)
+        if box.holds(needs, size) and not _Offload(size * needs.host_bytes, stored, box).problems():
+            return f"{name} on {_devices(size)}: {gb(box.takes(needs))} each"
     return ""
 
 
@@ -219,11 +278,14 @@ def _other_serving(weight_bytes: int, reserve: int, kv_bytes: int, replicas: int
                 break
 
 
-def _parts(memory: estimate.RankMemory) -> str:
+def _parts(memory: estimate.RankMemory, box: BoxFacts) -> str:
+    less = f", less {gb(memory.offloaded_bytes)} in host memory" if memory.offloaded_bytes else ""
+    if less and box.device_kind == "cpu":
+        less += f", which is the same memory here and takes {gb(memory.host_bytes)}"
     return (
         f"weights {gb(memory.weights_bytes)}, gradients {gb(memory.gradients_bytes)}, optimizer "
         f"{gb(memory.optimizer_bytes)}, buffers {gb(memory.buffers_bytes)}, activations {gb(memory.activations_bytes)}"
-        + (f", less {gb(memory.offloaded_bytes)} in host memory" if memory.offloaded_bytes else "")
+        f"{less}"
     )
 
 

@@ -36,10 +36,11 @@ class ReplicaStatus(TypedDict):
 
 class SchedulerStatus(TypedDict):
     """`memory` is {"budget_bytes", "used_bytes", "room_bytes"} of the weight store, the last what a reservation could
-    get now; `handover` the id of the one in flight; `notes` what a person should know (why something waits or was
-    given up); `serving_floor` devices that serving keeps where a mode names no number; `bounds` the dwell times (s) and
-    the bound on hand-overs per hour that they mean; `queue` jobs in their order, each {"id", "position", "phase",
-    "devices", "reason" (a word of Slurm's or None), "message" (a sentence)}; `plan_s` how long the last plan took."""
+    get now, and "host_bytes", all that the host has; `handover` the id of the one in flight; `notes` what a person
+    should know (why something waits or was given up); `serving_floor` devices that serving keeps where a mode names no
+    number; `bounds` the dwell times (s) and the bound on hand-overs per hour that they mean; `queue` jobs in their
+    order, each {"id", "position", "phase", "devices", "reason" (a word of Slurm's or None), "message" (a sentence)};
+    `plan_s` how long the last plan took."""
 
     devices: list[DeviceStatus]
     replicas: list[ReplicaStatus]

@@ -14,6 +14,7 @@ from appliance.wiring.asked import Asked
 from appliance.wiring.gateways import BusRouting
 from appliance.wiring.journal import measured_swap
 from scheduler.config import SchedulerConfig
+from scheduler.discovery import host_memory_bytes
 from scheduler.errors import EffectFailed
 from scheduler.journal import Journal
 from scheduler.loop import SchedulerLoop
@@ -74,12 +75,13 @@ class LoopPort:
                 "budget_bytes": usage.budget_bytes,
                 "used_bytes": usage.used_bytes,
                 "room_bytes": self._weights.room_bytes(),
+                "host_bytes": host_memory_bytes(),
             },
             "handover": str(now["handovers"][-1]) if now["handovers"] else None,
             "serving_floor": self._serving_floor,
             "queue": now["jobs"],
             "bounds": self._config.bounds(),
-            "notes": now["notes"],
+            "notes": [f"{model}: {text}" for model, text in now["notes"].items()],
             "plan_s": now["plan_s"],
         }
 

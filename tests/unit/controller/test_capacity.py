@@ -10,6 +10,7 @@ from appliance.store import models
 from serve.config import EngineConfig
 from serve.sizing import ModelTooLarge, engine_settings
 from tests.unit.controller.conftest import ADMIN
+from train import estimate
 from train.auto import DatasetStats, ModelStats, resolve
 from train.estimate import ModelShape
 
@@ -59,6 +60,37 @@ def test_a_full_store_makes_it_wait():
     full = BoxFacts(8, "cuda", 80 * GIB, 400 * 10**9, 10**9)
     verdict = capacity.job(LLAMA_8B, fields(full=True, zero_stage=3), SIZES, full)
     assert verdict.fits and "need 112.42 GB, 1.00 GB can be given now" in verdict.waits
+
+
+def hosted(host_memory_bytes, budget_bytes=100 * 10**9):
+    return BoxFacts(8, "cuda", 80 * GIB, budget_bytes, budget_bytes, host_memory_bytes=host_memory_bytes)
+
+
+def test_what_is_offloaded_must_fit_host_memory():
+    given = fields(full=True, zero_stage=3, offload="optimizer")
+    taken = 20 * LLAMA_8B.n_parameters  # 160.6 GB over all ranks, on any number of devices
+    fits = capacity.job(LLAMA_8B, given, SIZES, hosted(2 * 10**12, 400 * 10**9))
+    assert fits.fits and not fits.warnings
+    assert fits.numbers["offload"] == {"host_bytes": pytest.approx(taken), "host_memory_bytes": 2 * 10**12}
+    small = capacity.job(LLAMA_8B, given, SIZES, hosted(128 * 10**9, 20 * 10**9))
+    assert not small.fits
+    (problem,) = small.problems
+    assert "Offloading takes 160.61 GB of host memory; the host has 128.00 GB" in problem
+    assert any("offload none" in text for text in small.instead)
+    # Enough as long as others leave shared memory alone.
+    tight = capacity.job(LLAMA_8B, given, SIZES, hosted(300 * 10**9, 200 * 10**9))
+    assert tight.fits and "100.00 GB are left when shared memory is full" in tight.warnings[-1]
+    assert capacity.job(LLAMA_8B, given, SIZES, hosted(None)).fits, "not known: nothing is refused for it"
+    assert capacity.job(LLAMA_8B, fields(full=True, zero_stage=3), SIZES, hosted(128 * 10**9, 20 * 10**9)).fits
+
+
+def test_offloading_saves_nothing_on_logical_devices():
+    """They are the host's memory: a job that does not fit them does not fit by offloading either."""
+    needs = estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=2), 1).device_bytes
+    box = BoxFacts(1, "cpu", needs, None, 10**12, host_memory_bytes=needs)
+    assert capacity.job(LLAMA_8B, fields(full=True, zero_stage=2), (1,), box).fits
+    away = capacity.job(LLAMA_8B, fields(full=True, zero_stage=2, offload="optimizer"), (1,), box)
+    assert not away.fits and "which is the same memory here" in away.problems[0]
 
 
 def test_serving_one_device_or_the_next_power_of_two():
@@ -126,6 +158,30 @@ async def test_the_route_reads_the_models_own_config(control, tmp_path):
 async def test_bad_questions_are_named(control, body, status, said):
     answer = await plan(control, **body)
     assert answer.status_code == status and said in answer.json()["error"]["message"]
+
+
+async def test_offloading_beyond_host_memory_fails_before_the_job_is_queued(control):
+    status = control.scheduler.status()
+    devices = [d | {"kind": "cuda", "memory_bytes": 80 * GIB} for d in control.scheduler.devices]
+    control.scheduler.status = lambda: status | {
+        "devices": devices, "memory": {"budget_bytes": 2**30, "used_bytes": 0, "host_bytes": 60_000_000},
+    }  # fmt: skip
+    asked = {"full": True, "offload": "optimizer", "max_length": 64}
+    told = (await plan(control, job={"model": "starter", "hyperparameters": asked})).json()
+    assert not told["fits"] and "Offloading takes 100.0 MB of host memory" in told["problems"][0]
+    job_id = await control.job(method={"type": "supervised", "supervised": {"hyperparameters": asked}})
+    made = await control.sdk.fine_tuning.jobs.retrieve(job_id)
+    assert made.status == "failed" and made.error.code == "insufficient_memory"
+    assert "the host has 60.0 MB" in made.error.message
+
+
+async def test_a_plan_knows_that_no_job_and_no_engine_spans_nodes(control):
+    away = [d | {"id": f"n1/{d['index']}", "node": "n1"} for d in control.scheduler.devices]
+    control.scheduler.devices = control.scheduler.devices[:4] + away[:2]
+    told = (await plan(control, job={"model": "starter", "hyperparameters": {"batch_size": 12}})).json()
+    assert told["sizes"] == [1, 2, 3, 4]
+    served = (await plan(control, serve={"model": "starter", "tensor_parallel": 6})).json()
+    assert not served["fits"] and "the largest node has 4" in served["problems"][0]
 
 
 async def test_a_job_that_can_never_fit_fails_before_it_is_queued(control):

@@ -48,6 +48,9 @@ def test_offloaded_state_leaves_the_device():
     further = estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=3, offload="parameters"), 8)
     assert kept.device_bytes - away.device_bytes == 12 * LLAMA_8B.n_parameters // 8
     assert away.device_bytes - further.device_bytes == 2 * LLAMA_8B.n_parameters // 8
+    assert kept.host_bytes == 0
+    assert away.host_bytes == pytest.approx(20 * LLAMA_8B.n_parameters / 8)
+    assert further.host_bytes - away.host_bytes == 2 * LLAMA_8B.n_parameters // 8
 
 
 def test_activations_grow_with_tokens_and_shrink_with_checkpointing():

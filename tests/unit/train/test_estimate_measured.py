@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 from deepspeed import comm
 
 from tests.train_support.tiny import make_model_dir, write_chat_file
@@ -66,3 +67,33 @@ def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage,
     assert 0 <= snapshot.bytes - estimate.snapshot_bytes(shape, asdict(spec)) < HEADERS_BYTES
     version = publish(engine, spec, store, version="v1", meta={})
     assert 0 <= version.bytes - estimate.version_bytes(shape, asdict(spec)) < HEADERS_BYTES
+
+
+@pytest.mark.parametrize(("stage", "offload"), [(2, "optimizer"), (3, "optimizer"), (3, "parameters")])
+def test_what_offloading_holds_in_host_memory_is_what_was_estimated(tmp_path, stage, offload):
+    base = make_model_dir(tmp_path / "base", family="llama", hidden_size=128, intermediate_size=256, head_dim=32)
+    spec = TrainSpec(
+        job_id="j", base_path=str(base), train_path=str(write_chat_file(tmp_path / "t.jsonl", 4)),
+        run_dir=str(tmp_path), shm_root=str(tmp_path / "store"), output_model="m", zero_stage=stage, full=True,
+        offload=offload, micro_batch=1, batch_size=2,
+    )  # fmt: skip
+    model = load_model(spec)
+    shape = ModelShape(sum(p.numel() for p in model.parameters()))
+    engine = build_engine(SupervisedObjective(model), spec)
+    row = torch.arange(16)
+    batch = {"input_ids": row[None], "position_ids": row[None], "segments": [(0, 16)], "scale": 1.0,
+             "predict_at": row[:8], "labels": row[1:9]}  # fmt: skip
+    for _ in range(2):
+        engine.backward(engine(batch) * 1, scale_wrt_gas=False)
+        engine.step()
+    zero = engine.optimizer
+    state = zero.optimizer.state
+    held = [tensor for flat in state for tensor in (flat, flat.grad, *state[flat].values())]
+    if stage == 2:
+        held += [*zero.param_buffer_of_bit16_for_cpu_offload_groups, *zero.accumulated_grads_in_cpu.values()]
+    else:
+        held.append(zero.grad_partitions_flat_buffer)
+    if offload == "parameters":
+        held += [p.ds_tensor for p in model.parameters()]
+    held_bytes = sum(t.numel() * t.element_size() for t in held if isinstance(t, torch.Tensor) and t.numel() > 1)
+    assert held_bytes == pytest.approx(estimate.rank_memory(shape, asdict(spec), 1).host_bytes, rel=0.02)

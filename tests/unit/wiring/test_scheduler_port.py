@@ -21,6 +21,15 @@ from serve.config import EngineConfig
 from tests.unit.scheduler.fakes import FakeEffects, World, box_of
 
 
+def test_notes_are_sentences_that_name_their_model():
+    told = {"devices": [], "replicas": [], "handovers": [], "jobs": [], "plan_s": 0.0, "notes": {"m": "No room."}}
+    store = SimpleNamespace(usage=lambda: SimpleNamespace(budget_bytes=1, used_bytes=0), room_bytes=lambda: 1)
+    loop = SimpleNamespace(status=lambda: told)
+    nothing = SimpleNamespace()
+    port = LoopPort(loop, nothing, nothing, nothing, nothing, store, nothing, SchedulerConfig(), 0, nothing)
+    assert port.status()["notes"] == ["m: No room."]
+
+
 async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, events, add_model, add_job):
     add_model()
     add_job(allowed_sizes=[1, 2])
