@@ -99,12 +99,15 @@ class Shares:
             return 0, "mode serve gives training no devices"
         if policy.kind == "split":
             share = policy.train_devices or 0
-            return min(share, total - floor), f"mode split gives training {share}"
+            given = min(share, total - floor)
+            kept = f", because the serving floor keeps {floor} of {total} devices" if given < share else ""
+            return given, f"mode split gives training {given}{kept}"
         if policy.kind == "train":
             kept = self._serving_capacity()
             return total - kept, f"mode train keeps {kept} of {total} devices for serving"
-        kept = max(claimed, floor)
-        return total - kept, f"serving needs {kept} of {total} devices now"
+        if floor > claimed:
+            return total - floor, f"the serving floor keeps {floor} of {total} devices"
+        return total - claimed, f"serving needs {claimed} of {total} devices now"
 
     def _stuck(self) -> int:
         """Devices of jobs that must not be preempted or that a hand-over in flight is giving to training."""

@@ -244,8 +244,7 @@ def _status(now: dict[str, Any]) -> Any:
     )
     jobs = jobs_table({"data": now["jobs"]}) if now["jobs"] else "no unfinished jobs"
     handover = handover_steps(now["handover"]) if now["handover"] else None
-    notes = "\n".join(f"! {note}" for note in now.get("notes") or ()) or None
-    return output.stack(about, devices, replicas, jobs, handover, notes)
+    return output.stack(about, devices, replicas, jobs, handover, output.notes(now.get("notes") or ()))
 
 
 def _budget(memory: dict[str, Any]) -> str:

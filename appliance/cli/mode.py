@@ -32,7 +32,7 @@ _ANSWER_MARGIN_S = 30.0
 @for_box
 def show(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
     """The mode, since when it holds, and how many devices serving keeps in any case."""
-    session.follow(lambda: session.client.get("/admin/v1/mode"), _fields, watch, every)
+    session.follow(lambda: session.client.get("/admin/v1/mode"), _shown, watch, every)
 
 
 @app.command(
@@ -107,7 +107,11 @@ def _doing(session: Session) -> str | None:
 
 
 def _reached(mode: dict[str, Any]) -> Any:
-    return output.stack(_fields(mode), handover_steps(mode["handover"]) if mode["handover"] else None)
+    return output.stack(_shown(mode), handover_steps(mode["handover"]) if mode["handover"] else None)
+
+
+def _shown(mode: dict[str, Any]) -> Any:
+    return output.stack(_fields(mode), output.notes(mode.get("notes") or ()))
 
 
 def _fields(mode: dict[str, Any]) -> Any:

@@ -78,6 +78,11 @@ def above(title: str, part: RenderableType) -> RenderableType:
     return Group(Text(formats.printable(title)), part)
 
 
+def notes(sentences: Iterable[str]) -> str | None:
+    """What a person should know, a line each; None where there is nothing."""
+    return "\n".join(f"! {sentence}" for sentence in sentences) or None
+
+
 def draw(renderable: RenderableType) -> None:
     if isinstance(renderable, str):
         renderable = formats.printable(renderable)

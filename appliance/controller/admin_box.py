@@ -16,7 +16,7 @@ from appliance.controller.context import ControllerContext
 from appliance.controller.errors import NotFound, shown
 from appliance.controller.jobs import known_job
 from appliance.controller.metrics import registry_of
-from appliance.controller.mode import mode_in_force
+from appliance.controller.mode import floor_notes, mode_in_force
 from appliance.controller.paging import After, list_object
 from appliance.controller.principal import Caller
 from appliance.store import audit, handovers, job_records, jobs, keys
@@ -45,7 +45,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "jobs": [admin_views.job(row) for row in jobs.list_unfinished(db)],
             "memory": now["memory"],
             "handover": handover_view(now["handover"]),
-            "notes": now["notes"],
+            "notes": [*now["notes"], *floor_notes(holds, len(now["devices"]))],
         }
 
     # Not by `response_class`: the document would then say that refusals are plain text too.

@@ -14,7 +14,15 @@ from appliance.controller import handover_views, limits
 from appliance.controller.audit import name_of, record
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import ApiError, BadRequest, Conflict, NotFound, shown
-from appliance.controller.mode import mode_in_force, policy_of, read_mode, tidal_windows, window_of, write_mode
+from appliance.controller.mode import (
+    floor_notes,
+    mode_in_force,
+    policy_of,
+    read_mode,
+    tidal_windows,
+    window_of,
+    write_mode,
+)
 from appliance.controller.ports import Mode
 from appliance.controller.principal import Caller
 from appliance.store import handovers, windows
@@ -55,7 +63,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return context.scheduler.status()["serving_floor"]
 
     def mode_view() -> dict[str, Any]:
-        holds, by_hand = mode_in_force(db, floor(), time.time()), read_mode(db)
+        now = context.scheduler.status()
+        holds, by_hand = mode_in_force(db, now["serving_floor"], time.time()), read_mode(db)
         return {
             **_policy(holds),
             "since_s": holds.since_s,
@@ -64,7 +73,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "window": _window(holds.window),
             "overridden": _window(holds.overridden),
             "by_hand": asdict(by_hand),
-            "bounds": context.scheduler.status()["bounds"],
+            "bounds": now["bounds"],
+            "notes": floor_notes(holds.policy, len(now["devices"])),
         }
 
     @router.get("/mode")

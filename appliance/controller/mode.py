@@ -43,6 +43,15 @@ def policy_of(mode: Mode, box_floor: int) -> Policy:
     return Policy(mode.policy, mode.train_devices, floor)
 
 
+def floor_notes(policy: Policy, device_count: int) -> list[str]:
+    """What a person should know of a floor that leaves training nothing. A floor beyond the devices that are there is
+    no error where it was set before: the box keeps what it has, and more once a node has joined."""
+    if policy.kind == "serve" or not device_count or policy.serving_floor < device_count:
+        return []
+    have = "all" if policy.serving_floor == device_count else "all there are,"
+    return [f"The serving floor of {policy.serving_floor} keeps {have} {device_count} devices: training gets none."]
+
+
 def tidal_windows(db: Database, box_floor: int) -> tuple[Window, ...]:
     return tuple(window_of(row, box_floor) for row in windows.list_all(db))
 

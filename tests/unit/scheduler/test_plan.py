@@ -77,6 +77,32 @@ def test_split_bounds_training() -> None:
     assert sizes(planned(policy=Policy("split", 0), jobs=(job(),))) == {}
 
 
+def test_a_floor_takes_from_training_and_the_reason_says_so() -> None:
+    a = planned(policy=Policy("split", 6, serving_floor=4), jobs=(job(min_devices=8),))
+    assert a.waiting["j1"] == (
+        "Needs 8 devices: mode split gives training 4, because the serving floor keeps 4 of 8 devices."
+    )
+    assert sizes(planned(policy=Policy("split", 6, serving_floor=4), jobs=(job(),))) == {"j1": 4}
+    assert sizes(planned(policy=Policy("train", serving_floor=0), jobs=(job(),))) == {"j1": 8}
+
+
+@pytest.mark.parametrize("floor", [8, 20])
+@pytest.mark.parametrize(
+    ("policy", "why"),
+    [
+        (Policy("train"), "mode train keeps 8 of 8 devices for serving"),
+        (Policy("auto"), "the serving floor keeps 8 of 8 devices"),
+        (Policy("split", 6), "mode split gives training 0, because the serving floor keeps 8 of 8 devices"),
+    ],
+    ids=lambda value: getattr(value, "kind", ""),
+)
+def test_a_floor_of_all_devices_or_more_keeps_what_there_is(policy: Policy, why: str, floor: int) -> None:
+    hot = replace(M, demand=Demand(held=1, last_request_s=999))
+    a = planned(policy=replace(policy, serving_floor=floor), jobs=(job(),), deployments=(hot,))
+    assert sizes(a) == {} and awake(a)["m"] >= 1
+    assert a.waiting["j1"] == f"Needs 1 device: {why}."
+
+
 def test_auto_gives_training_what_serving_does_not_need() -> None:
     a = planned(jobs=(job(allowed_sizes=()),), deployments=(replace(M, demand=Demand(inflight=9)),))
     assert awake(a) == {"m": 3} and sizes(a) == {"j1": 5}, "9 requests at 4 each want 3 replicas"
