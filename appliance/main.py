@@ -52,6 +52,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     config = load_resolved(options.config_json)
     paths = BoxPaths.of(Path(config.box.data_dir))
+    # Whatever this process and those below it create is the owner's alone, logs and locks too; some libraries make
+    # their files open to all.
+    os.umask(0o077)
     paths.create()
     configure_logging("main")
     state = BoxState(paths.state_file)

@@ -42,6 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     config = load_resolved(options.config_json)
     paths = BoxPaths.of(Path(config.box.data_dir))
+    # Whatever this process and those below it create is the owner's alone, logs and locks too; some libraries make
+    # their files open to all.
+    os.umask(0o077)
     paths.create()
     configure_logging("node", node=options.name)
     os.chdir(paths.data_dir)  # what is started from here looks for modules in the working directory first

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import sys
 import time
@@ -146,6 +148,18 @@ class WholeBox:
                 continue
         shutil.rmtree(f"/dev/shm/appliance-{box_id}", ignore_errors=True)
         shutil.rmtree(f"/tmp/appliance-{box_id}", ignore_errors=True)
+
+
+    def open_to_others(self) -> dict[str, str]:
+        """Modes of what the box has made and others on this machine might open, but for what tests put there."""
+        found = {}
+        for root in (self.data_dir, BoxPaths.of(self.data_dir).shm_root):
+            for path in root.rglob("*"):
+                with contextlib.suppress(FileNotFoundError):  # a file may go meanwhile
+                    mode = path.lstat().st_mode
+                    if mode & 0o077 and not stat.S_ISLNK(mode) and path.name != "appliance.toml":
+                        found[str(path)] = oct(mode)
+        return found
 
 
 @contextmanager

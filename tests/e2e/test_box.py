@@ -87,6 +87,11 @@ def test_chat_as_the_sdk_has_it(box, starter):
     )
     text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
     assert text == whole.choices[0].message.content
+    # Of the greedy stream the gateway has asked for token ids; of the other one nobody has.
+    chunks += client.chat.completions.create(model=starter, messages=APPLES, max_tokens=4, stream=True)
+    chunks += client.completions.create(model=starter, prompt="Once", max_tokens=4, stream=True)
+    unasked = {"token_ids", "prompt_token_ids", "prompt_text"}
+    assert not any(unasked & shown.model_extra.keys() for chunk in chunks for shown in (chunk, *chunk.choices))
     assert client.completions.create(model=starter, prompt="Once", max_tokens=4).usage.completion_tokens
     response = client.responses.create(model=starter, input="Say hello.", max_output_tokens=8)
     assert response.usage.output_tokens > 0
@@ -366,6 +371,10 @@ def test_ten_mode_switches_under_load_lose_no_request_and_no_step(box, starter, 
     assert straight.keys() == switched.keys()
     assert max(abs(straight[step] - switched[step]) for step in straight) < CURVE_TOLERANCE
     box.run("mode", "set", "auto", "--wait")
+
+
+def test_no_file_that_jobs_and_engines_left_is_open_to_others(box, unbroken):
+    assert box.open_to_others() == {}
 
 
 def test_pause_resume_and_cancel(box, starter, unbroken):

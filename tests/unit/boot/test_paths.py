@@ -2,9 +2,12 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
+from appliance import main
 from appliance.box_state import BoxState
+from appliance.config import BoxConfig
 from appliance.paths import UNIX_PATH_LIMIT_BYTES, BoxPaths
 
 
@@ -42,3 +45,22 @@ def test_the_state_file_is_replaced_whole_and_private(tmp_path):
     state.end(clean=True)
     assert json.loads((tmp_path / "box.json").read_text())["state"] == "stopped"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["box.json"]
+
+
+def test_what_the_main_process_makes_is_its_owners_alone(tmp_path, monkeypatch):
+    """Its lock and the logs of the processes below were open to all, in a folder that was not."""
+
+    async def fails(config, paths, state):
+        (paths.logs / "ray.log").open("ab").close()  # as those of its children are opened
+        raise main.BoxError("no Ray")
+
+    monkeypatch.setattr(main, "_run", fails)
+    before = os.umask(0o022)
+    try:
+        config = BoxConfig.model_validate({"box": {"data_dir": str(tmp_path / "box")}})
+        assert main.main(["up", "--config-json", config.model_dump_json()]) == 1
+    finally:
+        os.umask(before)
+        shutil.rmtree(BoxPaths.of(tmp_path / "box").shm_root)
+    made = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "box").rglob("*") if path.is_file()}
+    assert made.keys() >= {"box.lock", "ray.log", "box.json"} and set(made.values()) == {0o600}
