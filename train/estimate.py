@@ -12,8 +12,8 @@ head whole and 1 / t of the rest):
                  that one token passes; with activation checkpointing tokens x (2 h layers + one whole layer)
                  and the chunk of fp32 logits (train.objectives); under tensor parallelism 17 h + (8 h + 8 f) / t
     host memory  with offloading: the optimizer's 12 T / N, and what the processor's step works with: in ZeRO-3 8 T / N
-                 (gradients as they arrive and those of the step), in ZeRO-1 and 2 (4 + 2 b) T / N (gradients of the
-                 step and of accumulation, and the new weights); weights that are offloaded b P / N
+                 (gradients as they arrive and those of the step), in ZeRO-1 and 2 (4 + b) T / N (gradients of the step,
+                 and the new weights), in fp32 4 T / N more (accumulated there); weights that are offloaded b P / N
 
 ZeRO's terms are those of Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 3, with fp32 in place of fp16
 gradients because that is what train.engine configures. Host memory is counted in DeepSpeed 0.19.8's source
@@ -145,7 +145,8 @@ def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> Ran
     offloaded = host = 0
     if fields["offload"] != "none":
         offloaded = optimizer
-        host = optimizer + (8 if stage == 3 else 4 + 2 * element) * trained // ranks
+        step = 8 if stage == 3 else 4 + element + (4 if fields["precision"] == "fp32" else 0)
+        host = optimizer + step * trained // ranks
     if fields["offload"] == "parameters":
         offloaded += element * everything // ranks
         host += element * everything // ranks

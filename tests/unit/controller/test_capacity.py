@@ -168,7 +168,7 @@ async def test_offloading_beyond_host_memory_fails_before_the_job_is_queued(cont
     }  # fmt: skip
     asked = {"full": True, "offload": "optimizer", "max_length": 64}
     told = (await plan(control, job={"model": "starter", "hyperparameters": asked})).json()
-    assert not told["fits"] and "Offloading takes 100.0 MB of host memory" in told["problems"][0]
+    assert not told["fits"] and "Offloading takes 90.0 MB of host memory" in told["problems"][0]
     job_id = await control.job(method={"type": "supervised", "supervised": {"hyperparameters": asked}})
     made = await control.sdk.fine_tuning.jobs.retrieve(job_id)
     assert made.status == "failed" and made.error.code == "insufficient_memory"

@@ -69,13 +69,16 @@ def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage,
     assert 0 <= version.bytes - estimate.version_bytes(shape, asdict(spec)) < HEADERS_BYTES
 
 
-@pytest.mark.parametrize(("stage", "offload"), [(2, "optimizer"), (3, "optimizer"), (3, "parameters")])
-def test_what_offloading_holds_in_host_memory_is_what_was_estimated(tmp_path, stage, offload):
+@pytest.mark.parametrize(
+    ("stage", "offload", "precision"),
+    [(2, "optimizer", "bf16"), (2, "optimizer", "fp32"), (3, "optimizer", "bf16"), (3, "parameters", "bf16")],
+)
+def test_what_offloading_holds_in_host_memory_is_what_was_estimated(tmp_path, stage, offload, precision):
     base = make_model_dir(tmp_path / "base", family="llama", hidden_size=128, intermediate_size=256, head_dim=32)
     spec = TrainSpec(
         job_id="j", base_path=str(base), train_path=str(write_chat_file(tmp_path / "t.jsonl", 4)),
         run_dir=str(tmp_path), shm_root=str(tmp_path / "store"), output_model="m", zero_stage=stage, full=True,
-        offload=offload, micro_batch=1, batch_size=2,
+        offload=offload, precision=precision, micro_batch=1, batch_size=2,
     )  # fmt: skip
     model = load_model(spec)
     shape = ModelShape(sum(p.numel() for p in model.parameters()))
