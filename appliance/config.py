@@ -59,6 +59,10 @@ class BoxSettings(_Section):
         "auto",
         description="'auto': every NVIDIA GPU, else 8 logical CPU devices; a number: so many logical CPU devices",
     )
+    numa_bind: bool = Field(
+        True,
+        description="engines and ranks run on the processors beside their GPU, on a machine with several NUMA nodes",
+    )
     node_address: str | None = Field(
         None, description="this machine's address on the network of the box's nodes; unset: no other node can join"
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -37,21 +38,24 @@ class Child:
         args: dict[str, Any],
         *,
         env: dict[str, str] | None = None,
+        numa_nodes: Sequence[int | None] = (),
         log_path: str | Path,
         name: str,
         timeout_s: float = 30.0,
     ) -> Child:
         """Fork `entry` ("module:function") from the warm parent listening on `warm_socket`.
 
-        `args` must be plain JSON; `env` is set before the entry's module is used. Raises WarmParentError when
+        `args` must be plain JSON; `env` is set before the entry's module is used; `numa_nodes` are those of the
+        process' devices (see runtime.numa), on whose processors it is to run. Raises WarmParentError when
         the parent is not there or does not fork within `timeout_s` seconds.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 channel = await AsyncChannel.connect(str(warm_socket))
                 await channel.send(
-                    {"entry": entry, "args": args, "env": env or {}, "log_path": str(log_path), "name": name}
-                )
+                    {"entry": entry, "args": args, "env": env or {}, "numa_nodes": list(numa_nodes),
+                     "log_path": str(log_path), "name": name}
+                )  # fmt: skip
                 pid = (await channel.receive())["pid"]
         except (OSError, ChannelClosed, TimeoutError, json.JSONDecodeError) as error:
             raise WarmParentError(

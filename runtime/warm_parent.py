@@ -3,8 +3,8 @@
     python -m runtime.warm_parent --socket PATH --preload MODULE --log FILE
 
 A supervisor connects to the socket and sends one frame
-`{"entry": "module:function", "args": {...}, "env": {...}, "log_path": ..., "name": ...}`. The parent forks; the
-child keeps that very connection as its leash (runtime.leash) and calls `function(leash, args)`.
+`{"entry": "module:function", "args": {...}, "env": {...}, "numa_nodes": [...], "log_path": ..., "name": ...}`. The
+parent forks; the child keeps that very connection as its leash (runtime.leash) and calls `function(leash, args)`.
 
 Rules
 - The parent runs no OpenMP work and never initialises CUDA: neither survives a fork.
@@ -27,6 +27,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from runtime import numa
 from runtime.channel import BlockingChannel
 from runtime.errors import ChannelClosed, FrameTooLarge
 from runtime.leash import Leash
@@ -106,6 +107,10 @@ def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
     os.environ.update(message["env"])
     _redirect_output(message["log_path"])
     configure_logging(message["name"])  # until the entry knows better
+    # Before the first thread: each inherits it, as does every process forked from here.
+    cpus = numa.bind(message["numa_nodes"])
+    if cpus is not None:
+        log.info("bound to processors %s, beside NUMA node %s", numa.shown(cpus), sorted(set(message["numa_nodes"])))
     connection.settimeout(None)
     # A grandchild that kept the leash open would hide this process's death from its supervisor.
     os.register_at_fork(after_in_child=connection.close)

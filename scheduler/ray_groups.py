@@ -187,8 +187,9 @@ class Groups:
         if device_id not in self._hosts:
             place = self._nodes.place_of((device_id,), "start_group", device_id)
             self._hosts[device_id] = self._nodes.here(
-                RankHost, ACTOR + device_id, place, place.warm_socket("train"), str(place.log_dir)
-            )
+                RankHost, ACTOR + device_id, place, place.warm_socket("train"), str(place.log_dir),
+                *place.numa_nodes([self._nodes.device(device_id)]),
+            )  # fmt: skip
         return self._hosts[device_id]
 
     async def _hosts_of(self, job_id: str) -> list[Any]:

@@ -8,6 +8,7 @@ and be started again while they go on.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,7 +41,8 @@ def stored_bytes(directory: Path) -> int | None:
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where a node keeps what. `address`: this node's own on the network of the nodes; loopback where it is alone.
-    `jobs_dir`: folders of the jobs that run here. `lends`: what other nodes may copy beside shared memory."""
+    `jobs_dir`: folders of the jobs that run here. `lends`: what other nodes may copy beside shared memory. `numa_bind`:
+    processes run beside their devices."""
 
     name: str
     address: str
@@ -53,6 +55,7 @@ class Place:
     jobs_dir: Path
     lends: tuple[Path, ...] = ()
     budget_bytes: int | None = None
+    numa_bind: bool = True
 
     @property
     def adapter_socket(self) -> Path:
@@ -66,6 +69,10 @@ class Place:
 
     def socket_path(self, replica_id: str) -> Path:
         return self.run_dir / "r" / f"{replica_id}.sock"
+
+    def numa_nodes(self, devices: Iterable[Device]) -> tuple[int | None, ...]:
+        """Beside which NUMA node the process of each of these devices is to run; None: anywhere."""
+        return tuple(device.numa_node if self.numa_bind else None for device in devices)
 
     def warm_socket(self, name: str) -> str:
         return next(spec.socket_path for spec in self.warm if spec.name == name)

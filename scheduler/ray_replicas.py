@@ -180,6 +180,7 @@ class Replicas:
             version_path=str(path),
             socket_path=str(place.socket_path(order.id)),
             devices=tuple(device.index for device in devices),
+            numa_nodes=place.numa_nodes(devices),
             kind=devices[0].kind,
             shm_root=str(place.shm_root),
             node=place.name,

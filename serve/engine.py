@@ -61,7 +61,8 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
     template = read_chat_template(spec.version_path)
     options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template))
     validate_parsed_serve_args(options)
-    vllm_patches.apply(spec.kind, eager=options.enforce_eager, segment_prefix=spec.segment_prefix)
+    vllm_patches.apply(spec.kind, eager=options.enforce_eager, segment_prefix=spec.segment_prefix,
+                       numa_nodes=spec.numa_nodes)  # fmt: skip
     vllm_plugin.register()
     try:
         return uvloop.run(_serve(leash, spec, options, limits, started_s))

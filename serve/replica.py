@@ -50,6 +50,7 @@ class Replica:
             self._warm_socket,
             ENTRY,
             {"spec": spec.to_json(), "limits": self._config.model_dump()},
+            numa_nodes=spec.numa_nodes,
             log_path=log_path,
             name=f"engine {spec.replica_id}",
         )

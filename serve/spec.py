@@ -13,6 +13,7 @@ from serve.errors import InvalidReplicaSpec
 KINDS = ("cpu", "cuda")
 TASKS = ("generate", "embed")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+_LISTS = ("devices", "extra_args", "adapter_roots", "numa_nodes")
 # struct sockaddr_un.sun_path holds 108 bytes including the final NUL.
 MAX_SOCKET_PATH_BYTES = 107
 # vLLM names its inner sockets by a UUID inside the scratch directory.
@@ -29,7 +30,8 @@ class ReplicaSpec:
     `adapter_slots` LoRA adapters of at most `adapter_max_rank` take part in one batch (0: none at all),
     `adapters_resident` stay loaded; `adapter_roots` are searched for `<name>/<version>`, in this order, then the box is
     asked at the socket `adapter_source` ("": nobody is). `otlp_endpoint` is the base URL of an OTLP/HTTP collector
-    that gets a span of every request ("": none does). `gpu_memory_fraction` of a GPU is free when the engine starts.
+    that gets a span of every request ("": none does). `numa_nodes` are those of the devices, beside which the engine's
+    processes run; None or none at all: anywhere. `gpu_memory_fraction` of a GPU is free when the engine starts.
     Raises InvalidReplicaSpec.
     """
 
@@ -57,6 +59,7 @@ class ReplicaSpec:
     otlp_endpoint: str = ""
     gpu_memory_fraction: float = 0.92
     node: str = "n0"
+    numa_nodes: tuple[int | None, ...] = ()
 
     def __post_init__(self) -> None:
         for field in ("replica_id", "model", "version"):
@@ -111,7 +114,7 @@ class ReplicaSpec:
         if unknown:
             raise InvalidReplicaSpec(unknown[0], data[unknown[0]], f"only the fields {', '.join(sorted(known))}")
         values = dict(data)
-        for field in ("devices", "extra_args", "adapter_roots"):
+        for field in _LISTS:
             if field in values:
                 values[field] = tuple(values[field])
         try:
@@ -121,5 +124,5 @@ class ReplicaSpec:
 
     def to_json(self) -> dict[str, Any]:
         """Plain JSON values only."""
-        lists = {field: list(getattr(self, field)) for field in ("devices", "extra_args", "adapter_roots")}
+        lists = {field: list(getattr(self, field)) for field in _LISTS}
         return {**asdict(self), **lists}

@@ -13,7 +13,7 @@ import multiprocessing
 import tempfile
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -33,8 +33,9 @@ from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.request import Request
 
+from runtime import numa
 from runtime.process import die_with_parent
-from serve import answer_version
+from serve import answer_version, stream_chunks
 from serve.cpu_lora import GroupedLoRA
 from serve.finishing import Weights
 from serve.finishing_scheduler import WEIGHTS, FinishingScheduler
@@ -44,8 +45,9 @@ SEGMENT_NAME_BYTES = 8
 _applied: list[bool] = []
 
 
-def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
-    """Idempotent. `kind` "cpu" or "cuda"; `eager`: the engine runs without compiled graphs."""
+def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[int | None] = ()) -> None:
+    """Idempotent. `kind` "cpu" or "cuda"; `eager`: the engine runs without compiled graphs; `numa_nodes`: of the device
+    of each worker."""
     if _applied:
         return
     _applied.append(True)
@@ -58,7 +60,9 @@ def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
     # A killed API process leaves vLLM's engine core running with the devices' memory until it next uses its socket.
     worker = multiproc_executor.WorkerProc
     EngineCoreProc.run_engine_core = staticmethod(_dies_with_parent(EngineCoreProc.run_engine_core))
-    worker.worker_main = staticmethod(_dies_with_parent(worker.worker_main))
+    # All of a tensor-parallel engine runs beside its devices (runtime.numa); a worker beside its own one. vLLM's own
+    # --numa-bind starts processes through numactl, where these are forked.
+    worker.worker_main = staticmethod(_dies_with_parent(_beside(numa_nodes, worker.worker_main)))
 
     # What went wrong in the core or a worker reaches the frontend as "Engine core initialization failed" only.
     EngineCoreProc.__init__ = _leaves_word(EngineCoreProc.__init__)
@@ -87,6 +91,8 @@ def apply(kind: str, *, eager: bool, segment_prefix: str) -> None:
 
     # An answer names the version that computed it.
     answer_version.apply()
+    # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
+    stream_chunks.apply()
 
     # Loads of adapters happen inside a step, unseen: nothing in vLLM counts or times them.
     LRUCacheWorkerLoRAManager.shm_loads, LRUCacheWorkerLoRAManager.shm_load_s = 0, 0.0
@@ -148,6 +154,15 @@ def _dies_with_parent(function):
     def run(*args: Any, **kwargs: Any):
         die_with_parent()
         return function(*args, **kwargs)
+
+    return run
+
+
+def _beside(numa_nodes: Sequence[int | None], worker_main):
+    @functools.wraps(worker_main)
+    def run(*args: Any, **kwargs: Any):
+        numa.bind(numa_nodes[kwargs["local_rank"] :][:1])
+        return worker_main(*args, **kwargs)
 
     return run
 

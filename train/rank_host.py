@@ -25,14 +25,18 @@ PARK_LIMIT_S = 3600.0  # a parked rank holds no weights, but some 200 MB all the
 
 
 class RankHost:
-    """One rank at a time, forked from the warm parent at `warm_socket`, logging into `log_dir`.
+    """One rank at a time, forked from the warm parent at `warm_socket`, logging into `log_dir`. `numa_node`: that of
+    the device, beside which ranks run; None: anywhere.
 
     A rank that was suspended may stay, parked (see train.parking): it holds no device and belongs to no group, until
     `resume` takes it into one again, another rank is started here, or `park_limit_s` is over.
     """
 
-    def __init__(self, warm_socket: str, log_dir: str, park_limit_s: float = PARK_LIMIT_S):
+    def __init__(
+        self, warm_socket: str, log_dir: str, numa_node: int | None = None, park_limit_s: float = PARK_LIMIT_S
+    ):
         self._warm_socket, self._log_dir, self._park_limit_s = warm_socket, Path(log_dir), park_limit_s
+        self._numa_node = numa_node
         self._child: Child | None = None
         self._place: dict[str, Any] = dict(NOWHERE)
         self._started_as: dict[str, Any] = {}
@@ -66,7 +70,8 @@ class RankHost:
         self._child = await Child.spawn(
             self._warm_socket, ENTRY,
             {"spec": spec, "rank": rank, "snapshot": snapshot, "collective_timeout_s": collective_timeout_s},
-            env=env, log_path=self._log_dir / f"{spec['job_id']}-rank{rank}.log", name=f"{spec['job_id']} rank {rank}",
+            env=env, numa_nodes=[self._numa_node], name=f"{spec['job_id']} rank {rank}",
+            log_path=self._log_dir / f"{spec['job_id']}-rank{rank}.log",
         )  # fmt: skip
         self._events = _Events(self._child)
         return {"pid": self._child.pid}

@@ -32,7 +32,8 @@ _CONTINUABLE = _SAMPLING | _NEUTRAL
 _ONE_SEQUENCE = (None, 1)
 
 # Inside a JSON string a quote is always escaped, so this matches the engine's own fields and never a client's text.
-_TOKEN_IDS = re.compile(rb'"(prompt_token_ids|token_ids)":\[([0-9, ]*)\]')
+# They never come first in their object: with the comma before it, such a field is gone without a trace.
+_TOKEN_IDS = re.compile(rb',"(prompt_token_ids|token_ids)":\[([0-9, ]*)\]')
 _FINISHED = b'"finish_reason":"'
 # Tokens whose text is held back (the first bytes of a character) are never more than a character's four bytes.
 _HELD_BACK_BUFFERS = 8
@@ -149,7 +150,7 @@ class Continuation:
                 self._tokens.append(ids)
         else:
             self._prompt = ids
-        return b'"%b":null' % name
+        return b""
 
     def _converted(self, event: bytes) -> bytes:
         """An event of the continuing request, in the shape and under the id of the stream that it continues."""

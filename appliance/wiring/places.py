@@ -34,6 +34,7 @@ def place_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) ->
         jobs_dir=paths.jobs if at_home else paths.away_jobs,
         lends=(paths.models,) if at_home else (),
         budget_bytes=weight_budget_bytes(config, paths),
+        numa_bind=config.box.numa_bind,
     )
 
 

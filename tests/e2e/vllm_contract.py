@@ -37,7 +37,8 @@ def _claims():
     from vllm.v1.executor import multiproc_executor
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    from serve import engine, preload, vllm_plugin
+    from serve import engine, preload, stream_chunks, vllm_plugin
+    from serve.stream_chunks import chat
 
     def has(owner: object, *names: str):
         return [(f"{getattr(owner, '__name__', owner)} has {name}", hasattr(owner, name)) for name in names]
@@ -45,6 +46,9 @@ def _claims():
     yield from has(engine_utils, "get_mp_context")
     yield from has(multiproc_executor, "get_mp_context", "WorkerProc")
     yield from has(multiproc_executor.WorkerProc, "worker_main")
+    yield "a worker is told its place by name", '"local_rank": local_rank' in inspect.getsource(
+        multiproc_executor.WorkerProc.make_worker_process
+    )
     yield from has(EngineCoreProc, "run_engine_core")
     yield from has(EngineCore, "wake_up", "pause_scheduler", "resume_scheduler")
     yield from has(CPUWorker, "init_device", "sleep", "wake_up")
@@ -104,4 +108,11 @@ def _claims():
     )
     yield "no thread was inherited but main and leash", threading.active_count() <= 2
     yield "CUDA was not initialised in the warm parent", not torch.cuda.is_initialized()
+    stream_chunks.apply()
+    for module, name in stream_chunks.MADE_OF:
+        yield f"{module.__name__} makes its chunks by the name {name}", f" {name}(\n" in inspect.getsource(module)
+    delta = chat.DeltaMessage(content="a")
+    for ids, names in ((None, {"index", "delta"}), ([7], {"index", "delta", "token_ids"})):
+        made = chat.ChatCompletionResponseStreamChoice(index=0, delta=delta, token_ids=ids)
+        yield f"a chunk with the token ids {ids} has {names}", made.model_dump(exclude_unset=True).keys() == names
     yield "one OpenMP thread", torch.get_num_threads() == 1

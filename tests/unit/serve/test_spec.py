@@ -24,8 +24,9 @@ GOOD = {
 
 
 def test_a_spec_survives_the_trip_through_json():
-    spec = ReplicaSpec.from_json({**GOOD, "extra_args": ["--max-logprobs", "5"]})
+    spec = ReplicaSpec.from_json({**GOOD, "extra_args": ["--max-logprobs", "5"], "numa_nodes": [0, None]})
     assert ReplicaSpec.from_json(json.loads(json.dumps(spec.to_json()))) == spec
+    assert spec.numa_nodes == (0, None)
     assert spec.devices == (3,) and spec.scratch_path == "/dev/shm/appliance-1/run/r/r1.d"
 
 

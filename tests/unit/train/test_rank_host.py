@@ -35,16 +35,16 @@ class Child:
         self.says.put_nowait({"event": event, **data})
 
 
-def host(monkeypatch, tmp_path):
+def host(monkeypatch, tmp_path, **fields):
     made = []
 
-    async def spawn(*_, name, env, **__):
+    async def spawn(*_, name, env, numa_nodes, **__):
         made.append(Child(name))
-        made[-1].env = env
+        made[-1].env, made[-1].numa_nodes = env, numa_nodes
         return made[-1]
 
     monkeypatch.setattr("train.rank_host.Child.spawn", spawn)
-    return RankHost("/warm.sock", str(tmp_path)), made
+    return RankHost("/warm.sock", str(tmp_path), **fields), made
 
 
 async def test_events_are_kept_until_acknowledged_and_states_for_good(monkeypatch, tmp_path):

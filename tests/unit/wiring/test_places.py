@@ -30,3 +30,14 @@ def test_both_warm_parents_get_it(tmp_path):
         place = place_of(BoxConfig(), paths, devices)
         assert [dict(spec.env)["DS_ACCELERATOR"] for spec in place.warm] == [kind, kind]
         assert all("GLIBC_TUNABLES" in dict(spec.env) for spec in place.warm)
+
+
+def test_processes_run_beside_their_devices_unless_told_otherwise(tmp_path):
+    paths = BoxPaths.of(tmp_path / "data", tmp_path)
+    paths.shm_root.mkdir()
+    gpus = tuple(Device(f"n0/{i}", "n0", i, "cuda", numa_node=i // 4) for i in (0, 4))
+    assert place_of(BoxConfig(), paths, gpus).numa_nodes(gpus) == (0, 1)
+    free = BoxConfig.model_validate({"box": {"numa_bind": False}})
+    assert place_of(free, paths, gpus).numa_nodes(gpus) == (None, None)
+    logical = logical_devices(1)
+    assert place_of(BoxConfig(), paths, logical).numa_nodes(logical) == (None,)

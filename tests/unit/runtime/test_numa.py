@@ -1,0 +1,109 @@
+"""Which processors a process is bound to, and that a forked one is, with all it starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runtime import numa
+from runtime.child import Child
+
+SOCKETS = {0: frozenset(range(4)), 1: frozenset(range(4, 8))}
+ALL = frozenset(range(8))
+
+
+def node_tree(root: Path, cpulists: dict[int, str]) -> Path:
+    """What /sys/devices/system/node looks like."""
+    for node, cpulist in cpulists.items():
+        (root / f"node{node}").mkdir(parents=True)
+        (root / f"node{node}" / "cpulist").write_text(f"{cpulist}\n")
+    (root / "possible").write_text("0-1\n")
+    return root
+
+
+@pytest.fixture
+def affinity():
+    before = os.sched_getaffinity(0)
+    yield before
+    os.sched_setaffinity(0, before)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "cpus_of", "allowed", "expected"),
+    [
+        ([1], SOCKETS, ALL, SOCKETS[1]),
+        ([0, 0], SOCKETS, ALL, SOCKETS[0]),
+        ([0, 1], SOCKETS, ALL, None),  # over both sockets: all of them, as it is
+        ([0, 1], SOCKETS | {2: frozenset({8})}, ALL | {8}, ALL),
+        ([1], SOCKETS, frozenset({2, 3, 4}), frozenset({4})),  # a container's share of the machine
+        ([1], SOCKETS, frozenset({0, 1}), None),  # none of it beside the device: far is better than nowhere
+        ([0], SOCKETS, frozenset({0, 1}), None),
+        ([0], {0: ALL}, ALL, None),  # one node
+        ([0], {0: ALL, 1: frozenset()}, ALL, None),  # the other has memory alone
+        ([None], SOCKETS, ALL, None),
+        ([0, None], SOCKETS, ALL, None),
+        ([7], SOCKETS, ALL, None),
+        ([], SOCKETS, ALL, None),
+    ],
+)
+def test_beside_where_that_is_known_and_possible(nodes, cpus_of, allowed, expected):
+    assert numa.cpus_beside(nodes, cpus_of, allowed) == expected
+
+
+def test_the_kernels_list_format():
+    assert numa.parse_list("0-3,8,10-11\n") == {0, 1, 2, 3, 8, 10, 11}
+    assert numa.parse_list("\n") == frozenset()
+    assert numa.shown({0, 1, 2, 3, 8, 10, 11}) == "0-3,8,10-11" and numa.shown([]) == ""
+
+
+def two_nodes(root: Path) -> tuple[Path, int, int]:
+    cpus = sorted(os.sched_getaffinity(0))
+    if len(cpus) < 2:
+        pytest.skip("a machine with one processor has nothing to choose from")
+    rest = ",".join(map(str, cpus[1:]))
+    return node_tree(root, {0: str(cpus[0]), 1: rest}), cpus[0], cpus[1]
+
+
+def test_bind_keeps_to_the_nodes_processors(tmp_path, affinity):
+    root, first, _ = two_nodes(tmp_path / "node")
+    assert numa.bind([None], root) is None and numa.bind([], root) is None
+    assert os.sched_getaffinity(0) == affinity
+    assert numa.bind([0], root) == {first} == os.sched_getaffinity(0)
+
+
+def test_a_machine_that_tells_no_nodes_is_left_alone(tmp_path, affinity):
+    assert numa.bind([0], tmp_path / "none") is None and os.sched_getaffinity(0) == affinity
+
+
+async def test_a_forked_process_and_what_it_forks_run_beside_its_device(tmp_path):
+    root, first, _ = two_nodes(tmp_path / "node")
+    everything = os.sched_getaffinity(0)
+    socket_path, log = tmp_path / "w.sock", tmp_path / "w.log"
+    program = (
+        "import pathlib, sys\n"
+        "from runtime import numa, warm_parent\n"
+        f"numa.NODES = pathlib.Path({str(root)!r})\n"
+        f"sys.exit(warm_parent.main(['--socket', {str(socket_path)!r}, '--preload', 'tests.unit.runtime.entries', "
+        f"'--log', {str(log)!r}]))"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        while not socket_path.exists():
+            assert parent.poll() is None, log.read_text()
+        for nodes, expected in (([0], {first}), ([1], everything - {first}), ([None], everything), ([], everything)):
+            child = await Child.spawn(
+                socket_path, "tests.unit.runtime.entries:echo", {}, numa_nodes=nodes, log_path=tmp_path / "c.log",
+                name="c",
+            )  # fmt: skip
+            assert os.sched_getaffinity(child.pid) == expected, nodes
+            assert os.sched_getaffinity(await child.call("fork")) == expected
+            await child.kill_and_wait()
+        assert os.sched_getaffinity(parent.pid) == everything
+        assert "beside NUMA node [0]" in (tmp_path / "c.log").read_text()
+    finally:
+        parent.kill()
+        parent.wait()
