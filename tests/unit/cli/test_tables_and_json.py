@@ -12,7 +12,7 @@ from tests.unit.controller.conftest import chat_lines
 
 MODE_KEYS = {
     "policy", "train_devices", "serving_floor", "since_s", "until_s", "set_by", "window", "overridden", "by_hand",
-    "bounds",
+    "notes", "bounds",
 }  # fmt: skip
 
 
