@@ -190,6 +190,7 @@ class Box:
             "bus_socket": str(self._paths.bus_socket),
             "log_path": str(self._paths.logs / "access.log"),
             "otlp_endpoint": self._config.observability.otlp_endpoint,
+            "stores_responses": self._config.controller.responses_kept_days > 0,
         }
         return await self._python("gateway", "-m", "appliance.gateway.main", "--config-json", json.dumps(gateway))
 

@@ -28,6 +28,7 @@ from appliance.controller import (
     jobs,
     models,
     permissions,
+    responses,
     upload_parts,
 )
 from appliance.controller.batch_runner import BatchRunner
@@ -38,6 +39,7 @@ from appliance.controller.middleware import BodyLimits, RequestIds
 from appliance.controller.operations import Operations
 from appliance.controller.principal import ADMIN
 from appliance.controller.routers import make_router
+from appliance.controller.stored_responses import StoredResponses
 from appliance.store import files as file_rows
 from appliance.store import idempotency
 
@@ -49,7 +51,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     uvicorn, or enter `app.router.lifespan_context(app)` in tests.
     """
     validation, running, runner = JobValidation(context), Operations(context), BatchRunner(context)
-    compared = Canaries(context)
+    compared, stored = Canaries(context), StoredResponses(context)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -60,7 +62,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         validation.start_waiting()
         runner.start()
         context.publish_keys()
-        housekeeping = asyncio.create_task(_keep_house(context), name="housekeeping")
+        housekeeping = asyncio.create_task(_keep_house(context, stored), name="housekeeping")
         watching = asyncio.create_task(compared.run(), name="canaries")
         try:
             yield
@@ -81,7 +83,7 @@ def create_app(context: ControllerContext) -> FastAPI:
         middleware=[Middleware(RequestIds), Middleware(BodyLimits, config=context.config)],
     )
     app.state.context, app.state.validation, app.state.operations = context, validation, running
-    app.state.batches, app.state.canaries = runner, compared
+    app.state.batches, app.state.canaries, app.state.responses = runner, compared, stored
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", ADMIN)
@@ -96,16 +98,18 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_plan.routes(context, admin)
     admin_usage.routes(context, admin)
     for router in (files.routes(context), upload_parts.routes(context), batches.routes(context, runner),
-                   jobs.routes(context, validation),
+                   responses.routes(stored), responses.internal_routes(stored), jobs.routes(context, validation),
                    permissions.routes(context), models.routes(context), admin):  # fmt: skip
         app.router.routes.extend(router.routes)
     return app
 
 
-async def _keep_house(context: ControllerContext) -> None:
+async def _keep_house(context: ControllerContext, stored: StoredResponses) -> None:
     while True:
         await asyncio.sleep(context.config.housekeeping_every_s)
-        keep_house(context, time.time())
+        now_s = time.time()
+        keep_house(context, now_s)
+        stored.keep_house(now_s)
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:

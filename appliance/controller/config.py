@@ -41,6 +41,12 @@ class ControllerConfig(BaseModel):
     batch_busy_inflight: int = Field(4, ge=1)
     """An engine with so many interactive requests takes no lines; below it, proportionally fewer."""
 
+    # --- responses
+    responses_kept_days: float = Field(30.0, ge=0)
+    """Answers of /v1/responses are kept for so long after they were made or gone on from last; 0: none is stored."""
+    responses_bytes: int = Field(2048 * MIB, ge=MIB)
+    """Of all of them; past it, the longest unused of the key that holds most go."""
+
     # --- background
     housekeeping_every_s: Seconds = 30.0
     canary_every_s: Seconds = 2.0

@@ -17,6 +17,8 @@ from runtime.logs import REQUEST_ID
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
 _MULTIPART_OVERHEAD_BYTES = 64 * 1024
+# Copies of answered responses, from gateways: what these buffer of them is bounded there.
+_COPIES, _COPIES_BYTES = "/internal/responses", 64 * 2**20
 _UPLOAD_PART = re.compile(r"/v1/uploads/[^/]+/parts\Z")
 
 
@@ -78,4 +80,6 @@ class BodyLimits:
             return self._config.upload_bytes + _MULTIPART_OVERHEAD_BYTES
         if scope["method"] == "POST" and _UPLOAD_PART.match(scope["path"]):
             return self._config.upload_part_bytes + _MULTIPART_OVERHEAD_BYTES
+        if scope["path"] == _COPIES:
+            return _COPIES_BYTES
         return self._config.json_body_bytes

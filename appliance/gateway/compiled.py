@@ -16,7 +16,7 @@ from pathlib import Path
 MODULES = (
     "admission", "allowance", "answer", "connection", "engine_framing", "gateway", "inference", "logs", "metrics",
     "nested_check", "outbox", "placement", "repeated_head", "request_check", "request_parser", "router", "routes",
-    "server", "spending", "table", "upstream", "usage", "wire",
+    "server", "spending", "table", "transcript", "upstream", "usage", "wire",
 )  # fmt: skip
 HERE = Path(__file__).parent
 

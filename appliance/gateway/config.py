@@ -33,6 +33,10 @@ class Limits:
     buffered_body_bytes: int = 256 * MIB
     # An engine's plain JSON answer is kept back up to this size, so that it can still be retried elsewhere.
     buffered_response_bytes: int = 256 * 1024
+    # Of one answer of /v1/responses; a larger one is relayed as it is and not stored.
+    stored_response_bytes: int = 4 * MIB
+    # Copies of them that wait for the controller, which is away.
+    response_copies_bytes: int = 64 * MIB
     json_depth: int = 128
     n: int = 64
     sequences: int = 256
@@ -80,6 +84,7 @@ class GatewayConfig:
     log_path: str | None = None
     access_log: bool = True
     otlp_endpoint: str | None = None
+    stores_responses: bool = True
     tls_cert_path: str | None = None
     tls_key_path: str | None = None
     shutdown_s: float = 30.0

@@ -30,9 +30,11 @@ from .logs import AccessLog
 from .metrics import Metrics
 from .outbox import Outbox
 from .placement import Placement
+from .recall import Recall
 from .relay import Relay
 from .reports import gauges
-from .request_check import check_body
+from .request_check import Checked, check_body
+from .response_copies import ResponseCopies
 from .router import Choice, Router
 from .routes import Kind
 from .scrape import Scrape
@@ -65,6 +67,7 @@ class Gateway:
         self.comparison = Comparison()
         self.outbox = Outbox()
         self.pool = UpstreamPool(self.outbox)
+        self.copies = ResponseCopies(self)
         self.router = Router(max_inflight=config.limits.replica_inflight)
         holds = config.holds
         self.holds: Holds[Placement] = Holds(Bounds(holds.requests, holds.requests_per_model, holds.body_bytes))
@@ -115,7 +118,7 @@ class Gateway:
         until = time.monotonic() + deadline_s
         for conn in list(self.connections):
             conn.stop()
-        while self.connections and time.monotonic() < until:
+        while (self.connections or self.copies.delivering) and time.monotonic() < until:
             await asyncio.sleep(0.02)
         for conn in list(self.connections):
             if conn.active is not None:
@@ -126,6 +129,7 @@ class Gateway:
             conn.abort()
         if self._sweeper is not None:
             self._sweeper.cancel()
+        self.copies.close()
         self.pool.close()
         self.access_log.close()
         if self.tracing is not None:
@@ -255,12 +259,28 @@ class Gateway:
         chunks = request.chunks
         if len(chunks) != 1:
             request.chunks = chunks = [b"".join(chunks)]
-        checked = check_body(route, chunks[0], self.limits)
+        return self.answering(client, request, check_body(route, chunks[0], self.limits))
+
+    def answering(self, client: ClientConnection, request: Request, checked: Checked) -> Handler:
+        """Who answers this request for inference, whose body is `checked`. Raises ApiError."""
+        route = request.route
+        assert route is not None
         model = self.router.models.get(checked.model)
         if model is None:
             raise self.unknown_model(checked.model, request.principal)
         if model.task != route.task:
             raise errors.wrong_task(checked.model, route.name)
+        transcript = checked.transcript
+        if transcript is not None:
+            transcript.stores = transcript.stores and self.config.stores_responses
+            if transcript.background:
+                raise errors.bad_request(
+                    "The parameter `background` is not accepted by this server.",
+                    param="background",
+                    code="unsupported_parameter",
+                )
+            if transcript.previous_id and not transcript.recalled:
+                return Recall(self, client, request, checked)
         self.spending.spend(request, checked)
         # What is counted and logged is about the model; which version it was, the replica says.
         name = checked.model
@@ -313,6 +333,7 @@ class Gateway:
         wanted = {replica.socket for model in self.router.models.values() for replica in model.replicas}
         wanted.add(self.config.controller_socket)
         self.pool.sweep(now_s, wanted)
+        self.copies.sweep(now_s)
         self.access_log.flush()
         if self.snapshots is not None and self.snapshots.due(now_s):
             self.snapshots.write(self.metrics.families(gauges(self)), now_s)

@@ -20,6 +20,7 @@ from .answer import ERROR_EVENT, error_event_code, event_error
 from .continuation import RESUME_PATH
 from .errors import ApiError
 from .placement import Placement
+from .transcript import Transcript
 from .upstream import UpstreamConnection
 
 log = logging.getLogger("appliance.gateway")
@@ -112,12 +113,20 @@ class Exchange(Placement):
                 self._refused(status, b"".join(kept), conn)
         elif done:
             self._whole(status, kind, b"".join(kept), now)
-        elif self._kept_bytes > self.gateway.limits.buffered_response_bytes:
+        elif self._kept_bytes > self._buffered_bytes():
             self._first_bytes(now)
+            if self.checked.transcript is not None and self.checked.transcript.stores:
+                self.gateway.metrics.events["responses_not_stored"] += 1
             length = conn.headers.get(b"content-length")
             self.answer.begin_body(kind, int(length) if length is not None else None, self._version())
             self._kept = None
             self.answer.write(b"".join(kept))
+
+    def _buffered_bytes(self) -> int:
+        """How much of a plain answer is kept back: one that is to be stored is needed whole."""
+        transcript, limits = self.checked.transcript, self.gateway.limits
+        stores = transcript is not None and transcript.stores
+        return max(limits.buffered_response_bytes, limits.stored_response_bytes if stores else 0)
 
     def _first_of_stream(self, body: bytes, done: bool, now: float) -> None:
         if body.startswith(ERROR_EVENT) and self._first_event_fails(body, done):
@@ -236,10 +245,33 @@ class Exchange(Placement):
     def _whole(self, status: int, content_type: bytes, body: bytes, now: float) -> None:
         self._first_bytes(now)
         version = self._version()
+        transcript = self.checked.transcript
+        if transcript is not None:
+            self._check_room(transcript, body)
+            body = transcript.whole(body)
+            self._store(transcript)
         self._end_dispatch(failed=False)
         self.answer.whole(status, content_type, body, version, now)
 
+    def _check_room(self, transcript: Transcript, body: bytes) -> None:
+        """Before the object is made, which says whether it is stored."""
+        if transcript.stores and not self.gateway.copies.has_room(len(transcript.input) + len(body)):
+            transcript.stores = False
+            self.gateway.metrics.events["responses_not_stored"] += 1
+
+    def _store(self, transcript: Transcript) -> None:
+        """Once its answer is complete, a copy of what is to be stored goes to the controller."""
+        principal = self.request.principal
+        if transcript.final and transcript.stores and principal is not None:
+            self.gateway.copies.add(transcript.copy(principal.id))
+        transcript.final = b""
+
     def _relay(self, body: bytes, done: bool) -> None:
+        transcript = self.checked.transcript
+        if transcript is not None and self.answer.sse:
+            self._check_room(transcript, body)
+            body = transcript.take(body, self.gateway.limits.stored_response_bytes, last=done)
+            self._store(transcript)
         continuation = self.checked.continuation if self.answer.sse else None
         if continuation is not None:
             # The engine's death, as its own last event says it, must not reach a client whose stream will go on.

@@ -17,6 +17,7 @@ from .continuation import CHAT, Continuation, continuation_of
 from .errors import ApiError
 from .nested_check import walk
 from .routes import Route
+from .transcript import Transcript, transcript_of
 
 MODEL_NAME_CHARS = 512
 DEFAULT_COMPLETION_TOKENS = 256
@@ -41,9 +42,11 @@ _INT64 = (1 << 63) - 1
 
 class Checked:
     """tokens: estimate of prompt plus completion; prompt_tokens: of the prompt alone. asks_usage: the client wants its
-    stream's usage as an event. continuation: of a stream that can go on after its engine's death."""
+    stream's usage as an event. continuation: of a stream that can go on after its engine's death. transcript: of a
+    request of /v1/responses."""
 
     asks_usage: bool = False
+    transcript: Transcript | None = None
 
     def __init__(self, model: str, stream: bool, tokens: int, prompt_tokens: int, beginning: Any) -> None:
         self.model = model
@@ -132,6 +135,8 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
     asks_usage = stream is True and _asks_usage(data)
     checked = Checked(model, bool(stream), tokens, prompt_tokens, beginning)
     checked.asks_usage, checked.continuation = asks_usage, continuation
+    if route.name == "responses":
+        checked.transcript = transcript_of(data)
     return checked
 
 

@@ -72,6 +72,7 @@ _CONTROL: tuple[tuple[bytes, Route], ...] = (
     ),
     (b"/v1/fine_tuning", Route("fine_tuning", Kind.CONTROL, frozenset({b"GET", b"POST", b"DELETE"}), _TUNE)),
     (b"/v1/batches", Route("batches", Kind.CONTROL, frozenset({b"GET", b"POST"}), _INF)),
+    (b"/v1/responses", Route("stored responses", Kind.CONTROL, frozenset({b"GET", b"POST", b"DELETE"}), _INF)),
     (b"/v1/models", Route("models", Kind.CONTROL, _GET, _READ_MODELS)),
     (
         b"/admin/v1",

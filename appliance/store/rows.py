@@ -421,3 +421,33 @@ class UploadPartRow:
     upload_id: str
     bytes: int
     created_s: float
+
+
+ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
+UNFINISHED_RESPONSE: tuple[str, ...] = ("queued", "in_progress")
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseRow:
+    """An answer of /v1/responses, kept for its key.
+
+    key_id: empty for the box itself. input: the items it was asked with, without those of earlier turns, a JSON array.
+    response: the object, as JSON. request: the body of one in background, until it has ended. used_s: when it was made,
+    or gone on from last. bytes: of input, response and request.
+    """
+
+    id: str
+    key_id: str
+    status: ResponseStatus
+    created_s: float
+    used_s: float
+    bytes: int
+    input: str
+    response: str
+    previous_id: str | None = None
+    background: int = 0
+    request: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.status not in UNFINISHED_RESPONSE

@@ -40,8 +40,8 @@ from .upstreams import Reply, UpstreamRequest
         "/V1/models",
         "/%61dmin/v1/keys",
         "http://other/v1/models",
-        "/v1/responses/resp_1",
-        "/v1/responses/resp_1/input_items",
+        "/internal/responses",
+        "/v1/responsesx",
     ],
 )
 async def test_unknown_urls(box: Box, target: str) -> None:
@@ -61,6 +61,8 @@ async def test_unknown_urls(box: Box, target: str) -> None:
         ("POST", "/v1/models"),
         ("OPTIONS", "/v1/models"),
         ("DELETE", "/v1/batches/b"),
+        ("GET", "/v1/responses"),
+        ("PUT", "/v1/responses/resp_1"),
     ],
 )
 async def test_wrong_methods(box: Box, method: str, target: str) -> None:

@@ -1,0 +1,164 @@
+"""Answers of /v1/responses that are kept: taken from the gateways, found again by their keys, deleted when it is time.
+
+A gateway sends the copy when the client has its answer, so a quick client may ask for a response that is still on its
+way: who asks for an id that is not there waits for it a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+import orjson
+
+from appliance.controller.context import ControllerContext
+from appliance.controller.errors import ApiError, BadRequest, NotFound, shown
+from appliance.controller.response_items import items_of
+from appliance.store import responses
+from appliance.store.rows import ResponseRow
+
+log = logging.getLogger("appliance.controller")
+
+DAY_S = 86400.0
+ARRIVES_WITHIN_S = 1.0
+MAX_TURNS = 2000
+CONVERSATION_BYTES = 64 << 20
+_TOUCH_EVERY_S = 3600.0
+_MAX_ASKED = 1000
+
+
+class StoredResponses:
+    """Of all keys. Whoever asks says as which key; None is the box itself, to which all of them are known."""
+
+    def __init__(self, context: ControllerContext):
+        self._db, self._config = context.db, context.config
+        self._bytes = responses.totals(context.db)[1]
+        self._asked: dict[str, list[asyncio.Future[None]]] = {}
+
+    # --- in
+
+    def take(self, copies: list[Any]) -> int:
+        """Store what a gateway sends: each {"key", "previous", "input", "response"}. Returns how many were new."""
+        if not self._config.responses_kept_days:
+            return 0
+        rows = []
+        for copy in copies:
+            try:
+                rows.append(_row(copy))
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                log.error("a gateway sent a response that cannot be stored: %s: %s", type(error).__name__, error)
+        return self.add(rows)
+
+    def add(self, rows: list[ResponseRow]) -> int:
+        new = 0
+        with self._db.transaction():
+            for row in rows:
+                if not responses.insert(self._db, row):
+                    continue
+                new += 1
+                self._bytes += row.bytes
+                if row.previous_id is not None:
+                    responses.touch(self._db, row.previous_id, row.key_id, max_turns=MAX_TURNS, now_s=row.used_s,
+                                    older_than_s=row.used_s - _TOUCH_EVERY_S)  # fmt: skip
+        if self._bytes > self._config.responses_bytes:
+            self._shrink()
+        for row in rows:
+            for asking in self._asked.pop(row.id, ()):
+                if not asking.done():
+                    asking.set_result(None)
+        return new
+
+    # --- out
+
+    async def find(self, response_id: str, key_id: str | None) -> ResponseRow:
+        """Raises NotFound, for those of other keys too."""
+        row = await self._arrived(response_id)
+        if row is None or key_id not in (None, row.key_id):
+            raise NotFound(f"Response with id {shown(response_id)} not found.", param="response_id",
+                           code="response_not_found")  # fmt: skip
+        return row
+
+    async def chain(self, response_id: str, key_id: str | None) -> list[ResponseRow]:
+        """The conversation up to this response, oldest first. Raises NotFound; BadRequest where it cannot be had
+        whole."""
+        row = await self.find(response_id, key_id)
+        rows = responses.chain(self._db, row.id, row.key_id, max_turns=MAX_TURNS, max_bytes=CONVERSATION_BYTES)
+        if rows is None or len(rows) >= MAX_TURNS:
+            raise BadRequest(f"The conversation up to {shown(response_id)} has more than {MAX_TURNS} turns or "
+                             f"{CONVERSATION_BYTES} bytes: begin a new one.", param="previous_response_id",
+                             code="context_length_exceeded")  # fmt: skip
+        if rows[0].previous_id is not None:
+            raise previous_not_found(rows[0].previous_id)
+        return rows
+
+    async def before(self, previous_id: str, key_id: str | None) -> list[ResponseRow]:
+        """What a response goes on from that names this one. Raises BadRequest."""
+        try:
+            rows = await self.chain(previous_id, key_id)
+        except NotFound as error:
+            raise previous_not_found(previous_id) from error
+        if not rows[-1].finished:
+            raise BadRequest(f"Previous response with id {shown(previous_id)} is {rows[-1].status}: wait for its end.",
+                             param="previous_response_id", code="previous_response_not_ready")  # fmt: skip
+        return rows
+
+    def delete(self, row: ResponseRow) -> None:
+        responses.delete(self._db, row.id)
+        self._bytes -= row.bytes
+
+    # --- time
+
+    def keep_house(self, now_s: float) -> None:
+        with self._db.transaction():
+            responses.delete_of_revoked_keys(self._db)
+            responses.delete_unused(self._db, now_s - self._config.responses_kept_days * DAY_S)
+        self._bytes = responses.totals(self._db)[1]
+        if self._bytes > self._config.responses_bytes:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        # Below the bound, or the next response would have to make room again.
+        with self._db.transaction():
+            deleted = responses.shrink(self._db, int(self._config.responses_bytes * 0.95))
+        self._bytes = responses.totals(self._db)[1]
+        log.info("responses_bytes is reached: the %d longest unused are deleted", deleted)
+
+    async def _arrived(self, response_id: str) -> ResponseRow | None:
+        row = responses.find(self._db, response_id)
+        if row is not None or not _is_an_engines(response_id) or len(self._asked) >= _MAX_ASKED:
+            return row
+        asking = asyncio.get_running_loop().create_future()
+        self._asked.setdefault(response_id, []).append(asking)
+        try:
+            async with asyncio.timeout(ARRIVES_WITHIN_S):
+                await asking
+        except TimeoutError:
+            return None
+        finally:
+            others = [other for other in self._asked.pop(response_id, ()) if other is not asking]
+            if others:
+                self._asked[response_id] = others
+        return responses.find(self._db, response_id)
+
+
+def previous_not_found(response_id: str) -> ApiError:
+    return BadRequest(f"Previous response with id {shown(response_id)} not found.", param="previous_response_id",
+                      code="previous_response_not_found")  # fmt: skip
+
+
+def _is_an_engines(response_id: str) -> bool:
+    """vLLM's ids, the only ones that can be on their way."""
+    digits = response_id.removeprefix("resp_")
+    return len(digits) < len(response_id) and 8 <= len(digits) <= 64 and set(digits) <= set("0123456789abcdef")
+
+
+def _row(copy: dict[str, Any]) -> ResponseRow:
+    response = copy["response"]
+    given, answered = orjson.dumps(items_of(copy["input"])).decode(), orjson.dumps(response).decode()
+    return ResponseRow(
+        id=str(response["id"]), key_id=str(copy["key"]), status=response["status"], used_s=time.time(),
+        created_s=float(response["created_at"]), bytes=len(given) + len(answered), input=given, response=answered,
+        previous_id=copy["previous"],
+    )  # fmt: skip

@@ -1,0 +1,200 @@
+"""Stored responses: /v1/responses/ID through the OpenAI SDK, what gateways send and ask for, and when they go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from appliance.controller.app import create_app
+from appliance.store import keys, responses
+from appliance.store.database import Database
+from tests.simulator.control_plane import simulated_context
+from tests.unit.controller.conftest import Control
+
+GATEWAY = {"x-request-id": "req_gateway"}
+
+
+def answer(number: int, text: str = "2", **more: Any) -> dict[str, Any]:
+    content = [{"type": "output_text", "text": text, "annotations": []}] if text else []
+    message = {"id": f"msg_out{number}", "type": "message", "role": "assistant", "status": "completed",
+               "content": content}  # fmt: skip
+    return {
+        "id": name(number), "object": "response", "created_at": 7, "model": "starter", "output": [message],
+        "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "status": "completed", "error": None,
+        "incomplete_details": None, "instructions": None, "metadata": None, "temperature": 1.0, "top_p": 1.0, **more,
+    }  # fmt: skip
+
+
+def name(number: int) -> str:
+    return f"resp_{number:016x}"
+
+
+def copy(number: int, given: Any = "1+1?", *, previous: int | None = None, key: str = "key_test",
+         **more: Any) -> dict[str, Any]:  # fmt: skip
+    return {"key": key, "previous": previous if previous is None else name(previous), "input": given,
+            "response": answer(number, **more)}  # fmt: skip
+
+
+async def send(control: Control, *copies: Any) -> int:
+    """As a gateway does, which is no key's."""
+    transport = httpx.ASGITransport(control.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=GATEWAY) as gateway:
+        sent = await gateway.post("/internal/responses", json=list(copies))
+    return sent.raise_for_status().json()["stored"]
+
+
+async def context(control: Control, number: int) -> Any:
+    return await control.http.get("/internal/responses/context", params={"id": name(number)})
+
+
+async def texts(control: Control, number: int, **options: Any) -> list[str]:
+    page = await control.sdk.responses.input_items.list(name(number), **options)
+    return [item.content[0].text for item in page.data]  # type: ignore[union-attr]
+
+
+async def test_a_response_is_retrieved_as_it_was_answered_and_deleted(control: Control):
+    assert await send(control, copy(1)) == 1
+    found = await control.sdk.responses.retrieve(name(1))
+    assert found.output_text == "2" and found.created_at == 7
+    assert (await control.http.get(f"/v1/responses/{name(1)}")).json() == answer(1)
+    deleted = await control.http.delete(f"/v1/responses/{name(1)}")
+    assert deleted.json() == {"id": name(1), "object": "response", "deleted": True}
+    for call in (control.sdk.responses.retrieve, control.sdk.responses.delete, control.sdk.responses.cancel):
+        with pytest.raises(openai.NotFoundError) as caught:
+            await call("resp_gone")
+        assert caught.value.code == "response_not_found"
+
+
+async def test_others_responses_do_not_exist(control: Control):
+    await send(control, copy(1, key="key_other"), copy(2, key=""), copy(3, previous=1))
+    for number in (1, 2):
+        for method, rest in (("GET", ""), ("DELETE", ""), ("POST", "/cancel"), ("GET", "/input_items")):
+            assert (await control.http.request(method, f"/v1/responses/{name(number)}{rest}")).status_code == 404
+    for number in (1, 3):
+        refused = await context(control, number)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, "previous_response_not_found")
+    assert responses.totals(control.db)[0] == 3
+
+
+async def test_a_copy_that_comes_twice_is_one(control: Control):
+    assert await send(control, copy(1), copy(2)) == 2
+    assert await send(control, copy(2, text="other"), copy(3)) == 1
+    assert (await control.sdk.responses.retrieve(name(2))).output_text == "2"
+
+
+async def test_one_bad_copy_takes_no_other_with_it(control: Control):
+    bad = [None, 3, {}, copy(5) | {"response": {"id": "x"}}, copy(6, created_at="soon"), copy(7) | {"input": 3}]
+    assert await send(control, *bad, copy(1)) == 1
+
+
+async def test_only_gateways_send_copies(control: Control):
+    assert (await control.http.post("/internal/responses", json=[copy(1)])).status_code == 403
+    assert not [path for path in control.app.openapi()["paths"] if "internal" in path]
+
+
+async def test_who_is_faster_than_the_copy_waits_for_it(control: Control):
+    asking = [asyncio.create_task(control.sdk.responses.retrieve(name(1))) for _ in range(2)]
+    asking.append(asyncio.create_task(context(control, 1)))
+    stored = control.app.state.responses
+    async with asyncio.timeout(10):
+        while len(stored._asked.get(name(1), ())) < 3:
+            await asyncio.sleep(0.001)
+    await send(control, copy(1))
+    first, _, joined = await asyncio.gather(*asking)
+    assert first.output_text == "2" and joined.status_code == 200 and not stored._asked
+
+
+async def test_the_conversation_so_far_is_what_was_asked_and_answered(control: Control):
+    call = {"type": "function_call", "id": "fc_1", "call_id": "c1", "name": "add", "arguments": "{}"}
+    thought = {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]}
+    await send(
+        control,
+        copy(1, "1+1?"),
+        copy(2, [{"role": "user", "content": "add"}], previous=1, output=[thought, call]),
+        copy(3, [{"type": "function_call_output", "call_id": "c1", "output": "2"}], previous=2, text=""),
+    )
+    items = (await context(control, 3)).json()
+    assert items == [
+        {"type": "message", "role": "user", "content": "1+1?"}, *answer(1)["output"],
+        {"role": "user", "content": "add"}, thought, call,
+        {"type": "function_call_output", "call_id": "c1", "output": "2"},  # and a message without text is none
+    ]  # fmt: skip
+
+
+async def test_a_chain_with_a_gap_is_not_gone_on_from(control: Control):
+    await send(control, copy(1), copy(2, previous=1), copy(3, previous=2))
+    assert (await context(control, 3)).status_code == 200
+    await control.http.delete(f"/v1/responses/{name(1)}")
+    refused = await context(control, 3)
+    assert refused.status_code == 400 and name(1) in refused.json()["error"]["message"]
+    assert (await control.sdk.responses.retrieve(name(3))).status == "completed"
+
+
+async def test_input_items_are_pages_of_all_that_was_asked_with_ids_that_stay(control: Control):
+    part = [{"type": "input_text", "text": "b"}, {"type": "input_image", "image_url": "data:image/png;base64,AA=="}]
+    await send(control, copy(1, "a", text="answered"), copy(2, [{"role": "user", "content": part}], previous=1))
+    assert await texts(control, 2) == ["b", "answered", "a"]
+    assert await texts(control, 2, order="asc") == ["a", "answered", "b"]
+    assert await texts(control, 1) == ["a"]
+    first = await control.sdk.responses.input_items.list(name(2), order="asc", limit=2)
+    assert first.has_more and [item.id for item in first.data][1] == "msg_out1"
+    rest = await first.get_next_page()
+    assert [item.content[1].detail for item in rest.data] == ["auto"] and not rest.has_more  # type: ignore[union-attr, index]
+    everything = await control.sdk.responses.input_items.list(name(2), order="asc")
+    assert [item.id for item in everything.data] == [item.id for item in (*first.data, *rest.data)]
+    with pytest.raises(openai.BadRequestError):
+        await control.sdk.responses.input_items.list(name(2), after="msg_unknown")
+
+
+async def test_a_response_that_is_answered_already_cannot_be_cancelled_or_streamed(control: Control):
+    await send(control, copy(1))
+    with pytest.raises(openai.BadRequestError, match="synchronous"):
+        await control.sdk.responses.cancel(name(1))
+    with pytest.raises(openai.BadRequestError, match="background"):
+        await control.sdk.responses.retrieve(name(1), stream=True)
+
+
+async def test_what_is_gone_on_from_is_kept_as_long_as_what_needs_it(control: Control):
+    stored, day_s = control.app.state.responses, 86400.0
+    await send(control, copy(1), copy(2), copy(3, previous=1))
+    old_s = time.time() - 29 * day_s
+    control.db.execute("UPDATE responses SET used_s = ?", [old_s])
+    await send(control, copy(4, previous=3))
+    stored.keep_house(time.time() + 2 * day_s)
+    assert [responses.find(control.db, name(n)) is not None for n in (1, 2, 3, 4)] == [True, False, True, True]
+    stored.keep_house(time.time() + 31 * day_s)
+    assert responses.totals(control.db) == (0, 0)
+
+
+async def test_responses_of_a_revoked_key_go(control: Control):
+    row, _ = keys.create(control.db, "laptop", ["inference"])
+    await send(control, copy(1, key=row.id), copy(2))
+    control.app.state.responses.keep_house(time.time())
+    assert responses.totals(control.db)[0] == 2
+    keys.revoke(control.db, row.id)
+    control.app.state.responses.keep_house(time.time())
+    assert responses.find(control.db, name(1)) is None and responses.find(control.db, name(2)) is not None
+
+
+async def test_the_key_that_holds_most_makes_room(tmp_path: Path, db: Database):
+    context = simulated_context(tmp_path, db, responses_bytes=2**20)
+    app = create_app(context)
+    stored = app.state.responses
+    assert stored.take([copy(0, "small", key="key_small")]) == 1
+    for number in range(1, 30):
+        stored.take([copy(number, "x" * 50_000, key="key_large")])
+    count, size = responses.totals(db)
+    assert size <= 2**20 and count >= 18
+    assert responses.find(db, name(0)) is not None, "another key's growth costs it nothing"
+    assert responses.find(db, name(1)) is None and responses.find(db, name(29)) is not None
+
+
+async def test_nothing_is_stored_where_nothing_is_kept(tmp_path: Path, db: Database):
+    app = create_app(simulated_context(tmp_path, db, responses_kept_days=0))
+    assert app.state.responses.take([copy(1)]) == 0 and responses.totals(db) == (0, 0)

@@ -1,0 +1,348 @@
+"""/v1/responses at the gateway: what the object says, the copy that is stored, going on from an earlier response."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from appliance.gateway.errors import ApiError
+from appliance.gateway.transcript import Transcript, joined, transcript_of
+
+from .conftest import Box, Start, request_bytes
+from .upstreams import Reply, UpstreamRequest
+
+URL = "/v1/responses"
+
+
+def answer(text: str = "hello", **more: Any) -> dict[str, Any]:
+    """As vLLM writes it: nothing is stored there, and nothing known of earlier responses."""
+    content = [{"type": "output_text", "text": text, "annotations": []}]
+    return {
+        "id": "resp_1a2b3c4d5e6f7a8b", "created_at": 7, "metadata": {"object": "response"}, "model": "m",
+        "object": "response", "output": [{"id": "msg_1", "type": "message", "role": "assistant", "content": content}],
+        "previous_response_id": None, "status": "completed",
+        "usage": {"input_tokens": 3, "output_tokens": 2, "total_tokens": 5}, **more,
+    }  # fmt: skip
+
+
+def event(kind: str, **data: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), json.dumps({**data, "type": kind}).encode())
+
+
+def events(text: str = "hello") -> list[bytes]:
+    begun = answer(status="in_progress", output=[], usage=None)
+    return [
+        event("response.created", response=begun, sequence_number=0),
+        event("response.in_progress", response=begun, sequence_number=1),
+        event("response.output_text.delta", delta="event: response.completed\ndata: {}\n\n", sequence_number=2),
+        event("response.completed", response=answer(text), sequence_number=3),
+    ]  # fmt: skip
+
+
+async def answer_response(request: UpstreamRequest, reply: Reply) -> None:
+    if request.json.get("stream"):
+        await reply.sse_head()
+        for one in events():
+            await reply.chunk(one)
+        await reply.end()
+    else:
+        await reply.json(answer())
+
+
+class Controller:
+    """Stores copies; knows of the earlier items of one response."""
+
+    def __init__(self) -> None:
+        self.copies: list[dict[str, Any]] = []
+        self.status = 200
+        self.earlier: list[Any] = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]
+
+    async def __call__(self, request: UpstreamRequest, reply: Reply) -> None:
+        if request.method == "POST":
+            if self.status == 200:
+                self.copies += request.json
+            await reply.json({}, self.status)
+        elif request.target == "/internal/responses/context?id=resp_known":
+            assert request.headers["x-appliance-key-id"] == "key_all"
+            await reply.json(self.earlier)
+        else:
+            error = {"message": "not found", "type": "invalid_request_error", "param": "previous_response_id",
+                     "code": "previous_response_not_found"}  # fmt: skip
+            await reply.json({"error": error}, 400)
+
+
+async def stored(box: Box, count: int = 1) -> list[dict[str, Any]]:
+    script = box.controller.script  # type: ignore[union-attr]
+    assert isinstance(script, Controller)
+    await box.until(lambda: len(script.copies) >= count)
+    return script.copies
+
+
+@pytest.fixture
+async def front(start_box: Start) -> Box:
+    box = await start_box()
+    await box.engine("e0", answer_response)
+    box.serve("m", "e0")
+    await box.control(Controller())
+    return box
+
+
+@pytest.mark.parametrize("given", ["hi", [{"role": "user", "content": "hi"}]])
+async def test_an_answer_is_stored_with_its_input_and_its_key(front: Box, given: Any) -> None:
+    response = await front.ask("POST", URL, {"model": "m", "input": given})
+    said = json.loads(response.body)
+    assert said["store"] is True and said["previous_response_id"] is None and said["error"] is None
+    assert {name: value for name, value in said.items() if name not in ("store", "error")} == answer()
+    (copy,) = await stored(front)
+    assert copy == {"key": "key_all", "previous": None, "input": given, "response": said}
+    assert front.engines["e0"].requests[0].json == {"model": "m", "input": given}
+
+
+@pytest.mark.parametrize("size", [1, 7, 100_000])
+async def test_a_streams_last_object_is_stored_whichever_way_its_bytes_come(front: Box, size: int) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        whole = b"".join(events())
+        for at in range(0, len(whole), size):
+            await reply.chunk(whole[at : at + size])
+        await reply.end()
+
+    front.engines["e0"].script = script
+    response = await front.ask("POST", URL, {"model": "m", "input": "hi", "stream": True})
+    seen = [json.loads(one.split(b"\ndata: ")[1]) for one in response.body.split(b"\n\n")[:-1]]
+    kinds = [one["type"] for one in seen]
+    assert kinds == ["response.created", "response.in_progress", "response.output_text.delta", "response.completed"]
+    assert [one["response"]["store"] for one in seen if "response" in one] == [True] * 3
+    assert [one["sequence_number"] for one in seen] == [0, 1, 2, 3]
+    (copy,) = await stored(front)
+    assert copy["response"] == seen[-1]["response"] and copy["input"] == "hi"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_is_not_to_be_stored_is_not_and_the_object_says_so(start_box: Start, stream: bool) -> None:
+    for config, body in (({}, {"store": False}), ({"stores_responses": False}, {"store": True})):
+        box = await start_box(**config)
+        await box.engine("e0", answer_response)
+        box.serve("m", "e0")
+        await box.control(Controller())
+        response = await box.ask("POST", URL, {"model": "m", "input": "hi", "stream": stream, **body})
+        assert b'"store":false' in response.body and b'"store":true' not in response.body
+        assert box.controller is not None and not box.controller.requests
+        await box.controller.stop()
+        box.controller = None
+
+
+async def test_what_an_engine_refuses_is_not_stored(front: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json({"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": 400}}, 400)
+
+    front.engines["e0"].script = script
+    assert (await front.ask("POST", URL, {"model": "m", "input": "hi"})).status == 400
+    front.engines["e0"].script = answer_response
+    await front.ask("POST", URL, {"model": "m", "input": "good"})
+    assert [copy["input"] for copy in await stored(front)] == ["good"]
+
+
+async def test_a_copy_waits_for_a_controller_that_is_away_and_comes_once(start_box: Start) -> None:
+    box = await start_box()
+    await box.engine("e0", answer_response)
+    box.serve("m", "e0")
+    for number in range(3):
+        assert (await box.ask("POST", URL, {"model": "m", "input": str(number)})).status == 200
+    await box.control(Controller())
+    assert [copy["input"] for copy in await stored(box, 3)] == ["0", "1", "2"]
+    await box.until(lambda: not box.gateway.copies.delivering)
+
+
+async def test_what_has_no_room_to_wait_is_said_not_to_be_stored(start_box: Start) -> None:
+    box = await start_box(limits={"response_copies_bytes": 700})
+    await box.engine("e0", answer_response)
+    box.serve("m", "e0")
+    said = [json.loads((await box.ask("POST", URL, {"model": "m", "input": "x"})).body)["store"] for _ in range(3)]
+    assert said == [True, False, False]
+    assert box.gateway.metrics.events["responses_not_stored"] == 2
+    await box.control(Controller())
+    assert len(await stored(box)) == 1
+
+
+async def test_an_answer_too_large_to_be_stored_passes_as_it_is(start_box: Start) -> None:
+    box = await start_box(limits={"stored_response_bytes": 1000, "buffered_response_bytes": 1000})
+    long = answer("x" * 500_000)
+
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        if request.json.get("stream"):
+            await reply.sse_head()
+            data = event("response.completed", response=long, sequence_number=0)
+            await reply.chunk(data[:300_000])
+            await reply.chunk(data[300_000:])
+            await reply.end()
+        else:
+            await reply.json(long)
+
+    await box.engine("e0", script)
+    box.serve("m", "e0")
+    controller = await box.control(Controller())
+    response = await box.ask("POST", URL, {"model": "m", "input": "hi"})
+    assert json.loads(response.body) == long
+    response = await box.ask("POST", URL, {"model": "m", "input": "hi", "stream": True})
+    assert json.loads(response.body.split(b"data: ")[1])["response"] == long
+    assert not controller.requests
+
+
+@pytest.mark.parametrize("status", [400, 500])
+async def test_a_copy_that_the_controller_refuses_is_dropped_in_the_end(front: Box, status: int) -> None:
+    script = front.controller.script  # type: ignore[union-attr]
+    script.status = status  # type: ignore[attr-defined]
+    await front.ask("POST", URL, {"model": "m", "input": "bad"})
+    await front.until(lambda: front.gateway.metrics.events["responses_not_stored"] == 1)
+    script.status = 200  # type: ignore[attr-defined]
+    await front.ask("POST", URL, {"model": "m", "input": "good"})
+    assert [copy["input"] for copy in await stored(front)] == ["good"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_engine_gets_the_whole_conversation_and_the_client_sees_what_it_goes_on_from(
+    front: Box, stream: bool
+) -> None:
+    body = {"model": "m", "input": "and 3?", "previous_response_id": "resp_known", "stream": stream}
+    response = await front.ask("POST", URL, body)
+    assert response.status == 200
+    asked = front.engines["e0"].requests[0].json
+    assert asked["previous_response_id"] is None
+    assert asked["input"] == [
+        {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"},
+        {"type": "message", "role": "user", "content": "and 3?"},
+    ]  # fmt: skip
+    text = response.body.split(b"data: ")[-1]
+    said = json.loads(text)["response"] if stream else json.loads(text)
+    assert said["previous_response_id"] == "resp_known"
+    (copy,) = await stored(front)
+    assert copy["previous"] == "resp_known" and copy["input"] == "and 3?"
+    assert front.gateway.buffered_bytes == 0
+
+
+async def test_an_unknown_previous_response_is_openais_error_and_no_engine_hears_of_it(front: Box) -> None:
+    wire = await front.connect()
+    for _ in range(2):  # the connection stays usable
+        await wire.send(request_bytes("POST", URL, {"model": "m", "input": "x", "previous_response_id": "../x?y&id=z"}))
+        response = await wire.response()
+        assert response.status == 400
+        assert response.error["code"] == "previous_response_not_found"
+        assert response.error["param"] == "previous_response_id"
+    assert front.controller is not None
+    assert front.controller.requests[0].target == "/internal/responses/context?id=..%2Fx%3Fy%26id%3Dz"
+    assert not front.engines["e0"].requests and front.gateway.buffered_bytes == 0
+
+
+async def test_limits_hold_for_the_joined_input(start_box: Start) -> None:
+    box = await start_box(limits={"inference_body_bytes": 2000, "json_depth": 10})
+    await box.engine("e0", answer_response)
+    box.serve("m", "e0")
+    controller = Controller()
+    await box.control(controller)
+    body = {"model": "m", "input": "x", "previous_response_id": "resp_known"}
+    cases: list[tuple[Any, int, str | None]] = [
+        ([{"role": "user", "content": "y" * 1950}], 413, "request_too_large"),
+        ([{"role": "user", "content": "y" * 5000}], 413, "request_too_large"),
+        ([[[[[[[[[[["deep"]]]]]]]]]]], 400, "invalid_json"),
+        ([{"role": "user", "content": [{"image_url": "http://a/b"}]}], 400, "remote_media_refused"),
+    ]
+    for earlier, status, code in cases:
+        controller.earlier = earlier
+        response = await box.ask("POST", URL, body)
+        assert (response.status, response.error["code"]) == (status, code)
+    assert not box.engines["e0"].requests and box.gateway.buffered_bytes == 0
+
+
+async def test_a_controller_that_is_away_is_503_for_who_goes_on_and_nobody_else(start_box: Start) -> None:
+    box = await start_box(limits={"controller_wait_s": 0.02})
+    await box.engine("e0", answer_response)
+    box.serve("m", "e0")
+    response = await box.ask("POST", URL, {"model": "m", "input": "x", "previous_response_id": "resp_known"})
+    assert response.status == 503 and response.error["code"] == "controller_away"
+    assert (await box.ask("POST", URL, {"model": "m", "input": "x"})).status == 200
+
+
+async def test_who_leaves_while_earlier_turns_are_fetched_costs_nothing(start_box: Start) -> None:
+    box = await start_box()
+    await box.engine("e0", answer_response)
+    box.serve("m", "e0")
+
+    async def silent(request: UpstreamRequest, reply: Reply) -> None:
+        await asyncio.Event().wait()
+
+    controller = await box.control(silent)
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", URL, {"model": "m", "input": "x", "previous_response_id": "resp_known"}))
+    await box.until(lambda: bool(controller.requests))
+    wire.close()
+    await asyncio.wait_for(controller.lost.wait(), 10)
+    await box.until(lambda: not box.gateway.connections)
+    assert not box.engines["e0"].requests and box.gateway.buffered_bytes == 0
+
+
+async def test_the_rest_of_the_routes_goes_to_the_controller_and_needs_inference(front: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json({"target": request.target, "key": request.headers["x-appliance-key-id"]})
+
+    assert front.controller is not None
+    front.controller.script = script
+    for method, target in (("GET", "/resp_1"), ("DELETE", "/resp_1"), ("POST", "/resp_1/cancel"),
+                           ("GET", "/resp_1/input_items?limit=3")):  # fmt: skip
+        response = await front.ask(method, URL + target, key="sk-test-inference")
+        assert json.loads(response.body) == {"target": URL + target, "key": "key_inference"}
+        assert (await front.ask(method, URL + target, key="sk-test-tuning")).status == 403
+    assert (await front.ask("GET", "/internal/responses/context?id=resp_1")).status == 404
+
+
+@pytest.mark.parametrize(
+    ("more", "param", "code"),
+    [
+        ({"conversation": "conv_1"}, "conversation", "unsupported_parameter"),
+        ({"prompt": {"id": "pmpt_1"}}, "prompt", "unsupported_parameter"),
+        ({"store": "yes"}, "store", None),
+        ({"background": 1}, "background", None),
+        ({"background": True, "store": False}, "background", None),
+        ({"previous_response_id": 3}, "previous_response_id", None),
+        ({"previous_response_id": ""}, "previous_response_id", None),
+        ({"previous_response_id": "x" * 300}, "previous_response_id", None),
+    ],
+)
+def test_fields_that_cannot_be_meant(more: dict[str, Any], param: str, code: str | None) -> None:
+    with pytest.raises(ApiError) as caught:
+        transcript_of({"model": "m", "input": "x", **more})
+    assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
+
+
+def test_nulls_are_as_good_as_nothing() -> None:
+    found = transcript_of(
+        {"input": "x", "conversation": None, "prompt": None, "store": None, "background": None,
+         "previous_response_id": None}
+    )  # fmt: skip
+    assert found.stores and not found.background and found.previous_id == ""
+
+
+@pytest.mark.parametrize(
+    ("earlier", "own", "items"),
+    [
+        (b"[]", b'"x"', [{"type": "message", "role": "user", "content": "x"}]),
+        (b" [ 1 ] ", b'"x"', [1, {"type": "message", "role": "user", "content": "x"}]),
+        (b"[1,2]", b"[3]", [1, 2, 3]),
+        (b"[1]", b"[]", [1]),
+        (b"[]", b"[]", []),
+    ],
+)
+def test_earlier_items_stand_before_the_requests_own(earlier: bytes, own: bytes, items: list[Any]) -> None:
+    body = b'{"model": "m", "input": "x", "previous_response_id": "resp_1"} \n'
+    assert json.loads(joined(body, own, earlier)) == {"model": "m", "input": items, "previous_response_id": None}
+
+
+def test_bytes_that_are_no_response_pass_as_they_are() -> None:
+    for body in (b"not JSON", b"[]", b'{"object":"list"}'):
+        found = Transcript(b'"x"', "", stores=True, background=False)
+        assert found.whole(body) == body and not found.final
+        broken = b"event: response.completed\ndata: {" + body + b"\n\n"
+        assert found.take(broken, 100) == broken and not found.final
