@@ -31,6 +31,7 @@ from appliance.controller import (
     responses,
     upload_parts,
 )
+from appliance.controller.background_responses import BackgroundResponses
 from appliance.controller.batch_runner import BatchRunner
 from appliance.controller.canaries import Canaries
 from appliance.controller.context import ControllerContext
@@ -52,6 +53,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     """
     validation, running, runner = JobValidation(context), Operations(context), BatchRunner(context)
     compared, stored = Canaries(context), StoredResponses(context)
+    background = BackgroundResponses(context, stored)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -61,8 +63,9 @@ def create_app(context: ControllerContext) -> FastAPI:
         batch_files.sweep(context)
         validation.start_waiting()
         runner.start()
+        background.start()
         context.publish_keys()
-        housekeeping = asyncio.create_task(_keep_house(context, stored), name="housekeeping")
+        housekeeping = asyncio.create_task(_keep_house(context, stored, background), name="housekeeping")
         watching = asyncio.create_task(compared.run(), name="canaries")
         try:
             yield
@@ -73,6 +76,7 @@ def create_app(context: ControllerContext) -> FastAPI:
             await validation.stop()
             await running.stop()
             await runner.stop()
+            await background.stop()
 
     app = FastAPI(
         title="appliance",
@@ -83,7 +87,8 @@ def create_app(context: ControllerContext) -> FastAPI:
         middleware=[Middleware(RequestIds), Middleware(BodyLimits, config=context.config)],
     )
     app.state.context, app.state.validation, app.state.operations = context, validation, running
-    app.state.batches, app.state.canaries, app.state.responses = runner, compared, stored
+    app.state.batches, app.state.canaries = runner, compared
+    app.state.responses, app.state.background = stored, background
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", ADMIN)
@@ -98,18 +103,22 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_plan.routes(context, admin)
     admin_usage.routes(context, admin)
     for router in (files.routes(context), upload_parts.routes(context), batches.routes(context, runner),
-                   responses.routes(stored), responses.internal_routes(stored), jobs.routes(context, validation),
+                   responses.routes(context, stored, background), responses.internal_routes(stored),
+                   jobs.routes(context, validation),
                    permissions.routes(context), models.routes(context), admin):  # fmt: skip
         app.router.routes.extend(router.routes)
     return app
 
 
-async def _keep_house(context: ControllerContext, stored: StoredResponses) -> None:
+async def _keep_house(
+    context: ControllerContext, stored: StoredResponses, background: BackgroundResponses
+) -> None:
     while True:
         await asyncio.sleep(context.config.housekeeping_every_s)
         now_s = time.time()
         keep_house(context, now_s)
         stored.keep_house(now_s)
+        background.keep_house(now_s)
 
 
 def keep_house(context: ControllerContext, now_s: float) -> None:

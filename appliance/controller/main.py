@@ -67,6 +67,8 @@ from weights.store import WeightStore
 log = logging.getLogger(__name__)
 
 SUSPEND_S = 60.0
+# What is still being answered when the controller ends: who follows a response in background would keep it.
+ANSWERS_S = 10
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -178,7 +180,9 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     health.began({device.node for device in nodes.devices})
     states.after_restart(adopted={group.job_id for group in (await effects.observe()).groups if group.ended is None})
 
-    server = _Server(uvicorn.Config(create_app(context), log_config=None, access_log=False, http="httptools"))
+    server = _Server(uvicorn.Config(
+        create_app(context), log_config=None, access_log=False, http="httptools", timeout_graceful_shutdown=ANSWERS_S,
+    ))  # fmt: skip
     async with asyncio.TaskGroup() as tasks:
         deciding = tasks.create_task(loop.run(), name="scheduler loop")
         serving = tasks.create_task(server.serve(sockets=[_listen(paths.controller_socket)]), name="control routes")

@@ -230,8 +230,9 @@ class BatchEngines(Protocol):
     async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
         """The answer to one line, after the checks that every request passes. Raises LineReturned."""
 
-    def wants(self, models: list[str]) -> None:
-        """Models with lines left, that of the oldest batch first: they may be woken where nobody is in the way."""
+    def wants(self, models: list[str], asker: str = "batches") -> None:
+        """Models with lines left, that of the oldest first: they may be woken where nobody is in the way. Replaces what
+        the same asker wanted before."""
 
     async def changed(self, timeout_s: float) -> None:
         """Returns when room may have changed, or after this time."""

@@ -4,36 +4,78 @@ and ask for what an answer goes on from."""
 
 from __future__ import annotations
 
+import secrets
+import time
+from collections.abc import AsyncIterator
 from typing import Annotated, Any, Literal
 
 import orjson
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
 
-from appliance.controller.errors import BadRequest, Forbidden, shown
+from appliance.controller import repeats, response_objects
+from appliance.controller.background_responses import MAX_UNFINISHED, BackgroundResponses
+from appliance.controller.context import ControllerContext
+from appliance.controller.errors import ApiError, BadRequest, Forbidden, shown
 from appliance.controller.paging import After
 from appliance.controller.principal import ADMIN, INFERENCE, Caller
-from appliance.controller.response_items import conversation, listed
+from appliance.controller.response_items import conversation, items_of, listed
 from appliance.controller.routers import make_router
 from appliance.controller.stored_responses import StoredResponses
+from appliance.store import responses
+from appliance.store.rows import ResponseRow
 
+ROUTE = "responses"
 Limit = Annotated[int, Query(ge=0, le=100)]
 
 
-def routes(stored: StoredResponses) -> APIRouter:
+def routes(context: ControllerContext, stored: StoredResponses, background: BackgroundResponses) -> APIRouter:
     router = make_router("/v1/responses", INFERENCE)
 
+    @router.post("", include_in_schema=False)
+    async def create(request: Request, caller: Caller) -> Response:
+        """In background only: a gateway sends the body on after its own checks."""
+        body = await _json_of(request)
+        if not isinstance(body, dict) or body.get("background") is not True:
+            raise BadRequest("Only a response in background is asked for here.", param="background")
+        if not context.config.responses_kept_days:
+            raise BadRequest("This box stores no responses (responses_kept_days is 0), and what is answered in "
+                             "background has to be stored.", param="background",
+                             code="unsupported_parameter")  # fmt: skip
+        previous = body.get("previous_response_id")
+        if previous is not None:
+            await stored.before(previous, caller.key_id)
+        attempt = repeats.Attempt.of(request, caller, ROUTE, body)
+        earlier = repeats.find(context.db, attempt, context.config)
+        row = responses.find(context.db, earlier) if earlier else None
+        if row is None:
+            if background.unfinished >= MAX_UNFINISHED:
+                raise ApiError(429, f"{MAX_UNFINISHED} responses in background are unfinished. Please retry.",
+                               kind="requests", code="rate_limit_exceeded", headers={"retry-after": "10"})  # fmt: skip
+            row = _queued(body, caller.key_id or "")
+            with context.db.transaction():
+                stored.add([row])
+                repeats.remember(context.db, attempt, row.id)
+            background.begin(row)
+        return _stream(background.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
+
     @router.get("/{response_id}")
-    async def retrieve(response_id: str, caller: Caller, stream: bool = False) -> Response:
+    async def retrieve(
+        response_id: str, caller: Caller, stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
+    ) -> Response:  # fmt: skip
         row = await stored.find(response_id, caller.key_id)
-        if stream:
-            raise BadRequest("Only a response that was made in background can be streamed once it exists.",
-                             param="stream", code="unsupported_parameter")  # fmt: skip
-        return _json(row.response.encode())
+        if not stream:
+            return _json(row.response.encode())
+        if not row.background:
+            raise BadRequest("Only a response that was made in background can be streamed later.", param="stream")
+        return _stream(background.follow(row.id, -1 if starting_after is None else starting_after))
 
     @router.delete("/{response_id}")
     async def delete(response_id: str, caller: Caller) -> dict[str, Any]:
         row = await stored.find(response_id, caller.key_id)
         stored.delete(row)
+        background.forget(row.id)
         return {"id": row.id, "object": "response", "deleted": True}
 
     @router.post("/{response_id}/cancel")
@@ -41,7 +83,7 @@ def routes(stored: StoredResponses) -> APIRouter:
         row = await stored.find(response_id, caller.key_id)
         if not row.background:
             raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
-        return _json(row.response.encode())
+        return _json(background.cancel(row).response.encode())
 
     @router.get("/{response_id}/input_items")
     async def input_items(
@@ -72,7 +114,7 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
     async def take(request: Request, caller: Caller) -> dict[str, int]:
         if caller.key_id is not None:
             raise Forbidden(ADMIN)
-        copies = orjson.loads(await request.body())
+        copies = await _json_of(request)
         return {"stored": stored.take(copies if isinstance(copies, list) else [])}
 
     @router.get("/context", include_in_schema=False)
@@ -81,6 +123,28 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
         return _json(orjson.dumps(conversation(await stored.before(id, caller.key_id))))
 
     return router
+
+
+def _queued(body: dict[str, Any], key_id: str) -> ResponseRow:
+    now_s, response_id = time.time(), f"resp_{secrets.token_hex(16)}"
+    given, asked = orjson.dumps(items_of(body["input"])).decode(), orjson.dumps(body).decode()
+    made = orjson.dumps(response_objects.queued(response_id, body, now_s)).decode()
+    return ResponseRow(
+        id=response_id, key_id=key_id, status="queued", created_s=now_s, used_s=now_s, background=1, request=asked,
+        bytes=len(given) + len(asked) + len(made), input=given, response=made,
+        previous_id=body.get("previous_response_id"),
+    )  # fmt: skip
+
+
+async def _json_of(request: Request) -> Any:
+    try:
+        return orjson.loads(await request.body())
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"We could not parse the JSON body of your request: {error}.", code="invalid_json") from error
+
+
+def _stream(events: AsyncIterator[bytes]) -> Response:
+    return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
 
 
 def _json(body: bytes) -> Response:

@@ -65,9 +65,7 @@ class StoredResponses:
         if self._bytes > self._config.responses_bytes:
             self._shrink()
         for row in rows:
-            for asking in self._asked.pop(row.id, ()):
-                if not asking.done():
-                    asking.set_result(None)
+            self.tell(row.id)
         return new
 
     # --- out
@@ -81,16 +79,14 @@ class StoredResponses:
         return row
 
     async def chain(self, response_id: str, key_id: str | None) -> list[ResponseRow]:
-        """The conversation up to this response, oldest first. Raises NotFound; BadRequest where it cannot be had
-        whole."""
+        """The conversation up to this response, oldest first, as far back as it is still there. Raises NotFound, and
+        BadRequest where it is too long."""
         row = await self.find(response_id, key_id)
         rows = responses.chain(self._db, row.id, row.key_id, max_turns=MAX_TURNS, max_bytes=CONVERSATION_BYTES)
         if rows is None or len(rows) >= MAX_TURNS:
             raise BadRequest(f"The conversation up to {shown(response_id)} has more than {MAX_TURNS} turns or "
                              f"{CONVERSATION_BYTES} bytes: begin a new one.", param="previous_response_id",
                              code="context_length_exceeded")  # fmt: skip
-        if rows[0].previous_id is not None:
-            raise previous_not_found(rows[0].previous_id)
         return rows
 
     async def before(self, previous_id: str, key_id: str | None) -> list[ResponseRow]:
@@ -99,6 +95,8 @@ class StoredResponses:
             rows = await self.chain(previous_id, key_id)
         except NotFound as error:
             raise previous_not_found(previous_id) from error
+        if rows[0].previous_id is not None:
+            raise previous_not_found(rows[0].previous_id)
         if not rows[-1].finished:
             raise BadRequest(f"Previous response with id {shown(previous_id)} is {rows[-1].status}: wait for its end.",
                              param="previous_response_id", code="previous_response_not_ready")  # fmt: skip
@@ -107,6 +105,29 @@ class StoredResponses:
     def delete(self, row: ResponseRow) -> None:
         responses.delete(self._db, row.id)
         self._bytes -= row.bytes
+        self.tell(row.id)
+
+    # --- news
+
+    async def news(self, response_id: str, timeout_s: float) -> bool:
+        """True as soon as it is stored or changed, False if neither happens within this time."""
+        asking = asyncio.get_running_loop().create_future()
+        self._asked.setdefault(response_id, []).append(asking)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asking
+        except TimeoutError:
+            return False
+        finally:
+            others = [other for other in self._asked.pop(response_id, ()) if other is not asking]
+            if others:
+                self._asked[response_id] = others
+        return True
+
+    def tell(self, response_id: str) -> None:
+        for asking in self._asked.pop(response_id, ()):
+            if not asking.done():
+                asking.set_result(None)
 
     # --- time
 
@@ -129,18 +150,7 @@ class StoredResponses:
         row = responses.find(self._db, response_id)
         if row is not None or not _is_an_engines(response_id) or len(self._asked) >= _MAX_ASKED:
             return row
-        asking = asyncio.get_running_loop().create_future()
-        self._asked.setdefault(response_id, []).append(asking)
-        try:
-            async with asyncio.timeout(ARRIVES_WITHIN_S):
-                await asking
-        except TimeoutError:
-            return None
-        finally:
-            others = [other for other in self._asked.pop(response_id, ()) if other is not asking]
-            if others:
-                self._asked[response_id] = others
-        return responses.find(self._db, response_id)
+        return responses.find(self._db, response_id) if await self.news(response_id, ARRIVES_WITHIN_S) else None
 
 
 def previous_not_found(response_id: str) -> ApiError:

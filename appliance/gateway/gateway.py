@@ -31,7 +31,7 @@ from .metrics import Metrics
 from .outbox import Outbox
 from .placement import Placement
 from .recall import Recall
-from .relay import Relay
+from .relay import Relay, WholeRelay
 from .reports import gauges
 from .request_check import Checked, check_body
 from .response_copies import ResponseCopies
@@ -274,11 +274,8 @@ class Gateway:
         if transcript is not None:
             transcript.stores = transcript.stores and self.config.stores_responses
             if transcript.background:
-                raise errors.bad_request(
-                    "The parameter `background` is not accepted by this server.",
-                    param="background",
-                    code="unsupported_parameter",
-                )
+                self.spending.spend(request, checked)
+                return WholeRelay(self, client, request)
             if transcript.previous_id and not transcript.recalled:
                 return Recall(self, client, request, checked)
         self.spending.spend(request, checked)

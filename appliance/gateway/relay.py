@@ -239,3 +239,15 @@ class Relay:
         if self._conn is not None:
             conn, self._conn = self._conn, None
             conn.abort()
+
+
+class WholeRelay(Relay):
+    """Of a request whose body is here already: it was gathered to be checked."""
+
+    __slots__ = ()
+
+    def start(self) -> None:
+        super().start()
+        for data in self.request.chunks:
+            self.body(data)
+        self.body_end()

@@ -54,7 +54,7 @@ class SocketEngines:
         self._hosts, self._circumstances, self._on_wants = hosts, circumstances, on_wants
         self._clients: dict[str, httpx.AsyncClient] = {}
         self._lines: dict[asyncio.Task[httpx.Response], tuple[str, str]] = {}
-        self._wanted: list[str] = []
+        self._wanted: dict[str, list[str]] = {}
         self._changed = asyncio.Event()
 
     # --- ports.BatchEngines
@@ -69,7 +69,13 @@ class SocketEngines:
     async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
         content = orjson.dumps(body)
         try:
-            check_body(route_of(b"POST", url.encode()), content, self._limits)
+            transcript = check_body(route_of(b"POST", url.encode()), content, self._limits).transcript
+            if transcript is not None and (transcript.previous_id or transcript.background):
+                raise gateway_errors.bad_request(
+                    "A request of a batch has no `previous_response_id` and is not in `background`.",
+                    param="previous_response_id" if transcript.previous_id else "background",
+                    code="unsupported_parameter",
+                )
         except gateway_errors.ApiError as error:
             return EngineAnswer(error.status, orjson.loads(error.body()))
         replica_id, socket = self._least_loaded(model)
@@ -88,9 +94,9 @@ class SocketEngines:
         version = next((row["version"] for row in rows if row["id"] == replica_id), "")
         return replace(_answer(asking), version=version)
 
-    def wants(self, models: list[str]) -> None:
-        if models != self._wanted:
-            self._wanted = models
+    def wants(self, models: list[str], asker: str = "batches") -> None:
+        if models != self._wanted.get(asker, []):
+            self._wanted[asker] = models
             self._on_wants()
 
     async def changed(self, timeout_s: float) -> None:
@@ -112,7 +118,8 @@ class SocketEngines:
 
     def demand(self, host: str, reported: Demand) -> Demand:
         """What the gateways report of a model, and what a batch wishes of it where nobody is in the way."""
-        name = next((name for name in self._wanted if self._hosts(name) == host), None)
+        wanted = [name for models in self._wanted.values() for name in models]
+        name = next((name for name in wanted if self._hosts(name) == host), None)
         if name is None or reported.requests:
             return reported
         policy, jobs_want_devices, free_devices = self._circumstances()

@@ -164,7 +164,7 @@ class SimulatedEngines:
         usage = {"prompt_tokens": 3, "completion_tokens": 2, "total_tokens": 5}
         return answer or EngineAnswer(200, {"object": "chat.completion", "echo": body, "usage": usage})
 
-    def wants(self, models: list[str]) -> None:
+    def wants(self, models: list[str], asker: str = "batches") -> None:
         self.wanted = models
 
     async def changed(self, timeout_s: float) -> None:

@@ -346,3 +346,24 @@ def test_bytes_that_are_no_response_pass_as_they_are() -> None:
         assert found.whole(body) == body and not found.final
         broken = b"event: response.completed\ndata: {" + body + b"\n\n"
         assert found.take(broken, 100) == broken and not found.final
+
+
+async def test_in_background_is_the_controllers_business_after_the_gateways_checks(front: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json({"asked": request.json, "key": request.headers["x-appliance-key-id"]})
+
+    assert front.controller is not None
+    front.controller.script = script
+    body = {"model": "m", "input": "x", "background": True}
+    wire = await front.connect()
+    for _ in range(2):
+        await wire.send(request_bytes("POST", URL, body))
+        assert json.loads((await wire.response()).body) == {"asked": body, "key": "key_all"}
+    head = f"POST {URL} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\nTransfer-Encoding: chunked\r\n\r\n"
+    data = json.dumps(body).encode()
+    await wire.send(head.encode() + b"%x\r\n%b\r\n0\r\n\r\n" % (len(data), data))
+    assert json.loads((await wire.response()).body)["asked"] == body
+    for bad in ({"model": "none"}, {"temperature": 3}, {"input": None}):
+        assert (await front.ask("POST", URL, {**body, **bad})).status in (400, 404)
+    assert len(front.controller.requests) == 3 and not front.engines["e0"].requests
+    assert front.gateway.buffered_bytes == 0

@@ -157,3 +157,17 @@ async def test_an_engine_that_dies_returns_its_line(lines, tmp_path):
     with pytest.raises(LineReturned) as returned:
         await lines.send("starter", URL, BODY, "req_1")
     assert returned.value.yielded
+
+
+@pytest.mark.parametrize("field", [{"previous_response_id": "resp_1"}, {"background": True}])
+async def test_a_line_goes_on_from_nothing_and_is_in_no_background(lines, field):
+    lines._bus.set_models(table(("r1", "/nowhere", "open")))
+    answer = await lines.send("starter", "/v1/responses", {"model": "starter", "input": "x", **field}, "req_1")
+    assert answer.status == 400 and answer.body["error"]["param"] == next(iter(field))
+
+
+async def test_each_asker_wants_its_own(lines):
+    lines.wants(["starter"])
+    lines.wants(["other"], "background responses")
+    lines.wants([])
+    assert lines.demand("starter", Demand()) == Demand() and lines.demand("other", Demand()).held == 1

@@ -1,0 +1,243 @@
+"""Responses in background: asked of engines that a test scripts, followed, cancelled, taken up after a restart."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import openai
+import pytest
+
+from appliance.controller import background_responses, response_objects
+from appliance.controller.background_responses import BackgroundResponses
+from appliance.controller.ports import EngineAnswer, LineReturned
+from appliance.store import keys, responses
+from tests.simulator.control_plane import SimulatedEngines
+from tests.unit.controller.conftest import Control
+from tests.unit.controller.test_responses import answer, copy, name, send
+
+
+def engines(control: Control) -> SimulatedEngines:
+    assert isinstance(control.context.batch_engines, SimulatedEngines)
+    return control.context.batch_engines
+
+
+def scripted(control: Control, *answers: EngineAnswer | LineReturned) -> None:
+    left = list(answers)
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer:
+        given = left.pop(0) if left else EngineAnswer(200, answer(99, "later"), "v1")
+        if isinstance(given, LineReturned):
+            raise given
+        return given
+
+    engines(control).rule = rule
+
+
+async def ended(control: Control, response_id: str) -> Any:
+    async with asyncio.timeout(10):
+        while (found := await control.sdk.responses.retrieve(response_id)).status in ("queued", "in_progress"):
+            await asyncio.sleep(0.002)
+    return found
+
+
+async def asked(control: Control, given: Any = "1+1?", **fields: Any) -> Any:
+    return await control.sdk.responses.create(model="starter", input=given, background=True, **fields)
+
+
+async def test_it_is_queued_at_once_and_answered_later(control: Control):
+    engines(control).lines = 0
+    scripted(control, EngineAnswer(200, answer(1, "2", usage=None, model="starter"), "v1"))
+    made = await asked(control, temperature=0.5, metadata={"a": "b"})
+    assert made.status == "queued" and made.background and made.temperature == 0.5 and made.output == []
+    assert engines(control).wanted == ["starter"]
+    with pytest.raises(openai.BadRequestError) as caught:
+        await control.sdk.responses.create(model="starter", input="x", background=True, previous_response_id=made.id)
+    assert caught.value.code == "previous_response_not_ready"
+    engines(control).lines = 4
+    found = await ended(control, made.id)
+    assert (found.status, found.output_text, found.id) == ("completed", "2", made.id)
+    assert found.background and found.created_at == made.created_at
+    body = engines(control).sent[0]
+    assert body["store"] is False and not {"background", "stream", "previous_response_id"} & set(body)
+    row = responses.find(control.db, made.id)
+    assert row is not None and row.request is None and engines(control).wanted == []
+
+
+async def test_it_goes_on_from_an_earlier_response_and_is_gone_on_from(control: Control):
+    await send(control, copy(1, "1+1?"))
+    scripted(control, EngineAnswer(200, answer(2, "3"), "v1"))
+    made = await asked(control, "and 1?", previous_response_id=name(1))
+    found = await ended(control, made.id)
+    assert found.previous_response_id == name(1)
+    assert engines(control).sent[0]["input"] == [
+        {"type": "message", "role": "user", "content": "1+1?"}, *answer(1)["output"],
+        {"type": "message", "role": "user", "content": "and 1?"},
+    ]  # fmt: skip
+    rows = await control.app.state.responses.before(made.id, "key_test")
+    assert [row.id for row in rows] == [name(1), made.id]
+    for unknown in ("resp_none", name(8)):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await asked(control, previous_response_id=unknown)
+        assert caught.value.code == "previous_response_not_found"
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "words"),
+    [
+        ([EngineAnswer(400, {"error": {"message": "too long"}})], "invalid_prompt", "too long"),
+        ([EngineAnswer(500, {})], "server_error", "500"),
+        ([LineReturned("died", yielded=False)] * 3, "server_error", "died"),
+    ],
+)
+async def test_what_an_engine_cannot_answer_fails_and_says_why(control: Control, script, code: str, words: str):
+    scripted(control, *script)
+    found = await ended(control, (await asked(control)).id)
+    assert found.status == "failed" and found.error.code == code and words in found.error.message
+
+
+async def test_an_engine_that_is_wanted_elsewhere_is_no_failure(control: Control):
+    scripted(control, *[LineReturned("wanted", yielded=True)] * 5, EngineAnswer(200, answer(1, "at last"), "v1"))
+    assert (await ended(control, (await asked(control)).id)).output_text == "at last"
+
+
+async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Control):
+    begun, stopped = asyncio.Event(), asyncio.Event()
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            stopped.set()
+        raise AssertionError
+
+    engines(control).rule = rule
+    made = await asked(control)
+    await asyncio.wait_for(begun.wait(), 10)
+    assert (await control.sdk.responses.retrieve(made.id)).status == "in_progress"
+    for _ in range(2):
+        assert (await control.sdk.responses.cancel(made.id)).status == "cancelled"
+    await asyncio.wait_for(stopped.wait(), 10)
+    assert control.app.state.background.unfinished == 0
+    begun.clear()
+    other = await asked(control, "2+2?")
+    await asyncio.wait_for(begun.wait(), 10)
+    await control.sdk.responses.delete(other.id)
+    assert control.app.state.background.unfinished == 0
+    with pytest.raises(openai.NotFoundError):
+        await control.sdk.responses.retrieve(other.id)
+
+
+async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: Control):
+    scripted(control, EngineAnswer(200, answer(1, "two"), "v1"))
+    stream = await control.sdk.responses.create(model="starter", input="1+1?", background=True, stream=True)
+    seen = [event async for event in stream]
+    kinds = [event.type for event in seen]
+    assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
+    assert kinds[3:] == [
+        "response.output_item.added", "response.content_part.added", "response.output_text.delta",
+        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed",
+    ]  # fmt: skip
+    assert [event.sequence_number for event in seen] == list(range(10))
+    assert seen[-1].response.output_text == "two" and seen[0].response.status == "queued"
+    again = await control.sdk.responses.retrieve(seen[0].response.id, stream=True, starting_after=5)
+    assert [event.model_dump() async for event in again] == [event.model_dump() for event in seen[6:]]
+
+
+def test_events_never_change_while_a_response_goes_on():
+    call = {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "add", "arguments": "{}"}
+    begun = response_objects.queued("resp_1", {"model": "m", "input": "x"}, 7.0)
+    end = response_objects.answered(begun, answer(1, output=[call, *answer(1)["output"]], status="incomplete"))
+    queued = response_objects.events(begun)
+    going = response_objects.events({**begun, "status": "in_progress"})
+    done = response_objects.events(end)
+    kinds = [json.loads(event.split(b"data: ")[1])["type"] for event in done]
+    assert len(queued) == 2 and len(going) == 3
+    assert kinds[:3] == [json.loads(event.split(b"data: ")[1])["type"] for event in going]
+    assert "response.function_call_arguments.done" in kinds and kinds[-1] == "response.incomplete"
+    assert response_objects.events(response_objects.failed(begun, "server_error", "x"))[-1].startswith(
+        b"event: response.failed\n"
+    )
+
+
+async def test_a_restart_takes_up_what_is_unfinished(control: Control):
+    engines(control).lines = 0
+    made = await asked(control)
+    await control.app.state.background.stop()
+    responses.update(control.db, made.id, status="in_progress")  # killed while an engine was at it
+    engines(control).lines = 4
+    scripted(control, EngineAnswer(200, answer(1, "after all"), "v1"))
+    again = BackgroundResponses(control.context, control.app.state.responses)
+    again.start()
+    try:
+        assert (await ended(control, made.id)).output_text == "after all"
+    finally:
+        await again.stop()
+
+
+async def test_one_that_waits_for_a_day_fails_and_one_of_a_revoked_key_goes(control: Control):
+    engines(control).lines = 0
+    made = await asked(control)
+    row, _ = keys.create(control.db, "laptop", ["inference"])
+    theirs = {"x-appliance-key-id": row.id, "x-appliance-scopes": "inference"}
+    body = {"model": "starter", "input": "x", "background": True}
+    other = (await control.http.post("/v1/responses", json=body, headers=theirs)).json()
+    keys.revoke(control.db, row.id)
+    control.app.state.responses.keep_house(time.time())
+    control.app.state.background.keep_house(time.time() + 86401)
+    found = await control.sdk.responses.retrieve(made.id)
+    assert found.status == "failed" and found.error is not None and "24 hours" in found.error.message
+    assert responses.find(control.db, other["id"]) is None and control.app.state.background.unfinished == 0
+
+
+async def test_what_it_cost_is_counted_for_its_key(control: Control):
+    row, _ = keys.create(control.db, "laptop", ["inference"])
+    theirs = {"x-appliance-key-id": row.id, "x-appliance-scopes": "inference"}
+    spent = {"input_tokens": 11, "output_tokens": 7, "total_tokens": 18}
+    scripted(control, EngineAnswer(200, answer(1, usage=spent), "v1"))
+    body = {"model": "starter", "input": "x", "background": True}
+    made = (await control.http.post("/v1/responses", json=body, headers=theirs)).json()
+    async with asyncio.timeout(10):
+        while not responses.find(control.db, made["id"]).finished:  # type: ignore[union-attr]
+            await asyncio.sleep(0.002)
+    (found,) = control.db.execute("SELECT key_id, prompt_tokens, completion_tokens FROM usage").fetchall()
+    assert tuple(found) == (row.id, 11, 7)
+
+
+async def test_a_repeated_request_makes_one(control: Control):
+    engines(control).lines = 0
+    body = {"model": "starter", "input": "x", "background": True}
+    made = [
+        (await control.http.post("/v1/responses", json=body, headers={"x-stainless-retry-count": str(count)})).json()
+        for count in (0, 1)
+    ]
+    assert made[0]["id"] == made[1]["id"] and control.app.state.background.unfinished == 1
+
+
+async def test_bounds_and_what_is_not_for_here(control: Control, monkeypatch):
+    engines(control).lines = 0
+    for body in ({"model": "starter", "input": "x"}, [], {"background": False}):
+        refused = await control.http.post("/v1/responses", json=body)
+        assert refused.status_code == 400 and refused.json()["error"]["message"]
+    bad = await control.http.post("/v1/responses", content=b"{", headers={"content-type": "application/json"})
+    assert bad.json()["error"]["code"] == "invalid_json"
+    monkeypatch.setattr("appliance.controller.responses.MAX_UNFINISHED", 1)
+    await asked(control)
+    with pytest.raises(openai.RateLimitError):
+        await asked(control, "more")
+    assert background_responses.MAX_UNFINISHED > 1
+
+
+async def test_who_follows_is_told_that_it_goes_on(control: Control, monkeypatch):
+    monkeypatch.setattr(background_responses, "COMMENT_EVERY_S", 0.01)
+    engines(control).lines = 0
+    made = await asked(control)
+    follow = control.app.state.background.follow(made.id, -1)
+    assert (await anext(follow)).startswith(b"event: response.created\n")
+    assert await anext(follow) == b": waiting\n\n"
+    await control.sdk.responses.cancel(made.id)
+    rest = [piece async for piece in follow]
+    assert rest[0].startswith(b"event: response.in_progress\n") and b"response.incomplete" in rest[-1]
