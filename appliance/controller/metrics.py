@@ -17,7 +17,7 @@ from appliance.controller.context import ControllerContext
 from appliance.controller.mode import mode_in_force
 from appliance.controller.ports import SchedulerStatus
 from appliance.controller.views import job_phase
-from appliance.store import handovers, jobs
+from appliance.store import handovers, jobs, responses
 from appliance.store.rows import JobRow
 
 POLICIES = ("serve", "train", "split", "auto")
@@ -47,6 +47,7 @@ class ControllerCollector:
         yield from self._devices(now)
         yield from self._training()
         yield from self._weights(now)
+        yield from self._responses()
 
     def _scheduler(self, now: SchedulerStatus) -> Iterator[Metric]:
         holds = mode_in_force(self._context.db, now["serving_floor"], time.time()).policy.kind
@@ -107,6 +108,11 @@ class ControllerCollector:
             ("appliance_job_devices", "Devices that a running job holds.", lambda row: len(row.devices)),
         ):
             yield _by_job(name, text, [(row, value(row)) for row in running])
+
+    def _responses(self) -> Iterator[Metric]:
+        number, size = responses.totals(self._context.db)
+        yield GaugeMetricFamily("appliance_stored_responses", "Answers of /v1/responses that are kept.", number)
+        yield GaugeMetricFamily("appliance_stored_response_bytes", "Bytes of these.", size)
 
     def _weights(self, now: SchedulerStatus) -> Iterator[Metric]:
         used = GaugeMetricFamily("appliance_weight_store_bytes", "Shared memory of the weight store.", labels=["what"])

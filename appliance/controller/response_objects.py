@@ -33,7 +33,7 @@ def queued(response_id: str, request: Object, created_s: float) -> Object:
 def answered(before: Object, answer: Object) -> Object:
     """before: the object while it was queued; answer: the engine's."""
     kept = ("id", "created_at", "background", "store", "previous_response_id", "error")
-    return {**answer, **{name: before[name] for name in kept}}
+    return {**before, **answer, **{name: before[name] for name in kept}}
 
 
 def failed(before: Object, code: str, message: str) -> Object:

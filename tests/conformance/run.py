@@ -40,19 +40,23 @@ TESTS = (
     "tests/api_resources/test_batches.py",
     "tests/api_resources/test_uploads.py",
     "tests/api_resources/uploads/test_parts.py",
+    "tests/api_resources/test_responses.py",
+    "tests/api_resources/responses/test_input_items.py",
 )
-# They send the text "md5" as the checksum of the bytes, which a box that compares checksums must refuse.
-CHOSEN = "not (Uploads and complete_with_all_params)"
-# Of inference, asking: nothing that was answered is stored, to be retrieved or listed later. The SDK's tests of
-# responses name no model, so there is none of them that an engine could answer.
+# "complete with all params" sends the text "md5" as the checksum of the bytes, which a box that compares checksums must
+# refuse. Of responses, asking is inference (below), and there is no route that compacts one: no engine does.
+CHOSEN = "not (Uploads and complete_with_all_params) and not (test_responses and (create or compact))"
+# Of inference, asking; of what is stored of it, responses are in TESTS.
 INFERENCE_TESTS = (
     "tests/api_resources/chat/test_completions.py",
     "tests/api_resources/test_completions.py",
     "tests/api_resources/test_embeddings.py",
+    "tests/api_resources/test_responses.py",
 )
 # "All params" are what an engine must refuse: max_tokens=0, best_of=0, the word "foo" as a token's number, one
-# dimension of a model that has no nested ones. The SDK asks for embeddings in base64 unless told otherwise, and its
-# strict validation (aiohttp's client here has it too) then refuses what it asked for, OpenAI's own answer included.
+# dimension of a model that has no nested ones; of responses, a conversation and a prompt that only OpenAI has. The SDK
+# asks for embeddings in base64 unless told otherwise, and its strict validation (aiohttp's client here has it too) then
+# refuses what it asked for, OpenAI's own answer included.
 INFERENCE_CHOSEN = "create and not all_params and not (Embeddings and (strict or aiohttp))"
 
 
@@ -155,7 +159,9 @@ def run_tests(sources: Path, base_url: str, data_dir: Path, arguments: list[str]
 
 def run_inference_tests(sources: Path, base_url: str, arguments: list[str]) -> int:
     """openai-python's tests of what engines answer; returns pytest's exit code."""
-    return _pytest(sources, base_url, {}, [*INFERENCE_TESTS, "-k", INFERENCE_CHOSEN, *arguments])
+    environment = {"PYTHONPATH": str(HERE)}
+    arguments = ["-p", "request_plugin", *INFERENCE_TESTS, "-k", INFERENCE_CHOSEN, *arguments]
+    return _pytest(sources, base_url, environment, arguments)
 
 
 def _pytest(sources: Path, base_url: str, environment: dict[str, str], arguments: list[str]) -> int:

@@ -13,7 +13,8 @@ import shutil
 import time
 from pathlib import Path
 
-from appliance.store import batches, files, job_records, jobs, keys, models, uploads
+from appliance.controller.response_objects import queued
+from appliance.store import batches, files, job_records, jobs, keys, models, responses, uploads
 from appliance.store.database import Database
 from appliance.store.rows import (
     BatchRow,
@@ -24,6 +25,7 @@ from appliance.store.rows import (
     KeyRow,
     ModelRow,
     PermissionRow,
+    ResponseRow,
     UploadPartRow,
     UploadRow,
     VersionRow,
@@ -39,6 +41,7 @@ PERMISSION = "cp_zc4Q7MP6XxulcVzj4MZdwsAB"
 UPLOAD, PART = "upload_abc123", "string"
 PART_DATA = b"Example data"
 BATCH, BATCH_INPUT = "batch_id", "input_file_id"
+RESPONSES = ("resp_677efb5139a88190b512bc3fef8e535d", "response_id")
 API_KEYS = ("My API Key", "My Admin API Key")
 TRAINING_LINES = "\n".join(
     json.dumps({"messages": [{"role": "user", "content": f"What is {n} plus 1?"},
@@ -70,6 +73,7 @@ def reset(db: Database, files_dir: Path) -> None:
         _batches(db, files_dir)
         _upload(db, files_dir.parent / "uploads")
         _keys(db)
+        _responses(db)
 
 
 def remove(db: Database, files_dir: Path) -> None:
@@ -111,6 +115,7 @@ def _forget(db: Database) -> None:
     db.execute(f"DELETE FROM files WHERE id IN ({', '.join('?' * len(_FILE_IDS))})", list(_FILE_IDS))
     db.execute("DELETE FROM batches WHERE input_file_id = ?", [BATCH_INPUT])
     db.execute("DELETE FROM uploads WHERE id = ?", [UPLOAD])
+    db.execute("DELETE FROM responses WHERE id IN (?, ?)", RESPONSES)
 
 
 def _model(db: Database, name: str, kind: str, base: str | None) -> None:
@@ -166,4 +171,19 @@ def _batches(db: Database, files_dir: Path) -> None:
     for batch_id in (BATCH, "after"):
         batches.insert(db, BatchRow(
             batch_id, "/v1/responses", BATCH_INPUT, now_s, now_s + 86400, "in_progress", metadata={"foo": "string"},
+        ))  # fmt: skip
+
+
+def _responses(db: Database) -> None:
+    """Made in background and answered: only such a one can be cancelled, without effect, and streamed later."""
+    text = {"type": "output_text", "text": "2", "annotations": []}
+    message = {"id": "msg_1", "type": "message", "role": "assistant", "status": "completed", "content": [text]}
+    item = {"id": "after", "type": "message", "role": "user", "content": "1+1?"}
+    for response_id in RESPONSES:
+        asked = {"model": PLAIN_MODEL, "input": [item]}
+        answer = {**queued(response_id, asked, time.time()), "status": "completed", "output": [message]}
+        given, answered = json.dumps([item]), json.dumps(answer)
+        responses.insert(db, ResponseRow(
+            id=response_id, key_id="key_conformance0", status="completed", created_s=time.time(), used_s=time.time(),
+            bytes=len(given) + len(answered), input=given, response=answered, background=1,
         ))  # fmt: skip

@@ -112,6 +112,33 @@ def test_chat_as_the_sdk_has_it(box, starter):
     assert missing.value.code == "model_not_found" and missing.value.request_id
 
 
+def test_responses_are_kept_gone_on_from_and_run_in_background(box, starter):
+    client = box.client()
+    greedy = {"model": starter, "max_output_tokens": 8, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    first = client.responses.create(input="Anna has 3 apples.", **greedy)
+    assert client.responses.retrieve(first.id).output == first.output and first.output_text
+    second = client.responses.create(input="How many?", previous_response_id=first.id, **greedy)
+    turns = [{"role": "user", "content": "Anna has 3 apples."}, *first.output, {"role": "user", "content": "How many?"}]
+    spelt_out = client.responses.create(input=turns, store=False, **greedy)
+    assert second.usage.input_tokens == spelt_out.usage.input_tokens > first.usage.input_tokens
+    assert second.output_text == spelt_out.output_text and second.previous_response_id == first.id
+    with client.responses.stream(input="And now?", previous_response_id=second.id, **greedy) as stream:
+        third = stream.get_final_response()
+    assert third.previous_response_id == second.id and third.usage.input_tokens > second.usage.input_tokens
+    items = client.responses.input_items.list(third.id, order="asc").data
+    assert [item.role for item in items] == ["user", "assistant"] * 2 + ["user"]
+    assert client.responses.retrieve(third.id).output_text == third.output_text
+    later = client.responses.create(input="Anna has 3 apples.", background=True, **greedy)
+    assert later.status == "queued"
+    with client.responses.retrieve(later.id, stream=True) as events:
+        assert [event.type for event in events][-1] == "response.incomplete"  # at max_output_tokens
+    assert client.responses.retrieve(later.id).output_text == first.output_text
+    client.responses.delete(third.id)
+    for gone in (third.id, spelt_out.id):
+        with pytest.raises(openai.NotFoundError):
+            client.responses.retrieve(gone)
+
+
 def test_fine_tuning_lowers_the_held_out_loss_and_changes_the_answers(box, starter, unbroken):
     client = box.client()
     assert unbroken.status == "succeeded", unbroken.error
@@ -475,10 +502,12 @@ def test_a_revoked_key_ends_at_once_and_restart_keeps_everything(box, unbroken):
     box.run("key", "revoke", "guest")
     with pytest.raises(openai.AuthenticationError):
         guest.models.list()
+    asked = box.client().responses.create(model=unbroken.fine_tuned_model, input="Hello.", max_output_tokens=4)
     box.run("down")
     assert box.left() == []
     box.up()
     client = box.client()
+    assert client.responses.retrieve(asked.id).output == asked.output
     assert says_something(client, unbroken.fine_tuned_model)
     with pytest.raises(openai.AuthenticationError):
         guest.models.list()

@@ -57,7 +57,12 @@ def what_exists(client: httpx.Client) -> dict[str, str]:
     """A value for path parameters by their name."""
     file_id = training_file(client)
     job = client.post("/v1/fine_tuning/jobs", json={"model": MODEL, "training_file": file_id}).raise_for_status()
-    return {"file_id": file_id, "job_id": job.json()["id"], "model": MODEL, "name": MODEL, "device_id": "n0/0"}
+    asked = {"model": MODEL, "input": "1+1?", "background": True}
+    response = client.post("/v1/responses", json=asked).raise_for_status()
+    return {
+        "file_id": file_id, "job_id": job.json()["id"], "model": MODEL, "name": MODEL, "device_id": "n0/0",
+        "response_id": response.json()["id"],
+    }  # fmt: skip
 
 
 def never_our_fault(client: httpx.Client, case: Any) -> int:

@@ -15,7 +15,7 @@ from appliance.controller.app import create_app
 from appliance.store import keys, responses
 from appliance.store.database import Database
 from tests.simulator.control_plane import simulated_context
-from tests.unit.controller.conftest import Control
+from tests.unit.controller.conftest import ADMIN, Control
 
 GATEWAY = {"x-request-id": "req_gateway"}
 
@@ -79,7 +79,10 @@ async def test_others_responses_do_not_exist(control: Control):
     for number in (1, 3):
         refused = await context(control, number)
         assert (refused.status_code, refused.json()["error"]["code"]) == (400, "previous_response_not_found")
-    assert responses.totals(control.db)[0] == 3
+    number, size = responses.totals(control.db)
+    scraped = (await control.http.get("/admin/v1/metrics", headers=ADMIN)).text
+    assert number == 3 and "appliance_stored_responses 3.0" in scraped
+    assert f"appliance_stored_response_bytes {float(size)}" in scraped
 
 
 async def test_a_copy_that_comes_twice_is_one(control: Control):

@@ -1,0 +1,24 @@
+"""Pytest plugin for the run of openai-python's tests of inference: what they leave out when they create a response.
+
+They name no model and no input, as OpenAI lets a stored prompt say both. A box that guessed a model would answer what
+nobody asked it, so it is this harness that says them, in the SDK's own client, just before a request is sent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from openai import _base_client
+
+LEFT_OUT = {"model": "gpt-6-astra", "input": "Say hello."}
+
+
+def pytest_configure() -> None:
+    build = _base_client.BaseClient._build_request
+
+    def with_what_is_left_out(self: Any, options: Any, **kwargs: Any) -> Any:
+        if options.method.lower() == "post" and options.url == "/responses":
+            options.json_data = {**LEFT_OUT, **(options.json_data or {})}
+        return build(self, options, **kwargs)
+
+    _base_client.BaseClient._build_request = with_what_is_left_out  # type: ignore[method-assign]
