@@ -73,7 +73,8 @@ async def start(
     Raises RayStartError when it exits or does not answer within `timeout_s` seconds.
     """
     where = ["--head", f"--port={node_port if node_address else 0}", f"--node-ip-address={node_address or '127.0.0.1'}"]
-    process = await _start(paths, [*where, "--include-dashboard=false"], device_ids, log_path, env)
+    # No autoscaler either: the monitor is its process.
+    process = await _start(paths, [*where, "--include-dashboard=false", "--no-monitor"], device_ids, log_path, env)
     await _wait_until(lambda: address(paths) is not None, process, log_path, timeout_s)
     return process
 
@@ -107,7 +108,8 @@ async def _start(
     resources = {f"device:{device_id}": 1 for device_id in device_ids}
     with open(log_path, "ab") as log:
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "ray.scripts.scripts", "start", *where, "--block", "--disable-usage-stats",
+            sys.executable, "-m", "scheduler.ray_start", "start", *where, "--block", "--disable-usage-stats",
+            "--include-log-monitor=false",  # it brings the output of workers to drivers, and ours want none
             "--num-cpus=2", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}",
             f"--temp-dir={folder}", f"--resources={json.dumps(resources)}",
             stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
