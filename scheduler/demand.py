@@ -82,13 +82,13 @@ def required(
     switch_device_s: device seconds of training that giving devices back and taking them again would cost.
     """
     want = wanted_now(deployment, now_s, config)
-    memory = replace(memory, load=memory.load.seen(want, now_s))
+    load = memory.load.seen(want, now_s)
     last = deployment.demand.last_request_s
     reviews: list[float] = []
     if last is not None and (end_s := last + _linger_s(deployment, config)) > now_s:
         reviews.append(end_s)
     if last is not None and (end_s := last + _floor_hold_s(deployment, config)) > now_s:
-        floor = deployment.standby.replicas if deployment.standby else memory.load.floor(config.late_share)
+        floor = deployment.standby.replicas if deployment.standby else load.floor(config.late_share)
         if memory.proved_until_s > now_s:
             floor = max(floor, memory.proved)
             reviews.append(memory.proved_until_s)
@@ -101,7 +101,8 @@ def required(
             memory = _wanted_back(memory, want, deployment.tensor_parallel, now_s, config, switch_device_s)
         if want > memory.replicas:
             memory = replace(memory, taken_s=(*_last_hour(memory.taken_s, now_s), now_s))
-        return replace(memory, replicas=want, low_since_s=None, low_peak=0), min(reviews, default=None)
+        found = replace(memory, load=load, replicas=want, low_since_s=None, low_peak=0)
+        return found, min(reviews, default=None)
     since_s = now_s if memory.low_since_s is None else memory.low_since_s
     peak = max(memory.low_peak, want)
     # Rent or buy: idle devices are worth a hand-over once they have idled for what it costs.
@@ -123,12 +124,15 @@ def required(
         if peak < memory.replicas:
             given_back_s = (*given_back_s, now_s)
             memory = replace(memory, given_back_from=memory.replicas)
-        found = replace(memory, replicas=peak, low_since_s=still_low, low_peak=want, given_back_s=given_back_s)
+        found = replace(
+            memory, load=load, replicas=peak, low_since_s=still_low, low_peak=want, given_back_s=given_back_s
+        )
         if still_low is not None:
             reviews.append(now_s + _linger_s(deployment, config))
         return found, min(reviews, default=None)
     reviews.append(due_s)
-    return replace(memory, low_since_s=since_s, low_peak=peak, given_back_s=given_back_s), min(reviews)
+    found = replace(memory, load=load, low_since_s=since_s, low_peak=peak, given_back_s=given_back_s)
+    return found, min(reviews)
 
 
 def _last_hour(times_s: tuple[float, ...], now_s: float) -> tuple[float, ...]:

@@ -5,7 +5,7 @@ Kept as buckets of time; each holds, per number of replicas b, how much demand e
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 BUCKET_S = 300.0
 BUCKETS = 6
@@ -42,7 +42,9 @@ class RecentLoad:
             )
             buckets = (*buckets[:-1], Bucket(last.begun_s, last.asked + passed_s * self.want, over))
         oldest_s = now_s - BUCKETS * BUCKET_S
-        return replace(self, since_s=now_s, want=want, buckets=tuple(b for b in buckets if b.begun_s >= oldest_s))
+        if buckets and buckets[0].begun_s < oldest_s:
+            buckets = tuple(b for b in buckets if b.begun_s >= oldest_s)
+        return RecentLoad(now_s, want, buckets)
 
     def floor(self, tolerance: float) -> int:
         """The fewest replicas beyond which no more than this share of the demand went."""

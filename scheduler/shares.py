@@ -72,8 +72,10 @@ class Shares:
                 switch_device_s=switch_device_s,
             )
             waits = deployment.demand.requests > 0 and model not in is_open
-            since_s = memory.waiting_since_s
-            self.memory[model] = replace(memory, waiting_since_s=(since_s or self._now_s) if waits else None)
+            since_s = (memory.waiting_since_s or self._now_s) if waits else None
+            if since_s != memory.waiting_since_s:
+                memory = replace(memory, waiting_since_s=since_s)
+            self.memory[model] = memory
             if review_s is not None:
                 self.reviews.append(review_s)
             if deployment.not_before_s > self._now_s:

@@ -78,13 +78,14 @@ def _job(job: JobView, box: Box, all_moving: Mapping[Holder, Moving], failures: 
     if moving is not None:
         busy = "coming" if moving.target else "leaving"
         devices = moving.target or devices
+    since_s = group.since_s if group else 0.0
+    not_before_s = failure.not_before_s if failure else 0.0
+    if (job.phase, job.devices, job.since_s, job.not_before_s, job.busy) == (
+        phase, devices, since_s, not_before_s, busy
+    ):  # fmt: skip
+        return job  # most of a long queue: a copy costs more than all else here
     return replace(
-        job,
-        phase=phase,
-        devices=devices,
-        since_s=group.since_s if group else 0.0,
-        not_before_s=failure.not_before_s if failure else 0.0,
-        busy=busy,
+        job, phase=phase, devices=devices, since_s=since_s, not_before_s=not_before_s, busy=busy
     )
 
 
