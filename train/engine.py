@@ -14,6 +14,7 @@ from deepspeed.ops.op_builder.all_ops import ALL_OPS
 from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.distributed import distributed_c10d
 
+import train.muon_as_written  # noqa: F401
 from train import fragments
 from train.auto import allowed_sizes
 from train.errors import InvalidSpec

@@ -30,16 +30,8 @@ import transformers.models.mistral.modeling_mistral  # noqa: E402, F401
 import transformers.models.mixtral.modeling_mixtral  # noqa: E402, F401
 import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
-from deepspeed.runtime import compiler  # noqa: E402
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
 
 import train.worker  # noqa: E402, F401
 
-# DeepSpeed imports Muon with every engine, and its module compiles its functions as it is imported, which loads 500
-# modules of inductor. No optimizer of ours: left as they are written.
-_compile = compiler.compile
-compiler.compile = lambda *_, **__: lambda function: function
-import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
-
-compiler.compile = _compile
 get_checkpoint_conversion_mapping("llama")  # compiles 700 regular expressions once, here instead of in every rank
