@@ -1,7 +1,7 @@
 # `make demo` and `make test` need nothing but Linux and Python 3.11 to 3.13: both set the environment up first.
 VENV ?= .venv
 PY := $(VENV)/bin/python
-PYTEST := OMP_NUM_THREADS=1 $(PY) -m pytest
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 RUFF := $(PY) -m ruff
 
 .DEFAULT_GOAL := help

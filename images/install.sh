@@ -205,13 +205,18 @@ if [ "$packages_only" = 0 ]; then
 fi
 
 # --- byte-compile --------------------------------------------------------------------------------------------------
-# Without .pyc files the first start of a box takes 15 to 20 s longer. Tests and the hundreds of model families that a
-# box never imports are left to be compiled when first used.
+# Without .pyc files the first start of a box takes 15 to 20 s longer, and every start where Python may not write them
+# (PYTHONDONTWRITEBYTECODE, a read-only image). Tests and the hundreds of model families that a box never imports are
+# left to be compiled when first used; sympy, tensorboard, torch's inductor and quantisation are not, because torch, vLLM
+# and DeepSpeed import them.
 if [ "$compile" = 1 ] && [ "$done_lock" != "$lock_stamp" ]; then
     say "byte-compiling"
     run "$venv/bin/python" -m compileall -q -j 0 \
-        -x '/(tests?|testing|test_.*)/|/transformers/models/(?!(auto|llama|qwen2|qwen3|mistral)/)|/vllm/model_executor/models/[a-km-pr-z]|/(sympy|matplotlib|tensorboard|triton/backends/(amd|intel))/|/torch/(_inductor|onnx|ao)/|/ray/(rllib|tune|data|train|serve)/' \
+        -x '/(tests?|testing|test_.*)/|/transformers/models/(?!(auto|llama|mistral|mixtral|qwen[23](_moe)?)/)|/vllm/model_executor/models/[a-km-pr-z]|/(matplotlib|triton/backends/intel)/|/ray/(rllib|tune|data|train|serve)/' \
         "$venv"/lib/python3*/site-packages || true
+fi
+if [ "$compile" = 1 ] && [ "$packages_only" = 0 ]; then
+    run "$venv/bin/python" -m compileall -q "$project"/{appliance,runtime,scheduler,serve,train,weights} || true
 fi
 
 # --- the gateway, compiled ------------------------------------------------------------------------------------------

@@ -8,6 +8,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 # Asked first: nproc answers OMP_NUM_THREADS where that is set.
 cores=$(nproc)
 export OMP_NUM_THREADS=1
+# Some hundred processes import the tests and what they test: where Python may not keep what it compiles of them, each
+# compiles all of it.
+unset PYTHONDONTWRITEBYTECODE
 summary='' failed=0
 
 suite() {
