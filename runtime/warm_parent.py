@@ -48,10 +48,12 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent()
     _redirect_output(options.log)
     configure_logging("warm parent")
+    gc.disable()  # it would go through all that was imported so far again and again, and find nothing to give back
     importlib.import_module(options.preload)
     adopt_libraries()
     gc.collect()
     gc.freeze()
+    gc.enable()
 
     listener = _listen(options.socket)
     log.info("warm: %s imported, listening on %s", options.preload, options.socket)
