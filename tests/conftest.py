@@ -7,6 +7,7 @@ mark: those of all are looked for when all have ended.
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import tempfile
@@ -26,6 +27,15 @@ MARK = "TESTS_RUN_BY"
 # A shell starts background jobs with Ctrl-C ignored, and everything below them inherits that: the tests that press it
 # would wait for ever.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+# Nearly all that a session keeps comes into being as its tests are collected, torch and its like among it: until then
+# the collector has nothing to find.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

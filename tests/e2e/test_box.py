@@ -22,6 +22,8 @@ from weights.names import encode_name
 pytestmark = pytest.mark.timeout(600)
 APPLES = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does he have?"}]
 EPOCHS = 4
+# Of jobs whose size is not what is tested: eight ranks on two cores take several times as long to start.
+TWO_DEVICES = {"max_devices": 2}
 # Resized runs add the same numbers in another order (bf16 gradients, reduced in float32); a lost or repeated step
 # would move the loss by whole tenths.
 CURVE_TOLERANCE = 0.02
@@ -53,6 +55,7 @@ def unbroken(box, starter):
         seed=3,
         metadata={"purpose": "test"},
         method={"type": "supervised", "supervised": {"hyperparameters": hyperparameters()}},
+        extra_body=TWO_DEVICES,
     )
     box.run("job", "wait", job.id, "--timeout", "300")
     return box.client().fine_tuning.jobs.retrieve(job.id)
@@ -224,7 +227,7 @@ def test_adapters_share_the_engine_of_their_base(box, starter):
         settings = {"batch_size": 8, "max_length": 256, "lora_rank": 4, "learning_rate": 0.01, **more}
         return client.fine_tuning.jobs.create(
             model=starter, training_file=file, seed=3,
-            method={"type": "supervised", "supervised": {"hyperparameters": settings}},
+            method={"type": "supervised", "supervised": {"hyperparameters": settings}}, extra_body=TWO_DEVICES,
         )  # fmt: skip
 
     def greedy(model):
@@ -349,6 +352,7 @@ def test_a_checkpoint_directory_is_imported_served_and_tuned(box, starter, archi
             "type": "supervised",
             "supervised": {"hyperparameters": {"n_epochs": 1, "batch_size": 8, "max_length": 256, **settings}},
         },
+        extra_body=TWO_DEVICES,
     )
     box.run("job", "wait", job.id, "--timeout", "200")
     losses = box.losses(job.id)

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ class WarmTrain:
     def wait(self) -> WarmTrain:
         while not self.socket.exists():
             assert self._process.poll() is None, (self.folder / "warm.log").read_text()
-            self._process.poll()
+            time.sleep(0.05)
         return self
 
     def close(self) -> None:
