@@ -6,10 +6,15 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from runtime.process import die_with_parent
 from scheduler import oracle, virtual_time
 from scheduler.config import SchedulerConfig
 from scheduler.inventory import Device
@@ -205,32 +210,41 @@ def _figures(
 
 
 def simulate(
-    setup: Setup, policy: Policy, *, static: bool = True, progress: Callable[[str], None] = lambda text: None
+    setup: Setup,
+    policy: Policy,
+    *,
+    static: bool = True,
+    processes: int = 1,
+    progress: Callable[[str], None] = lambda text: None,
 ) -> tuple[dict[str, Any], Figures]:
-    """The figures of `policy` beside the oracle and the static splits, as plain values with stable keys."""
+    """The figures of `policy` beside the oracle and the static splits, as plain values with stable keys.
+
+    processes: with more than one the static splits run in so many beside this one, to the same figures.
+    """
 
     def telling(name: str) -> Callable[[float], None]:
         return lambda share: progress(f"{name}, {100 * share:.0f} % of {setup.requests.horizon_s / 3600:.1f} h")
 
-    figures = run_policy(setup, policy, telling(f"policy {policy.kind}"))
-    progress("oracle")
-    bound_s = oracle.training_device_s(
-        setup.requests,
-        setup.engine,
-        setup.times,
-        devices=setup.devices,
-        jobs=setup.jobs,
-        attainment=figures.slo_attainment,
-        slo_ttft_s=setup.slo_ttft_s,
-        slo_tpot_s=setup.slo_tpot_s,
-    )
-    splits = []
-    if static:
-        shares = range(setup.devices + 1) if setup.devices <= 8 else [setup.devices * n // 8 for n in range(9)]
-        for share in shares:
-            named = telling(f"static split {share}/{setup.devices}")
-            row = run_policy(setup, Policy("split", share), named).to_json()
-            splits.append({"train_devices": share, "serve_devices": setup.devices - share, **row})
+    shares = [setup.devices * n // 8 for n in range(9)] if setup.devices > 8 else list(range(setup.devices + 1))
+    if not static:
+        shares = []
+    with _running_splits(setup, shares, processes, telling) as split:
+        figures = run_policy(setup, policy, telling(f"policy {policy.kind}"))
+        progress("oracle")
+        bound_s = oracle.training_device_s(
+            setup.requests,
+            setup.engine,
+            setup.times,
+            devices=setup.devices,
+            jobs=setup.jobs,
+            attainment=figures.slo_attainment,
+            slo_ttft_s=setup.slo_ttft_s,
+            slo_tpot_s=setup.slo_tpot_s,
+        )
+        splits = [
+            {"train_devices": share, "serve_devices": setup.devices - share, **split(share).to_json()}
+            for share in shares
+        ]
     result = {
         "policy": policy.kind,
         "devices": setup.devices,
@@ -246,6 +260,36 @@ def simulate(
         "static": splits,
     }
     return result, figures
+
+
+@contextmanager
+def _running_splits(
+    setup: Setup, shares: list[int], processes: int, telling: Callable[[str], Callable[[float], None]]
+) -> Iterator[Callable[[int], Figures]]:
+    """Yields what gives the figures of a share of devices that train: here and then, or from a process that runs."""
+    if processes <= 1 or not shares:
+        yield lambda share: run_policy(setup, Policy("split", share), telling(f"static split {share}/{setup.devices}"))
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn, _end_with_parent) as pool:
+        runs = {share: pool.submit(run_policy, setup, Policy("split", share)) for share in shares}
+
+        def figures(share: int) -> Figures:
+            telling(f"static split {share}/{setup.devices}")(sum(run.done() for run in runs.values()) / len(runs))
+            return runs[share].result()
+
+        try:
+            yield figures
+        except BaseException:
+            # Ctrl-C above all: the pool would wait for runs of minutes.
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+
+
+def _end_with_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    die_with_parent()
 
 
 def pareto(mode: dict[str, Any], splits: list[dict[str, Any]]) -> str:

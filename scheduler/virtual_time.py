@@ -53,16 +53,6 @@ class VirtualClock:
 
 
 def run(main: Coroutine[Any, Any, T], start_s: float = 0.0) -> T:
-    """Like asyncio.run, in virtual time."""
-    loop = VirtualLoop(start_s)
-    try:
-        return loop.run_until_complete(main)
-    finally:
-        try:
-            tasks = asyncio.all_tasks(loop)
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        finally:
-            loop.close()
+    """Like asyncio.run, in virtual time; Ctrl-C ends it as there."""
+    with asyncio.Runner(loop_factory=lambda: VirtualLoop(start_s)) as runner:
+        return runner.run(main)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -78,7 +79,11 @@ def simulate(
             seed=seed,
         )
         with output.progress("simulating") as meter:
-            result, figures = run(setup, wanted, static=static, progress=lambda text: meter.update(text))
+            # A process takes half a second to start, as long as some thousand requests.
+            processes = len(os.sched_getaffinity(0)) if len(requests) >= 5000 else 1
+            result, figures = run(
+                setup, wanted, static=static, processes=min(processes, 9), progress=lambda text: meter.update(text)
+            )
         if plot is not None:
             from scheduler.sim_plot import plot as draw  # fenced: matplotlib
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import multiprocessing
 import os
 from array import array
 from dataclasses import replace
@@ -259,6 +260,27 @@ def test_one_request_served_in_time_is_all_of_them() -> None:
 def test_a_run_is_reproducible() -> None:
     first, second = (run_policy(Setup(burst(150, 300, 400)), Policy("auto")) for _ in range(2))
     assert first == second
+
+
+def test_static_splits_in_processes_of_their_own_give_the_same() -> None:
+    setup = Setup(burst(40, 60, 90), gpus_per_node=2)
+    told: list[str] = []
+    alone, _ = simulate(setup, Policy("serve"))
+    beside, _ = simulate(setup, Policy("serve"), processes=2, progress=told.append)
+    assert beside == alone and len(alone["static"]) == 3
+    assert any(text.startswith("static split 2/2") for text in told)
+    assert not multiprocessing.active_children()
+
+
+def test_a_fault_ends_the_processes_of_the_splits(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        assert multiprocessing.active_children()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(oracle, "training_device_s", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        simulate(Setup(burst(40, 60, 90), gpus_per_node=2), Policy("serve"), processes=2)
+    assert not multiprocessing.active_children()
 
 
 def test_listed_jobs_are_worked_off_exactly() -> None:

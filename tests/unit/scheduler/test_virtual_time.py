@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import signal
 import time
 
 import pytest
@@ -41,3 +43,20 @@ def test_waiting_for_nothing_is_named() -> None:
 
     with pytest.raises(RuntimeError, match="deadlock"):
         virtual_time.run(main())
+
+
+def test_ctrl_c_during_any_task_ends_all_and_says_nothing_more(caplog: pytest.LogCaptureFixture) -> None:
+    async def interrupted() -> None:
+        await asyncio.sleep(1)
+        signal.raise_signal(signal.SIGINT)
+        await asyncio.sleep(3600)
+
+    async def main() -> None:
+        beside = asyncio.create_task(interrupted())
+        await asyncio.sleep(7200)
+        await beside
+
+    with pytest.raises(KeyboardInterrupt):
+        virtual_time.run(main())
+    gc.collect()
+    assert not caplog.records, "the simulator printed the traceback of whichever task Ctrl-C met"
