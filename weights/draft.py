@@ -11,12 +11,13 @@ from typing import Any
 
 from weights import segment
 from weights.checksums import checksum, checksum_all, compare
-from weights.errors import DraftNotFound, HandleClosed, VersionExists
+from weights.errors import DraftNotFound, VersionExists
 from weights.files import write_file
 from weights.layout import Layout
 from weights.lease import StoredVersion
 from weights.locks import DirectoryLock
 from weights.manifest import FileRecord, Prepared
+from weights.mapped import Mapped
 from weights.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, WRITTEN_FILE, version_path
 from weights.pool import Pool
 from weights.removal import dismantle
@@ -25,51 +26,37 @@ MAX_WRITERS = 1 << 16
 WRITTEN_POLL_S = 0.0005  # a reader of a few bytes that are in memory; the last writer is waited for no longer than this
 
 
-class Draft:
+class Draft(Mapped):
     """Made by `WeightStore.reserve` or `WeightStore.attach`. A context manager: leaving it uncommitted aborts
     it where it was reserved, and lets go of it where it was attached.
 
     Every process that has it open holds a shared lock on its directory. When all are gone without a commit,
     a sweep removes it. `path` is what other processes attach to.
+
+    Views are writable and shared with every process that has the draft open: what is written is in the version at once.
+    Writers of disjoint ranges need no coordination but that all are done before `commit`.
     """
 
     def __init__(
         self, root: Path, path: Path, layout: Layout, lock: DirectoryLock, *, kind: str, model: str, version: str,
         owner: bool,
     ) -> None:  # fmt: skip
-        self.path = path
-        self.layout = layout
+        super().__init__(path, layout, lock, "write")
         self.kind = kind
         self.model = model
         self.version = version
         self._root = root
         self._owner = owner
-        self._lock: DirectoryLock | None = lock
-        self._windows: dict[str, memoryview] = {}
         self._prepared: Prepared | None = None
 
     @property
     def closed(self) -> bool:
-        return self._lock is None or not self._lock.held
+        return not self._held
 
     @property
     def target(self) -> Path:
         """Where the version will stand once it is committed."""
         return self._target()
-
-    def view(self, name: str) -> memoryview:
-        """Writable bytes of tensor `name` (uint8, 1-D), shared with every process that has the draft open.
-
-        What is written is in the version at once; writers of disjoint ranges need no coordination but that
-        all are done before `commit`. Raises UnknownTensor, HandleClosed.
-        """
-        placed = self.layout.find(name)
-        return self._window(placed.file)[placed.start : placed.end]
-
-    def file_view(self, file: str) -> memoryview:
-        """As `view`, of a whole file, its header included: for who knows the layout's offsets. Raises UnknownTensor,
-        HandleClosed."""
-        return self._window(file)
 
     def mark_written(self, writer: int) -> None:
         """Says that `writer` (0-based, of those the draft was reserved for) has written all that it will. Raises
@@ -99,7 +86,7 @@ class Draft:
         """Takes the page faults of `views` (default: everything) now, so that writing them runs at memcpy
         rate. Worth it ahead of time for a draft whose segments are new."""
         if views is None:
-            views = [self._window(file.name) for file in self.layout.files]
+            views = [self.file_view(file.name) for file in self.layout.files]
         for view in views:
             segment.populate(view, write=True)
 
@@ -142,8 +129,7 @@ class Draft:
         os.unlink(WRITTEN_FILE, dir_fd=fd)
         self._unlist(fd)
         self._publish(target)
-        self._lock = None
-        self._windows = {}
+        self._let_go()
         return StoredVersion(self.kind, self.model, self.version, target, manifest.nbytes, manifest)
 
     def abort(self) -> None:
@@ -152,8 +138,8 @@ class Draft:
         Where other processes or views still hold the draft, the last of them to close it cleans up, or a
         sweep after they died.
         """
-        lock, self._lock, self._windows = self._lock, None, {}
-        if lock is None or not lock.held:
+        lock = self._let_go()
+        if lock is None:
             return
         self._unlist(lock.fd)
         lock = None  # noqa: F841 - the last reference closes the descriptor
@@ -164,8 +150,8 @@ class Draft:
         if self._owner:
             self.abort()
             return
-        lock, self._lock, self._windows = self._lock, None, {}
-        if lock is None or not lock.held:
+        lock = self._let_go()
+        if lock is None:
             return
         lock = None  # noqa: F841 - the last reference closes the descriptor
         if not (self.path / DRAFT_FILE).exists():
@@ -177,18 +163,8 @@ class Draft:
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    def _open_lock(self) -> DirectoryLock:
-        if self._lock is None or not self._lock.held:
-            raise HandleClosed(
-                f"the draft {self.path} was committed, aborted, or lost in a fork; a forked child attaches anew"
-            )
-        return self._lock
-
-    def _window(self, file: str) -> memoryview:
-        lock = self._open_lock()
-        if file not in self._windows:
-            self._windows[file] = segment.window(self.path / file, self.layout.file(file).nbytes, "write", lock)
-        return self._windows[file]
+    def _closed(self) -> str:
+        return f"the draft {self.path} was committed, aborted, or lost in a fork; a forked child attaches anew"
 
     def _target(self) -> Path:
         return version_path(self._root, self.kind, self.model, self.version)

@@ -1,6 +1,6 @@
 """Keeping a store within its bounds: counting, evicting, sweeping, trimming.
 
-Everything here but `usage` and `committed` is to be called under the store's mutex, so that probing a lock
+Everything here but `mutex`, `usage` and `committed` is to be called under the store's mutex, so that probing a lock
 never looks like a lease to another process and no space is given out twice.
 """
 
@@ -11,7 +11,7 @@ import shutil
 from pathlib import Path
 
 from weights.errors import StoreFull
-from weights.locks import DirectoryLock
+from weights.locks import DirectoryLock, StoreMutex
 from weights.manifest import KINDS
 from weights.pool import Pool
 from weights.removal import dismantle, hide
@@ -27,6 +27,10 @@ class Keeper:
         self.pool = Pool(root / "pool")
         self.budget_bytes = budget_bytes
         self.pool_bytes = pool_bytes
+
+    def mutex(self) -> StoreMutex:
+        """Held, as a context, while space is counted and given out."""
+        return StoreMutex(self.root / ".mutex")
 
     def usage(self) -> Usage:
         """What the store holds now, in bytes of file sizes (reserved counts as held)."""

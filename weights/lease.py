@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from weights import segment
-from weights.errors import HandleClosed, VersionNotFound
+from weights.errors import VersionNotFound
 from weights.layout import Layout
 from weights.locks import DirectoryLock
 from weights.manifest import Manifest
+from weights.mapped import Mapped
 from weights.names import PINNED_FILE
 
 
@@ -47,41 +48,24 @@ class StoredVersion:
         return cls(manifest.kind, manifest.model, manifest.version, path, manifest.nbytes, manifest)
 
 
-class Lease:
+class Lease(Mapped):
     """The right to read a version: while it or any view taken from it lives, the bytes stay as they are.
 
     Use `take_lease` or `WeightStore.lease`. `path` is the directory, `layout` the validated layout,
-    `manifest` the current manifest. A context manager; `release` is safe to call twice. A process forked
-    meanwhile does not hold the lease and must take its own.
+    `manifest` the current manifest. Views are read-only and shared, or with `copy_on_write` writable and private. A
+    context manager; `release` is safe to call twice. A process forked meanwhile does not hold the lease and must take
+    its own.
     """
 
     def __init__(
         self, path: Path, layout: Layout, manifest: Manifest, lock: DirectoryLock, *, copy_on_write: bool
     ) -> None:
-        self.path = path
-        self.layout = layout
+        super().__init__(path, layout, lock, "private" if copy_on_write else "read")
         self.manifest = manifest
-        self._lock: DirectoryLock | None = lock
-        self._access: segment.Access = "private" if copy_on_write else "read"
-        self._windows: dict[str, memoryview] = {}
 
     @property
     def released(self) -> bool:
-        return self._lock is None or not self._lock.held
-
-    def view(self, name: str) -> memoryview:
-        """Bytes of tensor `name` (uint8, 1-D). Raises UnknownTensor, HandleClosed.
-
-        Read-only and shared, or with `copy_on_write` writable and private. The view keeps the version from
-        being removed until it is gone, even after `release`.
-        """
-        placed = self.layout.find(name)
-        return self._window(placed.file)[placed.start : placed.end]
-
-    def file_view(self, file: str) -> memoryview:
-        """As `view`, of a whole file, its header included: for who knows the layout's offsets. Raises UnknownTensor,
-        HandleClosed."""
-        return self._window(file)
+        return not self._held
 
     def views(self) -> Mapping[str, memoryview]:
         """All tensors by name, in file order."""
@@ -90,12 +74,11 @@ class Lease:
     def populate(self) -> None:
         """Maps every page now, so that a later copy (in a pause, say) takes no page fault."""
         for file in self.layout.files:
-            segment.populate(self._window(file.name), write=False)
+            segment.populate(self.file_view(file.name), write=False)
 
     def release(self) -> None:
         """Gives the lease back; living views keep the version until they are gone."""
-        self._lock = None
-        self._windows = {}
+        self._let_go()
 
     def __enter__(self) -> Lease:
         return self
@@ -103,14 +86,8 @@ class Lease:
     def __exit__(self, *exc_info: object) -> None:
         self.release()
 
-    def _window(self, file: str) -> memoryview:
-        if self._lock is None or not self._lock.held:
-            raise HandleClosed(f"the lease on {self.path} was released or lost in a fork; take a new one")
-        if file not in self._windows:
-            self._windows[file] = segment.window(
-                self.path / file, self.layout.file(file).nbytes, self._access, self._lock
-            )
-        return self._windows[file]
+    def _closed(self) -> str:
+        return f"the lease on {self.path} was released or lost in a fork; take a new one"
 
 
 def take_lease(stored: StoredVersion, *, copy_on_write: bool = False) -> Lease:

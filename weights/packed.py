@@ -10,8 +10,6 @@ written at all; the new record points at the old bytes. One process writes a tie
 
 from __future__ import annotations
 
-import logging
-import os
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -40,14 +38,13 @@ from weights.manifest import Manifest
 from weights.names import INDEX_SUFFIX
 from weights.objects import Objects
 from weights.pace import Pace
+from weights.packer import Packer
 from weights.record import AUX, HEADER, TENSOR, Name, Part, Record, object_key
+from weights.records import Records
+from weights.source import tensor_checksum, tensor_chunks
 from weights.store import WeightStore
 
-log = logging.getLogger(__name__)
-
-OBJECT_BYTES = 32 << 20
 OWNER_KEY = "owner"
-READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class Packed:
 class PackedTier:
     """`codec_of` chooses a tensor's codec by kind and spec: "raw" or "zstd", or a moment codec for float32 tensors.
 
-    Errors of the store pass through: TierFull, TierUnavailable. Records are read once and kept.
+    Errors of the store pass through: TierFull, TierUnavailable.
     """
 
     def __init__(
@@ -75,18 +72,17 @@ class PackedTier:
         self._objects = objects
         self._level = level
         self._codec_of = codec_of
-        self._records: dict[Name, Record] | None = None
+        self._records = Records(name, objects)
 
     # --- what is there ----------------------------------------------------------------------------------------------
 
     def names(self, kind: str) -> Mapping[Name, float]:
         """Creation time (Unix seconds) by name, of what can be read. A damaged record is logged and left out."""
-        return {name: record.manifest.created_s for name, record in list(self._known().items()) if name.kind == kind}
+        return {name: record.manifest.created_s for name, record in self._records.all().items() if name.kind == kind}
 
     def usage_bytes(self) -> int:
         """Stored bytes of everything that a record needs."""
-        objects = {key: nbytes for record in list(self._known().values()) for key, nbytes in record.objects.items()}
-        return sum(objects.values())
+        return sum(self._records.objects().values())
 
     def claim(self, owner: str, first: bool) -> None:
         """Makes sure that the tier is `owner`'s; takes it if it is nobody's and this is the `first` time.
@@ -117,12 +113,12 @@ class PackedTier:
         manifest, layout = Manifest.read(source), Layout.read(source)
         manifest.check_layout(layout, path=source)
         digests = {
-            placed.spec.name: manifest.tensors[placed.spec.name].checksum or _read_checksum(source, placed)
+            placed.spec.name: manifest.tensors[placed.spec.name].checksum or tensor_checksum(source, placed)
             for placed in layout
         }
-        known = self._places_by_checksum()
+        known, sizes = self._records.parts_by_checksum(), self._records.objects()
         pieces: dict[str, tuple[Part, ...]] = {}
-        packer = _Packer(self._level, partial(self._store, pace=pace), pieces)
+        packer = Packer(self._level, partial(self._store, pace=pace), pieces)
         for file in layout.files:
             packer.add(HEADER + file.name, 1, [file.header])
         for name, found in manifest.aux_files.items():
@@ -138,12 +134,12 @@ class PackedTier:
             name, width = placed.spec.name, _width(placed)
             chosen = self._codec_of(manifest.kind, placed.spec)
             if chosen in ("moment", "second_moment"):
-                lossy[name] = packer.add_lossy(TENSOR + name, _read_whole(source, placed), chosen)
-            elif (parts := known.get(digests[name])) is not None and self._still_there(parts):
+                lossy[name] = packer.add_lossy(TENSOR + name, b"".join(tensor_chunks(source, placed, blake3())), chosen)
+            elif (parts := known.get(digests[name])) is not None and self._still_there(parts, sizes):
                 pieces[TENSOR + name] = parts
             else:
                 running = blake3()
-                packer.add(TENSOR + name, width, _read(source, placed, running), chosen)
+                packer.add(TENSOR + name, width, tensor_chunks(source, placed, running), chosen)
                 written[name] = "blake3:" + running.hexdigest()
         packer.flush()
         compare(written, {name: digests[name] for name in written}, layout, path=source)
@@ -151,21 +147,21 @@ class PackedTier:
         record = Record(
             replace(manifest.with_checksums(digests | lossy), meta=meta),
             pieces,
-            {part.object: packer.sizes.get(part.object) or self._size_of(part.object)
+            {part.object: packer.sizes.get(part.object) or sizes[part.object]
              for parts in pieces.values() for part in parts},
         )  # fmt: skip
-        self._commit(record)
+        self._records.put(record)
         new_bytes = sum(layout.find(name).nbytes for name in (*written, *lossy))
         return Packed(manifest.nbytes, new_bytes, pace.done_bytes, time.monotonic() - started_s)
 
     def copy_from(self, other: PackedTier, name: Name, *, pace: Pace | None = None) -> Packed:
         """Takes over what `other` has under `name`, object by object. Raises as `restore` and `put`."""
         started_s, pace = time.monotonic(), pace or Pace()
-        record = other._find(name)
+        record = other._records.find(name)
         for key, nbytes in record.objects.items():
             if self._objects.size(object_key(key)) != nbytes:
                 self._store(key, other._fetch(key), pace=pace)
-        self._commit(record)
+        self._records.put(record)
         return Packed(record.manifest.nbytes, pace.done_bytes, pace.done_bytes, time.monotonic() - started_s)
 
     def _store(self, key: str, blob: bytes, *, pace: Pace) -> None:
@@ -173,9 +169,8 @@ class PackedTier:
             self._objects.put(object_key(key), blob)
             pace.moved(len(blob))
 
-    def _commit(self, record: Record) -> None:
-        self._objects.put(record.name.key, record.to_bytes())
-        self._known()[record.name] = record
+    def _still_there(self, parts: tuple[Part, ...], sizes: Mapping[str, int]) -> bool:
+        return all(self._objects.size(object_key(part.object)) == sizes[part.object] for part in parts)
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -184,7 +179,7 @@ class PackedTier:
 
         Raises VersionNotFound if the tier has none, IntegrityError if it is damaged, StoreFull, VersionExists.
         """
-        record = self._find(name)
+        record = self._records.find(name)
         small = self._gather(record, (HEADER, AUX))
         layout = _layout(record, small)
         aux = {key[len(AUX) :]: data for key, data in small.items() if key.startswith(AUX)}
@@ -200,7 +195,7 @@ class PackedTier:
 
     def verify(self, name: Name) -> Manifest:
         """Reads every byte of `name` and compares it. Raises VersionNotFound, IntegrityError."""
-        record = self._find(name)
+        record = self._records.find(name)
         _layout(record, self._gather(record, (HEADER, AUX)))
         running = {tensor: (blake3(), 0) for tensor in record.manifest.tensors}
         waiting: dict[str, dict[int, bytes]] = {}
@@ -216,12 +211,6 @@ class PackedTier:
             if record.manifest.tensors[tensor].checksum != "blake3:" + digest.hexdigest():
                 raise ChecksumMismatch("the bytes differ from the manifest", path=self.where, tensor=tensor)
         return record.manifest
-
-    def _find(self, name: Name) -> Record:
-        """Read anew: what is about to be relied on is looked at, not remembered."""
-        if self._objects.size(name.key) is None:
-            raise VersionNotFound(f"{name} is not in the {self.name} tier")
-        return Record.from_bytes(self._objects.get(name.key), path=f"{self.where}/{name.key}")
 
     def _fetch(self, key: str) -> bytes:
         blob = self._objects.get(object_key(key))
@@ -263,14 +252,13 @@ class PackedTier:
 
     def remove(self, name: Name) -> None:
         """Takes `name` away. Its bytes go with the next `collect`. Idempotent."""
-        self._objects.delete(name.key)
-        self._known().pop(name, None)
+        self._records.remove(name)
 
     def quarantine(self, name: Name) -> None:
         """Removes `name`, and every object of it that is not what its name says, with all records that use such one:
         nothing written later may build on them."""
         try:
-            objects = self._find(name).objects
+            objects = self._records.find(name).objects
         except (IntegrityError, VersionNotFound):
             objects = {}
         bad = set()
@@ -279,7 +267,7 @@ class PackedTier:
                 self._fetch(key)
             except IntegrityError:
                 bad.add(key)
-        for other, record in list(self._known().items()):
+        for other, record in self._records.all().items():
             if not bad.isdisjoint(record.objects):
                 self.remove(other)
         self.remove(name)
@@ -290,106 +278,13 @@ class PackedTier:
         """Removes what no record needs: bytes of removed versions and of puts that will not be finished. Returns the
         bytes. Not to be called while a put is to go on later: that would send its objects again."""
         self._objects.sweep()
-        needed = {object_key(key) for record in self._known(strict=True).values() for key in record.objects}
+        needed = {object_key(key) for record in self._records.all(strict=True).values() for key in record.objects}
         freed = 0
         for key, nbytes in list(self._objects.list("objects/")):
             if key not in needed:
                 self._objects.delete(key)
                 freed += nbytes
         return freed
-
-    # --- records ----------------------------------------------------------------------------------------------------
-
-    def _known(self, *, strict: bool = False) -> dict[Name, Record]:
-        """All records; `strict`: raises IntegrityError if one cannot be read, whose objects are thus not known."""
-        if self._records is None or strict:
-            found = {}
-            for key, _ in list(self._objects.list("records/")):
-                try:
-                    record = Record.from_bytes(self._objects.get(key), path=f"{self.where}/{key}")
-                    if record.name != Name.of_key(key):
-                        raise ObjectDamaged(f"it is the record of {record.name}", path=f"{self.where}/{key}")
-                    found[record.name] = record
-                except IntegrityError as error:
-                    log.error("the %s tier has a damaged record: %s", self.name, error)
-                    if strict:
-                        self._records = None  # so that the next look leaves it out, and what it named comes anew
-                        raise
-            self._records = found
-        return self._records
-
-    def _places_by_checksum(self) -> dict[str, tuple[Part, ...]]:
-        places = {}
-        for record in list(self._known().values()):
-            quantised = set(record.manifest.meta.get("quantised", ()))
-            for tensor, found in record.manifest.tensors.items():
-                if found.checksum is not None and tensor not in quantised:
-                    places[found.checksum] = record.pieces[TENSOR + tensor]
-        return places
-
-    def _still_there(self, parts: tuple[Part, ...]) -> bool:
-        return all(self._objects.size(object_key(part.object)) == self._size_of(part.object) for part in parts)
-
-    def _size_of(self, key: str) -> int:
-        for record in list(self._known().values()):
-            if key in record.objects:
-                return record.objects[key]
-        raise AssertionError(f"object {key} came from no record")
-
-
-class _Packer:
-    """Fills objects with pieces of one codec and element width, and stores each as it is full."""
-
-    def __init__(self, level: int, store: Callable[[str, bytes], None], pieces: dict[str, tuple[Part, ...]]) -> None:
-        self.sizes: dict[str, int] = {}
-        self._level, self._store, self._pieces = level, store, pieces
-        self._kind: tuple[Codec, int] | None = None
-        self._filled = bytearray()
-        self._open: list[tuple[str, int, int]] = []
-
-    def add(self, piece: str, width: int, chunks: Iterator[bytes] | list[bytes], chosen: Codec = "zstd") -> None:
-        if self._kind != (chosen, width):
-            self.flush()
-            self._kind = chosen, width
-        self._pieces[piece] = ()
-        for chunk in chunks:
-            view = memoryview(chunk)
-            while view:
-                room = OBJECT_BYTES - len(self._filled)
-                self._open.append((piece, len(self._filled), min(room, len(view))))
-                self._filled += view[:room]
-                view = view[room:]
-                if len(self._filled) == OBJECT_BYTES:
-                    self.flush()
-
-    def add_lossy(self, piece: str, data: bytes, chosen: Codec) -> str:
-        """Stores a quantised tensor in objects of its own; the checksum of what it decodes to."""
-        self.flush()
-        self._pieces[piece], running = (), blake3()
-        for start in range(0, len(data), OBJECT_BYTES):
-            self._kind, self._filled = (chosen, 4), bytearray(data[start : start + OBJECT_BYTES])
-            self._open = [(piece, 0, len(self._filled))]
-            running.update(codec.decode(self.flush(), name=piece))
-        return "blake3:" + running.hexdigest()
-
-    def flush(self) -> bytes:
-        if not self._filled:
-            return b""
-        assert self._kind is not None
-        chosen, width = self._kind
-        blob = codec.encode(self._filled, codec=chosen, width=width, level=self._level)
-        key = blake3(blob).hexdigest()
-        self._store(key, blob)
-        self.sizes[key] = len(blob)
-        for piece, offset, nbytes in self._open:
-            parts = self._pieces[piece]
-            if parts and parts[-1].object == key and parts[-1].offset + parts[-1].nbytes == offset:
-                parts = (*parts[:-1], parts[-1]._replace(nbytes=parts[-1].nbytes + nbytes))
-            else:
-                parts = (*parts, Part(key, offset, nbytes))
-            self._pieces[piece] = parts
-        self._filled, self._open = bytearray(), []
-        return blob
 
 
 def _layout(record: Record, small: Mapping[str, bytes]) -> Layout:
@@ -413,28 +308,6 @@ def _layout(record: Record, small: Mapping[str, bytes]) -> Layout:
 
 def _width(placed: Placed) -> int:
     return max(1, DTYPE_BITS[placed.spec.dtype] // 8)
-
-
-def _read(source: Path, placed: Placed, running: blake3) -> Iterator[bytes]:
-    # Reading instead of mapping: a file that shrinks meanwhile is an error, not a SIGBUS.
-    with open_regular(source, placed.file) as file:
-        for start in range(placed.start, placed.end, READ_BYTES):
-            chunk = os.pread(file.fileno(), min(READ_BYTES, placed.end - start), start)
-            if len(chunk) != min(READ_BYTES, placed.end - start):
-                raise HeaderInvalid("the file ended early", path=source, file=placed.file, tensor=placed.spec.name)
-            running.update(chunk)
-            yield chunk
-
-
-def _read_whole(source: Path, placed: Placed) -> bytes:
-    return b"".join(_read(source, placed, blake3()))
-
-
-def _read_checksum(source: Path, placed: Placed) -> str:
-    running = blake3()
-    for _ in _read(source, placed, running):
-        pass
-    return "blake3:" + running.hexdigest()
 
 
 def moment_codecs(kind: str, spec: TensorSpec) -> Codec:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from blake3 import blake3
+
 from weights.checksums import checksum
 from weights.errors import ChecksumMismatch, HeaderInvalid, ManifestInvalid, UnsafeFile
 from weights.files import open_regular
-from weights.layout import Layout
+from weights.layout import Layout, Placed
 from weights.manifest import Manifest
 from weights.names import INDEX_SUFFIX, MANIFEST_FILE
 
@@ -19,6 +21,7 @@ from weights.names import INDEX_SUFFIX, MANIFEST_FILE
 AUX_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
 MAX_AUX_BYTES = 256 << 20
 COPY_CHUNK_BYTES = 64 << 20
+READ_BYTES = 8 << 20
 
 
 @dataclass(frozen=True)
@@ -99,3 +102,24 @@ def copy_tensors(source: Source, target: Path) -> None:
                     position += sent
         finally:
             os.close(out)
+
+
+def tensor_chunks(directory: Path, placed: Placed, running: blake3) -> Iterator[bytes]:
+    """The bytes of one tensor of a checkpoint directory, which `running` digests as they pass. Raises HeaderInvalid if
+    the file shrinks meanwhile."""
+    # Reading instead of mapping: a file that shrinks is an error then, not a SIGBUS.
+    with open_regular(directory, placed.file) as file:
+        for start in range(placed.start, placed.end, READ_BYTES):
+            chunk = os.pread(file.fileno(), min(READ_BYTES, placed.end - start), start)
+            if len(chunk) != min(READ_BYTES, placed.end - start):
+                raise HeaderInvalid("the file ended early", path=directory, file=placed.file, tensor=placed.spec.name)
+            running.update(chunk)
+            yield chunk
+
+
+def tensor_checksum(directory: Path, placed: Placed) -> str:
+    """Of one tensor of a checkpoint directory, as manifests have it. Raises HeaderInvalid."""
+    running = blake3()
+    for _ in tensor_chunks(directory, placed, running):
+        pass
+    return "blake3:" + running.hexdigest()

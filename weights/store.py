@@ -31,13 +31,13 @@ from weights.files import write_file
 from weights.keeper import Keeper
 from weights.layout import Layout
 from weights.lease import Lease, StoredVersion, pin, take_lease, unpin
-from weights.locks import DirectoryLock, StoreMutex
+from weights.locks import DirectoryLock
 from weights.manifest import KINDS
 from weights.names import MANIFEST_FILE, WRITTEN_FILE, check_aux_name, version_path
-from weights.pool import Pool, best_fit
-from weights.removal import dismantle
+from weights.pool import best_fit
 from weights.source import copy_tensors, read_source
 from weights.space import Usage
+from weights.staging import Staging
 
 
 @dataclass(frozen=True)
@@ -67,6 +67,7 @@ class WeightStore:
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(self.root)
         self._keeper = Keeper(self.root, budget_bytes=budget_bytes, pool_bytes=pool_bytes)
+        self._staging = Staging(self._keeper)
         for directory in (*(self.root / f"{kind}s" for kind in KINDS), self._keeper.staging, self.root / "pool"):
             directory.mkdir(mode=0o700, exist_ok=True)
 
@@ -92,9 +93,9 @@ class WeightStore:
         if index is not None:
             aux_files[index[0]] = index[1]
         needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
-        path, lock = self._stake(layout, needed_bytes, name=name)
+        path, lock = self._staging.stake(layout, needed_bytes, name=name)
         try:
-            self._allocate(layout, lock.fd, needed_bytes)
+            self._staging.allocate(layout, lock.fd, needed_bytes)
             for file in layout.files:
                 with open(os.open(file.name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=lock.fd), "wb") as out:
                     out.write(file.header)
@@ -104,9 +105,9 @@ class WeightStore:
             describe_draft(lock.fd, kind=kind, model=model, version=version)
         except BaseException as error:
             lock.close()
-            self._discard(path)
+            self._staging.discard(path)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                with self._mutex():
+                with self._keeper.mutex():
                     raise self._keeper.full(needed_bytes) from error
             raise
         return Draft(
@@ -115,7 +116,7 @@ class WeightStore:
 
     def draft_path(self, name: str) -> Path:
         """Where a draft reserved under `name` stands until it is committed."""
-        return self._keeper.staging / name
+        return self._staging.path(name)
 
     def attach(self, path: Path | str, layout: Layout | None = None) -> Draft:
         """The draft that another process reserved at `path`; a caller who knows its layout saves the reading of it.
@@ -136,12 +137,12 @@ class WeightStore:
         if free < 2 * layout.nbytes:
             return False
         # Not out of the pool: it would cut down or grow what was stocked for another layout.
-        path, lock = self._stake(layout, layout.nbytes, pooled=False)
+        path, lock = self._staging.stake(layout, layout.nbytes, pooled=False)
         try:
-            self._allocate(layout, lock.fd, layout.nbytes)
+            self._staging.allocate(layout, lock.fd, layout.nbytes)
         finally:
             lock.close()
-            self._discard(path, self._keeper.pool)
+            self._staging.discard(path, self._keeper.pool)
         return True
 
     def stocked(self, layout: Layout) -> dict[str, memoryview]:
@@ -230,7 +231,7 @@ class WeightStore:
                 return StoredVersion.read(stored.path)
             sealed = lease.manifest.with_checksums(checksum_all(lease.views(), threads=threads))
             # Under the mutex, because a sweep removes stray files from staging.
-            with self._mutex():
+            with self._keeper.mutex():
                 draft = self._keeper.staging / f"manifest-{uuid.uuid4().hex}"
                 staging_fd = os.open(self._keeper.staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
@@ -256,7 +257,7 @@ class WeightStore:
         Raises VersionLeased while anybody reads it, VersionNotFound if it is gone.
         """
         name = f"{stored.kind} {stored.model!r} {stored.version!r}"
-        with self._mutex():
+        with self._keeper.mutex():
             lock = DirectoryLock.try_exclusive(stored.path)
             if lock is None:
                 if stored.path.exists():
@@ -268,7 +269,7 @@ class WeightStore:
     def discard(self, kind: str, model: str, version: str) -> None:
         """Removes what stands under this name, also what can no longer be read. Idempotent. Raises VersionLeased."""
         path = version_path(self.root, _check_kind(kind), model, version)
-        with self._mutex():
+        with self._keeper.mutex():
             lock = DirectoryLock.try_exclusive(path)
             if lock is not None:
                 self._keeper.take_down(path, lock)
@@ -278,7 +279,7 @@ class WeightStore:
     def evict(self, bytes_needed: int) -> int:
         """Frees at least `bytes_needed` bytes if it can: the pool first, then unleased, unpinned versions,
         least recently used first. Returns the bytes freed."""
-        with self._mutex():
+        with self._keeper.mutex():
             before = self.usage()
             self._keeper.pool.trim(max(0, before.pool_bytes - bytes_needed))
             if before.pool_bytes < bytes_needed:
@@ -291,7 +292,7 @@ class WeightStore:
 
         Never touches what a living process holds, nor a committed version.
         """
-        with self._mutex():
+        with self._keeper.mutex():
             removed, freed = self._keeper.sweep_staging()
         damaged = []
         for kind in KINDS:
@@ -310,7 +311,7 @@ class WeightStore:
 
     def trim_pool(self, keep_bytes: int = 0) -> int:
         """Gives freed segments back to the system until the pool holds at most `keep_bytes`; bytes freed."""
-        with self._mutex():
+        with self._keeper.mutex():
             return self._keeper.pool.trim(keep_bytes)
 
     def usage(self) -> Usage:
@@ -327,53 +328,8 @@ class WeightStore:
                                                                - usage.draft_bytes)  # fmt: skip
         if enough_bytes is not None and free >= enough_bytes:
             return free
-        with self._mutex():
+        with self._keeper.mutex():
             return free + self._keeper.evictable_bytes()
-
-    def _mutex(self) -> StoreMutex:
-        return StoreMutex(self.root / ".mutex")
-
-    def _stake(self, layout: Layout, needed_bytes: int, *, pooled: bool = True,
-               name: str | None = None) -> tuple[Path, DirectoryLock]:  # fmt: skip
-        """A locked draft directory whose files have their sizes, counted against the budget."""
-        path = self.draft_path(name or uuid.uuid4().hex)
-        with self._mutex():
-            if self.budget_bytes is not None:
-                self._keeper.make_room(needed_bytes)
-            path.mkdir(mode=0o700)
-            lock = DirectoryLock.try_shared(path)
-            assert lock is not None, "nobody else removes drafts while we hold the mutex"
-            try:
-                for file in layout.files:
-                    if not pooled or not self._keeper.pool.claim(file.nbytes, path / file.name):
-                        segment.create(lock.fd, file.name, file.nbytes)
-                self._keeper.trim(needed_bytes - layout.nbytes)
-            except BaseException:
-                lock.close()
-                self._discard(path)
-                raise
-        return path, lock
-
-    def _allocate(self, layout: Layout, directory_fd: int, needed_bytes: int) -> None:
-        for file in layout.files:
-            try:
-                segment.allocate(directory_fd, file.name)
-            except OSError as error:
-                if error.errno != errno.ENOSPC:
-                    raise
-                # The file system is fuller than the budget knows: give it the pool and evictable versions.
-                with self._mutex():
-                    self._keeper.evict(needed_bytes)
-                    self._keeper.pool.trim(0)
-                segment.allocate(directory_fd, file.name)
-
-    def _discard(self, path: Path, pool: Pool | None = None) -> None:
-        lock = DirectoryLock.try_exclusive(path)
-        if lock is not None:
-            try:
-                dismantle(path, pool)
-            finally:
-                lock.close()
 
 
 def _check_kind(kind: str) -> str:

@@ -118,7 +118,7 @@ def test_a_put_that_was_done_before_writes_nothing_but_its_record(store, tier, h
 
 
 def test_big_tensors_are_cut_into_objects(store, tier, home, monkeypatch):
-    monkeypatch.setattr("weights.packed.OBJECT_BYTES", 5000)
+    monkeypatch.setattr("weights.packer.OBJECT_BYTES", 5000)
     stored = write(store)
     tier.put(stored.path)
     assert len(objects(home)) > 10

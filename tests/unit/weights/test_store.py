@@ -263,15 +263,42 @@ def test_copy_on_write_views_stay_private(store):
     check(store, stored)
 
 
+def resident_bytes(path, *, writable: bool) -> int:
+    """Of the pages of a file's mappings that this process can touch without a fault."""
+    found, counts = 0, False
+    for line in open("/proc/self/smaps"):
+        head = line.split()
+        if "-" in head[0] and not head[0].endswith(":"):
+            counts = head[-1] == str(path) and ("w" in head[1]) == writable
+        elif counts and head[0] == "Rss:":
+            found += int(head[1]) * 1024
+    return found
+
+
 def test_populate_covers_every_file(store):
-    stored = write(store)
-    with store.lease(stored) as lease:
-        lease.populate()
-    draft = store.reserve(LAYOUT, kind="version", model="m", version="2")
+    layout = Layout.plan([TensorSpec(name, "U8", (MIB,)) for name in "abc"], max_file_bytes=MIB + 4096)
+    assert len(layout.files) == 3
+
+    def resident(mapped, *, writable: bool) -> list[bool]:
+        """Whether all tensors' pages are there, file by file; a mapping that nobody touched has none."""
+        [mapped.file_view(file.name) for file in layout.files]
+        pages = [resident_bytes(mapped.path / file.name, writable=writable) for file in layout.files]
+        assert all(nbytes == 0 or nbytes >= MIB for nbytes in pages), pages
+        return [nbytes >= MIB for nbytes in pages]
+
+    draft = store.reserve(layout, kind="version", model="m", version="1")
+    assert resident(draft, writable=True) == [False] * 3
+    draft.populate([draft.view("b")])
+    assert resident(draft, writable=True) == [file.name == layout.find("b").file for file in layout.files]
     draft.populate()
-    draft.populate([draft.view("counter"), draft.view("model.layers.0.mlp.weight")])
-    fill(draft, "2")
-    check(store, draft.commit(meta={}))
+    assert resident(draft, writable=True) == [True] * 3
+    fill(draft, "1")
+    stored = draft.commit(meta={}, checksums=False)
+    with store.lease(stored) as lease:
+        assert resident(lease, writable=False) == [False] * 3
+        lease.populate()
+        assert resident(lease, writable=False) == [True] * 3
+    check(store, stored)
 
 
 def test_a_replaced_version_is_not_mistaken_for_the_old(store):
