@@ -52,6 +52,8 @@ from appliance.wiring.standbys import Standbys
 from appliance.wiring.state_store import SqliteStateStore
 from appliance.wiring.tier_flow import TierFlow
 from appliance.wiring.tier_levels import make_levels
+from appliance.wiring.tier_return import TierReturn
+from appliance.wiring.tiers import Tiers
 from appliance.wiring.versions import VersionShelf
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.process import die_with_parent
@@ -116,16 +118,15 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         bus, config.controller, config.gateway.limits, routing.host,
         lambda: circumstances(db, config.box.serving_floor, loop.status()["devices"]), lambda: loop.nudge(),
     )  # fmt: skip
-    flow = TierFlow(
-        db, store, make_levels(config.weights, paths), jobs_dir=paths.jobs, owner=paths.box_id,
-        is_held=lambda name: shelf.holds(name),
-    )  # fmt: skip
-    shelf = VersionShelf(db, store, flow, config, devices[0])
+    tiers = Tiers(db, store, make_levels(config.weights, paths), jobs_dir=paths.jobs)
+    flow = TierFlow(db, tiers, owner=paths.box_id, is_held=lambda name: shelf.holds(name))
+    back = TierReturn(tiers)
+    shelf = VersionShelf(db, store, back, config, devices[0])
     library = ModelLibrary(
         paths.models, hub_settings=HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
     )
     events = JobEvents(db, paths.files, config.controller.organization)
-    runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, flow, lambda: port.nudge("published"))
+    runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, tiers, back, lambda: port.nudge("published"))
     nodes = Nodes(place_of(config, paths, devices))
     effects = RayEffects(nodes, routing, shelf, runs, config.serve)
 
@@ -153,9 +154,9 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         uploads_dir=paths.uploads,
         batches_dir=paths.batches,
         scheduler=port,
-        model_ops=LibraryOps(library, store, flow, shelf.let_go),
+        model_ops=LibraryOps(library, store, tiers, flow, shelf.let_go),
         key_sink=bus,
-        tiers=flow,
+        tiers=tiers,
         batch_engines=lines,
         adapter_rank_limit=shelf.adapter_rank_limit,
         load=bus.load,
@@ -173,7 +174,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     # Before the first gateway connects: to it, a table without its keys means that all of them were revoked.
     routing.refresh()
     context.publish_keys()
-    source = AdapterSource(paths.adapter_socket, db, store, flow)
+    source = AdapterSource(paths.adapter_socket, db, store, back)
     await source.start()
     await bus.start()
     await nodes.connect()

@@ -11,7 +11,7 @@ from pathlib import Path
 from appliance.store import models
 from appliance.store.database import Database
 from appliance.wiring.tier_facts import name_of
-from appliance.wiring.tier_flow import TierFlow
+from appliance.wiring.tier_return import TierReturn
 from serve.adapter_source import AdapterServer
 from weights.errors import WeightsError
 from weights.store import Lease, WeightStore
@@ -20,12 +20,12 @@ from weights.store import Lease, WeightStore
 class AdapterSource(AdapterServer):
     """Answers engines on the home node, and for those elsewhere their node."""
 
-    def __init__(self, path: Path, db: Database, store: WeightStore, flow: TierFlow) -> None:
+    def __init__(self, path: Path, db: Database, store: WeightStore, back: TierReturn) -> None:
         super().__init__(path, self._bring_in, (LookupError, WeightsError, OSError))
-        self._db, self._store, self._flow = db, store, flow
+        self._db, self._store, self._back = db, store, back
 
     async def _bring_in(self, model: str, version: str) -> Lease:
         row = models.find_version(self._db, model, version)
         if row is None or not row.meta.get("adapter"):
             raise LookupError(f"{model} {version} is no adapter of this box")
-        return self._store.lease(await asyncio.to_thread(self._flow.bring_in, name_of(row)))
+        return self._store.lease(await asyncio.to_thread(self._back.bring_in, name_of(row)))

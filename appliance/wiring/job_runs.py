@@ -16,7 +16,8 @@ from appliance.store import deployments, job_records, jobs, models
 from appliance.store.database import Database
 from appliance.store.rows import DeploymentRow, JobRow, VersionRow
 from appliance.wiring.tier_facts import step_of
-from appliance.wiring.tier_flow import TierFlow
+from appliance.wiring.tier_return import TierReturn
+from appliance.wiring.tiers import Tiers
 from train.event_log import read_events
 from train.spec import TrainSpec
 from weights.errors import StoreFull, VersionLeased, VersionNotFound, WeightsError
@@ -38,11 +39,12 @@ class JobRuns:
         jobs_dir: Path,
         shm_root: Path,
         events: JobEvents,
-        flow: TierFlow,
+        tiers: Tiers,
+        back: TierReturn,
         on_change: Callable[[], None],
     ):
         self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
-        self._events, self._flow, self._on_change = events, flow, on_change
+        self._events, self._tiers, self._back, self._on_change = events, tiers, back, on_change
 
     def catch_up(self, job_id: str) -> None:
         """Take in the steps that were trained while no controller listened. Called before ranks start anew."""
@@ -59,7 +61,7 @@ class JobRuns:
                 self._bytes_of(row)
             except LookupError:
                 try:
-                    await asyncio.to_thread(self._flow.bring_in, Name(_kind(row), row.model, row.version))
+                    await asyncio.to_thread(self._back.bring_in, Name(_kind(row), row.model, row.version))
                 except WeightsError as error:
                     raise LookupError(str(error)) from error
 
@@ -134,7 +136,7 @@ class JobRuns:
         stores = [self._store, *([WeightStore(own, budget_bytes=None)] if (own / "snapshots").is_dir() else [])]
         written = [stored for store in stores for stored in store.list("snapshot") if stored.model == job_id]
         newest = max(written, key=_step, default=None)
-        for name in self._flow.newest_snapshot(job_id):
+        for name in self._back.newest_snapshot(job_id):
             if newest is not None and step_of(name) <= _step(newest):
                 break
             try:
@@ -145,10 +147,10 @@ class JobRuns:
 
     def _bring_in(self, name: Name) -> StoredVersion:
         try:
-            return self._flow.bring_in(name)
+            return self._back.bring_in(name)
         except StoreFull:
             own = WeightStore(self._jobs_dir / name.model / "snapshots", budget_bytes=None)
-            return self._flow.bring_in(name, own)
+            return self._back.bring_in(name, own)
 
     def may_continue(self, job_id: str) -> bool:
         """Whether the job may run again."""
@@ -163,11 +165,11 @@ class JobRuns:
         if event["event"] == "published":
             self._published(job_id, event["version"])
         elif event["event"] == "snapshot":
-            self._flow.nudge()
+            self._tiers.nudge()
 
     def _published(self, job_id: str, version: str) -> None:
         row = jobs.get(self._db, job_id)
-        self._flow.nudge()
+        self._tiers.nudge()
         if row.resolved["publish"] == "epoch":
             # Asked for: each epoch's weights go live at once, into the engine that serves the model already.
             models.activate(self._db, row.output_model, version)
@@ -187,7 +189,7 @@ class JobRuns:
             for row in jobs.list_left_snapshots(self._db):
                 if await asyncio.to_thread(self._forget, row.id):
                     jobs.update(self._db, row.id, snapshot=None)
-                    self._flow.nudge()
+                    self._tiers.nudge()
             await asyncio.sleep(TIDY_EVERY_S)
 
     def _forget(self, job_id: str) -> bool:

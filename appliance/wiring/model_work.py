@@ -14,6 +14,7 @@ from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary, ModelVersion
 from appliance.wiring.tier_check import Checked, check
 from appliance.wiring.tier_flow import TierFlow
+from appliance.wiring.tiers import Tiers
 from weights.errors import VersionLeased, VersionNotFound, WeightsError
 from weights.lease import unpin
 from weights.record import Name
@@ -27,8 +28,10 @@ READERS_LEAVE_S = 30.0  # an engine that was just told to forget an adapter, a c
 class LibraryOps:
     """Implements `appliance.controller.ports.ModelOps`. `let_go` gives up the box's own leases on a model."""
 
-    def __init__(self, library: ModelLibrary, store: WeightStore, flow: TierFlow, let_go: Callable[[str], None]):
-        self._library, self._store, self._flow, self._let_go = library, store, flow, let_go
+    def __init__(
+        self, library: ModelLibrary, store: WeightStore, tiers: Tiers, flow: TierFlow, let_go: Callable[[str], None]
+    ):
+        self._library, self._store, self._tiers, self._flow, self._let_go = library, store, tiers, flow, let_go
 
     async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
         made = await _thread(self._library.import_model, source, name=name, revision=revision, report=_reporter(report))
@@ -42,11 +45,11 @@ class LibraryOps:
         return {"versions": found.whole, "unsealed": found.unsealed, **found.totals()}
 
     async def verify_tiers(self, report: Report) -> dict[str, Any]:
-        found = await self._check(await _thread(self._flow.known), report)
+        found = await self._check(await _thread(self._tiers.known), report)
         return {"copies": len(found.whole), "unsealed": found.unsealed, **found.totals()}
 
     async def _check(self, names: list[Name], report: Report) -> Checked:
-        found = await _thread(check, self._flow, names, _reporter(report))
+        found = await _thread(check, self._tiers, names, _reporter(report))
         if found.faults:
             raise OperationFailed("; ".join(found.faults), code="copies_damaged")
         return found

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from appliance.wiring.tier_flow import TierFlow
+from appliance.wiring.tiers import Tiers
 from weights.errors import IntegrityError, NotSealed, TierUnavailable, VersionNotFound
 from weights.record import Name
 
@@ -31,11 +31,11 @@ class Checked:
         }
 
 
-def check(flow: TierFlow, names: Iterable[Name], report: Report) -> Checked:
+def check(tiers: Tiers, names: Iterable[Name], report: Report) -> Checked:
     """Reads every copy of these. What is gone by the time it is looked at counts as nothing."""
     found, read_bytes = Checked(), 0
     for name in names:
-        for copy in flow.copies(name):
+        for copy in tiers.copies(name):
             report(read_bytes, None, "bytes", f"reading {name} in {copy.tier}")
             try:
                 manifest = copy.verify()
@@ -45,7 +45,7 @@ def check(flow: TierFlow, names: Iterable[Name], report: Report) -> Checked:
                 continue
             except IntegrityError as error:
                 found.faults.append(f"{name} is damaged in the {copy.tier} tier: {error}")
-                flow.found_damaged(copy.tier, f"{name} is damaged: {error}")
+                tiers.found_damaged(copy.tier, f"{name} is damaged: {error}")
             except (TierUnavailable, OSError) as error:
                 found.faults.append(f"{name} cannot be read in the {copy.tier} tier: {error}")
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from appliance.paths import BoxPaths
-from appliance.wiring.tier_flow import Level
+from appliance.wiring.tiers import Level
 from weights.codec import Codec
 from weights.config import Packing, RemoteTier, WeightsConfig
 from weights.directory_tier import DirectoryTier

@@ -12,7 +12,7 @@ from appliance.controller.naming import resolve
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
-from appliance.wiring.tier_flow import TierFlow
+from appliance.wiring.tier_return import TierReturn
 from scheduler.inventory import Device
 from serve.sizing import adapter_rank_limit, engine_settings
 from weights.errors import WeightsError
@@ -26,8 +26,8 @@ class VersionShelf:
     A version that is being served stays leased here, so that a budget never evicts what a waking engine needs next.
     """
 
-    def __init__(self, db: Database, store: WeightStore, flow: TierFlow, config: BoxConfig, device: Device):
-        self._db, self._store, self._flow = db, store, flow
+    def __init__(self, db: Database, store: WeightStore, back: TierReturn, config: BoxConfig, device: Device):
+        self._db, self._store, self._back = db, store, back
         self._config, self._device = config, device
         self._leases: dict[str, tuple[str, Lease]] = {}
         self._reading: dict[tuple[str, str], asyncio.Task[Path]] = {}
@@ -43,7 +43,7 @@ class VersionShelf:
     async def _bring_in(self, model: str, version: str) -> Path:
         owner = self._owner(model)
         try:
-            stored = await asyncio.to_thread(self._flow.bring_in, Name("version", owner.id, version))
+            stored = await asyncio.to_thread(self._back.bring_in, Name("version", owner.id, version))
         except WeightsError as error:
             raise LookupError(str(error)) from error
         self._hold(model, stored)

@@ -11,6 +11,8 @@ from appliance.store.database import Database
 from appliance.store.rows import DeploymentRow, JobRow, ModelRow, VersionRow
 from appliance.wiring.tier_flow import TierFlow
 from appliance.wiring.tier_levels import make_levels
+from appliance.wiring.tier_return import TierReturn
+from appliance.wiring.tiers import Tiers
 from weights.config import WeightsConfig
 from weights.segment import forget_mappings
 from weights.store import WeightStore
@@ -35,13 +37,23 @@ def store(tmp_path):
 
 
 @pytest.fixture
-def flow(db, store, tmp_path):
+def tiers(db, store, tmp_path):
     """A disk and a remote directory below `tmp_path`, with the rules of the defaults."""
     (tmp_path / "mount").mkdir()
     (tmp_path / "data").mkdir()
     config = WeightsConfig.model_validate({"disk": {"free_bytes": 0}, "remote": {"url": str(tmp_path / "mount")}})
     levels = make_levels(config, BoxPaths(tmp_path / "data", tmp_path / "shm"))
-    return TierFlow(db, store, levels, jobs_dir=tmp_path / "jobs", owner="box-1")
+    return Tiers(db, store, levels, jobs_dir=tmp_path / "jobs")
+
+
+@pytest.fixture
+def flow(db, tiers):
+    return TierFlow(db, tiers, owner="box-1")
+
+
+@pytest.fixture
+def back(tiers):
+    return TierReturn(tiers)
 
 
 @pytest.fixture

@@ -17,15 +17,15 @@ TUNED = Name("adapter", "ft:x", "step-2")
 
 
 @pytest.fixture
-async def source(db, store, flow, tmp_path):
-    made = AdapterSource(tmp_path / "s", db, store, flow)
+async def source(db, store, tmp_path, back):
+    made = AdapterSource(tmp_path / "s", db, store, back)
     await made.start()
     yield str(tmp_path / "s")
     await made.stop()
 
 
 @pytest.fixture
-async def only_remote(store, flow, add_model, add_adapter, tmp_path):
+async def only_remote(store, flow, add_model, add_adapter, tmp_path, tiers):
     """An adapter whose copies in shared memory and on disk are gone."""
     add_model()
     add_adapter(TUNED.model)
@@ -35,7 +35,7 @@ async def only_remote(store, flow, add_model, add_adapter, tmp_path):
     assert store.evict(1 << 40) > 0
     shutil.rmtree(tmp_path / "data/models")
     await flow.run_once("disk")
-    assert flow.places(TUNED) == ["remote"]
+    assert tiers.places(TUNED) == ["remote"]
 
 
 async def test_it_comes_back_from_the_tier_that_has_it_and_stays_while_the_engine_takes_it(source, only_remote, store):
@@ -79,10 +79,10 @@ async def test_a_question_that_is_none_ends_the_connection_and_nothing_else(sour
         pass
 
 
-async def test_a_controller_that_is_away_is_waited_for(db, store, flow, only_remote, tmp_path):
+async def test_a_controller_that_is_away_is_waited_for(db, store, only_remote, tmp_path, back):
     asking = asyncio.create_task(ask_late(str(tmp_path / "late")))
     await asyncio.sleep(0)
-    made = AdapterSource(tmp_path / "late", db, store, flow)
+    made = AdapterSource(tmp_path / "late", db, store, back)
     await made.start()
     assert (await asking).endswith("step-2")
     await made.stop()

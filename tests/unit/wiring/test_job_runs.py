@@ -16,8 +16,8 @@ from weights.record import Name
 
 
 @pytest.fixture
-def runs(db, events, store, flow, tmp_path):
-    return JobRuns(db, store, tmp_path / "jobs", tmp_path / "shm", events, flow, lambda: None)
+def runs(db, events, store, tmp_path, tiers, back):
+    return JobRuns(db, store, tmp_path / "jobs", tmp_path / "shm", events, tiers, back, lambda: None)
 
 
 def metrics(step):
@@ -43,7 +43,7 @@ def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path):
     assert len(job_records.page_events(db, "ftjob-1", after=None, limit=50).data) == 3
 
 
-async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow, store, add_job, tmp_path):
+async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow, store, add_job, tmp_path, tiers):
     add_job(phase="running")
 
     def write(step):
@@ -58,8 +58,8 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
     assert runs.newest_snapshot("ftjob-1") == newest.path
     for tier in ("disk", "remote"):
         await flow.run_once(tier)
-    assert flow.places(Name("snapshot", "ftjob-1", "step-10")) == ["memory", "disk", "remote"]
-    assert flow.places(Name("snapshot", "ftjob-1", "step-9")) == ["memory"], "one is kept"
+    assert tiers.places(Name("snapshot", "ftjob-1", "step-10")) == ["memory", "disk", "remote"]
+    assert tiers.places(Name("snapshot", "ftjob-1", "step-9")) == ["memory"], "one is kept"
     shutil.rmtree(tmp_path / "data" / "packed" / "objects")
     for stored in store.list("snapshot"):
         store.remove(stored)

@@ -10,7 +10,8 @@ import pytest
 
 from appliance.store import jobs, models, tier_removals
 from appliance.store.rows import VersionRow
-from appliance.wiring.tier_flow import Level, TierFlow
+from appliance.wiring.tier_flow import TierFlow
+from appliance.wiring.tiers import Level, Tiers
 from appliance.wiring.versions import VersionShelf
 from tests.unit.weights.conftest import check, write
 from weights.config import KeepRules
@@ -42,8 +43,8 @@ def snapshot(store, step, job="ftjob-1"):
         return draft.commit(meta={"step": step}, checksums=False)
 
 
-def put_off(flow, tier):
-    return next(status for status in flow.status() if status["name"] == tier)
+def put_off(tiers, tier):
+    return next(status for status in tiers.status() if status["name"] == tier)
 
 
 async def passes(flow, *tiers):
@@ -57,73 +58,73 @@ def damage(path):
     path.write_bytes(raw)
 
 
-async def quiet(flow):
+async def quiet(tiers):
     """Returns when what was handed to the tiers' threads is done."""
-    for running in flow._levels:
-        await asyncio.wrap_future(running.pool.submit(lambda: None))
+    for tier in tiers.all:
+        await asyncio.wrap_future(tier.pool.submit(lambda: None))
 
 
-async def test_a_published_version_reaches_every_tier_once(flow, publish, db, tmp_path):
+async def test_a_published_version_reaches_every_tier_once(flow, publish, db, tmp_path, tiers):
     (stored,) = publish("v1")
-    assert flow.version_places("starter", "v1") == ["memory"]
+    assert tiers.version_places("starter", "v1") == ["memory"]
     await passes(flow, "disk", "remote")
-    assert flow.version_places("starter", "v1") == ["memory", "disk", "remote"]
+    assert tiers.version_places("starter", "v1") == ["memory", "disk", "remote"]
     row = models.find_version(db, "starter", "v1")
     assert row.disk_path == str(tmp_path / "data/models/starter/v1") and not stored.pinned
     written = {p: p.stat().st_mtime_ns for p in (tmp_path / "mount/objects").rglob("*") if p.is_file()}
     await passes(flow, "disk", "remote")
     assert {p: p.stat().st_mtime_ns for p in (tmp_path / "mount/objects").rglob("*") if p.is_file()} == written
-    status = put_off(flow, "remote")
+    status = put_off(tiers, "remote")
     assert status["versions"] == 1 and status["backlog"] == 0 and status["bytes"] > 0 and status["last_error"] is None
 
 
 async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_remote_tier(
-    flow, publish, db, store, tmp_path, caplog
+    flow, publish, db, store, tmp_path, caplog, tiers, back
 ):
     (stored,) = publish("v1")
     models.activate(db, "starter", "v1")
     await passes(flow, "disk", "remote")
-    assert store.evict(1 << 40) > 0 and flow.version_places("starter", "v1") == ["disk", "remote"]
+    assert store.evict(1 << 40) > 0 and tiers.version_places("starter", "v1") == ["disk", "remote"]
     damage(tmp_path / "data/models/starter/v1/model.safetensors")
-    shelf = VersionShelf(db, store, flow, None, None)
+    shelf = VersionShelf(db, store, back, None, None)
     path = await shelf.in_memory("starter", "v1")
     check(store, store.find(*V1))
     assert path == stored.path and shelf.holds(V1)
-    await quiet(flow)
+    await quiet(tiers)
     assert not (tmp_path / "data/models/starter/v1").exists(), "the damaged copy is gone"
     assert "damaged" in caplog.text and "removed from the disk tier" in caplog.text
-    assert put_off(flow, "disk")["damaged"] == 1 and "is damaged" in put_off(flow, "disk")["last_error"]
+    assert put_off(tiers, "disk")["damaged"] == 1 and "is damaged" in put_off(tiers, "disk")["last_error"]
     await passes(flow, "disk")
-    flow._levels[0].level.versions.verify(V1)
+    tiers.all[0].level.versions.verify(V1)
 
 
-async def test_a_copy_in_memory_that_cannot_be_read_gives_way_to_one_that_can(flow, publish, store):
+async def test_a_copy_in_memory_that_cannot_be_read_gives_way_to_one_that_can(flow, publish, store, back):
     (stored,) = publish("v1")
     damage(stored.path / "manifest.json")
     with pytest.raises(ManifestInvalid):
-        flow.bring_in(V1)
+        back.bring_in(V1)
     assert stored.path.exists(), "nobody else has it"
     store.discard(*V1)
     (again,) = [write(store, "v1")]
     await passes(flow, "disk")
     damage(again.path / "manifest.json")
-    check(store, flow.bring_in(V1))
+    check(store, back.bring_in(V1))
 
 
-async def test_the_last_copy_is_kept_even_if_damaged(flow, publish, store, tmp_path):
+async def test_the_last_copy_is_kept_even_if_damaged(flow, publish, store, tmp_path, tiers, back):
     publish("v1")
     await passes(flow, "disk")
     store.evict(1 << 40)
     damage(tmp_path / "data/models/starter/v1/model.safetensors")
     with pytest.raises(LookupError, match="damaged in the disk tier"):
-        flow.bring_in(V1)
-    await quiet(flow)
+        back.bring_in(V1)
+    await quiet(tiers)
     assert (tmp_path / "data/models/starter/v1/model.safetensors").exists(), "a person may want to look at it"
 
 
-async def test_a_lost_mount_holds_up_nothing_and_is_tried_again(flow, publish, store, tmp_path):
+async def test_a_lost_mount_holds_up_nothing_and_is_tried_again(flow, publish, store, tmp_path, tiers):
     now_s = 1000.0
-    flow._clock = lambda: now_s
+    tiers.clock = lambda: now_s
     publish("v1")
     await passes(flow, "disk", "remote")
     shutil.move(tmp_path / "mount", tmp_path / "elsewhere")
@@ -132,45 +133,46 @@ async def test_a_lost_mount_holds_up_nothing_and_is_tried_again(flow, publish, s
     waits = []
     for _ in range(10):
         await passes(flow, "disk", "remote")
-        waits.append(put_off(flow, "remote")["next_try_s"] - now_s)
+        waits.append(put_off(tiers, "remote")["next_try_s"] - now_s)
     assert waits[:3] == [2, 4, 8] and waits[-1] == 300
-    status = put_off(flow, "remote")
+    status = put_off(tiers, "remote")
     assert "mounted" in status["last_error"] and list((tmp_path / "mount").iterdir()) == []
-    assert flow.places(Name("version", "starter", "v2")) == ["memory", "disk"]
+    assert tiers.places(Name("version", "starter", "v2")) == ["memory", "disk"]
     (tmp_path / "mount").rmdir()
     shutil.move(tmp_path / "elsewhere", tmp_path / "mount")
     await passes(flow, "remote")
-    assert flow.places(Name("version", "starter", "v2")) == ["memory", "disk", "remote"]
-    assert put_off(flow, "remote")["next_try_s"] is None
+    assert tiers.places(Name("version", "starter", "v2")) == ["memory", "disk", "remote"]
+    assert put_off(tiers, "remote")["next_try_s"] is None
 
 
-async def test_another_boxs_place_is_not_touched(flow, publish, db, store, tmp_path):
+async def test_another_boxs_place_is_not_touched(flow, publish, db, store, tmp_path, tiers):
     publish("v1")
     await passes(flow, "remote")
-    other = TierFlow(db, store, [running.level for running in flow._levels], jobs_dir=tmp_path, owner="box-2")
+    theirs = Tiers(db, store, [tier.level for tier in tiers.all], jobs_dir=tmp_path)
+    other = TierFlow(db, theirs, owner="box-2")
     await passes(other, "remote")
-    assert "belongs to box 'box-1'" in put_off(other, "remote")["last_error"]
+    assert "belongs to box 'box-1'" in put_off(theirs, "remote")["last_error"]
 
 
-async def test_a_full_disk_does_not_keep_a_version_from_the_remote_tier(flow, publish, store):
+async def test_a_full_disk_does_not_keep_a_version_from_the_remote_tier(flow, publish, store, tiers):
     (stored,) = publish("v1")
-    disk = flow._levels[0].level
+    disk = tiers.all[0].level
     disk.versions._free_bytes = disk.snapshots._objects._free_bytes = 1 << 60
     await passes(flow, "disk", "remote")
-    status = put_off(flow, "disk")
+    status = put_off(tiers, "disk")
     assert status["backlog"] == 1 and status["backlog_bytes"] == stored.nbytes and "free" in status["last_error"]
-    assert flow.places(V1) == ["memory", "remote"]
+    assert tiers.places(V1) == ["memory", "remote"]
     assert not await flow.finish(), "the box must not give shared memory back"
     disk.versions._free_bytes = 0
-    assert await flow.finish() and put_off(flow, "disk")["backlog"] == 0
+    assert await flow.finish() and put_off(tiers, "disk")["backlog"] == 0
 
 
-async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publish, db, tmp_path):
+async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publish, db, tmp_path, tiers):
     publish(*(f"v{n}" for n in range(1, 7)))
     models.activate(db, "starter", "v1")
     models.update_version(db, "starter", "v2", pinned=1)
     await passes(flow, "disk", "remote")
-    level: Level = flow._levels[1].level
+    level: Level = tiers.all[1].level
     level.version_rules = KeepRules(keep_last=2)
     await passes(flow, "remote")
     there = {name.version for name in level.versions.names("version")}
@@ -180,11 +182,11 @@ async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publi
     assert {name.version for name in level.versions.names("version")} == there, "nothing goes to and fro"
 
 
-async def test_what_a_rule_does_not_want_may_leave_memory(flow, publish, store):
+async def test_what_a_rule_does_not_want_may_leave_memory(flow, publish, store, tiers):
     old, new = publish("v1", "v2")
-    flow._levels[0].level.version_rules = KeepRules(keep_last=1)
+    tiers.all[0].level.version_rules = KeepRules(keep_last=1)
     await passes(flow, "disk")
-    assert flow.places(Name("version", "starter", "v1")) == ["memory"]
+    assert tiers.places(Name("version", "starter", "v1")) == ["memory"]
     assert not old.pinned and not new.pinned
 
 
@@ -203,29 +205,29 @@ async def test_a_deleted_version_leaves_a_tier_that_could_not_be_reached_then(fl
     assert [path.name for path in (tmp_path / "mount").rglob("*") if path.is_file()] == ["owner"]
 
 
-async def test_a_damaged_record_is_said_and_written_anew(flow, publish, tmp_path):
+async def test_a_damaged_record_is_said_and_written_anew(flow, publish, tmp_path, tiers):
     publish("v1", "v2")
     await passes(flow, "disk", "remote")
     damage(tmp_path / "mount" / V1.key)
-    flow._levels[1].dirty = True
+    tiers.all[1].dirty = True
     await passes(flow, "remote")
-    assert "checksum does not match" in put_off(flow, "remote")["last_error"]
-    flow._levels[1].next_try_s = None
+    assert "checksum does not match" in put_off(tiers, "remote")["last_error"]
+    tiers.all[1].next_try_s = None
     await passes(flow, "remote")
-    assert flow._levels[1].level.versions.verify(V1).version == "v1" and not flow._levels[1].dirty
+    assert tiers.all[1].level.versions.verify(V1).version == "v1" and not tiers.all[1].dirty
 
 
-async def test_what_no_row_knows_is_left_alone(flow, publish, db):
+async def test_what_no_row_knows_is_left_alone(flow, publish, db, tiers):
     publish("v1")
     await passes(flow, "disk", "remote")
     models.delete(db, "starter")
-    for running in flow._levels:
-        running.level.version_rules = KeepRules(keep_last=1)
+    for tier in tiers.all:
+        tier.level.version_rules = KeepRules(keep_last=1)
     await passes(flow, "disk", "remote")
-    assert flow.places(V1) == ["memory", "disk", "remote"]
+    assert tiers.places(V1) == ["memory", "disk", "remote"]
 
 
-async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job):
+async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job, tiers, back):
     add_job(phase="running")
     kept = [snapshot(store, step) for step in (1, 2, 3)]
     await passes(flow, "disk")
@@ -233,37 +235,37 @@ async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job)
         store.remove(stored)
     await passes(flow, "remote")  # from the disk's objects: memory has it no more
     newest = Name("snapshot", "ftjob-1", "step-3")
-    assert flow.places(newest) == ["disk", "remote"] and flow.newest_snapshot("ftjob-1") == [newest]
-    again = flow.bring_in(newest)
+    assert tiers.places(newest) == ["disk", "remote"] and back.newest_snapshot("ftjob-1") == [newest]
+    again = back.bring_in(newest)
     with store.lease(again) as lease:
         assert bytes(lease.view("master.w")) == bytes([3]) * 1600
     store.remove(again)
     jobs.set_phase(db, "ftjob-1", "cancelled")
     await passes(flow, "disk", "remote")
-    assert flow.newest_snapshot("ftjob-1") == [] and put_off(flow, "remote")["bytes"] == 0
+    assert back.newest_snapshot("ftjob-1") == [] and put_off(tiers, "remote")["bytes"] == 0
 
 
-async def test_no_room_in_memory_says_so_and_loses_nothing(flow, publish, store, tmp_path):
+async def test_no_room_in_memory_says_so_and_loses_nothing(flow, publish, store, tmp_path, back):
     publish("v1")
     await passes(flow, "disk")
     small = WeightStore(tmp_path / "small", budget_bytes=1000)
     with pytest.raises(StoreFull):
-        flow.bring_in(V1, small)
-    assert flow.bring_in(V1).sealed
+        back.bring_in(V1, small)
+    assert back.bring_in(V1).sealed
 
 
-async def test_stopping_in_the_middle_of_a_copy_goes_on_later(flow, publish, tmp_path):
+async def test_stopping_in_the_middle_of_a_copy_goes_on_later(flow, publish, tmp_path, tiers):
     publish("v1")
     await passes(flow, "disk")
     flow._stopping.set()
     await passes(flow, "remote")
-    assert flow.places(V1) == ["memory", "disk"] and put_off(flow, "remote")["last_error"] is None
+    assert tiers.places(V1) == ["memory", "disk"] and put_off(tiers, "remote")["last_error"] is None
     flow._stopping.clear()
     await passes(flow, "remote")
-    assert flow.places(V1) == ["memory", "disk", "remote"]
+    assert tiers.places(V1) == ["memory", "disk", "remote"]
 
 
-async def test_a_copy_of_what_is_being_deleted_ends(flow, publish, monkeypatch):
+async def test_a_copy_of_what_is_being_deleted_ends(flow, publish, monkeypatch, tiers):
     publish("v1")
     await passes(flow, "disk")
     copied = flow._go_on
@@ -274,18 +276,18 @@ async def test_a_copy_of_what_is_being_deleted_ends(flow, publish, monkeypatch):
 
     monkeypatch.setattr(flow, "_go_on", deleted_at_the_first_chunk)
     await passes(flow, "remote")
-    assert flow.places(V1) == ["memory", "disk"] and put_off(flow, "remote")["last_error"] is None
+    assert tiers.places(V1) == ["memory", "disk"] and put_off(tiers, "remote")["last_error"] is None
     monkeypatch.undo()
     await passes(flow, "remote")
-    assert flow.places(V1) == ["memory", "disk", "remote"], "a new one of that name is copied as ever"
+    assert tiers.places(V1) == ["memory", "disk", "remote"], "a new one of that name is copied as ever"
 
 
-async def test_a_worker_waits_for_a_nudge_or_its_time(flow, publish, caplog):
+async def test_a_worker_waits_for_a_nudge_or_its_time(flow, publish, caplog, tiers):
     caplog.set_level(logging.ERROR)
     publish("v1")
     task = asyncio.create_task(flow.run())
-    while flow.places(V1) != ["memory", "disk", "remote"]:
-        flow.nudge()
+    while tiers.places(V1) != ["memory", "disk", "remote"]:
+        tiers.nudge()
         await asyncio.sleep(0.01)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -293,10 +295,10 @@ async def test_a_worker_waits_for_a_nudge_or_its_time(flow, publish, caplog):
     assert caplog.text == ""
 
 
-def test_an_unreachable_tier_is_named_when_nothing_else_has_the_bytes(flow, publish, monkeypatch):
+def test_an_unreachable_tier_is_named_when_nothing_else_has_the_bytes(publish, monkeypatch, tiers, back):
     def unreachable(*arguments):
         raise TierUnavailable("no route to the store")
 
-    monkeypatch.setattr(flow._levels[1].level.versions, "restore", unreachable)
+    monkeypatch.setattr(tiers.all[1].level.versions, "restore", unreachable)
     with pytest.raises(LookupError, match="unreachable in the remote tier .no route"):
-        flow.bring_in(V1)
+        back.bring_in(V1)
