@@ -270,8 +270,8 @@ def _cold_world(part: str, size: int, spec: Any, disk: Path) -> tuple[list[dict[
 def _baseline_rank(options: argparse.Namespace) -> int:
     from train import engine
     from train.engine import init_world
-    from train.loop import Progress, Wishes
     from train.prepare import prepare
+    from train.progress import Progress, Wishes
     from train.spec import TrainSpec
 
     spec = TrainSpec.from_json(options.spec)

@@ -162,8 +162,8 @@ def _train(options: argparse.Namespace) -> int:
     """In a process of its own: train, snapshot, one more step, snapshot, publish; DeepSpeed's own checkpoint."""
     from train import publish, snapshot
     from train.engine import init_world
-    from train.loop import Progress, Wishes
     from train.prepare import prepare
+    from train.progress import Progress, Wishes
     from train.spec import TrainSpec
 
     spec = TrainSpec.from_json(options.child)
@@ -171,9 +171,9 @@ def _train(options: argparse.Namespace) -> int:
     run = prepare(spec, lambda event, **data: None, Wishes(), Progress())
     for _ in range(options.steps):
         run._one_step(run.plan.total_steps)
-    snapshot.begin_snapshot(run.engine, spec, run.store, run._layout, options.steps).finish()
+    snapshot.begin_snapshot(run.engine, spec, run.store, run.saving.layout, options.steps).finish()
     run._one_step(run.plan.total_steps)
-    snapshot.begin_snapshot(run.engine, spec, run.store, run._layout, options.steps + 1).finish()
+    snapshot.begin_snapshot(run.engine, spec, run.store, run.saving.layout, options.steps + 1).finish()
     if spec.full:
         publish.begin_publish(run.engine, spec, run.store, version="result", meta={}, pace_s=None).finish()
     folder = Path(options.disk) / f"deepspeed-{spec.job_id}"

@@ -177,8 +177,8 @@ def _ours(options: argparse.Namespace) -> tuple[list[tuple[float, float]], list[
 
     os.environ["MASTER_PORT"] = str(free_port())
     from train.engine import init_world
-    from train.loop import Progress, Wishes
     from train.prepare import prepare
+    from train.progress import Progress, Wishes
     from train.spec import TrainSpec
 
     init_world("cpu")

@@ -14,9 +14,10 @@ from train import parking
 from train.chat import ChatEncoder
 from train.data import TokenSet, open_token_set
 from train.engine import build_engine
-from train.loop import Events, Progress, Run, Wishes
+from train.loop import Run
 from train.model import load_model, load_tokenizer
 from train.objectives import SupervisedObjective
+from train.progress import Events, Progress, Wishes
 from train.publish import check_publishable
 from train.spec import TrainSpec
 from weights.store import WeightStore

@@ -18,8 +18,9 @@ from typing import Any
 from runtime.leash import Leash
 from runtime.logs import configure_logging
 from train.engine import init_world
-from train.loop import WISHES, Progress, Run, Wishes
+from train.loop import Run
 from train.prepare import continued, prepare
+from train.progress import WISHES, Progress, Wishes
 from train.spec import TrainSpec
 
 

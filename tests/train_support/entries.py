@@ -17,8 +17,8 @@ from runtime.leash import Leash
 from train import adapter, fragments
 from train import publish as publishing
 from train.engine import init_world
-from train.loop import Progress, Wishes
 from train.prepare import prepare
+from train.progress import Progress, Wishes
 from train.publish import publish
 from train.spec import TrainSpec
 from weights.slices import Strided

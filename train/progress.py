@@ -1,0 +1,43 @@
+"""What a run is asked from outside, where it is, and where it reports to."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+WISHES = ("suspend", "cancel", "snapshot")
+
+
+class Events(Protocol):
+    """Where a run reports to; called on rank 0 only."""
+
+    def __call__(self, event: str, **data: Any) -> None: ...
+
+
+@dataclass
+class Wishes:
+    """What was asked of this rank from outside; written by another thread, read at step boundaries."""
+
+    suspend: bool = False
+    cancel: bool = False
+    snapshot: bool = False
+
+    def clear(self) -> None:
+        """What was asked is done."""
+        self.suspend = self.cancel = self.snapshot = False
+
+
+@dataclass
+class Progress:
+    """Where the run is, for the heartbeat: a phase that lasts too long is a hang."""
+
+    phase: str = "starting"
+    step: int = 0
+    since: float = field(default_factory=time.monotonic)
+
+    def enter(self, phase: str, step: int | None = None) -> None:
+        self.phase, self.step, self.since = phase, self.step if step is None else step, time.monotonic()
+
+    def report(self) -> dict[str, Any]:
+        return {"phase": self.phase, "step": self.step, "in_phase_s": time.monotonic() - self.since}
