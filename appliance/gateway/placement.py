@@ -16,7 +16,7 @@ from .errors import ApiError
 from .holds import Refusal, Ticket
 from .request_check import Checked, with_model
 from .router import Choice
-from .upstream import UpstreamConnection
+from .upstream import UpstreamConnection, lose_interest
 from .usage import ASK_FOR_USAGE
 from .wire import Request
 
@@ -225,12 +225,8 @@ class Placement:
     # -- given back
 
     def _drop_upstream(self, *, failed: bool = False) -> None:
-        if self._connecting is not None:
-            self._connecting.cancel()
-            self._connecting = None
-        if self._conn is not None:
-            conn, self._conn = self._conn, None
-            conn.abort()
+        lose_interest(self._connecting, self._conn)
+        self._connecting = self._conn = None
         self._undispatch(failed=failed)
 
     def _undispatch(self, *, failed: bool) -> None:

@@ -12,7 +12,7 @@ from . import errors, wire
 from .errors import ApiError
 from .request_check import Checked, check_body
 from .transcript import joined
-from .upstream import UpstreamConnection
+from .upstream import UpstreamConnection, lose_interest
 from .wire import Request
 
 if TYPE_CHECKING:
@@ -147,9 +147,5 @@ class Recall:
             client.answer_error(error)
 
     def _drop(self) -> None:
-        if self._connecting is not None:
-            self._connecting.cancel()
-            self._connecting = None
-        if self._conn is not None:
-            conn, self._conn = self._conn, None
-            conn.abort()
+        lose_interest(self._connecting, self._conn)
+        self._connecting = self._conn = None

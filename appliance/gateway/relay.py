@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from . import errors, wire
 from .errors import ApiError
-from .upstream import UpstreamConnection
+from .upstream import UpstreamConnection, lose_interest
 from .wire import Request
 
 if TYPE_CHECKING:
@@ -233,12 +233,8 @@ class Relay:
             client.answer_error(error)
 
     def _drop(self) -> None:
-        if self._connecting is not None:
-            self._connecting.cancel()
-            self._connecting = None
-        if self._conn is not None:
-            conn, self._conn = self._conn, None
-            conn.abort()
+        lose_interest(self._connecting, self._conn)
+        self._connecting = self._conn = None
 
 
 class WholeRelay(Relay):

@@ -10,7 +10,7 @@ from . import wire
 from .errors import ApiError
 from .exposition import CONTENT_TYPE
 from .reports import metrics_text
-from .upstream import UpstreamConnection
+from .upstream import UpstreamConnection, lose_interest
 from .wire import Request
 
 if TYPE_CHECKING:
@@ -104,9 +104,5 @@ class Scrape:
             )
 
     def _drop(self) -> None:
-        if self._connecting is not None:
-            self._connecting.cancel()
-            self._connecting = None
-        if self._conn is not None:
-            conn, self._conn = self._conn, None
-            conn.abort()
+        lose_interest(self._connecting, self._conn)
+        self._connecting = self._conn = None

@@ -206,6 +206,15 @@ class UpstreamConnection(Connection):
         self._done = self._head_done
 
 
+def lose_interest(connecting: asyncio.Task[None] | None, conn: UpstreamConnection | None) -> None:
+    """Of a request that has no use for its upstream any more, whether still connecting (`UpstreamPool.connect`) or
+    connected: nothing more is heard of either."""
+    if connecting is not None:
+        connecting.cancel()
+    if conn is not None:
+        conn.abort()
+
+
 class UpstreamPool:
     """Idle connections by socket path, youngest first; the server's keep-alive must be longer than `idle_s`."""
 
@@ -229,7 +238,7 @@ class UpstreamPool:
     def connect(
         self, path: str, done: Callable[[UpstreamConnection | OSError], None], *, wait_s: float = 0.0
     ) -> asyncio.Task[None]:
-        """Open a connection and call `done` with it or with the OSError; cancel the task to lose interest.
+        """Open a connection and call `done` with it or with the OSError; `lose_interest` ends the task.
 
         wait_s: for so long a refused or missing socket is tried again (a server that restarts).
         """

@@ -7,29 +7,18 @@ checked and are on the medium; what a crash leaves stands in `.staging` and is r
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import shutil
-import subprocess
-import sys
-import tempfile
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from appliance.models import hub
+from appliance.models import hub, starter_process
 from appliance.models.checkpoint import Facts, Task, choose_files, examine
-from appliance.models.errors import (
-    InvalidModelName,
-    ModelError,
-    NotEnoughDisk,
-    SourceNotFound,
-    StarterFailed,
-)
+from appliance.models.errors import InvalidModelName, ModelError, NotEnoughDisk, SourceNotFound
 from appliance.models.template_trial import try_template
 from weights import tiers
 from weights.directory_tier import DirectoryTier
@@ -136,12 +125,8 @@ class ModelLibrary:
         """Pretrains the small model `starter` in a process of its own and takes it in. Raises StarterFailed."""
         self._sweep()
         made = self._private(self._root / ".staging") / f"starter-{os.getpid()}-{uuid.uuid4().hex}"
-        vocabulary = resources.files("appliance") / "demo_data" / "gsm8k_train.jsonl"
-        command = [sys.executable, "-m", "train.starter", "--out", str(made), "--seed", str(seed), "--die-with-parent",
-                   "--minutes", str(STARTER_MINUTES if minutes is None else minutes),
-                   "--vocabulary-text", str(vocabulary)]  # fmt: skip
         try:
-            result = _run_starter(command, report)
+            result = starter_process.run(made, STARTER_MINUTES if minutes is None else minutes, seed, report)
             meta = {"pretraining": result}
             return self._take_in(made, check_name(name), source="made here", meta=meta, report=report, move=True)
         finally:
@@ -321,39 +306,6 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def _run_starter(command: list[str], report: Report) -> dict[str, Any]:
-    """Runs the pretraining, passing its progress on; returns its last line. The process dies with this call."""
-    result = None
-    # Threads that wait for each other sleep: spinning, two of them were seen to take three times the processor time of
-    # one for the same steps, from whoever else is at work on the box.
-    environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
-        assert process.stdout is not None
-        try:
-            for line in process.stdout:
-                event = json.loads(line)
-                if event.pop("event") == "done":
-                    result = event
-                else:
-                    report(event["fraction"], 1.0, "fraction", _starter_message(event))
-            process.wait()
-        finally:
-            process.kill()
-            process.wait()
-            process.stdout.close()
-        errors.seek(0)
-        if process.returncode != 0 or result is None:
-            raise StarterFailed(f"pretraining ended with code {process.returncode}: {errors.read().strip()[-1000:]}")
-    return {key: value for key, value in result.items() if key != "path"}
-
-
-def _starter_message(event: Mapping[str, Any]) -> str:
-    if "loss" in event:
-        return f"pretraining: step {event['step']}, loss {event['loss']:.2f}, {event['tokens_per_s']} tokens/s"
-    return {"tokenizer": "making the vocabulary", "threads": "beginning to pretrain", "save": "saving"}[event["stage"]]
 
 
 __all__ = ["ModelError", "ModelLibrary", "ModelVersion", "Report", "check_name", "silent"]
