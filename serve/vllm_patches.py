@@ -24,9 +24,6 @@ from vllm.config import ModelConfig
 from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import LRUCacheWorkerLoRAManager
 from vllm.model_executor.models.registry import _LazyRegisteredModel, _ModelInfo
-from vllm.pooling_params import PoolingParams
-from vllm.sampling_params import SamplingParams
-from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest
 from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
@@ -36,11 +33,10 @@ from vllm.v1.request import Request
 from runtime import numa
 from runtime.process import die_with_parent
 from serve import answer_version, stream_chunks
+from serve.core_canary import run_canary
 from serve.cpu_lora import GroupedLoRA
-from serve.finishing import Weights
-from serve.finishing_scheduler import WEIGHTS, FinishingScheduler
+from serve.finishing_scheduler import FinishingScheduler
 
-CANARY_REQUEST = "appliance-canary"
 SEGMENT_NAME_BYTES = 8
 _applied: list[bool] = []
 
@@ -71,7 +67,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     # A paused scheduler runs no canary request, while resuming it would run the held requests too. And
     # `wake_up(["kv_cache"])` resumes scheduling at once, so requests queued during the sleep would be answered by
     # weights whose fingerprint nobody has looked at.
-    EngineCore.shm_run_canary = _run_canary
+    EngineCore.shm_run_canary = run_canary
     # The frontend counts requests but does not know which of them the scheduler holds back.
     EngineCore.shm_request_counts = _request_counts
     # One message instead of six between frontend and core, each of which would wait its turn during the pause.
@@ -217,7 +213,7 @@ def _load(
     if wake_kv:
         core.model_executor.wake_up(["kv_cache"])
     began_s = time.perf_counter()
-    answer = _run_canary(core, canary, pooling_task)
+    answer = run_canary(core, canary, pooling_task)
     return {"reports": reports, "answer": answer, "canary_s": time.perf_counter() - began_s}
 
 
@@ -305,52 +301,3 @@ def _attach_weight_version(core: EngineCore, outputs: dict[int, EngineCoreOutput
     version = core.scheduler.answering(core.get_weight_version())
     for output in outputs.values():
         output.weight_version = version
-
-
-def _run_canary(core: EngineCore, token_ids: list[int], pooling_task: str | None) -> dict[str, Any]:
-    """One forward pass over `token_ids` on the model as it is now, past the scheduler.
-
-    Only for an engine that is paused with its caches cleared, or idle: the pass writes into the first KV blocks,
-    which then belong to nobody. Returns `{"tokens": [...], "logprobs": [...]}`: for each position the token the
-    model ranks first and its log-probability in nats; or `{"embedding": [...]}` for a pooling model.
-    """
-    if core.scheduler.pause_state.name == "UNPAUSED" and core.scheduler.has_unfinished_requests():
-        raise RuntimeError("the canary needs a paused or idle engine")
-    request = NewRequestData(
-        req_id=CANARY_REQUEST,
-        prompt_token_ids=list(token_ids),
-        mm_features=[],
-        sampling_params=None,
-        pooling_params=None,
-        block_ids=tuple([1] for _ in core.scheduler.kv_cache_config.kv_cache_groups),
-        num_computed_tokens=0,
-        lora_request=None,
-        prefill_token_ids=list(token_ids),
-    )
-    if pooling_task is None:
-        request.sampling_params = SamplingParams(
-            temperature=0.0, max_tokens=1, prompt_logprobs=1, logprobs=1, skip_reading_prefix_cache=True
-        )
-    else:
-        request.pooling_params = PoolingParams(task=pooling_task)
-    step = SchedulerOutput.make_empty()
-    setattr(step, WEIGHTS, Weights.NEW)
-    step.scheduled_new_reqs = [request]
-    step.num_scheduled_tokens = {CANARY_REQUEST: len(token_ids)}
-    step.total_num_scheduled_tokens = len(token_ids)
-    try:
-        output = core.model_executor.execute_model(step)
-        if output is None:
-            output = core.model_executor.sample_tokens(None)
-    finally:
-        forget = SchedulerOutput.make_empty()
-        forget.finished_req_ids = {CANARY_REQUEST}
-        core.model_executor.execute_model(forget)
-    if pooling_task is not None:
-        return {"embedding": output.pooler_output[0].float().flatten().tolist()}
-    # Column 0 of prompt_logprobs is the prompt's own next token, column 1 the one ranked first.
-    prompt = output.prompt_logprobs_dict[CANARY_REQUEST]
-    return {
-        "tokens": prompt.logprob_token_ids[:, 1].tolist() + [int(output.sampled_token_ids[0][0])],
-        "logprobs": prompt.logprobs[:, 1].tolist() + [float(output.logprobs.logprobs[0][0])],
-    }
