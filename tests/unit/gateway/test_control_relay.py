@@ -239,9 +239,11 @@ async def test_uploader_that_leaves_aborts_the_controllers_read(box: Box) -> Non
 
 async def test_bad_chunk_in_an_upload_is_refused_and_never_completes_upstream(box: Box) -> None:
     outcome: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    begun = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
+        begun.set()
         try:
             outcome.set_result(await reader.read(-1))
         except ConnectionError:
@@ -253,7 +255,7 @@ async def test_bad_chunk_in_an_upload_is_refused_and_never_completes_upstream(bo
         b"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\nTransfer-Encoding: chunked\r\n\r\n"
         b"3\r\nabc\r\n"
     )
-    await box.until(lambda: any(conn.active for conn in box.gateway.connections))
+    await asyncio.wait_for(begun.wait(), 10)  # before, there would be no upstream to be cut off
     await wire.send(b"zz\r\n")
     assert (await wire.response()).status == 400
     assert not (await asyncio.wait_for(outcome, 10)).endswith(b"0\r\n\r\n")
