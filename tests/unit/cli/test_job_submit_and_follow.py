@@ -57,6 +57,8 @@ def test_every_option_is_a_hyperparameter_that_training_knows(box, tmp_path):
     assert unknown.exit_code == 2 and "lora_alpa" in unknown.stderr
     missing = box.run("job", "submit", "--model", "nobody", "--file", str(data))
     assert missing.exit_code == 3 and "nobody" in missing.stderr
+    large = box.run("job", "submit", "--model", "starter", "--file", str(data), "--min-devices", "20")
+    assert large.exit_code == 2 and "min_devices is 20; expected at most 8" in large.stderr
 
 
 def test_a_file_that_is_on_the_box_already(prepared):
