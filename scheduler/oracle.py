@@ -30,12 +30,12 @@ lower when nothing may be missed is the bound; missed requests are priced in it 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from dataclasses import dataclass
 
 import numba
 import numpy as np
 
+from scheduler.oracle_demand import GridDemand, TraceArrays, demand_of, prompt_s, whole_s
 from scheduler.sim_engine import EngineModel
 from scheduler.sim_trace import Requests, TraceJob
 from scheduler.sim_world import VerbTimes
@@ -46,7 +46,6 @@ _LEVELS = 200
 _SEARCH_LEVELS = 24
 """The same while the price of a miss is searched: every price gives a bound, so the search may be coarse."""
 _PRICE_TRIALS = 4
-_CACHE_WINDOW_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,105 +75,7 @@ class _Switching:
         return max(min(self.leave_s, self.come_s) / 2, 0.05)
 
 
-@dataclass(frozen=True, slots=True)
-class _Requests:
-    """The trace as arrays, and what they are held against. `tokens`: cache that each takes."""
-
-    model: EngineModel
-    devices: int
-    slo_ttft_s: float
-    step_s: float
-    steps: int
-    arrival_s: np.ndarray
-    tokens: np.ndarray
-
-
-@dataclass(slots=True)
-class _Demand:
-    """Work on the grid, in levels. `ceiling[k]`: arrived and not yet due in step k. `due[k]`: due at its end.
-    `misses[misses_from[k] : misses_from[k + 1]]`: (levels, how many) of the requests of which it shows then whether
-    they are missed. `begun[k]`: whose first token is due by its end, and which are not yet due. `cache[k, s]`: work
-    that the caches of s devices hold. All int64."""
-
-    step_s: float
-    level_s: float
-    ceiling: np.ndarray
-    due: np.ndarray
-    misses: np.ndarray
-    misses_from: np.ndarray
-    begun: np.ndarray
-    cache: np.ndarray
-
-
-def _demand(
-    requests: _Requests, due_s: np.ndarray, work_s: np.ndarray, held_s: np.ndarray, *, levels: int
-) -> _Demand:
-    """`held_s`: work of each request that may be left when its first token is due; zero where all is done by then."""
-    step_s, steps = requests.step_s, requests.steps
-
-    def running(at_s: np.ndarray, work: np.ndarray, *, early: bool) -> np.ndarray:
-        """Sum of the work whose time lies in this step or before: by its beginning (early) or its end."""
-        step = (at_s / step_s).astype(int) if early else np.ceil(at_s / step_s - 1e-9).astype(int) - 1
-        kept = step < steps
-        return np.cumsum(np.bincount(step[kept], work[kept], minlength=steps))
-
-    first_s = np.minimum(requests.arrival_s + requests.slo_ttft_s, due_s)
-    total, owed = running(requests.arrival_s, work_s, early=True), running(due_s, work_s, early=False)
-    open_s = total - np.concatenate([[0.0], owed[:-1]])
-    # One device and step is a whole number of levels, so that capacity is never rounded.
-    level_s = step_s / min(max(math.ceil(levels * step_s / max(float(open_s.max()), step_s)), 1), 64)
-    floor = np.floor(owed / level_s + 1e-9).astype(int)
-    before = np.concatenate([[0], floor[:-1]])
-    begun = np.floor(running(first_s, work_s, early=False) / level_s + 1e-9).astype(int) - before
-    misses: list[list[tuple[int, int]]] = [[] for _ in range(steps)]
-    sizes = np.ceil(work_s / level_s - 1e-9).astype(int)
-    ends = np.ceil(first_s / step_s - 1e-9).astype(int) - 1
-    kept = ends < steps
-    for (step, size), count in Counter(zip(ends[kept].tolist(), sizes[kept].tolist(), strict=True)).items():
-        take = 1  # any number of the equal ones, as sums of powers of two
-        while count > 0:
-            take = min(take, count)
-            misses[step].append((size * take, take))
-            count, take = count - take, take * 2
-    return _Demand(
-        step_s=step_s,
-        level_s=level_s,
-        ceiling=np.ceil(total / level_s - 1e-9).astype(int) - before,
-        due=floor - before,
-        misses=np.array([miss for step in misses for miss in step], dtype=int).reshape(-1, 2),
-        misses_from=np.concatenate([[0], np.cumsum([len(step) for step in misses])]).astype(int),
-        begun=begun,
-        cache=_caches(requests, due_s, held_s, level_s),
-    )
-
-
-def _caches(requests: _Requests, due_s: np.ndarray, held_s: np.ndarray, level_s: float) -> np.ndarray:
-    """Per step and number of devices: the most work (levels) left of requests that fit their caches together."""
-    found: list[np.ndarray] = []
-    order = np.argsort(-held_s / requests.tokens, kind="stable")
-    rank = np.empty(len(order), dtype=int)
-    rank[order] = np.arange(len(order))
-    at_s, tokens = requests.arrival_s, requests.tokens
-    longest_s = float((due_s - at_s).max())
-    per_window = max(round(_CACHE_WINDOW_S / requests.step_s), 1)
-    for first in range(0, requests.steps, per_window):
-        # Alive at some time of the window; looked for only among those that came late enough to be.
-        from_s, until_s = first * requests.step_s, (first + per_window) * requests.step_s
-        low, high = np.searchsorted(at_s, [from_s - longest_s - 1.0, until_s])
-        alive = low + np.flatnonzero(due_s[low:high] >= from_s)
-        alive = alive[np.argsort(rank[alive])]
-        filled, work = np.cumsum(tokens[alive]), np.cumsum(held_s[alive])
-        room = np.arange(requests.devices + 1) * float(requests.model.kv_tokens)
-        # One request more than fits, rounded in the oracle's favour; no device holds nothing.
-        last = np.searchsorted(filled, room, side="left")
-        most = np.concatenate([work, work[-1:]])[np.minimum(last, len(work))] if len(work) else np.zeros(len(room))
-        most[0] = 0.0
-        row = np.ceil(most / level_s + 1).astype(int)
-        found += [row] * min(per_window, requests.steps - first)
-    return np.array(found)
-
-
-def _best_s(demand: _Demand, devices: int, switching: _Switching, price_s: float) -> float:
+def _best_s(demand: GridDemand, devices: int, switching: _Switching, price_s: float) -> float:
     """The most training less `price_s` for each request missed; `price_s` infinite: none may be missed.
 
     State: devices that train, and levels of work served beyond what is due.
@@ -287,7 +188,7 @@ def training_device_s(
     switching = _Switching.of(times, whole_job=jobs is None)
     step_s = min(0.5 if horizon_s < 6 * 3600 else 1.0, switching.shortest_s)
     prompt, output = np.asarray(requests.prompt, dtype=float), np.asarray(requests.output, dtype=float)
-    trace = _Requests(
+    trace = TraceArrays(
         model=model,
         devices=devices,
         slo_ttft_s=slo_ttft_s,
@@ -297,17 +198,17 @@ def training_device_s(
         tokens=prompt + output,
     )
     first_s = trace.arrival_s + slo_ttft_s
-    prompt_s, whole_s = _prompt_s(model, prompt), _whole_s(model, prompt, output)
+    of_prompts_s, of_all_s = prompt_s(model, prompt), whole_s(model, prompt, output)
     sides = (
-        (first_s, prompt_s, np.zeros(len(prompt))),
-        (first_s + (output - 1) * slo_tpot_s, whole_s, whole_s - model.per_token_s * prompt),
+        (first_s, of_prompts_s, np.zeros(len(prompt))),
+        (first_s + (output - 1) * slo_tpot_s, of_all_s, of_all_s - model.per_token_s * prompt),
     )
-    fine = [_demand(trace, *side, levels=_LEVELS) for side in sides]
+    fine = [demand_of(trace, *side, levels=_LEVELS) for side in sides]
     none_missed_s = [_best_s(demand, devices, switching, math.inf) for demand in fine]
     tight = min(range(len(sides)), key=lambda n: none_missed_s[n])
     best_s = none_missed_s[tight]
     if missed:
-        price_s = _price_s(_demand(trace, *sides[tight], levels=_SEARCH_LEVELS), devices, switching, missed)
+        price_s = _price_s(demand_of(trace, *sides[tight], levels=_SEARCH_LEVELS), devices, switching, missed)
         best_s = _best_s(fine[tight], devices, switching, price_s) + price_s * missed
     # The last part of a step is not on the grid.
     bound_s = min(best_s + devices * max(horizon_s - trace.steps * step_s, 0.0), devices * horizon_s)
@@ -319,7 +220,7 @@ def training_device_s(
     return max(bound_s, 0.0)
 
 
-def _price_s(coarse: _Demand, devices: int, switching: _Switching, missed: int) -> float:
+def _price_s(coarse: GridDemand, devices: int, switching: _Switching, missed: int) -> float:
     """A price of a miss that gives about the lowest bound: value(price) + price * missed is convex in the price."""
 
     def bound(exponent: float) -> float:
@@ -340,21 +241,3 @@ def _price_s(coarse: _Demand, devices: int, switching: _Switching, missed: int) 
             b = low + golden * (high - low)
             at_b = bound(b)
     return math.exp(a if at_a <= at_b else b)
-
-
-def _prompt_s(model: EngineModel, prompt: np.ndarray) -> np.ndarray:
-    """Least device seconds per prompt: every step takes `chunk_tokens` at most and pays its fixed time."""
-    return prompt * (model.per_token_s + model.base_s / model.chunk_tokens)
-
-
-def _whole_s(model: EngineModel, prompt: np.ndarray, output: np.ndarray) -> np.ndarray:
-    """Least device seconds per request. A step's fixed time is paid once for prompts and outputs together, so it is
-    charged to whichever fills more steps: chunks of prompts, seats of the batch, or the cache."""
-    tokens = output - 1
-    linear_s = model.per_token_s * (prompt + tokens) + model.per_context_s * tokens * prompt
-    shares = (
-        prompt / model.chunk_tokens,
-        tokens / model.max_num_seqs,
-        tokens * np.minimum((prompt + output) / model.kv_tokens, 1.0),
-    )
-    return linear_s + model.base_s * max(shares, key=lambda share: float(share.sum()))
