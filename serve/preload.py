@@ -13,6 +13,11 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
 
 # Read by OpenMP and by tokenizers when they are loaded; both must not start threads in this process.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -108,7 +113,40 @@ def names(on_cpu: bool) -> tuple[str, ...]:
     return (*FRONTEND, *CORE, *(CORE_OF_CPU if on_cpu else CORE_OF_CUDA), *MODELS)
 
 
+@contextmanager
+def _without_inductor() -> Iterator[None]:
+    """For engines on the CPU, which run without compiled graphs (serve.arguments, serve.vllm_patches).
+
+    vLLM loads inductor's 500 modules all the same: to tell it of vLLM's own operations, and for the ten small functions
+    that torch.compile decorates. It goes on without the first where inductor cannot be imported; the others are left
+    as they are written.
+    """
+    import torch
+
+    sys.modules["torch._inductor"] = None  # type: ignore[assignment]
+    try:
+        importlib.import_module("vllm.env_override")
+    finally:
+        del sys.modules["torch._inductor"]
+    compile_, torch.compile = torch.compile, _as_written  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+
+
+def _as_written(model: Callable[..., Any] | None = None, **_: Any) -> Any:
+    return model if model is not None else lambda function: function
+
+
 def _import_all() -> int:
+    if Path("/dev/nvidiactl").exists():
+        return _import_wanted()
+    with _without_inductor():
+        return _import_wanted()
+
+
+def _import_wanted() -> int:
     wanted = names(importlib.import_module("vllm.platforms").current_platform.is_cpu())
     for name in wanted:
         importlib.import_module(name)

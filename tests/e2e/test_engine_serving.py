@@ -26,7 +26,7 @@ SCHEMA = {
 }
 
 
-async def test_openai_surface(engine_box, replicas):
+async def test_openai_surface_and_no_control_routes(engine_box, replicas):
     spec = engine_box.spec("surface", engine_box.version("a", seed=1))
     replica = replicas()
     started = await replica.start(spec)
@@ -90,12 +90,11 @@ async def test_openai_surface(engine_box, replicas):
         await sdk.completions.create(model="starter", prompt="x", n=65, max_tokens=1)
     with pytest.raises(openai.NotFoundError):
         await sdk.completions.create(model="someone-else", prompt="x", max_tokens=1)
+    await no_control_routes(spec.socket_path)
 
 
-async def test_control_routes_are_not_served(engine_box, replicas):
-    spec = engine_box.spec("routes", engine_box.version("a", seed=1))
-    await replicas().start(spec)
-    transport = httpx.AsyncHTTPTransport(uds=spec.socket_path)
+async def no_control_routes(socket_path):
+    transport = httpx.AsyncHTTPTransport(uds=socket_path)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
         assert (await http.get("/health")).status_code == 200
         for route in ("/pause", "/resume", "/sleep", "/wake_up", "/collective_rpc", "/update_weights",

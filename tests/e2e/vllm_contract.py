@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import sys
+from pathlib import Path
 from typing import Any
 
 from runtime.leash import Leash
@@ -15,6 +17,11 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
 
 
 def _claims():
+    yield (
+        "engines on the CPU, which compile nothing, do without inductor",
+        Path("/dev/nvidiactl").exists() or "torch._inductor.lowering" not in sys.modules,
+    )
+
     import threading
     from dataclasses import fields
     from importlib.util import find_spec
