@@ -179,5 +179,6 @@ async def test_streams_that_finish_too_slowly_are_moved_and_the_old_weights_go(e
     # Each goes on as the new version would with its text so far; tokens on their way then are the old one's.
     for prompt, begun, seen in zip(PROMPTS, before, left.seen, strict=False):
         assert len(seen) == TOKENS
-        rests = [await answer(sdk, prompt + seen[:cut]) for cut in range(len(begun), len(begun) + 3)]
+        cuts = range(len(begun), len(begun) + 3)
+        rests = await asyncio.gather(*(answer(sdk, prompt + seen[:cut]) for cut in cuts))
         assert any(seen[cut:] == rest[: TOKENS - cut] for cut, rest in enumerate(rests, len(begun)))

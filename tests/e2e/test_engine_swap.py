@@ -73,11 +73,11 @@ async def stream_through_swap(replica, sdk, fresh_sdk, b, how):
     switch = next(index for index in range(TOKENS) if seen[index] != old[index])
     assert before <= switch, "tokens of the new weights were sent before the swap was asked for"
     # The first new token may equal the old model's; the switch then lies a little earlier.
-    matches = []
-    for start in range(max(before, switch - 4), switch + 1):
-        rest = await greedy_ids(fresh_sdk, "starter", prompt + seen[:start], TOKENS - start)
-        matches.append(rest == seen[start:])
-    assert any(matches), how
+    starts = range(max(before, switch - 4), switch + 1)
+    rests = await asyncio.gather(
+        *(greedy_ids(fresh_sdk, "starter", prompt + seen[:start], TOKENS - start) for start in starts)
+    )
+    assert any(rest == seen[start:] for start, rest in zip(starts, rests, strict=True)), how
     assert after - before <= TOKENS
 
 

@@ -7,7 +7,7 @@ import sys
 import pytest
 from ray._private.node import Node
 
-from scheduler.ray_start import _without_dashboard
+from scheduler.ray_start import _without_dashboard, _without_ray_client
 
 AFTERWARDS = """
 import sys
@@ -21,6 +21,7 @@ assert not any(name.partition(".")[2] == "serve" for name in sys.modules if name
 assert all(name in sys.modules and sys.modules[name] is None for name in ray_start.OTHER_COMMANDS)
 from ray._private.node import Node
 assert Node.start_api_server is ray_start._without_dashboard
+assert Node.start_ray_client_server is ray_start._without_ray_client
 """
 
 
@@ -30,9 +31,17 @@ def test_start_works_without_the_other_commands():
     assert "--include-log-monitor" in ended.stdout
 
 
-def test_nothing_of_ours_is_called_otherwise_than_what_it_stands_for():
-    theirs, ours = (inspect.signature(function).parameters for function in (Node.start_api_server, _without_dashboard))
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [("start_api_server", _without_dashboard), ("start_ray_client_server", _without_ray_client)],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_stands_for_a_part_of_ray_is_called_as_it_was(name, ours):
+    theirs, ours = (inspect.signature(function).parameters for function in (getattr(Node, name), ours))
     assert [(p.name, p.kind) for p in theirs.values()][1:] == [(p.name, p.kind) for p in ours.values()][1:]
-    assert "self.start_api_server(" in inspect.getsource(Node.start_head_processes)
+    assert f"self.{name}(" in inspect.getsource(Node.start_head_processes)
+
+
+def test_who_asks_for_the_dashboard_is_told_that_there_is_none():
     with pytest.raises(ValueError, match="no dashboard"):
         _without_dashboard(None, include_dashboard=None, raise_on_failure=True)
