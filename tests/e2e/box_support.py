@@ -181,7 +181,7 @@ def wait_for(condition: Callable[[], Any], what: str, timeout_s: float = 120) ->
     deadline = time.monotonic() + timeout_s
     while not (found := condition()):
         assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.1)
+        time.sleep(0.25)  # each look costs the box a request
     return found
 
 
