@@ -32,7 +32,7 @@ from vllm.v1.request import Request
 
 from runtime import numa
 from runtime.process import die_with_parent
-from serve import answer_version, stream_chunks
+from serve import answer_version, gloo_device, stream_chunks
 from serve.core_canary import run_canary
 from serve.cpu_lora import GroupedLoRA
 from serve.finishing_scheduler import FinishingScheduler
@@ -104,6 +104,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
         EngineCore.preprocess_add_request = _salted(EngineCore.preprocess_add_request)
         EngineCore._attach_weight_version = _attach_weight_version
         punica_cpu.PunicaWrapperCPU = GroupedLoRA
+        gloo_device.apply()
         # vLLM looks at an unknown architecture in a subprocess, lest the look initialise CUDA: 10 s of imports
         # that this process has behind it.
         _LazyRegisteredModel.inspect_model_cls = _inspect_here
