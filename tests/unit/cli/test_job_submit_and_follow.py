@@ -46,6 +46,13 @@ def test_submit_sends_what_was_asked(prepared, tmp_path):
     }  # fmt: skip
 
 
+def test_a_plan_says_what_offloading_puts_into_host_memory(box):
+    asked = ("plan", "job", "--model", "starter", "--full", "--max-length", "64")
+    offloaded = box.run(*asked, "--set", "offload=optimizer", "--set", "precision=bf16").stdout
+    assert "In host memory, by offloading" in offloaded and "90.0 MB" in offloaded
+    assert "offloading" not in box.run(*asked).stdout
+
+
 def test_every_option_is_a_hyperparameter_that_training_knows(box, tmp_path):
     data = tmp_path / "train.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 20)
