@@ -325,7 +325,8 @@ async def test_client_that_never_reads_is_bounded_and_dropped_while_neighbours_r
     conn = next(conn for conn in box.gateway.connections if conn.write_paused)
     for _ in range(5):
         assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
-    assert conn.transport is not None and conn.transport.get_write_buffer_size() < 1 << 20
+    # On a machine that is slow enough it has been dropped by now.
+    assert conn.transport is None or conn.transport.get_write_buffer_size() < 1 << 20
     await asyncio.wait_for(box.engines["e0"].lost.wait(), 10)
     assert sent < 40 << 20
     assert box.gateway.metrics.events["client_stalled"] == 1
