@@ -273,6 +273,8 @@ class Gateway:
         transcript = checked.transcript
         if transcript is not None:
             transcript.stores = transcript.stores and self.config.stores_responses
+            if not transcript.recalled:
+                self.take_body(request, len(transcript.input))  # which is here twice until the answer is
             if transcript.background:
                 self.spending.spend(request, checked)
                 return WholeRelay(self, client, request)

@@ -27,6 +27,8 @@ log = logging.getLogger("appliance.gateway")
 
 MAX_ATTEMPTS: Final = 3
 ERROR_BODY_BYTES: Final = 64 * 1024
+# What an engine makes of the largest body that it is asked to count the tokens of.
+TOKEN_IDS_BYTES: Final = 64 << 20
 _JSON: Final = b"application/json"
 
 
@@ -123,10 +125,13 @@ class Exchange(Placement):
             self.answer.write(b"".join(kept))
 
     def _buffered_bytes(self) -> int:
-        """How much of a plain answer is kept back: one that is to be stored is needed whole."""
+        """How much of a plain answer is kept back: one that is to be stored, or counted, is needed whole."""
         transcript, limits = self.checked.transcript, self.gateway.limits
-        stores = transcript is not None and transcript.stores
-        return max(limits.buffered_response_bytes, limits.stored_response_bytes if stores else 0)
+        if transcript is None:
+            return limits.buffered_response_bytes
+        if transcript.counts:
+            return TOKEN_IDS_BYTES
+        return max(limits.buffered_response_bytes, limits.stored_response_bytes if transcript.stores else 0)
 
     def _first_of_stream(self, body: bytes, done: bool, now: float) -> None:
         if body.startswith(ERROR_EVENT) and self._first_event_fails(body, done):

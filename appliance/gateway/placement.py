@@ -51,7 +51,7 @@ class Placement:
         self.gateway = gateway
         self.request = request
         self.checked = checked
-        self._path = route.path
+        self._path = route.engine_path
         self._row = checked.model
         self._choice: Choice | None = None
         self._ticket: Ticket[Placement] | None = None

@@ -16,7 +16,7 @@ from .config import Limits
 from .continuation import CHAT, Continuation, continuation_of
 from .errors import ApiError
 from .nested_check import walk
-from .routes import Route
+from .routes import INPUT_TOKENS, RESPONSES, Route
 from .transcript import Transcript, transcript_of
 
 MODEL_NAME_CHARS = 512
@@ -135,8 +135,8 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
     asks_usage = stream is True and _asks_usage(data)
     checked = Checked(model, bool(stream), tokens, prompt_tokens, beginning)
     checked.asks_usage, checked.continuation = asks_usage, continuation
-    if route.name == "responses":
-        checked.transcript = transcript_of(data)
+    if route.name == RESPONSES or route.name == INPUT_TOKENS:
+        checked.transcript = transcript_of(data, counts=route.name == INPUT_TOKENS)
     return checked
 
 
@@ -257,7 +257,7 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
         if not all(isinstance(message, dict) for message in messages):
             raise _bad("messages", messages, "an array of objects")
         return 1
-    if route.name == "responses":
+    if route.name == RESPONSES or route.name == INPUT_TOKENS:
         if not isinstance(data.get("input"), str | list):
             raise _bad("input", data.get("input"), "a string or an array of items")
         return 1

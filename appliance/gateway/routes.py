@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from . import errors
 
 INFERENCE, FINE_TUNING, ADMIN = "inference", "fine_tuning", "admin"
+RESPONSES, INPUT_TOKENS = "responses", "responses.input_tokens"
 
 
 class Kind(enum.Enum):
@@ -23,7 +24,7 @@ class Route:
     """One row of the allowlist.
 
     scopes: any one of them (or admin) suffices. task: what the model must do. stream_end: bytes that a
-    complete SSE stream of this route ends with, None where no fixed ending exists.
+    complete SSE stream of this route ends with, None where no fixed ending exists. engine_path: of inference.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Route:
     task: str | None = None
     stream_end: bytes | None = None
     upload: bool = False
+    engine_path: bytes = b""
 
 
 _POST = frozenset({b"POST"})
@@ -44,8 +46,9 @@ _READ_MODELS = frozenset({INFERENCE, FINE_TUNING})
 _DONE = b"data: [DONE]\n\n"
 
 
-def _inference(path: str, name: str, task: str, stream_end: bytes | None) -> Route:
-    return Route(name, Kind.INFERENCE, _POST, _INF, path.encode(), task, stream_end)
+def _inference(path: str, name: str, task: str, stream_end: bytes | None, engine_path: str = "") -> Route:
+    asked = (engine_path or path).encode()
+    return Route(name, Kind.INFERENCE, _POST, _INF, path.encode(), task, stream_end, engine_path=asked)
 
 
 _EXACT: dict[bytes, Route] = {
@@ -53,7 +56,8 @@ _EXACT: dict[bytes, Route] = {
     for route in (
         _inference("/v1/chat/completions", "chat.completions", "generate", _DONE),
         _inference("/v1/completions", "completions", "generate", _DONE),
-        _inference("/v1/responses", "responses", "generate", None),
+        _inference("/v1/responses", RESPONSES, "generate", None),
+        _inference("/v1/responses/input_tokens", INPUT_TOKENS, "generate", None, "/v1/responses/render"),
         _inference("/v1/messages", "messages", "generate", b'"type":"message_stop"}\n\n'),
         _inference("/v1/embeddings", "embeddings", "embed", None),
         Route("health", Kind.HEALTH, _GET, frozenset(), b"/health"),
@@ -61,6 +65,7 @@ _EXACT: dict[bytes, Route] = {
     )
 }
 
+_STORED_RESPONSES = Route("stored responses", Kind.CONTROL, frozenset({b"GET", b"POST", b"DELETE"}), _INF)
 _CONTROL: tuple[tuple[bytes, Route], ...] = (
     (
         b"/v1/files",
@@ -72,7 +77,7 @@ _CONTROL: tuple[tuple[bytes, Route], ...] = (
     ),
     (b"/v1/fine_tuning", Route("fine_tuning", Kind.CONTROL, frozenset({b"GET", b"POST", b"DELETE"}), _TUNE)),
     (b"/v1/batches", Route("batches", Kind.CONTROL, frozenset({b"GET", b"POST"}), _INF)),
-    (b"/v1/responses", Route("stored responses", Kind.CONTROL, frozenset({b"GET", b"POST", b"DELETE"}), _INF)),
+    (b"/v1/responses", _STORED_RESPONSES),
     (b"/v1/models", Route("models", Kind.CONTROL, _GET, _READ_MODELS)),
     (
         b"/admin/v1",
@@ -111,6 +116,8 @@ def _control(method: bytes, path: bytes) -> Route:
     for prefix, route in _CONTROL:
         if path.startswith(prefix) and (len(path) == len(prefix) or path[len(prefix)] == 0x2F):
             if _UNSAFE_PATH.search(path):
+                break
+            if route is _STORED_RESPONSES and method == b"POST" and not path.endswith(b"/cancel"):
                 break
             if route.name == "models" and method == b"DELETE" and len(path) > len(prefix) + 1:
                 return _MODELS_DELETE

@@ -32,11 +32,13 @@ class Transcript:
     """Of one request.
 
     input: its own `input` as JSON. previous_id: the response it goes on from, empty without one. stores: whether a copy
-    goes to the controller; the object says so as `store`. recalled: the earlier turns are in the body already.
+    goes to the controller; the object says so as `store`. recalled: the earlier turns are in the body already. counts:
+    only the tokens of the input are asked for, and the engine answers with the ids of all.
     final: the object as answered, empty until it is.
     """
 
     recalled: bool = False
+    counts: bool = False
     final: bytes = b""
     _partial: bytes = b""
 
@@ -52,6 +54,8 @@ class Transcript:
             answer = orjson.loads(body)
         except orjson.JSONDecodeError:
             answer = None
+        if self.counts and isinstance(answer, dict) and isinstance(answer.get("token_ids"), list):
+            return orjson.dumps({"object": "response.input_tokens", "input_tokens": len(answer["token_ids"])})
         if not isinstance(answer, dict) or answer.get("object") != "response":
             self.stores = False
             return body
@@ -104,8 +108,16 @@ class Transcript:
         return answer
 
 
-def transcript_of(data: dict[str, Any]) -> Transcript:
+def transcript_of(data: dict[str, Any], *, counts: bool = False) -> Transcript:
     """Of a parsed body of /v1/responses whose `input` was checked. Raises ApiError 400."""
+    if counts:
+        for name in ("stream", "background"):
+            if data.get(name):
+                raise errors.bad_request(
+                    f"The parameter `{name}` is not accepted where tokens are counted.",
+                    param=name,
+                    code="unsupported_parameter",
+                )
     for name, why in _NOT_HERE.items():
         if data.get(name) is not None:
             raise errors.bad_request(
@@ -127,9 +139,14 @@ def transcript_of(data: dict[str, Any]) -> Transcript:
             "characters.",
             param="previous_response_id",
         )
-    return Transcript(
-        orjson.dumps(data["input"]), previous or "", stores=store is not False, background=background is True
+    made = Transcript(
+        orjson.dumps(data["input"]),
+        previous or "",
+        stores=store is not False and not counts,
+        background=background is True,
     )
+    made.counts = counts
+    return made
 
 
 def joined(body: bytes, own_input: bytes, earlier: bytes) -> bytes:

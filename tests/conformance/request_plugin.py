@@ -1,4 +1,4 @@
-"""Pytest plugin for the run of openai-python's tests of inference: what they leave out when they create a response.
+"""Pytest plugin for the run of openai-python's tests of inference: what they leave out when they ask for a response.
 
 They name no model and no input, as OpenAI lets a stored prompt say both. A box that guessed a model would answer what
 nobody asked it, so it is this harness that says them, in the SDK's own client, just before a request is sent.
@@ -17,7 +17,7 @@ def pytest_configure() -> None:
     build = _base_client.BaseClient._build_request
 
     def with_what_is_left_out(self: Any, options: Any, **kwargs: Any) -> Any:
-        if options.method.lower() == "post" and options.url == "/responses":
+        if options.method.lower() == "post" and options.url in ("/responses", "/responses/input_tokens"):
             options.json_data = {**LEFT_OUT, **(options.json_data or {})}
         return build(self, options, **kwargs)
 

@@ -52,12 +52,13 @@ INFERENCE_TESTS = (
     "tests/api_resources/test_completions.py",
     "tests/api_resources/test_embeddings.py",
     "tests/api_resources/test_responses.py",
+    "tests/api_resources/responses/test_input_tokens.py",
 )
 # "All params" are what an engine must refuse: max_tokens=0, best_of=0, the word "foo" as a token's number, one
 # dimension of a model that has no nested ones; of responses, a conversation and a prompt that only OpenAI has. The SDK
 # asks for embeddings in base64 unless told otherwise, and its strict validation (aiohttp's client here has it too) then
 # refuses what it asked for, OpenAI's own answer included.
-INFERENCE_CHOSEN = "create and not all_params and not (Embeddings and (strict or aiohttp))"
+INFERENCE_CHOSEN = "(create or count) and not all_params and not (Embeddings and (strict or aiohttp))"
 
 
 class SourcesMissing(RuntimeError):

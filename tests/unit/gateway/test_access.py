@@ -63,6 +63,7 @@ async def test_unknown_urls(box: Box, target: str) -> None:
         ("DELETE", "/v1/batches/b"),
         ("GET", "/v1/responses"),
         ("PUT", "/v1/responses/resp_1"),
+        ("GET", "/v1/responses/input_tokens"),
     ],
 )
 async def test_wrong_methods(box: Box, method: str, target: str) -> None:
@@ -184,3 +185,11 @@ async def test_metrics_are_prometheus_text(box: Box) -> None:
     added = families["appliance_gateway_added_seconds"].samples
     assert next(s.value for s in added if s.name.endswith("_count")) == 2
     assert families["appliance_gateway_inflight"].samples[0].value == 0
+
+
+def test_of_stored_responses_only_cancelling_is_posted() -> None:
+    assert resolve(b"POST", b"/v1/responses/resp_1/cancel").scopes == {"inference"}
+    for path in (b"/v1/responses/compact", b"/v1/responses/resp_1", b"/v1/responses/resp_1/input_items"):
+        with pytest.raises(ApiError) as caught:
+            resolve(b"POST", path)
+        assert caught.value.code == "unknown_url"

@@ -298,6 +298,22 @@ async def test_the_rest_of_the_routes_goes_to_the_controller_and_needs_inference
     assert (await front.ask("GET", "/internal/responses/context?id=resp_1")).status == 404
 
 
+async def test_the_tokens_of_an_input_are_counted_with_those_of_earlier_turns(front: Box) -> None:
+    async def script(request: UpstreamRequest, reply: Reply) -> None:
+        assert request.target == "/v1/responses/render"
+        await reply.json({"token_ids": list(range(100_000)), "model": "m"})
+
+    front.engines["e0"].script = script
+    for more in ({}, {"previous_response_id": "resp_known"}):
+        response = await front.ask("POST", URL + "/input_tokens", {"model": "m", "input": "x", **more})
+        assert json.loads(response.body) == {"object": "response.input_tokens", "input_tokens": 100_000}
+    assert len(front.engines["e0"].requests[1].json["input"]) == 3
+    for more in ({"stream": True}, {"background": True}):
+        response = await front.ask("POST", URL + "/input_tokens", {"model": "m", "input": "x", **more})
+        assert response.status == 400 and response.error["code"] == "unsupported_parameter"
+    assert [request.method for request in front.controller.requests] == ["GET"]  # type: ignore[union-attr]
+
+
 @pytest.mark.parametrize(
     ("more", "param", "code"),
     [
