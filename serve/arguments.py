@@ -117,6 +117,9 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
     if spec.task == "embed":
         args += ["--runner", "pooling", "--convert", "embed"]
     else:
+        # For its renderer, which counts the tokens of an input (/v1/responses/input_tokens); the gateway lets nobody
+        # through to the other routes that come with it.
+        args += ["--enable-scale-out"]
         parser = tool_parser(model_config.get("model_type"), chat_template)
         if parser is not None and "--tool-call-parser" not in spec.extra_args:
             args += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
