@@ -149,6 +149,8 @@ def test_embedding_engines_run_the_pooling_runner_without_tools():
     spec = ReplicaSpec.from_json({**GOOD, "task": "embed"})
     args = engine_arguments(spec, {"model_type": "llama"}, "{{ tools }}")
     assert pairs(args)["--runner"] == "pooling" and "--tool-call-parser" not in args
+    assert "--enable-scale-out" not in args
+    assert "--enable-scale-out" in engine_arguments(ReplicaSpec.from_json(GOOD), {}, None), "inputs are rendered there"
 
 
 def test_adapters_of_one_batch_stay_loaded_and_only_linear_layers_take_them():
