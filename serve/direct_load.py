@@ -16,10 +16,7 @@ What is known about vLLM 0.32, each reproduced:
 from __future__ import annotations
 
 import copy
-import math
-import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import torch
@@ -45,22 +42,12 @@ class Ready:
     exchanged: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-class Scratch(threading.local):
-    """Buffers that a thread gathers into, by slot."""
-
-    def __init__(self) -> None:
-        self.buffers: dict[str, torch.Tensor] = {}
-
-
 class DirectLoader:
-    """Replays a plan into one model. `refusal` says why a model cannot be loaded this way (None: it can).
+    """Replays a plan into one model. `refusal` says why a model cannot be loaded this way (None: it can)."""
 
-    threads: how many convert layers at once while nothing is served. A thread that gets no core holds up no other.
-    """
-
-    def __init__(self, model: torch.nn.Module, plan: LoadPlan, device: torch.device, threads: int = 1):
-        self.model, self.plan, self.device, self.threads = model, plan, device, threads
-        self._scratch = Scratch()
+    def __init__(self, model: torch.nn.Module, plan: LoadPlan, device: torch.device):
+        self.model, self.plan, self.device = model, plan, device
+        self._scratch: dict[str, torch.Tensor] = {}
         self._heads = _head_ids(model)
         first_owner: dict[int, tuple[int, str]] = {}
         for key, target in plan.targets.items():
@@ -74,35 +61,23 @@ class DirectLoader:
         if self.device.type != "cpu":
             self._copy_to_device(source)
             return
-        inference = torch.is_inference_mode_enabled()
-
-        def replace(module: torch.nn.Module) -> None:
-            with torch.inference_mode(inference), torch.no_grad():
-                drop_weights(module)
-                flip(self._build(module, source, staged=False))
-
-        # The largest first: one that is begun last would be waited for alone.
-        modules = sorted(self._modules(), key=self._elements, reverse=True)
-        with ThreadPoolExecutor(self.threads, "load", initializer=_one_kernel_thread) as pool:
-            for _ in pool.map(replace, modules):
-                pass
+        for module in self._modules():
+            drop_weights(module)
+            flip(self._build(module, source, staged=False))
+        self._scratch.clear()
 
     @torch.no_grad()
     def stage(self, source: VersionSource) -> Iterator[Ready]:
         """Build the new form of all modules beside the old one; the caller flips them all later."""
         for module in self._modules():
             yield self._build(module, source, staged=True)
-        self._scratch.buffers.clear()
+        self._scratch.clear()
 
     def _modules(self) -> Iterator[torch.nn.Module]:
         owners = {module_id for module_id, _ in self.plan.targets}
         for module in self.model.modules():
             if id(module) in owners:
                 yield module
-
-    def _elements(self, module: torch.nn.Module) -> int:
-        targets = (self.plan.targets.get((id(module), name)) for name in (*module._parameters, *module._buffers))
-        return sum(math.prod(target.shape) for target in targets if target is not None)
 
     def _why_not(self) -> str | None:
         if not self.plan.complete:
@@ -166,22 +141,25 @@ class DirectLoader:
     def _plain(self, target: Target, source: VersionSource, slot: str) -> torch.Tensor:
         """The checkpoint form of a target: a view of the mapping if its bytes lie there as needed, else gathered.
 
-        What is gathered stays valid until this thread's next gathering into the same `slot`.
+        What is gathered stays valid until the next gathering into the same `slot`.
         """
         view = _adjacent(target, source)
         if view is not None:
             return view
-        need_bytes = math.prod(target.shape) * target.dtype.itemsize
-        scratch = self._scratch.buffers.get(slot)
+        count = 1
+        for extent in target.shape:
+            count *= extent
+        need_bytes = count * target.dtype.itemsize
+        scratch = self._scratch.get(slot)
         if scratch is None or scratch.nbytes < need_bytes:
-            scratch = self._scratch.buffers[slot] = torch.empty(need_bytes, dtype=torch.uint8)
+            scratch = self._scratch[slot] = torch.empty(need_bytes, dtype=torch.uint8)
         flat = scratch[:need_bytes].view(target.dtype)
         target.fill(flat, source)
         return flat.view(target.shape)
 
     def _kept(self, tensor: torch.Tensor, source: VersionSource) -> torch.Tensor:
         """What a packed module keeps must be memory of its own, not the mapping nor the scratch buffer."""
-        borrowed = source.holds(tensor) or any(_shares(tensor, scratch) for scratch in self._scratch.buffers.values())
+        borrowed = source.holds(tensor) or any(_shares(tensor, scratch) for scratch in self._scratch.values())
         return tensor.clone() if borrowed else tensor
 
     def _copy_to_device(self, source: VersionSource) -> None:
@@ -195,15 +173,6 @@ class DirectLoader:
                 seen.add(tensor.data_ptr())
                 target.fill(tensor.data.view(-1), source, gather)
         torch.cuda.synchronize(self.device)
-
-
-_setting_threads = threading.Lock()
-
-
-def _one_kernel_thread() -> None:
-    """A new thread has OpenMP's default. Two that set theirs at once meet torch's pool half exchanged and fail."""
-    with _setting_threads:
-        torch.set_num_threads(1)
 
 
 def flip(ready: Ready) -> Ready:

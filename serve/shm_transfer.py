@@ -42,7 +42,6 @@ from serve.shm_source import PageLock, VersionSource
 from serve.staged_canary import CanaryTrace, StagedCanary, TwinRefused, watch_next_pass
 
 STAGING_NICENESS = 10  # added to the engine's own
-LOAD_THREADS = 4  # memory is shared: more add little
 
 
 @dataclass
@@ -101,8 +100,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self.plan: LoadPlan = plan
         self.dirty = False
         self.report: dict[str, Any] = {}
-        cores = len(os.sched_getaffinity(0)) // vllm_config.parallel_config.world_size
-        self._direct = DirectLoader(model, plan, device, threads=max(1, min(cores, LOAD_THREADS)))
+        self._direct = DirectLoader(model, plan, device)
         self._staging: Staging | None = None
         self._spent: Staging | None = None
         self._retired: list[Ready] = []
