@@ -46,7 +46,7 @@ class ImportingOps(SimulatedModelOps):
     def __init__(self, folder: Path) -> None:
         super().__init__()
         library = ModelLibrary(folder, hub_settings=HubSettings(allowed=False))
-        self.import_model = LibraryOps(library, None, None, self.let_go).import_model  # type: ignore[arg-type, method-assign]
+        self.import_model = LibraryOps(library, None, None, None, self.let_go).import_model  # type: ignore[arg-type, method-assign]
 
 
 class Front:
