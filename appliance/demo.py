@@ -11,6 +11,7 @@ import importlib.resources
 import json
 import os
 import shutil
+import signal
 import socket
 import statistics
 import subprocess
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     box = DemoBox(Path(options.data_dir))
     began_s = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the box outlives a demo that is ended
     try:
         box.up()
         box.starter(options.minutes)
