@@ -26,7 +26,7 @@ suite() {
 }
 
 suite lint "$python" -m ruff check .
-pytest=("$python" -m pytest -m 'not soak' --durations 5)
+pytest=("$python" -m pytest --durations 5)
 side_by_side=(--numprocesses "$cores" --maxprocesses 8 --dist worksteal)
 suite unit "${pytest[@]}" "${side_by_side[@]}" tests/unit
 suite property "${pytest[@]}" "${side_by_side[@]}" tests/property
