@@ -218,7 +218,7 @@ def main() -> None:
         __file__,
         [
             at_most("two-way hand-over, without the training steps at its edges", options.size, moving_s, "s", AIM_S),
-            stated("two-way hand-over: first token and next step, with them", options.size, whole_s, "s"),
+            at_most("two-way hand-over: first token and next step, with them", options.size, whole_s, "s", AIM_S),
             stated("two-way hand-over over the sum of its copies", options.size, moving_s / copies_s, "x memcpy"),
         ],
     )

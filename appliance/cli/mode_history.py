@@ -72,16 +72,28 @@ def _history(answer: dict[str, Any]) -> Any:
 
 
 def _detail(detail: dict[str, Any] | None) -> str:
-    """Plain values only: what is nested is for `-o json`."""
+    """Plain values, one number per worker, seconds by phase and the verdict on a fingerprint; the rest is for
+    `-o json`."""
     shown = []
     for name, value in (detail or {}).items():
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        if name == "fingerprint" and isinstance(value, dict):
+            value = value.get("verdict")
+        if isinstance(value, dict):
+            shown += [f"{phase} {formats.duration(took)}" for phase, took in value.items() if _is_number(took)]
             continue
-        if name.endswith("_bytes") or name == "bytes":
-            text = formats.size(value)
-        elif name.endswith("_s") or name == "seconds":
-            text = formats.duration(value)
+        values = value if isinstance(value, list) else [value]
+        if not values or not all(isinstance(one, str) or _is_number(one) for one in values):
+            continue
+        if name in ("bytes", "bytes_read") or name.endswith("_bytes"):
+            texts = map(formats.size, values)
+        elif name == "seconds" or name.endswith("_s"):
+            texts = map(formats.duration, values)
         else:
-            text = str(value)
-        shown.append(f"{name.removesuffix('_bytes').removesuffix('_s')} {text}")
+            texts = map(str, values)
+        label = name.removesuffix("_bytes").removesuffix("_s").replace("_", " ")
+        shown.append(f"{label} {' + '.join(texts)}")
     return ", ".join(shown) or "-"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

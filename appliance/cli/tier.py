@@ -25,7 +25,8 @@ def list_tiers(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> No
 def verify(session: Session, wait: WAIT = True, timeout: TIMEOUT = None) -> None:
     """Read every copy of every model, adapter and snapshot, and compare it with its checksums.
 
-    Exit code 1 names every copy that is damaged. A damaged copy is replaced from the next tier when it is needed.
+    Exit code 1 names every copy that is damaged. On disk or in the remote store such a copy is replaced from the next
+    tier when it is needed; in memory it goes at once, if nobody reads it and a tier has it whole.
     """
     started = session.client.post("/admin/v1/tiers/verify")
     session.show(finish(session, started, wait, timeout), _checked)

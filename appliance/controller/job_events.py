@@ -147,7 +147,8 @@ class JobEvents:
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, version = self._db, int(event["step"]), str(event["version"])
         self._ensure_output_model(row, int(event["bytes"]))
-        meta = {"step": step, "epoch": event.get("epoch"), "job_id": row.id, "seconds": event.get("seconds")}
+        meta = {"step": step, "epoch": event.get("epoch"), "job_id": row.id, "seconds": event.get("seconds"),
+                "stall_s": event.get("stall_s")}  # fmt: skip
         adapter = event.get("adapter")
         if adapter:
             meta["adapter"] = adapter
@@ -165,7 +166,7 @@ class JobEvents:
                 id=new_id("ftckpt_"), job_id=row.id, name=name, model=row.output_model, version=version, step=step,
                 metrics=self._losses_at(row.id, step), created_s=time.time(),
             ))  # fmt: skip
-            add_message(db, row.id, f"Checkpoint created at step {step}", data=meta)
+            add_message(db, row.id, f"Checkpoint created at step {step}{_written(event)}", data=meta)
 
     def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
         db = self._db
@@ -183,7 +184,11 @@ class JobEvents:
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
         step = int(event["step"])
+        known = row.snapshot is not None and row.snapshot["step"] >= step  # of a restart: told again
         jobs.update(self._db, row.id, snapshot={"step": step, "path": str(event["path"])})
+        if not known:
+            data = {key: event.get(key) for key in ("step", "bytes", "seconds", "stall_s")}
+            add_message(self._db, row.id, f"Snapshot of step {step}{_written(event)}", data=data)
 
     def _message(self, row: JobRow, event: dict[str, Any]) -> None:
         given = event.get("level")
@@ -209,6 +214,14 @@ class JobEvents:
             (b.created_s - a.created_s) / (b.step - a.step) for a, b in zip(recent, recent[1:], strict=False)
         )
         return None if not gaps or total is None else max(0.0, gaps[len(gaps) // 2] * (total - step))
+
+
+def _written(event: dict[str, Any]) -> str:
+    """What writing cost: bytes, seconds from begin to commit, and how long of them training stood still."""
+    nbytes, seconds, stall_s = (event.get(key) for key in ("bytes", "seconds", "stall_s"))
+    if None in (nbytes, seconds, stall_s):
+        return ""
+    return f": {nbytes / 1e6:.1f} MB in {seconds:.3g} s, training stood still for {1000 * stall_s:.0f} ms of them"
 
 
 def _shown(loss: float | None) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from appliance.models import hub, starter_process
 from appliance.models.checkpoint import Facts, Task, choose_files, examine
 from appliance.models.errors import InvalidModelName, ModelError, NotEnoughDisk, SourceNotFound
+from appliance.models.recorded import check_same, recorded
 from appliance.models.template_trial import try_template
 from weights import tiers
 from weights.directory_tier import DirectoryTier
@@ -82,6 +83,7 @@ class ModelLibrary:
         """Copies the checkpoint directory `path` in as a new version of `name` (default: the directory's name).
 
         Taken are safetensors, configuration, tokenizer and README.md; code, pickles and sub-directories stay behind.
+        A copy of what a box has, with its manifest.json, is compared with it.
         Raises CheckpointRefused, weights.errors.IntegrityError (a damaged or hostile weight file, by name),
         NotEnoughDisk, InvalidModelName, SourceNotFound.
         """
@@ -137,7 +139,7 @@ class ModelLibrary:
     ) -> ModelVersion:
         """Copy (or, for what is ours already, move), look, seal, publish."""
         self._sweep()
-        files = choose_files(directory)
+        files, before = choose_files(directory), recorded(directory)
         if not move:
             self._require_space(files.nbytes)
         staging = self._private(self._root / ".staging") / f"{os.getpid()}-{uuid.uuid4().hex}"
@@ -156,11 +158,17 @@ class ModelLibrary:
                 warnings += [warning] if warning else []
             facts = replace(facts, warnings=tuple(warnings))
             report(done, files.nbytes, "bytes", "computing checksums")
-            return self._publish(staging, name, facts, source, meta)
+            return self._publish(
+                staging, name, facts, source, meta,
+                check=lambda now: None if before is None else check_same(before, now, directory),
+            )  # fmt: skip
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
-    def _publish(self, staging: Path, name: str, facts: Facts, source: str, meta: Mapping[str, Any]) -> ModelVersion:
+    def _publish(
+        self, staging: Path, name: str, facts: Facts, source: str, meta: Mapping[str, Any],
+        check: Callable[[Manifest], None],
+    ) -> ModelVersion:  # fmt: skip
         family = self._private(self._root / encode_name(name))
         while True:
             version = self._next_version(family)
@@ -168,7 +176,7 @@ class ModelLibrary:
                 "source": source, "arch": facts.arch, "task": facts.task, "params": facts.params,
                 "max_model_len": facts.max_model_len, "warnings": list(facts.warnings), "info": dict(facts.info),
             }  # fmt: skip
-            tiers.seal_dir(staging, kind="version", model=name, version=version, meta=described)
+            check(tiers.seal_dir(staging, kind="version", model=name, version=version, meta=described))
             for file in staging.iterdir():
                 _sync(file)
             try:

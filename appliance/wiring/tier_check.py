@@ -1,4 +1,8 @@
-"""Every byte of what the tiers hold, read and compared with its checksum."""
+"""Every byte of what the tiers hold, read and compared with its checksum.
+
+A damaged copy on disk or in the remote tier is replaced when it is needed: reading it back compares it. Out of shared
+memory engines load without hashing, so what is found damaged there goes at once, where a tier has it whole.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +39,7 @@ def check(tiers: Tiers, names: Iterable[Name], report: Report) -> Checked:
     """Reads every copy of these. What is gone by the time it is looked at counts as nothing."""
     found, read_bytes = Checked(), 0
     for name in names:
+        bad_in_memory, whole_in = -1, []
         for copy in tiers.copies(name):
             report(read_bytes, None, "bytes", f"reading {name} in {copy.tier}")
             try:
@@ -44,13 +49,18 @@ def check(tiers: Tiers, names: Iterable[Name], report: Report) -> Checked:
             except (VersionNotFound, FileNotFoundError):
                 continue
             except IntegrityError as error:
+                if copy.tier == "memory":
+                    bad_in_memory = len(found.faults)
                 found.faults.append(f"{name} is damaged in the {copy.tier} tier: {error}")
                 tiers.found_damaged(copy.tier, f"{name} is damaged: {error}")
             except (TierUnavailable, OSError) as error:
                 found.faults.append(f"{name} cannot be read in the {copy.tier} tier: {error}")
             else:
                 read_bytes += manifest.nbytes
+                whole_in.append(copy.tier)
                 found.whole.append({"name": str(name), "version": name.version, "path": copy.where,
                                     "tensors": len(manifest.tensors), "bytes": manifest.nbytes})  # fmt: skip
+        if bad_in_memory >= 0 and whole_in:
+            found.faults[bad_in_memory] += f"; {tiers.drop_from_memory(name, whole_in[0])}"
     report(read_bytes, read_bytes, "bytes", "everything was read")
     return found

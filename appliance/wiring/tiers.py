@@ -19,6 +19,7 @@ from appliance.store.database import Database
 from appliance.wiring.tier_facts import name_of
 from weights.config import KeepRules
 from weights.directory_tier import DirectoryTier
+from weights.errors import VersionLeased
 from weights.lease import StoredVersion
 from weights.manifest import KINDS, Manifest
 from weights.names import version_path
@@ -115,6 +116,17 @@ class Tiers:
         for tier in self.all:
             if tier.level.name == name:
                 self.note(tier, text)
+
+    def drop_from_memory(self, name: Name, tier: str) -> str:
+        """What is damaged there and whole in the tier of this name; what became of it, as text. From any thread."""
+        ours = version_path(self.store.root, *name).is_dir()
+        store = self.store if ours else WeightStore(self._jobs_dir / name.model / "snapshots", budget_bytes=None)
+        try:
+            store.discard(*name)
+        except VersionLeased:
+            return "it is in use and stays; when its engine or job has let go of it, verify again"
+        log.error("the damaged copy of %s was removed from memory; the %s tier has it whole", name, tier)
+        return f"it was removed there, and comes from the {tier} tier when it is needed"
 
     def in_memory(self) -> dict[Name, StoredVersion]:
         """What shared memory has, and the stores of jobs that found it full."""

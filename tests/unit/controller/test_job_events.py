@@ -142,10 +142,25 @@ async def test_messages_snapshots_and_unknown_events(control: Control, events: J
     events.ingest(job_id, {"event": "message", "level": "shouting", "text": "odd level"})
     events.ingest(job_id, {"event": "snapshot", "step": 4, "path": "/dev/shm/s", "bytes": 1, "seconds": 0.1})
     events.ingest(job_id, {"event": "from the future"})
-    assert (await control.messages(job_id))[-2:] == ["slow step", "odd level"]
+    assert (await control.messages(job_id))[-3:] == ["slow step", "odd level", "Snapshot of step 4"]
     assert jobs.get(control.db, job_id).snapshot == {"step": 4, "path": "/dev/shm/s"}
     with pytest.raises(RowNotFound):
         events.ingest("ftjob-none", {"event": "message", "text": "x"})
+
+
+async def test_what_writing_cost_training_is_told_once(control: Control, events: JobEvents):
+    job_id = await control.job()
+    events.started(job_id, ["n0/0"], resumed=False)
+    cost = {"bytes": 65_000_000, "seconds": 0.31, "stall_s": 0.026}
+    for _ in range(2):  # a new controller may hear it again
+        events.ingest(job_id, {"event": "snapshot", "step": 4, "path": "/dev/shm/s", **cost})
+        events.ingest(job_id, {**published(5), **cost})
+    told = "65.0 MB in 0.31 s, training stood still for 26 ms of them"
+    assert (await control.messages(job_id))[-2:] == [
+        f"Snapshot of step 4: {told}", f"Checkpoint created at step 5: {told}",
+    ]  # fmt: skip
+    data = [event.data async for event in control.sdk.fine_tuning.jobs.list_events(job_id, limit=20)]
+    assert [one["stall_s"] for one in data if one and "stall_s" in one] == [0.026, 0.026]
 
 
 async def test_a_tuned_model_tuned_again_is_named_after_the_root(control: Control, events: JobEvents):

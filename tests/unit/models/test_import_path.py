@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 import struct
 from pathlib import Path
@@ -104,6 +105,23 @@ def test_verify_names_the_damaged_tensor(library, source):
         file.write(bytes([last[0] ^ 1]))
     with pytest.raises(ChecksumMismatch, match="weight"):
         library.verify(taken.path)
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "manifest.json"])
+def test_a_copy_of_what_a_box_has_is_compared_with_its_manifest(library, source, tmp_path, file):
+    made = library.import_path(source)
+    copy = tmp_path / "copy"
+    shutil.copytree(made.path, copy)
+    assert library.import_path(copy, name="again").bytes == made.bytes
+    raw = bytearray((copy / file).read_bytes())
+    raw[{"model.safetensors": -9, "config.json": raw.find(b"max_position"), "manifest.json": 500}[file]] ^= 1
+    (copy / file).write_bytes(raw)
+    with pytest.raises(IntegrityError, match=f"copy/{file}"):
+        library.import_path(copy, name="flipped")
+    assert [model.name for model in library.list() if model.name == "flipped"] == []
+    (copy / "manifest.json").write_bytes(b'{"of": "somebody else"}')
+    if file != "config.json":
+        assert library.import_path(copy, name="changed-on-purpose").version == "v1"
 
 
 def test_a_changed_config_is_found_too(library, source):

@@ -12,9 +12,10 @@ from appliance.controller.ports import VersionPlace
 from appliance.store import models
 from appliance.wiring import model_work
 from appliance.wiring.model_work import LibraryOps
-from tests.unit.weights.conftest import write
+from tests.unit.weights.conftest import check, write
 from tests.unit.wiring.test_tier_flow import damage, snapshot
 from weights.lease import take_lease
+from weights.record import Name
 
 
 @pytest.fixture
@@ -68,6 +69,26 @@ async def test_a_damaged_copy_is_named_with_its_tier(ops, tmp_path, where, told,
     noted = {tier["name"]: tier["last_error"] for tier in tiers.status() if tier["last_error"]}
     assert list(noted) == [name for name in ("disk", "remote") if f"in the {name} tier" in str(failed.value)]
     assert all("is damaged" in text for text in noted.values())
+
+
+async def test_what_is_damaged_in_memory_goes_at_once_and_comes_back_whole(ops, store, back, tmp_path):
+    name = Name("adapter", "ft:x", "step-2")
+    damage(largest(tmp_path / "shm/adapters"))
+    with take_lease(store.find(*name)), pytest.raises(OperationFailed, match="it is in use and stays"):
+        await ops.verify_tiers(lambda progress: None)
+    with pytest.raises(OperationFailed, match="comes from the disk tier when it is needed") as failed:
+        await ops.verify_tiers(lambda progress: None)
+    assert str(failed.value).count("is damaged") == 1 and store.find(*name) is None
+    check(store, back.bring_in(name))
+    assert (await ops.verify_tiers(lambda progress: None))["copies"] == 9
+
+
+async def test_the_only_copy_stays_in_memory_though_it_is_damaged(ops, store, tiers, tmp_path):
+    lone = store.seal(snapshot(store, 8))
+    damage(largest(lone.path))
+    with pytest.raises(OperationFailed, match="snapshot step-8 of ftjob-1 is damaged in the memory tier"):
+        await ops.verify_tiers(lambda progress: None)
+    assert store.find(*Name("snapshot", "ftjob-1", "step-8")) is not None
 
 
 async def test_what_has_no_checksums_yet_is_counted_not_blamed(ops, store):

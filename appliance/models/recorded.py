@@ -1,0 +1,48 @@
+"""The manifest that a box left beside a checkpoint: who brings such a copy in learns whether it is still what it was.
+
+Checkpoints of others have none, and nothing can tell whether their bytes are what they were.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weights.errors import ChecksumMismatch, IntegrityError, ManifestInvalid
+from weights.manifest import Manifest
+from weights.names import MANIFEST_FILE
+
+_OURS = b'{"manifest_checksum":'  # how Manifest.to_bytes begins; others call other things manifest.json
+_WAY_OUT = "; take the copy anew, or delete manifest.json if it was changed on purpose"
+
+
+def recorded(directory: Path) -> Manifest | None:
+    """What a box recorded of the checkpoint in `directory`, None if none did. Raises ManifestInvalid."""
+    path = directory / MANIFEST_FILE
+    if path.is_symlink() or not path.is_file():
+        return None
+    with path.open("rb") as file:
+        if file.read(len(_OURS)) != _OURS:
+            return None
+    return Manifest.read(directory)
+
+
+def check_same(before: Manifest, now: Manifest, directory: Path) -> None:
+    """Raises IntegrityError, naming file and tensor in `directory`, if what was brought in (`now`, sealed) is not what
+    was recorded of it (`before`)."""
+    for name in sorted(before.tensors.keys() | now.tensors.keys()):
+        was, found = before.tensors.get(name), now.tensors.get(name)
+        if was is None or found is None:
+            file = (was or now.tensors[name]).file
+            raise _differs(ManifestInvalid, "only one of the files and manifest.json has it", directory, file, name)
+        if (was.dtype, was.shape) != (found.dtype, found.shape) or was.checksum not in (None, found.checksum):
+            raise _differs(ChecksumMismatch, "not what manifest.json recorded", directory, found.file, name)
+    for name, was_file in before.aux_files.items():
+        found_file = now.aux_files.get(name)
+        if found_file is None or found_file.checksum != was_file.checksum:
+            raise _differs(ChecksumMismatch, "not what manifest.json recorded", directory, name, None)
+
+
+def _differs(
+    kind: type[IntegrityError], reason: str, directory: Path, file: str, tensor: str | None
+) -> IntegrityError:
+    return kind(reason + _WAY_OUT, path=directory, file=file, tensor=tensor)
