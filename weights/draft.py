@@ -98,12 +98,14 @@ class Draft(Mapped):
         checksum_threads: int = 1,
         pinned: bool = True,
         expected_checksums: Mapping[str, str | None] | None = None,
+        source: object = None,
     ) -> StoredVersion:
         """Makes the version visible, all at once, and closes the draft.
 
         `checksums=False` leaves the hot path at memcpy rate; `WeightStore.seal` adds them later. A `pinned`
         version is not evicted until `tiers.persist` or `WeightStore.unpin`: eviction never takes a last copy.
-        With `expected_checksums` (tensor name -> checksum) a version whose bytes differ is never published.
+        With `expected_checksums` (tensor name -> checksum) a version whose bytes differ is never published; `source` is
+        where they came from, for the error.
         Raises VersionExists, ChecksumMismatch (the draft stays open), ManifestInvalid if `meta` is not JSON.
         """
         # Only the number: a frame in a traceback that held the lock itself would outlive the abort that follows.
@@ -118,7 +120,7 @@ class Draft(Mapped):
             views = {placed.spec.name: self.view(placed.spec.name) for placed in self.layout}
             digests = checksum_all(views, threads=checksum_threads)
             del views
-            compare(digests, expected_checksums or {}, self.layout, path=self.path)
+            compare(digests, expected_checksums or {}, self.layout, path=source or self.path)
         self.prepare()
         manifest, text = self._prepared.complete(
             created_s=time.time(), meta=meta, aux_files=self._aux_records(), checksums=digests

@@ -191,7 +191,9 @@ class PackedTier:
                 target[offset : offset + len(data)] = data
                 del target
             checksums = {tensor: found.checksum for tensor, found in record.manifest.tensors.items()}
-            return draft.commit(meta=record.manifest.meta, pinned=False, expected_checksums=checksums)
+            return draft.commit(
+                meta=record.manifest.meta, pinned=False, expected_checksums=checksums, source=self.where
+            )
 
     def verify(self, name: Name) -> Manifest:
         """Reads every byte of `name` and compares it. Raises VersionNotFound, IntegrityError."""

@@ -191,6 +191,7 @@ class WeightStore:
                 checksum_threads=checksum_threads,
                 pinned=pinned,
                 expected_checksums=source.checksums,
+                source=source.directory,
             )
 
     # Reading

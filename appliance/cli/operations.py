@@ -61,7 +61,9 @@ def finish(session: Session, started: dict[str, Any], wait: bool, timeout_s: flo
             meter.update(_message(operation), done=operation["progress"].get("done"),
                          total=operation["progress"].get("total"))  # fmt: skip
     if operation["state"] == "failed":
-        raise CommandFailed(f"{operation['kind']} failed: {operation['error']['message']}")
+        error = operation["error"]
+        named = f" ({error['code']})" if error.get("code") else ""
+        raise CommandFailed(f"{operation['kind']} failed{named}: {error['message']}")
     return operation
 
 

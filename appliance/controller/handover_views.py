@@ -26,7 +26,7 @@ def handover(db: Database, row: HandoverRow, limits: dict[str, Any]) -> dict[str
 
 def step(row: HandoverStepRow, limits: dict[str, Any]) -> dict[str, Any]:
     """`seconds` of the whole step; `bytes` that it moved in `moved_s` seconds of it, and the share of the hardware's
-    limit that this is; `path` "staged" or "in place" for weights. None where a step moves nothing."""
+    limit that this is; `path` how weights came in ("staged", "in place"), or that it was shared memory. None where a step moves nothing."""
     count, moved_s, workers, path = _moved(row.verb, row.detail)
     rate = count / moved_s if count and moved_s else None
     limit, name = _limit(row.verb, limits, workers)
@@ -53,7 +53,7 @@ def _moved(verb: str, detail: dict[str, Any]) -> tuple[int | None, float | None,
         return detail["bytes"], (detail.get("seconds") or {}).get("snapshot"), 1, "shared memory"
     if verb in ("start_group", "start_replica"):
         # Read while processes come up: most of the step is not copying, so no rate is made of it.
-        return detail.get("bytes"), None, 1, None
+        return detail.get("bytes"), None, 1, "shared memory" if detail.get("bytes") else None
     return None, None, 1, None
 
 

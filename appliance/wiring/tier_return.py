@@ -30,7 +30,7 @@ class TierReturn:
         found = self._in_store(store, name)
         if found is not None:
             return found
-        damaged: list[Tier] = []
+        damaged: list[tuple[Tier, IntegrityError]] = []
         faults: list[str] = []
         for tier in self._tiers.all:
             try:
@@ -42,7 +42,7 @@ class TierReturn:
             except StoreFull:
                 raise
             except IntegrityError as error:
-                damaged.append(tier)
+                damaged.append((tier, error))
                 faults.append(f"damaged in the {tier.level.name} tier ({error})")
                 self._tiers.note(tier, f"{name} is damaged: {error}")
                 continue
@@ -50,8 +50,8 @@ class TierReturn:
                 faults.append(f"unreachable in the {tier.level.name} tier ({error})")
                 continue
             if found is not None:
-                for other in damaged:
-                    self._quarantine(other, name, tier.level.name)
+                for other, fault in damaged:
+                    self._quarantine(other, name, fault, tier.level.name)
                 return found
         raise LookupError(f"{name} is in no tier that has it whole: {'; '.join(faults) or 'none has it'}")
 
@@ -76,13 +76,13 @@ class TierReturn:
             store.discard(*name)
             return None
 
-    def _quarantine(self, tier: Tier, name: Name, good: str) -> None:
+    def _quarantine(self, tier: Tier, name: Name, fault: IntegrityError, good: str) -> None:
         def work() -> None:
             tier.level.of(name.kind).quarantine(name)
             tier.damaged += 1
             tier.dirty = True
-            log.error("the damaged copy of %s was removed from the %s tier; the %s tier had it whole",
-                      name, tier.level.name, good)  # fmt: skip
+            self._tiers.note(tier, f"{name} was damaged and was removed, to be written anew; the {good} tier had it "
+                             f"whole: {fault}")  # fmt: skip
 
         def done(future: Future[None]) -> None:
             if future.exception() is not None:

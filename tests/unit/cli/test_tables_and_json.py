@@ -158,7 +158,7 @@ def test_what_was_verified_is_listed_place_by_place(prepared):
 def test_an_operation_that_fails(box):
     failed = box.run("model", "import", "broken", "--name", "x")
     assert failed.exit_code == 1
-    assert "error: import failed: the header of model.safetensors overlaps" in failed.stderr
+    assert "error: import failed (invalid_checkpoint): the header of model.safetensors overlaps" in failed.stderr
 
 
 def test_jobs(box, tmp_path):

@@ -35,8 +35,8 @@ def seen(verb: str, detail: dict[str, Any], measured: dict[str, Any]) -> tuple[A
         ("suspend_group", SNAPSHOT, CPU, (8_000_000_000, 1.0, "memcpy", 0.8, "shared memory")),
         ("suspend_group", {"bytes": 0, "seconds": {}}, CPU, (None, None, None, None, None)),
         ("swap_replica", STAGED, limits.NONE, (5_000_000_000, 1.0, None, None, "staged")),
-        ("start_group", {"bytes": 60, "seconds": 1.5, "ranks": "forked"}, CPU, (60, None, None, None, None)),
-        ("start_replica", {"bytes": 10, "copied_bytes": 0}, CPU, (10, None, None, None, None)),
+        ("start_group", {"bytes": 60, "seconds": 1.5, "ranks": "forked"}, CPU, (60, None, None, None, "shared memory")),
+        ("start_replica", {"bytes": 10, "copied_bytes": 0}, CPU, (10, None, None, None, "shared memory")),
         ("drain_replica", {"model": "m"}, CPU, (None, None, None, None, None)),
     ],
 )

@@ -92,8 +92,10 @@ async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_rem
     assert path == stored.path and shelf.holds(V1)
     await quiet(tiers)
     assert not (tmp_path / "data/models/starter/v1").exists(), "the damaged copy is gone"
-    assert "damaged" in caplog.text and "removed from the disk tier" in caplog.text
-    assert put_off(tiers, "disk")["damaged"] == 1 and "is damaged" in put_off(tiers, "disk")["last_error"]
+    told = put_off(tiers, "disk")
+    assert told["damaged"] == 1 and told["last_error"] in caplog.text
+    assert "was damaged and was removed, to be written anew; the remote tier had it whole" in told["last_error"]
+    assert f"{tmp_path}/data/models/starter/v1/model.safetensors, tensor 'model.norm.weight'" in told["last_error"]
     await passes(flow, "disk")
     tiers.all[0].level.versions.verify(V1)
 
