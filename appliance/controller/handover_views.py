@@ -26,7 +26,8 @@ def handover(db: Database, row: HandoverRow, limits: dict[str, Any]) -> dict[str
 
 def step(row: HandoverStepRow, limits: dict[str, Any]) -> dict[str, Any]:
     """`seconds` of the whole step; `bytes` that it moved in `moved_s` seconds of it, and the share of the hardware's
-    limit that this is; `path` how weights came in ("staged", "in place"), or that it was shared memory. None where a step moves nothing."""
+    limit that this is; `path` how weights came in ("staged", "in place"), or that they or a snapshot lie in shared
+    memory. None where a step moves nothing."""
     count, moved_s, workers, path = _moved(row.verb, row.detail)
     rate = count / moved_s if count and moved_s else None
     limit, name = _limit(row.verb, limits, workers)
