@@ -316,15 +316,24 @@ class Group:
 
 
 def is_same_world(parked: Sequence[Any], spec: dict[str, Any], devices: list[str]) -> bool:
-    """Whether these ranks (see RankHost.parked; one per place) are one world of this run, each in its place."""
+    """Whether these ranks (see RankHost.parked; one per place) are one world of this run, each in its place.
+
+    Where the bytes of the base version lie may change: one that was on disk is in shared memory once an engine of it
+    was asked. A parked rank still holds what it began with.
+    """
     if not all(isinstance(rank, dict) for rank in parked):
         return False
+    parked = [{**rank, "spec": _without_places(rank["spec"])} for rank in parked]
     wanted = [
         {"job_id": spec["job_id"], "rank": number, "world_size": len(parked), "meeting": parked[0]["meeting"],
-         "device": device, "spec": spec}
+         "device": device, "spec": _without_places(spec)}
         for number, device in enumerate(devices)
     ]  # fmt: skip
-    return list(parked) == wanted
+    return parked == wanted
+
+
+def _without_places(spec: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in spec.items() if name not in ("base_path", "base_adapter")}
 
 
 def free_port(address: str = "127.0.0.1") -> int:

@@ -20,7 +20,23 @@ from train.objectives import SupervisedObjective
 from train.progress import Events, Progress, Wishes
 from train.publish import check_publishable
 from train.spec import TrainSpec
+from weights.errors import VersionNotFound
+from weights.locks import DirectoryLock
 from weights.store import WeightStore
+
+
+def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
+    """The store's own locks on what is trained, for as long as the rank lives: frozen weights stay mapped from its
+    files, and into those of a version that nobody holds the store lets others write. A directory outside the store
+    takes the lock to no harm. Raises VersionNotFound."""
+    held = []
+    for path in (spec.base_path, spec.base_adapter):
+        if path is not None:
+            lock = DirectoryLock.try_shared(Path(path))
+            if lock is None:
+                raise VersionNotFound(f"{path}, which {spec.job_id} is trained from, is gone or being removed")
+            held.append(lock)
+    return held
 
 
 def prepare(spec: TrainSpec, emit: Events, wishes: Wishes, progress: Progress,

@@ -19,7 +19,7 @@ from runtime.leash import Leash
 from runtime.logs import configure_logging
 from train.engine import init_world
 from train.loop import Run
-from train.prepare import continued, prepare
+from train.prepare import continued, hold_base, prepare
 from train.progress import WISHES, Progress, Wishes
 from train.spec import TrainSpec
 
@@ -46,6 +46,7 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
     progress.enter("joining")
     init_world(spec.device_kind, args["collective_timeout_s"])
     joined = time.perf_counter()
+    _base = hold_base(spec)
     run: Run = prepare(spec, leash.emit, wishes, progress, args["snapshot"])
     # Engine and model live until the process ends: nothing for the collector to find, every pass would cost.
     gc.collect()

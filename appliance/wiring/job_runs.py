@@ -15,14 +15,15 @@ from appliance.controller.naming import resolve
 from appliance.store import deployments, job_records, jobs, models
 from appliance.store.database import Database
 from appliance.store.rows import DeploymentRow, JobRow, VersionRow
-from appliance.wiring.tier_facts import step_of
+from appliance.wiring.tier_facts import name_of, step_of
 from appliance.wiring.tier_return import TierReturn
 from appliance.wiring.tiers import Tiers
 from train.event_log import read_events
 from train.spec import TrainSpec
-from weights.errors import StoreFull, VersionLeased, VersionNotFound, WeightsError
+from weights.errors import IntegrityError, NotSealed, StoreFull, VersionLeased, VersionNotFound, WeightsError
 from weights.record import Name
 from weights.store import StoredVersion, WeightStore
+from weights.tiers import verify
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ class JobRuns:
     ):
         self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
         self._events, self._tiers, self._back, self._on_change = events, tiers, back, on_change
+        self._whole: set[Path] = set()
 
     def catch_up(self, job_id: str) -> None:
         """Take in the steps that were trained while no controller listened. Called before ranks start anew."""
@@ -54,16 +56,33 @@ class JobRuns:
                 self._events.ingest(job_id, event)
 
     async def prepare(self, job_id: str) -> None:
-        """Bring in what neither shared memory nor the disk has of the base model. Raises LookupError."""
+        """Bring in what neither shared memory nor the disk has whole of the base model. Raises LookupError."""
         _, parts = self._parts(jobs.get(self._db, job_id))
         for row in parts:
             try:
-                self._bytes_of(row)
+                whole = await asyncio.to_thread(self._is_whole, Path(self._bytes_of(row)))
             except LookupError:
+                whole = False
+            if not whole:
                 try:
-                    await asyncio.to_thread(self._back.bring_in, Name(_kind(row), row.model, row.version))
+                    await asyncio.to_thread(self._back.bring_in, name_of(row))
                 except WeightsError as error:
                     raise LookupError(str(error)) from error
+
+    def _is_whole(self, path: Path) -> bool:
+        """Whether ranks may read it: what lies in shared memory was compared when it came there, what lies on disk is
+        compared once in the life of this controller."""
+        if path in self._whole or path.is_relative_to(self._shm_root):
+            return True
+        try:
+            verify(path)
+        except NotSealed:
+            log.warning("%s has no checksums to be compared with", path)
+        except IntegrityError as error:
+            log.error("it is not trained from: %s", error)
+            return False
+        self._whole.add(path)
+        return True
 
     def spec(self, job_id: str) -> TrainSpec:
         """What the job's ranks are to do. Raises LookupError when the base model's bytes are gone."""

@@ -178,10 +178,15 @@ async def test_bad_input_fails_for_good_and_cancel_leaves_no_snapshot(shop):
         await shop.launch(shop.spec("wrong-size"), 3, watch=PATIENT).start()
     assert not caught.value.retryable
 
-    world = await shop.launch(shop.spec("cancelled", n_epochs=40), 2).start()
+    base = shop.store.import_dir(shop.base, model="base", version="v1")
+    world = await shop.launch(shop.spec("cancelled", n_epochs=40, base_path=str(base.path)), 2).start()
     await world.reached(1)
+    shop.store.evict(1 << 40)
+    assert shop.store.find("version", "base", "v1") is not None, "its ranks hold it"
     assert (await world.group.cancel()).outcome == "cancelled"
-    assert shop.store.list("snapshot") == [] and shop.store.list("version") == []
+    assert shop.store.list("snapshot") == []
+    shop.store.evict(1 << 40)
+    assert shop.store.list("version") == []
 
 
 @pytest.mark.soak

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
+from math import lcm
 from pathlib import Path
 
 import numpy as np
@@ -178,3 +179,80 @@ def test_slices_cut_again_by_zero_cover_a_matrix_once(rows, columns, shards, gro
             assert found == list(held[owned.start : owned.stop])
             seen += found
     assert sorted(seen) == list(matrix)
+
+
+CUTS = ("zero3", "zero2", "tensor parallel")
+
+
+def own_ranges(cut: str, tensors: list[TensorSpec], rank: int, world: int, multiple_of: int) -> dict[str, list[Span]]:
+    """Byte ranges of each tensor that this rank owns, in the order of its shard."""
+    if cut == "zero2":
+        spans = group_partition([spec.numel for spec in tensors], rank, world, multiple_of=multiple_of)
+        return {spec.name: [bytes_of(span, spec.dtype)] for spec, span in zip(tensors, spans, strict=True)}
+    if cut == "zero3":
+        return {spec.name: [bytes_of(flat_partition(spec.numel, rank, world, multiple_of=multiple_of), spec.dtype)]
+                for spec in tensors}  # fmt: skip
+    runs = [tensor_parallel(spec.shape, 0 if index % 2 else len(spec.shape) - 1, rank, world)
+            for index, spec in enumerate(tensors)]  # fmt: skip
+    return {spec.name: [*strided_bytes(own, spec.dtype).spans()] for spec, own in zip(tensors, runs, strict=True)}
+
+
+def shard(cut: str, whole: dict[str, np.ndarray], rank: int, world: int, multiple_of: int) -> dict[str, bytes]:
+    """What this rank holds of each tensor, cut by numpy alone."""
+    def cut_flat(elements: int) -> tuple[int, int]:
+        length = (elements + world - 1) // world
+        while length % multiple_of:
+            length += 1
+        return rank * length, (rank + 1) * length
+
+    if cut == "tensor parallel":
+        return {name: np.split(array, world, axis=0 if index % 2 else array.ndim - 1)[rank].tobytes()
+                for index, (name, array) in enumerate(whole.items())}  # fmt: skip
+    if cut == "zero3":
+        return {name: array.ravel()[slice(*cut_flat(array.size))].tobytes() for name, array in whole.items()}
+    first, last = cut_flat(sum(array.size for array in whole.values()))
+    found, before = {}, 0
+    for name, array in whole.items():
+        found[name] = array.ravel()[max(0, first - before) : max(0, last - before)].tobytes()
+        before += array.size
+    return found
+
+
+@settings(max_examples=40)
+@given(st.sampled_from(CUTS), st.sampled_from(CUTS), st.integers(1, 4), st.integers(1, 4), multiples, st.data())
+def test_whatever_cut_the_writers_any_other_cut_reads_its_own(written, read, writers, readers, multiple_of, data):
+    """ZeRO by parameter, by group or tensor parallelism on either side: each writer writes only its shard, from memory
+    of its own; each reader gets what numpy says is its shard."""
+    even = lcm(writers, readers)
+    shapes = data.draw(st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=4))
+    tensors = [TensorSpec(f"t{number}", data.draw(whole_byte), tuple(even * extent for extent in shape))
+               for number, shape in enumerate(shapes)]  # fmt: skip
+    whole = {spec.name: np.frombuffer(content(spec), f"V{DTYPE_BITS[spec.dtype] // 8}").reshape(spec.shape)
+             for spec in tensors}  # fmt: skip
+    with tempfile.TemporaryDirectory() as directory:
+        store = WeightStore(Path(directory) / "store", budget_bytes=None)
+        layout = Layout.plan(tensors, max_file_bytes=data.draw(st.sampled_from([200, 10**6])))
+        draft = store.reserve(layout, kind="snapshot", model="job", version="step-1", writers=writers)
+        covered: dict[str, list[Span]] = {spec.name: [] for spec in tensors}
+        for rank in range(writers):
+            own, mine = store.attach(draft.path), shard(written, whole, rank, writers, multiple_of)
+            for name, spans in own_ranges(written, tensors, rank, writers, multiple_of).items():
+                at, covered[name] = 0, covered[name] + spans
+                for span in spans:
+                    own.view(name)[span.start : span.stop] = mine[name][at : at + len(span)]
+                    at += len(span)
+                assert at == len(mine[name]), "all of the shard, and nothing else"
+            own.mark_written(rank)
+            own.close()
+        for spec in tensors:
+            assert uncovered(covered[spec.name], spec.nbytes) == []
+            assert sum(map(len, covered[spec.name])) == spec.nbytes, "nothing is written twice"
+        draft.wait_written()
+        with store.lease(draft.commit(meta={})) as lease:
+            for rank in range(readers):
+                wanted = shard(read, whole, rank, readers, multiple_of)
+                for name, spans in own_ranges(read, tensors, rank, readers, multiple_of).items():
+                    view = lease.view(name)
+                    assert b"".join(bytes(view[span.start : span.stop]) for span in spans) == wanted[name]
+        del view
+        forget_mappings()

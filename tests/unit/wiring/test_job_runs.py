@@ -9,6 +9,8 @@ import pytest
 from appliance.store import job_records, jobs, models
 from appliance.store.rows import VersionRow
 from appliance.wiring.job_runs import JobRuns
+from tests.unit.weights.conftest import check, write
+from tests.unit.wiring.test_tier_flow import damage
 from train.event_log import EventLog, read_events
 from weights.layout import Layout, TensorSpec
 from weights.lease import StoredVersion
@@ -95,6 +97,26 @@ def test_a_job_keeps_the_base_version_it_began_on(runs, db, add_model, add_job, 
     models.insert_version(db, VersionRow("starter", "v2", "", 1, 1.0, disk_path=str(tmp_path / "bytes" / "v2")))
     models.activate(db, "starter", "v2")
     assert runs.spec("ftjob-1") == first
+
+
+async def test_a_base_that_is_damaged_on_disk_is_trained_from_the_next_tier(
+    runs, flow, store, db, add_model, add_job, tmp_path
+):
+    add_model()
+    write(store, "v1")
+    for tier in ("disk", "remote"):
+        await flow.run_once(tier)
+    add_job(resolved=RESOLVED)
+    (tmp_path / "jobs" / "ftjob-1").mkdir(parents=True)
+    store.evict(1 << 40)
+    on_disk = tmp_path / "data" / "models" / "starter" / "v1"
+    await runs.prepare("ftjob-1")
+    assert runs.spec("ftjob-1").base_path == str(on_disk), "whole, and there is no need to read it in"
+    runs._whole.clear()  # as a controller that was started anew
+    damage(on_disk / "model.safetensors")
+    await runs.prepare("ftjob-1")
+    check(store, store.find("version", "starter", "v1"))
+    assert runs.spec("ftjob-1").base_path == str(store.find("version", "starter", "v1").path)
 
 
 def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(runs, db, add_model, add_adapter, add_job,

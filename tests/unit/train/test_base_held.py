@@ -1,0 +1,62 @@
+"""What a rank trains from stays as it is while the rank lives."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+
+from tests.train_support.tiny import make_model_dir
+from train.group import is_same_world
+from train.model import load_model
+from train.prepare import hold_base
+from train.spec import TrainSpec
+from weights.errors import VersionNotFound
+from weights.layout import Layout, TensorSpec
+from weights.segment import forget_mappings
+from weights.store import WeightStore
+
+
+def spec_of(path, tmp_path) -> TrainSpec:
+    return TrainSpec(job_id="j", base_path=str(path), train_path="t", run_dir=str(tmp_path), shm_root=str(tmp_path),
+                     output_model="o", base_model="base", base_version="v1", full=False, lora_rank=2)  # fmt: skip
+
+
+def test_frozen_weights_are_the_stores_own_bytes_and_stay_until_the_rank_lets_go(tmp_path):
+    """Nobody held the base: the store gave its file to the next version, whose bytes a LoRA job then trained on."""
+    store = WeightStore(tmp_path / "store", budget_bytes=None)
+    stored = store.import_dir(make_model_dir(tmp_path / "base"), model="base", version="v1")
+    spec = spec_of(stored.path, tmp_path)
+    held = hold_base(spec)
+    model = load_model(spec)
+    frozen = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    before = {name: parameter.clone() for name, parameter in frozen.items()}
+
+    def another_version(name: str) -> None:
+        store.evict(1 << 40 if name == "full" else 0)
+        layout = Layout.plan([TensorSpec("w", "U8", (stored.nbytes - 4096,))])
+        with store.reserve(layout, kind="version", model="other", version=name) as draft:
+            draft.view("w")[:] = b"\xff" * layout.find("w").nbytes
+            draft.commit(meta={})
+
+    another_version("full")
+    assert store.find("version", "base", "v1") is not None
+    assert all(torch.equal(frozen[name], before[name]) for name in before)
+    held.clear()
+    store.remove(store.find("version", "base", "v1"))  # as an eviction without room for all; its file goes to the pool
+    another_version("in its place")
+    assert any(not torch.equal(frozen[name], before[name]) for name in before), "they are mapped, not copied"
+    with pytest.raises(VersionNotFound, match="base/v1, which j is trained from"):
+        hold_base(spec)
+    forget_mappings()
+
+
+def test_parked_ranks_fit_although_the_base_lies_elsewhere_by_now(tmp_path):
+    spec = spec_of("/disk/base/v1", tmp_path)
+    parked = [{"job_id": "j", "rank": rank, "world_size": 2, "meeting": ["127.0.0.1", 1], "device": "cpu",
+               "spec": asdict(spec)} for rank in range(2)]  # fmt: skip
+    assert is_same_world(parked, asdict(replace(spec, base_path="/dev/shm/versions/base/v1")), ["cpu", "cpu"])
+    assert not is_same_world(parked, asdict(replace(spec, base_version="v2")), ["cpu", "cpu"])
+    assert not is_same_world(parked, asdict(replace(spec, learning_rate=1.0)), ["cpu", "cpu"])
+    assert not is_same_world(parked, asdict(spec), ["cpu"])
