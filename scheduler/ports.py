@@ -17,7 +17,8 @@ class StateStore(Protocol):
         """Everything that should be scheduled now: jobs that are not over, deployments with their demand, the policy.
 
         Read anew in every round. A job that a person cancelled or deleted is simply not in it any more; a job to be
-        paused has phase "paused". The `devices`, `since_s`, `not_before_s` and `busy` of jobs are the loop's to fill.
+        paused has phase "paused". `devices`, `since_s`, `not_before_s`, `failed` and `busy` of jobs are the loop's to
+        fill.
         """
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:

@@ -23,6 +23,8 @@ from scheduler.workload import (
     Workload,
 )
 
+LONGEST_REASON = 300  # characters of a failure that are shown; logs have all
+
 
 @dataclass(slots=True)
 class Moving:
@@ -79,14 +81,18 @@ def _job(job: JobView, box: Box, all_moving: Mapping[Holder, Moving], failures: 
         busy = "coming" if moving.target else "leaving"
         devices = moving.target or devices
     since_s = group.since_s if group else 0.0
-    not_before_s = failure.not_before_s if failure else 0.0
-    if (job.phase, job.devices, job.since_s, job.not_before_s, job.busy) == (
-        phase, devices, since_s, not_before_s, busy
+    not_before_s, failed = (failure.not_before_s, _first_line(failure.reason)) if failure else (0.0, "")
+    if (job.phase, job.devices, job.since_s, job.not_before_s, job.failed, job.busy) == (
+        phase, devices, since_s, not_before_s, failed, busy
     ):  # fmt: skip
         return job  # most of a long queue: a copy costs more than all else here
     return replace(
-        job, phase=phase, devices=devices, since_s=since_s, not_before_s=not_before_s, busy=busy
+        job, phase=phase, devices=devices, since_s=since_s, not_before_s=not_before_s, failed=failed, busy=busy
     )
+
+
+def _first_line(reason: str) -> str:
+    return reason.partition("\n")[0][:LONGEST_REASON]
 
 
 def _deployment(deployment: DeploymentView, failures: Failures) -> DeploymentView:

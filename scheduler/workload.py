@@ -49,7 +49,7 @@ class JobView:
     asked; it gets no devices until resumed). `held`: an operator keeps it in the queue. `devices`: held now, or to be
     held once the hand-over in flight has ended (`busy` "coming"). `allowed_sizes`: world sizes it can run at; empty
     means every size from `min_devices` to `max_devices`. `priority`: higher first. `not_before_s`: backoff. `lacks`:
-    what the box lacks for it to begin, as a sentence; it is not started before that is "".
+    what the box lacks for it to begin, as a sentence; it is not started before that is "". `failed`: its last failure.
     `nodes`: wholly on one of these; empty: anywhere, also across nodes.
     """
 
@@ -71,6 +71,7 @@ class JobView:
     devices: tuple[str, ...] = ()
     since_s: float = 0.0
     not_before_s: float = 0.0
+    failed: str = ""
     busy: Busy = None
 
     def __post_init__(self) -> None:

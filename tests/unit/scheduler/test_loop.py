@@ -154,7 +154,9 @@ def test_progress_between_failures_keeps_a_job_alive() -> None:
             for n in range(8):
                 await rig.settle()
                 await asyncio.sleep(10)
-                rig.effects.end_group("j1", "failed", step=n + 1, error="a rank was killed")
+                rig.effects.end_group("j1", "failed", step=n + 1, error="a rank was killed\nand more")
+                await asyncio.sleep(0.1)
+                assert rig.store.reasons["j1"] == "Failed a moment ago (a rank was killed); tries again in 1 s."
                 await asyncio.sleep(10)
             await rig.settle()
             assert rig.store.ended == {} and rig.jobs() == {"j1": 4}
