@@ -70,8 +70,8 @@ class Ledger:
     """Immutable map from device to lease. `acquire` and `release` answer a new ledger."""
 
     __slots__ = ("_lease_of", "_leases")
-    _lease_of: Mapping[str, str | None]
-    _leases: Mapping[str, Lease]
+    _lease_of: MappingProxyType[str, str | None]
+    _leases: MappingProxyType[str, Lease]
 
     def __init__(self, device_ids: Iterable[str]):
         object.__setattr__(self, "_lease_of", MappingProxyType(dict.fromkeys(device_ids)))
@@ -98,7 +98,8 @@ class Ledger:
             DeviceHeld: a device that another lease holds.
             LeaseMismatch: a known lease id with other devices or another holder.
         """
-        lease_of, leases = dict(self._lease_of), dict(self._leases)
+        # copy() of a proxy is the dict's own; dict(proxy) asks for key after key.
+        lease_of, leases = self._lease_of.copy(), self._leases.copy()
         for lease in wanted:
             known = leases.get(lease.id)
             if known is not None:
@@ -118,9 +119,8 @@ class Ledger:
         """The ledger without this lease; an unknown lease id is no change."""
         if lease_id not in self._leases:
             return self
-        leases = {key: lease for key, lease in self._leases.items() if key != lease_id}
-        lease_of = dict(self._lease_of)
-        for device_id in self._leases[lease_id].device_ids:
+        lease_of, leases = self._lease_of.copy(), self._leases.copy()
+        for device_id in leases.pop(lease_id).device_ids:
             lease_of[device_id] = None
         return Ledger._of(lease_of, leases)
 
@@ -128,7 +128,7 @@ class Ledger:
         """The ledger over another set of devices (nodes come and go). Devices that are held stay known."""
         lease_of: dict[str, str | None] = dict.fromkeys(device_ids)
         lease_of.update({d: lease for d, lease in self._lease_of.items() if lease is not None})
-        return Ledger._of(lease_of, dict(self._leases))
+        return Ledger._of(lease_of, self._leases.copy())
 
     def lease(self, lease_id: str) -> Lease | None:
         return self._leases.get(lease_id)

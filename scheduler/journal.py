@@ -73,33 +73,39 @@ class MemoryJournal:
 
     def __init__(self, keep: int = 1000) -> None:
         self._records: dict[int, HandoverRecord] = {}
+        self._steps: dict[int, dict[int, StepRecord]] = {}
+        """By hand-over and `seq`, apart from the records: one of a large cluster has thousands, written one by one."""
         self._last_id, self._keep = 0, keep
 
     def last_id(self) -> int:
         return self._last_id
 
     def begin(self, record: HandoverRecord) -> None:
-        self._records[record.id] = record
+        self._records[record.id] = replace(record, steps=())
+        self._steps[record.id] = {step.seq: step for step in record.steps}
         self._last_id = max(self._last_id, record.id)
         if len(self._records) > self._keep:
             oldest = next(iter(self._records))
             if self._records[oldest].state != "running":
-                del self._records[oldest]
+                del self._records[oldest], self._steps[oldest]
 
     def step(self, handover_id: int, record: StepRecord) -> None:
-        old = self._records[handover_id]
-        steps = {s.seq: s for s in old.steps} | {record.seq: record}
-        self._records[handover_id] = replace(old, steps=tuple(steps[n] for n in sorted(steps)))
+        self._steps[handover_id][record.seq] = record
 
     def end(self, handover_id: int, state: HandoverState, ended_s: float, error: str = "") -> None:
         old = self._records[handover_id]
         self._records[handover_id] = replace(old, state=state, ended_s=ended_s, error=error)
 
     def unfinished(self) -> tuple[HandoverRecord, ...]:
-        return tuple(r for r in self._records.values() if r.state == "running")
+        return tuple(self._whole(r) for r in self._records.values() if r.state == "running")
 
     def get(self, handover_id: int) -> HandoverRecord | None:
-        return self._records.get(handover_id)
+        record = self._records.get(handover_id)
+        return None if record is None else self._whole(record)
 
     def recent(self, limit: int) -> tuple[HandoverRecord, ...]:
-        return tuple(sorted(self._records.values(), key=lambda r: -r.id)[:limit])
+        return tuple(self._whole(r) for r in sorted(self._records.values(), key=lambda r: -r.id)[:limit])
+
+    def _whole(self, record: HandoverRecord) -> HandoverRecord:
+        steps = self._steps[record.id]
+        return replace(record, steps=tuple(steps[seq] for seq in sorted(steps)))

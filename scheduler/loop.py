@@ -42,6 +42,12 @@ from scheduler.workload import ModelMemory, Policy, Snapshot, Workload
 
 log = logging.getLogger(__name__)
 
+_REST_S = 4e-5
+"""Between two rounds, for each device and job: about four times what a round takes. The chains of a large hand-over end
+one by one; a plan at each end would cost their number times n log n."""
+_SMALL = 100
+"""Devices and jobs that need no such rest."""
+
 
 class SchedulerLoop:
     """Owns what is known of the world and the planner's memory; all of it runs on one asyncio loop, without locks.
@@ -349,7 +355,9 @@ class SchedulerLoop:
             self._round_done.notify_all()
 
     async def _pause(self) -> None:
-        """Until a nudge, an event, the end of a chain, or the time to look again."""
+        """Until a nudge, an event, the end of a chain, or the time to look again; not before the rest is over."""
+        if (size := len(self.box.devices) + len(self._workload.jobs)) > _SMALL:
+            await asyncio.sleep(_REST_S * size)
         known = (self._truth.look_again_s, self._allocation.review_at_s, self._in_force.until_s)
         times = [t for t in known if t is not None]
         wait_s = max(min(times) - self._clock.now_s(), 0.001)

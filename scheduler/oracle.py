@@ -62,9 +62,11 @@ class _Switching:
     @classmethod
     def of(cls, times: VerbTimes, *, whole_job: bool) -> _Switching:
         again_s = times.suspend_s + times.start_group_s + times.lease_s
+        # A listed job may end by itself just when its devices are wanted.
+        stop_s = times.suspend_s if whole_job else min(times.suspend_s, times.stop_s)
         return cls(
             rest_s=again_s if whole_job else 0.0,
-            leave_s=times.suspend_s + times.lease_s + min(times.wake_s, times.start_s) + times.open_s,
+            leave_s=stop_s + times.lease_s + min(times.wake_s, times.start_s) + times.open_s,
             come_s=times.sleep_s + times.lease_s + times.start_group_s,
             begin_s=0.0 if whole_job else times.start_group_s,
         )
@@ -195,7 +197,8 @@ def training_device_s(
         step_s=step_s,
         steps=max(int(horizon_s / step_s), 1),
         arrival_s=np.asarray(requests.arrival_s, dtype=float),
-        tokens=prompt + output,
+        # An engine takes a request larger than its cache when it has no other: then it fills one cache, not several.
+        tokens=np.minimum(prompt + output, model.kv_tokens),
     )
     first_s = trace.arrival_s + slo_ttft_s
     of_prompts_s, of_all_s = prompt_s(model, prompt), whole_s(model, prompt, output)

@@ -132,10 +132,11 @@ def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Req
         TraceError: naming file and line, for anything that is not such a trace.
     """
     path = Path(path)
-    if not scale > 0:
-        raise TraceError(path, None, f"scale {scale} given, a number above 0 expected")
+    if not 0 < scale < math.inf:
+        raise TraceError(path, None, f"scale {scale:g} given, a number above 0 expected")
     rng = random.Random(seed)
     found: list[tuple[float, int, int, int]] = []
+    line = 0
     for line, (when, prompt_text, output_text) in _rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
         try:
             at_s = _time_s(when)
@@ -151,7 +152,7 @@ def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Req
         copies = int(scale) + (rng.random() < scale - int(scale))
         found += [(at_s + (rng.random() if n else 0.0), *request[1:]) for n in range(copies)]
     if not found:
-        raise TraceError(path, None, "contains no request")
+        raise TraceError(path, None, f"scale {scale:g} keeps none of its requests" if line else "contains no request")
     found.sort()
     for (before_s, *_, earlier), (at_s, *_, later) in pairwise(found):
         if at_s - before_s > _LONGEST_GAP_S:

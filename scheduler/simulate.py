@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from typing import Any
 from runtime.process import die_with_parent
 from scheduler import oracle, virtual_time
 from scheduler.config import SchedulerConfig
+from scheduler.errors import InvalidWorkload
 from scheduler.inventory import Device
 from scheduler.journal import MemoryJournal
 from scheduler.loop import SchedulerLoop
@@ -63,6 +65,11 @@ class Setup:
     times: VerbTimes = field(default_factory=VerbTimes)
     config: SchedulerConfig = field(default_factory=SchedulerConfig)
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, seconds in (("slo_ttft_s", self.slo_ttft_s), ("slo_tpot_s", self.slo_tpot_s)):
+            if not 0 < seconds < math.inf:
+                raise InvalidWorkload(name, seconds, "seconds, more than 0")
 
     @property
     def devices(self) -> int:
@@ -253,8 +260,7 @@ def simulate(
         "slo": {"ttft_s": setup.slo_ttft_s, "tpot_s": setup.slo_tpot_s},
         **figures.to_json(),
         "oracle_training_gpu_hours": bound_s / 3600,
-        # Where nothing could be trained (a trace of one moment, no job in its time), nothing was lost.
-        "oracle_ratio": figures.training_gpu_hours * 3600 / bound_s if bound_s else 1.0,
+        "oracle_ratio": _ratio(figures.training_gpu_hours, bound_s / 3600),
         "on_pareto_front": not any(_dominates(_point(row), _point(figures.to_json())) for row in splits),
         "pareto": pareto(figures.to_json(), splits),
         "static": splits,
@@ -304,6 +310,12 @@ def pareto(mode: dict[str, Any], splits: list[dict[str, Any]]) -> str:
     if any(_dominates(_point(row), own) for row in splits):
         return "beaten"
     return "better than all" if all(_dominates(own, _point(row)) for row in splits) else "on the front"
+
+
+def _ratio(trained: float, bound: float) -> float:
+    """Training over its bound. 1.0 where nothing could be trained (a trace of one moment, no job in its time), since
+    nothing was lost, and where the two differ by the rounding of sums alone."""
+    return 1.0 if not bound or math.isclose(trained, bound, rel_tol=1e-9) else trained / bound
 
 
 def _point(row: dict[str, Any]) -> tuple[float, float]:

@@ -62,6 +62,7 @@ def simulate(
         raise BadUsage(f"--plot is {plot}; expected a file that ends with .png or .svg")
     if plot is not None and not plot.parent.is_dir():
         raise BadUsage(f"--plot is {plot}; its folder {plot.parent} does not exist")
+    _check_policy(policy, train, floor, nodes * gpus_per_node)
     try:
         wanted = Policy(policy, train, floor)
         requests = read_requests(trace, scale=scale, seed=seed)
@@ -91,6 +92,17 @@ def simulate(
     except SchedulerError as error:
         raise BadUsage(str(error)) from error
     _show(result, output_format)
+
+
+def _check_policy(policy: str, train: int | None, floor: int, devices: int) -> None:
+    """As the box would refuse it. Raises BadUsage."""
+    if policy == "split" and train is None:
+        raise BadUsage("the mode split needs --train N: how many devices training may have")
+    if policy != "split" and train is not None:
+        raise BadUsage(f"--train belongs to the mode split, not to {policy}")
+    for option, count in (("--train", train), ("--floor", floor)):
+        if count is not None and count > devices:
+            raise BadUsage(f"{option} is {count}; there are {devices} devices (--nodes times --gpus-per-node)")
 
 
 def _show(result: dict[str, Any], output_format: Format) -> None:

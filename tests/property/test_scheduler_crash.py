@@ -1,4 +1,5 @@
-"""Kill the controller before, in and after every step, and again at every step of the recovery; fail every step.
+"""Kill the controller, every engine and every group before, in and after every step, and again at every step of the
+recovery; fail every step.
 
 Every life shares the world (devices, processes), the store and the journal, as they would be after a kill -9. After
 each the same script of mode changes goes on, and the end must be the end of the undisturbed run.
@@ -22,10 +23,11 @@ from tests.unit.scheduler.fakes import Crash, FakeEffects, FakeStore, World, box
 
 # Looking seldom asks more of events and of the rounds after a failure, and takes a third of the time.
 CONFIG = SchedulerConfig(replica_attempts=5, job_attempts=5, observe_every_s=150.0)
-Hook = Callable[[str, str, str], None]
+Hook = Callable[[FakeEffects, str, str, str], None]
+"""Called at every point of a life, with the world's verbs and which of them it is (see FakeEffects)."""
 
 
-def nothing(when: str, verb: str, target: str) -> None:
+def nothing(effects: FakeEffects, when: str, verb: str, target: str) -> None:
     pass
 
 
@@ -119,11 +121,15 @@ class Run:
             hook = self.hooks.pop(0) if self.hooks else nothing
             self.hook_calls.append(0)
 
-            def counted(when: str, verb: str, target: str, hook: Hook = hook) -> None:
-                self.hook_calls[-1] += 1
-                hook(when, verb, target)
+            effects = FakeEffects(self.world)
 
-            effects = FakeEffects(self.world, counted)
+            def counted(
+                when: str, verb: str, target: str, hook: Hook = hook, effects: FakeEffects = effects
+            ) -> None:
+                self.hook_calls[-1] += 1
+                hook(effects, when, verb, target)
+
+            effects.hook = counted
             virtual_time.run(self._life(effects), self.now_s)
             if not effects.alive and self.orphans_finish:
                 effects.finish_orphans()
@@ -208,7 +214,7 @@ class _JournalOf(MemoryJournal):
 def crash_at(n: int) -> Hook:
     left = n
 
-    def hook(when: str, verb: str, target: str) -> None:
+    def hook(effects: FakeEffects, when: str, verb: str, target: str) -> None:
         nonlocal left
         if left == 0:
             left = -1
@@ -221,13 +227,29 @@ def crash_at(n: int) -> Hook:
 def fail_at(*points: int) -> Hook:
     count = -1
 
-    def hook(when: str, verb: str, target: str) -> None:
+    def hook(effects: FakeEffects, when: str, verb: str, target: str) -> None:
         nonlocal count
         count += 1
         if count in points:
             raise EffectFailed(verb, target, f"injected {when}")
 
     return hook
+
+
+class KillAt:
+    """At each of these points (point, which) one engine or group dies by itself: the which-th of those that live.
+
+    `alive`: how many live at each point that was passed, after those deaths.
+    """
+
+    def __init__(self, *kills: tuple[int, int]):
+        self.kills, self.alive = kills, []
+
+    def __call__(self, effects: FakeEffects, when: str, verb: str, target: str) -> None:
+        for point, which in self.kills:
+            if point == len(self.alive):
+                effects.kill(*effects.processes()[which])
+        self.alive.append(len(effects.processes()))
 
 
 SCENARIOS = [short, there_and_back, several]
@@ -277,6 +299,61 @@ def test_crash_at_every_pair_of_points(orphans_finish: bool) -> None:
 def test_crash_at_every_pair_of_points_of_every_scenario(make: Callable[[], Scenario], orphans_finish: bool) -> None:
     explored = explore_pairs(make, orphans_finish)
     print(f"crash schedules explored: {explored}")
+    assert explored > 1000
+
+
+def explore_deaths(make: Callable[[], Scenario]) -> int:
+    """Every engine and group that lives at a point dies there, for every point. Answers how many."""
+    reference, explored = Run(make(), [census := KillAt()]).go(), 0
+    for point, alive in enumerate(census.alive):
+        for which in range(alive):
+            run = Run(make(), [KillAt((point, which))]).go()
+            assert run.end() == reference.end(), f"death of process {which} at point {point}"
+            explored += 1
+    return explored
+
+
+def explore_pairs_of_deaths(make: Callable[[], Scenario], nearby: int) -> int:
+    """Deaths as above, and for each another one at the same point or up to `nearby` points later. Answers how many."""
+    reference, explored = Run(make(), [census := KillAt()]).go(), 0
+    for first, alive in enumerate(census.alive):
+        for which in range(alive):
+            Run(make(), [after := KillAt((first, which))]).go()
+            for second, left in enumerate(after.alive[first : first + nearby + 1], first):
+                for other in range(left):
+                    run = Run(make(), [KillAt((first, which), (second, other))]).go()
+                    assert run.end() == reference.end(), f"deaths of {which} at {first} and of {other} at {second}"
+                    explored += 1
+    return explored
+
+
+def explore_crash_and_death(make: Callable[[], Scenario], orphans_finish: bool) -> int:
+    """The controller dies at every point, and an engine or group at every point of the life after it."""
+    reference, explored = Run(make(), []).go(), 0
+    for first in range(reference.hook_calls[0]):
+        Run(make(), [crash_at(first), after := KillAt()], orphans_finish).go()
+        for second, alive in enumerate(after.alive):
+            for which in range(alive):
+                run = Run(make(), [crash_at(first), KillAt((second, which))], orphans_finish).go()
+                assert run.end() == reference.end(), f"crash at {first}, then death of {which} at {second}"
+                explored += 1
+    return explored
+
+
+@pytest.mark.parametrize("make", SCENARIOS)
+def test_every_process_dies_at_every_point(make: Callable[[], Scenario]) -> None:
+    explored = explore_deaths(make)
+    print(f"death schedules explored: {explored}")
+    assert explored > 50
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("make", SCENARIOS)
+def test_a_death_after_a_crash_and_pairs_of_deaths(make: Callable[[], Scenario]) -> None:
+    explored = sum(explore_crash_and_death(make, orphans) for orphans in (False, True))
+    explored += explore_pairs_of_deaths(make, nearby=12)
+    print(f"crash and death schedules explored: {explored}")
     assert explored > 1000
 
 

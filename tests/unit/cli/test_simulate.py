@@ -37,3 +37,15 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_trace_is_read(tmp_pat
     for plot, said in ((tmp_path / "day.gif", ".png or .svg"), (tmp_path / "none" / "day.svg", "does not exist")):
         refused = run("simulate", "--trace", str(tmp_path / "none.csv"), "--plot", str(plot))
         assert refused.exit_code == 2 and said in refused.stderr, "the missing trace must not come first"
+
+
+def test_what_the_devices_cannot_be_is_refused_before_the_trace_is_read(tmp_path):
+    trace = ("simulate", "--trace", str(tmp_path / "none.csv"))
+    for options, said in (
+        (("--policy", "split"), "needs --train N"),
+        (("--train", "3"), "--train belongs to the mode split, not to auto"),
+        (("--policy", "split", "--train", "9"), "--train is 9; there are 8 devices"),
+        (("--nodes", "2", "--gpus-per-node", "2", "--floor", "5"), "--floor is 5; there are 4 devices"),
+    ):
+        refused = run(*trace, *options)
+        assert refused.exit_code == 2 and said in refused.stderr, refused.stderr

@@ -52,6 +52,8 @@ class FakeReplica:
     version: str
     state: str
     devices: tuple[str, ...]
+    has_requests: bool = False
+    """It has been opened and neither drained nor died since: to stop it would cut requests off."""
 
 
 @dataclass
@@ -110,6 +112,8 @@ class FakeEffects:
     def __init__(self, world: World, hook: Callable[[str, str, str], None] = lambda when, verb, target: None):
         self.world, self.hook = world, hook
         self.seconds = dict(SECONDS)
+        self.late_s: dict[str, float] = {}
+        """By target: what its verbs take longer."""
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.under_way: set[str] = set()
         self.gone: tuple[Device, ...] = ()
@@ -146,8 +150,12 @@ class FakeEffects:
             self.world.check()
             self.world.verbs_done.append((verb, target))
             self._hook("in", verb, target)
-            await asyncio.sleep(self.seconds[verb] / 2)
+            await asyncio.sleep(self.seconds[verb] / 2 + self.late_s.get(target, 0.0))
             self._hook("after", verb, target)
+        except EffectFailed:
+            if verb == "open_replica" and (replica := self.world.replicas.get(target)) is not None:
+                replica.has_requests = False  # nobody was told that it is open
+            raise
         finally:
             self.under_way.discard(target)
         return {"seconds": self.seconds[verb]}
@@ -189,20 +197,25 @@ class FakeEffects:
         return await self._verb("start_replica", order.id, effect)
 
     async def stop_replica(self, replica_id: str) -> dict[str, float]:
-        return await self._verb("stop_replica", replica_id, lambda: self.world.replicas.pop(replica_id, None) and None)
+        def effect() -> None:
+            replica = self.world.replicas.pop(replica_id, None)
+            assert replica is None or not replica.has_requests, f"{replica} stopped with requests"
+
+        return await self._verb("stop_replica", replica_id, effect)
 
     async def open_replica(self, replica_id: str) -> dict[str, float]:
         def effect() -> None:
             replica = self._replica("open_replica", replica_id)
             if replica.state == "asleep":
                 raise EffectFailed("open_replica", replica_id, "it sleeps")
-            replica.state = "open"
+            replica.state, replica.has_requests = "open", True
 
         return await self._verb("open_replica", replica_id, effect)
 
     async def drain_replica(self, replica_id: str) -> dict[str, float]:
         def effect() -> None:
-            self._replica("drain_replica", replica_id).state = "draining"
+            replica = self._replica("drain_replica", replica_id)
+            replica.state, replica.has_requests = "draining", False
 
         return await self._verb("drain_replica", replica_id, effect)
 
@@ -257,8 +270,21 @@ class FakeEffects:
 
     # --- things that happen by themselves
 
+    def processes(self) -> list[tuple[str, str]]:
+        """(kind, id) of the engines and groups that live, in an order that is the same in every run."""
+        engines = [("replica", r.id) for r in self.world.replicas.values() if r.state != "dead"]
+        return sorted([*engines, *(("job", g.job_id) for g in self.world.groups.values() if g.ended is None)])
+
+    def kill(self, kind: str, holder_id: str) -> None:
+        """kill -9 of an engine, or of a rank, which ends its group."""
+        if kind == "replica":
+            self.kill_replica(holder_id)
+        else:
+            self.end_group(holder_id, "failed", error="a rank was killed")
+
     def kill_replica(self, replica_id: str, reason: str = "killed") -> None:
-        self.world.replicas[replica_id].state = "dead"
+        replica = self.world.replicas[replica_id]
+        replica.state, replica.has_requests = "dead", False
         self.events.put_nowait(ReplicaDied(replica_id, reason))
 
     def end_group(self, job_id: str, outcome: str, *, step: int = 0, error: str = "", retryable: bool = True) -> None:

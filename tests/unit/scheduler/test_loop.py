@@ -13,7 +13,7 @@ from scheduler.config import SchedulerConfig
 from scheduler.errors import EffectFailed, Stopped
 from scheduler.journal import MemoryJournal
 from scheduler.loop import SchedulerLoop
-from scheduler.workload import Demand, DeploymentView, JobView, Policy
+from scheduler.workload import Demand, DeploymentView, JobView, Policy, Workload
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of
 
 
@@ -429,5 +429,27 @@ def test_held_requests_of_a_sleeping_model_wake_it() -> None:
             rig.store.deployments["m"] = replace(model, demand=Demand(last_request_s=rig.now_s))
             await asyncio.sleep(120)
             assert rig.jobs() == {"j1": 4} and rig.states() == ["asleep"]
+
+    go(test)
+
+
+def test_the_ends_of_many_chains_are_answered_by_few_rounds() -> None:
+    """A plan at each end would cost a large cluster their number times n log n."""
+
+    class Counted(FakeStore):
+        loads = 0
+
+        def load(self) -> Workload:
+            self.loads += 1
+            return super().load()
+
+    async def test() -> None:
+        jobs = tuple(JobView(f"j{n:03d}", submitted_s=float(n)) for n in range(120))
+        store = Counted(Policy("train"), jobs)
+        async with Rig(store, devices=120) as rig:
+            rig.effects.late_s = {f"j{n:03d}": n * 0.003 for n in range(120)}
+            await rig.settle()
+            assert rig.jobs() == {job.id: 1 for job in jobs}
+            assert store.loads < 60, "120 groups started at 120 moments"
 
     go(test)

@@ -12,7 +12,7 @@ import pytest
 
 from scheduler import oracle
 from scheduler.config import SchedulerConfig
-from scheduler.errors import TraceError
+from scheduler.errors import InvalidWorkload, TraceError
 from scheduler.sim_cluster import Cluster
 from scheduler.sim_engine import EngineModel
 from scheduler.sim_trace import Requests, TraceJob, read_jobs, read_requests
@@ -125,6 +125,16 @@ def test_scale_keeps_the_shape_and_is_reproducible() -> None:
     assert twice.horizon_s == pytest.approx(once.horizon_s, abs=1.5)
 
 
+def test_a_scale_that_is_none_or_leaves_nothing_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46,396,109\n")
+    for scale in (0.0, -1.0, float("nan"), float("inf")):
+        with pytest.raises(TraceError, match="a number above 0 expected"):
+            read_requests(path, scale=scale)
+    with pytest.raises(TraceError, match="scale 1e-09 keeps none of its requests"):
+        read_requests(path, scale=1e-9)
+
+
 def test_philly_jobs() -> None:
     jobs = read_jobs(data("traces/philly_jobs.csv.gz"), within_s=30 * 86400.0, max_devices=8)
     assert len(jobs) > 10 and jobs[0].at_s == 0
@@ -213,6 +223,29 @@ def test_nobody_beats_the_oracle(requests: Requests, policy: Policy, config: Sch
     assert 0 < figures.training_gpu_hours * 3600 <= bound_s <= 8 * requests.horizon_s
 
 
+def test_requests_larger_than_a_cache_are_held_one_by_each_device() -> None:
+    """Counted with their whole size, four of them did not fit four caches, and the bound was below what was trained."""
+    prompts, outputs = array("l", [400_000] * 4 + [10]), array("l", [2000] * 4 + [1])
+    setup = Setup(Requests(array("d", [0.0, 0.0, 0.0, 0.0, 200.0]), prompts, outputs), slo_ttft_s=10.0)
+    result, figures = simulate(setup, Policy("split", 4), static=False)
+    assert figures.slo_attainment == 1.0
+    assert figures.training_gpu_hours * 3600 == pytest.approx(4 * 200)
+    assert figures.training_gpu_hours <= result["oracle_training_gpu_hours"]
+
+
+def test_a_listed_job_that_ends_by_itself_gives_its_devices_without_being_suspended() -> None:
+    arrivals = array("d", [0.0, *(60.0 + n for n in range(60))])
+    requests = Requests(arrivals, array("l", [500] * 61), array("l", [100] * 61))
+    jobs = [TraceJob("a", 0.0, 8, 1000.0)]
+
+    def bound_s(times: VerbTimes) -> float:
+        return oracle.training_device_s(
+            requests, EngineModel(), times, devices=8, jobs=jobs, attainment=1.0, slo_ttft_s=2.0, slo_tpot_s=0.1
+        )
+
+    assert bound_s(VerbTimes(suspend_s=500.0)) == bound_s(VerbTimes())
+
+
 def test_presence_work_and_switching_bound_serving() -> None:
     def served_s(requests: Requests, attainment: float = 1.0, times: VerbTimes | None = None) -> float:
         trained_s = oracle.training_device_s(
@@ -288,6 +321,20 @@ def test_listed_jobs_are_worked_off_exactly() -> None:
     requests = steady(1, 1800)
     figures = run_policy(Setup(requests, jobs=jobs), Policy("auto"))
     assert figures.training_gpu_hours * 3600 == pytest.approx(4 * 100 + 8 * 50 + 30, rel=1e-6)
+
+
+@pytest.mark.parametrize("policy", [Policy("train"), Policy("split", 6)])
+def test_all_that_can_be_trained_is_a_ratio_of_one(policy: Policy) -> None:
+    """And no more by the rounding of sums: 1.0000000000000002 was answered."""
+    requests = replace(steady(20, 7.4), arrival_s=array("d", (n * 7.4190123 / 147 for n in range(148))))
+    result, _ = simulate(Setup(requests, nodes=2, gpus_per_node=3), policy, static=False)
+    assert result["slo_attainment"] == 0.0 and result["oracle_ratio"] == 1.0
+
+
+@pytest.mark.parametrize("named", [{"slo_ttft_s": 0.0}, {"slo_tpot_s": float("nan")}, {"slo_ttft_s": float("inf")}])
+def test_targets_are_times(named: dict[str, float]) -> None:
+    with pytest.raises(InvalidWorkload, match=f"{next(iter(named))}: .* given, seconds, more than 0"):
+        Setup(steady(1, 10), **named)
 
 
 def test_several_nodes() -> None:
