@@ -259,6 +259,28 @@ def test_a_disk_that_is_really_full(store, tmp_path):
         os.system(f"umount {small}")
 
 
+def test_collecting_takes_only_what_no_record_names(store, tier, home):
+    kept = [write(store, version) for version in ("1", "2", "3")]
+    for stored in kept:
+        tier.put(stored.path)
+    tier.remove(name_of(kept[1]))
+    before = len(objects(home))
+    assert tier.collect() > 0 and len(objects(home)) < before
+    for stored in (kept[0], kept[2]):
+        tier.verify(name_of(stored))
+
+
+def test_an_object_cut_short_is_sent_again(store, tier, tmp_path):
+    stored = write(store)
+    tier.put(stored.path)
+    target = DirectoryObjects(tmp_path / "remote", create=True)
+    for key in objects(tmp_path / "packed"):
+        target.put(key, b"cut")
+    other = PackedTier("remote", target)
+    other.copy_from(tier, name_of(stored))
+    other.verify(name_of(stored))
+
+
 def test_a_lost_mount_is_unavailable_and_not_filled_in_beneath(store, tmp_path):
     tier = PackedTier("remote", DirectoryObjects(tmp_path / "mnt"))
     with pytest.raises(TierUnavailable, match="mounted"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import gc
 import os
 import stat
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from tests.unit.weights.conftest import AUX, SPECS, check, content, fill, write
-from weights import segment
+from weights import keeper, locks, segment
 from weights.errors import (
     ChecksumMismatch,
     DraftNotFound,
@@ -373,6 +374,55 @@ def test_refusal_of_what_can_never_fit_evicts_nothing(root):
     assert names(store) == {"a"}
 
 
+def test_what_has_been_read_for_long_is_passed_by_though_it_was_leased_first(root):
+    store = WeightStore(root, budget_bytes=3 * MIB + MIB // 2)
+    a, b, c = (put(store, name) for name in "abc")
+    with store.lease(a):
+        os.utime(a.path, ns=(1, 1))  # a lease counts as a use when it begins, not while it lasts
+        os.utime(b.path, ns=(2, 2))
+        os.utime(c.path, ns=(3, 3))
+        put(store, "d")
+        assert names(store) == {"a", "c", "d"}
+        with pytest.raises(StoreFull):  # c and d would have to go, and a as well
+            store.reserve(sized(3 * MIB), kind="version", model="m", version="e")
+        assert names(store) == {"a", "c", "d"}, "nothing goes for what can still not fit"
+
+
+def test_what_is_pinned_between_the_choice_and_the_lock_stays(root, monkeypatch):
+    store = WeightStore(root, budget_bytes=3 * MIB + MIB // 2)
+    put(store, "a")
+    put(store, "b")
+    os.utime(store.find("version", "m", "a").path, ns=(1, 1))
+    choose = keeper.choose_evictions
+
+    def pinned_meanwhile(candidates, excess_bytes):
+        chosen = choose(candidates, excess_bytes)
+        store.pin(store.find("version", "m", "a"))
+        return chosen
+
+    monkeypatch.setattr(keeper, "choose_evictions", pinned_meanwhile)
+    assert store.evict(1) > 0 and names(store) == {"a"}
+
+
+def test_a_lock_counts_only_where_the_path_still_leads(tmp_path, monkeypatch):
+    """Between opening a directory and locking it, it was renamed away and another put in its place."""
+    path, flock = tmp_path / "v1", fcntl.flock
+    path.mkdir()
+
+    def replaced_meanwhile(fd, operation):
+        flock(fd, operation)
+        if not (tmp_path / "away").exists():
+            path.rename(tmp_path / "away")
+            path.mkdir()
+
+    monkeypatch.setattr(locks.fcntl, "flock", replaced_meanwhile)
+    assert DirectoryLock.try_exclusive(path) is None
+    (tmp_path / "away").rmdir()
+    held = DirectoryLock.try_shared(path)
+    assert held is not None and os.fstat(held.fd).st_ino == path.stat().st_ino
+    held.close()
+
+
 def test_pins_survive_a_restart(root):
     put(WeightStore(root, budget_bytes=None), "a", pinned=True)
     store = WeightStore(root, budget_bytes=MIB + MIB // 2)
@@ -441,6 +491,14 @@ def test_freed_segments_are_written_again(store):
     assert os.stat(again.path / "model.safetensors").st_ino == inode
     with store.lease(again) as lease:
         assert bytes(lease.view("w")) == content("w", "b", MIB - 128)
+
+
+def test_of_equal_segments_the_last_freed_is_written_again(store):
+    first, last = put(store, "a"), put(store, "b")
+    inode = os.stat(last.path / "model.safetensors").st_ino
+    store.remove(first)
+    store.remove(last)
+    assert os.stat(put(store, "c").path / "model.safetensors").st_ino == inode, "its writer most likely has it mapped"
 
 
 @pytest.mark.parametrize("first, second", [(2 * MIB, MIB), (MIB, 2 * MIB)])

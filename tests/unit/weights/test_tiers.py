@@ -89,6 +89,14 @@ def test_damage_in_shared_memory_does_not_reach_the_disk(store, tmp_path):
     assert stored.pinned
 
 
+def test_a_damaged_configuration_does_not_reach_the_disk_either(store, tmp_path):
+    stored = write(store)
+    (stored.path / "config.json").write_bytes(b'{"model_type":"other"}')
+    with pytest.raises(ChecksumMismatch, match="config.json"):
+        tiers.persist(stored, tmp_path / "1")
+    assert os.listdir(tmp_path) == ["store"] and stored.pinned
+
+
 def test_damage_on_disk_does_not_reach_shared_memory(store, tmp_path):
     stored = write(store)
     copy = tiers.persist(stored, tmp_path / "1")
