@@ -25,9 +25,9 @@ class BoxState:
         self._fields.update(fields)
         self._write()
 
-    def end(self, *, clean: bool) -> None:
-        self._fields = {"state": "stopped", "message": "" if clean else "something had to be forced; see the logs",
-                        "pid": None}  # fmt: skip
+    def end(self, message: str) -> None:
+        """`message`: what was not as it should be, "" if all was."""
+        self._fields = {"state": "stopped", "message": message, "pid": None}
         self._write()
 
     def _write(self) -> None:

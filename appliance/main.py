@@ -80,7 +80,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
 
     state.begin(pid=os.getpid(), url=local_url(config), controller_socket=str(paths.controller_socket))
     box = Box(config, paths, state)
-    ended_well = False
+    fault = ""
     try:
         starting = asyncio.create_task(box.start())
         stopping = asyncio.create_task(stop.wait())
@@ -92,9 +92,9 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
             starting.cancel()
             await asyncio.gather(starting, return_exceptions=True)
     finally:
-        ended_well = await box.end()
-        state.end(clean=ended_well)
-    return 0 if ended_well else 1
+        fault = await box.end()
+        state.end(fault)
+    return 1 if fault else 0
 
 
 def _ask_to_stop(stop: asyncio.Event, state: BoxState) -> None:
@@ -147,8 +147,8 @@ class Box:
         self._state.update(state="ready", message="ready")
         self._announce(first_key)
 
-    async def end(self) -> bool:
-        """Stop everything in order and give shared memory back; True if nothing had to be forced."""
+    async def end(self) -> str:
+        """Stop everything in order and give shared memory back; what went wrong with that, "" if nothing."""
         self._state.update(state="stopping", message="finishing requests")
         well = await self._gateway.end(self._config.gateway.shutdown_s + GATEWAY_GRACE_S)
         self._state.update(state="stopping", message="suspending jobs and saving what only memory holds")
@@ -160,10 +160,14 @@ class Box:
         ray_head.remove_files(self._paths)
         if saved:
             shutil.rmtree(self._paths.shm_root, ignore_errors=True)
-        else:
-            shutil.rmtree(self._paths.run, ignore_errors=True)
-            log.error("the controller did not save everything; %s is kept for the next `up`", self._paths.shm_root)
-        return well and saved
+            return "" if well else "something had to be forced; see the logs"
+        shutil.rmtree(self._paths.run, ignore_errors=True)
+        fault = (
+            f"not all that only shared memory holds was saved ({self._paths.logs / 'controller.log'} says why): "
+            f"{self._paths.shm_root} is kept for the next `appliance up`, and would be lost in a reboot"
+        )
+        log.error(fault)
+        return fault
 
     async def _start_ray(self) -> asyncio.subprocess.Process:
         devices = discover_devices(self._config.box.devices)

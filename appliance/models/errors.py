@@ -73,12 +73,12 @@ class TemplateRefused(CheckpointRefused):
 
 
 class NotEnoughDisk(ModelError):
-    """Less free space than the copy needs."""
+    """Less free space than the copy needs, beside what is kept free for all else that the box writes."""
 
-    def __init__(self, where: str, needed_bytes: int, free_bytes: int):
+    def __init__(self, where: str, needed_bytes: int, free_bytes: int, kept_bytes: int):
         super().__init__(
-            f"{where} has {free_bytes / 1e9:.1f} GB free, this model needs {needed_bytes / 1e9:.1f} GB: "
-            "free some space (`appliance model rm`) or use another data directory"
+            f"{where} has {free_bytes / 1e6:,.0f} MB free, this model needs {needed_bytes / 1e6:,.0f} MB and "
+            f"{kept_bytes / 1e6:,.0f} MB stay free: free some (`appliance model rm`) or use another data directory"
         )
         self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
 

@@ -33,6 +33,7 @@ STARTER_NAME, STARTER_MINUTES = "starter", 1.5
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
 COPY_CHUNK_BYTES = 16 << 20
+KEPT_FREE_BYTES = 256 << 20  # of the disk, for database, logs and jobs
 
 Report = Callable[[float, float | None, str, str], None]
 """`report(done, total, unit, message)`; an exception raised by it cancels the work."""
@@ -251,8 +252,8 @@ class ModelLibrary:
 
     def _require_space(self, needed_bytes: int) -> None:
         free = shutil.disk_usage(self._private(self._root)).free
-        if needed_bytes > free - (256 << 20):
-            raise NotEnoughDisk(str(self._root), needed_bytes, free)
+        if needed_bytes > free - KEPT_FREE_BYTES:
+            raise NotEnoughDisk(str(self._root), needed_bytes, free, KEPT_FREE_BYTES)
 
     def _sweep(self) -> None:
         """Removes what dead processes left in `.staging`. Downloads stay: they are there to be continued."""

@@ -68,6 +68,8 @@ def test_a_tier_comes_to_rest_after_its_plan(records, places, foreign, rules):
     assert not foreign & set(plan.drop), "what nobody knows is left alone"
     assert len(set(plan.push)) == len(plan.push) and not set(plan.push) & {*described, *foreign}
     judged = described | {record.key: record for record in above}
+    pushed = [judged[key].created_s for key in plan.push]
+    assert pushed == sorted(pushed, reverse=True), "the newest is safe first"
     assert not any(judged[key].protected for key in plan.drop)
     after = ({*described, *foreign} | set(plan.push)) - set(plan.drop)
     candidates = {record.key: record for record in above}

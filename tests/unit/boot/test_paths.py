@@ -42,7 +42,7 @@ def test_the_state_file_is_replaced_whole_and_private(tmp_path):
     written = json.loads((tmp_path / "box.json").read_text())
     assert (written["state"], written["url"], written["pid"]) == ("ready", "http://127.0.0.1:1", 7)
     assert os.stat(tmp_path / "box.json").st_mode & 0o777 == 0o600
-    state.end(clean=True)
+    state.end("")
     assert json.loads((tmp_path / "box.json").read_text())["state"] == "stopped"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["box.json"]
 

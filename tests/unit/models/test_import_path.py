@@ -336,7 +336,7 @@ def test_too_little_disk_says_how_much(library, source, monkeypatch):
 
     usage = module.shutil.disk_usage(source)
     monkeypatch.setattr(module.shutil, "disk_usage", lambda path: usage._replace(free=256 << 20))
-    with pytest.raises(NotEnoughDisk) as error:
+    with pytest.raises(NotEnoughDisk, match="has 268 MB free, this model needs 0 MB and 268 MB stay free") as error:
         library.import_path(source)
     assert error.value.needed_bytes > 0 and error.value.free_bytes == 256 << 20
 

@@ -447,6 +447,13 @@ def test_drafts_count_in_the_budget(root):
     store.reserve(sized(MIB), kind="version", model="m", version="b").abort()
 
 
+def test_all_that_is_written_at_once_counts_in_the_budget(root):
+    store = WeightStore(root, budget_bytes=2 * MIB)
+    with pytest.raises(StoreFull) as caught:
+        store.reserve(sized(MIB), kind="version", model="m", version="a", aux_files={"tokenizer.json": bytes(MIB + 1)})
+    assert caught.value.needed_bytes == 2 * MIB + 1 and staged(store) == []
+
+
 def test_a_dead_draft_makes_room(root):
     store = WeightStore(root, budget_bytes=2 * MIB)
     draft = store.reserve(sized(MIB + MIB // 2), kind="version", model="m", version="a")
