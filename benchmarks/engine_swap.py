@@ -48,6 +48,8 @@ from benchmarks._documented_server import documented_server  # noqa: E402
 from benchmarks._models import SIZES  # noqa: E402
 from serve.replica import Replica  # noqa: E402
 from tests.e2e.engine_support import Box, client  # noqa: E402
+from weights.layout import Layout, TensorSpec  # noqa: E402
+from weights.torch_views import dtype_code  # noqa: E402
 
 BEGAN_S = time.perf_counter()
 WARM_ROUNDS = 1
@@ -285,14 +287,21 @@ def native_dtype() -> str:
 
 
 def stored_as(path: Path, dtype: str) -> Path:
-    """The version with its tensors cast to what the engine computes in, so that bytes read are bytes held."""
+    """The version as a box publishes it: its tensors in what the engine computes in, so that bytes read are bytes held,
+    and what engines fuse side by side (train.publish)."""
     import torch
-    from safetensors.torch import load_file, save_file
+    from safetensors.torch import load_file
 
-    if dtype != "bfloat16":
-        file = path / "model.safetensors"
-        tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(file).items()}
-        save_file(tensors, file, metadata={"format": "pt"})
+    file = path / "model.safetensors"
+    tensors = {name: tensor.to(getattr(torch, dtype)) for name, tensor in load_file(file).items()}
+    order = sorted(tensors, key=lambda name: [name.rsplit(".", 2)[0], "qkvogud".find(name.rsplit(".", 2)[1][0])])
+    code = dtype_code(getattr(torch, dtype))
+    layout = Layout.plan([TensorSpec(name, code, tuple(tensors[name].shape)) for name in order])
+    with open(file, "wb") as stream:
+        stream.write(layout.header_bytes(file.name))
+        for placed in layout:
+            stream.seek(placed.start)
+            stream.write(tensors[placed.spec.name].contiguous().view(torch.uint8).numpy())
     return path
 
 

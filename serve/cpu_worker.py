@@ -19,6 +19,7 @@ from vllm.v1.worker.cpu_worker import CPUWorker
 
 from serve.direct_load import drop_packed, drop_weights
 from serve.finishing_scheduler import WEIGHTS
+from serve.kernel_threads import renew_pool
 from serve.shm_transfer import ShmWeightTransferEngine
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -34,6 +35,7 @@ class ShmCPUWorker(CPUWorker):
     weight_transfer_engine: ShmWeightTransferEngine
 
     def init_device(self) -> None:
+        renew_pool()
         _keep_freed_memory()
         super().init_device()
         self._asleep: dict[int, tuple[torch.UntypedStorage, int, str]] = {}

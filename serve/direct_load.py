@@ -16,7 +16,9 @@ What is known about vLLM 0.32, each reproduced:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import math
+import threading
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +29,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
+from serve.converting import Converting
 from serve.load_plan import Gather, LoadPlan, Target
 from serve.shm_source import VersionSource
 
@@ -42,12 +45,23 @@ class Ready:
     exchanged: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
-class DirectLoader:
-    """Replays a plan into one model. `refusal` says why a model cannot be loaded this way (None: it can)."""
+class Scratch(threading.local):
+    """Buffers that a thread gathers into, by slot."""
 
-    def __init__(self, model: torch.nn.Module, plan: LoadPlan, device: torch.device):
-        self.model, self.plan, self.device = model, plan, device
-        self._scratch: dict[str, torch.Tensor] = {}
+    def __init__(self) -> None:
+        self.buffers: dict[str, torch.Tensor] = {}
+
+
+class DirectLoader:
+    """Replays a plan into one model. `refusal` says why a model cannot be loaded this way (None: it can).
+
+    threads: how many convert layers at once in `load`, the caller among them, each whole layers: one that gets no core
+    holds up no other.
+    """
+
+    def __init__(self, model: torch.nn.Module, plan: LoadPlan, device: torch.device, threads: int = 1):
+        self.model, self.plan, self.device, self.threads = model, plan, device, threads
+        self._scratch = Scratch()
         self._heads = _head_ids(model)
         first_owner: dict[int, tuple[int, str]] = {}
         for key, target in plan.targets.items():
@@ -56,22 +70,47 @@ class DirectLoader:
         self.refusal = self._why_not()
 
     @torch.no_grad()
-    def load(self, source: VersionSource) -> None:
-        """Load module by module, each one's old weights freed first so that their memory is used again."""
+    def load(self, source: VersionSource, beside: Callable[[Converting], None] | None = None) -> None:
+        """Load module by module, each one's old weights freed first so that their memory is used again.
+
+        `beside` is called meanwhile, as soon as all that is not converted (norms, embeddings) is in place. Raises what
+        a conversion raised, or `beside`.
+        """
         if self.device.type != "cpu":
             self._copy_to_device(source)
             return
-        for module in self._modules():
-            drop_weights(module)
-            flip(self._build(module, source, staged=False))
-        self._scratch.clear()
+        inference = torch.is_inference_mode_enabled()
+
+        def replace(module: torch.nn.Module) -> None:
+            with torch.inference_mode(inference), torch.no_grad():
+                flip(self._build(module, source, staged=False))
+
+        modules = [*self._modules()]
+        with Converting(filter(self._packs, modules), replace, self.threads) as converting:
+            for module in modules:
+                if not self._packs(module):
+                    replace(module)
+            if beside is not None:
+                beside(converting)
+            converting.wait_for_all()
+        self._scratch.buffers.clear()
+
+    def make_room(self) -> None:
+        """Have memory at hand for the layers that a load converts at once: what their old weights free is often a few
+        bytes too small for the new ones, and fresh pages cost more than the conversion."""
+        largest = sorted(map(self._nbytes, filter(self._packs, self._modules())), reverse=True)[: self.threads]
+        torch.empty(sum(largest), dtype=torch.uint8).fill_(0)
+
+    def _nbytes(self, module: torch.nn.Module) -> int:
+        targets = (self.plan.targets.get((id(module), name)) for name in module._parameters)
+        return sum(math.prod(target.shape) * target.dtype.itemsize for target in targets if target is not None)
 
     @torch.no_grad()
     def stage(self, source: VersionSource) -> Iterator[Ready]:
         """Build the new form of all modules beside the old one; the caller flips them all later."""
         for module in self._modules():
             yield self._build(module, source, staged=True)
-        self._scratch.clear()
+        self._scratch.buffers.clear()
 
     def _modules(self) -> Iterator[torch.nn.Module]:
         owners = {module_id for module_id, _ in self.plan.targets}
@@ -98,17 +137,28 @@ class DirectLoader:
                 return f"{name} is quantised ({type(method).__name__})"
         return None
 
+    def packed_layers(self) -> list[torch.nn.Module]:
+        """The modules whose loading is converting them, without the output heads."""
+        return [module for module in self._modules() if self._packs(module) and id(module) not in self._heads]
+
+    def _packs(self, module: torch.nn.Module) -> bool:
+        """Whether loading the module is converting it; a plain one is copied."""
+        method = getattr(module, "quant_method", None)
+        return isinstance(method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod) or id(module) in self._heads
+
     def _build(self, module: torch.nn.Module, source: VersionSource, *, staged: bool) -> Ready:
         ready = Ready(module)
         names = [name for name in (*module._parameters, *module._buffers) if (id(module), name) in self.plan.targets]
         method = getattr(module, "quant_method", None)
         if isinstance(method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod):
-            self._build_packed(module, method, names, source, ready)
+            self._build_packed(module, method, names, source, ready, staged=staged)
             return ready
         for name in names:
             target = self.plan.targets[id(module), name]
             plain = self._plain(target, source, name)
             if isinstance(method, UnquantizedEmbeddingMethod) and name == "weight" and id(module) in self._heads:
+                if not staged:
+                    drop_packed(module)
                 shadow = twin_of(module)
                 shadow.weight = torch.nn.Parameter(plain, requires_grad=False)
                 method.process_weights_after_loading(shadow)
@@ -121,13 +171,19 @@ class DirectLoader:
                 ready.copied[name] = plain
         return ready
 
-    def _build_packed(self, module, method, names: list[str], source: VersionSource, ready: Ready) -> None:
+    def _build_packed(
+        self, module, method, names: list[str], source: VersionSource, ready: Ready, *, staged: bool
+    ) -> None:
         shadow = twin_of(module)
         for name in names:
             plain = self._plain(self.plan.targets[id(module), name], source, name)
             if plain.ndim < 2:
                 plain = plain.clone()
             shadow._parameters[name] = _parameter(plain, like=module._parameters[name])
+        if not staged:
+            # Not before: memory for what had to be gathered would be cut from what the new form fits into.
+            shadow.__dict__.pop("cpu_linear", None)
+            drop_weights(module)
         if isinstance(method, UnquantizedFusedMoEMethod):
             method.moe_kernel.fused_experts.process_weights_after_loading(shadow)
         else:
@@ -141,25 +197,22 @@ class DirectLoader:
     def _plain(self, target: Target, source: VersionSource, slot: str) -> torch.Tensor:
         """The checkpoint form of a target: a view of the mapping if its bytes lie there as needed, else gathered.
 
-        What is gathered stays valid until the next gathering into the same `slot`.
+        What is gathered stays valid until this thread's next gathering into the same `slot`.
         """
         view = _adjacent(target, source)
         if view is not None:
             return view
-        count = 1
-        for extent in target.shape:
-            count *= extent
-        need_bytes = count * target.dtype.itemsize
-        scratch = self._scratch.get(slot)
+        need_bytes = math.prod(target.shape) * target.dtype.itemsize
+        scratch = self._scratch.buffers.get(slot)
         if scratch is None or scratch.nbytes < need_bytes:
-            scratch = self._scratch[slot] = torch.empty(need_bytes, dtype=torch.uint8)
+            scratch = self._scratch.buffers[slot] = torch.empty(need_bytes, dtype=torch.uint8)
         flat = scratch[:need_bytes].view(target.dtype)
         target.fill(flat, source)
         return flat.view(target.shape)
 
     def _kept(self, tensor: torch.Tensor, source: VersionSource) -> torch.Tensor:
         """What a packed module keeps must be memory of its own, not the mapping nor the scratch buffer."""
-        borrowed = source.holds(tensor) or any(_shares(tensor, scratch) for scratch in self._scratch.values())
+        borrowed = source.holds(tensor) or any(_shares(tensor, scratch) for scratch in self._scratch.buffers.values())
         return tensor.clone() if borrowed else tensor
 
     def _copy_to_device(self, source: VersionSource) -> None:

@@ -5,7 +5,8 @@ One `update_weights` call loads one whole version from its directory in shared m
     staged      a thread built the new form beside the serving one, the canary was asked there (serve.staged_canary);
                 the call exchanges pointers, and `bring_in` exchanges them back and forth while requests finish on
                 the version before
-    in-place    layer by layer, each old layer's memory freed first (serve.direct_load)
+    in-place    layer by layer, each old layer's memory freed first (serve.direct_load), by as many threads as there are
+                cores, the canary following them (serve.following_canary)
     layerwise   vLLM's own reload, for models whose layout the recorded plan cannot describe (serve.layerwise_load)
 
 Rules
@@ -19,6 +20,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,9 +34,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from serve.converting import Converting
 from serve.direct_load import DirectLoader, Ready, flip
 from serve.errors import WrongState
 from serve.finishing import Weights
+from serve.following_canary import follow
 from serve.layerwise_load import load_layerwise
 from serve.load_plan import LoadPlan
 from serve.shm_loader import PLAN_ATTRIBUTE
@@ -42,6 +46,7 @@ from serve.shm_source import PageLock, VersionSource
 from serve.staged_canary import CanaryTrace, StagedCanary, TwinRefused, watch_next_pass
 
 STAGING_NICENESS = 10  # added to the engine's own
+LOAD_THREADS = 8  # they share the memory's rate: more would add little
 
 
 @dataclass
@@ -100,7 +105,12 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self.plan: LoadPlan = plan
         self.dirty = False
         self.report: dict[str, Any] = {}
-        self._direct = DirectLoader(model, plan, device)
+        world_size = vllm_config.parallel_config.world_size
+        cores = len(os.sched_getaffinity(0)) // world_size
+        self._direct = DirectLoader(model, plan, device, threads=max(1, min(cores, LOAD_THREADS)))
+        # Workers whose layers wait for each other would wait for ever for one whose load failed; and the canary has to
+        # be asked without adapters, whose buffers hold the last batch's.
+        self._may_follow = world_size == 1 and vllm_config.lora_config is None
         self._staging: Staging | None = None
         self._spent: Staging | None = None
         self._retired: list[Ready] = []
@@ -213,10 +223,11 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             source = self._open(update_info.path, layerwise=reason is not None)
         self.drop_staged()
         mapped_s = time.perf_counter()
+        answers: list[dict[str, list]] = []
         try:
             self.dirty = True
             if reason is None:
-                self._direct.load(source)
+                self._direct.load(source, self._following(answers))
             else:
                 load_layerwise(self.model, self.model_config, source, self.device)
             self.dirty = False
@@ -228,6 +239,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             "bytes_read": bytes_read,
             "map_s": mapped_s - started_s,
             "load_s": time.perf_counter() - mapped_s,
+            "answer": answers[0] if answers else None,
         }
 
     def finish_weight_update(self) -> None:
@@ -271,6 +283,15 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             source.close()
             raise
 
+    def _following(self, answers: list[dict[str, list]]) -> Callable[[Converting], None] | None:
+        """Appends the canary's answer to `answers` while a load converts; None where only a whole load can be asked."""
+        trace = self._trace
+        if not self._may_follow or trace is None:
+            return None
+        if any(id(module) not in trace.called for module in self._direct.packed_layers()):
+            return None
+        return lambda converting: answers.append(follow(self.model, trace, converting))
+
     def _bytes_read(self, source: VersionSource) -> int:
         return self.plan.bytes_read(source) if self.plan.complete else source.nbytes
 
@@ -295,6 +316,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                 except TwinRefused as refusal:
                     staging.no_canary = str(refusal)
                 staging.ready = ready
+            elif self.layerwise_reason is None and self.device.type == "cpu":
+                self._direct.make_room()
         except Exception as error:  # noqa: BLE001 - carried to `staged`, which raises it
             staging.error = error
             return

@@ -30,6 +30,7 @@ from vllm.forward_context import ForwardContext, get_forward_context, override_f
 
 from serve.cpu_lora import GroupedLoRA, NoLoRA
 from serve.direct_load import Ready, twin_of
+from serve.kernel_threads import set_kernel_threads
 
 # Block 0 is vLLM's null block; the canary's KV lies in block 1 (serve.vllm_patches).
 TWIN_KV_BLOCKS = 2
@@ -44,10 +45,12 @@ class TwinRefused(Exception):
 
 @dataclass(frozen=True)
 class CanaryTrace:
-    """One canary pass as the model runner called it: keyword arguments of the model and its forward context."""
+    """One canary pass as the model runner called it: keyword arguments of the model and its forward context; and the
+    ids of the modules that it called, as against those whose weights another module's kernel used."""
 
     inputs: dict[str, Any]
     context: ForwardContext
+    called: frozenset[int] = frozenset()
 
     @classmethod
     def take(cls, inputs: dict[str, Any]) -> CanaryTrace:
@@ -68,8 +71,17 @@ def watch_next_pass(runner: Any, keep: Callable[[CanaryTrace], None]) -> None:
 
     def forward(**inputs: Any) -> Any:
         del runner._model_forward
-        keep(CanaryTrace.take(inputs))
-        return plain(**inputs)
+        trace, called = CanaryTrace.take(inputs), set()
+        hooks = [
+            module.register_forward_pre_hook(lambda module, _: called.add(id(module)))
+            for module in runner.model.modules()
+        ]
+        try:
+            return plain(**inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            keep(replace(trace, called=frozenset(called)))
 
     runner._model_forward = forward
 
@@ -144,7 +156,7 @@ class StagedCanary:
         self._go.acquire()
         try:
             if not self._cancelled:
-                torch.set_num_threads(self._threads)  # a new thread has OpenMP's default
+                set_kernel_threads(self._threads)  # a new thread has OpenMP's default
                 with torch.inference_mode():
                     self._answer = self._forward()
         except BaseException as error:  # noqa: BLE001 - carried to `advance`, which raises it
@@ -153,17 +165,23 @@ class StagedCanary:
             self._stopped.release()
 
     def _forward(self) -> dict[str, list]:
-        hidden = self._model(**self._inputs)
-        tokens, logprobs = [], []
-        for rows in hidden.split(HEAD_ROWS):
-            self._stop()
-            logits = self._model.compute_logits(rows)
-            if logits is None:  # a tensor-parallel worker that the logits are not gathered on
-                continue
-            best = torch.log_softmax(logits.float(), dim=-1).max(dim=-1)
-            tokens += best.indices.tolist()
-            logprobs += best.values.tolist()
-        return {"tokens": tokens, "logprobs": logprobs}
+        return read_answer(self._model, self._model(**self._inputs), self._stop)
+
+
+def read_answer(model: torch.nn.Module, hidden: torch.Tensor, before_rows: Callable[[], Any]) -> dict[str, list]:
+    """What a pass with these hidden states (positions, width) answers: at each position the token ranked first and its
+    log-probability in nats. `before_rows` is called before each pass of the output head.
+    """
+    tokens, logprobs = [], []
+    for rows in hidden.split(HEAD_ROWS):
+        before_rows()
+        logits = model.compute_logits(rows)
+        if logits is None:  # a tensor-parallel worker that the logits are not gathered on
+            continue
+        best = torch.log_softmax(logits.float(), dim=-1).max(dim=-1)
+        tokens += best.indices.tolist()
+        logprobs += best.values.tolist()
+    return {"tokens": tokens, "logprobs": logprobs}
 
 
 def _copied(value: Any, copies: dict[int, Any]) -> Any:

@@ -205,7 +205,8 @@ def _load(
     core: EngineCore, version: str, update: dict[str, Any], canary: list[int], pooling_task: str | None, wake_kv: bool
 ) -> dict[str, Any]:
     """vLLM's weight-transfer sequence (AsyncLLM.start_weight_update, update_weights, finish_weight_update), then the
-    canary. With `wake_kv` a sleeping engine's KV cache comes back in between, without its resume_scheduler."""
+    canary, if it was not computed during the load. With `wake_kv` a sleeping engine's KV cache comes back in between,
+    without its resume_scheduler."""
     core.collective_rpc("start_weight_update")
     core.collective_rpc("update_weights", kwargs={"update_info": update})
     core.collective_rpc("finish_weight_update")
@@ -214,7 +215,7 @@ def _load(
     if wake_kv:
         core.model_executor.wake_up(["kv_cache"])
     began_s = time.perf_counter()
-    answer = run_canary(core, canary, pooling_task)
+    answer = reports[0].pop("answer", None) or run_canary(core, canary, pooling_task)
     return {"reports": reports, "answer": answer, "canary_s": time.perf_counter() - began_s}
 
 
