@@ -2,14 +2,15 @@
 
     python benchmarks/engine_swap.py [--sizes 5M,50M,200M] [--rounds N] [--no-cold] [--dtype TYPE] [--json FILE]
 
-Per model size (random Llama), on the CPU engine with one thread, in bfloat16 where the machine multiplies it and else
-in float32:
+Per model size (random Llama), on the CPU engine with one thread (a load in place has one per core), in bfloat16 where
+the machine multiplies it and else in float32:
 
     memcpy          one warm copy of all weight bytes, one thread: the limit
     swap            staged, in-place and layerwise: `pause` as the engine reports it (no step under way nor begun), and
                     `gap` as a streaming client sees it (longest time between two chunks around the swap, less the
                     usual one), in all, from the end of staging on (`at the flip`), and for comparison in the stream's
-                    chunks `before` the swap, which is the machine's noise. After a staged swap the stream is finished
+                    chunks `before` the swap, which is the machine's noise. The canary of a load in place follows it and
+                    is part of `load`. After a staged swap the stream is finished
                     by the weights that began it; `contended` is one with a request of the new version coming in at
                     once, from which on the two take turns. After the others the client also waits for its own tokens
                     so far to be computed again with the new weights: `recompute` is what a fresh prompt of that many

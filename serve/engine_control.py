@@ -134,8 +134,9 @@ class EngineControl:
         `how` is "auto" (staged where the layout and free memory allow), "staged", "in-place" or "layerwise".
         Returns `seconds` in all and by phase, `pause_s` (no step under way nor begun; the step that was under way when
         it was asked for is `drain_step_s`), `bytes_read` per worker, `how` it was done and `why`, whether the canary
-        was asked of the "staged" weights or of the "paused" engine, and how many requests are `finishing` on the
-        version before. Raises VersionError (untouched), SwapFailed (old version serving), EngineFailed (kill it).
+        was asked of the "staged" weights or of the "paused" engine (`canary_s` is what it took after the load, nothing
+        where it followed that), and how many requests are `finishing` on the version before. Raises VersionError
+        (untouched), SwapFailed (old version serving), EngineFailed (kill it).
         """
         if how not in HOW:
             raise ValueError(f"how is {how!r}, expected one of {', '.join(HOW)}")
