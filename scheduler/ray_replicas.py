@@ -51,7 +51,11 @@ class Versions(Protocol):
     """Where the bytes of model versions are."""
 
     async def in_memory(self, model: str, version: str) -> Path:
-        """The version's directory in shared memory, read in from disk if need be. Raises LookupError."""
+        """The version's directory in shared memory, read in from disk if need be, and held there until it is `taken`.
+        Raises LookupError."""
+
+    def taken(self, model: str) -> None:
+        """An engine of the model has loaded what was brought in, and holds it."""
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
         """Fields of ReplicaSpec that depend on the model: task, dtype, max_model_len, kv_cache_bytes, ..."""
@@ -85,6 +89,7 @@ class Replicas:
         )
         self._replicas[order.id], self._places[order.id] = replica, place
         detail = await ask("start_replica", order.id, replica.start.remote(spec))
+        self._versions.taken(order.model)
         self._watch(order.id, replica)
         # Of a version on another node nothing is read here.
         home = place.name == self._nodes.home.name
@@ -134,6 +139,7 @@ class Replicas:
     async def wake_replica(self, replica_id: str, model: str, version: str, lease_id: str) -> Detail:
         path, copied_bytes = await self._bring("wake_replica", replica_id, model, version)
         detail = await self._ask_replica("wake_replica", replica_id, "wake", model, version, path)
+        self._versions.taken(model)
         return {**detail, "copied_bytes": copied_bytes}
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
@@ -145,6 +151,7 @@ class Replicas:
         except EffectFailed:
             self._routing.offer_adapters(replica_id)
             raise
+        self._versions.taken(model)
         if self._routing.is_open(replica_id):
             await self._open(replica_id, model, version)
         return {**detail, "copied_bytes": copied_bytes}

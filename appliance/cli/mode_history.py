@@ -68,7 +68,15 @@ def _share(fraction: float | None) -> str:
 def _history(answer: dict[str, Any]) -> Any:
     if not answer["data"]:
         return "no hand-overs yet"
-    return output.stack(*(handover_steps(handover) for handover in answer["data"]))
+    told = ((handover_steps(handover), _faults(handover)) for handover in answer["data"])
+    return output.stack(*(part for pair in told for part in pair))
+
+
+def _faults(handover: dict[str, Any]) -> str | None:
+    """What its failed steps said, a line each."""
+    said = [f"  {step['verb']} {formats.or_dash(step['target'])}: {step['detail']['error']}"
+            for step in handover["steps"] if (step["detail"] or {}).get("error")]  # fmt: skip
+    return "\n".join(said) or handover["error"] or None
 
 
 def _detail(detail: dict[str, Any] | None) -> str:

@@ -40,12 +40,13 @@ def model(db: Database, row: ModelRow, status: SchedulerStatus, tiers: TierPort)
     """`adapter`: {"base", "base_version", "rank", "host"} where the active version is one; `host` is whose engines
     serve it."""
     adapter = _adapter(db, row)
+    host, found = adapter["host"] if adapter else row.id, deployments.find(db, row.id)
     return {
         "name": row.id, "kind": row.kind, "arch": row.arch, "task": row.task, "params": row.params, "bytes": row.bytes,
         "base": row.base, "active_version": row.active_version, "max_model_len": row.max_model_len,
         "source": row.source, "job_id": row.job_id, "created_s": row.created_s, "info": row.info,
-        "adapter": adapter, "state": model_state(adapter["host"] if adapter else row.id, status),
-        "deployment": deployment(found) if (found := deployments.find(db, row.id)) else None,
+        "adapter": adapter, "state": model_state(db, host, status),
+        "deployment": deployment(found) if found else None,
         "versions": [
             {"version": v.version, "created_s": v.created_s, "bytes": v.bytes, "source": v.source,
              "kind": "adapter" if v.meta.get("adapter") else "version",
@@ -74,11 +75,15 @@ def _adapter(db: Database, row: ModelRow) -> dict[str, Any] | None:
     return {**known, "host": adapter.host}
 
 
-def model_state(name: str, status: SchedulerStatus) -> str:
-    """serving (an engine is awake), asleep (a process waits with its memory given back) or cold (no process)."""
+def model_state(db: Database, name: str, status: SchedulerStatus) -> str:
+    """serving (an engine is awake), failed (its engines could not be started; `deployment` says why), asleep (a process
+    waits with its memory given back) or cold (no process)."""
     states = {replica["state"] for replica in status["replicas"] if replica["model"] == name}
     if not states.isdisjoint(_AWAKE):
         return "serving"
+    row, deployed = models.find(db, name), deployments.find(db, name)
+    if row is not None and deployed is not None and deployments.given_up(deployed, row.active_version):
+        return "failed"
     return "asleep" if "asleep" in states else "cold"
 
 

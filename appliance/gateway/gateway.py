@@ -177,7 +177,17 @@ class Gateway:
                         conn.active.cancel(errors.key_revoked())
         for name in self.holds.models():
             self.place_held(name)
+            self._refuse_given_up(name)
         self.on_change(True)
+
+    def _refuse_given_up(self, name: str) -> None:
+        """Nobody waits for a model that was given up on, those neither who wait already."""
+        model = self.router.models.get(name)
+        if model is None or model.hold_s or any(replica.state == "open" for replica in model.replicas):
+            return
+        while (ticket := self.holds.first(name)) is not None:
+            self.holds.remove(ticket)
+            ticket.item.hold_refused(Refusal.GIVEN_UP)
 
     def changed(self) -> None:
         self.on_change(False)

@@ -175,7 +175,7 @@ class Placement:
             self._comment_s = now + gateway.config.holds.sse_grace_s
         result = gateway.holds.add(self.checked.model, self, len(self._body), self._hold_deadline_s, now)
         if isinstance(result, Refusal):
-            self.hold_refused(result)
+            self.hold_refused(result if gateway.router.models[self.checked.model].hold_s else Refusal.GIVEN_UP)
             return
         self._ticket = result
         if self.request.spans is not None:

@@ -15,7 +15,7 @@ from appliance.store.rows import ModelRow
 from appliance.wiring.tier_return import TierReturn
 from scheduler.inventory import Device
 from serve.sizing import adapter_rank_limit, engine_settings
-from weights.errors import WeightsError
+from weights.errors import StoreFull, WeightsError
 from weights.record import Name
 from weights.store import Lease, StoredVersion, WeightStore
 
@@ -23,7 +23,9 @@ from weights.store import Lease, StoredVersion, WeightStore
 class VersionShelf:
     """Implements `scheduler.ray_replicas.Versions`.
 
-    A version that is being served stays leased here, so that a budget never evicts what a waking engine needs next.
+    What an engine is about to load is leased here until it has a lease of its own (`taken`). A sleeping engine has
+    none: its version is evicted like any other that nobody reads, the least recently used first, and its wake brings it
+    back.
     """
 
     def __init__(self, db: Database, store: WeightStore, back: TierReturn, config: BoxConfig, device: Device):
@@ -42,12 +44,23 @@ class VersionShelf:
 
     async def _bring_in(self, model: str, version: str) -> Path:
         owner = self._owner(model)
+        name = Name("version", owner.id, version)
         try:
-            stored = await asyncio.to_thread(self._back.bring_in, Name("version", owner.id, version))
+            try:
+                stored = await asyncio.to_thread(self._back.bring_in, name)
+            except StoreFull:
+                for _, lease in self._leases.values():  # of engines that did not come to load what was brought in
+                    lease.release()
+                stored = await asyncio.to_thread(self._back.bring_in, name)
         except WeightsError as error:
             raise LookupError(str(error)) from error
         self._hold(model, stored)
         return stored.path
+
+    def taken(self, model: str) -> None:
+        """Its engine holds the version that it serves."""
+        if model in self._leases:
+            self._leases[model][1].release()
 
     def _owner(self, name: str) -> ModelRow:
         """The model whose bytes a public name means: its own, or for a checkpoint's name its model's."""
@@ -58,7 +71,7 @@ class VersionShelf:
 
     def _hold(self, name: str, stored: StoredVersion) -> None:
         old = self._leases.get(name)
-        if old is not None and old[0] == stored.version:
+        if old is not None and old[0] == stored.version and not old[1].released:
             return
         self._leases[name] = (stored.version, self._store.lease(stored))
         if old is not None:

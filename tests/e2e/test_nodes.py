@@ -127,6 +127,9 @@ class Shelf:
     async def in_memory(self, model, version):
         return self.path
 
+    def taken(self, model):
+        pass
+
     def engine_settings(self, model, tensor_parallel):
         return {"kv_cache_bytes": 1 << 20}
 

@@ -113,3 +113,14 @@ def test_a_hand_over_is_told_by_worker_phase_and_fingerprint(prepared):
     assert "bytes read 20.0 MB + 10.0 MB, pause 45 ms, finishing 0, fingerprint verified" in text
     assert "step 12, bytes 65.0 MB, agree 6.5 s, snapshot 100 ms" in text and "parked" not in text
     assert "rss before 687 MB, rss after 590 MB, seconds 12 ms" in text
+
+
+def test_a_failed_step_says_why_in_the_list_too(prepared):
+    step = {"verb": "start_replica", "target": "r3-0", "state": "failed", "seconds": 0.1, "bytes": None,
+            "bytes_per_s": None, "limit_fraction": None, "path": None,
+            "detail": {"error": "no room for 45 bytes"}}  # fmt: skip
+    told = {"id": "3", "reason": "mode auto", "state": "undone", "seconds": 0.1, "bytes": 0, "asked_by": None,
+            "asked_for": None, "error": None,
+            "steps": [step, {**step, "verb": "open_replica", "detail": None}]}  # fmt: skip
+    prepared.prepare("GET", "/admin/v1/handovers", (200, {"data": [told]}))
+    assert "start_replica r3-0: no room for 45 bytes" in prepared.run("mode", "history").stdout

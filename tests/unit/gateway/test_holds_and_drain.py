@@ -86,6 +86,19 @@ async def test_past_the_deadline_503_with_retry_after(start_box: Start) -> None:
     assert box.gateway.holds.count == 0
 
 
+async def test_who_waits_for_a_model_that_is_given_up_on_is_told_at_once(start_box: Start) -> None:
+    box = await start_box()
+    box.serve("m")
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
+    await box.until(lambda: box.gateway.holds.held("m") == 1)
+    box.serve("m", hold_s=0)
+    for response in (await wire.response(), await box.ask("POST", "/v1/chat/completions", chat())):
+        assert response.status == 503 and response.error["code"] == "model_not_ready"
+        assert "its engines cannot be started" in response.error["message"]
+    assert box.gateway.holds.count == 0 and box.gateway.holds.body_bytes == 0
+
+
 async def test_bounds_on_what_may_wait(start_box: Start) -> None:
     box = await start_box(holds={"requests": 3, "requests_per_model": 2, "body_bytes": 1000})
     for name in "abc":

@@ -1,0 +1,57 @@
+"""Versions that engines are about to load, and how long they are held for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from appliance.store import models
+from appliance.store.rows import ModelRow, VersionRow
+from appliance.wiring.versions import VersionShelf
+from tests.unit.weights.conftest import check, write
+from weights.lease import take_lease
+from weights.record import Name
+from weights.store import WeightStore
+
+
+@pytest.fixture
+async def shelf(db, store, back, flow, add_model):
+    """Two models, both on disk and evicted from memory; the budget has room for one of them."""
+    add_model()
+    models.insert(db, ModelRow(id="other", kind="base", arch="LlamaForCausalLM", params=5, bytes=10, owned_by="org",
+                               source="here", created_s=1.0))  # fmt: skip
+    models.insert_version(db, VersionRow("other", "v1", "here", 10, 1.0))
+    models.activate(db, "other", "v1")
+    nbytes = write(store, "v1").nbytes
+    write(store, "v1", model="other")
+    await flow.run_once("disk")
+    store.evict(1 << 40)
+    store.budget_bytes = store._keeper.budget_bytes = nbytes * 3 // 2
+    return VersionShelf(db, store, back, None, None)
+
+
+async def test_what_a_sleeping_engine_served_makes_room_for_another_model(shelf, store: WeightStore):
+    """It stayed leased while the engine slept: with room for one model, no other could be served ever after."""
+    first = await shelf.in_memory("starter", "v1")
+    assert store.evict(1 << 40) == 0, "the engine has not come to load it yet"
+    shelf.taken("starter")
+    await shelf.in_memory("other", "v1")
+    shelf.taken("other")
+    assert store.find("version", "starter", "v1") is None and not first.exists()
+    assert shelf.holds(Name("version", "starter", "v1")), "retention still knows that an engine is served from it"
+    check(store, store.find("version", "other", "v1"))
+    again = await shelf.in_memory("starter", "v1")
+    assert again == first and store.evict(1 << 40) == 0
+
+
+async def test_what_was_brought_in_for_an_engine_that_did_not_come_gives_way(shelf, store: WeightStore):
+    await shelf.in_memory("starter", "v1")
+    await shelf.in_memory("other", "v1")
+    assert store.find("version", "starter", "v1") is None
+
+
+async def test_what_an_awake_engine_reads_does_not(shelf, store: WeightStore):
+    await shelf.in_memory("starter", "v1")
+    with take_lease(store.find("version", "starter", "v1")), pytest.raises(LookupError, match="no room for"):
+        shelf.taken("starter")
+        await shelf.in_memory("other", "v1")
+    assert store.find("version", "starter", "v1") is not None
