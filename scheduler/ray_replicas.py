@@ -51,11 +51,11 @@ class Versions(Protocol):
     """Where the bytes of model versions are."""
 
     async def in_memory(self, model: str, version: str) -> Path:
-        """The version's directory in shared memory, read in from disk if need be, and held there until it is `taken`.
-        Raises LookupError."""
+        """The version's directory in shared memory, read in from disk if need be, and held there until it is `taken`,
+        once for each time that this returned. Raises LookupError."""
 
     def taken(self, model: str) -> None:
-        """An engine of the model has loaded what was brought in, and holds it."""
+        """An engine of the model has loaded what was brought in for it, and holds it; or will not."""
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
         """Fields of ReplicaSpec that depend on the model: task, dtype, max_model_len, kv_cache_bytes, ..."""
@@ -81,15 +81,18 @@ class Replicas:
 
     async def start_replica(self, order: ReplicaOrder, lease_id: str) -> Detail:
         place = self._nodes.place_of(order.devices, "start_replica", order.id)
-        spec, copied_bytes = await self._replica_spec(order, place)
-        await self._nodes.wait_warm(place, "serve", "start_replica", order.id)
-        self._stopping.discard(order.id)
-        replica = self._replicas.get(order.id) or self._nodes.here(
-            Replica, ACTOR + order.id, place, place.warm_socket("serve"), str(place.log_dir), self._engine
-        )
-        self._replicas[order.id], self._places[order.id] = replica, place
-        detail = await ask("start_replica", order.id, replica.start.remote(spec))
-        self._versions.taken(order.model)
+        path, copied_bytes = await self._version_path("start_replica", order.id, order.model, order.version, place)
+        try:
+            spec = self._replica_spec(order, place, path)
+            await self._nodes.wait_warm(place, "serve", "start_replica", order.id)
+            self._stopping.discard(order.id)
+            replica = self._replicas.get(order.id) or self._nodes.here(
+                Replica, ACTOR + order.id, place, place.warm_socket("serve"), str(place.log_dir), self._engine
+            )
+            self._replicas[order.id], self._places[order.id] = replica, place
+            detail = await ask("start_replica", order.id, replica.start.remote(spec))
+        finally:
+            self._versions.taken(order.model)
         self._watch(order.id, replica)
         # Of a version on another node nothing is read here.
         home = place.name == self._nodes.home.name
@@ -138,20 +141,23 @@ class Replicas:
 
     async def wake_replica(self, replica_id: str, model: str, version: str, lease_id: str) -> Detail:
         path, copied_bytes = await self._bring("wake_replica", replica_id, model, version)
-        detail = await self._ask_replica("wake_replica", replica_id, "wake", model, version, path)
-        self._versions.taken(model)
+        try:
+            detail = await self._ask_replica("wake_replica", replica_id, "wake", model, version, path)
+        finally:
+            self._versions.taken(model)
         return {**detail, "copied_bytes": copied_bytes}
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         path, copied_bytes = await self._bring("swap_replica", replica_id, model, version)
-        # Adapters belong to the weights they were trained on; the engine waits for those that it has requests of.
-        await self._routing.withhold_adapters(replica_id)
         try:
+            # Adapters belong to the weights they were trained on; the engine waits for those that it has requests of.
+            await self._routing.withhold_adapters(replica_id)
             detail = await self._ask_replica("swap_replica", replica_id, "swap", model, version, path)
         except EffectFailed:
             self._routing.offer_adapters(replica_id)
             raise
-        self._versions.taken(model)
+        finally:
+            self._versions.taken(model)
         if self._routing.is_open(replica_id):
             await self._open(replica_id, model, version)
         return {**detail, "copied_bytes": copied_bytes}
@@ -173,14 +179,13 @@ class Replicas:
         socket_path = await self._nodes.local_socket(self._places[replica_id], replica_id)
         await self._routing.open(replica_id, model, version, str(socket_path))
 
-    async def _replica_spec(self, order: ReplicaOrder, place: Place) -> tuple[ReplicaSpec, int]:
-        """What the engine is to be told, and the bytes that had to be copied to its node."""
-        path, copied_bytes = await self._version_path("start_replica", order.id, order.model, order.version, place)
+    def _replica_spec(self, order: ReplicaOrder, place: Place, path: Path) -> ReplicaSpec:
+        """What the engine is to be told."""
         devices = [self._nodes.device(device_id) for device_id in order.devices]
         settings = dict(self._versions.engine_settings(order.model, order.tensor_parallel))
         if settings.get("adapter_slots") and place.name != self._nodes.home.name:
             settings |= {"adapter_roots": (str(place.adapters),), "adapter_source": str(place.adapter_socket)}
-        spec = ReplicaSpec(
+        return ReplicaSpec(
             replica_id=order.id,
             model=order.model,
             version=order.version,
@@ -194,7 +199,6 @@ class Replicas:
             tensor_parallel=order.tensor_parallel,
             **settings,
         )
-        return spec, copied_bytes
 
     async def _version_path(
         self, verb: str, target: str, model: str, version: str, place: Place
@@ -203,7 +207,11 @@ class Replicas:
             at_home = await self._versions.in_memory(model, version)
         except (LookupError, OSError) as error:
             raise EffectFailed(verb, target, f"version {version} of {model} cannot be read: {error}") from error
-        return await self._nodes.bring(place, at_home, f"serve {model}", verb, target)
+        try:
+            return await self._nodes.bring(place, at_home, f"serve {model}", verb, target)
+        except BaseException:
+            self._versions.taken(model)
+            raise
 
     async def _bring(self, verb: str, replica_id: str, model: str, version: str) -> tuple[str, int]:
         place = self._places.get(replica_id)

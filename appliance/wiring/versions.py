@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from appliance.store.rows import ModelRow
 from appliance.wiring.tier_return import TierReturn
 from scheduler.inventory import Device
 from serve.sizing import adapter_rank_limit, engine_settings
-from weights.errors import StoreFull, WeightsError
+from weights.errors import WeightsError
 from weights.record import Name
 from weights.store import Lease, StoredVersion, WeightStore
 
@@ -33,34 +34,39 @@ class VersionShelf:
         self._config, self._device = config, device
         self._leases: dict[str, tuple[str, Lease]] = {}
         self._reading: dict[tuple[str, str], asyncio.Task[Path]] = {}
+        self._awaited: Counter[str] = Counter()
 
     async def in_memory(self, model: str, version: str) -> Path:
-        """The version's directory in shared memory. Raises LookupError when the box has no bytes of it."""
+        """The version's directory in shared memory, held there until `taken`, which is to be called once for each time
+        that this returned. Raises LookupError when the box has no bytes of it."""
         key = (model, version)
         if key not in self._reading:
             self._reading[key] = asyncio.create_task(self._bring_in(model, version))
             self._reading[key].add_done_callback(lambda _: self._reading.pop(key, None))
-        return await asyncio.shield(self._reading[key])
+        self._awaited[model] += 1
+        try:
+            return await asyncio.shield(self._reading[key])
+        except BaseException:
+            self.taken(model)
+            raise
 
     async def _bring_in(self, model: str, version: str) -> Path:
         owner = self._owner(model)
         name = Name("version", owner.id, version)
         try:
-            try:
-                stored = await asyncio.to_thread(self._back.bring_in, name)
-            except StoreFull:
-                for _, lease in self._leases.values():  # of engines that did not come to load what was brought in
-                    lease.release()
-                stored = await asyncio.to_thread(self._back.bring_in, name)
+            stored = await asyncio.to_thread(self._back.bring_in, name)
         except WeightsError as error:
             raise LookupError(str(error)) from error
         self._hold(model, stored)
         return stored.path
 
     def taken(self, model: str) -> None:
-        """Its engine holds the version that it serves."""
-        if model in self._leases:
-            self._leases[model][1].release()
+        """One engine that it was brought in for holds it itself, or will not come."""
+        self._awaited[model] -= 1
+        if self._awaited[model] <= 0:
+            del self._awaited[model]
+            if model in self._leases:
+                self._leases[model][1].release()
 
     def _owner(self, name: str) -> ModelRow:
         """The model whose bytes a public name means: its own, or for a checkpoint's name its model's."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from appliance.store import models
@@ -43,8 +45,13 @@ async def test_what_a_sleeping_engine_served_makes_room_for_another_model(shelf,
     assert again == first and store.evict(1 << 40) == 0
 
 
-async def test_what_was_brought_in_for_an_engine_that_did_not_come_gives_way(shelf, store: WeightStore):
-    await shelf.in_memory("starter", "v1")
+async def test_it_is_held_until_all_engines_that_it_was_brought_in_for_have_it(shelf, store: WeightStore):
+    paths = await asyncio.gather(shelf.in_memory("starter", "v1"), shelf.in_memory("starter", "v1"))
+    assert paths[0] == paths[1]
+    shelf.taken("starter")
+    with pytest.raises(LookupError, match="no room for"):
+        await shelf.in_memory("other", "v1")
+    shelf.taken("starter")
     await shelf.in_memory("other", "v1")
     assert store.find("version", "starter", "v1") is None
 
