@@ -90,13 +90,16 @@ class SimStore:
 
     def __init__(self, cluster: Cluster, policy: Policy, jobs: list[SimJob], deployment: DeploymentView):
         self._cluster, self.policy, self._deployment = cluster, policy, deployment
+        self.warm_until_s = 0.0
+        """Until then one replica is kept whatever the deployment says: a model that was asked for before the trace."""
         self.jobs = {j.view.id: j for j in jobs}
         self.standby: Standby | None = None
 
     def deployment(self) -> DeploymentView:
         c, d = self._cluster, self._deployment
         demand = Demand(c.inflight_total, len(c.held), c.waiting_tokens, c.last_request_s)
-        return replace(d, demand=demand, standby=self.standby)
+        least = max(d.min_replicas, 1) if c.now_s < self.warm_until_s else d.min_replicas
+        return replace(d, demand=demand, standby=self.standby, min_replicas=least)
 
     def load(self) -> Workload:
         now_s = self._cluster.now_s
@@ -263,7 +266,8 @@ class SimEffects:
 
 @dataclass
 class Gateway:
-    """Reports load every `REPORT_S` and nudges the loop when the demand asks for another number of replicas.
+    """Reports load every `REPORT_S` and nudges the loop when the demand asks for another number of replicas, and when a
+    request comes after a pause: the planner forgets by the clock what it had kept for the last one.
 
     learner: None where no policy listens (a fixed split), so that nothing need be reported between samples.
     """
@@ -280,16 +284,18 @@ class Gateway:
 
     async def run(self, loop: SchedulerLoop, until_s: float, submissions_s: list[float]) -> None:
         aio = asyncio.get_running_loop()
-        wanted, next_sample_s, submitted = -1, 0.0, 0
+        wanted, next_sample_s, submitted, asked_s = -1, 0.0, 0, 0.0
         while True:
             now_s = aio.time()
             self.cluster.advance(now_s)
             now_wanted = self._wanted(now_s)
             while submitted < len(submissions_s) and submissions_s[submitted] <= now_s:
                 submitted, wanted = submitted + 1, -1
-            if now_wanted != wanted:
+            last_s = self.cluster.last_request_s or 0.0
+            if now_wanted != wanted or last_s - asked_s > self.config.give_back_after_s:
                 wanted = now_wanted
                 loop.nudge()
+            asked_s = last_s
             if now_s >= next_sample_s:
                 next_sample_s = now_s + self.sample_every_s
                 self.passed(now_s)

@@ -60,7 +60,7 @@ class Setup:
     slo_ttft_s: float = 2.0
     slo_tpot_s: float = 0.1
     hold_s: float = 600.0
-    min_replicas: int = 1
+    min_replicas: int = 0
     engine: EngineModel = field(default_factory=EngineModel)
     times: VerbTimes = field(default_factory=VerbTimes)
     config: SchedulerConfig = field(default_factory=SchedulerConfig)
@@ -150,6 +150,7 @@ def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = l
     else:
         jobs = [job_of(replace(j, at_s=j.at_s + UP_S)) for j in setup.jobs]
     store = SimStore(cluster, policy, jobs, setup.deployment())
+    store.warm_until_s = UP_S
     effects = SimEffects(cluster, setup.inventory(), store.jobs, setup.times)
     effects.counted_s = (UP_S, requests.horizon_s)
     journal = MemoryJournal()

@@ -34,6 +34,9 @@ def simulate(
     policy: Annotated[Literal["serve", "train", "split", "auto"], typer.Option(metavar="MODE")] = "auto",
     train: Annotated[int | None, typer.Option(metavar="N", min=0, help="With split: devices for training.")] = None,
     floor: Annotated[int, typer.Option(metavar="N", min=0, help="Devices that serving keeps in any case.")] = 0,
+    min_replicas: Annotated[
+        int, typer.Option(metavar="N", min=0, help="Replicas that stay awake whatever happens, as of `model deploy`.")
+    ] = 0,
     scale: Annotated[float, typer.Option(metavar="X", help="Multiplies the load of the trace.")] = 1.0,
     slo_ttft: Annotated[float, typer.Option(metavar="SECONDS", help="Target: time to first token.")] = 2.0,
     slo_tpot: Annotated[float, typer.Option(metavar="SECONDS", help="Target: time per further token.")] = 0.1,
@@ -62,7 +65,7 @@ def simulate(
         raise BadUsage(f"--plot is {plot}; expected a file that ends with .png or .svg")
     if plot is not None and not plot.parent.is_dir():
         raise BadUsage(f"--plot is {plot}; its folder {plot.parent} does not exist")
-    _check_policy(policy, train, floor, nodes * gpus_per_node)
+    _check_devices(policy, nodes * gpus_per_node, {"--train": train, "--floor": floor, "--min-replicas": min_replicas})
     try:
         wanted = Policy(policy, train, floor)
         requests = read_requests(trace, scale=scale, seed=seed)
@@ -76,6 +79,7 @@ def simulate(
             gpus_per_node=gpus_per_node,
             slo_ttft_s=slo_ttft,
             slo_tpot_s=slo_tpot,
+            min_replicas=min_replicas,
             engine=EngineModel() if profile is None else EngineModel.from_profile(profile),
             seed=seed,
         )
@@ -94,13 +98,13 @@ def simulate(
     _show(result, output_format)
 
 
-def _check_policy(policy: str, train: int | None, floor: int, devices: int) -> None:
-    """As the box would refuse it. Raises BadUsage."""
-    if policy == "split" and train is None:
+def _check_devices(policy: str, devices: int, counts: dict[str, int | None]) -> None:
+    """As the box would refuse them. Raises BadUsage."""
+    if policy == "split" and counts["--train"] is None:
         raise BadUsage("the mode split needs --train N: how many devices training may have")
-    if policy != "split" and train is not None:
+    if policy != "split" and counts["--train"] is not None:
         raise BadUsage(f"--train belongs to the mode split, not to {policy}")
-    for option, count in (("--train", train), ("--floor", floor)):
+    for option, count in counts.items():
         if count is not None and count > devices:
             raise BadUsage(f"{option} is {count}; there are {devices} devices (--nodes times --gpus-per-node)")
 

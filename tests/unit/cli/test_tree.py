@@ -22,8 +22,8 @@ FROZEN = {
     "audit": [*BOX, "--limit"],
     "chat": [*BOX, "--max-tokens", "--system", "--temperature", "MODEL", "PROMPT"],
     "simulate": [
-        "--floor", "--gpus-per-node", "--help", "--jobs", "--nodes", "--output", "--plot", "--policy", "--profile",
-        "--scale", "--seed", "--slo-tpot", "--slo-ttft", "--static", "--trace", "--train",
+        "--floor", "--gpus-per-node", "--help", "--jobs", "--min-replicas", "--nodes", "--output", "--plot", "--policy",
+        "--profile", "--scale", "--seed", "--slo-tpot", "--slo-ttft", "--static", "--trace", "--train",
     ],
     "gpu list": [*BOX, "--every", "--watch"],
     "gpu drain": [*BOX, "--reason", "--timeout", "--wait", "DEVICE"],
