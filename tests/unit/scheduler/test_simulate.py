@@ -291,13 +291,22 @@ def test_one_request_served_in_time_is_all_of_them() -> None:
 
 
 def test_rare_requests_are_answered_in_time_and_training_has_every_device_between() -> None:
-    """Nudged only when the number asked for changed, the loop heard of some of them after half a minute: the standby
-    that they had taught was forgotten by then, and was still the number."""
     arrivals = array("d", (n * 700.0 + n % 3 for n in range(8)))
     requests = Requests(arrivals, array("l", [1000] * 8), array("l", [200] * 8))
     result, figures = simulate(Setup(requests), Policy("auto"), static=False)
     assert figures.slo_attainment == 1.0, "in time though no engine was awake"
     assert result["oracle_ratio"] > 0.95, "seven of eight devices would be 0.88"
+
+
+def test_a_request_is_heard_of_though_the_standby_for_it_is_forgotten_by_the_clock() -> None:
+    """The number that decided on a nudge was still what the bursts had taught, so it waited for the next look."""
+    arrivals = [60.0 * n + m / 80 for n in range(15) for m in range(40)]
+    arrivals += [arrivals[-1] + pause_s for pause_s in (407.0, 1013.0)]
+    count = len(arrivals)
+    figures = run_policy(
+        Setup(Requests(array("d", arrivals), array("l", [4000] * count), array("l", [20] * count))), Policy("auto")
+    )
+    assert all(first_s < 3.0 for at_s, first_s in figures.first_tokens if at_s > arrivals[-3])
 
 
 def test_a_run_is_reproducible() -> None:
