@@ -8,9 +8,12 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler import virtual_time
+from scheduler import handover, virtual_time
+from scheduler.allocation import Allocation, GroupPlan
+from scheduler.box import Box, GroupView
 from scheduler.config import SchedulerConfig
 from scheduler.errors import EffectFailed, Stopped
+from scheduler.inventory import Holder, Lease, Ledger
 from scheduler.journal import MemoryJournal
 from scheduler.loop import SchedulerLoop
 from scheduler.workload import Demand, DeploymentView, JobView, Policy, Workload
@@ -453,3 +456,35 @@ def test_the_ends_of_many_chains_are_answered_by_few_rounds() -> None:
             assert store.loads < 60, "120 groups started at 120 moments"
 
     go(test)
+
+
+def test_beyond_the_sleep_nothing_is_taken_back() -> None:
+    """A release that fails leaves its lease to later rounds: to open an engine that sleeps would be refused, and tell
+    of an undo that there was none of."""
+
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+            await rig.settle()
+            rig.effects.hook = failing(5, "release", "before")
+            rig.store.policy = Policy("train")
+            rig.store.jobs["j1"] = JOB
+            await asyncio.sleep(60)
+            (first,) = [r for r in rig.journal.recent(100) if r.state == "failed"]
+            assert not [s for s in first.steps if s.undoes is not None]
+            assert rig.jobs() == {"j1": 4} and rig.states() == ["asleep"]
+
+    go(test)
+
+
+def test_a_job_that_moves_to_other_devices_waits_for_its_own_lease() -> None:
+    """Its new devices are free, but it must not train twice."""
+    job = Holder("job", "j1")
+    devices = box_of(2)
+    box = Box(
+        {d.id: d for d in devices},
+        Ledger(d.id for d in devices).acquire(Lease("1:job:j1", job, ("n0/0",))),
+        groups={"j1": GroupView("j1", ("n0/0",))},
+    )
+    planned = handover.steps(box, Allocation(groups=(GroupPlan("j1", ("n0/1",)),)), 2)
+    (take,) = planned.take
+    assert take.devices == ("n0/1",) and take.needs == {"1:job:j1"}
