@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -279,6 +280,19 @@ def test_an_object_cut_short_is_sent_again(store, tier, tmp_path):
     other = PackedTier("remote", target)
     other.copy_from(tier, name_of(stored))
     other.verify(name_of(stored))
+
+
+def test_an_object_that_cannot_be_written_leaves_what_was_there(home, monkeypatch):
+    kept = DirectoryObjects(home, create=True)
+    kept.put("owner", b"box-1")
+
+    def fails(fd):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", fails)
+    with pytest.raises(TierUnavailable, match="Input/output"):
+        kept.put("owner", b"box-2")
+    assert kept.get("owner") == b"box-1" and files(home) == ["owner"]
 
 
 def test_a_lost_mount_is_unavailable_and_not_filled_in_beneath(store, tmp_path):

@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 from tests.unit.weights.conftest import AUX, SPECS, check, write
 from weights import tiers
 from weights.config import WeightsConfig
+from weights.directory_tier import DirectoryTier
 from weights.errors import ChecksumMismatch, InvalidName, ManifestInvalid, NotSealed, TierExists, VersionLeased
 from weights.layout import Layout
 from weights.locks import DirectoryLock
+from weights.record import Name
 from weights.store import WeightStore
 
 
@@ -106,6 +108,20 @@ def test_damage_on_disk_does_not_reach_shared_memory(store, tmp_path):
         tiers.restore(store, copy.path)
     assert caught.value.tensor == "model.norm.weight"
     assert store.list("version") == [] and os.listdir(store.root / "staging") == []
+
+
+def test_what_is_damaged_at_its_place_on_disk_is_replaced_and_what_is_whole_is_not(store, tmp_path):
+    tier, stored = DirectoryTier("disk", tmp_path / "models"), write(store)
+    name = Name("version", "starter", "1")
+    tier.put(stored.path)
+    os.truncate(tier.path(name) / "manifest.json", 100)
+    tier.put(stored.path)
+    assert tier.verify(name).version == "1" and list(tier.names("version")) == [name]
+    store.remove(stored)
+    again = write(store)  # of the same name, made at another time
+    with pytest.raises(TierExists):
+        tier.put(again.path)
+    assert tier.verify(name).created_s == stored.manifest.created_s
 
 
 def test_a_full_disk_leaves_nothing_behind(store, tmp_path, monkeypatch):
