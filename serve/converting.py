@@ -80,8 +80,8 @@ class Converting(Generic[Item]):
         self._before = torch.get_num_threads(), sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         cores = os.sched_getaffinity(0)
-        # Who takes the interpreter's lock from this thread is else woken on its core, and stays there as long as the
-        # other cores have any work, be it of the lowest priority: half of the loads were converted by one core.
+        # Else all of them may run on this thread's core as long as the other cores have any work, be it of the lowest
+        # priority: many loads were converted by one core of two.
         self._cores = cores - {_libc.sched_getcpu()} or cores
         self._others = [threading.Thread(target=self._convert_all, name="convert") for _ in range(self._threads - 1)]
         for thread in self._others:

@@ -96,8 +96,8 @@ class DirectLoader:
         self._scratch.buffers.clear()
 
     def make_room(self) -> None:
-        """Have memory at hand for the layers that a load converts at once: what their old weights free is often a few
-        bytes too small for the new ones, and fresh pages cost more than the conversion."""
+        """Have memory at hand for the layers that a load converts at once: the places of their old weights do not
+        always do for the new ones, and fresh pages cost more than the conversion."""
         largest = sorted(map(self._nbytes, filter(self._packs, self._modules())), reverse=True)[: self.threads]
         torch.empty(sum(largest), dtype=torch.uint8).fill_(0)
 
