@@ -488,3 +488,25 @@ def test_a_job_that_moves_to_other_devices_waits_for_its_own_lease() -> None:
     planned = handover.steps(box, Allocation(groups=(GroupPlan("j1", ("n0/1",)),)), 2)
     (take,) = planned.take
     assert take.devices == ("n0/1",) and take.needs == {"1:job:j1"}
+
+
+@pytest.mark.parametrize(("after_s", "mode", "verdict"), [(0.1, "serve", "undone"), (1.3, "train", "done")])
+def test_what_a_crash_interrupted_is_judged_by_what_holds_at_rest(after_s: float, mode: str, verdict: str) -> None:
+    """In the drain, and the mode is set back; or when the ranks run, and nobody has said so yet."""
+
+    async def test() -> None:
+        rig = Rig(FakeStore(Policy("serve"), (JOB,), (MODEL,)))
+        async with rig:
+            await rig.settle()
+            rig.store.policy = Policy("train")
+            rig.loop.nudge()
+            await asyncio.sleep(after_s)
+            (interrupted,) = rig.journal.unfinished()
+        rig.store.policy = Policy(mode)
+        rig.effects = FakeEffects(rig.world)
+        async with rig:
+            await rig.settle()
+        record = rig.journal.get(interrupted.id)
+        assert record.state == verdict and "restart of the controller" in record.error
+
+    go(test)
