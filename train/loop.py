@@ -23,12 +23,14 @@ from train.board import Board
 from train.data import TokenSet
 from train.errors import TrainingDiverged
 from train.event_log import EventLog
+from train.leave_step import Leaving, StepLeft
 from train.objectives import to_batch
 from train.packing import StepPlan
 from train.progress import WISHES, Events, Progress, Wishes
 from train.saving import Saving
 from train.schedule import learning_rate
 from train.spec import TrainSpec
+from train.stop_point import StopPoint
 from weights.store import WeightStore
 
 _PACED_SHARE = 0.5  # of a step's time, over which a copy beside it is spread
@@ -55,6 +57,11 @@ class Run:
         self._pace_s = 0.0
         self.boundary_s = 0.0  # time.monotonic() at the end of the last step
         self.saving = Saving(spec, store, engine, self.plan, len(train.packs), self.emit, wishes, progress)
+        self._first_step = 0
+        stop = StopPoint(Path(spec.run_dir), self.rank, self.world_size)
+        if self.rank == 0:
+            stop.reset()  # nobody begins a step before the first all-reduce of `run`
+        self.leaving = Leaving(engine, stop, spec.step_patience_s)
         self._board = Board(Path(spec.run_dir) / "tb") if self.rank == 0 else None
 
     def resume_from(self, path: str) -> None:
@@ -68,21 +75,30 @@ class Run:
         """Train to the end or to a wish; the outcome, as it stands in the final event. Then `close` it."""
         total = self.plan.total_steps
         epoch_ends = self.plan.epoch_end_steps()
+        self._first_step = self.step
+        self.leaving.at(self.step)
         wishes, self.boundary_s = self._agreed(), time.monotonic()
+        if self.rank == 0:
+            self.wishes.listen(self.leaving.ask)
         if wishes["suspend"]:
-            self.saving.give_back()
-            return self._suspended(self._resumed_from, 0, 0.0)
+            return self._suspend(0)
         if self.step == 0:
             self._validate()
         while self.step < total:
-            wishes = self._one_step(total)
-            self.boundary_s = time.monotonic()
-            self.saving.finish()
-            self.saving.make_first_room()
-            if self.step in epoch_ends:
-                self._validate()
-                if self.spec.publish == "epoch" and self.step < total:
-                    self.saving.begin_version(snapshot.version_name(self.step), self.step, self._pace_s)
+            try:
+                wishes, left = self._one_step(total), False
+            except StepLeft:
+                left = True
+            if left:  # no longer in the handler: what it handles holds the tensors of the step
+                wishes = self._leave_step()
+            else:
+                self.boundary_s = time.monotonic()
+                self.saving.finish()
+                self.saving.make_first_room()
+                if self.step in epoch_ends:
+                    self._validate()
+                    if self.spec.publish == "epoch" and self.step < total:
+                        self.saving.begin_version(snapshot.version_name(self.step), self.step, self._pace_s)
             if self.step == total:
                 break
             if wishes["cancel"]:
@@ -90,8 +106,7 @@ class Run:
                 self.saving.drop_reserved()
                 return {"outcome": "cancelled", "step": self.step}
             if wishes["suspend"]:
-                written = self.saving.suspend(self.step, wishes["draft"])
-                return self._suspended(written.path, written.bytes, written.seconds)
+                return self._suspend(wishes["draft"])
             if wishes["snapshot"]:
                 self.saving.snapshot_if_room(self.step, wishes["draft"], self._pace_s)
         self.saving.drop_reserved()
@@ -101,6 +116,7 @@ class Run:
 
     def close(self) -> None:
         """Write out what is buffered for TensorBoard: the process may end without any of Python's own clean-up."""
+        self.leaving.close()
         if self._board is not None:
             self._board.close()
 
@@ -115,8 +131,10 @@ class Run:
 
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         micro_batches = self.plan.micro_batches(step, self.grid.data_rank, self.grid.data_size)
+        self.leaving.begin()
         for turn, (number, micro) in enumerate(micro_batches, 1):
             self.progress.enter("step", step)
+            self.leaving.point()
             self.saving.foresee(step + 1)
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
@@ -126,12 +144,25 @@ class Run:
             self.engine.backward(part * 1, scale_wrt_gas=False)
             loss += part.detach()
             if turn == len(micro_batches):
+                self.leaving.point()
+                self.leaving.stay()
                 self.saving.copied()  # from here on the state is another
             self.saving.foresee(step + 1)
             self.engine.step()
         self.step += 1
+        self.leaving.end()
         self._pace_s = _PACED_SHARE * (time.perf_counter() - started)
         return self._agree_and_report(loss, rate, packs, total, started)
+
+    def _leave_step(self) -> dict[str, Any]:
+        """Collective: the step under way is left; what was wished for."""
+        lost_s = self.leaving.forget()
+        self.boundary_s = time.monotonic()
+        self.emit("message", level="info", text=(
+            f"step {self.step + 1} was left after {lost_s:.1f} s because its devices are wanted; it will be done anew"
+        ))  # fmt: skip
+        self.saving.foresee(self.step)
+        return self._agreed()
 
     def _agree_and_report(self, loss: torch.Tensor, rate: float, packs: np.ndarray, total: int,
                           started: float) -> dict[str, Any]:  # fmt: skip
@@ -187,6 +218,14 @@ class Run:
             self._board.write("validation", self.step, {"loss": loss.item()})
         self.emit("validation", step=self.step, total_steps=self.plan.total_steps, loss=loss.item())
 
-    def _suspended(self, path: str | None, nbytes: int, seconds: float) -> dict[str, Any]:
+    def _suspend(self, draft: int) -> dict[str, Any]:
+        """Collective: the state goes to shared memory, unless it is still the one that this run began with."""
+        path, nbytes, seconds = self._resumed_from, 0, 0.0
+        if self.step == self._first_step:
+            self.saving.drop_reserved()
+            self.saving.give_back()
+        else:
+            written = self.saving.suspend(self.step, draft)
+            path, nbytes, seconds = written.path, written.bytes, written.seconds
         return {"outcome": "suspended", "step": self.step, "snapshot_path": path, "bytes": nbytes,
                 "seconds": {"snapshot": seconds}, "parked": parking.can_park(self.spec)}  # fmt: skip

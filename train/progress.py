@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,9 +24,29 @@ class Wishes:
     cancel: bool = False
     snapshot: bool = False
 
+    def __post_init__(self) -> None:
+        self._leave: Callable[[], None] | None = None
+
+    def ask(self, name: str) -> None:
+        """Raises ValueError for an unknown name."""
+        if name not in WISHES:
+            raise ValueError(f"wish {name!r} is unknown; expected one of {WISHES}")
+        setattr(self, name, True)
+        self._tell()
+
+    def listen(self, leave: Callable[[], None]) -> None:
+        """`leave` is called when devices are wanted back, perhaps at once, on any thread and more than once."""
+        self._leave = leave
+        self._tell()
+
     def clear(self) -> None:
         """What was asked is done."""
         self.suspend = self.cancel = self.snapshot = False
+        self._leave = None
+
+    def _tell(self) -> None:
+        if self._leave is not None and (self.suspend or self.cancel):
+            self._leave()
 
 
 @dataclass

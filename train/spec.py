@@ -63,6 +63,7 @@ class TrainSpec:
 
     snapshot_every_s: float = 300.0  # 0: only when asked
     keep_snapshots: int = 2
+    step_patience_s: float = 0.5  # a step with more than this to go is left when devices are wanted
     shm_budget_bytes: int | None = None  # of the whole weight store; None: what tmpfs has
     serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights
     validation_batches: int = 0  # 0: the whole validation file
@@ -85,6 +86,7 @@ class TrainSpec:
             "tensor_parallel": self.tensor_parallel == 1 or (
                 self.tensor_parallel > 1 and self.full and self.zero_stage <= 2 and self.offload == "none"
             ),
+            "step_patience_s": self.step_patience_s >= 0,
             "keep_snapshots": self.keep_snapshots >= 1,
         }
         for name, ok in checks.items():

@@ -1,7 +1,8 @@
 """Entry of a rank: a process forked from the warm parent, on the leash of its RankHost.
 
 Calls it answers: `ping` (where the run is; answered by the leash thread, so only a stopped process stays silent),
-`wish` (suspend, cancel or snapshot at the next step boundary) and, when parked, `resume` (from this snapshot).
+`wish` (suspend or cancel, by leaving the step or at its end; snapshot at its end) and, when parked, `resume` (from this
+snapshot).
 
 Events: those of the run, from rank 0; "ready" when the engine stands and "done" with the outcome, from every rank.
 A rank whose "done" says `parked` has given its memory back (train.parking) and waits for `resume`; else it ends.
@@ -20,7 +21,7 @@ from runtime.logs import configure_logging
 from train.engine import init_world
 from train.loop import Run
 from train.prepare import continued, hold_base, prepare
-from train.progress import WISHES, Progress, Wishes
+from train.progress import Progress, Wishes
 from train.spec import TrainSpec
 
 
@@ -31,18 +32,12 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
     spec = TrainSpec.from_dict(args["spec"])
     configure_logging("rank", job_id=spec.job_id, rank=args["rank"])
     wishes, progress = Wishes(), Progress()
-
-    def wish(name: str) -> None:
-        if name not in WISHES:
-            raise ValueError(f"wish {name!r} is unknown; expected one of {WISHES}")
-        setattr(wishes, name, True)
-
     resumes: SimpleQueue[str] = SimpleQueue()
 
     def resume(snapshot: str) -> None:
         resumes.put(snapshot)
 
-    leash.serve({"ping": progress.report, "wish": wish, "resume": resume})
+    leash.serve({"ping": progress.report, "wish": wishes.ask, "resume": resume})
     progress.enter("joining")
     init_world(spec.device_kind, args["collective_timeout_s"])
     joined = time.perf_counter()

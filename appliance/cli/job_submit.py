@@ -43,7 +43,7 @@ EPILOG = examples(
     "",
     "Further names for --set: lora_alpha, lora_dropout, lora_targets, lora_publish (adapter, merged), precision,",
     "learning_rate, warmup_ratio, weight_decay, max_grad_norm, gradient_accumulation, micro_batch, packing,",
-    "activation_checkpointing, offload, publish, snapshot_every_s.",
+    "activation_checkpointing, offload, publish, snapshot_every_s, step_patience_s.",
 )
 
 

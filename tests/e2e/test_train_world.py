@@ -313,6 +313,47 @@ async def test_a_parked_world_gives_its_memory_back_and_goes_on_bitwise(shop, fi
     assert min(given_back) > 1.5 * (shop.base / "model.safetensors").stat().st_size, "weights at least, in fp32"
 
 
+@pytest.mark.parametrize(
+    "fields, points",
+    [
+        ({"zero_stage": 1, "precision": "bf16", "activation_checkpointing": True}, 15),
+        ({"zero_stage": 2, "weight_decay": 0.1}, 11),
+        ({"zero_stage": 2, "full": False, "lora_rank": 4, "lora_dropout": 0.1, "learning_rate": 1e-2}, 11),
+        ({"zero_stage": 1, "tensor_parallel": 2, "micro_batch": 2}, 11),
+    ],
+    ids=["zero1-bf16", "zero2", "lora", "tp"],
+)
+async def test_a_step_left_at_any_of_its_points_is_done_anew_bitwise(shop, fields, points):
+    # Two micro-batches, each of a beginning, two layers forward and two backward (and forward again where activations
+    # are not kept), and the end.
+    fields |= {"batch_size": 4, "n_epochs": 4, "examples": 48, "step_patience_s": 0.0}
+    unbroken = await shop.run(shop.spec("unbroken", **fields), 2)
+    first, second = await shop.leave_everywhere(shop.spec("left", **fields), 2)
+    assert first["left_at"] == second["left_at"] and first["outcome"] == "succeeded" and not first["twice"]
+    assert [point for _, point in first["left_at"]] == list(range(1, points + 1))
+    assert {int(step): loss for step, loss in first["losses"].items()} == unbroken.losses()
+    assert same(shop.published(shop.spec("left", **fields))[0], shop.published(unbroken.spec)[0])
+
+
+@pytest.mark.parametrize("fields", [{"zero_stage": 3}, {"zero_stage": 2, "offload": "optimizer"}], ids=["zero3", "off"])
+async def test_a_world_that_cannot_park_leaves_its_step_too(shop, fields):
+    # Long steps: the wish comes inside one.
+    fields |= {"batch_size": 16, "examples": 160, "step_patience_s": 0.0}
+    unbroken = await shop.run(shop.spec("unbroken", **fields), 2)
+    spec, losses, snapshot, left = shop.spec("left", **fields), {}, None, 0
+    while True:
+        world = await shop.launch(spec, 2, snapshot=snapshot).start()
+        await world.reached(max(losses, default=0) + 1)
+        report = await world.group.suspend()
+        losses |= world.losses()
+        left += sum("was left" in message["text"] for message in world.of("message"))
+        if report is None:
+            break
+        snapshot = report.snapshot_path
+    assert losses == unbroken.losses() and left > 0
+    assert same(shop.published(spec)[0], shop.published(unbroken.spec)[0])
+
+
 async def test_parked_ranks_that_do_not_fit_make_way_for_new_ones(shop):
     spec = shop.spec()
     first = await shop.launch(spec, 2).start()

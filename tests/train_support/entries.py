@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -17,10 +18,12 @@ from runtime.leash import Leash
 from train import adapter, fragments
 from train import publish as publishing
 from train.engine import init_world
-from train.prepare import prepare
+from train.loop import Run
+from train.prepare import continued, prepare
 from train.progress import Progress, Wishes
 from train.publish import publish
 from train.spec import TrainSpec
+from train.stop_point import _RANKS, POINTS_PER_STEP
 from weights.slices import Strided
 from weights.torch_views import as_tensor
 
@@ -76,6 +79,55 @@ def compare_publish(leash: Leash, args: dict[str, Any]) -> int:
                elements=elements)  # fmt: skip
     comm.barrier()
     return 0
+
+
+def leave_everywhere(leash: Leash, args: dict[str, Any]) -> int:
+    """Train to the end, but leave every second step: the first at its first point, the next at its second, and so on.
+    Each life goes on from its snapshot on the same engine, as parked ranks do."""
+    spec = TrainSpec.from_dict(args["spec"])
+    leash.serve({})
+    init_world("cpu", 60.0)
+    wishes, told = Wishes(), []
+
+    def emit(event: str, **data: Any) -> None:
+        told.append({"event": event, **data})
+
+    run = prepare(spec, emit, wishes, Progress())
+    left_at, aim = [], 0
+    while True:
+        aim += 1
+        _ask_at(run, aim)
+        outcome = run.run()
+        run.close()
+        if outcome["outcome"] != "suspended":
+            break
+        left_at.append((outcome["step"], int(run.leaving._next % POINTS_PER_STEP)))
+        wishes.clear()
+        comm.barrier()  # rank 0 has committed it
+        run = continued(run, outcome["snapshot_path"])
+    losses = {event["step"]: event["loss"] for event in told if event["event"] == "metrics"}
+    leash.emit("left", left_at=left_at, losses=losses, outcome=outcome["outcome"], rank=comm.get_rank(),
+               twice=len(losses) < sum(event["event"] == "metrics" for event in told))  # fmt: skip
+    comm.barrier()
+    return 0
+
+
+def _ask_at(run: Run, aim: int) -> None:
+    """A suspension is wished for when rank 0 comes to the point `aim` of the second step of this life. The others come
+    to each point of it after rank 0, so that it is left right there."""
+    first, point, leaving, page = run.step, run.leaving.point, run.leaving, run.leaving._stop._page
+
+    def asking() -> None:
+        coming = leaving._next + 1
+        if run.step > first and leaving._inside:
+            if comm.get_rank() > 0:
+                while page[_RANKS] < coming:
+                    os.sched_yield()
+            elif coming % POINTS_PER_STEP == aim:
+                run.wishes.ask("suspend")
+        point()
+
+    leaving.point = asking
 
 
 def _count_collective_bytes() -> list[int]:

@@ -102,10 +102,17 @@ class Workshop:
 
     async def compare_publish(self, spec: TrainSpec, size: int) -> list[dict[str, Any]]:
         """What `entries.compare_publish` tells, by rank."""
+        return await self._ask_ranks("compare_publish", "compared", spec, size)
+
+    async def leave_everywhere(self, spec: TrainSpec, size: int) -> list[dict[str, Any]]:
+        """What `entries.leave_everywhere` tells, by rank."""
+        return await self._ask_ranks("leave_everywhere", "left", spec, size)
+
+    async def _ask_ranks(self, entry: str, answer: str, spec: TrainSpec, size: int) -> list[dict[str, Any]]:
         port = free_port()
         ranks = [
             await Child.spawn(
-                self.warm.socket, "tests.train_support.entries:compare_publish", {"spec": asdict(spec)},
+                self.warm.socket, f"tests.train_support.entries:{entry}", {"spec": asdict(spec)},
                 env={"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                      "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
                 log_path=self.folder / f"{rank}.log", name=f"rank {rank}",
@@ -113,9 +120,10 @@ class Workshop:
             for rank in range(size)
         ]  # fmt: skip
         told = []
-        for rank, child in enumerate(ranks):
+        for child in ranks:
             told.append(await asyncio.wait_for(child.next_event(), 60))
-            assert told[-1]["event"] == "compared", (told[-1], (self.folder / f"{rank}.log").read_text()[-3000:])
+            logs = "".join((self.folder / f"{r}.log").read_text()[-3000:] for r in range(size))
+            assert told[-1]["event"] == answer, (told[-1], logs)
         for child in ranks:
             await child.kill_and_wait()
         return told
