@@ -29,7 +29,7 @@ class SchedulerConfig(BaseModel):
     """Replicas wanted back before giving them back had paid are kept, each time twice as long; at most this long."""
     job_pause_s: Seconds = 3.0
     """What a change of size costs a running job: from its last step before to its first step after."""
-    reaction_s: Seconds = 1.75
+    reaction_s: Seconds = 1.2
     """From the decision that serving takes a device from training to an engine that answers on it."""
     late_requests_share: Annotated[float, Field(ge=0, lt=1)] = 0.01
     """Share of a model's requests that `auto` may let come late, by what the last half hour taught: it keeps as few

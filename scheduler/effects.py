@@ -140,9 +140,9 @@ class Effects(Protocol):
         training loop, or have ended already (a GroupEnded event says so)."""
 
     async def suspend_group(self, job_id: str) -> Detail:
-        """Snapshot at the next step boundary and end all ranks. If the job finished or failed first, that is fine:
-        the group has no process any more, and a GroupEnded event says what happened. EffectFailed: no snapshot was
-        made; the group runs on or is dead."""
+        """Snapshot of the last step boundary, or of the next if it is near, and end all ranks. If the job finished or
+        failed first, that is fine: the group has no process any more, and a GroupEnded event says what happened.
+        EffectFailed: no snapshot was made; the group runs on or is dead."""
 
     async def stop_group(self, job_id: str) -> Detail:
         """End all ranks by force, without a snapshot; earlier snapshots stay. Unknown or ended: succeeds."""

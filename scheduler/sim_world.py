@@ -33,7 +33,8 @@ class VerbTimes:
     """Seconds that verbs take. Defaults: a 7 B model in bf16 (13.5 GB) on an H100 behind PCIe 5 (50 GB/s one way).
 
     wake: the weights once over PCIe plus half a second. start: a fork plus the same. suspend: 12 bytes per parameter
-    of optimizer state over eight links, plus a step to finish. start_group: a fork of the ranks plus the same back.
+    of optimizer state over eight links. start_group: a fork of the ranks plus the same back. step: of training. One
+    that is under way is left and done anew, as train.leave_step says: not if it ends within `patience`, nor twice.
     """
 
     lease_s: float = 0.01
@@ -41,7 +42,9 @@ class VerbTimes:
     wake_s: float = 0.8
     sleep_s: float = 0.1
     open_s: float = 0.01
-    suspend_s: float = 0.8
+    suspend_s: float = 0.25
+    step_s: float = 0.6
+    patience_s: float = 0.1
     start_group_s: float = 2.0
     stop_s: float = 0.1
 
@@ -58,6 +61,8 @@ class SimJob:
     view: JobView
     left_device_s: float | None = None
     trained_device_s: float = 0.0
+    left_a_step: bool = False
+    """The last suspension did: the first step after it is finished."""
 
 
 @dataclass(slots=True)
@@ -207,11 +212,12 @@ class SimEffects:
             wait_s = left / len(lease.device_ids)
             group.timer = asyncio.get_running_loop().call_later(wait_s, self._finish, job_id)
 
-    def _stop_training(self, job_id: str) -> None:
+    def _stop_training(self, job_id: str, lost_s: float = 0.0) -> None:
+        """`lost_s`: what the step under way had taken when it was left."""
         group = self._groups[job_id]
         if group.timer is not None:
             group.timer.cancel()
-        now_s = self._now()
+        now_s = self._now() - lost_s
         job = self._jobs[job_id]
         trained = (now_s - group.since_s) * len(group.lease.device_ids)
         job.trained_device_s += trained
@@ -219,7 +225,7 @@ class SimEffects:
             job.left_device_s = max(job.left_device_s - trained, 0.0)
         counted_s = min(now_s, self.counted_s[1]) - max(group.since_s, self.counted_s[0])
         self.training_device_s += max(counted_s, 0.0) * len(group.lease.device_ids)
-        group.since_s = now_s
+        group.since_s = now_s + lost_s
 
     def _finish(self, job_id: str) -> None:
         group = self._groups[job_id]
@@ -230,9 +236,21 @@ class SimEffects:
     async def suspend_group(self, job_id: str) -> None:
         group = self._groups.get(job_id)
         if group is not None and group.ended is None:
-            self._stop_training(job_id)
+            await self._end_step(job_id, group)
         await self._take(self._times.suspend_s)
         self._groups.pop(job_id, None)
+
+    async def _end_step(self, job_id: str, group: _Group) -> None:
+        """The step under way is finished or left."""
+        times, job = self._times, self._jobs[job_id]
+        trained_s = self._now() - group.since_s
+        into_s = trained_s % times.step_s
+        first_again = job.left_a_step and trained_s < times.step_s
+        job.left_a_step = not first_again and times.step_s - into_s > times.patience_s
+        if not job.left_a_step:
+            await self._take(times.step_s - into_s)
+        if group.ended is None:
+            self._stop_training(job_id, into_s if job.left_a_step else 0.0)
 
     async def stop_group(self, job_id: str) -> None:
         group = self._groups.get(job_id)

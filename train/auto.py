@@ -75,7 +75,7 @@ def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: Model
     fields["serve_dtype"] = _serve_dtype(given)
     _refuse_pipeline_parallel(given)
     fields["snapshot_every_s"] = given.number("snapshot_every_s", 0, 86400, auto=300.0)
-    fields["step_patience_s"] = given.number("step_patience_s", 0, 86400, auto=0.5)
+    fields["step_patience_s"] = given.number("step_patience_s", 0, 86400, auto=0.1)
     given.refuse_unread()
     return fields
 

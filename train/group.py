@@ -59,9 +59,9 @@ class Watch:
 
 @dataclass(frozen=True)
 class SuspendReport:
-    """`snapshot_path` is None if the job had not done a step yet. seconds: agree (to the step boundary), snapshot,
-    exit (all else from the boundary until the devices are free), total. parked: the ranks stay as processes without
-    memory of the job."""
+    """`snapshot_path` is None if the job had not done a step yet. seconds: agree (until the step is done or
+    left), snapshot, exit (all else from then until the devices are free), total. parked: the ranks stay as processes
+    without memory of the job."""
 
     step: int
     snapshot_path: str | None
@@ -149,8 +149,8 @@ class Group:
         self._attend()
 
     async def suspend(self) -> SuspendReport | None:
-        """Snapshot at the next step boundary and leave the devices; returns when they are free: no process is left, or
-        all are parked.
+        """Leave the devices with a snapshot of the last step boundary, or of the next if it is near; returns when they
+        are free: no process is left, or all are parked.
 
         None if the job ended otherwise meanwhile (it was in its last step, or failed): `wait` tells how.
         """
@@ -167,7 +167,8 @@ class Group:
                              outcome.detail["parked"])  # fmt: skip
 
     async def cancel(self) -> Outcome:
-        """End at the next step boundary without a snapshot; returns when no process is left."""
+        """End without a snapshot, and without the step under way unless it is about to end; returns when no process is
+        left."""
         return await self._wish("cancel")
 
     async def snapshot(self) -> None:

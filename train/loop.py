@@ -3,7 +3,8 @@
     for each step:  micro-batches -> optimizer step -> one tiny all-reduce (loss and wishes) -> act on the wishes
 
 The all-reduce makes all ranks see the same wishes at the same step boundary, so they suspend, cancel or snapshot
-together without any other coordination.
+together without any other coordination. When devices are wanted, all leave the step under way at one point
+(train.leave_step), and the same all-reduce follows.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ class Events(Protocol):
 
 @dataclass
 class Wishes:
-    """What was asked of this rank from outside; written by another thread, read at step boundaries."""
+    """What was asked of this rank from outside; written by another thread, read at step boundaries
+    and, through `listen`, inside a step."""
 
     suspend: bool = False
     cancel: bool = False

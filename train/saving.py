@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cached_property
 from typing import Any
 
@@ -48,6 +48,7 @@ class Saving:
         self._last_snapshot_s = time.monotonic()
         self._sealing: list[threading.Thread] = []
         self._writing: list[tuple[Writing | Written, Callable[[Written], None]]] = []
+        self._beside = -1, Written("", 0, 0.0)
         self._room: threading.Thread | None = None
         self._ahead = Ahead(spec.job_id, self._reserve_snapshot) if self._rank == 0 else None
 
@@ -94,6 +95,7 @@ class Saving:
         """A snapshot of this step, copied beside the next over about `pace_s`."""
 
         def tell(written: Written) -> None:
+            self._beside = step, written
             self._emit("snapshot", step=step, **asdict(written))
             self._make_room()
 
@@ -134,6 +136,10 @@ class Saving:
     def suspend(self, step: int, draft: int) -> Written:
         """A snapshot of this step, in shared memory or, if that is full, on disk: the devices are wanted either way."""
         self.finish()
+        if self._beside[0] == step:  # it was being written beside the step that was left
+            self.drop_reserved()
+            self.give_back()
+            return replace(self._beside[1], seconds=0.0)
         self._progress.enter("snapshot")
         try:
             writing = self._begin_snapshot(step, draft=draft)

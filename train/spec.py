@@ -63,7 +63,7 @@ class TrainSpec:
 
     snapshot_every_s: float = 300.0  # 0: only when asked
     keep_snapshots: int = 2
-    step_patience_s: float = 0.5  # a step with more than this to go is left when devices are wanted
+    step_patience_s: float = 0.1  # a step with more than this to go is left when devices are wanted
     shm_budget_bytes: int | None = None  # of the whole weight store; None: what tmpfs has
     serve_dtype: Literal["bf16", "fp32"] = "bf16"  # of published weights
     validation_batches: int = 0  # 0: the whole validation file

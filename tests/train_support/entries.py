@@ -106,8 +106,8 @@ def leave_everywhere(leash: Leash, args: dict[str, Any]) -> int:
         comm.barrier()  # rank 0 has committed it
         run = continued(run, outcome["snapshot_path"])
     losses = {event["step"]: event["loss"] for event in told if event["event"] == "metrics"}
-    leash.emit("left", left_at=left_at, losses=losses, outcome=outcome["outcome"], rank=comm.get_rank(),
-               twice=len(losses) < sum(event["event"] == "metrics" for event in told))  # fmt: skip
+    steps = {kind: [e["step"] for e in told if e["event"] == kind] for kind in ("metrics", "snapshot")}
+    leash.emit("left", left_at=left_at, losses=losses, outcome=outcome["outcome"], steps=steps)
     comm.barrier()
     return 0
 
@@ -124,6 +124,7 @@ def _ask_at(run: Run, aim: int) -> None:
                 while page[_RANKS] < coming:
                     os.sched_yield()
             elif coming % POINTS_PER_STEP == aim:
+                leaving._took_s = float("inf")  # a step that is late is taken to end soon
                 run.wishes.ask("suspend")
         point()
 
