@@ -22,7 +22,7 @@ class SchedulerConfig(BaseModel):
     While jobs run it is longer: until the devices have idled for what a hand-over there and back costs training."""
     give_back_at_latest_s: Seconds = 300.0
     """No cost of a hand-over keeps idle devices in serving for longer than this."""
-    give_backs_per_hour: int = Field(30, ge=1)
+    give_backs_per_hour: int = Field(60, ge=1)
     """How often a model's traffic may give devices back within an hour, and half of how often its number of replicas
     may change; beyond it they stay."""
     proved_hold_max_s: Seconds = 1800.0
