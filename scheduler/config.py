@@ -89,6 +89,11 @@ class SchedulerConfig(BaseModel):
     """Level trigger: how often the truth is read again without any event asking for it."""
 
     @property
+    def next_answer_s(self) -> float:
+        """The soonest that a hand-over after one that begins now could answer: its job has to train again before."""
+        return self.job_pause_s + self.reaction_s
+
+    @property
     def changes_per_hour(self) -> int:
         """A model gives nothing back while its count has changed, up or down, so often within an hour."""
         return 2 * self.give_backs_per_hour

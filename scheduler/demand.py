@@ -1,8 +1,9 @@
 """How many replicas each model should have, and whose turn it is when there are too few devices.
 
-Growing is at once, and never below the floor that the last half hour taught (`recent_load`). Shrinking comes when the
-devices have idled for longer than a hand-over there and back would cost training (the rent exceeds the price), and
-no sooner than `give_back_after_s`; at most `give_backs_per_hour` times, which bounds the hand-overs of its traffic.
+Growing is at once, for as many requests as are expected soon (`by_rise`), and never below the floor that the last half
+hour taught (`recent_load`). Shrinking comes when the devices have idled for longer than a hand-over there and back
+would cost training (the rent exceeds the price), and no sooner than `give_back_after_s`; at most `give_backs_per_hour`
+times, which bounds the hand-overs of its traffic.
 
 Requests in flight say too little on their own: what saturates one replica looks like little on two, so flat load would
 be given back and asked for again for ever. Replicas wanted back before giving them back had paid are therefore kept
@@ -42,11 +43,20 @@ def by_concurrency(deployment: DeploymentView, config: SchedulerConfig) -> int:
     While the measured time per further token is above its target, a replica is taken to carry as many fewer requests:
     the time of a decoding step grows with its batch. So at most twice as many replicas are asked for from one look.
     """
+    return ceil(deployment.demand.requests / _carried(deployment, config))
+
+
+def by_rise(deployment: DeploymentView, config: SchedulerConfig) -> int:
+    """Replicas that those requests will ask for by their number which are expected soon; 0 where they do not rise."""
+    return ceil(deployment.demand.expected / _carried(deployment, config))
+
+
+def _carried(deployment: DeploymentView, config: SchedulerConfig) -> float:
     target = float(deployment.target_inflight or config.target_inflight)
     measured_s, wanted_s = deployment.demand.tpot_p95_s, deployment.tpot_target_s
     if measured_s and wanted_s and measured_s > wanted_s:
         target *= max(wanted_s / measured_s, 0.5)
-    return ceil(deployment.demand.requests / target)
+    return target
 
 
 def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int:
@@ -94,6 +104,7 @@ def required(
             reviews.append(memory.proved_until_s)
         want = max(want, min(floor, deployment.max_replicas))
         reviews.append(end_s)
+    want = max(want, min(by_rise(deployment, config), deployment.max_replicas))
     if want >= memory.replicas:
         # The model of the traffic pays for hand-overs itself, but cannot see that requests in flight mislead.
         misled = deployment.standby is None or by_concurrency(deployment, config) >= want

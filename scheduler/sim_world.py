@@ -7,25 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from scheduler import demand as demand_
-from scheduler.config import SchedulerConfig
 from scheduler.effects import Event, GroupEnded, GroupObserved, Observed, ReplicaObserved, ReplicaOrder
 from scheduler.errors import EffectFailed
 from scheduler.inventory import Device, Lease
-from scheduler.loop import SchedulerLoop
+from scheduler.rise import Rise
 from scheduler.sim_cluster import Cluster
 from scheduler.sim_trace import TraceJob
-from scheduler.standby import Standby, StandbyLearner
+from scheduler.standby import Standby
 from scheduler.workload import Demand, DeploymentView, JobView, Policy, ReplicaState, Workload
 
 MODEL = "model"
 REPORT_S = 0.25
 """How often a gateway reports its load."""
-QUIET_REPORTS = 20
-"""One in so many is simulated while nothing is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,30 +74,26 @@ class _Replica:
     state: ReplicaState = "ready"
 
 
-@dataclass
-class Sample:
-    """One point of the plot."""
-
-    at_s: float
-    inflight: int
-    held: int
-    serving_devices: int
-    training_devices: int
-
-
 class SimStore:
     """The workload: jobs as they are submitted, one model with the demand the cluster has now."""
 
-    def __init__(self, cluster: Cluster, policy: Policy, jobs: list[SimJob], deployment: DeploymentView):
+    def __init__(
+        self, cluster: Cluster, policy: Policy, jobs: list[SimJob], deployment: DeploymentView, next_answer_s: float
+    ):
         self._cluster, self.policy, self._deployment = cluster, policy, deployment
         self.warm_until_s = 0.0
         """Until then one replica is kept whatever the deployment says: a model that was asked for before the trace."""
         self.jobs = {j.view.id: j for j in jobs}
         self.standby: Standby | None = None
+        self._rise = Rise(next_answer_s)
+
+    def requests_seen(self, now_s: float) -> None:
+        """A load report: called as often as gateways give one."""
+        self._rise.seen(now_s, self._cluster.inflight_total + len(self._cluster.held), self._cluster.arrived)
 
     def deployment(self) -> DeploymentView:
         c, d = self._cluster, self._deployment
-        demand = Demand(c.inflight_total, len(c.held), c.waiting_tokens, c.last_request_s)
+        demand = Demand(c.inflight_total, len(c.held), c.waiting_tokens, c.last_request_s, expected=self._rise.expected)
         least = max(d.min_replicas, 1) if c.now_s < self.warm_until_s else d.min_replicas
         return replace(d, demand=demand, standby=self.standby, min_replicas=least)
 
@@ -280,81 +271,6 @@ class SimEffects:
 
     async def next_event(self) -> Event:
         return await self._events.get()
-
-
-@dataclass
-class Gateway:
-    """Reports load every `REPORT_S` and nudges the loop when the demand asks for another number of replicas, and when a
-    request comes after a pause: the planner forgets by the clock what it had kept for the last one.
-
-    learner: None where no policy listens (a fixed split), so that nothing need be reported between samples.
-    """
-
-    cluster: Cluster
-    store: SimStore
-    effects: SimEffects
-    config: SchedulerConfig
-    sample_every_s: float
-    learner: StandbyLearner | None = None
-    samples: list[Sample] = field(default_factory=list)
-    passed: Callable[[float], None] = lambda now_s: None
-    """Told the time with every sample."""
-
-    async def run(self, loop: SchedulerLoop, until_s: float, submissions_s: list[float]) -> None:
-        aio = asyncio.get_running_loop()
-        wanted, next_sample_s, submitted, asked_s = -1, 0.0, 0, 0.0
-        while True:
-            now_s = aio.time()
-            self.cluster.advance(now_s)
-            now_wanted = self._wanted(now_s)
-            while submitted < len(submissions_s) and submissions_s[submitted] <= now_s:
-                submitted, wanted = submitted + 1, -1
-            last_s = self.cluster.last_request_s or 0.0
-            if now_wanted != wanted or last_s - asked_s > self.config.give_back_after_s:
-                wanted = now_wanted
-                loop.nudge()
-            asked_s = last_s
-            if now_s >= next_sample_s:
-                next_sample_s = now_s + self.sample_every_s
-                self.passed(now_s)
-                c, e = self.cluster, self.effects
-                self.samples.append(
-                    Sample(now_s, c.inflight_total, len(c.held), e.serving_devices, e.training_devices)
-                )
-            over = now_s >= until_s and not self.cluster.arrivals_left
-            if over and not self.cluster.held and not self.cluster.inflight_total:
-                return
-            await asyncio.sleep(self._until_next_s(now_s, next_sample_s, over))
-
-    def _wanted(self, now_s: float) -> int:
-        deployment = self.store.deployment()
-        if self.learner is not None:
-            self.store.standby = self._learn(self.learner, deployment, now_s)
-            if self.store.standby != deployment.standby:
-                deployment = replace(deployment, standby=self.store.standby)
-        wanted = demand_.wanted_now(deployment, now_s, self.config)
-        return max(wanted, deployment.standby.replicas) if deployment.standby else wanted
-
-    def _learn(self, learner: StandbyLearner, deployment: DeploymentView, now_s: float) -> Standby:
-        arrived, tokens = self.cluster.arrived, self.cluster.arrived_tokens
-        assert deployment.prefill_tokens_per_s, "the engine model has a rate"
-        work_s, requests = (tokens - self._tokens) / deployment.prefill_tokens_per_s, arrived - self._arrived
-        self._arrived, self._tokens = arrived, tokens
-        return learner.seen(now_s, work_s, requests, demand_.by_concurrency(deployment, self.config))
-
-    _arrived = 0
-    _tokens = 0
-
-    def _until_next_s(self, now_s: float, next_sample_s: float, over: bool) -> float:
-        """Whole reports; more than one where nothing can happen before."""
-        busy = self.cluster.held or self.cluster.inflight_total
-        if self.learner is None and not over:
-            reports = (next_sample_s - now_s) / REPORT_S
-        elif busy or over:
-            reports = 1.0
-        else:
-            reports = min((self.cluster.next_arrival_s - now_s) / REPORT_S, QUIET_REPORTS)
-        return REPORT_S * max(math.ceil(reports), 1)
 
 
 def elastic_job(devices: int) -> SimJob:

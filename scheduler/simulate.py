@@ -24,18 +24,9 @@ from scheduler.journal import MemoryJournal
 from scheduler.loop import SchedulerLoop
 from scheduler.sim_cluster import Cluster
 from scheduler.sim_engine import EngineModel
+from scheduler.sim_gateway import Gateway, Sample
 from scheduler.sim_trace import Requests, TraceJob
-from scheduler.sim_world import (
-    MODEL,
-    Gateway,
-    Sample,
-    SimEffects,
-    SimJob,
-    SimStore,
-    VerbTimes,
-    elastic_job,
-    job_of,
-)
+from scheduler.sim_world import MODEL, SimEffects, SimJob, SimStore, VerbTimes, elastic_job, job_of
 from scheduler.standby import StandbyLearner, standby_costs
 from scheduler.workload import DeploymentView, Policy
 
@@ -149,7 +140,7 @@ def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = l
         jobs = [elastic_job(setup.devices)]
     else:
         jobs = [job_of(replace(j, at_s=j.at_s + UP_S)) for j in setup.jobs]
-    store = SimStore(cluster, policy, jobs, setup.deployment())
+    store = SimStore(cluster, policy, jobs, setup.deployment(), setup.config.next_answer_s)
     store.warm_until_s = UP_S
     effects = SimEffects(cluster, setup.inventory(), store.jobs, setup.times)
     effects.counted_s = (UP_S, requests.horizon_s)

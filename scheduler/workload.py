@@ -109,7 +109,8 @@ class Demand:
 
     inflight: requests at its replicas. held: requests waiting at the gateway for a replica. waiting_tokens: prompt
     tokens of requests without a first token, as far as known. ttft_p95_s, tpot_p95_s: recent time to first token and
-    per further token, None where unknown.
+    per further token, None where unknown. expected: how many requests there will be when a further hand-over could
+    answer, while they rise in number (`scheduler.rise`); 0 while they do not.
     """
 
     inflight: int = 0
@@ -118,6 +119,7 @@ class Demand:
     last_request_s: float | None = None
     ttft_p95_s: float | None = None
     tpot_p95_s: float | None = None
+    expected: float = 0.0
 
     @property
     def requests(self) -> int:

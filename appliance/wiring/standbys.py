@@ -1,4 +1,4 @@
-"""What each model's traffic teaches about standby: one learner per model, fed as the gateways report.
+"""What each model's traffic teaches: how fast it rises, and what to keep on standby. Fed as the gateways report.
 
 Kept in memory only: after a restart of the controller each learner begins anew, and knows its traffic again within
 minutes; until then growing on demand serves it.
@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from appliance.controller.load import Arrived
 from scheduler import demand as demand_
 from scheduler.config import SchedulerConfig
+from scheduler.rise import Rise
 from scheduler.standby import StandbyLearner, standby_costs
 from scheduler.workload import DeploymentView
 
@@ -30,10 +31,10 @@ class Traffic:
 
 
 class Standbys:
-    """Adds the measured rate and the learned standby to deployments.
+    """Adds to deployments how fast their requests rise, the measured rate and the learned standby.
 
-    A model has neither while its rate is unknown or it has no target for the first token (nothing says what is late);
-    the planner's own floor stands then.
+    A model has neither of the latter while its rate is unknown or it has no target for the first token (nothing says
+    what is late); the planner's own floor stands then.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class Standbys:
     ):
         self._traffic, self._config, self._devices, self._now_s = traffic, config, devices, now_s
         self._learners: dict[str, tuple[tuple[float, ...], StandbyLearner]] = {}
+        self._rises: dict[str, Rise] = {}
         self._counted: dict[str, Arrived] = {}
         self._looked_s: float | None = None
 
@@ -56,10 +58,12 @@ class Standbys:
             self._looked_s = now_s
             names = {d.model for d in deployments}
             self._learners = {name: kept for name, kept in self._learners.items() if name in names}
+            self._rises = {name: kept for name, kept in self._rises.items() if name in names}
         return tuple(self._one(d, now_s, look) for d in deployments)
 
     def _one(self, deployment: DeploymentView, now_s: float, look: bool) -> DeploymentView:
         traffic = self._traffic(deployment.model)
+        deployment = self._rising(deployment, traffic, now_s, look)
         # Counted even where nothing can be learned yet, or it would count as one burst on the day it can.
         new = self._new(traffic.arrived) if look else Arrived()
         rate = traffic.prefill_tokens_per_s
@@ -72,6 +76,13 @@ class Standbys:
             asked = demand_.by_concurrency(deployment, self._config)
             learner.seen(now_s, new.prompt_tokens / rate, new.requests, asked)
         return replace(deployment, standby=learner.best)
+
+    def _rising(self, deployment: DeploymentView, traffic: Traffic, now_s: float, look: bool) -> DeploymentView:
+        rise = self._rises.setdefault(deployment.model, Rise(self._config.next_answer_s))
+        if look:
+            arrived = sum(total.requests for total in traffic.arrived.values())
+            rise.seen(now_s, deployment.demand.requests, arrived)
+        return replace(deployment, demand=replace(deployment.demand, expected=rise.expected))
 
     def _learner(self, deployment: DeploymentView, target_s: float) -> StandbyLearner:
         """Its learner, a new one when what it was asked to learn has changed."""

@@ -56,9 +56,9 @@ class Box:
         self._counts[worker] = self._counts.get(worker, 0) + requests
         self.report(worker)
 
-    def report(self, worker: str) -> None:
+    def report(self, worker: str, inflight: int = 0) -> None:
         count = self._counts.setdefault(worker, 0)
-        row = {"inflight": 0, "arrived_requests": count, "arrived_prompt_tokens": count * PROMPT_TOKENS,
+        row = {"inflight": inflight, "arrived_requests": count, "arrived_prompt_tokens": count * PROMPT_TOKENS,
                "prefill_tokens_per_s": self.rate}  # fmt: skip
         began_s = self._began_s.setdefault(worker, self.now_s)
         self.bus.heard(parse_report({"gateway": worker, "generation": 1, "started_s": began_s, "replicas": {},
@@ -158,3 +158,18 @@ def test_other_bounds_are_learned_anew(box, db):
     assert box.live(3, bursts).standby.replicas >= 4
     deployments.update(db, "starter", max_replicas=2)
     assert box.seen().standby.replicas <= 2
+
+
+def test_a_rise_over_all_workers_is_told_without_a_rate_too(box):
+    box.rate = None
+    for look in range(8):
+        for worker, each in (("g-0", 3), ("g-1", 2)):
+            box.arrive(worker, each)
+            box.report(worker, inflight=each * look)
+        seen = box.seen()
+        box.now_s += LOOK_S
+    assert seen.standby is None and seen.demand.inflight == 35
+    assert 35 + 4.2 * 8 < seen.demand.expected < 35 + 4.2 * 5 / LOOK_S, "35 more in 1.75 s, less what may be chance"
+    for worker in ("g-0", "g-1"):
+        box.report(worker, inflight=0)
+    assert box.seen().demand.expected == 0.0
