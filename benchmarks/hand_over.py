@@ -1,6 +1,6 @@
 """The two-way hand-over on a real box: 8 devices train, then serve, then train again, phase by phase.
 
-    python benchmarks/hand_over.py [--size 5M|50M] [--rounds N]
+    python benchmarks/hand_over.py [--sizes 5M 50M] [--rounds N]
 
 A box of 8 logical devices in a directory of its own holds one model of random weights and one full fine-tuning job of
 it (float32, ZeRO-1, a few tokens per step, so that a step is short). Each round sets the mode `serve` with a request
@@ -183,25 +183,30 @@ def table(size: str, rounds: list[dict[str, Any]], rate: float, step_s: float) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="50M")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["5M", "50M"])
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    results = [measure(size, options.rounds) for size in options.sizes]
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+
+
+def measure(size: str, count: int) -> dict[str, Any]:
+    """Rounds on a box of their own; prints and records what they took."""
     rate = memcpy_rate(min(DEVICES, os.cpu_count() or 1))
     folder = Path(tempfile.mkdtemp(prefix="hand-over-"))
     box = WholeBox(folder / "box")
     try:
         box.up()
-        handed = Handed(box, options.size, folder)
-        rounds = [
-            {"to_serving": handed.to_serving(), "to_training": handed.to_training()} for _ in range(options.rounds)
-        ]
+        handed = Handed(box, size, folder)
+        rounds = [{"to_serving": handed.to_serving(), "to_training": handed.to_training()} for _ in range(count)]
         step_s = handed.step_s()
         box.run("down")
     finally:
         box.destroy()
         shutil.rmtree(folder, ignore_errors=True)
-    print(table(options.size, rounds, rate, step_s))
+    print(table(size, rounds, rate, step_s))
     whole_s = statistics.median(one["to_serving"]["seconds"] + one["to_training"]["seconds"] for one in rounds)
     moved = statistics.median(one["to_serving"]["bytes"] + one["to_training"]["bytes"] for one in rounds)
     moving_s = statistics.median(map(until_it_trains, rounds))
@@ -209,18 +214,18 @@ def main() -> None:
     print(
         f"to the first token and until the next step is done {whole_s:.2f} s, of it a training step of {step_s:.2f} s; "
         f"to the first token and until all ranks train {moving_s:.2f} s = "
-        f"{moving_s / copies_s:.1f} x its copies ({moved / 1e6:.0f} MB, {copies_s * 1e3:.0f} ms at memcpy rate)"
+        f"{moving_s / copies_s:.1f} x its copies ({moved / 1e6:.0f} MB, {copies_s * 1e3:.0f} ms at memcpy rate)",
+        flush=True,
     )
     record(
         __file__,
         [
-            at_most("two-way hand-over: first token, and all ranks train", options.size, moving_s, "s", AIM_S),
-            at_most("two-way hand-over: first token, and the next step done", options.size, whole_s, "s", AIM_S),
-            stated("two-way hand-over over the sum of its copies", options.size, moving_s / copies_s, "x memcpy"),
+            at_most("two-way hand-over: first token, and all ranks train", size, moving_s, "s", AIM_S),
+            at_most("two-way hand-over: first token, and the next step done", size, whole_s, "s", AIM_S),
+            stated("two-way hand-over over the sum of its copies", size, moving_s / copies_s, "x memcpy"),
         ],
     )
-    if options.json:
-        options.json.write_text(json.dumps({"memcpy_bytes_per_s": rate, "step_s": step_s, "rounds": rounds}, indent=1))
+    return {"size": size, "memcpy_bytes_per_s": rate, "step_s": step_s, "rounds": rounds}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Training state in motion: suspend, resume at another size, snapshots and versions beside training, new worlds.
 
-    python benchmarks/suspend_resume.py [--sizes 25m] [--zero 2] [--disk DIR] [--skip-cold-8] [--json FILE]
+    python benchmarks/suspend_resume.py [--sizes 5m 25m 50m] [--zero 2] [--disk DIR] [--skip-cold-8] [--json FILE]
 
 Ours: a world of 4 ranks trains, with snapshots and versions written beside its steps; `Group.suspend` (to the step
 boundary, snapshot in shared memory, memory given back); a new world of 2 forked from the warm parent, until its first
@@ -31,7 +31,8 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-SIZES = {"5m": (192, 512, 6, 6, 3), "25m": (384, 1024, 10, 6, 3), "50m": (512, 1408, 12, 8, 4)}
+SIZES = {"5m": (192, 512, 6, 6, 3), "25m": (384, 1024, 10, 6, 3), "50m": (512, 1408, 12, 8, 4),
+         "100m": (768, 2048, 14, 12, 4)}  # fmt: skip
 VOCABULARY = 8192
 EXAMPLES = 36  # nine steps of an epoch, each epoch ends with a version
 UNIVERSAL = "global_step1_universal"
@@ -39,7 +40,7 @@ UNIVERSAL = "global_step1_universal"
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["25m"])
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["5m", "25m", "50m"])
     parser.add_argument("--zero", type=int, choices=(1, 2, 3), default=2)
     parser.add_argument("--tokens", type=int, default=32, help="tokens per sequence, one sequence per rank")
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 where the CPU has it")

@@ -1,6 +1,6 @@
 """Bytes and rates of the tiers on really trained state.
 
-    python benchmarks/tiers.py [--size 50m] [--steps 8] [--lora-rank 8] [--disk DIR] [--json FILE]
+    python benchmarks/tiers.py [--sizes 5m 50m] [--steps 8] [--lora-rank 8] [--disk DIR] [--json FILE]
 
 A LoRA job and a full fine-tune of the same random Llama each train for `--steps` steps, write a snapshot, train on for
 one step and write another, through the project's own train package in a process of their own. Then:
@@ -42,7 +42,7 @@ BYTES_PER_PARAMETER = 2 + 4 + 4 + 4
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", choices=SIZES, default="50m")
+    parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["5m", "50m"])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--lora-rank", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=3)
@@ -52,25 +52,30 @@ def main() -> int:
     options = parser.parse_args()
     if options.child:
         return _train(options)
-    shm = Path(tempfile.mkdtemp(prefix="bench-tiers-", dir="/dev/shm"))
-    disk = Path(tempfile.mkdtemp(prefix="bench-tiers-", dir=options.disk))
-    try:
-        result = _measure(shm, disk, options)
-    finally:
-        shutil.rmtree(shm)
-        shutil.rmtree(disk)
-    print(json.dumps(result, indent=2))
+    results = [_measured(size, options) for size in options.sizes]
     if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
-    _record(result, options)
+        Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
     return 0
 
 
-def _measure(shm: Path, disk: Path, options: argparse.Namespace) -> dict[str, Any]:
+def _measured(size: str, options: argparse.Namespace) -> dict[str, Any]:
+    shm = Path(tempfile.mkdtemp(prefix="bench-tiers-", dir="/dev/shm"))
+    disk = Path(tempfile.mkdtemp(prefix="bench-tiers-", dir=options.disk))
+    try:
+        result = _measure(shm, disk, size, options)
+    finally:
+        shutil.rmtree(shm)
+        shutil.rmtree(disk)
+    print(json.dumps(result, indent=2), flush=True)
+    _record(result)
+    return result
+
+
+def _measure(shm: Path, disk: Path, size: str, options: argparse.Namespace) -> dict[str, Any]:
     import dataclasses
 
     options.zero, options.tokens, options.precision = 1, 64, None
-    spec = dataclasses.replace(_prepare(shm, disk, options.size, options), batch_size=2, keep_snapshots=2)
+    spec = dataclasses.replace(_prepare(shm, disk, size, options), batch_size=2, keep_snapshots=2)
     told = {}
     for job, full in (("lora", False), ("full", True)):
         mine = dataclasses.replace(spec, job_id=job, output_model=f"ft:{job}", full=full, lora_rank=options.lora_rank)
@@ -83,7 +88,7 @@ def _measure(shm: Path, disk: Path, options: argparse.Namespace) -> dict[str, An
         told[job] = json.loads(done.stdout.strip().splitlines()[-1])
     store = WeightStore(shm / "store", budget_bytes=None)
     return {
-        "size": options.size, "date": time.strftime("%Y-%m-%d"), "cpus": os.cpu_count(),
+        "size": size, "date": time.strftime("%Y-%m-%d"), "cpus": os.cpu_count(),
         "parameters": told["full"]["parameters"], "lora_rank": options.lora_rank,
         "incremental": _incremental(store, disk, told, "zstd") | {"int8": _incremental(store, disk, told, "int8")},
         "snapshot": _compression(store, disk, Name("snapshot", "full", f"step-{options.steps}"), options.rounds),
@@ -184,8 +189,8 @@ def _train(options: argparse.Namespace) -> int:
     return 0
 
 
-def _record(result: dict[str, Any], options: argparse.Namespace) -> None:
-    size, found = options.size, result["incremental"]
+def _record(result: dict[str, Any]) -> None:
+    size, found = result["size"], result["incremental"]
     rows = [
         at_most("incremental checkpoint of a LoRA job over a full checkpoint", size,
                 100 * found["share_of_full_checkpoint"], "%", 2),
