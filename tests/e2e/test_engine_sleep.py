@@ -49,17 +49,19 @@ async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, replicas):
 
 
 async def test_sleep_waits_for_nobody_to_be_served(engine_box, replicas):
-    spec = engine_box.spec("busy", engine_box.version("a", seed=1))
+    # Longer than sleep's grace of two seconds on any machine: 480 tokens were not.
+    spec = engine_box.spec("busy", engine_box.version("long-a", seed=1, max_position_embeddings=4096))
     replica = replicas()
     await replica.start(spec)
     sdk = client(spec)
     streams = [
         asyncio.create_task(
-            sdk.completions.create(model="starter", prompt="x", max_tokens=480, extra_body={"ignore_eos": True})
+            sdk.completions.create(model="starter", prompt="x", max_tokens=2400, extra_body={"ignore_eos": True})
         )
         for _ in range(3)
     ]
-    await asyncio.sleep(0.3)
+    while (await replica.status())["running"] < len(streams):
+        assert not any(stream.done() for stream in streams)
     with pytest.raises(WrongState, match="drain it"):
         await replica.sleep()
     answers = await asyncio.gather(*streams)
