@@ -75,7 +75,14 @@ class WholeBox:
         return openai.OpenAI(base_url=self.url, api_key=self.key, timeout=300, **{"max_retries": 0, **named})
 
     def admin(self, path: str) -> Any:
-        return self._get(f"admin/v1/{path}", timeout=60).json()
+        answer = self._get(f"admin/v1/{path}", timeout=60)
+        assert answer.status_code < 400, answer.text
+        return answer.json()
+
+    def tried(self, path: str) -> Any | None:
+        """As `admin`; None where the box answers with an error, as until a killed controller has a successor."""
+        answer = self._get(f"admin/v1/{path}", timeout=60)
+        return answer.json() if answer.status_code < 400 else None
 
     def answers(self) -> bool:
         try:

@@ -80,6 +80,7 @@ NUMBERS, LONG = range(24), 400
 
 def test_engines_on_another_node_and_the_loss_of_it(machines):
     home, away, head = machines
+    controller = home.pids_logging_to("controller.log")
     deploy_tiny(home)
     said = answers(home)
     join(home, away, head)
@@ -115,6 +116,7 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     assert shown["n1/1"]["lost"]["reason"] and shown["n1/1"]["holder"] is None
     wait_for(lambda: places(home) == ["n0/0"], "its engines to vanish", 120)
     assert answers(home) == said
+    assert home.pids_logging_to("controller.log") == controller, "the loss of a node ended the controller"
     told = [(entry["action"], entry["target"]) for entry in home.admin("audit")["data"]]
     assert ("node.joined", "n1") in told and ("node.lost", "n1") in told
 
@@ -155,7 +157,7 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     steps = max(home.losses(job))
     for pid in home.pids_logging_to("controller.log"):
         os.kill(pid, signal.SIGKILL)  # the next one goes on with the very ranks
-    wait_for(lambda: "data" in home.admin(f"jobs/{job}/metrics"), "the next controller", 200)
+    wait_for(lambda: home.tried(f"jobs/{job}/metrics"), "the next controller", 200)
     wait_for(lambda: max(home.losses(job)) > steps, "steps after the controller's death", 300)
     assert sum("started on" in text for text in messages(home, job)) == 1, "nothing was started again"
     home.run("mode", "set", "serve", "--wait", timeout_s=600)
