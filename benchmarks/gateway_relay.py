@@ -33,6 +33,12 @@ from typing import Any
 
 import uvloop
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks._claims import Claim, at_least, record, skipped  # noqa: E402 - the path comes first
+
+AIMS = (("plain", "nginx", 0.5), ("burst", "nginx", 0.5), ("paced", "nginx", 0.5), ("plain", "vllm-router", 2.0),
+        ("plain", "litellm", 300.0))  # fmt: skip
 KEY = "sk-benchmark"
 EVENTS = 64
 PACE_S = 0.010
@@ -457,6 +463,15 @@ def _ratios(results: list[dict[str, Any]]) -> dict[str, float]:
     }
 
 
+def _claims(ratios: dict[str, float]) -> list[Claim]:
+    rows = []
+    for mode, peer, least in AIMS:
+        value, claim = ratios.get(f"{mode}_rps_per_core_over_{peer}"), f"gateway: requests per core-second over {peer}"
+        absent = skipped(claim, mode, f">= {least:g}", f"no {peer} (see --help)")
+        rows.append(absent if value is None else at_least(claim, mode, value, "x", least))
+    return rows
+
+
 def _line(row: dict[str, Any]) -> str:
     text = (
         f"{row['mode']:6} c={row['concurrency']:<3} {row['peer']:8} {row['rps']:9.0f} req/s  "
@@ -494,6 +509,7 @@ def main() -> None:
     result = uvloop.run(measure(arguments.seconds, arguments.rounds, tuple(arguments.concurrency), commands))
     for name, value in result["ratios"].items():
         print(f"{name}: {value}")
+    record(__file__, _claims(result["ratios"]))
     if arguments.json:
         text = json.dumps(result, indent=2) + "\n"
         sys.stdout.write(text) if arguments.json == "-" else Path(arguments.json).write_text(text)

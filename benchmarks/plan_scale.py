@@ -21,6 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks._claims import at_most, record
 from scheduler import handover
 from scheduler.allocation import Allocation
 from scheduler.box import Box, GroupView
@@ -133,6 +134,7 @@ def measure(sizes: tuple[tuple[int, int], ...] = SIZES) -> dict[str, object]:
         "rows": rows,
         # The two largest decades only: at 8 devices the fixed cost of a call hides the growth.
         "growth_exponent": {name: growth(found[-3:]) for name, found in points.items()},
+        "n_log_n_exponent": growth([(n, n * math.log2(n)) for n, _ in points["cold"][-3:]]),
     }
 
 
@@ -148,7 +150,20 @@ def main() -> None:
             f"{r['decision_ms']:13.2f}{r['us_per_n_log_n']:14.3f}"
         )
     for name, k in result["growth_exponent"].items():
-        print(f"{name}: time ~ n^{k:.2f}")
+        print(f"{name}: time ~ n^{k:.2f} (n log n over the same sizes: n^{result['n_log_n_exponent']:.2f})")
+    largest = f"{result['rows'][-1]['devices']} devices"
+    record(
+        __file__,
+        [
+            at_most(f"a decision at 1,024 devices, {r['situation']}", f"{r['jobs']} jobs", r["decision_ms"], "ms", 50)
+            for r in result["rows"]
+            if r["devices"] == 1024
+        ]
+        + [
+            at_most(f"growth of a decision, {name}", f"to {largest}", k, "of n^k", round(result["n_log_n_exponent"], 2))
+            for name, k in result["growth_exponent"].items()
+        ],
+    )
     if args.json:
         Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
 

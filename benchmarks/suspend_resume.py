@@ -3,8 +3,8 @@
     python benchmarks/suspend_resume.py [--sizes 5m 25m 50m] [--zero 2] [--disk DIR] [--skip-cold-8] [--json FILE]
 
 Ours: a world of 4 ranks trains, with snapshots and versions written beside its steps; `Group.suspend` (to the step
-boundary, snapshot in shared memory, memory given back); a new world of 2 forked from the warm parent, until its first
-step is done. Then a new world of 8, suspended and resumed by its own parked ranks, and suspended again for 4 new ones.
+boundary, snapshot in shared memory, memory given back), resumed by its own parked ranks `--rounds` less one times; then
+a new world of 2 forked from the warm parent, until its first step is done. The same with a world of 8 and 4 new ranks.
 Theirs: the same model and engine in new Python processes: `save_checkpoint` to `--disk` on 4 ranks, DeepSpeed's
 `ds_to_universal`, new processes on 2 ranks, `load_checkpoint` of the universal checkpoint, until the next step is done;
 and a cold world of 8. Both sides compute the same steps, so steps are kept short: this is about moving state.
@@ -45,6 +45,7 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=32, help="tokens per sequence, one sequence per rank")
     parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 where the CPU has it")
     parser.add_argument("--steps", type=int, default=20, help="steps of the world of 4 before it is suspended")
+    parser.add_argument("--rounds", type=int, default=5, help="suspensions of each world, of which the median counts")
     parser.add_argument("--skip-theirs", action="store_true", help="measure ours only")
     parser.add_argument("--skip-cold-8", action="store_true", help="leave the cold world of 8 out (it takes a minute)")
     parser.add_argument("--disk", default=tempfile.gettempdir(), help="directory on a disk for DeepSpeed's checkpoint")
@@ -54,6 +55,8 @@ def main() -> int:
     options = parser.parse_args()
     if options.rank_of:
         return _baseline_rank(options)
+    if options.rounds < 2:
+        parser.error("--rounds: 2 or more, the last one leads to another size")
     results = [_measure(size, options) for size in options.sizes]
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
@@ -86,9 +89,9 @@ def _claim(size: str, ours: dict[str, Any], theirs: dict[str, float]) -> None:
     import _claims
 
     rows = [
-        _claims.at_most("suspend over one copy of the state, 4 ranks", size, ours["4"]["suspend_s"] / ours["copy_s"],
+        _claims.at_most("suspend over one copy of the state, 4 ranks", size, ours["suspend_4_s"] / ours["copy_s"],
                         "x", 1.5),
-        _claims.at_most("suspend over one copy of the state, 8 ranks", size, ours["8"]["suspend_s"] / ours["copy_s"],
+        _claims.at_most("suspend over one copy of the state, 8 ranks", size, ours["suspend_8_s"] / ours["copy_s"],
                         "x", 1.5),
         _claims.stated("resume of a parked world of 8, until all train, over one copy of the state", size,
                        ours["8 to 8"]["ready_s"] / ours["copy_s"], "x"),
@@ -169,6 +172,8 @@ async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, 
     def hosts(size: int) -> list[RankHost]:
         return [RankHost(str(socket), str(shm / "logs")) for _ in range(size)]
 
+    suspensions: dict[int, list[float]] = {4: [], 8: []}
+
     async def there_and_back(group: Group, spec: Any, places: list[RankHost]) -> tuple[dict[str, Any], Group]:
         """Suspend, and resume on `places`."""
         ranks = [(await host.status())["pid"] for host in group._hosts]
@@ -179,6 +184,7 @@ async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, 
         again, watcher, ready_s, next_step_s = await start(spec, places, report.snapshot_path)
         await watcher.stepped(3)
         suspend_s = report.seconds["snapshot"] + report.seconds["exit"]
+        suspensions[len(ranks)].append(suspend_s)
         return {"ranks": "parked" if again.resumed else "forked", "bytes": report.bytes,
                 "rank_training_bytes": training, "rank_parked_bytes": parked,
                 "snapshot_s": report.seconds["snapshot"], "exit_s": report.seconds["exit"],
@@ -190,11 +196,14 @@ async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, 
         while not socket.exists():
             assert parent.poll() is None, (shm / "warm.log").read_text()
             await asyncio.sleep(0.05)
-        group, watcher, _, _ = await start(spec, hosts(4))
+        places = hosts(4)
+        group, watcher, _, _ = await start(spec, places)
         for count in range(2, options.steps + 1):
             await watcher.stepped(count)
             if count % 3 == 0 and count < options.steps - 4:
                 await group.snapshot()
+        for _ in range(options.rounds - 1):
+            _, group = await there_and_back(group, spec, places)
         four, group = await there_and_back(group, spec, hosts(2))
         await group.kill()
         beside = {event["step"] + 1 for event in watcher.of("snapshot")}
@@ -206,7 +215,8 @@ async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, 
         places = hosts(8)
         group, _, ready_8_s, world_8_s = await start(eight_spec, places)
         await asyncio.sleep(3.0)
-        same, group = await there_and_back(group, eight_spec, places)
+        for _ in range(options.rounds - 1):
+            same, group = await there_and_back(group, eight_spec, places)
         eight, group = await there_and_back(group, eight_spec, hosts(4))
         await group.kill()
     finally:
@@ -217,7 +227,8 @@ async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, 
         "bytes": four["bytes"], "4": four, "8": eight, "8 to 8": same, "ready_8_s": ready_8_s, "world_8_s": world_8_s,
         "step_s": statistics.median(plain), "snapshot_step_s": statistics.median(copied),
         "snapshot_step_ratio": statistics.median(copied) / statistics.median(plain), "snapshots": len(copied),
-        "snapshot_stall_s": statistics.median(stalls),
+        "snapshot_stall_s": statistics.median(stalls), "suspensions_s": suspensions,
+        "suspend_4_s": statistics.median(suspensions[4]), "suspend_8_s": statistics.median(suspensions[8]),
         "publish_stall_s": statistics.median(event["stall_s"] for event in watcher.of("published")),
     }  # fmt: skip
 
