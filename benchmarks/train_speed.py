@@ -2,12 +2,13 @@
 
     python benchmarks/train_speed.py [--size 25m] [--threads 1] [--steps 8] [--trl-path DIR] [--json FILE]
 
-Both fine-tune the same random Llama in bf16 on GSM8K (assistant tokens only) with AdamW. Ours runs as the product:
-DeepSpeed ZeRO-1, fp32 master weights and accumulation, packing. TRL runs its SFTTrainer three ways: as documented, with
-the model in bf16, and with its own packing on top ("bfd"). Sides alternate over `--rounds`; medians reported. Tokens
-are real ones, not padding, of the steps after the first two. Ratios and shares are made of tokens per CPU second, which
-other work on the machine disturbs little; with one thread that is the speed of an idle machine. The bf16 matrix rate is
-measured before and after every run; the share of it is 6 * parameters * tokens/s over that rate.
+Both fine-tune the same random Llama on GSM8K (assistant tokens only) with AdamW, in bf16, or in fp32 where the CPU
+would emulate bf16 (forty times slower). Ours runs as the product: DeepSpeed ZeRO-1, fp32 master weights and
+accumulation, packing. TRL runs its SFTTrainer three ways: as documented, with the model in bf16 too, and with its own
+packing on top ("bfd"); in fp32 the second is the first. Sides alternate over `--rounds`; medians reported. Tokens are
+real ones, not padding, of the steps after the first two. Ratios and shares are made of tokens per CPU second, which
+other work on the machine disturbs little; with one thread that is the speed of an idle machine. The matrix rate is
+measured before and after every run, in the same type; the share of it is 6 * parameters * tokens/s over that rate.
 
 TRL is not a dependency: install it anywhere and point --trl-path there, e.g.
     uv pip install --target trl-env --no-deps trl datasets pyarrow pandas multiprocess dill xxhash fsspec
@@ -52,6 +53,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=8, help="optimizer steps, the first two are not counted")
     parser.add_argument("--batch", type=int, default=4, help="packed sequences of 512 tokens per step of ours")
     parser.add_argument("--micro", type=int, default=1, help="of them in one forward pass of ours")
+    parser.add_argument("--precision", choices=("bf16", "fp32"), help="default: bf16 where the CPU has it")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--sides", nargs="+", choices=SIDES, default=list(SIDES))
     parser.add_argument("--trl-path", help="directory TRL was installed into with --target")
@@ -61,6 +63,11 @@ def main() -> int:
     options = parser.parse_args()
     if options.run_side:
         return _run_side(options)
+    if options.precision is None:
+        import torch
+
+        options.precision = "bf16" if torch.cpu._is_avx512_bf16_supported() else "fp32"
+    print(f"{options.size}, {options.precision}, {options.steps} steps a side", flush=True)
 
     data = Path(os.environ.get("APPLIANCE_TEST_DATA", REPOSITORY.parent / "shared" / "data"))
     source = data / "finetune" / "gsm8k_train.jsonl.gz"
@@ -88,13 +95,14 @@ def _report(runs: dict, facts: dict, options: argparse.Namespace) -> int:
     }  # fmt: skip
     ratios = {side: table["ours"]["tokens_per_cpu_s"] / row["tokens_per_cpu_s"] for side, row in table.items()
               if side != "ours" and "ours" in table}  # fmt: skip
-    result = {"benchmark": "train_speed", **facts, "threads": options.threads, "sides": table, "ours_over": ratios}
+    result = {"benchmark": "train_speed", **facts, "precision": options.precision, "threads": options.threads,
+              "sides": table, "ours_over": ratios}  # fmt: skip
     for side, ratio in ratios.items():
         print(f"ours over {side}: {ratio:.2f}x")
     if "ours" in table:
         import _claims
 
-        rate = _claims.stated("training: share of the bf16 matrix rate", options.size,
+        rate = _claims.stated(f"training: share of the matrix rate in {options.precision}", options.size,
                               100 * table["ours"]["share_of_matrix_rate"], "%")  # fmt: skip
         peers = [_claims.stated(f"training: tokens per CPU second over {side}", options.size, ratio, "x")
                  for side, ratio in ratios.items()]  # fmt: skip
@@ -110,7 +118,7 @@ def _spawn(side: str, folder: str, options: argparse.Namespace) -> dict[str, Any
     environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1",
                    "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(path)}  # fmt: skip
     command = [sys.executable, __file__, "--run-side", side, "--folder", folder, "--size", options.size,
-               "--steps", str(options.steps), "--batch", str(options.batch),
+               "--steps", str(options.steps), "--batch", str(options.batch), "--precision", options.precision,
                "--micro", str(options.micro), "--threads", threads]  # fmt: skip
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode == 3:
@@ -158,7 +166,8 @@ def _run_side(options: argparse.Namespace) -> int:
     import torch
 
     torch.set_num_threads(options.threads)
-    before = _matrix_rate(torch)
+    dtype = {"bf16": torch.bfloat16, "fp32": torch.float32}[options.precision]
+    before = _matrix_rate(torch, dtype)
     if options.run_side == "ours":
         times, tokens, parameters = _ours(options)
     else:
@@ -167,7 +176,7 @@ def _run_side(options: argparse.Namespace) -> int:
         except ImportError:
             return 3
         times, tokens, parameters = _trl(options)
-    rate = max(before, _matrix_rate(torch))
+    rate = max(before, _matrix_rate(torch, dtype))
     wall_s, cpu_s = (sum(column) for column in zip(*times[WARM_STEPS:], strict=True))
     counted = sum(tokens[WARM_STEPS:])
     share = 6 * parameters * counted / cpu_s / rate
@@ -195,6 +204,7 @@ def _ours(options: argparse.Namespace) -> tuple[list[tuple[float, float]], list[
         job_id="bench", base_path=str(folder / "model"), train_path=str(folder / "chat.jsonl"),
         run_dir=str(folder / "run"), shm_root=str(folder / "store"), output_model="ft:bench", max_length=MAX_LENGTH,
         batch_size=options.batch, micro_batch=options.micro, learning_rate=1e-4, zero_stage=1, n_epochs=4,
+        precision=options.precision,
     )  # fmt: skip
     events: list[dict[str, Any]] = []
     run = prepare(spec, lambda event, **data: events.append({"event": event, **data}), Wishes(), Progress())
@@ -216,12 +226,13 @@ def _trl(options: argparse.Namespace) -> tuple[list[tuple[float, float]], list[i
     folder = Path(options.folder)
     rows = load_dataset("json", data_files=str(folder / "chat.jsonl"), split="train", cache_dir=str(folder / "cache"))
     packed = options.run_side.endswith("packed")
-    low = "bf16" in options.run_side
+    bf16 = options.precision == "bf16"
+    low = bf16 and "bf16" in options.run_side
     # As many real tokens per optimizer step as ours: a mean example has about 180.
     batch = options.batch if packed else round(options.batch * MAX_LENGTH / 180)
     config = SFTConfig(
         output_dir=str(folder / options.run_side), per_device_train_batch_size=batch, gradient_accumulation_steps=1,
-        max_steps=options.steps, max_length=MAX_LENGTH, packing=packed, use_cpu=True, bf16=True, report_to=[],
+        max_steps=options.steps, max_length=MAX_LENGTH, packing=packed, use_cpu=True, bf16=bf16, report_to=[],
         learning_rate=1e-4, assistant_only_loss=True, gradient_checkpointing=False, save_strategy="no",
         logging_strategy="no", dataloader_num_workers=0, optim="adamw_torch", disable_tqdm=True,
         model_init_kwargs={"dtype": torch.bfloat16 if low else torch.float32},
@@ -251,11 +262,11 @@ def _trl(options: argparse.Namespace) -> tuple[list[tuple[float, float]], list[i
     return clock.times, Counted.tokens, sum(p.numel() for p in trainer.model.parameters())
 
 
-def _matrix_rate(torch: Any) -> float:
-    """Best bf16 matrix product of square sizes, floating-point operations per CPU second."""
+def _matrix_rate(torch: Any, dtype: Any) -> float:
+    """Best matrix product of square sizes, floating-point operations per CPU second."""
     best = 0.0
     for n in (512, 1024, 2048):
-        a, b = (torch.randn(n, n).bfloat16() for _ in range(2))
+        a, b = (torch.randn(n, n).to(dtype) for _ in range(2))
         a @ b
         for _ in range(3):
             started = _now()
