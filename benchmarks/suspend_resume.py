@@ -93,6 +93,8 @@ def _claim(size: str, ours: dict[str, Any], theirs: dict[str, float]) -> None:
                         "x", 1.5),
         _claims.at_most("suspend over one copy of the state, 8 ranks", size, ours["suspend_8_s"] / ours["copy_s"],
                         "x", 1.5),
+        *(_claims.stated(f"before it: until {ranks} ranks have left their step, or ended one that is nearly done", size,
+                         1000 * statistics.median(ours["agreed_s"][ranks]), "ms") for ranks in (4, 8)),
         _claims.stated("resume of a parked world of 8, until all train, over one copy of the state", size,
                        ours["8 to 8"]["ready_s"] / ours["copy_s"], "x"),
         _claims.at_most("step with a snapshot beside it over a step without", size, ours["snapshot_step_ratio"], "x",
@@ -173,6 +175,7 @@ async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, 
         return [RankHost(str(socket), str(shm / "logs")) for _ in range(size)]
 
     suspensions: dict[int, list[float]] = {4: [], 8: []}
+    agreed: dict[int, list[float]] = {4: [], 8: []}
 
     async def there_and_back(group: Group, spec: Any, places: list[RankHost]) -> tuple[dict[str, Any], Group]:
         """Suspend, and resume on `places`."""
@@ -185,6 +188,7 @@ async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, 
         await watcher.stepped(3)
         suspend_s = report.seconds["snapshot"] + report.seconds["exit"]
         suspensions[len(ranks)].append(suspend_s)
+        agreed[len(ranks)].append(report.seconds["agree"])
         return {"ranks": "parked" if again.resumed else "forked", "bytes": report.bytes,
                 "rank_training_bytes": training, "rank_parked_bytes": parked,
                 "snapshot_s": report.seconds["snapshot"], "exit_s": report.seconds["exit"],
@@ -227,7 +231,7 @@ async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, 
         "bytes": four["bytes"], "4": four, "8": eight, "8 to 8": same, "ready_8_s": ready_8_s, "world_8_s": world_8_s,
         "step_s": statistics.median(plain), "snapshot_step_s": statistics.median(copied),
         "snapshot_step_ratio": statistics.median(copied) / statistics.median(plain), "snapshots": len(copied),
-        "snapshot_stall_s": statistics.median(stalls), "suspensions_s": suspensions,
+        "snapshot_stall_s": statistics.median(stalls), "suspensions_s": suspensions, "agreed_s": agreed,
         "suspend_4_s": statistics.median(suspensions[4]), "suspend_8_s": statistics.median(suspensions[8]),
         "publish_stall_s": statistics.median(event["stall_s"] for event in watcher.of("published")),
     }  # fmt: skip

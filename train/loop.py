@@ -56,7 +56,7 @@ class Run:
         self.step = 0
         self._resumed_from: str | None = None
         self._pace_s = 0.0
-        self.boundary_s = 0.0  # time.monotonic() at the end of the last step
+        self.boundary_s = 0.0  # time.monotonic() when all ranks had ended or left the last step
         self.saving = Saving(spec, store, engine, self.plan, len(train.packs), self.emit, wishes, progress)
         self._first_step = 0
         stop = StopPoint(Path(spec.run_dir), self.rank, self.world_size)
@@ -158,12 +158,12 @@ class Run:
     def _leave_step(self) -> dict[str, Any]:
         """Collective: the step under way is left; what was wished for."""
         lost_s = self.leaving.forget()
-        self.boundary_s = time.monotonic()
         self.emit("message", level="info", text=(
             f"step {self.step + 1} was left after {lost_s:.1f} s because its devices are wanted; it will be done anew"
         ))  # fmt: skip
         self.saving.foresee(self.step)
-        return self._agreed()
+        agreed, self.boundary_s = self._agreed(), time.monotonic()
+        return agreed
 
     def _agree_and_report(self, loss: torch.Tensor, rate: float, packs: np.ndarray, total: int,
                           started: float) -> dict[str, Any]:  # fmt: skip
