@@ -23,28 +23,31 @@ class Leash:
 
     def __init__(self, channel: BlockingChannel):
         self._channel = channel
+        self._handlers: Future[dict[str, Callable[..., Any]]] = Future()
+        # From the first moment: a process that is still starting must not outlive its supervisor either.
+        threading.Thread(target=self._read, name="leash", daemon=True).start()
 
     def serve(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
-        """Answer requests from now on, on one daemon thread.
+        """Answer requests, those that came before too, on one daemon thread.
 
         A handler gets the request's args as keywords. What it returns is the answer; a
         `concurrent.futures.Future` is answered when it is done, without blocking later requests. An exception
         is answered as `{"type", "message", "data"}`, `data` being the exception's own `data` dict if it has one.
         """
-        threading.Thread(target=self._read, args=(dict(handlers),), name="leash", daemon=True).start()
+        self._handlers.set_result(dict(handlers))
 
     def emit(self, event: str, **data: Any) -> None:
         """Send an event to the supervisor, from any thread. Raises ChannelClosed when it is gone."""
         self._channel.send({"event": event, **data})
 
-    def _read(self, handlers: dict[str, Callable[..., Any]]) -> None:
+    def _read(self) -> None:
         while True:
             try:
                 request = self._channel.receive()
             except ChannelClosed:
                 kill_group(os.getpgid(0))
                 return
-            self._answer(handlers, request)
+            self._answer(self._handlers.result(), request)
 
     def _answer(self, handlers: dict[str, Callable[..., Any]], request: dict[str, Any]) -> None:
         number = request["id"]

@@ -3,24 +3,35 @@
 Left out is what nobody here uses: the commands for Ray Serve, jobs and states, whose imports take most of the time of
 `ray start`; the process of the dashboard, which Ray starts, and waits for, even where it is told not to; and the server
 for remote drivers (Ray Client), another 90 MB and a port, 10001, that no option closes and two boxes would both want.
+
+Added is that all a raylet starts, its agents and the workers, ends with it by the kernel's hand. Left to themselves
+workers miss it after up to two seconds and agents, where Ray's head is gone too, in a minute: each looks now and then,
+and the agents first try to tell the head.
 """
 
 from __future__ import annotations
 
+import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from runtime import tied
+
 OTHER_COMMANDS = ("ray.serve.scripts", "ray.dashboard.modules.job.cli", "ray.util.state.state_cli")
+COMMANDS_OF_A_RAYLET = ("--python_worker_command=", "--dashboard_agent_command=", "--runtime_env_agent_command=")
 
 
 def main() -> None:
     # ray.scripts.scripts goes on without those of its commands that cannot be imported.
     sys.modules.update(dict.fromkeys(OTHER_COMMANDS))
+    from ray._private import services
     from ray._private.node import Node
     from ray.scripts import scripts
 
     Node.start_api_server = _without_dashboard
     Node.start_ray_client_server = _without_ray_client
+    services.start_ray_process = _tying(services.start_ray_process)
     scripts.main()
 
 
@@ -31,6 +42,24 @@ def _without_dashboard(node: Any, *, include_dashboard: bool | None, raise_on_fa
 
 def _without_ray_client(node: Any) -> None:
     return
+
+
+def _tying(start: Callable[..., Any]) -> Callable[..., Any]:
+    def start_ray_process(command: Sequence[str], *arguments: Any, **named: Any) -> Any:
+        return start(tied_commands(command), *arguments, **named)
+
+    return start_ray_process
+
+
+def tied_commands(command: Sequence[str]) -> list[str]:
+    """The command line of a raylet, so that what it starts ends with it; those of other processes as they are."""
+    tie = subprocess.list2cmdline([sys.executable, "-S", tied.__file__])
+    return [
+        f"{option}{tie} {argument.removeprefix(option)}"
+        if (option := next(filter(argument.startswith, COMMANDS_OF_A_RAYLET), None))
+        else argument
+        for argument in command
+    ]
 
 
 if __name__ == "__main__":

@@ -141,12 +141,15 @@ def _supervise(config: GatewayConfig) -> int:
 
 
 def _fork_worker(config: GatewayConfig, index: int) -> int:
+    parent = os.getpid()
     pid = os.fork()
     if pid:
         return pid
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before, and the kernel would tell nobody
+        os._exit(1)
     own = dataclasses.replace(
         config,
         name=f"{config.name}-{index}",

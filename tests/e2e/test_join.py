@@ -26,7 +26,7 @@ class OtherMachine(WholeBox):
 
     def die(self) -> None:
         """As when the machine loses power: nothing of it has a chance to say so."""
-        pids = [int(line.split()[1]) for line in self.left() if line.startswith("process")]
+        pids = [int(line.split()[1]) for line in self.running()]
         for sig in (signal.SIGSTOP, signal.SIGKILL):
             for pid in {self.process.pid, *pids}:
                 try:

@@ -63,7 +63,7 @@ def kill_all(pids: list[int]) -> None:
 
 def running(box: WholeBox) -> list[int]:
     """All but the main process, which bears no mark of its box."""
-    return [int(line.split()[1]) for line in box.left() if line.startswith("process")]
+    return [int(line.split()[1]) for line in box.running()]
 
 
 def seen() -> set[str]:

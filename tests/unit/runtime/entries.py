@@ -32,6 +32,13 @@ def echo(leash, args):
     return 0
 
 
+def starting(leash, args):
+    """Never comes to `serve`, as an engine that loads for a long time."""
+    leash.emit("forked", grandchild=_fork_sleeper())
+    time.sleep(3600)
+    return 0
+
+
 def _fork_sleeper():
     pid = os.fork()
     if pid == 0:

@@ -105,14 +105,19 @@ async def test_an_entry_that_raises_reports_why(warm, tmp_path):
         await child.call("echo")
 
 
-def test_a_child_dies_with_its_supervisor(warm, tmp_path):
+@pytest.mark.parametrize(
+    ("entry", "grandchild"),
+    [("echo", "await c.call('fork')"), ("starting", "(await c.next_event())['grandchild']")],
+    ids=["that answers", "that is still starting"],
+)
+def test_a_child_dies_with_its_supervisor(warm, tmp_path, entry, grandchild):
     script = (
         "import asyncio, os, sys\n"
         "from runtime.child import Child\n"
         "async def go():\n"
         f"    log = {str(tmp_path / 'c.log')!r}\n"
-        f"    c = await Child.spawn({str(warm)!r}, '{ENTRY}:echo', {{}}, log_path=log, name='c')\n"
-        "    print(c.pid, await c.call('fork'), flush=True)\n"
+        f"    c = await Child.spawn({str(warm)!r}, '{ENTRY}:{entry}', {{}}, log_path=log, name='c')\n"
+        f"    print(c.pid, {grandchild}, flush=True)\n"
         "    await asyncio.sleep(3600)\n"
         "asyncio.run(go())\n"
     )

@@ -1,13 +1,15 @@
-"""What `scheduler.ray_start` leaves out of Ray is where it is looked for, and can be done without."""
+"""What `scheduler.ray_start` leaves out of Ray is where it is looked for, and can be done without; what it puts in too."""
 
 import inspect
 import subprocess
 import sys
 
 import pytest
+from ray._private import services
 from ray._private.node import Node
 
-from scheduler.ray_start import _without_dashboard, _without_ray_client
+from runtime import tied
+from scheduler.ray_start import COMMANDS_OF_A_RAYLET, _without_dashboard, _without_ray_client, tied_commands
 
 AFTERWARDS = """
 import sys
@@ -22,6 +24,8 @@ assert all(name in sys.modules and sys.modules[name] is None for name in ray_sta
 from ray._private.node import Node
 assert Node.start_api_server is ray_start._without_dashboard
 assert Node.start_ray_client_server is ray_start._without_ray_client
+from ray._private import services
+assert services.start_ray_process.__module__ == ray_start.__name__
 """
 
 
@@ -45,3 +49,15 @@ def test_what_stands_for_a_part_of_ray_is_called_as_it_was(name, ours):
 def test_who_asks_for_the_dashboard_is_told_that_there_is_none():
     with pytest.raises(ValueError, match="no dashboard"):
         _without_dashboard(None, include_dashboard=None, raise_on_failure=True)
+
+
+def test_what_a_raylet_starts_is_tied_to_it():
+    given = ["raylet", "--python_worker_command=python worker.py --x=1", "--java_worker_command=", "--node_id=7"]
+    tie = f"{sys.executable} -S {tied.__file__}"
+    assert tied_commands(given) == [given[0], f"--python_worker_command={tie} python worker.py --x=1", *given[2:]]
+
+
+def test_a_raylet_is_told_those_commands_where_they_are_looked_for():
+    source = inspect.getsource(services.start_raylet)
+    assert [option for option in COMMANDS_OF_A_RAYLET if f'"{option}' not in source] == []
+    assert "= start_ray_process(\n        command," in source
