@@ -1,4 +1,4 @@
-"""Runs a command that ends with the process that starts it: `python tied.py COMMAND...`, for starters that are not ours.
+"""Runs a command that ends with the process that starts it, for starters not ours: `python tied.py COMMAND...`.
 
 Started by path and without site-packages (`python -S tied.py`), so that it costs a few milliseconds; it imports nothing
 of this project.

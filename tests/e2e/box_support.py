@@ -132,7 +132,8 @@ class WholeBox:
     def left(self) -> list[str]:
         """What still runs or lies about of this box."""
         engines = segments.prefix_of(BoxPaths.of(self.data_dir).replica_sockets / "x").partition(".")[0]
-        shared = [str(path) for name in (_box_id(self.data_dir), engines) for path in Path("/dev/shm").glob(f"*{name}*")]
+        names = (_box_id(self.data_dir), engines)
+        shared = [str(path) for name in names for path in Path("/dev/shm").glob(f"*{name}*")]
         session = self._ray_session
         return self.running() + shared + ([str(session)] if session.exists() else [])
 

@@ -206,8 +206,8 @@ async def test_tensor_parallel_workers_read_only_their_slices(engine_box, replic
     await replica.sleep()
     await replica.wake("starter", "a", str(a))
     sdk, seen = client(spec), []
-    want = await greedy_ids(sdk, "starter", [10, 20, 30], 60)
-    streaming = asyncio.create_task(stream_ids(sdk, "starter", [10, 20, 30], 60, seen))
+    want = await greedy_ids(sdk, "starter", [10, 20, 30], 400)
+    streaming = asyncio.create_task(stream_ids(sdk, "starter", [10, 20, 30], 400, seen))
     while len(seen) < 3:
         await asyncio.sleep(0.001)
     staged = await replica.swap("starter", "b", str(b), how="staged")

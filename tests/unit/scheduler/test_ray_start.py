@@ -1,4 +1,4 @@
-"""What `scheduler.ray_start` leaves out of Ray is where it is looked for, and can be done without; what it puts in too."""
+"""What `scheduler.ray_start` leaves out of Ray can be spared and stands where it is looked for; what it adds, too."""
 
 import inspect
 import subprocess
