@@ -34,6 +34,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import sys
 import time
@@ -316,6 +317,7 @@ def available_bytes() -> int:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended from outside, it clears up as after Ctrl-C
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", default="5M,50M,200M", help=f"comma list of {', '.join(SIZES)}")
     parser.add_argument("--rounds", type=int, default=3)

@@ -27,6 +27,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -218,6 +219,7 @@ def compare(rows: list[dict[str, float]], direct: list[dict[str, float]]) -> dic
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended from outside, it clears up as after Ctrl-C
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=150)
     parser.add_argument("--seconds", type=float, default=25.0, help="the arrivals are squeezed into so many")

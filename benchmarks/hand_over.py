@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -182,6 +183,7 @@ def table(size: str, rounds: list[dict[str, Any]], rate: float, step_s: float) -
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended from outside, it clears up as after Ctrl-C
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["5M", "50M"])
     parser.add_argument("--rounds", type=int, default=3)

@@ -22,6 +22,7 @@ import gzip
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -47,6 +48,7 @@ SIDES = ("ours", "trl", "trl-bf16", "trl-bf16-packed")
 
 
 def main() -> int:
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # ended from outside, it clears up as after Ctrl-C
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="25m")
     parser.add_argument("--threads", type=int, default=1)
