@@ -89,6 +89,7 @@ class Group:
         self._job_id = ""
         self._step = 0
         self._tasks: list[asyncio.Task] = []
+        self._listeners: list[asyncio.Task] = []
         self._ready: dict[int, dict] = {}
         self._done: dict[int, dict] = {}
         self._fatal: dict[int, dict] = {}
@@ -198,7 +199,7 @@ class Group:
         for rank in range(len(self._hosts)):
             listener = asyncio.create_task(self._listen(rank), name=f"{self._job_id} events {rank}")
             listener.add_done_callback(lambda done, rank=rank: self._listened(rank, done))
-            self._tasks.append(listener)
+            self._listeners.append(listener)
             self._tasks.append(asyncio.create_task(self._watch_rank(rank), name=f"{self._job_id} watch {rank}"))
 
     async def _listen(self, rank: int) -> None:
@@ -262,8 +263,11 @@ class Group:
 
     async def _blame(self, first: int) -> None:
         await asyncio.sleep(_OWN_RANK_GRACE_S)
+        gone = [rank for rank in range(len(self._hosts)) if rank not in self._fatal and not await self._alive(rank)]
+        if gone:  # and yet what they said last may be on its way: a listener ends when it has heard all
+            await asyncio.wait([self._listeners[rank] for rank in gone], timeout=self._watch.ping_timeout_s)
         own = [rank for rank, fatal in self._fatal.items() if fatal["type"] not in _SYMPTOMS]
-        silent = [rank for rank in range(len(self._hosts)) if rank not in self._fatal and not await self._alive(rank)]
+        silent = [rank for rank in gone if rank not in self._fatal]
         rank = (own or silent or [first])[0]
         fatal = self._fatal.get(rank)
         if fatal is None:
@@ -308,7 +312,7 @@ class Group:
         self._ended.set_result(outcome)
         self._on_event({"event": "finished", "job": self._job_id, "outcome": outcome.outcome, "step": outcome.step,
                         "error": outcome.error})  # fmt: skip
-        for task in self._tasks:
+        for task in [*self._tasks, *self._listeners]:
             if task is not asyncio.current_task():
                 task.cancel()
 

@@ -130,7 +130,8 @@ async def test_a_result_that_does_not_fit_is_kept_on_disk_and_published_later(sh
     spec = shop.spec(n_epochs=1, shm_budget_bytes=100_000)
     world = await shop.launch(spec, 2).start()
     outcome = await world.group.wait()
-    assert outcome.outcome == "failed" and outcome.error["code"] == "StoreFull" and outcome.error["retryable"]
+    assert outcome.outcome == "failed", outcome
+    assert outcome.error["code"] == "StoreFull" and outcome.error["retryable"], outcome
     kept = world.of("snapshot")[-1]["path"]
     again = await shop.run(replace(spec, shm_budget_bytes=None), 1, snapshot=kept)
     assert again.losses() == {} and len(again.of("published")) == 1

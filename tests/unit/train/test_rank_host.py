@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from runtime.errors import ChildDied
 from train.group import Group, Watch
 from train.rank_host import RankHost
 
@@ -147,6 +148,35 @@ async def test_a_rank_that_lingers_after_its_jobs_end_does_not_make_it_a_failure
     child.pause.set()
     assert (await group.wait()).outcome == "succeeded" and killed == [1]
     assert [event["outcome"] for event in told if event["event"] == "finished"] == ["succeeded"]
+
+
+async def test_what_a_dead_rank_said_last_is_heard_before_another_is_blamed(monkeypatch, tmp_path):
+    monkeypatch.setattr("train.group._OWN_RANK_GRACE_S", 0)
+    hosts, children = [], []
+    for folder in ("r0", "r1"):
+        one, (child,) = await started(monkeypatch, tmp_path / folder)
+        hosts.append(one)
+        children.append(child)
+    asked = asyncio.Event()
+
+    async def ping(*_, **__):
+        asked.set()
+        raise ChildDied("rank", 1, "log")
+
+    async def late(after, next_event=hosts[1].next_event):
+        await asked.wait()
+        return await next_event(after)
+
+    for child in children:
+        child.call = ping
+    monkeypatch.setattr(hosts[1], "next_event", late)
+    group = Group(watch=Watch(ping_every_s=60))
+    await group.adopt("j", hosts)
+    children[1].say("fatal", type="StoreFull", message="no room")
+    for child in children:
+        child.says.put_nowait(None)
+    error = (await group.wait()).error
+    assert (error["rank"], error["code"]) == (1, "StoreFull")
 
 
 async def test_a_rank_on_a_gpu_sees_that_one_as_nvml_numbers_it(monkeypatch, tmp_path):
