@@ -200,6 +200,7 @@ class Group:
             listener = asyncio.create_task(self._listen(rank), name=f"{self._job_id} events {rank}")
             listener.add_done_callback(lambda done, rank=rank: self._listened(rank, done))
             self._listeners.append(listener)
+            self._tasks.append(listener)
             self._tasks.append(asyncio.create_task(self._watch_rank(rank), name=f"{self._job_id} watch {rank}"))
 
     async def _listen(self, rank: int) -> None:
@@ -312,7 +313,7 @@ class Group:
         self._ended.set_result(outcome)
         self._on_event({"event": "finished", "job": self._job_id, "outcome": outcome.outcome, "step": outcome.step,
                         "error": outcome.error})  # fmt: skip
-        for task in [*self._tasks, *self._listeners]:
+        for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
 

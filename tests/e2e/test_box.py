@@ -386,7 +386,7 @@ def test_ten_mode_switches_under_load_lose_no_request_and_no_step(box, starter, 
             box.run("mode", "set", *mode, "--wait")
             wait_for(lambda done=done: len(box.losses(job.id)) > done, "a step")
             answered = load.finished
-            box.run("mode", "set", "serve", "--wait")
+            box.set_mode(policy="serve")  # the job must not come to its end while a command starts
             wait_for(lambda answered=answered: load.finished > answered, "an answer")
     report = load.report()
     assert report.requests > 10

@@ -79,18 +79,21 @@ class Open:
         return await asyncio.gather(*self.tasks)
 
 
-async def swapped_under(open_streams, replica, path: Path, back: Path) -> tuple[dict, Open]:
-    """A staged swap under streams that are less than half done: its report and those. Done again where a machine
-    without a core to spare was through with them before the new version was staged, at low priority."""
+async def swapped_under(sdk, replica, path: Path, back: Path, *others) -> tuple[dict, Open, Open]:
+    """A staged swap under open streams, none of which ends before new ones have begun: its report, those, and the new
+    ones. Done again where a machine without a core to spare lets the engine decode while all else waits: its client,
+    and staging, which has low priority."""
     for _ in range(10):
-        old = open_streams()
+        old = Open(sdk, *others)
         await old.at(5)
         report = await replica.swap("starter", path.name, str(path), how="staged")
-        if report["finishing"] and max(map(len, old.seen)) < TOKENS // 2:
-            return report, old
-        await old.ended()
+        new = Open(sdk)
+        await new.begun()
+        if not any(task.done() for task in old.tasks):
+            return report, old, new
+        await asyncio.gather(old.ended(), new.ended())
         await replica.swap("starter", back.name, str(back), how="staged")
-    raise AssertionError(f"all streams ended before a version was staged: {report}")
+    raise AssertionError(f"no stream was left when others had begun on the new version: {report}")
 
 
 async def over(replica) -> dict:
@@ -139,12 +142,9 @@ async def test_one_version_answers_a_stream_from_its_first_token_to_its_last(eng
         )
 
     # Both sides at once, sharing prompts: each finds its own prefixes only.
-    report, old = await swapped_under(lambda: Open(sdk, two_answers), replica, b, back=a)
+    report, old, new = await swapped_under(sdk, replica, b, a, two_answers)
     assert (report["finishing"], report["canary"]) == (len(old.tasks) + 2, "staged")
     assert is_leased(a)
-    new = Open(sdk)
-    await new.begun()
-    assert not all(task.done() for task in old.tasks), "the new version's streams waited for the old one's"
     assert (set(await old.ended()), set(await new.ended())) == ({"a"}, {"b"})
     assert (old.seen, new.seen) == (of_a, of_b)
     # Sent after the swap, and yet the old version's.
@@ -160,11 +160,10 @@ async def test_one_version_answers_a_stream_from_its_first_token_to_its_last(eng
     assert await answers(sdk) == of_b
 
     # A client that leaves gives up the old weights too.
-    gone = asyncio.create_task(answer(sdk, PROMPTS[0]))
-    while not (await replica.status())["running"]:
-        await asyncio.sleep(0.001)
-    assert (await replica.swap("starter", "a", str(a), how="staged"))["finishing"] == 1
-    gone.cancel()
+    _, gone, new = await swapped_under(sdk, replica, a, b)
+    for task in gone.tasks:
+        task.cancel()
+    await new.ended()
     assert (await over(replica))["version"] == "b"
 
     # Another swap, whatever its way, takes what is left to the newest version; nothing is lost.
@@ -190,13 +189,13 @@ async def test_streams_that_finish_too_slowly_are_moved_and_the_old_weights_go(e
     replica = replicas(EngineConfig(swap_finish_timeout_s=0.05))
     await replica.start(spec)
     sdk = client(spec)
-    report, left = await swapped_under(lambda: Open(sdk), replica, b, back=a)
+    report, left, new = await swapped_under(sdk, replica, b, a)
     assert report["finishing"] == len(left.tasks)
     told = await over(replica)
     assert (told["moved"], told["why"]) == (len(left.tasks), "time was up")
     assert not is_leased(a) and not any(task.done() for task in left.tasks)
     before = [list(seen) for seen in left.seen[: len(PROMPTS)]]
-    assert set(await left.ended()) == {"a, then b"}
+    assert (set(await left.ended()), set(await new.ended())) == ({"a, then b"}, {"b"})
     # Each goes on as the new version would with its text so far; tokens on their way then are the old one's.
     for prompt, begun, seen in zip(PROMPTS, before, left.seen, strict=False):
         assert len(seen) == TOKENS
