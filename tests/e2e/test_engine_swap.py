@@ -19,7 +19,7 @@ from weights.errors import VersionLeased
 from weights.layout import Layout, TensorSpec
 from weights.store import WeightStore
 
-TOKENS = 240
+TOKENS = 400
 
 
 async def stream_ids(sdk, model, prompt, tokens, seen: list[int]):
@@ -61,7 +61,7 @@ async def stream_through_swap(replica, sdk, fresh_sdk, b, how):
 
     seen: list[int] = []
     streaming = asyncio.create_task(stream_ids(sdk, "starter", prompt, TOKENS, seen))
-    while len(seen) < 40:
+    while len(seen) < 20:
         await asyncio.sleep(0.001)
     before = len(seen)
     report = await replica.swap("tuned", "b", str(b), how=how)
