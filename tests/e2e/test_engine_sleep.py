@@ -56,7 +56,7 @@ async def test_sleep_waits_for_nobody_to_be_served(engine_box, replicas):
     sdk = client(spec)
     streams = [
         asyncio.create_task(
-            sdk.completions.create(model="starter", prompt="x", max_tokens=2400, extra_body={"ignore_eos": True})
+            sdk.completions.create(model="starter", prompt="x", max_tokens=3800, extra_body={"ignore_eos": True})
         )
         for _ in range(3)
     ]
