@@ -53,6 +53,8 @@ def environment(paths: BoxPaths, start_timeout_s: float) -> dict[str, str]:
         # A node that dies is missed within four seconds instead of twenty.
         "RAY_health_check_period_ms": "1000",
         "RAY_health_check_failure_threshold": "3",
+        # A head that is gone does not come back, a new one is another cluster: its other nodes end so long after it.
+        "RAY_gcs_rpc_server_reconnect_timeout_s": "15",
         # Ray hides GPUs from actors that reserve none; ours fence devices by custom resource instead.
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     }
