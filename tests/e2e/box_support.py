@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import socket
 import stat
 import subprocess
@@ -143,15 +144,17 @@ class WholeBox:
         names = (_box_id(self.data_dir), engines)
         shared = [str(path) for name in names for path in Path("/dev/shm").glob(f"*{name}*")]
         session = self._ray_session
-        return self.running() + shared + ([str(session)] if session.exists() else [])
+        running = [f"process {pid} {command[:120]}" for pid, command in self.running().items()]
+        return running + shared + ([str(session)] if session.exists() else [])
 
-    def running(self) -> list[str]:
-        box_id, found = _box_id(self.data_dir), []
+    def running(self) -> dict[int, str]:
+        """Command lines of all but the main process, which bears no mark of its box, by pid."""
+        box_id, found = _box_id(self.data_dir), {}
         for process in psutil.process_iter():
             try:
                 ours = process.environ().get("APPLIANCE_BOX") == box_id or self._is_of_ray(process)
                 if ours and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(f"process {process.pid} {' '.join(process.cmdline())[:120]}")
+                    found[process.pid] = " ".join(process.cmdline())
             except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
                 continue
         return found
@@ -170,12 +173,9 @@ class WholeBox:
     def destroy(self) -> None:
         subprocess.run([COMMAND, "down", "--force"], capture_output=True, env=self.environment(), timeout=60)
         box_id = _box_id(self.data_dir)
-        for process in psutil.process_iter():
-            try:
-                if process.environ().get("APPLIANCE_BOX") == box_id:
-                    process.kill()
-            except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
-                continue
+        for pid in self.running():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         shutil.rmtree(f"/dev/shm/appliance-{box_id}", ignore_errors=True)
         shutil.rmtree(f"/tmp/appliance-{box_id}", ignore_errors=True)
 

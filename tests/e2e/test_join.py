@@ -26,7 +26,7 @@ class OtherMachine(WholeBox):
 
     def die(self) -> None:
         """As when the machine loses power: nothing of it has a chance to say so."""
-        pids = [int(line.split()[1]) for line in self.running()]
+        pids = list(self.running())
         for sig in (signal.SIGSTOP, signal.SIGKILL):
             for pid in {self.process.pid, *pids}:
                 try:
@@ -98,7 +98,7 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     assert answers(home, of_engines=3) == said, "every engine says the same"
 
     # The agent of the home node, through which requests reach the other node, dies alone.
-    agents = [int(line.split()[1]) for line in home.left() if "ray::Node" in line]
+    agents = [pid for pid, command in home.running().items() if "ray::Node" in command]
     assert len(agents) == 1, home.left()
     os.kill(agents[0], signal.SIGKILL)
     assert answers(home, of_engines=3) == said

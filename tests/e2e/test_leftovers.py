@@ -32,9 +32,9 @@ def test_nothing_is_left_after_everything_was_killed(tmp_path):
         wait_for(lambda: box.losses(job), "a step of the job", 300)
         wait_for(lambda: any(is_wide(replica) for replica in box.admin("status")["replicas"]), "an engine", 200)
         main = psutil.Process(box.main_pid())
-        kill_all([main.pid, *running(box)])
+        kill_all([main.pid, *box.running()])
         # The kernel takes their memory back before they are gone: seconds on a machine that has other work.
-        wait_for(lambda: not running(box) and not main.is_running(), "the killed to be gone", 120)
+        wait_for(lambda: not box.running() and not main.is_running(), "the killed to be gone", 120)
         print(f"\nleft by the kill: {box.left()}")
         assert sorted(seen() - before), "a box that was killed leaves its versions"
 
@@ -59,11 +59,6 @@ def kill_all(pids: list[int]) -> None:
                 os.kill(pid, sig)
             except ProcessLookupError:
                 continue
-
-
-def running(box: WholeBox) -> list[int]:
-    """All but the main process, which bears no mark of its box."""
-    return [int(line.split()[1]) for line in box.running()]
 
 
 def seen() -> set[str]:
