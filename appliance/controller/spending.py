@@ -71,7 +71,7 @@ def _key(db: Database, row: KeyRow, now_s: float) -> dict[str, Any]:
         "spent_until_s": spent_until_s(db, row, now_s),
     }
     given = {name: value for name, value in limits.items() if value is not None}
-    return {"id": row.id, "name": row.name, "scopes": row.scopes} | given
+    return {"id": row.id, "name": row.name, "owner": row.owner, "scopes": row.scopes} | given
 
 
 def allowed_models(db: Database, row: KeyRow) -> list[str]:

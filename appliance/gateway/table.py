@@ -18,8 +18,9 @@ _TASKS = ("generate", "embed")
 class Principal:
     """Who a request comes from, and what it may.
 
-    models: the only ones it may call, None for all. requests_per_minute, tokens_per_minute: None for no limit.
-    spent_until_s: Unix time at which its used-up quota is renewed, None while there is something left.
+    owner: whose key it is; a person's several keys have one. models: the only ones it may call, None for all.
+    requests_per_minute, tokens_per_minute: None for no limit. spent_until_s: Unix time at which its used-up quota is renewed, None while
+    there is something left.
     """
 
     id: str
@@ -30,6 +31,7 @@ class Principal:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     spent_until_s: float | None = None
+    owner: str = ""
 
     def may_use(self, model: str) -> bool:
         """Whoever may use a model may use its versions by their names, `MODEL@VERSION`."""
@@ -140,6 +142,8 @@ def _principal(digest: str, row: Any) -> Principal:
         _limit(row.get("requests_per_minute"), f"{where}.requests_per_minute"),
         _limit(row.get("tokens_per_minute"), f"{where}.tokens_per_minute"),
         _moment(row.get("spent_until_s"), f"{where}.spent_until_s"),
+        # Never in a header line: any text will do. A controller that names no owner leaves each key its own.
+        str(_given(row, "owner", row.get("id"))),
     )
 
 

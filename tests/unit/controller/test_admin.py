@@ -47,7 +47,9 @@ async def test_status_shows_the_whole_box(control: Control):
 async def test_a_key_is_shown_once_works_at_the_gateways_at_once_and_ends_at_once(control: Control):
     made = await ask(control, "POST", "/keys", json={"name": "laptop", "scopes": ["inference"]})
     digest = keys.fingerprint(made["key"])
-    assert control.gateway_keys[digest] == {"id": made["id"], "name": "laptop", "scopes": ["inference"]}
+    assert control.gateway_keys[digest] == {
+        "id": made["id"], "name": "laptop", "owner": "laptop", "scopes": ["inference"],
+    }  # fmt: skip
     listed = (await ask(control, "GET", "/keys"))["data"]
     assert [row["name"] for row in listed] == ["laptop"] and "key" not in listed[0] and "sha256" not in listed[0]
     conflict = await control.http.post("/admin/v1/keys", headers=ADMIN, json={"name": "laptop"})
