@@ -19,8 +19,8 @@ class Principal:
     """Who a request comes from, and what it may.
 
     owner: whose key it is; a person's several keys have one. models: the only ones it may call, None for all.
-    requests_per_minute, tokens_per_minute: None for no limit. spent_until_s: Unix time at which its used-up quota is renewed, None while
-    there is something left.
+    requests_per_minute, tokens_per_minute: None for no limit. spent_until_s: Unix time at which its used-up quota is
+    renewed, None while there is something left.
     """
 
     id: str
