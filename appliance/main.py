@@ -17,6 +17,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import httpx
 
-from appliance import ray_head
+from appliance import endpoint, ray_head
 from appliance.box_state import BoxState
 from appliance.config import BoxConfig, load_resolved
 from appliance.paths import BoxPaths
@@ -117,6 +118,7 @@ class Box:
 
     def __init__(self, config: BoxConfig, paths: BoxPaths, state: BoxState):
         self._config, self._paths, self._state = config, paths, state
+        self._boot = secrets.token_hex(8)
         self._environment = {
             **os.environ, **ray_head.environment(paths, config.box.start_timeout_s), BOX_VARIABLE: paths.box_id,
             "OMP_NUM_THREADS": "1",
@@ -131,6 +133,9 @@ class Box:
         segments.remove_below(self._paths.replica_sockets)
         if left:
             self._say(f"ended {len(left)} processes that an earlier run left behind")
+        # Before anything is started: what the box is for cannot be had, and whoever has the port might answer for us.
+        if reason := endpoint.why_not(self._config.box.host, self._config.box.port):
+            raise BoxError(reason)
         self._say("starting Ray")
         await self._ray.begin()
         self._say("starting the controller")
@@ -143,7 +148,7 @@ class Box:
             raise BoxError(f"the controller broke off ({error!r}); {path} ends with:\n{tail(path)}") from error
         self._say("starting the gateway")
         await self._gateway.begin()
-        await self._wait_for(self._gateway, local_url(self._config), "/health")
+        await self._wait_for(self._gateway, local_url(self._config), "/health", boot=self._boot)
         self._state.update(state="ready", message="ready")
         self._announce(first_key)
 
@@ -190,6 +195,7 @@ class Box:
         gateway = self._config.gateway.model_dump() | {
             "host": self._config.box.host,
             "port": self._config.box.port,
+            "boot": self._boot,
             "controller_socket": str(self._paths.controller_socket),
             "bus_socket": str(self._paths.bus_socket),
             "log_path": str(self._paths.logs / "access.log"),
@@ -211,8 +217,9 @@ class Box:
         self._controller.restart()
 
     async def _wait_for(
-        self, process: Supervised, base_url: str, path: str, socket_path: str | None = None
+        self, process: Supervised, base_url: str, path: str, socket_path: str | None = None, *, boot: str | None = None
     ) -> None:
+        """Until it answers there with 200, and with `boot` as its own: another program may have the port."""
         timeout_s = self._config.box.start_timeout_s
         # Not verified: it is our own process we look for, and its certificate names the box, not loopback.
         transport = httpx.AsyncHTTPTransport(uds=socket_path, verify=False)
@@ -220,10 +227,11 @@ class Box:
             deadline = time.monotonic() + timeout_s
             while True:
                 try:
-                    if (await client.get(path, timeout=5)).status_code == 200:
+                    answer = await client.get(path, timeout=5)
+                    if answer.status_code == 200 and (boot is None or endpoint.is_ours(answer.content, boot)):
                         return
-                except httpx.TransportError:
-                    pass  # not listening yet
+                except httpx.HTTPError:
+                    pass  # not listening yet, or somebody who does not speak HTTP
                 late = time.monotonic() > deadline
                 if late or process.restarts >= 3:
                     log_path = self._paths.logs / f"{process.name}.log"
@@ -232,6 +240,9 @@ class Box:
                         if late
                         else "ended three times while it started"
                     )
+                    if not late and boot is not None:  # nothing of ours holds the port
+                        reason = endpoint.why_not(self._config.box.host, self._config.box.port)
+                        what += f" ({reason})" if reason else ""
                     raise BoxError(f"the {process.name} {what}; {log_path} ends with:\n{tail(log_path)}")
                 await asyncio.sleep(0.05)
 

@@ -1,9 +1,11 @@
-"""Unix sockets that only their owner may connect to."""
+"""Unix sockets that only their owner may connect to, and ports that nobody else listens on."""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import socket
 from collections.abc import Iterator
 
 
@@ -15,3 +17,28 @@ def owner_only() -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+def check_free(host: str, port: int) -> None:
+    """Raises OSError where (host, port) cannot be listened on: it is taken, not this machine's, or not allowed.
+
+    A listener with SO_REUSEPORT finds a port free that others of its user share with it: two boxes would get each
+    other's requests. This looks without it. Of a name with several addresses one must be this machine's.
+    """
+    absent, found = None, False
+    for family, kind, number, _, address in socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    ):
+        try:
+            with socket.socket(family, kind, number) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a connection that lingers is no listener
+                if family == socket.AF_INET6:
+                    probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                probe.bind(address)
+                found = True
+        except OSError as error:
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                raise
+            absent = error
+    if absent is not None and not found:
+        raise absent

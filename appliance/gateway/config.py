@@ -72,7 +72,8 @@ class HoldLimits:
 class GatewayConfig:
     """Everything the gateway process needs to know.
 
-    `name` tells this gateway from others on the bus; worker i of several appends "-i".
+    `name` tells this gateway from others on the bus; worker i of several appends "-i". `boot` is what /health answers
+    with, so that whoever started this gateway knows it from another program on the same port.
     """
 
     controller_socket: str
@@ -80,6 +81,7 @@ class GatewayConfig:
     host: str = "127.0.0.1"
     port: int = 8000
     name: str = "gateway"
+    boot: str = ""
     workers: int = 1
     log_path: str | None = None
     access_log: bool = True

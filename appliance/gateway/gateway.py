@@ -311,7 +311,8 @@ class Gateway:
     def own_answer(self, request: Request) -> tuple[int, bytes, bytes]:
         """/health: status, content type, body."""
         ready = self.generation >= 0 and not self.stopping
-        return (200 if ready else 503), b"application/json", orjson.dumps({"status": "ok" if ready else "starting"})
+        told = {"status": "ok" if ready else "starting", "boot": self.config.boot}
+        return (200 if ready else 503), b"application/json", orjson.dumps(told)
 
     def finished(self, request: Request, now_s: float) -> None:
         """A response is complete (or its client is gone)."""

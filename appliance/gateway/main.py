@@ -19,6 +19,7 @@ import orjson
 import uvloop
 
 from runtime.logs import configure_logging, timestamp
+from runtime.sockets import check_free
 
 from . import FORM
 from .bus import BusClient
@@ -48,6 +49,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         _raise_file_limit(config.limits.max_connections)
         if config.workers == 1:
             return _run(config, reuse_port=False)
+        try:
+            check_free(config.host, config.port)
+        except OSError as error:
+            return _cannot_listen(config, error)
         return _supervise(config)
     except ConfigInvalid as error:
         log.error("%s", error)
@@ -58,8 +63,12 @@ def _run(config: GatewayConfig, *, reuse_port: bool) -> int:
     try:
         return uvloop.run(serve(config, reuse_port=reuse_port))
     except OSError as error:
-        log.error("cannot listen on %s:%d: %s", config.host, config.port, error.strerror or error)
-        return 1
+        return _cannot_listen(config, error)
+
+
+def _cannot_listen(config: GatewayConfig, error: OSError) -> int:
+    log.error("cannot listen on %s:%d: %s", config.host, config.port, error.strerror or error)
+    return 1
 
 
 async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:

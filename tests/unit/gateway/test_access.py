@@ -148,6 +148,12 @@ async def test_no_keys_means_nobody(box: Box) -> None:
     assert (await box.ask("GET", "/health", key=None)).status == 200
 
 
+async def test_health_says_which_gateway_answers(start_box: Start) -> None:
+    box = await start_box(boot="b1")
+    box.apply()
+    assert (await box.ask("GET", "/health", key=None)).body == b'{"status":"ok","boot":"b1"}'
+
+
 async def test_before_the_first_table_clients_are_told_to_retry(start_box: Start) -> None:
     box = await start_box()
     box.gateway.generation = -1

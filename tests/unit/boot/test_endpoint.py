@@ -1,0 +1,112 @@
+"""`up` says "ready" of this box only: its port is looked at before anything starts, its gateway is known by name."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import json
+import os
+import socket
+import threading
+
+import pytest
+
+from appliance import endpoint, ray_head
+from appliance.box_state import BoxState
+from appliance.config import load_resolved
+from appliance.gateway import main as gateway_main
+from appliance.main import Box, BoxError
+from appliance.paths import BoxPaths
+
+
+@pytest.fixture
+def foreign():
+    """The gateway of another box: it answers /health with 200 on a port that it shares with whoever asks for that."""
+
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            body = json.dumps({"status": "ok", "boot": "another"}).encode()
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    class Shared(http.server.ThreadingHTTPServer):
+        allow_reuse_port = True
+
+    server = Shared(("127.0.0.1", 0), Health, bind_and_activate=False)
+    server.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    server.server_bind()
+    server.server_activate()
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield server.server_address[1]
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def box(tmp_path, foreign, monkeypatch):
+    """A box on the port of the other one; what Ray and the controller would do is not done."""
+    paths = BoxPaths.of(tmp_path / "box", tmp_path)
+    paths.create()
+    settings = {"data_dir": str(paths.data_dir), "port": foreign, "start_timeout_s": 30}
+    config = load_resolved(json.dumps({"box": settings}))
+    one = Box(config, paths, BoxState(paths.state_file))
+
+    async def no_ray():
+        raise ray_head.RayStartError("Ray was started")
+
+    monkeypatch.setattr(one, "_ray", type("NoRay", (), {"begin": staticmethod(no_ray)})())
+    return one
+
+
+async def test_a_port_that_is_taken_is_said_before_anything_starts(box, foreign):
+    with pytest.raises(BoxError, match=rf"port {foreign} of 127.0.0.1 is in use by PID {os.getpid()} .*--port"):
+        await box.start()
+
+
+async def test_it_is_not_ready_while_another_box_answers(box):
+    """The port was taken after it was looked at; the gateway ends, and the answers are another's."""
+
+    class Ending:
+        name, restarts = "gateway", 0
+
+    gateway = Ending()
+    waiting = asyncio.create_task(box._wait_for(gateway, f"http://127.0.0.1:{box._config.box.port}", "/health",
+                                                boot=box._boot))  # fmt: skip
+    (box._paths.logs / "gateway.log").write_text("cannot listen")
+    done, _ = await asyncio.wait([waiting], timeout=0.3)
+    assert not done, "another box's answer was taken for ours"
+    gateway.restarts = 3
+    with pytest.raises(BoxError, match=rf"in use by PID {os.getpid()}"):
+        await waiting
+
+
+def test_workers_do_not_share_a_port_with_another_box(foreign, caplog, monkeypatch):
+    monkeypatch.setattr(gateway_main, "configure_logging", lambda _: None)
+    monkeypatch.setattr(gateway_main, "_raise_file_limit", lambda _: None)
+    config = {"port": foreign, "workers": 2, "controller_socket": "/c", "bus_socket": "/b"}
+    assert gateway_main.main(["--config-json", json.dumps(config)]) == 1
+    assert f"cannot listen on 127.0.0.1:{foreign}: Address already in use" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("body", "ours"),
+    [(b'{"status": "ok", "boot": "b1"}', True), (b'{"status": "ok", "boot": "b2"}', False),
+     (b'{"status": "ok"}', False), (b"[]", False), (b"<html>", False), (b"", False)],
+)  # fmt: skip
+def test_an_answer_is_ours_by_the_name_of_this_boot(body, ours):
+    assert endpoint.is_ours(body, "b1") is ours
+
+
+def test_what_cannot_be_listened_on_is_named():
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    assert endpoint.why_not("127.0.0.1", port) == ""
+    assert endpoint.why_not("localhost", port) == ""
+    assert "no address of this machine" in endpoint.why_not("192.0.2.1", port)
+    assert "is no address" in endpoint.why_not("nobody.invalid", port)
