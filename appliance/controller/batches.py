@@ -62,6 +62,7 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
             earlier = repeats.find(db, attempt, context.config)
             row = batches.find(db, earlier) if earlier else None
             if row is None:
+                context.quotas.check_batch(caller)
                 now_s = time.time()
                 row = BatchRow(
                     id=new_id("batch_"), endpoint=body.endpoint, input_file_id=file.id, created_s=now_s,

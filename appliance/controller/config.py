@@ -7,7 +7,31 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field
 
 Seconds = Annotated[float, Field(gt=0)]
-MIB = 2**20
+MIB, GIB = 2**20, 2**30
+
+
+class OwnerBounds(BaseModel):
+    """What the keys of one owner may keep or have under way together; admins are not bounded, and a key may have bounds
+    of its own (`appliance key limit --bound`)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    files: int = Field(10_000, ge=0)
+    """Uploads in progress count."""
+    file_bytes: int = Field(64 * GIB, ge=0)
+    """Of all files together; an upload in progress counts with twice what it announced."""
+    uploads: int = Field(32, ge=0)
+    """Uploads in parts that are neither complete nor cancelled."""
+    batches: int = Field(32, ge=0)
+    """Batches that have not ended."""
+    jobs: int = Field(200, ge=0)
+    """Fine-tuning jobs that have not ended."""
+    background: int = Field(200, ge=0)
+    """Responses in background that have not ended."""
+    responses: int = Field(50_000, ge=0)
+    """Stored responses; past it, the longest unused of the owner go."""
+    responses_bytes: int = Field(1024 * MIB, ge=0)
+    """Of all stored responses of the owner; past it, the longest unused go."""
 
 
 class ControllerConfig(BaseModel):
@@ -27,6 +51,10 @@ class ControllerConfig(BaseModel):
     """A file that is uploaded in parts."""
     upload_open_s: Seconds = 3600.0
     """An upload in parts that is not completed within this time is deleted."""
+    bounds: OwnerBounds = Field(default_factory=OwnerBounds)
+    disk_floor_bytes: int | None = Field(None, ge=0)
+    """Free bytes of the data directory's volume below which nothing more is stored; unset: 2 % of it, at least 2 and at
+    most 20 GiB, and never more than a tenth."""
     retry_window_s: Seconds = 3600.0
     """A POST that the SDK marks as a retry finds the resource of its first attempt for this long."""
     idempotency_keep_s: Seconds = 24 * 3600.0

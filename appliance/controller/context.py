@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from appliance.controller.config import ControllerConfig
+from appliance.controller.disk import Disk
 from appliance.controller.load import Load
 from appliance.controller.ports import BatchEngines, KeySink, ModelOps, SchedulerPort, TierPort
+from appliance.controller.quotas import Quotas
 from appliance.controller.spending import key_table
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
@@ -37,6 +39,9 @@ class ControllerContext:
     config: ControllerConfig = field(default_factory=ControllerConfig)
     box: dict[str, str] = field(default_factory=dict)
     started_s: float = field(default_factory=time.time)
+
+    def __post_init__(self) -> None:
+        self.quotas = Quotas(self.db, self.config, Disk(self.files_dir, self.config.disk_floor_bytes))
 
     def publish_keys(self) -> None:
         self.key_sink.keys_changed(key_table(self.db, time.time()))

@@ -41,28 +41,30 @@ def routes(context: ControllerContext) -> APIRouter:
     async def create(request: Request, caller: Caller) -> dict[str, Any]:
         file_id = new_id("file-")
         incoming = context.files_dir / f"{uploads.INCOMING_PREFIX}{file_id}"
-        upload = await uploads.receive(
-            request.stream(), request.headers.get("content-type", ""), incoming, context.config.upload_bytes
-        )
-        try:
-            purpose, keep_s = checked_purpose(upload.fields.get("purpose")), _keep_s(upload.fields)
-            row = await described(
-                file_id, incoming, filename=upload.filename, size=upload.size, sha256=upload.sha256, purpose=purpose,
-                keep_s=keep_s, key_id=caller.key_id,
+        with context.quotas.receiving(caller) as took:
+            upload = await uploads.receive(
+                request.stream(), request.headers.get("content-type", ""), incoming, context.config.upload_bytes,
+                took,
             )  # fmt: skip
-            attempt = repeats.Attempt.of(
-                request, caller, ROUTE, [upload.sha256, upload.filename, row.purpose, upload.fields]
-            )
-            # No await between the look for an earlier attempt and the insert: two retries cannot both miss.
-            with db.transaction():
-                earlier = repeats.find(db, attempt, context.config)
-                known = files.find(db, earlier, now_s=time.time()) if earlier else None
-                if known is None:
-                    os.rename(incoming, context.files_dir / file_id)
-                    files.insert(db, row)
-                    repeats.remember(db, attempt, file_id)
-        finally:
-            incoming.unlink(missing_ok=True)
+            try:
+                purpose, keep_s = checked_purpose(upload.fields.get("purpose")), _keep_s(upload.fields)
+                row = await described(
+                    file_id, incoming, filename=upload.filename, size=upload.size, sha256=upload.sha256,
+                    purpose=purpose, keep_s=keep_s, key_id=caller.key_id,
+                )  # fmt: skip
+                attempt = repeats.Attempt.of(
+                    request, caller, ROUTE, [upload.sha256, upload.filename, row.purpose, upload.fields]
+                )
+                # No await between the look for an earlier attempt and the insert: two retries cannot both miss.
+                with db.transaction():
+                    earlier = repeats.find(db, attempt, context.config)
+                    known = files.find(db, earlier, now_s=time.time()) if earlier else None
+                    if known is None:
+                        os.rename(incoming, context.files_dir / file_id)
+                        files.insert(db, row)
+                        repeats.remember(db, attempt, file_id)
+            finally:
+                incoming.unlink(missing_ok=True)
         return views.file_object(known or row)
 
     @router.get("")

@@ -46,6 +46,7 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
             earlier = repeats.find(db, attempt, context.config)
             if earlier is not None and (known := jobs.find(db, earlier)) is not None:
                 return shown_job(known)
+            context.quotas.check_job(caller)
             key = keys.find(db, caller.key_id) if caller.key_id else None
             row = _new_job(context, body, caller.key_id, key.owner if key else "")
             jobs.insert(db, row)

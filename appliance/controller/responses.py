@@ -53,6 +53,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
                 raise ApiError(429, f"{MAX_UNFINISHED} responses in background are unfinished. Please retry.",
                                kind="requests", code="rate_limit_exceeded", headers={"retry-after": "10"})  # fmt: skip
             row = _queued(body, caller.key_id or "")
+            context.quotas.check_background(caller, row.bytes)
             with context.db.transaction():
                 stored.add([row])
                 repeats.remember(context.db, attempt, row.id)

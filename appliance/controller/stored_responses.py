@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from typing import Any
 
 import orjson
@@ -16,7 +17,7 @@ import orjson
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import ApiError, BadRequest, NotFound, shown
 from appliance.controller.response_items import items_of
-from appliance.store import responses
+from appliance.store import holdings, responses
 from appliance.store.rows import ResponseRow
 
 log = logging.getLogger("appliance.controller")
@@ -25,6 +26,8 @@ DAY_S = 86400.0
 ARRIVES_WITHIN_S = 1.0
 MAX_TURNS = 2000
 CONVERSATION_BYTES = 64 << 20
+# Every so many bytes of a key (a row counts as some, however short) its owner's bounds are looked at.
+_LOOK_AFTER_BYTES, _ROW_BYTES = 4 << 20, 16 << 10
 _TOUCH_EVERY_S = 3600.0
 _MAX_ASKED = 1000
 
@@ -33,7 +36,8 @@ class StoredResponses:
     """Of all keys. Whoever asks says as which key; None is the box itself, to which all of them are known."""
 
     def __init__(self, context: ControllerContext):
-        self._db, self._config = context.db, context.config
+        self._db, self._config, self._quotas = context.db, context.config, context.quotas
+        self._unchecked: Counter[str] = Counter()  # bytes by key since its owner's bounds were last looked at
         self._bytes = responses.totals(context.db)[1]
         self._asked: dict[str, list[asyncio.Future[None]]] = {}
 
@@ -42,6 +46,9 @@ class StoredResponses:
     def take(self, copies: list[Any]) -> int:
         """Store what a gateway sends: each {"key", "previous", "input", "response"}. Returns how many were new."""
         if not self._config.responses_kept_days:
+            return 0
+        if self._quotas.disk.room_bytes() <= 0:
+            log.error("%d answered responses are not stored: the disk is short of space", len(copies))
             return 0
         rows = []
         for copy in copies:
@@ -59,9 +66,12 @@ class StoredResponses:
                     continue
                 new += 1
                 self._bytes += row.bytes
+                self._unchecked[row.key_id] += row.bytes + _ROW_BYTES
                 if row.previous_id is not None:
                     responses.touch(self._db, row.previous_id, row.key_id, max_turns=MAX_TURNS, now_s=row.used_s,
                                     older_than_s=row.used_s - _TOUCH_EVERY_S)  # fmt: skip
+        for key_id in {row.key_id for row in rows if self._unchecked[row.key_id] > _LOOK_AFTER_BYTES}:
+            self._keep_bounds(key_id)
         if self._bytes > self._config.responses_bytes:
             self._shrink()
         for row in rows:
@@ -135,9 +145,18 @@ class StoredResponses:
         with self._db.transaction():
             responses.delete_of_revoked_keys(self._db)
             responses.delete_unused(self._db, now_s - self._config.responses_kept_days * DAY_S)
+        for key_id in list(self._unchecked):
+            self._keep_bounds(key_id)
         self._bytes = responses.totals(self._db)[1]
         if self._bytes > self._config.responses_bytes:
             self._shrink()
+
+    def _keep_bounds(self, key_id: str) -> None:
+        """What the owner of this key has too much goes, the longest unused first."""
+        del self._unchecked[key_id]
+        bounds = self._quotas.bounds(key_id)
+        if holdings.shrink_responses(self._db, key_id, bounds.responses, bounds.responses_bytes):
+            self._bytes = responses.totals(self._db)[1]
 
     def _shrink(self) -> None:
         # Below the bound, or the next response would have to make room again.

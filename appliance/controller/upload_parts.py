@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -22,7 +23,8 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
 from appliance.controller import files, uploads, views
 from appliance.controller.context import ControllerContext
-from appliance.controller.errors import BadRequest, Conflict, NotFound, Unavailable, shown
+from appliance.controller.disk import insufficient_storage
+from appliance.controller.errors import BadRequest, Conflict, NotFound, shown
 from appliance.controller.principal import FINE_TUNING, Caller
 from appliance.controller.routers import make_router
 from appliance.store import files as file_rows
@@ -61,12 +63,14 @@ def routes(context: ControllerContext) -> APIRouter:
     router = make_router("/v1/uploads", FINE_TUNING)
     db, config = context.db, context.config
     completing: set[str] = set()
+    arriving: Counter[str] = Counter()  # bytes of parts by upload that are not in the store yet
 
     @router.post("")
     async def create(body: UploadCreate, caller: Caller) -> dict[str, Any]:
         if body.bytes > config.upload_total_bytes:
             raise BadRequest(f"An upload of {body.bytes} bytes is over the limit of {config.upload_total_bytes}.",
                              param="bytes", code="upload_too_large")  # fmt: skip
+        context.quotas.check_upload(caller, body.bytes)
         now_s = time.time()
         row = UploadRow(
             id=new_id("upload_"), filename=uploads.checked_filename(body.filename.encode(), "filename"),
@@ -80,23 +84,39 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.post("/{upload_id}/parts")
     async def add_part(upload_id: str, request: Request) -> dict[str, Any]:
         row = _pending(context, upload_id)
-        room_bytes = 2 * row.bytes + config.upload_part_bytes
-        if sum(part.bytes for part in upload_rows.parts(db, row.id).values()) >= room_bytes:
-            raise BadRequest(f"The parts of {row.id} hold more than twice the {row.bytes} bytes that were announced.",
-                             param="data", code="upload_too_large")  # fmt: skip
+        context.quotas.disk.check()
+        mine = 0
+
+        def took(count: int) -> None:
+            nonlocal mine
+            stored = sum(part.bytes for part in upload_rows.parts(db, row.id).values())
+            if stored + arriving[row.id] + count > 2 * row.bytes:
+                raise BadRequest(
+                    f"The parts of {row.id} would hold more than twice the {row.bytes} bytes that were announced (a "
+                    "part may be sent a second time); create an upload with the file's size.",
+                    param="data", code="upload_too_large",
+                )  # fmt: skip
+            context.quotas.disk.check(count)
+            mine += count
+            arriving[row.id] += count
+
         part_id = new_id("part_")
         folder = _folder(context, row.id)
         folder.mkdir(mode=0o700, exist_ok=True)
         incoming = folder / f"{uploads.INCOMING_PREFIX}{part_id}"
         try:
             part = await uploads.receive(
-                request.stream(), request.headers.get("content-type", ""), incoming, config.upload_part_bytes, "data"
-            )
+                request.stream(), request.headers.get("content-type", ""), incoming, config.upload_part_bytes, took,
+                "data",
+            )  # fmt: skip
             _pending(context, upload_id)  # it may have ended while its bytes came
             os.rename(incoming, folder / part_id)
             made = UploadPartRow(part_id, row.id, part.size, time.time())
             upload_rows.insert_part(db, made)
         finally:
+            arriving[row.id] -= mine
+            if not arriving[row.id]:
+                del arriving[row.id]
             incoming.unlink(missing_ok=True)
         return {"id": part_id, "object": "upload.part", "created_at": int(made.created_s), "upload_id": row.id}
 
@@ -109,6 +129,7 @@ def routes(context: ControllerContext) -> APIRouter:
         paths = _chosen(context, row, body)
         if row.id in completing:
             raise Conflict(f"The upload {row.id} is being completed by another request.", code="upload_busy")
+        context.quotas.disk.check(row.bytes)
         completing.add(row.id)
         file_id = new_id("file-")
         incoming = context.files_dir / f"{uploads.INCOMING_PREFIX}{file_id}"
@@ -214,9 +235,7 @@ def _join(parts: list[Path], target: Path) -> tuple[str, str]:
             os.fsync(out.fileno())
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Unavailable(
-                507, "The disk of the box is full; delete files or models first.", code="disk_full", retry=False
-            ) from error
+            raise insufficient_storage("The disk of the box is full") from error
         raise
     return sha256.hexdigest(), md5.hexdigest()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,7 +17,8 @@ from anyio import to_thread
 from python_multipart.exceptions import MultipartParseError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
-from appliance.controller.errors import BadRequest, BodyTooLarge, Unavailable, shown
+from appliance.controller.disk import insufficient_storage
+from appliance.controller.errors import BadRequest, BodyTooLarge, shown
 
 INCOMING_PREFIX = ".incoming-"
 MAX_FILENAME_BYTES = 255
@@ -38,12 +39,14 @@ class Upload:
 
 
 async def receive(
-    chunks: AsyncIterator[bytes], content_type: str, target: Path, limit_bytes: int, part: str = "file"
-) -> Upload:
+    chunks: AsyncIterator[bytes], content_type: str, target: Path, limit_bytes: int, took: Callable[[int], None],
+    part: str = "file",
+) -> Upload:  # fmt: skip
     """Read a form whose one file stands in the part named `part` into `target`, complete and synced on return.
 
-    The caller renames it. On any error, a disconnect included, the file is gone. Raises BadRequest, BodyTooLarge,
-    Unavailable (disk full).
+    The caller renames it. `took` is told how many bytes came before they are written, and may refuse them. On any
+    error, a disconnect included, the file is gone. Raises BadRequest, BodyTooLarge, Unavailable (disk full), and what
+    `took` raises.
     """
     kind, options = parse_options_header(content_type)
     boundary = options.get(b"boundary")
@@ -60,8 +63,10 @@ async def receive(
             async for chunk in chunks:
                 parser.write(chunk)
                 if form.pending_bytes >= _WRITE_BYTES:
+                    took(form.pending_bytes)
                     await to_thread.run_sync(out.write, form.take())
             parser.finalize()
+            took(form.pending_bytes)
             await to_thread.run_sync(_finish, out, form.take())
         return form.result()
     except MultipartParseError as error:
@@ -70,9 +75,7 @@ async def receive(
     except OSError as error:
         target.unlink(missing_ok=True)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Unavailable(
-                507, "The disk of the box is full; delete files or models first.", code="disk_full", retry=False
-            ) from error
+            raise insufficient_storage("The disk of the box is full") from error
         raise
     except BaseException:
         target.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import sqlite3
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -104,6 +104,11 @@ class Database:
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
         return self._connection.execute(sql, parameters)
+
+    def many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
+        """The statement once for each of the parameters, in one transaction."""
+        with self.transaction():
+            self._connection.executemany(sql, parameters)
 
     def one(self, kind: type[Row], sql: str, parameters: Sequence[Any] = ()) -> Row | None:
         row = self.execute(sql, parameters).fetchone()

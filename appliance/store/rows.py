@@ -17,7 +17,8 @@ class KeyRow:
     """An API key. Only the SHA-256 of the key is kept: 256 random bits need no slow hash.
 
     owner: who shares the devices with whom; keys of one owner count as one. models: names that it may use, None for
-    all. The limits: None where none binds; days and months are those of UTC.
+    all. The limits: None where none binds; days and months are those of UTC. bounds: of what the owner may keep, where
+    they are not the box's own. session: of one command on the box itself.
     """
 
     id: str
@@ -33,6 +34,8 @@ class KeyRow:
     tokens_per_minute: int | None = None
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
+    bounds: dict[str, int] | None = json_column(default=None)
+    session: int = 0
 
 
 @dataclass(frozen=True, slots=True)

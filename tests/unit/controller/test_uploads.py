@@ -82,10 +82,14 @@ async def test_limits(control: Control):
     with pytest.raises(openai.APIStatusError) as large:
         await part(control, upload_id, b"x" * (control.context.config.upload_part_bytes + 100_000))
     assert large.value.status_code == 413
-    for _ in range(2):
-        await part(control, upload_id, b"x" * 40_000)
+    with pytest.raises(openai.BadRequestError, match="more than twice"):
+        await part(control, upload_id, b"x" * 40_000)  # announced: 10
+    for _ in range(2):  # the second is the first one again, whose answer was lost
+        await part(control, upload_id, b"x" * 10)
     with pytest.raises(openai.BadRequestError, match="more than twice"):
         await part(control, upload_id, b"x")
+    folder = control.context.uploads_dir / upload_id
+    assert sum(entry.stat().st_size for entry in folder.iterdir()) == 20
 
 
 async def test_cancelled_and_expired_uploads_leave_nothing(control: Control):

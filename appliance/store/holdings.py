@@ -1,0 +1,72 @@
+"""What one owner holds: everything that any of the owner's keys made, whichever of them that was."""
+
+from __future__ import annotations
+
+from appliance.store.database import Database
+from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_RESPONSE
+
+# A key that is not in the table (the box of a test) is an owner of its own.
+_OF = "key_id IN (SELECT ?1 UNION SELECT id FROM keys WHERE owner = (SELECT owner FROM keys WHERE id = ?1))"
+_LIVE_PHASES = ("validating", "queued", "running", "suspended")
+assert not FINISHED_PHASES.intersection(_LIVE_PHASES)
+
+
+def _one_of(values: tuple[str, ...]) -> str:
+    return ", ".join(f"'{value}'" for value in values)
+
+
+def files(db: Database, key_id: str) -> tuple[int, int]:
+    """Number and bytes."""
+    return _number_and_bytes(db, f"files WHERE {_OF}", key_id)
+
+
+def uploads(db: Database, key_id: str) -> tuple[int, int]:
+    """Number and announced bytes of those that are neither complete nor ended."""
+    return _number_and_bytes(db, f"uploads WHERE status = 'pending' AND {_OF}", key_id)
+
+
+def responses(db: Database, key_id: str) -> tuple[int, int]:
+    """Number and bytes."""
+    return _number_and_bytes(db, f"responses WHERE {_OF}", key_id)
+
+
+def background(db: Database, key_id: str) -> tuple[int, int]:
+    """Number and bytes of responses that are still to be answered."""
+    return _number_and_bytes(db, f"responses WHERE status IN ({_one_of(UNFINISHED_RESPONSE)}) AND {_OF}", key_id)
+
+
+def shrink_responses(db: Database, key_id: str, number: int, size: int) -> int:
+    """Delete the longest unused until at most so many, of so many bytes, are left; returns how many went. Those that
+    are still to be answered stay."""
+    have, have_bytes = responses(db, key_id)
+    gone = []
+    if have > number or have_bytes > size:
+        for row in db.execute(
+            f"SELECT id, bytes FROM responses WHERE status NOT IN ({_one_of(UNFINISHED_RESPONSE)}) AND {_OF}"
+            " ORDER BY used_s, seq", [key_id],
+        ):  # fmt: skip
+            if have <= number and have_bytes <= size:
+                break
+            have, have_bytes = have - 1, have_bytes - row["bytes"]
+            gone.append([row["id"]])
+    db.many("DELETE FROM responses WHERE id = ?", gone)
+    return len(gone)
+
+
+def batches(db: Database, key_id: str) -> int:
+    """Unfinished ones."""
+    return _number(db, f"batches WHERE status IN ({_one_of(UNFINISHED_BATCH)}) AND {_OF}", key_id)
+
+
+def jobs(db: Database, key_id: str) -> int:
+    """Unfinished ones."""
+    return _number(db, f"jobs WHERE phase IN ({_one_of(_LIVE_PHASES)}) AND {_OF}", key_id)
+
+
+def _number(db: Database, where: str, key_id: str) -> int:
+    return db.execute(f"SELECT count(*) FROM {where}", [key_id]).fetchone()[0]
+
+
+def _number_and_bytes(db: Database, where: str, key_id: str) -> tuple[int, int]:
+    number, size = db.execute(f"SELECT count(*), coalesce(sum(bytes), 0) FROM {where}", [key_id]).fetchone()
+    return number, size

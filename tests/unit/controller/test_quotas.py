@@ -1,0 +1,207 @@
+"""What one owner may take of the box: every kind of stored or waiting thing has a bound, and the disk has a floor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+import pytest
+
+from appliance.controller.app import create_app
+from appliance.controller.disk import GIB, Disk, floor_of
+from appliance.controller.errors import ApiError
+from appliance.store import keys, responses
+from appliance.store.database import Database
+from appliance.store.rows import ResponseRow
+from tests.simulator.control_plane import simulated_context
+from tests.unit.controller.conftest import ADMIN, Control, chat_lines
+
+BOUNDS = {"files": 3, "file_bytes": 10_000, "uploads": 2, "batches": 1, "jobs": 2, "background": 2, "responses": 3,
+          "responses_bytes": 100_000}  # fmt: skip
+LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "starter"}}\n'
+
+
+@pytest.fixture
+async def control(tmp_path: Path, db: Database) -> AsyncIterator[Control]:
+    context = simulated_context(tmp_path, db, bounds=BOUNDS, disk_floor_bytes=0)
+    app = create_app(context)
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://box") as http,
+    ):
+        yield Control(app, context, http, None)  # type: ignore[arg-type]
+
+
+def caller(db: Database, name: str, owner: str | None = None, **more: Any) -> dict[str, str]:
+    row, _ = keys.create(db, name, ["inference", "fine_tuning"], owner, **more)
+    return {"x-appliance-key-id": row.id, "x-appliance-scopes": "inference,fine_tuning"}
+
+
+async def file(control: Control, who: dict[str, str], data: bytes, purpose: str = "user_data") -> httpx.Response:
+    return await control.http.post("/v1/files", headers=who, files={"file": ("a.bin", data)}, data={"purpose": purpose})
+
+
+async def upload(control: Control, who: dict[str, str], size: int) -> httpx.Response:
+    body = {"bytes": size, "filename": "a.bin", "mime_type": "text/plain", "purpose": "user_data"}
+    return await control.http.post("/v1/uploads", headers=who, json=body)
+
+
+def refused(answer: httpx.Response, status: int, bound: str) -> bool:
+    error = answer.json().get("error", {})
+    return (answer.status_code, error.get("code"), error.get("param")) == (status, "limit_reached", bound) and str(
+        BOUNDS[bound]
+    ) in error["message"]
+
+
+async def test_files_are_bounded_by_number_for_all_keys_of_an_owner_and_for_no_admin(control: Control):
+    first, second = caller(control.db, "ann", "ann"), caller(control.db, "ann-2", "ann")
+    made = [(await file(control, who, b"x")).json()["id"] for who in (first, second, first)]
+    assert refused(await file(control, second, b"x"), 429, "files")
+    assert refused(await upload(control, second, 1), 429, "files")
+    assert (await file(control, caller(control.db, "ben"), b"x")).status_code == 200
+    for who in (ADMIN, {}):
+        assert (await file(control, who, b"x")).status_code == 200
+    await control.http.delete(f"/v1/files/{made[0]}", headers=first)
+    assert (await file(control, second, b"x")).status_code == 200
+
+
+async def test_file_bytes_count_what_is_there_announced_and_arriving(control: Control):
+    ann = caller(control.db, "ann")
+    assert (await file(control, ann, b"x" * 4000)).status_code == 200
+    assert refused(await file(control, ann, b"x" * 6001), 413, "file_bytes")
+    assert refused(await upload(control, ann, 3001), 413, "file_bytes")
+    assert (await upload(control, ann, 2500)).status_code == 200
+    assert refused(await file(control, ann, b"x" * 1001), 413, "file_bytes")
+    assert [path.stat().st_size for path in control.context.files_dir.iterdir()] == [4000]
+    # Sent at once, they pass together no more than one after the other.
+    answers = await asyncio.gather(*(file(control, ann, b"x" * 600) for _ in range(8)))
+    statuses = [answer.status_code for answer in answers]
+    assert statuses.count(200) == 1 and set(statuses) <= {200, 413, 429}
+    assert sum(path.stat().st_size for path in control.context.files_dir.iterdir()) == 4600
+
+
+async def test_a_file_that_arrives_holds_its_place(control: Control):
+    ann = caller(control.db, "ann")
+    quotas, principal = control.context.quotas, SimpleNamespace(key_id=ann["x-appliance-key-id"], scopes=frozenset())
+    with quotas.receiving(principal) as took:  # type: ignore[arg-type]
+        took(6000)
+        with pytest.raises(ApiError) as full, quotas.receiving(principal) as also:  # type: ignore[arg-type]
+            also(4001)
+        assert full.value.status_code == 413
+    assert (await file(control, ann, b"x" * 10_000)).status_code == 200  # nothing is left of what broke off
+
+
+async def test_uploads_batches_jobs_and_background_are_bounded(control: Control):
+    ann, ben = caller(control.db, "ann"), caller(control.db, "ben")
+    assert [(await upload(control, ann, 1)).status_code for _ in range(2)] == [200, 200]
+    assert refused(await upload(control, ann, 1), 429, "uploads")
+
+    given = (await file(control, ben, LINE, "batch")).json()["id"]
+    batch = {"completion_window": "24h", "endpoint": "/v1/chat/completions", "input_file_id": given}
+    first = await control.http.post("/v1/batches", headers=ben, json=batch)
+    assert first.status_code == 200
+    assert refused(await control.http.post("/v1/batches", headers=ben, json=batch), 429, "batches")
+
+    training = (await file(control, ben, chat_lines(), "fine-tune")).json()["id"]
+    job = {"model": "starter", "training_file": training}
+    answers = [await control.http.post("/v1/fine_tuning/jobs", headers=ben, json=job) for _ in range(3)]
+    assert [answer.status_code for answer in answers[:2]] == [200, 200] and refused(answers[2], 429, "jobs")
+    await control.settle()
+    await control.http.post(f"/v1/fine_tuning/jobs/{answers[0].json()['id']}/cancel", headers=ben)
+    assert (await control.http.post("/v1/fine_tuning/jobs", headers=ben, json=job)).status_code == 200
+    await control.settle()
+
+    asked = {"model": "starter", "input": "hello", "background": True}
+    assert [(await control.http.post("/v1/responses", headers=ann, json=asked)).status_code for _ in range(2)] == [
+        200, 200,
+    ]  # fmt: skip
+    assert refused(await control.http.post("/v1/responses", headers=ann, json=asked), 429, "background")
+    # Others are not held up by her.
+    assert (await control.http.post("/v1/responses", headers=ben, json=asked)).status_code == 200
+    large = asked | {"input": "x" * 100_000}
+    assert refused(await control.http.post("/v1/responses", headers=ben, json=large), 429, "responses_bytes")
+
+
+async def test_a_key_may_have_bounds_of_its_own(control: Control):
+    ann = caller(control.db, "ann", bounds={"uploads": 3})
+    assert [(await upload(control, ann, 1)).status_code for _ in range(3)] == [200, 200, 200]
+    assert (await upload(control, ann, 1)).status_code == 429
+
+
+async def test_stored_responses_of_an_owner_push_out_the_owners_own(control: Control):
+    ann, ben = (caller(control.db, name)["x-appliance-key-id"] for name in ("ann", "ben"))
+    stored = control.app.state.responses
+
+    def row(key_id: str, n: int, size: int = 10) -> ResponseRow:
+        return ResponseRow(id=f"resp_{key_id}{n}", key_id=key_id, status="completed", created_s=n, used_s=n, bytes=size,
+                           input="[]", response="{}")  # fmt: skip
+
+    stored.add([row(ben, 0)] + [row(ann, n) for n in range(5)])
+    stored.keep_house(6.0)
+
+    def left(key_id: str) -> list[str]:
+        return [f"resp_{key_id}{n}" for n in range(5) if responses.find(control.db, f"resp_{key_id}{n}")]
+
+    assert left(ann) == [f"resp_{ann}{n}" for n in (2, 3, 4)] and len(left(ben)) == 1
+    stored.add([row(ann, 0, 99_995)])
+    stored.add([row(ann, n, 5 << 20) for n in (1,)])  # much at once is looked at at once
+    assert responses.find(control.db, f"resp_{ann}1") is None or not left(ann)
+
+
+# --- the disk
+
+
+def volume(total: int, free: int) -> Any:
+    return lambda _: os.statvfs_result((4096, 4096, total // 4096, free // 4096, free // 4096, 0, 0, 0, 0, 255))
+
+
+@pytest.mark.parametrize(
+    ("total", "floor"),
+    [(64 << 20, 6.4 * 2**20), (10 * GIB, GIB), (100 * GIB, 2 * GIB), (400 * GIB, 8 * GIB), (10_000 * GIB, 20 * GIB)],
+)
+def test_the_floor_fits_the_volume(total: int, floor: float):
+    assert floor_of(total) == int(floor)
+
+
+def test_what_would_go_below_the_floor_is_refused():
+    disk = Disk(Path("/"), None, volume(100 * GIB, 3 * GIB))
+    disk.check()
+    disk.check(GIB)
+    with pytest.raises(ApiError) as short:
+        disk.check(GIB + 4096)
+    assert (short.value.status_code, short.value.code) == (507, "insufficient_storage")
+    with pytest.raises(ApiError):
+        Disk(Path("/"), None, volume(100 * GIB, 2 * GIB)).check()
+    Disk(Path("/"), 0, volume(100 * GIB, 4096)).check()
+
+
+async def test_below_the_floor_nothing_is_stored_and_room_can_be_made(control: Control):
+    ann = caller(control.db, "ann")
+    kept = (await file(control, ann, b"x")).json()["id"]
+    pending = (await upload(control, ann, 10)).json()["id"]
+    given = (await file(control, ann, LINE, "batch")).json()["id"]
+    control.context.quotas.disk = Disk(Path("/"), None, volume(100 * GIB, GIB))
+    batch = {"completion_window": "24h", "endpoint": "/v1/chat/completions", "input_file_id": given}
+    part = control.http.post(f"/v1/uploads/{pending}/parts", headers=ADMIN, files={"data": ("d", b"x")})
+    answers = [
+        await file(control, ann, b"x"), await file(control, {}, b"x"), await upload(control, ADMIN, 1), await part,
+        await control.http.post("/v1/batches", headers=ADMIN, json=batch),
+        await control.http.post("/v1/fine_tuning/jobs", headers=ADMIN, json={"model": "starter", "training_file": "f"}),
+        await control.http.post("/v1/responses", headers=ADMIN,
+                                json={"model": "starter", "input": "hello", "background": True}),
+    ]  # fmt: skip
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (507, "insufficient_storage"), answer.text
+        assert answer.headers["x-should-retry"] == "false"
+    copy = {"key": "key_x", "previous": None, "input": "hello",
+            "response": {"id": "resp_1", "status": "completed", "created_at": time.time()}}  # fmt: skip
+    assert control.app.state.responses.take([copy]) == 0
+    assert (await control.http.delete(f"/v1/files/{kept}", headers=ann)).status_code == 200
+    assert (await control.http.post(f"/v1/uploads/{pending}/cancel", headers=ann)).status_code == 200
+    assert len(list(control.context.files_dir.iterdir())) == 1 and not list(control.context.uploads_dir.iterdir())
