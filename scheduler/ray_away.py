@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Any
 from scheduler.errors import EffectFailed
 from scheduler.ray_node import Place
 from scheduler.ray_nodes import Nodes
+from train.cadence import every_s
 from train.spec import TrainSpec
 from weights.names import decode_name
 from weights.record import Name
@@ -25,6 +27,7 @@ from weights.record import Name
 log = logging.getLogger(__name__)
 
 VERB = "start_group"
+_OVER = {"event": "over"}
 
 
 async def outfit(nodes: Nodes, place: Place, spec: TrainSpec, snapshot: Path | None) -> tuple[TrainSpec, Path | None]:
@@ -54,10 +57,14 @@ async def outfit(nodes: Nodes, place: Place, spec: TrainSpec, snapshot: Path | N
 class Homecoming:
     """Events of a job's ranks elsewhere, told in their order, each when what it speaks of is at home."""
 
-    def __init__(self, nodes: Nodes, place: Place, job_id: str, tell: Callable[[dict[str, Any]], None]):
+    def __init__(self, nodes: Nodes, place: Place, job_id: str, tell: Callable[[dict[str, Any]], None],
+                 clock: Callable[[], float] = time.monotonic):  # fmt: skip
         self._nodes, self._place, self._job_id, self._tell = nodes, place, job_id, tell
         self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._missing = ""
+        self._clock = clock
+        self._not_before_s = 0.0
+        self._left: dict[str, Any] | None = None  # the newest snapshot that was not brought yet
         self._telling = asyncio.create_task(self._run(), name=f"{job_id} homecoming")
 
     def take(self, event: dict[str, Any]) -> None:
@@ -69,6 +76,7 @@ class Homecoming:
         Their node then gives back what it kept for them; for a suspended job not its folder and snapshots, with which
         it goes on sooner if it comes back.
         """
+        self._events.put_nowait(_OVER)
         told = asyncio.create_task(self._events.join())
         await asyncio.wait({told, self._telling}, return_when=asyncio.FIRST_COMPLETED)
         if self._telling.done():
@@ -86,11 +94,27 @@ class Homecoming:
     async def _run(self) -> None:
         while True:
             event = await self._events.get()
-            if event["event"] not in ("snapshot", "published"):
+            if event["event"] == "snapshot":
+                self._left = event
+                if self._clock() >= self._not_before_s:
+                    await self._bring_left()
+            elif event is _OVER:
+                await self._bring_left()
+            elif event["event"] != "published":
                 self._tell(event)
             elif (path := await self._brought(event)) is not None:
                 self._tell({**event, "path": str(path)})
             self._events.task_done()
+
+    async def _bring_left(self) -> None:
+        event, self._left = self._left, None
+        if event is None:
+            return
+        began_s = self._clock()
+        path = await self._brought(event)
+        self._not_before_s = self._clock() + every_s(self._clock() - began_s)
+        if path is not None:
+            self._tell({**event, "path": str(path)})
 
     async def _brought(self, event: dict[str, Any]) -> Path | None:
         remote = Path(event["path"])

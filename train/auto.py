@@ -74,7 +74,7 @@ def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: Model
     fields["publish"] = given.choice("publish", ("end", "epoch"), auto="end")
     fields["serve_dtype"] = _serve_dtype(given)
     _refuse_pipeline_parallel(given)
-    fields["snapshot_every_s"] = given.number("snapshot_every_s", 0, 86400, auto=300.0)
+    fields["snapshot_every_s"] = given.maybe_number("snapshot_every_s", 0, 86400)
     fields["step_patience_s"] = given.number("step_patience_s", 0, 86400, auto=0.1)
     given.refuse_unread()
     return fields
@@ -250,6 +250,10 @@ class _Given:
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
             raise InvalidHyperparameter(name, value, f"'auto' or a number from {low} to {high}")
         return float(value)
+
+    def maybe_number(self, name: str, low: float, high: float) -> float | None:
+        """None for "auto"."""
+        return self.number(name, low, high, auto=low) if self.is_set(name) else self.value(name, None)
 
     def flag(self, name: str, *, auto: bool) -> bool:
         value = self.value(name, auto)

@@ -29,12 +29,14 @@ _SHORTEST_PAUSE_S = 0.001
 
 @dataclass(frozen=True)
 class Written:
-    """A committed snapshot or version. `seconds` from begin to end, `stall_s` of them training stood still."""
+    """A committed snapshot or version. `seconds` from begin to end, `stall_s` of them training stood still, on this
+    rank; `beside_s` is what the copy beside training took of a processor."""
 
     path: str
     bytes: int
     seconds: float
     stall_s: float = 0.0
+    beside_s: float = 0.0
 
     def copied(self) -> None:
         """As `Writing.copied`, for what was there already."""
@@ -58,11 +60,12 @@ class Writing:
         self._hurry = threading.Event()
         self._filled: Future[None] | None = None
         self._marked = False
+        self._beside_s = 0.0
         if pace_s is None:
             self._run(fill(), 0.0)
         else:
             with_thread = ThreadPoolExecutor(1, thread_name_prefix="beside")
-            self._filled = with_thread.submit(self._run, fill(), pace_s)
+            self._filled = with_thread.submit(self._run_beside, fill(), pace_s)
             with_thread.shutdown(wait=False)
         self._stall_s = time.perf_counter() - began
 
@@ -93,7 +96,12 @@ class Writing:
             path, nbytes = self._draft.target, self._draft.layout.nbytes
             self._draft.close()
         now = time.perf_counter()
-        return Written(str(path), nbytes, now - self._began, self._stall_s + now - entered)
+        return Written(str(path), nbytes, now - self._began, self._stall_s + now - entered, self._beside_s)
+
+    def _run_beside(self, fill: Iterator[int], pace_s: float) -> None:
+        began_s = time.thread_time()
+        self._run(fill, pace_s)
+        self._beside_s = time.thread_time() - began_s
 
     def _run(self, fill: Iterator[int], pace_s: float) -> None:
         started, done = time.monotonic(), 0

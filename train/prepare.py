@@ -93,7 +93,7 @@ def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
         f"of {spec.max_length} ({fill:.0%} full)"
     ))  # fmt: skip
     if train.n_truncated or train.n_dropped:
-        emit("message", level="warning", text=(
+        emit("message", level="warn", text=(
             f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} "
             "were left out because nothing to learn was left of them"
         ))  # fmt: skip

@@ -19,6 +19,7 @@ import torch
 from train import fragments, parking, snapshot
 from train.ahead import Ahead, draft_name
 from train.beside import Writing, Written
+from train.cadence import Cadence
 from train.copies import CopyPlan
 from train.packing import StepPlan
 from train.progress import Events, Progress, Wishes
@@ -45,7 +46,8 @@ class Saving:
         self._emit, self._wishes, self._progress = emit, wishes, progress
         grid = fragments.grid(engine)
         self._rank, self._world_size = grid.rank, grid.world_size
-        self._last_snapshot_s = time.monotonic()
+        self._cadence = Cadence(spec.snapshot_every_s)
+        self._room_s = 0.0  # processor time of making room after the last snapshot
         self._sealing: list[threading.Thread] = []
         self._writing: list[tuple[Writing | Written, Callable[[Written], None]]] = []
         self._beside = -1, Written("", 0, 0.0)
@@ -59,8 +61,7 @@ class Saving:
         for or due."""
         if self._ahead is None:
             return
-        every_s = self.spec.snapshot_every_s
-        if every_s and time.monotonic() - self._last_snapshot_s >= every_s:
+        if self._cadence.due():
             self._wishes.snapshot = True
         if self._wishes.snapshot or self._wishes.suspend:
             # Where a version comes first, it comes first to what room there is as well.
@@ -89,6 +90,7 @@ class Saving:
     def make_first_room(self) -> None:
         """After the first step of this world: what it will write is known now."""
         if self._room is None:
+            self._cadence.guess(self.layout.nbytes // self._world_size)
             self._make_room()
 
     def snapshot_if_room(self, step: int, draft: int, pace_s: float) -> None:
@@ -97,13 +99,19 @@ class Saving:
         def tell(written: Written) -> None:
             self._beside = step, written
             self._emit("snapshot", step=step, **asdict(written))
+            if dear := self._cadence.wrote(written.stall_s + written.beside_s + self._room_s):
+                self._emit("message", level="info", text=dear)
             self._make_room()
 
+        self._cadence.begun()
         try:
             self._writing.append((self._begin_snapshot(step, draft=draft, pace_s=pace_s), tell))
         except StoreFull as full:  # raised on every rank; the run itself needs no room
-            self._emit("message", level="warning", text=f"no snapshot at step {step}: {full}")
-        self._last_snapshot_s, self._wishes.snapshot = time.monotonic(), False
+            if self._cadence.refused():
+                self._emit("message", level="warn", text=(
+                    f"no snapshot at step {step}, the next is tried in {self._cadence.interval_s:.0f} s: {full}"
+                ))  # fmt: skip
+        self._wishes.snapshot = False
 
     def begin_version(self, version: str, step: int, pace_s: float | None) -> None:
         """A version of the model as it is after this step, copied beside the next over about `pace_s`; None: now."""
@@ -144,7 +152,7 @@ class Saving:
         try:
             writing = self._begin_snapshot(step, draft=draft)
         except StoreFull as full:
-            self._emit("message", level="warning", text=f"the snapshot of step {step} goes to disk: {full}")
+            self._emit("message", level="warn", text=f"the snapshot of step {step} goes to disk: {full}")
             writing = self._begin_snapshot(step, snapshot.disk_store(self.spec))
         writing.copied()
         self.give_back()  # not only when it is committed, which others hold up
@@ -199,7 +207,8 @@ class Saving:
 
     def _end_snapshot(self, writing: Writing, step: int) -> Written:
         written = writing.finish()
-        self._last_snapshot_s, self._wishes.snapshot = time.monotonic(), False
+        self._cadence.begun()
+        self._wishes.snapshot = False
         self._emit("snapshot", step=step, **asdict(written))
         store = snapshot.store_of(written.path, self.store, self.spec)
         if self._rank == 0 and store is not self.store:
@@ -226,11 +235,13 @@ class Saving:
         version = self._version_layout
 
         def make() -> None:
+            began_s = time.thread_time()
             if self._rank == 0:
                 snapshot.forget_older(self.store, self.spec)
                 if self.spec.publish == "epoch":  # else the version would be cut out of the snapshot's segment
                     make_room(self.store, version, [], stock=True)
             make_room(self.store, self.layout, ours, stock=self._rank == 0)
+            self._room_s = time.thread_time() - began_s
 
         self._room = threading.Thread(target=make, name="room", daemon=True)
         self._room.start()

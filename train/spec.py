@@ -61,7 +61,7 @@ class TrainSpec:
     offload: Literal["none", "optimizer", "parameters"] = "none"
     device_kind: Literal["cpu", "cuda"] = "cpu"
 
-    snapshot_every_s: float = 300.0  # 0: only when asked
+    snapshot_every_s: float | None = None  # None: as often as it is cheap (train.cadence); 0: only when asked
     keep_snapshots: int = 2
     step_patience_s: float = 0.1  # a step with more than this to go is left when devices are wanted
     shm_budget_bytes: int | None = None  # of the whole weight store; None: what tmpfs has
@@ -86,6 +86,7 @@ class TrainSpec:
             "tensor_parallel": self.tensor_parallel == 1 or (
                 self.tensor_parallel > 1 and self.full and self.zero_stage <= 2 and self.offload == "none"
             ),
+            "snapshot_every_s": self.snapshot_every_s is None or self.snapshot_every_s >= 0,
             "step_patience_s": self.step_patience_s >= 0,
             "keep_snapshots": self.keep_snapshots >= 1,
         }

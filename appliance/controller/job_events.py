@@ -70,11 +70,22 @@ class JobEvents:
         with db.transaction():
             row = jobs.get(db, job_id)
             jobs.set_phase(db, job_id, "running", devices=devices, reason="")
-            if resumed:
-                text = f"Fine-tuning job continues at step {row.step} on {len(devices)} device(s)"
+            if resumed and row.snapshot is not None:
+                # Of the snapshot, not the last step that was told: a sudden end loses what was trained after it.
+                text = f"Fine-tuning job continues at step {row.snapshot['step']} on {len(devices)} device(s)"
             else:
                 text = f"Fine-tuning job started on {len(devices)} device(s)"
             add_message(db, job_id, text, data={"devices": devices})
+
+    def goes_on(self, job_id: str, step: int) -> None:
+        """Its ranks begin after `step`. Says which steps are done anew, if any are."""
+        row = jobs.get(self._db, job_id)
+        lost = (row.step or 0) - step
+        if lost > 0:
+            where = f"The job resumed from step {step}" if step else "There was no snapshot yet, the job begins anew"
+            span = f"steps {step + 1} to {row.step} are" if lost > 1 else f"step {row.step} is"
+            add_message(self._db, job_id, f"{where}: {span} done anew ({lost} in all)",
+                        data={"step": step, "steps_anew": lost})  # fmt: skip
 
     def suspended(self, job_id: str, step: int, snapshot_path: str, *, reason: str) -> None:
         """The job left its devices; its state waits in the snapshot."""

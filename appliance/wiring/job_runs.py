@@ -28,6 +28,7 @@ from weights.tiers import verify
 log = logging.getLogger(__name__)
 
 TIDY_EVERY_S = 10.0
+NUDGE_EVERY_S = 30.0
 
 
 class JobRuns:
@@ -47,6 +48,7 @@ class JobRuns:
         self._db, self._store, self._jobs_dir, self._shm_root = db, store, jobs_dir, shm_root
         self._events, self._tiers, self._back, self._on_change = events, tiers, back, on_change
         self._whole: set[Path] = set()
+        self._nudged_s = -NUDGE_EVERY_S
 
     def catch_up(self, job_id: str) -> None:
         """Take in the steps that were trained while no controller listened. Called before ranks start anew."""
@@ -178,12 +180,15 @@ class JobRuns:
 
     def on_event(self, job_id: str, event: dict[str, Any]) -> None:
         """Record it; snapshots and published versions flow to the other tiers in the background."""
-        if event["event"] == "started":
-            return  # the loop says the same with the devices' names
+        if event["event"] == "started":  # the loop tells of the devices, with their names
+            self._events.goes_on(job_id, int(event["step"]))
+            return
         self._events.ingest(job_id, event)
         if event["event"] == "published":
             self._published(job_id, event["version"])
-        elif event["event"] == "snapshot":
+        elif event["event"] == "snapshot" and self._tiers.clock() - self._nudged_s >= NUDGE_EVERY_S:
+            # Snapshots follow each other every few seconds; a pass over the tiers finds those in between by itself.
+            self._nudged_s = self._tiers.clock()
             self._tiers.nudge()
 
     def _published(self, job_id: str, version: str) -> None:

@@ -19,6 +19,7 @@ from appliance.store import box, tier_removals
 from appliance.store.database import Database
 from appliance.wiring.tier_facts import Facts, name_of, read_facts
 from appliance.wiring.tiers import Level, Tier, Tiers
+from train.cadence import every_s
 from weights.directory_tier import DirectoryTier
 from weights.errors import StoreError, TierFull, TierUnavailable, VersionNotFound, WeightsError
 from weights.lease import StoredVersion, take_lease, unpin
@@ -51,6 +52,7 @@ class TierFlow:
         self._db, self._tiers, self._owner, self._is_held = db, tiers, owner, is_held
         self._stopping = threading.Event()
         self._deleted: set[Name] = set()
+        self._not_before_s: dict[tuple[str, str], float] = {}  # (tier, job): the next copy of a snapshot of its
 
     async def run(self) -> None:
         """Works until it is cancelled."""
@@ -120,6 +122,10 @@ class TierFlow:
         plan = self._plan(level, facts, {*stored, *higher}, tier.here)
         tier.backlog = {name: stored[name].nbytes if name in stored else 0 for name in plan.push}
         for name in plan.push:
+            if not unthrottled and self._too_soon(tier, name):
+                tier.backlog.pop(name, None)
+                continue
+            began_s = self._tiers.clock()
             try:
                 await self._push(tier, name, stored.get(name), above, unthrottled)
             except (VersionNotFound, StoreError) as error:
@@ -130,6 +136,9 @@ class TierFlow:
                 self._tiers.note(tier, f"{name} cannot be copied: {error}")
                 continue
             tier.backlog.pop(name, None)
+            if name.kind == "snapshot":
+                now_s = self._tiers.clock()
+                self._not_before_s[tier.level.name, name.model] = now_s + every_s(now_s - began_s)
         for name in plan.drop:
             await self._on(tier, level.of(name.kind).remove, name)
             tier.here.pop(name, None)
@@ -142,6 +151,12 @@ class TierFlow:
                 await self._on(tier, keeper.collect)
             tier.dirty = False
         tier.used_bytes = await self._on(tier, lambda: sum(keeper.usage_bytes() for keeper in level.all()))
+
+    def _too_soon(self, tier: Tier, name: Name) -> bool:
+        """A running job writes snapshots every few seconds. Copying them takes 2 % of the time too; what is not
+        copied yet stays in memory, pinned, and the next one may take its place."""
+        not_before_s = self._not_before_s.get((tier.level.name, name.model), 0.0)
+        return name.kind == "snapshot" and self._tiers.clock() < not_before_s
 
     def _plan(self, level: Level, facts: Facts, above: Iterable[Name], here: Mapping[Name, float]) -> TierPlan[Name]:
         push: list[Name] = []

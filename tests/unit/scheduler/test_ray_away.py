@@ -68,6 +68,27 @@ async def test_events_wait_for_what_they_speak_of_and_keep_their_order(nodes):
     assert nodes.forgotten == [("job-1", True)]
 
 
+async def test_snapshots_come_home_as_often_as_that_is_cheap_and_the_last_one_always(nodes):
+    told: list[dict] = []
+    now = [100.0]
+    home = Homecoming(nodes, At(), "job-1", told.append, lambda: now[0])
+
+    async def written(step):
+        path = SNAPSHOT["path"].replace("step-5", f"step-{step}")
+        home.take({**SNAPSHOT, "step": step, "path": path})
+        await home._events.join()
+        return [event["step"] for event in told]
+
+    assert await written(5) == [5], "the first at once"
+    now[0] += 1
+    assert await written(6) == [5] and await written(7) == [5], "it took no time, and five seconds are the least"
+    now[0] += 5
+    assert await written(8) == [5, 8]
+    now[0] += 1
+    assert await written(9) == [5, 8]
+    assert await home.over(suspended=True) == "" and [event["step"] for event in told] == [5, 8, 9]
+
+
 async def test_a_lost_snapshot_is_not_told_of_and_a_lost_result_is_no_success(nodes):
     told: list[dict] = []
     home = coming(nodes, told)

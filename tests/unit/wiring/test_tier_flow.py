@@ -247,6 +247,36 @@ async def test_snapshots_flow_and_leave_with_their_job(flow, store, db, add_job,
     assert back.newest_snapshot("ftjob-1") == [] and put_off(tiers, "remote")["bytes"] == 0
 
 
+async def test_snapshots_that_follow_each_other_quickly_are_copied_now_and_then_and_all_at_the_end(
+    flow, store, add_job, tiers, monkeypatch
+):
+    add_job(phase="running")
+    now = [1000.0]
+    monkeypatch.setattr(tiers, "clock", lambda: now[0])
+    push = flow._push
+
+    async def takes_two_seconds(*arguments):
+        await push(*arguments)
+        now[0] += 2.0
+
+    monkeypatch.setattr(flow, "_push", takes_two_seconds)
+
+    async def copied(step):
+        snapshot(store, step)
+        await passes(flow, "disk")
+        return tiers.places(Name("snapshot", "ftjob-1", f"step-{step}")) == ["memory", "disk"]
+
+    assert await copied(1)
+    now[0] += 99
+    assert not await copied(2), "two seconds of copying are 2 % of 100"
+    (waiting,) = [s for s in store.list("snapshot") if s.version == "step-2"]
+    assert waiting.pinned and put_off(tiers, "disk")["backlog"] == 0, "it waits in memory, which does not let it go"
+    now[0] += 2
+    assert await copied(3)
+    assert not await copied(4)
+    assert await flow.finish() and tiers.places(Name("snapshot", "ftjob-1", "step-4")) == ["memory", "disk"]
+
+
 async def test_no_room_in_memory_says_so_and_loses_nothing(flow, publish, store, tmp_path, back):
     publish("v1")
     await passes(flow, "disk")
