@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -104,7 +103,7 @@ def _answer(gateway: Client, settings: dict[str, Any], messages: list[dict[str, 
 
 @contextlib.contextmanager
 def _gateway(session: Session) -> Iterator[Client]:
-    """The box's endpoint. On the box itself without a key, one is made for this command and revoked behind it."""
+    """The box's endpoint. On the box itself without a key, one is made for this command and ended behind it."""
     from appliance.cli.client import Address, Client  # fenced, see appliance.cli.command
 
     if session.box_file is None:
@@ -114,15 +113,14 @@ def _gateway(session: Session) -> Iterator[Client]:
     if session.api_key:
         yield Client(address, session.api_key)
         return
-    own = {"name": f"chat-{os.urandom(4).hex()}", "scopes": ["inference"], "owner": "the box itself"}
-    made = session.client.post("/admin/v1/keys", own)
+    made = session.client.post("/admin/v1/session-keys")
     try:
         gateway = Client(address, made["key"])
         _wait_until_known(gateway)
         yield gateway
     finally:
         with contextlib.suppress(CliError):  # the answer is there; a key of inference scope that nobody knows may stay
-            session.client.delete(f"/admin/v1/keys/{paths.segment(made['id'])}")
+            session.client.delete(f"/admin/v1/session-keys/{paths.segment(made['id'])}")
 
 
 def _wait_until_known(gateway: Client) -> None:

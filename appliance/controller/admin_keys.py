@@ -53,7 +53,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/keys")
     async def list_keys() -> dict[str, Any]:
-        return {"object": "list", "data": [admin_views.key(row) for row in keys.list_all(db)]}
+        return {"object": "list", "data": [admin_views.key(row) for row in keys.list_all(db) if not row.session]}
 
     @router.post("/keys")
     async def create(body: KeyCreate, caller: Caller) -> dict[str, Any]:

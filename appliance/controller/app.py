@@ -20,6 +20,7 @@ from appliance.controller import (
     admin_models,
     admin_plan,
     admin_queue,
+    admin_session_keys,
     admin_usage,
     batch_files,
     batches,
@@ -98,6 +99,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_devices.routes(context, admin)
     admin_deployments.routes(context, admin)
     admin_keys.routes(context, admin)
+    admin_session_keys.routes(context, admin)
     admin_canaries.routes(context, admin, compared)
     admin_models.routes(context, admin, running, compared)
     admin_plan.routes(context, admin)
@@ -126,4 +128,5 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
     for row in file_rows.expired(context.db, now_s=now_s):
         files.remove(context, row)
     upload_parts.keep_house(context, now_s)
+    admin_session_keys.keep_house(context, now_s)
     idempotency.forget_before(context.db, now_s - context.config.idempotency_keep_s)

@@ -1,4 +1,5 @@
-"""Request bodies read by a parser with limits, instead of the standard library's.
+"""Routes of the control plane: each change is audited, and request bodies are read by a parser with limits, instead of
+the standard library's.
 
 `json.loads` accepts NaN, 5,000-digit integers and lone surrogates, and dies of RecursionError on 100,000 brackets;
 orjson refuses all of them with a position. The way in is FastAPI's documented custom Request and APIRoute class
@@ -14,6 +15,8 @@ import orjson
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
+from appliance.controller.audited import audited
+
 
 class StrictRequest(Request):
     async def json(self) -> Any:
@@ -28,4 +31,5 @@ class StrictRoute(APIRoute):
         async def strict(request: Request) -> Response:
             return await handle(StrictRequest(request.scope, request.receive))
 
-        return strict
+        (method,) = self.methods
+        return audited(strict, method, self.path)

@@ -1,4 +1,4 @@
-"""Who did what: one row per admin action, never changed or deleted by the box."""
+"""Who did what: one row per change."""
 
 from __future__ import annotations
 

@@ -39,6 +39,20 @@ def add(db: Database, rows: Iterable[Mapping[str, Any]], now_s: float) -> None:
             )  # fmt: skip
 
 
+def move(db: Database, from_key: str, to_key: str) -> None:
+    """What one key spent counts as another's from now on."""
+    columns = {row["name"]: row["pk"] for row in db.execute("PRAGMA table_info(usage)")}
+    counts = [name for name, key in columns.items() if not key]
+    names = ["hour_s", "key_id", "model", "version", *counts]
+    with db.transaction():
+        db.execute(
+            f"INSERT INTO usage ({', '.join(names)}) SELECT hour_s, ?2, model, version, {', '.join(counts)} FROM usage"
+            f" WHERE key_id = ?1 ON CONFLICT DO UPDATE SET {', '.join(f'{c} = {c} + excluded.{c}' for c in counts)}",
+            [from_key, to_key],
+        )
+        db.execute("DELETE FROM usage WHERE key_id = ?", [from_key])
+
+
 def tokens_since(db: Database, key_id: str, since_s: float) -> int:
     """Prompt and completion tokens of a key from the hour that `since_s` (on the hour) begins."""
     (total,) = db.execute(
