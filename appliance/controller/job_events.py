@@ -79,11 +79,12 @@ class JobEvents:
 
     def goes_on(self, job_id: str, step: int) -> None:
         """Its ranks begin after `step`. Says which steps are done anew, if any are."""
-        row = jobs.get(self._db, job_id)
-        lost = (row.step or 0) - step
+        # Not the row's step: whoever noticed the end has put it back to the snapshot's.
+        reached = max((row.step for row in job_records.last_metrics(self._db, job_id, 1)), default=0)
+        lost = reached - step
         if lost > 0:
             where = f"The job resumed from step {step}" if step else "There was no snapshot yet, the job begins anew"
-            span = f"steps {step + 1} to {row.step} are" if lost > 1 else f"step {row.step} is"
+            span = f"steps {step + 1} to {reached} are" if lost > 1 else f"step {reached} is"
             add_message(self._db, job_id, f"{where}: {span} done anew ({lost} in all)",
                         data={"step": step, "steps_anew": lost})  # fmt: skip
 
