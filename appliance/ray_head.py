@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from appliance.paths import BoxPaths
+from runtime.oom import DiesAs
 from runtime.process import die_with_parent, tail
 
 NAMESPACE = "appliance"
@@ -46,6 +47,11 @@ def environment(paths: BoxPaths, start_timeout_s: float) -> dict[str, str]:
         "RAY_worker_register_timeout_seconds": str(round(start_timeout_s)),
         # Ray's workers run at niceness 15 by default, and every engine forked below them would inherit it.
         "RAY_worker_niceness": "0",
+        # Memory is the box's own policy. With a foreign program at 95 % of the machine, Ray's monitor ended seven
+        # supervisors, and engines and ranks with them.
+        "RAY_memory_monitor_refresh_ms": "0",
+        # Its workers would be the first that the kernel kills (1000), and everything forked below them.
+        "RAY_worker_oom_score_adjustment": str(int(DiesAs.SUPERVISOR)),
         # Freed devices are known after one report; a lease asked for before that waits most of a second (ray_fences).
         "RAY_raylet_report_resources_period_milliseconds": "20",
         # When Ray is told to end, the controller has ended everything on it already: nothing to drain.

@@ -14,6 +14,7 @@ from typing import Any
 
 from runtime.child import Child
 from runtime.errors import ChildDied, ChildError, ChildTimeout
+from runtime.oom import DiesAs, group_dies_as
 from runtime.process import tail
 from serve import segments
 from serve.config import EngineConfig
@@ -55,6 +56,7 @@ class Replica:
             name=f"engine {spec.replica_id}",
         )
         self._child, self._spec, self._state, self._exit = child, spec, "starting", None
+        group_dies_as(DiesAs.ENGINE, child.pid)  # and what it forks from here on
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 ready = await child.next_event()
@@ -92,6 +94,7 @@ class Replica:
         """Give back weights and KV memory, keep the process. The engine must be drained."""
         answer = await self._call("sleep", self._config.sleep_timeout_s)
         self._state = "asleep"
+        group_dies_as(DiesAs.ASLEEP, self._child.pid)
         return answer
 
     async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:
@@ -100,6 +103,7 @@ class Replica:
             "wake", self._config.swap_timeout_s, model=model, version=version, version_path=version_path
         )
         self._state = "ready"
+        group_dies_as(DiesAs.ENGINE, self._child.pid)
         return answer
 
     async def unload_adapter(self, name: str) -> bool:

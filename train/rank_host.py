@@ -14,6 +14,7 @@ from typing import Any
 
 from runtime.child import Child
 from runtime.errors import ChildDied
+from runtime.oom import DiesAs, group_dies_as
 
 log = logging.getLogger(__name__)
 
@@ -73,6 +74,7 @@ class RankHost:
             env=env, numa_nodes=[self._numa_node], name=f"{spec['job_id']} rank {rank}",
             log_path=self._log_dir / f"{spec['job_id']}-rank{rank}.log",
         )  # fmt: skip
+        group_dies_as(DiesAs.RANK, self._child.pid)
         self._events = _Events(self._child)
         return {"pid": self._child.pid}
 

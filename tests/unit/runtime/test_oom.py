@@ -1,0 +1,52 @@
+"""The order in which the kernel is to kill."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from appliance import ray_head
+from appliance.paths import BoxPaths
+from runtime.oom import DiesAs, dies_as, group_dies_as
+
+TWO = "import subprocess, sys; c = subprocess.Popen(['sleep', '60']); print(c.pid, flush=True); c.wait()"
+
+
+def score(pid: int | str) -> int:
+    return int(Path(f"/proc/{pid}/oom_score_adj").read_text())
+
+
+def test_what_costs_least_dies_first():
+    order = [DiesAs.RANK, DiesAs.ASLEEP, DiesAs.ENGINE, DiesAs.SUPERVISOR, DiesAs.GATEWAY, DiesAs.CONTROLLER]
+    assert order == sorted(order, reverse=True) and len(set(order)) == len(DiesAs)
+    assert DiesAs.CONTROLLER > 0  # the main process is left where it began
+
+
+def test_a_whole_group_gets_its_place_and_what_it_forks_inherits_it():
+    parent = subprocess.Popen([sys.executable, "-c", TWO], stdout=subprocess.PIPE, start_new_session=True)
+    try:
+        child = int(parent.stdout.readline())
+        group_dies_as(DiesAs.ENGINE, parent.pid)
+        assert (score(parent.pid), score(child)) == (150, 150)
+        group_dies_as(DiesAs.ASLEEP, parent.pid)
+        assert (score(parent.pid), score(child)) == (250, 250)
+        group_dies_as(DiesAs.ENGINE, parent.pid)  # a wake: down again, to where it may go without privilege
+        assert (score(parent.pid), score(child)) == (150, 150)
+    finally:
+        os.killpg(parent.pid, 9)
+        parent.wait()
+        parent.stdout.close()
+
+
+def test_a_process_that_is_gone_is_no_error():
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    assert not dies_as(DiesAs.RANK, gone.pid)
+
+
+def test_rays_own_killer_is_off_and_its_workers_are_none_of_the_kernels_favourites(tmp_path: Path):
+    env = ray_head.environment(BoxPaths(tmp_path / "data", tmp_path / "shm"), 60)
+    assert env["RAY_memory_monitor_refresh_ms"] == "0"
+    assert env["RAY_worker_oom_score_adjustment"] == str(int(DiesAs.SUPERVISOR))
