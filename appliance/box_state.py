@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 
 class BoxState:
     """Fields: pid, url, controller_socket, state (starting|ready|stopping|stopped|failed|killed), message,
-    started_s (Unix time)."""
+    started_s (Unix time), troubles (of the processes that the main process keeps, as `Keepers.degraded` has them)."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -30,9 +33,28 @@ class BoxState:
         self._fields = {"state": "stopped", "message": message, "pid": None}
         self._write()
 
+    def troubles(self, found: list[dict[str, Any]]) -> None:
+        if found != self._fields.get("troubles", []):
+            self.update(troubles=found)
+
     def _write(self) -> None:
+        try:
+            self._replace()
+        except OSError as error:
+            # A full disk. What keeps the box's processes alive says here what it does, and must not end of that.
+            log.warning("%s could not be written: %s", self._path, error)
+
+    def _replace(self) -> None:
         temporary = self._path.with_suffix(".new")
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(handle, "w") as file:
             json.dump(self._fields, file)
         os.replace(temporary, self._path)
+
+
+def read_troubles(path: Path) -> list[dict[str, Any]]:
+    """What the main process says of the processes that it keeps; read by the controller for `status`."""
+    try:
+        return list(json.loads(path.read_text()).get("troubles", []))
+    except (OSError, json.JSONDecodeError):
+        return []

@@ -22,7 +22,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -31,7 +31,9 @@ from appliance import endpoint, ray_head
 from appliance.box_state import BoxState
 from appliance.config import BoxConfig, load_resolved
 from appliance.paths import BoxPaths
+from appliance.pulse import Pulse
 from appliance.supervised import BOX_VARIABLE, Supervised, kill_leftovers
+from runtime.keeping import Keepers
 from runtime.logs import configure_logging
 from runtime.process import die_with_parent, tail
 from scheduler.discovery import discover_devices
@@ -39,6 +41,7 @@ from serve import segments
 
 log = logging.getLogger("appliance.main")
 
+TROUBLES_EVERY_S = 2.0
 GATEWAY_GRACE_S, CONTROLLER_END_S, RAY_END_S = 5.0, 120.0, 20.0
 
 
@@ -80,7 +83,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
         loop.add_signal_handler(number, lambda: _ask_to_stop(stop, state))
 
     state.begin(pid=os.getpid(), url=local_url(config), controller_socket=str(paths.controller_socket))
-    box = Box(config, paths, state)
+    box = Box(config, paths, state, stop.set)
     fault = ""
     try:
         starting = asyncio.create_task(box.start())
@@ -94,6 +97,9 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
             await asyncio.gather(starting, return_exceptions=True)
     finally:
         fault = await box.end()
+        if box.hopeless:
+            fault = f"the box ended because {box.hopeless}{f'; {fault}' if fault else ''}"
+            log.error("%s; what supervises it is to start it anew", fault)
         state.end(fault)
     return 1 if fault else 0
 
@@ -114,18 +120,21 @@ def local_url(config: BoxConfig) -> str:
 
 
 class Box:
-    """Ray, the controller and the gateway of one box, each a supervised process."""
+    """Ray, the controller and the gateway of one box, each a supervised process. `stop` is called when one of them
+    cannot be kept running; `hopeless` then says why."""
 
-    def __init__(self, config: BoxConfig, paths: BoxPaths, state: BoxState):
-        self._config, self._paths, self._state = config, paths, state
+    def __init__(self, config: BoxConfig, paths: BoxPaths, state: BoxState, stop: Callable[[], None] = lambda: None):
+        self._config, self._paths, self._state, self._stop = config, paths, state, stop
         self._boot = secrets.token_hex(8)
         self._environment = {
             **os.environ, **ray_head.environment(paths, config.box.start_timeout_s), BOX_VARIABLE: paths.box_id,
             "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        self._ray = Supervised("ray", self._start_ray, self._on_ray_change)
-        self._controller = Supervised("controller", self._start_controller, self._say)
-        self._gateway = Supervised("gateway", self._start_gateway, self._say)
+        self._keepers = Keepers()
+        self.hopeless = ""
+        self._ray = Supervised("ray", self._start_ray, self._on_ray_change, self._give_up)
+        self._controller = Supervised("controller", self._start_controller, self._say, self._give_up)
+        self._gateway = Supervised("gateway", self._start_gateway, self._say, self._give_up)
 
     async def start(self) -> None:
         """Returns when the endpoint answers. Raises BoxError or RayStartError."""
@@ -151,9 +160,13 @@ class Box:
         await self._wait_for(self._gateway, local_url(self._config), "/health", boot=self._boot)
         self._state.update(state="ready", message="ready")
         self._announce(first_key)
+        self._keepers.keep("pulse of the controller", self._pulse_of_controller().watch)
+        self._keepers.keep("pulse of the gateway", self._pulse_of_gateway().watch)
+        self._keepers.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
 
     async def end(self) -> str:
         """Stop everything in order and give shared memory back; what went wrong with that, "" if nothing."""
+        await self._keepers.stop()
         self._state.update(state="stopping", message="finishing requests")
         well = await self._gateway.end(self._config.gateway.shutdown_s + GATEWAY_GRACE_S)
         self._state.update(state="stopping", message="suspending jobs and saving what only memory holds")
@@ -210,6 +223,20 @@ class Box:
                 sys.executable, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
                 env=self._environment, start_new_session=True, preexec_fn=die_with_parent,
             )  # fmt: skip
+
+    def _pulse_of_controller(self) -> Pulse:
+        return Pulse(self._controller, "http://box", "/admin/v1/mode", str(self._paths.controller_socket), self._say)
+
+    def _pulse_of_gateway(self) -> Pulse:
+        return Pulse(self._gateway, local_url(self._config), "/health", None, self._say)
+
+    async def _tell_troubles(self) -> None:
+        kept = [process.trouble for process in (self._ray, self._controller, self._gateway)]
+        self._state.troubles([*self._keepers.degraded(), *(trouble for trouble in kept if trouble is not None)])
+
+    def _give_up(self, why: str) -> None:
+        self.hopeless = self.hopeless or why
+        self._stop()
 
     def _on_ray_change(self, message: str) -> None:
         # The actors died with Ray; the controller starts again from the database, as after any crash.

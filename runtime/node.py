@@ -6,9 +6,11 @@ import asyncio
 import os
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from runtime.errors import WarmParentError
+from runtime.keeping import Keepers
 from runtime.process import tail
 
 RESTART_PAUSE_S = 1.0
@@ -42,14 +44,18 @@ class NodeAgent:
 
     def __init__(self, warm: list[WarmSpec]):
         self._specs = {spec.name: spec for spec in warm}
-        self._keepers: list[asyncio.Task] = []
+        self._keepers = Keepers()
+        self._tasks: list[asyncio.Task[None]] = []
         self._ready = {name: asyncio.Event() for name in self._specs}
         self._pids: dict[str, int] = {}
 
     async def start(self) -> None:
         """Begin starting all warm parents; returns at once (`wait_warm` waits for one)."""
-        if not self._keepers:
-            self._keepers = [asyncio.create_task(self._keep(spec)) for spec in self._specs.values()]
+        if not self._tasks:
+            self._tasks = [
+                self._keepers.keep(f"warm parent: {spec.name}", partial(self._keep, spec))
+                for spec in self._specs.values()
+            ]
 
     async def wait_warm(self, name: str, timeout_s: float) -> None:
         """Returns when the warm parent `name` takes requests; raises WarmParentError after `timeout_s` seconds."""
@@ -66,14 +72,13 @@ class NodeAgent:
     async def status(self) -> dict:
         return {
             "node_pid": os.getpid(),
+            "degraded": self._keepers.degraded(),
             "warm": {name: {"pid": self._pids.get(name), "ready": self._ready[name].is_set()} for name in self._specs},
         }
 
     async def stop(self) -> None:
         """End the warm parents; what was forked from them goes on until its supervisor lets go of it."""
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
+        await self._keepers.stop()
 
     async def _keep(self, spec: WarmSpec) -> None:
         while True:

@@ -244,7 +244,15 @@ def _status(now: dict[str, Any]) -> Any:
     )
     jobs = jobs_table({"data": now["jobs"]}) if now["jobs"] else "no unfinished jobs"
     handover = handover_steps(now["handover"]) if now["handover"] else None
-    return output.stack(about, devices, replicas, jobs, handover, output.notes(now.get("notes") or ()))
+    notes = [*map(_trouble, now.get("degraded") or ()), *(now.get("notes") or ())]
+    return output.stack(about, devices, replicas, jobs, handover, output.notes(notes))
+
+
+def _trouble(degraded: dict[str, Any]) -> str:
+    """One thing that the box cannot do now, and goes on trying."""
+    since = formats.duration(max(0.0, time.time() - degraded["since_s"]))
+    tries = f"{degraded['failures']} time{'s' * (degraded['failures'] != 1)}"
+    return f"degraded: {degraded['name']} failed {tries} since {since} ago ({degraded['why']}); it is tried again"
 
 
 def _budget(memory: dict[str, Any]) -> str:

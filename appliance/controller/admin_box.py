@@ -45,6 +45,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "jobs": [admin_views.job(row) for row in jobs.list_unfinished(db)],
             "memory": now["memory"],
             "handover": handover_view(now["handover"]),
+            "degraded": [*context.keepers.degraded(), *context.main_troubles()],
             "notes": [*now["notes"], *floor_notes(holds, len(now["devices"]))],
         }
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator
+from functools import partial
 
 from fastapi import FastAPI
 from starlette.middleware import Middleware
@@ -66,14 +67,18 @@ def create_app(context: ControllerContext) -> FastAPI:
         runner.start()
         background.start()
         context.publish_keys()
-        housekeeping = asyncio.create_task(_keep_house(context, stored, background), name="housekeeping")
-        watching = asyncio.create_task(compared.run(), name="canaries")
+        keepers = context.keepers
+        kept = (
+            keepers.keep_every("housekeeping", partial(_keep_house, context, stored, background),
+                               context.config.housekeeping_every_s),
+            keepers.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
+        )  # fmt: skip
         try:
             yield
         finally:
-            housekeeping.cancel()
-            watching.cancel()
-            await asyncio.gather(housekeeping, watching, return_exceptions=True)
+            for task in kept:
+                task.cancel()
+            await asyncio.gather(*kept, return_exceptions=True)
             await validation.stop()
             await running.stop()
             await runner.stop()
@@ -115,11 +120,13 @@ def create_app(context: ControllerContext) -> FastAPI:
 async def _keep_house(
     context: ControllerContext, stored: StoredResponses, background: BackgroundResponses
 ) -> None:
-    while True:
-        await asyncio.sleep(context.config.housekeeping_every_s)
-        now_s = time.time()
+    """One round. What one part cannot do keeps none of the others from their work."""
+    now_s = time.time()
+    with context.keepers.guard("housekeeping of files and uploads"):
         keep_house(context, now_s)
+    with context.keepers.guard("housekeeping of stored responses"):
         stored.keep_house(now_s)
+    with context.keepers.guard("housekeeping of background responses"):
         background.keep_house(now_s)
 
 

@@ -51,7 +51,7 @@ class BackgroundResponses:
     def start(self) -> None:
         for row in responses.list_unfinished(self._db):
             self._waiting[row.id] = _model(row)
-        self._task = asyncio.create_task(self._run(), name="background responses")
+        self._task = self._context.keepers.keep("background responses", self._run)
 
     async def stop(self) -> None:
         tasks = [task for _, task in self._flying.values()] + ([self._task] if self._task else [])

@@ -7,6 +7,7 @@ One task per batch, all on the controller's loop. Lines are sent as long as the 
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 
 from appliance.controller.batch_toll import Toll
 from appliance.controller.batch_work import BatchWork
@@ -28,9 +29,19 @@ class BatchRunner:
             self.begin(row.id)
 
     def begin(self, batch_id: str) -> None:
-        work = self._works[batch_id] = BatchWork(self._context, batch_id, self)
-        task = self._tasks[batch_id] = asyncio.create_task(work.run(), name=f"batch {batch_id}")
+        self._works[batch_id] = BatchWork(self._context, batch_id, self)
+        task = self._tasks[batch_id] = self._context.keepers.keep(f"batch: {batch_id}", partial(self._run, batch_id))
         task.add_done_callback(lambda _: self._ended(batch_id))
+
+    async def _run(self, batch_id: str) -> None:
+        """The batch, or what is left of it where even its failure could not be written (a full disk)."""
+        work = self._works[batch_id]
+        if work.begun:
+            row = batches.find(self._context.db, batch_id)
+            if row is None or row.finished:
+                return
+            work = self._works[batch_id] = BatchWork(self._context, batch_id, self)
+        await work.run()
 
     def poke(self, batch_id: str) -> None:
         if (work := self._works.get(batch_id)) is not None:

@@ -58,6 +58,7 @@ class BatchWork:
         self.left: deque[str] = deque()
         self.flying: dict[str, asyncio.Task[None]] = {}
         self.stopped_by = ""
+        self.begun = False
         self.wake = asyncio.Event()
         self._by_id: dict[str, Line] = {}
         self._deaths: dict[str, int] = {}
@@ -66,6 +67,7 @@ class BatchWork:
         self._written_s = 0.0
 
     async def run(self) -> None:
+        self.begun = True
         try:
             await self._run()
         except (OSError, _Gone) as error:

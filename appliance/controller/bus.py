@@ -28,6 +28,7 @@ from appliance.controller.errors import BusTimeout
 from appliance.controller.load import Load, Report, parse_report, total
 from appliance.store import box
 from appliance.store.database import Database
+from runtime.keeping import Keepers
 from runtime.sockets import owner_only
 
 log = logging.getLogger("appliance.controller")
@@ -48,6 +49,7 @@ class _Gateway:
         self.writer = writer
         self.report: Report | None = None
         self.sent_generation = -1
+        self.sent_degraded: list[str] = []
         self.wake = asyncio.Event()
         self.lost_at_s: float | None = None
 
@@ -61,7 +63,7 @@ class Bus:
 
     `on_load` is called after every report (for the scheduler's nudge), `on_table` when the models of the table have
     changed, `on_usage` with the rows of every message about what requests have cost (it raises ValueError for others);
-    they must not block.
+    they must not block. What else they raise is held against them in `keepers`, and breaks no connection.
     `first_generation`: larger than any of an earlier controller's (see `first_generation`), or the report of a gateway
     that still routes by an old table would count for a new one.
     """
@@ -69,13 +71,15 @@ class Bus:
     def __init__(self, path: Path, config: ControllerConfig, *, first_generation: int,
                  on_load: Callable[[Load], None] | None = None,
                  on_table: Callable[[], None] | None = None,
-                 on_usage: Callable[[list[dict[str, Any]]], None] | None = None):  # fmt: skip
-        self._path, self._config = path, config
+                 on_usage: Callable[[list[dict[str, Any]]], None] | None = None,
+                 keepers: Keepers | None = None):  # fmt: skip
+        self._path, self._config, self._keepers = path, config, keepers or Keepers()
         self._on_load, self._on_table, self._on_usage = on_load, on_table, on_usage
         self._generation = first_generation
         self._models: dict[str, Any] = {}
         self._keys: dict[str, Any] = {}
         self._limits: dict[str, Any] = {}
+        self._degraded: list[str] = []
         self._line = b""
         self._gateways: set[_Gateway] = set()
         self._changed = asyncio.Event()
@@ -132,6 +136,12 @@ class Bus:
         if limits != self._limits:
             self._limits = limits
             self._next_generation()
+
+    def set_degraded(self, names: list[str]) -> None:
+        """What the box cannot do now, for the gateways' /health."""
+        if names != self._degraded:
+            self._degraded = names
+            self._wake_all()
 
     # --- listening
 
@@ -245,7 +255,7 @@ class Bus:
         message = orjson.loads(line)
         if isinstance(message, dict) and message.get("type") == "usage" and isinstance(message.get("rows"), list):
             if self._on_usage is not None:
-                self._on_usage(message["rows"])
+                self._tell("usage", self._on_usage, message["rows"])
             return
         if not isinstance(message, dict) or message.get("type") != "load":
             raise ValueError(f"expected an object of type 'load' or 'usage', got {line[:80]!r}")
@@ -259,7 +269,19 @@ class Bus:
         self._ever_reported = True
         self._changed.set()
         if self._on_load is not None:
-            self._on_load(self.load())
+            self._tell("what load reports set off", self._on_load, self.load())
+
+    def _tell(self, name: str, told: Callable[[Any], None], what: Any) -> None:
+        """A fault of ours, a full disk among them, is held against `name`; the gateway has done nothing wrong, and its
+        connection stays. One of the message is the gateway's."""
+        refused: list[ValueError] = []
+        with self._keepers.guard(name):
+            try:
+                told(what)
+            except ValueError as error:
+                refused.append(error)
+        if refused:
+            raise refused[0]
 
     def _lost(self, gateway: _Gateway) -> None:
         if gateway.report is None:
@@ -277,6 +299,11 @@ class Bus:
                     gateway.sent_generation = self._generation
                     gateway.writer.write(self._line)
                     await gateway.writer.drain()
+                elif gateway.sent_degraded != self._degraded:
+                    gateway.sent_degraded = self._degraded
+                    message = {"type": "degraded", "names": self._degraded}
+                    gateway.writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
+                    await gateway.writer.drain()
                 else:
                     await gateway.wake.wait()
         except OSError:
@@ -285,6 +312,9 @@ class Bus:
     def _next_generation(self) -> None:
         self._generation += 1
         self._encode()
+        self._wake_all()
+
+    def _wake_all(self) -> None:
         for gateway in self._gateways:
             gateway.wake.set()
 

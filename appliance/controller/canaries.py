@@ -34,18 +34,14 @@ class Canaries:
         self._ending = asyncio.Lock()
         self._leaving: set[str] = set()  # ended, and their engines may still be there
 
-    async def run(self) -> None:
-        """Look at every one that ends on its own, every `canary_every_s`."""
-        while True:
-            await asyncio.sleep(self._context.config.canary_every_s)
-            await self.look(time.time())
-
     async def look(self, now_s: float) -> None:
+        """Look at every one that ends on its own; called every `canary_every_s`."""
         for row in canaries.list_running(self._context.db):
-            try:
-                await self._look_at(row.model, now_s)
-            except (Conflict, NotFound) as error:  # a person was faster: it ended, or its model is gone
-                log.info("canary: %s", error.message, extra={"model": row.model, "version": row.version})
+            with self._context.keepers.guard(f"canary: {row.name}"):
+                try:
+                    await self._look_at(row.model, now_s)
+                except (Conflict, NotFound) as error:  # a person was faster: it ended, or its model is gone
+                    log.info("canary: %s", error.message, extra={"model": row.model, "version": row.version})
         served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
         for name in self._leaving - served:
             self._context.model_ops.let_go(name)

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from appliance.controller.config import ControllerConfig
 from appliance.controller.disk import Disk
@@ -15,6 +16,7 @@ from appliance.controller.quotas import Quotas
 from appliance.controller.spending import key_table
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
+from runtime.keeping import Keepers
 
 
 @dataclass
@@ -22,7 +24,8 @@ class ControllerContext:
     """files_dir: bytes of files by id. jobs_dir: one folder per job. batches_dir: answers of
     unfinished batches. uploads_dir: parts by upload. box: {"id",
     "version", "url", "data_dir"} as `/admin/v1/status` shows it. adapter_rank_limit: the largest LoRA rank that
-    engines of a model take, 0: none. load: what the gateways report."""
+    engines of a model take, 0: none. load: what the gateways report. keepers: of this process. main_troubles: of the
+    processes that the main process keeps, as `Keepers.degraded` has them."""
 
     db: Database
     files_dir: Path
@@ -39,6 +42,8 @@ class ControllerContext:
     config: ControllerConfig = field(default_factory=ControllerConfig)
     box: dict[str, str] = field(default_factory=dict)
     started_s: float = field(default_factory=time.time)
+    keepers: Keepers = field(default_factory=Keepers)
+    main_troubles: Callable[[], list[dict[str, Any]]] = list
 
     def __post_init__(self) -> None:
         self.quotas = Quotas(self.db, self.config, Disk(self.files_dir, self.config.disk_floor_bytes))

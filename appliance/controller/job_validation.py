@@ -8,6 +8,7 @@ phase stays "validating" until everything is on disk.
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ class JobValidation:
         return stats, max(1, node_sizes.known(context).largest)
 
     def start(self, job_id: str) -> None:
-        task = asyncio.create_task(self._run(job_id), name=f"validate {job_id}")
+        task = self._context.keepers.keep(f"validation: {job_id}", partial(self._run, job_id))
         self._tasks[job_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(job_id, None))
 
@@ -84,7 +85,9 @@ class JobValidation:
 
     async def _run(self, job_id: str) -> None:
         context, db = self._context, self._context.db
-        row = jobs.get(db, job_id)
+        row = jobs.find(db, job_id)
+        if row is None or row.phase != "validating":
+            return  # deleted, or begun anew after its end was written
         try:
             resolved, warnings, examples = await self._validate(row)
         except InvalidData as error:
@@ -113,7 +116,8 @@ class JobValidation:
 
     def _still_validating(self, job_id: str) -> bool:
         # The job may have been cancelled while the thread read files.
-        return jobs.get(self._context.db, job_id).phase == "validating"
+        row = jobs.find(self._context.db, job_id)
+        return row is not None and row.phase == "validating"
 
     async def _validate(self, row: JobRow) -> tuple[dict[str, Any], list[str], int]:
         context = self._context

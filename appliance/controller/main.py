@@ -19,11 +19,13 @@ import signal
 import socket
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import ray
 import uvicorn
 
+from appliance.box_state import read_troubles
 from appliance.config import BoxConfig, load_resolved
 from appliance.controller import limits
 from appliance.controller.app import create_app
@@ -31,7 +33,7 @@ from appliance.controller.bus import Bus, first_generation
 from appliance.controller.capacity import BoxFacts
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_events import JobEvents
-from appliance.controller.spending import Spending
+from appliance.controller.spending import USAGE_EVERY_S, Spending
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
@@ -43,11 +45,11 @@ from appliance.wiring.batch_engines import SocketEngines, circumstances
 from appliance.wiring.device_watch import DeviceWatch
 from appliance.wiring.gateways import BusRouting
 from appliance.wiring.job_room import JobRoom
-from appliance.wiring.job_runs import JobRuns
+from appliance.wiring.job_runs import TIDY_EVERY_S, JobRuns
 from appliance.wiring.journal import SqliteJournal
 from appliance.wiring.model_work import LibraryOps
 from appliance.wiring.places import place_of, weight_budget_bytes
-from appliance.wiring.scheduler_port import LoopPort
+from appliance.wiring.scheduler_port import RSS_EVERY_S, LoopPort
 from appliance.wiring.standbys import Standbys
 from appliance.wiring.state_store import SqliteStateStore
 from appliance.wiring.tier_flow import TierFlow
@@ -55,7 +57,9 @@ from appliance.wiring.tier_levels import make_levels
 from appliance.wiring.tier_return import TierReturn
 from appliance.wiring.tiers import Tiers
 from appliance.wiring.versions import VersionShelf
+from runtime.keeping import Keepers
 from runtime.logs import adopt_libraries, configure_logging
+from runtime.oom import DiesAs, dies_as
 from runtime.process import die_with_parent
 from runtime.sockets import owner_only
 from scheduler.discovery import discover_devices
@@ -69,6 +73,7 @@ from weights.store import WeightStore
 log = logging.getLogger(__name__)
 
 SUSPEND_S = 60.0
+DEGRADED_EVERY_S = 2.0
 # What is still being answered when the controller ends: who follows a response in background would keep it.
 ANSWERS_S = 10
 
@@ -79,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ray-address", required=True)
     options = parser.parse_args(argv)
     die_with_parent()
+    dies_as(DiesAs.CONTROLLER)
     config = load_resolved(options.config_json)
     configure_logging("controller", config.box.log_level)
     code = 1
@@ -103,10 +109,11 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     db = Database(paths.database)
     store = _open_store(config, paths)
     devices = discover_devices(config.box.devices)
+    keepers = Keepers()
     spending = Spending(db, lambda: context.publish_keys())
     bus = Bus(
         paths.bus_socket, config.controller, first_generation=first_generation(db), on_load=lambda _: load_changed(),
-        on_table=lambda: lines.load_changed(), on_usage=spending.take,
+        on_table=lambda: lines.load_changed(), on_usage=spending.take, keepers=keepers,
     )  # fmt: skip
 
     def load_changed() -> None:
@@ -119,7 +126,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         lambda: circumstances(db, config.box.serving_floor, loop.status()["devices"]), lambda: loop.nudge(),
     )  # fmt: skip
     tiers = Tiers(db, store, make_levels(config.weights, paths), jobs_dir=paths.jobs)
-    flow = TierFlow(db, tiers, owner=paths.box_id, is_held=lambda name: shelf.holds(name))
+    flow = TierFlow(db, tiers, owner=paths.box_id, is_held=lambda name: shelf.holds(name), keepers=keepers)
     back = TierReturn(tiers)
     shelf = VersionShelf(db, store, back, config, devices[0])
     library = ModelLibrary(
@@ -161,6 +168,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         adapter_rank_limit=shelf.adapter_rank_limit,
         load=bus.load,
         config=config.controller,
+        keepers=keepers,
+        main_troubles=lambda: read_troubles(paths.state_file),
         box={
             "id": paths.box_id,
             "version": importlib.metadata.version("appliance"),
@@ -170,7 +179,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     )
     health = DeviceWatch(db, nodes.readings, config.scheduler, loop.nudge)
     nodes.on_change = health.node_changed
-    effects.on_death(health.died)
+    effects.on_death(partial(_tell_of_death, keepers, health))
     # Before the first gateway connects: to it, a table without its keys means that all of them were revoked.
     routing.refresh()
     context.publish_keys()
@@ -184,26 +193,25 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     server = _Server(uvicorn.Config(
         create_app(context), log_config=None, access_log=False, http="httptools", timeout_graceful_shutdown=ANSWERS_S,
     ))  # fmt: skip
+    # Without these two there is no controller: what they raise ends it, and the main process starts it again.
     async with asyncio.TaskGroup() as tasks:
         deciding = tasks.create_task(loop.run(), name="scheduler loop")
         serving = tasks.create_task(server.serve(sockets=[_listen(paths.controller_socket)]), name="control routes")
-        counting = tasks.create_task(effects.watch(), name="nodes that come and go")
-        judging = tasks.create_task(health.run(), name="health of devices")
-        watching = tasks.create_task(port.watch_memory(), name="memory watch")
+        keepers.keep("nodes that come and go", effects.watch)
+        keepers.keep_every("health of devices", health.look, config.scheduler.device_check_s, at_once=True)
+        keepers.keep_every("resident memory of engines", port.read_memory, RSS_EVERY_S, at_once=True)
+        keepers.keep_every("what is degraded", partial(_tell_degraded, bus, context), DEGRADED_EVERY_S)
+        keepers.keep_every("usage", spending.flush, USAGE_EVERY_S)
+        keepers.keep_every("snapshots of finished jobs", runs.tidy, TIDY_EVERY_S, at_once=True)
+        keepers.keep("tiers", flow.run)
         if limits.read(db)["measured_s"] is None:
-            tasks.create_task(limits.measure(db, devices[0].kind == "cuda"), name="limits of the hardware")
-        tidying = tasks.create_task(runs.tidy(), name="snapshots of finished jobs")
-        flowing = tasks.create_task(flow.run(), name="tiers")
+            keepers.keep("limits of the hardware", partial(_measure, db, devices[0].kind))
         await stop.wait()
         log.info("ending: suspending jobs and saving what only memory holds")
         server.should_exit = True
         loop.stop()
-        counting.cancel()
-        judging.cancel()
-        watching.cancel()
-        tidying.cancel()
-        flowing.cancel()
         await asyncio.wait({deciding, serving})
+        await keepers.stop()
     saved = await _save_everything(effects, flow)
     await lines.close()
     await source.stop()
@@ -211,6 +219,23 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     ray.shutdown()
     db.close()
     return 0 if saved else 1
+
+
+async def _tell_degraded(bus: Bus, context: ControllerContext) -> None:
+    others = {trouble["name"].partition(":")[0] for trouble in context.main_troubles()}
+    bus.set_degraded(sorted({*context.keepers.names(), *others}))
+
+
+async def _measure(db: Database, kind: str) -> None:
+    await limits.measure(db, kind == "cuda")
+
+
+def _tell_of_death(
+    keepers: Keepers, health: DeviceWatch, device_ids: tuple[str, ...], holder: str, reason: str
+) -> None:
+    """Who noticed the death has more to do about it than to count it against a device."""
+    with keepers.guard("health of devices"):
+        health.died(device_ids, holder, reason)
 
 
 class _Server(uvicorn.Server):

@@ -11,32 +11,57 @@ from appliance.store import jobs, keys, usage
 from appliance.store.database import Database
 from appliance.store.rows import KeyRow
 
+USAGE_EVERY_S = 5.0
 _TEXT = ("key", "model", "version")
 _NUMBERS = ("requests", "errors", "prompt_tokens", "completion_tokens")
 
 
 class Spending:
-    """Takes the "usage" messages of the bus. `changed` publishes the keys anew when a quota was used up."""
+    """Takes the "usage" messages of the bus. `changed` publishes the keys anew when a quota was used up.
+
+    The gateways count from zero once they have sent: what cannot be written now (a full disk) is kept here, as sums,
+    until it can."""
 
     def __init__(self, db: Database, changed: Callable[[], None]):
         self._db, self._changed = db, changed
+        self._unwritten: dict[tuple[str, ...], dict[str, Any]] = {}
 
     def take(self, rows: list[dict[str, Any]]) -> None:
-        """Raises ValueError for rows of another shape."""
+        """Raises ValueError for rows of another shape, before any is taken; sqlite3.Error when they cannot be written
+        now, which are then kept for the next `write`."""
         for row in rows:
             if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in _TEXT):
                 raise ValueError(f"usage: {row!r} given, expected an object with {', '.join(_TEXT)}")
             if not all(type(row.get(name)) is int and row[name] >= 0 for name in _NUMBERS):
                 raise ValueError(f"usage: {row!r} given, expected counts {', '.join(_NUMBERS)}")
-        now_s = time.time()
+        for row in rows:
+            name = tuple(row[part] for part in _TEXT)
+            self._unwritten[name] = _summed(self._unwritten[name], row) if name in self._unwritten else row
+        self.write()
+
+    async def flush(self) -> None:
+        """What an earlier `take` could not write; called every `USAGE_EVERY_S`."""
+        self.write()
+
+    def write(self) -> None:
+        """All that was taken and is not in the store yet. Raises sqlite3.Error."""
+        rows, now_s = list(self._unwritten.values()), time.time()
+        if not rows:
+            return
         before = {row["key"]: self._spent(row["key"], now_s) for row in rows}
         usage.add(self._db, rows, now_s)
+        self._unwritten.clear()
         if any(self._spent(key, now_s) != was for key, was in before.items()):
             self._changed()
 
     def _spent(self, key_id: str, now_s: float) -> float | None:
         row = keys.find(self._db, key_id)
         return None if row is None else spent_until_s(self._db, row, now_s)
+
+
+def _summed(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Two rows of one key, model and version."""
+    return {**row, **{name: row.get(name, 0) + count for name, count in other.items() if type(count) is int}}
 
 
 def spent_until_s(db: Database, row: KeyRow, now_s: float) -> float | None:

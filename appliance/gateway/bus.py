@@ -46,17 +46,20 @@ class BusClient:
             try:
                 reader, writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES)
             except OSError as error:
+                self._gateway.controller_away = True
                 if attempt == 0:
                     log.info("bus: controller is away (%s), serving from the last table", error.strerror)
             else:
                 attempt = 0
                 self._writer = writer
+                self._gateway.controller_away = False
                 try:
                     await self._read(reader)
                 except (OSError, ValueError) as error:
                     log.warning("bus: connection given up: %s", error)
                 finally:
                     self._writer = None
+                    self._gateway.controller_away = True
                     writer.close()
             await asyncio.sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)])
             attempt += 1
@@ -73,6 +76,9 @@ class BusClient:
             if not line:
                 return
             message = orjson.loads(line)
+            if isinstance(message, dict) and message.get("type") == "degraded":
+                self._gateway.box_troubles = [str(name) for name in message.get("names", [])]
+                continue
             if not isinstance(message, dict) or message.get("type") != "table":
                 continue  # a newer controller may say more than we know
             try:

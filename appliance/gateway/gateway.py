@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
+from runtime.keeping import Keepers
+
 from . import errors, wire
 from .admission import check_head, check_scopes, key_digest
 from .comparison import Comparison
@@ -78,6 +80,10 @@ class Gateway:
         self.generation = -1
         self.tables_applied = 0
         self.stopping = False
+        self.keepers = Keepers()
+        # What /health says beside "ok": of the rest of the box, as far as the controller has told.
+        self.box_troubles: list[str] = []
+        self.controller_away = False
         self.started_s = time.time()
         self.buffered_bytes = 0
         self._id_prefix = b"req_" + secrets.token_hex(8).encode()
@@ -102,7 +108,7 @@ class Gateway:
         )
         self._servers.append(server)
         if self._sweeper is None:
-            self._sweeper = loop.create_task(self._sweep_forever())
+            self._sweeper = self.keepers.keep("sweep", self._sweep_forever)
         return server.sockets[0].getsockname()[1]
 
     async def close_listeners(self) -> None:
@@ -311,7 +317,9 @@ class Gateway:
     def own_answer(self, request: Request) -> tuple[int, bytes, bytes]:
         """/health: status, content type, body."""
         ready = self.generation >= 0 and not self.stopping
-        told = {"status": "ok" if ready else "starting", "boot": self.config.boot}
+        away = ["controller"] if self.controller_away else []
+        degraded = sorted({*self.keepers.names(), *self.box_troubles, *away})
+        told = {"status": "ok" if ready else "starting", "boot": self.config.boot, "degraded": degraded}
         return (200 if ready else 503), b"application/json", orjson.dumps(told)
 
     def finished(self, request: Request, now_s: float) -> None:
@@ -339,7 +347,11 @@ class Gateway:
         for name in self.holds.models():
             self.place_held(name)
         for conn in list(self.connections):
-            conn.tick(now_s)
+            try:
+                conn.tick(now_s)
+            except Exception as error:  # noqa: BLE001 - logged; one connection's bug must not stall all others
+                log.error("a connection was cut off: its deadlines could not be looked at", exc_info=error)
+                conn.abort()
         wanted = {replica.socket for model in self.router.models.values() for replica in model.replicas}
         wanted.add(self.config.controller_socket)
         self.pool.sweep(now_s, wanted)

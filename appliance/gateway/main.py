@@ -19,6 +19,7 @@ import orjson
 import uvloop
 
 from runtime.logs import configure_logging, timestamp
+from runtime.oom import DiesAs, dies_as
 from runtime.sockets import check_free
 
 from . import FORM
@@ -43,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config-json", required=True, metavar="PATH_OR_JSON", help="a resolved GatewayConfig")
     arguments = parser.parse_args(argv)
     configure_logging("gateway")
+    dies_as(DiesAs.GATEWAY)
     log.info("the gateway's hot modules are %s", FORM)
     try:
         config = load_config(arguments.config_json)
@@ -80,7 +82,7 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
     gateway = Gateway(config)
     keyed = asyncio.Event()
     bus = BusClient(gateway, on_table=lambda: keyed.set() if gateway.keys else None)
-    bus_task = loop.create_task(bus.run())
+    bus_task = gateway.keepers.keep("bus", bus.run)
     # Everything imported lives as long as the process: without this each full collection walks all of it while
     # every stream waits. Requests form no lasting cycles, so collections may be rare.
     gc.collect()

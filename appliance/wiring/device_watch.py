@@ -8,7 +8,6 @@ lost node stay in view (appliance/controller/lost_nodes.py).
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections import deque
@@ -46,16 +45,14 @@ class DeviceWatch:
         self._deaths: deque[Death] = deque(maxlen=1000)
         self._ours: set[str] = set(box.get(db, FAILING, {}))
 
-    async def run(self) -> None:
-        """Reads and judges every `device_check_s`, for as long as it runs."""
-        while True:
-            for reading in await self._read():
-                kept = self._readings.setdefault(reading.device_id, deque())
-                kept.append(reading)
-                if len(kept) > KEPT_READINGS:
-                    del kept[1]  # never the first: it says which errors were there before the watch began
-            self.judge()
-            await asyncio.sleep(self._config.device_check_s)
+    async def look(self) -> None:
+        """Read and judge; called every `device_check_s`."""
+        for reading in await self._read():
+            kept = self._readings.setdefault(reading.device_id, deque())
+            kept.append(reading)
+            if len(kept) > KEPT_READINGS:
+                del kept[1]  # never the first: it says which errors were there before the watch began
+        self.judge()
 
     def died(self, device_ids: tuple[str, ...], holder: str, reason: str) -> None:
         """A rank or engine of this job or model ended on these devices without being asked to."""

@@ -208,13 +208,11 @@ class JobRuns:
             self._events.cancelled(job_id)
 
     async def tidy(self) -> None:
-        """Gives back, now and then, the snapshots of jobs that are over."""
-        while True:
-            for row in jobs.list_left_snapshots(self._db):
-                if await asyncio.to_thread(self._forget, row.id):
-                    jobs.update(self._db, row.id, snapshot=None)
-                    self._tiers.nudge()
-            await asyncio.sleep(TIDY_EVERY_S)
+        """Give back the snapshots of jobs that are over; called every `TIDY_EVERY_S`."""
+        for row in jobs.list_left_snapshots(self._db):
+            if await asyncio.to_thread(self._forget, row.id):
+                jobs.update(self._db, row.id, snapshot=None)
+                self._tiers.nudge()
 
     def _forget(self, job_id: str) -> bool:
         """Remove a job's snapshots from memory and its own directory; False while a rank still reads one. The tiers

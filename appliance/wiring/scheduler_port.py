@@ -131,11 +131,9 @@ class LoopPort:
             except EffectFailed as error:
                 raise OperationFailed(str(error), code="adapter_in_use") from error
 
-    async def watch_memory(self) -> None:
-        """Keeps each replica's resident memory (bytes) current for `status`."""
-        while True:
-            self._rss = await self._effects.resident_bytes()
-            await asyncio.sleep(RSS_EVERY_S)
+    async def read_memory(self) -> None:
+        """Each replica's resident memory (bytes) for `status`; called every `RSS_EVERY_S`."""
+        self._rss = await self._effects.resident_bytes()
 
 
 def _serves(replica: dict[str, Any], model: str) -> bool:

@@ -19,6 +19,7 @@ from appliance.store import box, tier_removals
 from appliance.store.database import Database
 from appliance.wiring.tier_facts import Facts, name_of, read_facts
 from appliance.wiring.tiers import Level, Tier, Tiers
+from runtime.keeping import Keepers
 from train.cadence import every_s
 from weights.directory_tier import DirectoryTier
 from weights.errors import StoreError, TierFull, TierUnavailable, VersionNotFound, WeightsError
@@ -47,9 +48,11 @@ class TierFlow:
     """
 
     def __init__(
-        self, db: Database, tiers: Tiers, *, owner: str, is_held: Callable[[Name], bool] = lambda name: False
-    ) -> None:
+        self, db: Database, tiers: Tiers, *, owner: str, is_held: Callable[[Name], bool] = lambda name: False,
+        keepers: Keepers | None = None,
+    ) -> None:  # fmt: skip
         self._db, self._tiers, self._owner, self._is_held = db, tiers, owner, is_held
+        self._keepers = keepers or Keepers()
         self._stopping = threading.Event()
         self._deleted: set[Name] = set()
         self._not_before_s: dict[tuple[str, str], float] = {}  # (tier, job): the next copy of a snapshot of its
@@ -57,9 +60,10 @@ class TierFlow:
     async def run(self) -> None:
         """Works until it is cancelled."""
         self._tiers.loop = asyncio.get_running_loop()
-        async with asyncio.TaskGroup() as workers:
-            for tier in self._tiers.all:
-                workers.create_task(self._work(tier), name=f"tier {tier.level.name}")
+        # Each is kept for itself: what one tier stumbles over holds up none of the others.
+        await asyncio.gather(
+            *(self._keepers.keep(f"tier: {tier.level.name}", partial(self._work, tier)) for tier in self._tiers.all)
+        )
 
     async def finish(self) -> bool:
         """Ends the work and brings what the first tier lacks to it, at full speed. False if something is not safe."""

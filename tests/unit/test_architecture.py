@@ -262,3 +262,71 @@ def test_no_error_is_swallowed():
         and ast.unparse(node.func).endswith("suppress")
     ]  # fmt: skip
     assert not wrong + suppressed
+
+
+# Every task of the product, by the function that begins it, and why its exception reaches somebody. A task that has to
+# run for as long as its process belongs to `runtime.keeping.Keepers`.
+AWAITED = "what begins it waits for its end, and so raises what it raises"
+ONE_SHOT = "it has an end of its own, and says in the store or to its caller what became of it"
+FENCED = "whatever it raises, its `finally` tells those who wait for it"
+ENDS_THE_PROCESS = "its exception ends the process, which is started anew"
+TASKS = {
+    "appliance/controller/background_responses.py BackgroundResponses._send_what_may_go": ONE_SHOT,
+    "appliance/controller/batch_work.py BatchWork._send_what_may_go": ONE_SHOT,
+    "appliance/controller/batch_work.py BatchWork._wait": AWAITED,
+    "appliance/controller/bus.py Bus._serve": AWAITED,
+    "appliance/controller/main.py _run": ENDS_THE_PROCESS,
+    "appliance/controller/operations.py Operations.start": ONE_SHOT,
+    "appliance/gateway/main.py serve": AWAITED,
+    "appliance/gateway/upstream.py UpstreamPool.connect": ONE_SHOT,
+    "appliance/main.py _run": AWAITED,
+    "appliance/node.py _run": AWAITED,
+    "appliance/supervised.py Supervised.begin": "catches everything that a start raises",
+    "appliance/wiring/batch_engines.py SocketEngines.send": AWAITED,
+    "appliance/wiring/scheduler_port.py LoopPort.set_mode": AWAITED,
+    "appliance/wiring/versions.py VersionShelf.in_memory": AWAITED,
+    "runtime/child.py Child.__init__": FENCED,
+    "runtime/keeping.py Keepers._task": "the keepers themselves",
+    "runtime/node.py NodeAgent._keep": AWAITED,
+    "runtime/relay.py _join": AWAITED,
+    "scheduler/loop.py SchedulerLoop._launch": ENDS_THE_PROCESS,
+    "scheduler/loop.py SchedulerLoop.run": ENDS_THE_PROCESS,
+    "scheduler/ray_away.py Homecoming.__init__": ONE_SHOT,
+    "scheduler/ray_away.py Homecoming.over": AWAITED,
+    "scheduler/ray_groups.py Groups._attend": "suspend_group waits for it; a group without a watcher is seen by a look",
+    "scheduler/ray_replicas.py Replicas._watch": "a dead engine without a watcher is seen by the next look",
+    "scheduler/ray_replicas.py Replicas.drain_replica": AWAITED,
+    "scheduler/simulate.py run_policy.life": AWAITED,
+    "serve/engine.py _serve": AWAITED,
+    "serve/finishing_streams.py FinishingStreams._until_over": AWAITED,
+    "serve/finishing_streams.py FinishingStreams.begin": AWAITED,
+    "train/group.py Group._attend": "each ends the group, well or not, when it ends",
+    "train/group.py Group._fail": ONE_SHOT,
+    "train/group.py Group._fail_after_grace": ONE_SHOT,
+    "train/group.py Group._listen": ONE_SHOT,
+    "train/rank_host.py RankHost._end_later": ONE_SHOT,
+    "train/rank_host.py RankHost.leave_parked": ONE_SHOT,
+    "train/rank_host.py _Events.__init__": "reads a queue that raises nothing, and ends with the rank",
+}
+
+
+def tasks_begun(path: Path) -> Iterator[str]:
+    def below(node: ast.AST, names: tuple[str, ...]) -> Iterator[str]:
+        for child in ast.iter_child_nodes(node):
+            inner = names
+            if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                inner = (*names, child.name)
+            if isinstance(child, ast.Call):
+                called = getattr(child.func, "attr", None) or getattr(child.func, "id", None)
+                if called in ("create_task", "ensure_future"):
+                    yield f"{name_of(path)} {'.'.join(names)}"
+            yield from below(child, inner)
+
+    if any(word in path.read_text() for word in ("create_task", "ensure_future")):
+        yield from below(tree(path), ())
+
+
+def test_every_task_is_kept_or_somebody_hears_of_its_exception():
+    begun = {task for path in files() for task in tasks_begun(path)}
+    assert begun - TASKS.keys() == set(), "keep it (runtime.keeping), or say in TASKS who hears of its exception"
+    assert TASKS.keys() - begun == set(), "these begin no task any more"

@@ -84,3 +84,42 @@ def test_leftovers_of_this_box_and_of_no_other_are_killed():
     other.kill()
     other.wait()
     mine.stdout.close(), other.stdout.close()
+
+
+async def test_one_that_cannot_be_started_again_is_tried_until_it_can(monkeypatch):
+    """The keeper used to end with the first start that raised: nobody ever started the process again."""
+    monkeypatch.setattr(supervised, "_FIRST_PAUSE_S", 0.0)
+    said, starts, real = [], [], starter(SLEEPER)
+
+    async def start():
+        starts.append(1)
+        if len(starts) in (2, 3):
+            raise OSError(12, "Cannot allocate memory")
+        return await real()
+
+    one = Supervised("worker", start, said.append)
+    await one.begin()
+    first = one.pid
+    assert one.trouble is None
+    os.kill(first, signal.SIGKILL)
+    async with asyncio.timeout(10):
+        while one.pid in (None, first):
+            await asyncio.sleep(0.005)
+    assert len(starts) == 4 and one.restarts == 3
+    assert said[1:] == ["worker could not be started (OSError: [Errno 12] Cannot allocate memory); starting it again "
+                        "in 0.0 s"] * 2  # fmt: skip
+    assert one.trouble is not None and (one.trouble["name"], one.trouble["failures"]) == ("worker", 3)
+    monkeypatch.setattr(supervised, "_STEADY_S", 0.0)
+    assert one.trouble is None  # it has run long enough
+    await one.end(10)
+
+
+async def test_one_that_never_runs_steadily_is_hopeless_in_the_end(monkeypatch):
+    monkeypatch.setattr(supervised, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervised, "HOPELESS_S", 0.0)
+    told = asyncio.get_running_loop().create_future()
+    one = Supervised("worker", starter("print('up')"), lambda _: None, lambda why: told.done() or told.set_result(why))
+    await one.begin()
+    async with asyncio.timeout(10):
+        assert await told == "worker ended with 0; it has not run steadily for 0 minutes"
+    await one.end(10)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.app import create_app
+from appliance.controller.app import _keep_house, create_app
 from appliance.controller.mode import read_mode
 from appliance.store import audit, keys, models, operations
 from appliance.store.rows import OperationRow
@@ -206,3 +206,25 @@ async def test_the_audit_log_pages(control: Control):
     assert page["data"][0]["key_id"] == page["data"][0]["by"] == "key_admin" and page["data"][0]["request_id"]
     rest = await ask(control, "GET", f"/audit?after={page['last_id']}")
     assert [row["detail"]["name"] for row in rest["data"]] == ["a"]
+
+
+async def test_housekeeping_and_canaries_outlive_what_they_stumble_over(control: Control, monkeypatch):
+    """One row that could not be removed ended all housekeeping for the life of the controller."""
+    looked: list[str] = []
+
+    def fails(context: Any, now_s: float) -> None:
+        looked.append("files")
+        raise OSError("Read-only file system")
+
+    monkeypatch.setattr("appliance.controller.app.keep_house", fails)
+    monkeypatch.setattr(control.app.state.responses, "keep_house", lambda now_s: looked.append("responses"))
+    await _keep_house(control.context, control.app.state.responses, control.app.state.background)
+    await _keep_house(control.context, control.app.state.responses, control.app.state.background)
+    assert looked == ["files", "responses"] * 2
+    found = (await control.http.get("/admin/v1/status", headers=ADMIN)).json()["degraded"]
+    assert [(one["name"], one["why"], one["failures"]) for one in found] == [
+        ("housekeeping of files and uploads", "OSError: Read-only file system", 2)
+    ]
+    monkeypatch.undo()
+    await _keep_house(control.context, control.app.state.responses, control.app.state.background)
+    assert (await control.http.get("/admin/v1/status", headers=ADMIN)).json()["degraded"] == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import time
 from typing import Any
 
@@ -15,6 +16,7 @@ from appliance.controller.batch_files import sweep
 from appliance.controller.batch_runner import BatchRunner
 from appliance.controller.ports import EngineAnswer, LineReturned
 from appliance.store import batches, keys
+from runtime import keeping
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
@@ -337,3 +339,22 @@ async def test_a_retried_create_makes_one_batch(control: Control):
     assert first.json()["id"] == again.json()["id"]
     await ended(control, first.json()["id"])
     assert len(engines(control).sent) == 1
+
+
+async def test_a_batch_goes_on_when_even_its_failure_could_not_be_written(control: Control, monkeypatch):
+    """On a full disk it used to stay "in_progress" until the controller was started anew."""
+    real, full = batches.update, [True]
+
+    def update(*arguments: Any, **changes: Any) -> None:
+        if full and changes.get("status") in ("finalizing", "failed"):
+            if changes["status"] == "failed":
+                full.clear()
+            raise sqlite3.OperationalError("database or disk is full")
+        real(*arguments, **changes)
+
+    monkeypatch.setattr(batches, "update", update)
+    monkeypatch.setattr(keeping, "FIRST_PAUSE_S", 0.01)
+    batch_id = await begun(control, [line(n) for n in range(3)])
+    batch = await ended(control, batch_id)
+    assert not full and batch.status == "completed" and batch.request_counts.completed == 3
+    assert len(await content(control, batch.output_file_id)) == 3 and control.context.keepers.degraded() == []

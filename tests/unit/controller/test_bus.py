@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import sqlite3
 import stat
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,7 @@ from appliance.controller.config import ControllerConfig
 from appliance.controller.errors import BusTimeout
 from appliance.controller.load import ModelLoad, ReplicaLoad, parse_report, total
 from appliance.store.database import Database
+from runtime.keeping import Keepers
 
 QUICK = {"gateway_gone_after_s": 0.05, "gateway_expected_s": 0.05}
 
@@ -279,3 +281,44 @@ def test_a_report_is_checked_and_unknown_numbers_are_left_out():
     assert report.replicas == {"r": {"inflight": 1}}
     assert total([report]).replicas["r"] == ReplicaLoad(inflight=1)
     assert total([]).models == {}
+
+
+async def test_what_a_message_sets_off_here_breaks_no_connection(tmp_path: Path):
+    """A full disk cut off every gateway that reported usage, again and again."""
+    taken: list[int] = []
+
+    def take(rows: list[dict[str, Any]]) -> None:
+        taken.append(len(rows))
+        if len(taken) == 1:
+            raise sqlite3.OperationalError("database or disk is full")
+        if not rows:
+            raise ValueError("usage: no rows")
+
+    keepers = Keepers()
+    bus = Bus(tmp_path / "b.sock", ControllerConfig(), first_generation=1, on_usage=take, keepers=keepers)
+    await bus.start()
+    gateway = await GatewayEnd.connect(tmp_path / "b.sock")
+    await gateway.send({"type": "usage", "rows": [{}]})
+    await gateway.report(1, {"r1": 1})
+    await reported(bus, "r1", 1)
+    assert [trouble["why"] for trouble in keepers.degraded()] == ["OperationalError: database or disk is full"]
+    await gateway.send({"type": "usage", "rows": [{}, {}]})
+    await gateway.report(1, {"r1": 2})
+    await reported(bus, "r1", 2)
+    assert taken == [1, 2] and keepers.degraded() == []
+    await gateway.send({"type": "usage", "rows": []})  # but a message that is none of ours does
+    await gateway.table()
+    assert await asyncio.wait_for(gateway._reader.read(), 5) == b"" and keepers.degraded() == []
+    await gateway.close()
+    await bus.stop()
+
+
+async def test_gateways_hear_what_is_degraded_once(bus: Bus, tmp_path: Path):
+    gateway = await GatewayEnd.connect(tmp_path / "bus.sock")
+    assert (await gateway.table())["type"] == "table"
+    for names in (["usage"], ["usage"], []):
+        bus.set_degraded(names)
+        await asyncio.sleep(0)
+    assert await gateway.table() == {"type": "degraded", "names": ["usage"]}
+    assert await gateway.table() == {"type": "degraded", "names": []}
+    await gateway.close()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import calendar
+import sqlite3
+import time
 from typing import Any
 
 import pytest
@@ -130,3 +132,24 @@ async def test_models_that_a_key_may_not_use_do_not_exist_for_it(control: Contro
 def test_whoever_may_use_a_model_may_use_its_versions_by_name(control: Control):
     row, _ = keys.create(control.db, "k", ["inference"], models=["starter"])
     assert may_use(control.db, row.id, "starter@v9") and not may_use(control.db, row.id, "other@v9")
+
+
+async def test_what_cannot_be_written_now_is_written_later(control: Control, monkeypatch):
+    """The gateways have forgotten what they sent: a full disk must not make anybody's requests free."""
+    made = await ask(control, "POST", "/keys", json={"name": "trial", "tokens_per_day": 100})
+    spending = Spending(control.db, control.context.publish_keys)
+    with monkeypatch.context() as full:
+        def refuses(*_: object) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        full.setattr(usage, "add", refuses)
+        for _ in range(3):
+            with pytest.raises(sqlite3.OperationalError):
+                spending.take([row(made["id"], prompt=30, completion=1), row(made["id"], model="other", prompt=7)])
+    with pytest.raises(ValueError, match="expected counts"):
+        spending.take([row(made["id"]), {**row(made["id"]), "requests": -1}])
+    await spending.flush()
+    await spending.flush()
+    day_s = time.time() // 86400 * 86400
+    assert usage.tokens_since(control.db, made["id"], day_s) == 3 * (31 + 12)
+    assert control.gateway_keys[keys.fingerprint(made["key"])]["spent_until_s"] > time.time()

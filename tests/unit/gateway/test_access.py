@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from appliance.gateway.errors import ApiError
@@ -151,7 +153,7 @@ async def test_no_keys_means_nobody(box: Box) -> None:
 async def test_health_says_which_gateway_answers(start_box: Start) -> None:
     box = await start_box(boot="b1")
     box.apply()
-    assert (await box.ask("GET", "/health", key=None)).body == b'{"status":"ok","boot":"b1"}'
+    assert (await box.ask("GET", "/health", key=None)).body == b'{"status":"ok","boot":"b1","degraded":[]}'
 
 
 async def test_before_the_first_table_clients_are_told_to_retry(start_box: Start) -> None:
@@ -199,3 +201,41 @@ def test_of_stored_responses_only_cancelling_is_posted() -> None:
         with pytest.raises(ApiError) as caught:
             resolve(b"POST", path)
         assert caught.value.code == "unknown_url"
+
+
+async def test_health_says_what_the_box_cannot_do_now_and_goes_on_serving(start_box: Start) -> None:
+    box = await start_box()
+    box.apply()
+
+    async def degraded() -> list[str]:
+        answer = await box.ask("GET", "/health", key=None)
+        assert answer.status == 200
+        return json.loads(answer.body)["degraded"]
+
+    with box.gateway.keepers.guard("sweep: inner"):
+        raise RuntimeError("a bug")
+    box.gateway.box_troubles, box.gateway.controller_away = ["usage"], True
+    assert await degraded() == ["controller", "sweep", "usage"]
+
+
+async def test_one_connection_that_cannot_be_looked_at_is_cut_and_stalls_no_other(start_box: Start) -> None:
+    class Broken:
+        aborted = False
+
+        def tick(self, now_s: float) -> None:
+            raise RuntimeError("a bug")
+
+        def abort(self) -> None:
+            self.aborted = True
+
+    class Whole:
+        def tick(self, now_s: float) -> None:
+            ticked.append(now_s)
+
+    box = await start_box()
+    box.apply()
+    broken, ticked = Broken(), []
+    box.gateway.connections = {broken, *(Whole() for _ in range(8))}  # type: ignore[arg-type]
+    box.gateway.sweep(5.0)
+    assert broken.aborted and ticked == [5.0] * 8
+    box.gateway.connections = set()

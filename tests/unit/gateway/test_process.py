@@ -220,7 +220,7 @@ async def test_network_address_only_once_a_key_exists(launch: Launch) -> None:
     assert await box.listening() == "0.0.0.0"
     reader, writer = await asyncio.open_connection("127.0.0.1", box.port)
     writer.write(b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
-    assert b'{"status":"ok","boot":""}' in await asyncio.wait_for(reader.read(), 10)
+    assert b'{"status":"ok","boot":"","degraded":[]}' in await asyncio.wait_for(reader.read(), 10)
     writer.close()
 
 

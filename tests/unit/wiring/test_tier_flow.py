@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import shutil
+import sqlite3
 
 import pytest
 
@@ -13,6 +14,7 @@ from appliance.store.rows import VersionRow
 from appliance.wiring.tier_flow import TierFlow
 from appliance.wiring.tiers import Level, Tiers
 from appliance.wiring.versions import VersionShelf
+from runtime import keeping
 from tests.unit.weights.conftest import check, write
 from weights.config import KeepRules
 from weights.errors import ManifestInvalid, StoreFull, TierUnavailable
@@ -334,3 +336,26 @@ def test_an_unreachable_tier_is_named_when_nothing_else_has_the_bytes(publish, m
     monkeypatch.setattr(tiers.all[1].level.versions, "restore", unreachable)
     with pytest.raises(LookupError, match="unreachable in the remote tier .no route"):
         back.bring_in(V1)
+
+
+async def test_a_tier_that_stumbles_holds_up_neither_itself_nor_another(db, tiers, monkeypatch):
+    """An error that was none of the expected ones ended the flow, and the controller with it."""
+    monkeypatch.setattr(keeping, "FIRST_PAUSE_S", 0.01)
+    keepers = keeping.Keepers()
+    flow = TierFlow(db, tiers, owner="box", keepers=keepers)
+    passes, both = [], asyncio.Event()
+
+    async def run_once(name, **_):
+        passes.append(name)
+        if name == "disk" and passes.count("disk") < 3:
+            raise sqlite3.OperationalError("database or disk is full")
+        if passes.count("disk") == 3 and "remote" in passes:
+            both.set()
+
+    monkeypatch.setattr(flow, "run_once", run_once)
+    running = keepers.keep("tiers", flow.run)
+    async with asyncio.timeout(5):
+        await both.wait()
+    assert passes.count("remote") == 1 and [one["name"] for one in keepers.degraded()] == ["tier: disk"]
+    running.cancel()
+    await keepers.stop()

@@ -1,0 +1,146 @@
+"""Tasks that a process needs for as long as it lives: an exception ends none of them.
+
+What one of them raises is logged with its name, and it is begun anew after a pause that doubles from 1 s to 60 s. Until
+it is well again it is degraded: the process goes on without it, and `Keepers.degraded` says since when and why, which
+`appliance status` and `/health` show. Cancellation passes, and a task that returns has done what it was for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
+STEADY_S = 30.0
+"""A task that has run so long since it was begun anew is well; one that works in rounds is after the first that ends
+as it should."""
+
+
+@dataclass(slots=True)
+class Trouble:
+    """Of one keeper, since its first failure in a row. `again_s`: when it was begun anew, None while it pauses."""
+
+    since_s: float
+    why: str
+    failures: int = 1
+    again_s: float | None = None
+    next_try_s: float | None = None
+
+
+def first_words(error: BaseException) -> str:
+    """An exception in one line."""
+    text = str(error).strip().partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+class Keepers:
+    """Of one process; all on one event loop. `clock` is Unix time."""
+
+    def __init__(
+        self, clock: Callable[[], float] = time.time, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    ):
+        self._clock, self._sleep = clock, sleep
+        self._troubles: dict[str, Trouble] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def keep(self, name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
+        """Run it, begun anew after every exception, until it returns or the task is cancelled."""
+        return self._task(name, self._keep(name, run))
+
+    def keep_every(
+        self, name: str, once: Callable[[], Awaitable[None]], every_s: float, *, at_once: bool = False
+    ) -> asyncio.Task[None]:
+        """One round every `every_s`, for ever; the first at once or after that time."""
+        return self._task(name, self._keep(name, lambda: self._rounds(name, once, every_s, at_once)))
+
+    @contextlib.contextmanager
+    def guard(self, name: str) -> Iterator[None]:
+        """Around work that somebody else's loop calls: an exception is logged and held against `name`, not raised; the
+        next time that none comes, it is well again."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - logged and shown; who calls goes on with its own work
+            self._failed(name, error, None)
+        else:
+            self._well(name)
+
+    def names(self) -> list[str]:
+        """Of what is degraded, for anybody to see: what a name says behind a colon is for those who run the box."""
+        return sorted({trouble["name"].partition(":")[0] for trouble in self.degraded()})
+
+    def degraded(self) -> list[dict[str, Any]]:
+        """`[{"name", "since_s", "why", "failures", "next_try_s"}]`, by name; times are Unix seconds."""
+        now_s = self._clock()
+        for name, trouble in list(self._troubles.items()):
+            if trouble.again_s is not None and now_s - trouble.again_s >= STEADY_S:
+                self._well(name)
+        return [
+            {"name": name, "since_s": trouble.since_s, "why": trouble.why, "failures": trouble.failures,
+             "next_try_s": trouble.next_try_s}
+            for name, trouble in sorted(self._troubles.items())
+        ]  # fmt: skip
+
+    async def stop(self) -> None:
+        """Cancel all of them and wait for their ends."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _task(self, name: str, work: Any) -> asyncio.Task[None]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _keep(self, name: str, run: Callable[[], Awaitable[None]]) -> None:
+        pause_s = FIRST_PAUSE_S
+        while True:
+            began_s = self._clock()
+            try:
+                await run()
+            except Exception as error:  # noqa: BLE001 - logged, shown and tried again: this is what keepers are for
+                if self._clock() - began_s >= STEADY_S:
+                    pause_s = FIRST_PAUSE_S
+                    self._well(name)
+                self._failed(name, error, pause_s)
+            else:
+                self._well(name)
+                return
+            await self._sleep(pause_s)
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            if (trouble := self._troubles.get(name)) is not None:
+                trouble.again_s, trouble.next_try_s = self._clock(), None
+
+    async def _rounds(self, name: str, once: Callable[[], Awaitable[None]], every_s: float, at_once: bool) -> None:
+        # One that failed a moment ago has paused already: its next round is due now.
+        wait = not at_once and name not in self._troubles
+        while True:
+            if wait:
+                await self._sleep(every_s)
+            wait = True
+            await once()
+            self._well(name)
+
+    def _failed(self, name: str, error: Exception, pause_s: float | None) -> None:
+        now_s = self._clock()
+        next_try_s = None if pause_s is None else now_s + pause_s
+        trouble = self._troubles.get(name)
+        if trouble is None:
+            trouble = self._troubles[name] = Trouble(now_s, first_words(error), 0)
+        trouble.failures += 1
+        trouble.why, trouble.again_s, trouble.next_try_s = first_words(error), None, next_try_s
+        again = "" if pause_s is None else f"; begun anew in {pause_s:.0f} s"
+        log.error("%s failed, time %d in a row%s", name, trouble.failures, again, exc_info=error)
+
+    def _well(self, name: str) -> None:
+        trouble = self._troubles.pop(name, None)
+        if trouble is not None:
+            log.info("%s is well again after %d failures", name, trouble.failures)

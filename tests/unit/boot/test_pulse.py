@@ -1,0 +1,50 @@
+"""A process that lives and does not answer is killed, one that answers or is given back in time is not."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from appliance import pulse
+from appliance.pulse import HUNG_S, Pulse
+
+
+class Process:
+    name, pid, restarted = "controller", 7, 0
+
+    def restart(self) -> None:
+        self.restarted += 1
+        self.pid = self.pid + 1
+
+
+async def test_only_a_long_silence_kills(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(pulse, "PATIENCE_S", 0.01)
+    now_s, said, process = 0.0, [], Process()
+    asked = Pulse(process, "http://box", "/", str(tmp_path / "s"), said.append, lambda: now_s)
+    await asked.look()  # its life begins to count here
+    now_s += HUNG_S - 1
+    await asked.look()
+
+    async def refuses(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 503 x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        writer.close()
+
+    monkeypatch.setattr(pulse, "PATIENCE_S", 5)
+    server = await asyncio.start_unix_server(refuses, tmp_path / "s")
+    await asked.look()  # a refusal is an answer
+    server.close()
+    await server.wait_closed()
+    now_s += HUNG_S - 1
+    await asked.look()
+    assert process.restarted == 0 and said == []
+    now_s += 1
+    await asked.look()
+    assert process.restarted == 1
+    assert said == ["the controller lives and has not answered for 120 s: it is started anew"]
+    now_s += HUNG_S + 1
+    await asked.look()  # the new one has all of its time
+    process.pid = None
+    now_s += HUNG_S + 1
+    await asked.look()  # and one that is being started is its keeper's
+    assert process.restarted == 1
