@@ -30,6 +30,7 @@ from weights.config import WeightsConfig
 
 DEFAULT_DATA_DIR = Path("~/.local/share/appliance")
 FILE_NAME = "appliance.toml"
+MIB = 2**20
 _PREFIX = "APPLIANCE_"
 # Variables of ours that are no settings: they tell commands where a box is, or mark its processes.
 _NO_SETTINGS = ("URL", "API_KEY", "CONFIG", "BOX", "BUILD")
@@ -96,6 +97,12 @@ class ObservabilitySettings(_Section):
         pattern=r"^https?://\S+$",
         description="base URL of an OTLP/HTTP collector (`/v1/traces` is added) that gets a trace of every inference "
         "request; unset: no traces",
+    )
+    log_bytes: int = Field(64 * MIB, ge=MIB, description="a log that is longer is rotated")
+    log_keep: int = Field(4, ge=1, le=1000, description="rotated ones of each log")
+    log_days: float = Field(30.0, gt=0, description="that a log which nobody writes any more is kept")
+    logs_total_bytes: int = Field(
+        4096 * MIB, ge=MIB, description="of all logs; past it the oldest go, but none that is being written"
     )
 
 

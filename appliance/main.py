@@ -30,6 +30,7 @@ import httpx
 from appliance import endpoint, ray_head
 from appliance.box_state import BoxState
 from appliance.config import BoxConfig, load_resolved
+from appliance.logs import keep_logs_short
 from appliance.paths import BoxPaths
 from appliance.pulse import Pulse
 from appliance.supervised import BOX_VARIABLE, Supervised, kill_leftovers
@@ -86,6 +87,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
     box = Box(config, paths, state, stop.set)
     fault = ""
     try:
+        rotating = asyncio.create_task(keep_logs_short(paths.logs, config.observability), name="rotation of logs")
         starting = asyncio.create_task(box.start())
         stopping = asyncio.create_task(stop.wait())
         await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
@@ -97,9 +99,13 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
             await asyncio.gather(starting, return_exceptions=True)
     finally:
         fault = await box.end()
+<<<<<<< HEAD
         if box.hopeless:
             fault = f"the box ended because {box.hopeless}{f'; {fault}' if fault else ''}"
             log.error("%s; what supervises it is to start it anew", fault)
+=======
+        rotating.cancel()
+>>>>>>> c380626 (Logs rotate under whoever writes them, and the database holds room back for a full disk)
         state.end(fault)
     return 1 if fault else 0
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from appliance import ray_head
 from appliance.config import BoxConfig, load_resolved
+from appliance.logs import keep_logs_short
 from appliance.paths import BoxPaths
 from appliance.supervised import BOX_VARIABLE, kill_leftovers
 from appliance.wiring.places import place_of
@@ -82,6 +83,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str) -> int:
     ray = await ray_head.join(
         paths, head, place.address, [device.id for device in devices], paths.logs / "ray.log", environment, timeout_s
     )
+    rotating = asyncio.create_task(keep_logs_short(paths.logs, config.observability), name="rotation of logs")
     try:
         await announced_from(place, head)
         print(f"{name} joined the box at {head} with {len(devices)} devices; Ctrl-C takes it out again", flush=True)
@@ -100,6 +102,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str) -> int:
             leaving.cancel()
         return 0
     finally:
+        rotating.cancel()
         if ray.returncode is None:
             ray.terminate()
             await ray.wait()

@@ -40,6 +40,9 @@ def environment(paths: BoxPaths, start_timeout_s: float) -> dict[str, str]:
         "RAY_enable_worker_prestart": "0",
         "RAY_prestart_worker_first_driver": "0",
         "RAY_USAGE_STATS_ENABLED": "0",
+        # Its own logs, of each process: 512 MiB and five of them otherwise.
+        "RAY_ROTATION_MAX_BYTES": str(16 * 2**20),
+        "RAY_ROTATION_BACKUP_COUNT": "2",
         # A raylet first waits for two agents in Python to import what they need, a new worker does so itself. Ray gives
         # them 30 to 60 s, too little on a machine without a processor to spare; who waits for all of it is `_start`.
         "RAY_raylet_start_wait_time_s": str(round(start_timeout_s)),

@@ -136,4 +136,6 @@ def keep_house(context: ControllerContext, now_s: float) -> None:
         files.remove(context, row)
     upload_parts.keep_house(context, now_s)
     admin_session_keys.keep_house(context, now_s)
+    if context.db.reserve is not None:
+        context.db.reserve.keep()
     idempotency.forget_before(context.db, now_s - context.config.idempotency_keep_s)

@@ -107,6 +107,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
 
     db = Database(paths.database)
+    db.keep_reserve(config.controller.database_reserve_bytes)
     store = _open_store(config, paths)
     devices = discover_devices(config.box.devices)
     keepers = Keepers()

@@ -24,6 +24,7 @@ from appliance.store.errors import (
     UnknownCursor,
 )
 from appliance.store.migrator import migrate
+from appliance.store.reserve import Reserve
 
 Row = TypeVar("Row")
 BUSY_TIMEOUT_MS = 5000
@@ -55,6 +56,7 @@ class Database:
         """
         self.path = path
         self._depth = 0
+        self.reserve: Reserve | None = None
         try:
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
             self._connection = sqlite3.connect(path, isolation_level=None, timeout=BUSY_TIMEOUT_MS / 1000)
@@ -89,21 +91,31 @@ class Database:
         Never await inside: another coroutine's writes would join this transaction and share its fate.
         """
         if self._depth == 0:
+            if self.reserve is not None:
+                self.reserve.tend()
             self._connection.execute("BEGIN IMMEDIATE")
         self._depth += 1
         try:
             yield
+            if self._depth == 1:
+                self._connection.execute("COMMIT")
         except BaseException:
-            self._depth -= 1
-            if self._depth == 0:
+            # SQLite itself has rolled back where the disk was full; one that could not be committed is still open.
+            if self._depth == 1 and self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
-        self._depth -= 1
-        if self._depth == 0:
-            self._connection.execute("COMMIT")
+        finally:
+            self._depth -= 1
 
     def execute(self, sql: str, parameters: Sequence[Any] = ()) -> sqlite3.Cursor:
+        if self._depth == 0 and self.reserve is not None and not sql.startswith("SELECT"):
+            self.reserve.tend()
         return self._connection.execute(sql, parameters)
+
+    def keep_reserve(self, size: int) -> None:
+        """From now on hold so many bytes back for a full disk."""
+        self.reserve = Reserve(self, size)
+        self.reserve.keep(rows=size)
 
     def many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
         """The statement once for each of the parameters, in one transaction."""

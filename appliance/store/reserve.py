@@ -1,0 +1,89 @@
+"""Room inside the database for the day the disk is full: then keys are still revoked and jobs cancelled.
+
+The room is rows of zeros. Deleted, their pages are SQLite's to use again, and nobody else's: a file beside the database
+would be given back to the volume, where whatever filled it takes that too. The write-ahead log is as long as it may get
+from the start; it is written over from its beginning after each checkpoint, which needs no new pages either.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from appliance.store.database import Database
+
+MIB = 2**20
+WAL_BYTES = 8 * MIB
+_ROW_BYTES = MIB
+
+
+class Reserve:
+    """want_bytes: of rows. It is released where the volume has hardly a byte free, and made anew a row at a time
+    where it has room again."""
+
+    def __init__(
+        self, db: Database, want_bytes: int, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
+    ):
+        self._db, self._rows, self._statvfs = db, want_bytes // _ROW_BYTES, statvfs
+        self._held = self._count()
+        self._busy = False
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held * _ROW_BYTES
+
+    def keep(self, *, rows: int = 1) -> None:
+        """Make up to so many rows that are missing, as far as the disk has room for them. The rows of a smaller setting
+        go."""
+        free, low = self._free()
+        if self._held > self._rows:
+            self._db.execute("DELETE FROM reserve WHERE seq NOT IN (SELECT seq FROM reserve LIMIT ?)", [self._rows])
+            self._held = self._count()
+        for _ in range(min(rows, self._rows - self._held)):
+            if free < 4 * low:
+                break
+            self._db.execute("INSERT INTO reserve (bytes) VALUES (zeroblob(?))", [_ROW_BYTES])
+            self._held, free = self._held + 1, free - 2 * _ROW_BYTES
+        if self._rows and free > 4 * low:
+            self._lengthen_log()
+
+    def tend(self) -> None:
+        """Before something is written: release it where the disk is nearly full."""
+        if self._held and not self._busy:
+            free, low = self._free()
+            if free < low:
+                self.release()
+
+    def release(self) -> None:
+        self._busy = True
+        # Some builds of SQLite overwrite what is deleted: as much again in the log, for zeros.
+        overwrites = self._db.execute("PRAGMA secure_delete").fetchone()[0]
+        self._db.execute("PRAGMA secure_delete = OFF")
+        try:
+            self._db.execute("DELETE FROM reserve")
+            self._held = 0
+        finally:
+            self._db.execute(f"PRAGMA secure_delete = {overwrites}")
+            self._busy = False
+
+    def _free(self) -> tuple[int, int]:
+        now = self._statvfs(self._db.path.parent)
+        return now.f_bavail * now.f_frsize, min(2 * WAL_BYTES, now.f_blocks * now.f_frsize // 40)
+
+    def _count(self) -> int:
+        return self._db.execute("SELECT count(*) FROM reserve").fetchone()[0]
+
+    def _lengthen_log(self) -> None:
+        log = self._db.path.with_name(f"{self._db.path.name}-wal")
+        try:
+            handle = os.open(log, os.O_WRONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return  # nothing was written yet
+        try:
+            if os.fstat(handle).st_size < WAL_BYTES:
+                os.posix_fallocate(handle, 0, WAL_BYTES)
+        finally:
+            os.close(handle)
