@@ -99,13 +99,10 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
             await asyncio.gather(starting, return_exceptions=True)
     finally:
         fault = await box.end()
-<<<<<<< HEAD
         if box.hopeless:
             fault = f"the box ended because {box.hopeless}{f'; {fault}' if fault else ''}"
             log.error("%s; what supervises it is to start it anew", fault)
-=======
         rotating.cancel()
->>>>>>> c380626 (Logs rotate under whoever writes them, and the database holds room back for a full disk)
         state.end(fault)
     return 1 if fault else 0
 
