@@ -31,6 +31,7 @@ from appliance.controller import (
     models,
     permissions,
     responses,
+    retention,
     upload_parts,
 )
 from appliance.controller.background_responses import BackgroundResponses
@@ -124,6 +125,8 @@ async def _keep_house(
     now_s = time.time()
     with context.keepers.guard("housekeeping of files and uploads"):
         keep_house(context, now_s)
+    with context.keepers.guard("housekeeping of what was kept long enough"):
+        await retention.keep_house(context, now_s)
     with context.keepers.guard("housekeeping of stored responses"):
         stored.keep_house(now_s)
     with context.keepers.guard("housekeeping of background responses"):

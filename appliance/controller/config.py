@@ -34,6 +34,32 @@ class OwnerBounds(BaseModel):
     """Of all stored responses of the owner; past it, the longest unused go."""
 
 
+class RetentionSettings(BaseModel):
+    """Days after which housekeeping deletes; unset: for ever. Stored responses have `responses_kept_days`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    files_days: float | None = Field(None, gt=0)
+    """Files of every purpose, but those that an unfinished job or batch reads; a file may have an earlier end of its
+    own."""
+    batches_days: float | None = Field(None, gt=0)
+    """What is known of batches that have ended; their output files are files."""
+    job_data_days: float | None = Field(30.0, gt=0)
+    """The folders of jobs that have ended: a copy of the training data, events, TensorBoard files."""
+    job_events_days: float | None = Field(None, gt=0)
+    """Events and steps of jobs that have ended."""
+    events_per_job: int = Field(100_000, ge=1000)
+    """Of an unfinished job; past it the oldest go."""
+    audit_days: float | None = Field(None, gt=0)
+    """Rows of the audit log."""
+    usage_days: float | None = Field(None, gt=0)
+    """Tokens by the hour, and devices that jobs held."""
+    handovers_days: float | None = Field(None, gt=0)
+    """Hand-overs that have ended, with their steps."""
+    operations_days: float | None = Field(90.0, gt=0)
+    """Imports, checks and other long work that has ended."""
+
+
 class ControllerConfig(BaseModel):
     """Every limit and wait of the controller, with its unit in the name."""
 
@@ -52,6 +78,7 @@ class ControllerConfig(BaseModel):
     upload_open_s: Seconds = 3600.0
     """An upload in parts that is not completed within this time is deleted."""
     bounds: OwnerBounds = Field(default_factory=OwnerBounds)
+    retention: RetentionSettings = Field(default_factory=RetentionSettings)
     disk_floor_bytes: int | None = Field(None, ge=0)
     """Free bytes of the data directory's volume below which nothing more is stored; unset: 2 % of it, at least 2 and at
     most 20 GiB, and never more than a tenth."""

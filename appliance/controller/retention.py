@@ -1,0 +1,59 @@
+"""What is kept for how long: everything that grows with use has a number of days in `[controller.retention]`.
+
+Applied by housekeeping in chunks, each a transaction of its own with the loop free in between: a year of audit rows
+that is to go at once holds up nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+from collections.abc import Iterator
+
+from anyio import to_thread
+
+from appliance.controller import files
+from appliance.controller.config import RetentionSettings
+from appliance.controller.context import ControllerContext
+from appliance.store import files as file_rows
+from appliance.store import jobs, retention
+
+DAY_S = 86400.0
+CHUNK = 200
+# Of one round: what is left goes in the next.
+MAX_CHUNKS = 200
+
+
+def _rules(kept: RetentionSettings) -> Iterator[tuple[float, retention.Drop]]:
+    for days, drops in (
+        (kept.audit_days, (retention.audit,)),
+        (kept.usage_days, (retention.usage, retention.device_time)),
+        (kept.job_events_days, (retention.job_records,)),
+        (kept.handovers_days, (retention.handovers,)),
+        (kept.operations_days, (retention.operations,)),
+        (kept.batches_days, (retention.batches,)),
+    ):
+        if days is not None:
+            yield from ((days, drop) for drop in drops)
+
+
+async def keep_house(context: ControllerContext, now_s: float) -> None:
+    """One round."""
+    db, kept, left = context.db, context.config.retention, MAX_CHUNKS
+    for days, drop in _rules(kept):
+        while left and drop(db, now_s - days * DAY_S, CHUNK) == CHUNK:
+            left -= 1
+            await asyncio.sleep(0)
+    for row in jobs.list_unfinished(db):
+        while left and retention.events_past(db, row.id, kept.events_per_job, CHUNK):
+            left -= 1
+            await asyncio.sleep(0)
+    if kept.files_days is not None:
+        for file_id in retention.old_files(db, now_s - kept.files_days * DAY_S, CHUNK):
+            if (row := file_rows.find(db, file_id, now_s=0)) is not None:
+                files.remove(context, row)
+            await asyncio.sleep(0)
+    if kept.job_data_days is not None:
+        there = {entry.name for entry in context.jobs_dir.iterdir()}
+        for job_id in there.intersection(retention.ended_jobs(db, now_s - kept.job_data_days * DAY_S)):
+            await to_thread.run_sync(shutil.rmtree, context.jobs_dir / job_id, True)

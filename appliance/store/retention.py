@@ -1,0 +1,86 @@
+"""Deleting what is older than it is to be kept, a bounded chunk at a time: no write waits long for one of these.
+
+Each looks at the oldest rows alone, and so costs the same however many there are: rows are written in the order of
+time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from appliance.store.database import Database
+from appliance.store.rows import UNFINISHED_BATCH
+
+# (db, before_s, limit) -> how many went; fewer than `limit`: nothing more is that old.
+Drop = Callable[[Database, float, int], int]
+
+_LIVE = ", ".join(f"'{status}'" for status in UNFINISHED_BATCH)
+
+
+def _head(table: str, condition: str) -> Drop:
+    """Of the first rows of a table those that meet the condition, in which ? is the moment."""
+
+    def drop(db: Database, before_s: float, limit: int) -> int:
+        return db.execute(
+            f"DELETE FROM {table} WHERE seq IN (SELECT seq FROM {table} ORDER BY seq LIMIT ?1) AND {condition}",
+            [limit, before_s],
+        ).rowcount
+
+    return drop
+
+
+audit = _head("audit", "created_s < ?2")
+handovers = _head("handovers", "ended_s < ?2")
+operations = _head("operations", "ended_s < ?2 AND state != 'running'")
+device_time = _head("device_time", "to_s < ?2")
+batches = _head("batches", f"created_s < ?2 AND status NOT IN ({_LIVE})")
+
+
+def usage(db: Database, before_s: float, limit: int) -> int:
+    """Whole hours."""
+    return db.execute(
+        "DELETE FROM usage WHERE rowid IN (SELECT rowid FROM usage WHERE hour_s < ? ORDER BY hour_s LIMIT ?)",
+        [before_s - 3600, limit],
+    ).rowcount
+
+
+def job_records(db: Database, before_s: float, limit: int) -> int:
+    """Events and steps of jobs that ended before this moment; the jobs themselves stay."""
+    for table, number in (("job_events", "seq"), ("job_metrics", "step")):
+        row = db.execute(
+            "SELECT id FROM jobs WHERE finished_s < ?"
+            f" AND EXISTS (SELECT 1 FROM {table} WHERE job_id = jobs.id) LIMIT 1",
+            [before_s],
+        ).fetchone()
+        if row is not None:
+            db.execute(
+                f"DELETE FROM {table} WHERE job_id = ?1 AND {number} IN"
+                f" (SELECT {number} FROM {table} WHERE job_id = ?1 ORDER BY {number} LIMIT ?2)", [row["id"], limit],
+            )  # fmt: skip
+            return limit  # there may be another job
+    return 0
+
+
+def events_past(db: Database, job_id: str, keep: int, limit: int) -> int:
+    """Events of one job beyond the newest `keep`."""
+    return db.execute(
+        "DELETE FROM job_events WHERE seq IN (SELECT seq FROM job_events WHERE job_id = ?1 AND seq <="
+        " (SELECT seq FROM job_events WHERE job_id = ?1 ORDER BY seq DESC LIMIT 1 OFFSET ?2) ORDER BY seq LIMIT ?3)",
+        [job_id, keep, limit],
+    ).rowcount
+
+
+def old_files(db: Database, before_s: float, limit: int) -> list[str]:
+    """Ids of files made before this moment that nothing needs which has not ended."""
+    rows = db.execute(
+        "SELECT id FROM files WHERE created_s < ?1"
+        f" AND id NOT IN (SELECT input_file_id FROM batches WHERE status IN ({_LIVE}))"
+        " AND id NOT IN (SELECT training_file FROM jobs WHERE finished_s IS NULL)"
+        " AND id NOT IN (SELECT validation_file FROM jobs WHERE finished_s IS NULL AND validation_file IS NOT NULL)"
+        " ORDER BY seq LIMIT ?2", [before_s, limit],
+    )  # fmt: skip
+    return [row["id"] for row in rows]
+
+
+def ended_jobs(db: Database, before_s: float) -> list[str]:
+    return [row["id"] for row in db.execute("SELECT id FROM jobs WHERE finished_s < ?", [before_s])]

@@ -1,0 +1,140 @@
+"""What is kept for how long: nothing goes without being asked for, and what is asked for goes in chunks."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from appliance.controller import retention
+from appliance.controller.config import RetentionSettings
+from appliance.controller.retention import CHUNK, DAY_S
+from appliance.store import audit, batches, files, handovers, job_records, jobs, operations, usage
+from appliance.store import retention as drops
+from appliance.store.database import Database
+from appliance.store.rows import (
+    AuditRow,
+    BatchRow,
+    FileRow,
+    HandoverRow,
+    HandoverStepRow,
+    JobEventRow,
+    JobMetricRow,
+    JobRow,
+    OperationRow,
+)
+from tests.simulator.control_plane import simulated_context
+
+NOW_S = 1_000 * DAY_S
+DAYS = dict.fromkeys(
+    ("files_days", "batches_days", "job_data_days", "job_events_days", "audit_days", "usage_days", "handovers_days",
+     "operations_days"), 10.0,
+)  # fmt: skip
+AGES = (20, 5)  # one that goes and one that stays of everything
+
+
+def job(db: Database, name: str, **fields: object) -> None:
+    jobs.insert(db, JobRow(id=name, model="starter", method="supervised", training_file=f"file-of-{name}", seed=1,
+                           output_model="ft", created_s=0.0, **fields))  # type: ignore[arg-type]  # fmt: skip
+
+
+def filled(db: Database, folder: Path) -> None:
+    (folder / "files").mkdir(exist_ok=True)
+    for age in AGES:
+        at_s = NOW_S - age * DAY_S
+        audit.insert(db, AuditRow(f"audit_{age}", None, "a.b", "", "done", "", at_s))
+        usage.add(db, [{"key": "k", "model": "m", "version": "v", "requests": 1, "errors": 0, "prompt_tokens": 1,
+                        "completion_tokens": 1}], at_s)  # fmt: skip
+        usage.devices_held(db, f"job-{age}", 2, at_s - 60)
+        usage.devices_held(db, f"job-{age}", 0, at_s)
+        handovers.insert(db, HandoverRow(f"ho_{age}", "r", "done", at_s, at_s),
+                         [HandoverStepRow(f"ho_{age}", 0, "v", "t", "done")])  # fmt: skip
+        operations.insert(db, OperationRow(f"op_{age}", "import", "t", "succeeded", at_s, at_s))
+        for status in ("completed", "in_progress"):
+            batches.insert(db, BatchRow(f"batch_{age}_{status}", "/v1/x", f"file-{status}-{age}", at_s, at_s,
+                                        status=status))  # type: ignore[arg-type]  # fmt: skip
+            files.insert(db, FileRow(f"file-{status}-{age}", "a", "batch", 1, "", "processed", at_s))
+            (folder / "files" / f"file-{status}-{age}").write_text("x")
+        for name, ended_s in ((f"job-{age}", at_s), (f"live-{age}", None)):
+            job(db, name, phase="running" if ended_s is None else "succeeded", finished_s=ended_s)
+            job_records.insert_event(db, JobEventRow(f"ev-{name}", name, "info", "message", "", at_s))
+            job_records.upsert_metric(db, JobMetricRow(name, 1, at_s))
+            (folder / "jobs" / name).mkdir(parents=True, exist_ok=True)
+            (folder / "jobs" / name / "train.jsonl").write_text("secret")
+            files.insert(db, FileRow(f"file-of-{name}", "a", "fine-tune", 1, "", "processed", at_s))
+
+
+def counts(db: Database, folder: Path) -> dict[str, int]:
+    tables = ("audit", "usage", "device_time", "handovers", "handover_steps", "operations", "batches", "files",
+              "job_events", "job_metrics", "jobs")  # fmt: skip
+    found = {name: db.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables}
+    return found | {"folders": len(list((folder / "jobs").iterdir())),
+                    "bytes": len(list((folder / "files").iterdir()))}  # fmt: skip
+
+
+async def test_everything_that_grows_goes_after_its_days_and_nothing_that_is_needed(tmp_path: Path, db: Database):
+    filled(db, tmp_path)
+    before = counts(db, tmp_path)
+    every = dict.fromkeys(DAYS)
+    await retention.keep_house(simulated_context(tmp_path, db, retention=every), NOW_S)
+    assert counts(db, tmp_path) == before  # null: for ever
+    await retention.keep_house(simulated_context(tmp_path, db, retention=DAYS), NOW_S)
+    assert counts(db, tmp_path) == {
+        "audit": 1, "usage": 1, "device_time": 1, "handovers": 1, "handover_steps": 1, "operations": 1,
+        "batches": 3, "files": 6, "job_events": 3, "job_metrics": 3, "jobs": 4, "folders": 3, "bytes": 3,
+    }  # fmt: skip
+    assert files.find(db, "file-in_progress-20", now_s=0) and files.find(db, "file-of-live-20", now_s=0)
+    assert not (tmp_path / "jobs" / "job-20").exists() and (tmp_path / "jobs" / "live-20").exists()
+
+
+async def test_much_goes_in_chunks_with_the_loop_free_between(tmp_path: Path, db: Database):
+    with db.transaction():
+        for n in range(2 * CHUNK + 7):
+            audit.insert(db, AuditRow(f"audit_{n}", None, "a.b", "", "done", "", 1.0))
+    sizes, execute = [], db.execute
+
+    def watching(sql: str, parameters=()):  # type: ignore[no-untyped-def]
+        done = execute(sql, parameters)
+        if sql.startswith("DELETE FROM audit"):
+            sizes.append(done.rowcount)
+        return done
+
+    db.execute = watching  # type: ignore[method-assign]
+    await retention.keep_house(simulated_context(tmp_path, db, retention={"audit_days": 1.0}), NOW_S)
+    assert sizes == [CHUNK, CHUNK, 7] and audit.page(db, after=None, limit=1).data == []
+
+
+async def test_a_job_that_runs_for_long_keeps_its_newest_events(tmp_path: Path, db: Database):
+    job(db, "long", phase="running")
+    job(db, "other", phase="running")
+    with db.transaction():
+        for n in range(1300):
+            job_records.insert_event(db, JobEventRow(f"e{n}", "long", "info", "message", str(n), time.time()))
+        job_records.insert_event(db, JobEventRow("o", "other", "info", "message", "", time.time()))
+    await retention.keep_house(simulated_context(tmp_path, db, retention={"events_per_job": 1000}), NOW_S)
+    left = job_records.page_events(db, "long", after=None, limit=2000).data
+    assert [event.message for event in left] == [str(n) for n in range(1299, 299, -1)]
+    assert len(job_records.page_events(db, "other", after=None, limit=2000).data) == 1
+
+
+def test_a_look_costs_the_same_however_much_is_kept(db: Database):
+    """Nothing is scanned that is not old: the first rows say whether anything is."""
+    with db.transaction():
+        for n in range(3000):
+            audit.insert(db, AuditRow(f"audit_{n}", None, "a.b", "", "done", "", NOW_S))
+    steps = 0
+
+    def count() -> int:
+        nonlocal steps
+        steps += 1
+        return 0
+
+    db._connection.set_progress_handler(count, 100)
+    assert drops.audit(db, NOW_S - 1, 50) == 0
+    db._connection.set_progress_handler(None, 100)
+    assert steps < 40  # of a hundred instructions of SQLite's each
+
+
+def test_by_default_only_copies_and_reports_of_long_work_go():
+    assert {name for name, days in RetentionSettings() if days is not None} == {
+        "job_data_days", "operations_days", "events_per_job",
+    }  # fmt: skip
