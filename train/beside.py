@@ -98,6 +98,10 @@ class Writing:
         now = time.perf_counter()
         return Written(str(path), nbytes, now - self._began, self._stall_s + now - entered, self._beside_s)
 
+    def abort(self) -> None:
+        """After `finish` failed, on rank 0: gives back what was written."""
+        self._draft.abort()
+
     def _run_beside(self, fill: Iterator[int], pace_s: float) -> None:
         began_s = time.thread_time()
         self._run(fill, pace_s)

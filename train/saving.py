@@ -7,6 +7,7 @@ The snapshot of a suspension and the last version have no next step to hide behi
 
 from __future__ import annotations
 
+import errno
 import threading
 import time
 from collections.abc import Callable
@@ -49,7 +50,8 @@ class Saving:
         self._cadence = Cadence(spec.snapshot_every_s)
         self._room_s = 0.0  # processor time of making room after the last snapshot
         self._sealing: list[threading.Thread] = []
-        self._writing: list[tuple[Writing | Written, Callable[[Written], None]]] = []
+        self._writing: list[tuple[Writing | Written, Callable[[Written], None], Callable[[Exception], None] | None]]
+        self._writing = []  # what is written, what tells of it, and what is told instead where there was no room
         self._beside = -1, Written("", 0, 0.0)
         self._room: threading.Thread | None = None
         self._ahead = Ahead(spec.job_id, self._reserve_snapshot) if self._rank == 0 else None
@@ -75,7 +77,7 @@ class Saving:
 
     def copied(self) -> None:
         """Returns when this rank's part of what is written beside the step is written: the state may change."""
-        for writing, _ in self._writing:
+        for writing, _, _ in self._writing:
             writing.copied()
 
     # --- between two steps
@@ -84,8 +86,19 @@ class Saving:
         """What is being written beside training is committed and told. At a step boundary rank 0 waits for nobody:
         every rank has marked its part before its optimizer stepped."""
         while self._writing:
-            writing, tell = self._writing.pop(0)
-            tell(writing.finish())
+            writing, tell, no_room = self._writing.pop(0)
+            try:
+                written = writing.finish()
+            except OSError as error:
+                # A draft has its memory since it was reserved, its manifest has not: others may have taken the last.
+                # Only rank 0 commits, so nobody else has to hear of it.
+                if no_room is None or error.errno != errno.ENOSPC:
+                    raise
+                assert isinstance(writing, Writing)
+                writing.abort()
+                no_room(error)
+            else:
+                tell(written)
 
     def make_first_room(self) -> None:
         """After the first step of this world: what it will write is known now."""
@@ -103,14 +116,17 @@ class Saving:
                 self._emit("message", level="info", text=dear)
             self._make_room()
 
-        self._cadence.begun()
-        try:
-            self._writing.append((self._begin_snapshot(step, draft=draft, pace_s=pace_s), tell))
-        except StoreFull as full:  # raised on every rank; the run itself needs no room
+        def no_room(full: Exception) -> None:
             if self._cadence.refused():
                 self._emit("message", level="warn", text=(
                     f"no snapshot at step {step}, the next is tried in {self._cadence.interval_s:.0f} s: {full}"
                 ))  # fmt: skip
+
+        self._cadence.begun()
+        try:
+            self._writing.append((self._begin_snapshot(step, draft=draft, pace_s=pace_s), tell, no_room))
+        except StoreFull as full:  # raised on every rank; the run itself needs no room
+            no_room(full)
         self._wishes.snapshot = False
 
     def begin_version(self, version: str, step: int, pace_s: float | None) -> None:
@@ -133,7 +149,7 @@ class Saving:
             self._make_room()
 
         writing = begin_publish(self.engine, self.spec, self.store, version=version, meta=meta, pace_s=pace_s)
-        self._writing.append((writing, tell))
+        self._writing.append((writing, tell, None))
 
     # --- at the end
 

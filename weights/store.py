@@ -93,7 +93,13 @@ class WeightStore:
         if index is not None:
             aux_files[index[0]] = index[1]
         needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
-        path, lock = self._staging.stake(layout, needed_bytes, name=name)
+        try:
+            path, lock = self._staging.stake(layout, needed_bytes, name=name)
+        except OSError as error:  # not even a directory
+            if error.errno == errno.ENOSPC:
+                with self._keeper.mutex():
+                    raise self._keeper.full(needed_bytes) from error
+            raise
         try:
             self._staging.allocate(layout, lock.fd, needed_bytes)
             for file in layout.files:

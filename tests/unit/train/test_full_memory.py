@@ -1,0 +1,95 @@
+"""Shared memory that others fill at the worst moment costs a snapshot, not the job."""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.unit.train.test_deepspeed_contract import engine_of, steps, world_of_one  # noqa: F401
+from train import snapshot
+from train.cadence import Cadence
+from train.saving import Saving
+from train.spec import TrainSpec
+from weights import draft
+from weights.errors import StoreFull
+from weights.store import WeightStore
+
+
+@pytest.fixture
+def run(tmp_path):
+    """What writes the snapshots of a run, on its engine after two steps, and what it told."""
+    engine = engine_of(1, "fp32")
+    steps(engine, 2)
+    spec = TrainSpec(job_id="j", base_path="", train_path="", run_dir=str(tmp_path), shm_root="", output_model="m")
+    store, told = WeightStore(tmp_path / "store", budget_bytes=None), []
+    wishes = SimpleNamespace(snapshot=True, suspend=False)
+
+    def emit(event, **data):
+        told.append((event, data))
+
+    saving = Saving(spec, store, engine, None, 1, emit, wishes, None)
+    saving._make_room = lambda: None  # a thread that is not looked at here
+    return saving, store, told
+
+
+def test_a_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
+    saving, store, told = run
+    write = draft.write_file
+
+    def full(directory_fd, name, data, **more):
+        if name == draft.MANIFEST_FILE:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(directory_fd, name, data, **more)
+
+    monkeypatch.setattr(draft, "write_file", full)
+    saving.snapshot_if_room(2, 0, 0.0)
+    saving.finish()
+    assert [event for event, _ in told] == ["message"]
+    assert "no snapshot at step 2, the next is tried in 30 s" in told[0][1]["text"] and told[0][1]["level"] == "warn"
+    assert store.list("snapshot") == [] and store.usage().draft_bytes == 0, "it is given back"
+    monkeypatch.undo()
+    saving.snapshot_if_room(2, 0, 0.0)
+    saving.finish()
+    assert [event for event, _ in told] == ["message", "snapshot"] and snapshot.newest_snapshot(store, "j") is not None
+
+
+def test_what_else_goes_wrong_at_the_commit_ends_the_world(run, monkeypatch):
+    saving, _, _ = run
+
+    def broken(*_, **__):
+        raise OSError(errno.EIO, "Input/output error")
+
+    saving.snapshot_if_room(2, 0, 0.0)
+    monkeypatch.setattr(draft, "write_file", broken)
+    with pytest.raises(OSError, match="Input/output"):
+        saving.finish()
+
+
+def test_not_even_a_directory_is_no_room_either(run, monkeypatch):
+    saving, _, told = run
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "mkdir", refuse)
+    with pytest.raises(StoreFull):
+        saving._reserve_snapshot(2, "d")
+    saving.snapshot_if_room(2, 0, 0.0)
+    saving.finish()
+    assert [event for event, _ in told] == ["message"]
+
+
+def test_what_is_due_is_wished_for(run):
+    saving, _, _ = run
+    saving._wishes.snapshot = False
+    saving._steps = SimpleNamespace(total_steps=9, epoch_end_steps=lambda: ())
+    saving._cadence = Cadence(None, lambda: 0.0)
+    saving.foresee(3)
+    assert not saving._wishes.snapshot
+    saving._cadence = Cadence(0.001, iter(range(9)).__next__)
+    saving.foresee(3)
+    assert saving._wishes.snapshot
+    saving.drop_reserved()
