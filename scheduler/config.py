@@ -60,19 +60,27 @@ class SchedulerConfig(BaseModel):
     lease_timeout_s: Seconds = 60.0
     open_timeout_s: Seconds = 30.0
 
-    # --- giving up
+    slow_step_s: Seconds = 10.0
+    """A step that takes longer than this says in `appliance status` what it waits for."""
+
+    # --- trying again
     backoff_first_s: Seconds = 1.0
+    """Wait before the second try of what failed; it doubles with each failure in a row."""
     backoff_max_s: Seconds = 60.0
+    """The longest such wait. Nothing is given up for ever."""
     release_attempts: int = Field(5, ge=1)
     """Tries of a release inside one hand-over; afterwards the lease stays in the ledger and a later round retries."""
     suspend_attempts: int = Field(3, ge=1)
     """Failed suspends of one group before it is stopped by force and resumed from its last snapshot."""
     job_attempts: int = Field(3, ge=1)
-    """Failures of a job without a step of progress between them before the job is failed."""
+    """Failures of a job by its own fault, without a step of progress between them, before the job is failed. Deaths
+    of its supervisors, of its node or of the host's memory are not among them."""
     replica_attempts: int = Field(3, ge=1)
-    """Failures of a model's replicas in a row before the deployment is marked failed."""
+    """Failures of a model's replicas in a row, by their own fault, before its requests are refused between two tries
+    instead of held, and before its canary is rolled back. It is tried on."""
     replica_stable_s: Seconds = 60.0
-    """A replica that stayed open this long wipes its model's failures."""
+    """A replica that stayed open this long wipes its model's failures. One that was open for longer than the wait
+    before it is followed by another one after `backoff_first_s`."""
 
     # --- devices that fail
     device_deaths: int = Field(2, ge=0)

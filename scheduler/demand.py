@@ -33,8 +33,8 @@ class Slot:
 
 
 def usable(deployment: DeploymentView, now_s: float) -> bool:
-    """Whether new replicas may be started for it. Open ones stay open while it backs off or after giving up."""
-    return not deployment.failed_reason and deployment.not_before_s <= now_s and deployment.max_replicas > 0
+    """Whether new replicas may be started for it. Open ones stay open while it backs off."""
+    return deployment.not_before_s <= now_s and deployment.max_replicas > 0
 
 
 def by_concurrency(deployment: DeploymentView, config: SchedulerConfig) -> int:

@@ -7,6 +7,8 @@ Contract of every verb:
   repeats verbs after a crash, because it cannot know whether the last one was carried out.
 - It raises `EffectFailed` and nothing else when the effect could not be had. Whatever it did until then may remain:
   the loop undoes it (handover.py says how) and reads the truth again through `observe`.
+- It ends within a second of the death of whatever it waits for (a rank, an engine, a supervisor), with `EffectFailed`
+  that says who died and whose fault that is (`blame`).
 - It may be cancelled (time limits); the same holds then as after `EffectFailed`.
 - Verbs for different targets run concurrently; for one target never more than one at a time.
 """
@@ -17,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
+from scheduler.errors import Blame
 from scheduler.inventory import Device, Lease
 from scheduler.workload import ReplicaState
 
@@ -47,10 +50,11 @@ class ReplicaObserved:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDied:
-    """An engine process ended without being asked to."""
+    """An engine process ended without being asked to. `blame`: whose fault that was."""
 
     replica_id: str
     reason: str
+    blame: Blame = "own"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ class GroupEnded:
 
     `lease_id`: which incarnation. `step`: the last training step that is safe (in a snapshot or published);
     more of it than at the previous failure counts as progress. `retryable`: False where trying again cannot help
-    (bad data, invalid configuration).
+    (bad data, invalid configuration). `blame`: whose fault a failure was.
     """
 
     job_id: str
@@ -68,6 +72,7 @@ class GroupEnded:
     step: int = 0
     error: str = ""
     retryable: bool = True
+    blame: Blame = "own"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,13 @@ SchedulerError
 
 from __future__ import annotations
 
+from typing import Literal
+
+Blame = Literal["own", "input", "outside", "memory"]
+"""Whose fault a failure is. own: of the job or the model's engine itself. input: of what it was given, so that trying
+again cannot help. outside: of a supervisor, a node, a fence, a tier. memory: the host's ran out. The last two say
+nothing of the job or model and are not held against it."""
+
 
 class SchedulerError(Exception):
     """Base of everything raised by `scheduler`."""
@@ -93,11 +100,12 @@ class EffectFailed(SchedulerError):
         verb: the verb of the Effects protocol, e.g. "wake_replica".
         target: lease, replica or job id.
         reason: one sentence for a person.
+        blame: whose fault it is.
     """
 
-    def __init__(self, verb: str, target: str, reason: str):
+    def __init__(self, verb: str, target: str, reason: str, blame: Blame = "own"):
         super().__init__(f"{verb} {target}: {reason}")
-        self.verb, self.target, self.reason = verb, target, reason
+        self.verb, self.target, self.reason, self.blame = verb, target, reason, blame
 
 
 class CalledOff(SchedulerError):

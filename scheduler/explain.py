@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from scheduler.allocation import Allocation
+from scheduler.failures import Trouble
 from scheduler.handover import Chain, Handover
 from scheduler.inventory import Holder
+from scheduler.runner import Doing
 from scheduler.standby import Standby
-from scheduler.workload import DeploymentView, Policy, Snapshot
+from scheduler.workload import DeploymentView, Policy, ReplicaView, Snapshot
 
 
 def _count(n: int, what: str) -> str:
@@ -117,6 +120,44 @@ def reason_of(handover: Handover, policy: Policy) -> str:
     texts = [sentence(c) for c in handover.chains]
     more = f"; and {len(texts) - 4} more" if len(texts) > 4 else ""
     return f"{mode_of(policy)}: {'; '.join(texts[:4])}{more}"
+
+
+_WAITS_FOR = {
+    "acquire": "for Ray to give the devices",
+    "release": "for Ray to take the devices back",
+    "start_replica": "for the engine to load its weights and answer its first prompt",
+    "stop_replica": "for the engine's processes to be gone",
+    "open_replica": "for every gateway to know of the engine",
+    "drain_replica": "for the engine's requests to be answered",
+    "sleep_replica": "for the engine to give its memory back",
+    "wake_replica": "for the engine to load its weights and answer its first prompt",
+    "swap_replica": "for the engine to take the new weights",
+    "start_group": "for all ranks to be in their training loop",
+    "suspend_group": "for the ranks to leave their step and write a snapshot",
+    "stop_group": "for the ranks' processes to be gone",
+}
+
+
+def waits_for(doing: Doing, now_s: float) -> str:
+    """What a step under way waits for, in one sentence without a full stop."""
+    step, since_s = doing.step, now_s - doing.since_s
+    return (
+        f"{step.verb} {step.target} has waited {since_s:.0f} s {_WAITS_FOR[step.verb]}; "
+        f"it fails after {doing.limit_s:.0f} s"
+    )
+
+
+def not_serving(trouble: Trouble, replicas: Iterable[ReplicaView], now_s: float) -> str:
+    """What people are told of a model whose engines fail, without a full stop."""
+    states = {replica.state for replica in replicas if replica.model == trouble.model}
+    is_open = "open" in states
+    if "starting" in states or "ready" in states:
+        when = "it is tried again now"
+    elif trouble.not_before_s > now_s:
+        when = f"next try in {max(1.0, trouble.not_before_s - now_s):.0f} s"
+    else:
+        when = "it is tried again when it is asked for"
+    return f"{'a further engine does not start' if is_open else 'not serving'}: {trouble.reason}; {when}"
 
 
 def _standby(deployment: DeploymentView, learned: Standby) -> str:

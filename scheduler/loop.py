@@ -15,6 +15,8 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 from scheduler import call_off, step_rules, tidal, view
@@ -27,7 +29,8 @@ from scheduler.effects import (
     Effects,
 )
 from scheduler.errors import Stopped
-from scheduler.explain import explain, mode_of, reason_of
+from scheduler.explain import explain, mode_of, not_serving, reason_of, waits_for
+from scheduler.failures import Cause, Trouble
 from scheduler.handover import Chain, Handover, Step
 from scheduler.inventory import Holder
 from scheduler.journal import HandoverRecord, Journal
@@ -77,6 +80,7 @@ class SchedulerLoop:
         self._workload = Workload(Policy())
         self._in_force = tidal.InForce(Policy(), 0.0, None, None)
         self._settings: tuple[Any, ...] = ()
+        self._usable: frozenset[str] = frozenset()
         self._allocation = Allocation()
         self._wake = asyncio.Event()
         self._generation = self._settled = 0
@@ -118,27 +122,58 @@ class SchedulerLoop:
         self._wake.set()
 
     def forgive(self, model: str) -> None:
-        """Try a model again that was given up on."""
-        self._truth.failures.forget_model(model)
+        """Something about this model was changed: try it again at once."""
+        self._truth.forgive_model(model)
         self.nudge()
+
+    def retry(self, cause: Cause) -> None:
+        """What may have made jobs and models fail is gone: those that wait out a failure are tried at once."""
+        self._truth.retry(cause)
+        self.nudge()
+
+    def trouble(self, model: str, version: str) -> Trouble | None:
+        """What keeps engines of this version from starting; None where nothing does."""
+        failure = self._truth.failures.model(model, version)
+        return None if failure is None else self._truth.failures.trouble(model, failure)
 
     def status(self) -> dict[str, Any]:
         """What is, what is under way, and why jobs wait; plain values for JSON."""
         snapshot = self._snapshot()
-        queue = places(snapshot.jobs, self._clock.now_s())
+        now_s = self._clock.now_s()
+        queue = places(snapshot.jobs, now_s)
         return {
             **view.status(self.box, snapshot, self._allocation, self._in_force, queue),
+            "troubles": [
+                {**asdict(t), "message": not_serving(t, self.box.replicas.values(), now_s)}
+                for t in self._troubles(snapshot)
+            ],
+            "waits": [
+                waits_for(doing, now_s)
+                for runner in self._running.values()
+                for doing in runner.doing
+                if now_s - doing.since_s >= self._config.slow_step_s
+            ],
             "handovers": sorted(self._running),
             "generation": self._generation,
             "settled": self._settled,
             "plan_s": self._plan_s,
         }
 
+    def _troubles(self, snapshot: Snapshot) -> Iterator[Trouble]:
+        """Of the models that are to be served, in the versions that are to be served."""
+        for deployment in snapshot.deployments:
+            trouble = self.trouble(deployment.model, deployment.version)
+            if trouble is not None:
+                yield trouble
+
     def explain(self, policy: Policy | None = None) -> dict[str, Any]:
         """What a round would do now under this policy (None: the one in force), and why. Nothing is done."""
         snapshot = self._snapshot(policy)
         allocation = plan(snapshot, self._clock.now_s(), self._config)
-        return explain(self._steps(snapshot, allocation), allocation, snapshot)
+        found = explain(self._steps(snapshot, allocation), allocation, snapshot)
+        now_s = self._clock.now_s()
+        doing = [doing for runner in self._running.values() for doing in runner.doing]
+        return {**found, "under_way": [waits_for(one, now_s) for one in doing]}
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -190,7 +225,11 @@ class SchedulerLoop:
         self._tide(now_s)
         self._truth.open_replicas_are_stable()
         self._call_off_drains(now_s)
+        self._truth.failures.keep(self._workload)
         snapshot = self._snapshot()
+        if self._devices_came(snapshot):
+            self._truth.retry("device")
+            snapshot = self._snapshot()
         began_s = time.perf_counter()
         self._allocation = plan(snapshot, now_s, self._config)
         self._plan_s = time.perf_counter() - began_s
@@ -216,6 +255,11 @@ class SchedulerLoop:
                 if self._truth.failures.chain_failures(f"free job {j}") >= self._config.suspend_attempts
             },
         )
+
+    def _devices_came(self, snapshot: Snapshot) -> bool:
+        """Whether there are devices to use that there were not in the round before."""
+        before, self._usable = self._usable, frozenset(d.id for d in snapshot.devices if d.usable)
+        return bool(before) and not self._usable <= before
 
     def _tide(self, now_s: float) -> None:
         """The policy in force; looked up again when the store's settings change or a window fires."""
@@ -298,14 +342,13 @@ class SchedulerLoop:
             log.warning("%s failed, next try in %.1f s: %s", chain.name, wait_s, end.error, extra=ids)
             asyncio.get_running_loop().call_later(wait_s, self._try_again, holder)
             return
-        counted = end.failed_step is None or end.failed_step.verb != "acquire"
         if holder.kind == "job":
-            self._truth.job_failed(holder.id, -1, end.error, counted=counted)
+            self._truth.job_failed(holder.id, -1, end.reason, blame=end.blame)
         else:
             rise = next(s for s in chain.steps if s.version or s.verb == "open_replica")
             model = rise.model or self.box.replicas[holder.id].model
             version = rise.version or self.box.replicas[holder.id].version
-            self._truth.model_failed(model, version, end.error, counted=counted)
+            self._truth.model_failed(model, version, end.reason, blame=end.blame)
         self._unhand(holder)
 
     def _try_again(self, holder: Holder) -> None:

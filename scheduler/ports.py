@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Literal, Protocol
 
+from scheduler.failures import Trouble
 from scheduler.workload import Workload
 
 Outcome = Literal["succeeded", "failed", "cancelled"]
@@ -32,8 +33,9 @@ class StateStore(Protocol):
     def job_ended(self, job_id: str, outcome: Outcome, error: str) -> None:
         """It is over; the next `load` does not contain it. May be repeated after a crash."""
 
-    def deployment_failed(self, model: str, version: str, reason: str) -> None:
-        """Its replicas failed too often; nothing is started for this version any more, what is open stays open."""
+    def model_trouble(self, model: str, trouble: Trouble | None) -> None:
+        """Its replicas fail and are tried again at `trouble.not_before_s`, what is open stays open; None: not any
+        more."""
 
 
 class Clock(Protocol):

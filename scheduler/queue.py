@@ -169,8 +169,8 @@ def allot(
             waiting[job.id] = job.lacks
             continue
         if job.not_before_s > now_s:
-            why = f" ({job.failed})" if job.failed else ""
-            waiting[job.id] = f"Failed a moment ago{why}; tries again in {job.not_before_s - now_s:.0f} s."
+            cause = f" ({job.failed})" if job.failed else ""
+            waiting[job.id] = f"Failed a moment ago{cause}; tries again in {job.not_before_s - now_s:.0f} s."
             reviews.append(job.not_before_s)
             continue
         if job.busy == "leaving":

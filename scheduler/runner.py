@@ -16,13 +16,17 @@ from scheduler import step_rules
 from scheduler.box import Box
 from scheduler.config import SchedulerConfig
 from scheduler.effects import Effects, ReplicaOrder
-from scheduler.errors import CalledOff, EffectFailed
+from scheduler.errors import Blame, CalledOff, EffectFailed
 from scheduler.handover import Chain, Handover, Step
 from scheduler.inventory import Holder
 from scheduler.journal import HandoverRecord, HandoverState, Journal, StepRecord, StepState
 from scheduler.ports import Clock
 
 log = logging.getLogger(__name__)
+
+# What fails there says nothing of the job or model; what takes too long there does.
+_OF_THE_BOX = ("acquire", "release")
+_OF_THE_ENGINE = ("start_replica", "wake_replica", "swap_replica")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +35,15 @@ class ChainEnd:
     skipped: it never began. called_off: taken back because nobody wants it any more, which is no failure.
 
     `failed_step`: the step that made it so; None for a chain that never began because its devices did not come free.
+    `reason`: what its verb said. `blame`: whose fault that was.
     """
 
     chain: Chain
     state: Literal["done", "undone", "failed", "skipped", "called_off"]
     failed_step: Step | None = None
     error: str = ""
+    reason: str = ""
+    blame: Blame = "own"
 
 
 class Owner(Protocol):
@@ -50,6 +57,15 @@ class Owner(Protocol):
     def step_done(self, step: Step) -> None: ...
 
     def chain_ended(self, end: ChainEnd) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """A step under way since `since_s`, which fails when it takes longer than `limit_s`."""
+
+    step: Step
+    since_s: float
+    limit_s: float
 
 
 @dataclass(slots=True)
@@ -80,6 +96,7 @@ class Runner:
         self._released: dict[str, asyncio.Future[bool]] = {}
         self._drains: dict[Holder, _Drain] = {}
         self._over: set[int] = set()
+        self._doing: dict[int, Doing] = {}
         self._taken: dict[Holder, asyncio.Event] = {chain.holder: asyncio.Event() for chain in handover.take}
         self._seq = 0
 
@@ -110,6 +127,11 @@ class Runner:
         errors = "; ".join(end.error for end in ends if end.error and end.state != "skipped")
         self._journal.end(self.handover.id, state, self._clock.now_s(), errors)
         return state
+
+    @property
+    def doing(self) -> tuple[Doing, ...]:
+        """The steps under way."""
+        return tuple(self._doing.values())
 
     # --- calling off --------------------------------------------------------------------------------------------
 
@@ -199,7 +221,7 @@ class Runner:
                     self._write(replace(later, state="skipped"))
                 back = [u for s in reversed([*undoable, step]) for u in s.undo]
                 clean = await self._undo(chain, back, record.seq) and step.verb != "release" and not step.force
-                return ChainEnd(chain, "undone" if clean else "failed", step, str(error))
+                return ChainEnd(chain, "undone" if clean else "failed", step, str(error), error.reason, error.blame)
             if step.no_return:
                 undoable.clear()
             else:
@@ -234,10 +256,11 @@ class Runner:
         record = replace(record, state="doing", started_s=started_s)
         if refused := step_rules.refusal(step, self._owner.box):
             self._write(replace(record, state="failed", ended_s=started_s, detail={"error": refused}))
-            raise EffectFailed(step.verb, step.target, refused)
+            raise EffectFailed(step.verb, step.target, refused, "outside")
         self._write(record)
         self._owner.box = step_rules.begun(step, self._owner.box, started_s)
         limit_s = self._config.timeout_s(step.verb)
+        self._doing[record.seq] = Doing(step, started_s, limit_s)
         try:
             async with asyncio.timeout(limit_s):
                 with self._until_called_off(step):
@@ -248,12 +271,17 @@ class Runner:
         except EffectFailed as error:
             self._ended(record, "failed", {"error": error.reason})
             _tell(step, error.reason)
+            if step.verb in _OF_THE_BOX:
+                raise EffectFailed(step.verb, step.target, error.reason, "outside") from error
             raise
         except TimeoutError:
             reason = f"took longer than its limit of {limit_s:g} s"
             self._ended(record, "failed", {"error": reason})
             _tell(step, reason)
-            raise EffectFailed(step.verb, step.target, reason) from None
+            blame: Blame = "own" if step.verb in _OF_THE_ENGINE else "outside"
+            raise EffectFailed(step.verb, step.target, reason, blame) from None
+        finally:
+            self._doing.pop(record.seq, None)
         self._owner.box = step_rules.done(step, self._owner.box, self._clock.now_s())
         self._ended(record, "done", detail)
         _tell(step)

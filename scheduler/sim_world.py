@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 from scheduler.effects import Event, GroupEnded, GroupObserved, Observed, ReplicaObserved, ReplicaOrder
 from scheduler.errors import EffectFailed
+from scheduler.failures import Trouble
 from scheduler.inventory import Device, Lease
 from scheduler.rise import Rise
 from scheduler.sim_cluster import Cluster
@@ -111,8 +112,8 @@ class SimStore:
     def job_ended(self, job_id: str, outcome: str, error: str) -> None:
         self.jobs.pop(job_id, None)
 
-    def deployment_failed(self, model: str, version: str, reason: str) -> None:
-        raise AssertionError(f"simulated engines do not fail: {reason}")
+    def model_trouble(self, model: str, trouble: Trouble | None) -> None:
+        assert trouble is None, f"simulated engines do not fail: {trouble}"
 
 
 class SimEffects:

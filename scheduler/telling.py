@@ -6,6 +6,7 @@ from collections.abc import Collection
 from typing import Any
 
 from scheduler.allocation import Allocation
+from scheduler.failures import Trouble
 from scheduler.ports import StateStore
 from scheduler.workload import Snapshot
 
@@ -40,5 +41,5 @@ class Telling:
         self._told.pop(job_id, None)
         self._store.job_ended(job_id, outcome, error)
 
-    def given_up(self, model: str, version: str, reason: str) -> None:
-        self._store.deployment_failed(model, version, reason)
+    def trouble(self, model: str, trouble: Trouble | None) -> None:
+        self._store.model_trouble(model, trouble)

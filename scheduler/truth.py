@@ -21,8 +21,8 @@ from scheduler.effects import (
     Observed,
     ReplicaDied,
 )
-from scheduler.errors import EffectFailed
-from scheduler.failures import Failures
+from scheduler.errors import Blame, EffectFailed
+from scheduler.failures import Cause, Failures
 from scheduler.inventory import Holder, Ledger
 from scheduler.ports import Clock
 from scheduler.telling import Telling
@@ -72,7 +72,7 @@ class Truth:
             if Holder("replica", replica.id) in busy:
                 replicas[replica.id] = replica
             elif seen is None and replica.awake:
-                replicas[replica.id] = self._dead(replica, "its process is gone")
+                replicas[replica.id] = self._dead(replica, "its supervisor is gone", "outside")
             elif seen is not None and seen.state == replica.state:
                 replicas[replica.id] = replace(seen, since_s=replica.since_s)
             elif seen is not None and seen.state == "dead":
@@ -113,11 +113,11 @@ class Truth:
         while self._events:
             event = self._events.popleft()
             match event:
-                case ReplicaDied(replica_id, reason):
+                case ReplicaDied(replica_id, reason, blame):
                     if Holder("replica", replica_id) in moving:
                         later.append(event)
                     elif (replica := self.box.replicas.get(replica_id)) is not None and replica.state != "dead":
-                        dead = self._dead(replica, reason)
+                        dead = self._dead(replica, reason, blame)
                         self.box = replace(self.box, replicas={**self.box.replicas, dead.id: dead})
                 case GroupEnded():
                     if Holder("job", event.job_id) in moving:
@@ -130,11 +130,13 @@ class Truth:
                     self.look_again_s = 0.0
         self._events.extend(later)
 
-    def _dead(self, replica: ReplicaView, reason: str) -> ReplicaView:
-        """The replica as dead, its failure counted."""
+    def _dead(self, replica: ReplicaView, reason: str, blame: Blame = "own") -> ReplicaView:
+        """The replica as dead. One that held no devices died without anybody's loss: it is only started anew."""
         now_s = self._clock.now_s()
-        stable = replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s
-        self.model_failed(replica.model, replica.version, f"replica {replica.id} died: {reason}", afresh=stable)
+        if replica.awake:
+            lived_s = now_s - replica.since_s if replica.state in ("open", "draining") else 0.0
+            reason = f"its engine died: {reason}"
+            self.model_failed(replica.model, replica.version, reason, blame=blame, lived_s=lived_s)
         return replace(replica, state="dead", since_s=now_s)
 
     def _group_ended(self, event: GroupEnded) -> None:
@@ -147,7 +149,9 @@ class Truth:
                 self.box, groups={**self.box.groups, group.job_id: replace(group, ended=True)}
             )
         if event.outcome == "failed" and event.retryable:
-            self.job_failed(event.job_id, event.step, event.error)
+            if group is not None:  # else it was stopped meanwhile, for a reason of which the store knows
+                lived_s = self._clock.now_s() - group.since_s
+                self.job_failed(event.job_id, event.step, event.error, blame=event.blame, lived_s=lived_s)
         else:
             self._telling.over(event.job_id, event.outcome, event.error)
             self.failures.forget_job(event.job_id)
@@ -159,23 +163,36 @@ class Truth:
         now_s = self._clock.now_s()
         for replica in self.box.replicas.values():
             if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:
-                self.failures.model_stable(replica.model, replica.version)
+                if self.failures.model_stable(replica.model, replica.version):
+                    self._telling.trouble(replica.model, None)
 
     def model_failed(
-        self, model: str, version: str, reason: str, *, counted: bool = True, afresh: bool = False
+        self, model: str, version: str, reason: str, *, blame: Blame = "own", lived_s: float = 0.0
     ) -> None:
-        failure = self.failures.model_failed(
-            model, version, reason, self._clock.now_s(), counted=counted, afresh=afresh
-        )
-        log.warning("%s; failure %d", reason, failure.count, extra={"model": model, "version": version})
-        if failure.given_up:
-            self._telling.given_up(model, version, reason)
+        now_s = self._clock.now_s()
+        failure = self.failures.model_failed(model, version, reason, now_s, blame=blame, lived_s=lived_s)
+        ids = {"model": model, "version": version}
+        log.warning("%s; next try in %.1f s", reason, failure.not_before_s - now_s, extra=ids)
+        self._telling.trouble(model, self.failures.trouble(model, failure))
 
-    def job_failed(self, job_id: str, step: int, error: str, *, counted: bool = True) -> None:
-        failure = self.failures.job_failed(job_id, step, error, self._clock.now_s(), counted=counted)
-        if failure.given_up:
-            tries = self._config.job_attempts
-            self._telling.over(job_id, "failed", f"{error} (failed {tries} times without a step of progress)")
+    def job_failed(
+        self, job_id: str, step: int, error: str, *, blame: Blame = "own", lived_s: float = 0.0
+    ) -> None:
+        now_s = self._clock.now_s()
+        failure = self.failures.job_failed(job_id, step, error, now_s, blame=blame, lived_s=lived_s)
+        if self.failures.hopeless(failure):
+            often = "" if failure.blame == "input" else f" (failed {failure.count} times without a step of progress)"
+            self._telling.over(job_id, "failed", f"{error}{often}")
             self.failures.forget_job(job_id)
             return
-        log.warning("%s; failure %d", error, failure.count, extra={"job_id": job_id})
+        log.warning("%s; next try in %.1f s", error, failure.not_before_s - now_s, extra={"job_id": job_id})
+
+    def forgive_model(self, model: str) -> None:
+        """Try it again at once, as if it had never failed."""
+        if self.failures.forget_model(model):
+            self._telling.trouble(model, None)
+
+    def retry(self, cause: Cause) -> None:
+        """Try at once what may have failed for this cause."""
+        for model in self.failures.retry(cause):
+            self._telling.trouble(model, next(t for t in self.failures.troubles() if t.model == model))

@@ -8,7 +8,7 @@ from typing import Any
 
 from scheduler.allocation import Allocation
 from scheduler.box import Box
-from scheduler.failures import Failures
+from scheduler.failures import Failures, first_line
 from scheduler.handover import Chain
 from scheduler.inventory import Device, Holder
 from scheduler.queue import Place
@@ -22,8 +22,6 @@ from scheduler.workload import (
     Snapshot,
     Workload,
 )
-
-LONGEST_REASON = 300  # characters of a failure that are shown; logs have all
 
 
 @dataclass(slots=True)
@@ -81,7 +79,7 @@ def _job(job: JobView, box: Box, all_moving: Mapping[Holder, Moving], failures: 
         busy = "coming" if moving.target else "leaving"
         devices = moving.target or devices
     since_s = group.since_s if group else 0.0
-    not_before_s, failed = (failure.not_before_s, _first_line(failure.reason)) if failure else (0.0, "")
+    not_before_s, failed = (failure.not_before_s, first_line(failure.reason)) if failure else (0.0, "")
     if (job.phase, job.devices, job.since_s, job.not_before_s, job.failed, job.busy) == (
         phase, devices, since_s, not_before_s, failed, busy
     ):  # fmt: skip
@@ -91,17 +89,13 @@ def _job(job: JobView, box: Box, all_moving: Mapping[Holder, Moving], failures: 
     )
 
 
-def _first_line(reason: str) -> str:
-    return reason.partition("\n")[0][:LONGEST_REASON]
-
-
 def _deployment(deployment: DeploymentView, failures: Failures) -> DeploymentView:
     failure = failures.model(deployment.model, deployment.version)
     if failure is None:
         return deployment
     return replace(
         deployment,
-        failed_reason=failure.reason if failure.given_up else deployment.failed_reason,
+        failed=first_line(failure.reason),
         not_before_s=failure.not_before_s,
     )
 

@@ -137,7 +137,7 @@ class DeploymentView:
     measured time is above it, a replica carries fewer requests.
     `standby`: what the traffic taught to keep awake (None: learned by the planner from its own looks).
     `pinned`: its `min_replicas` (at least one) come before everybody else's and are never given to training.
-    `failed_reason`: given up on; it gets nothing until its version changes. `not_before_s`: backoff.
+    `not_before_s`: backoff. `failed`: its last failure.
     """
 
     model: str
@@ -153,7 +153,7 @@ class DeploymentView:
     standby: Standby | None = None
     idle_sleep_s: float | None = None
     pinned: bool = False
-    failed_reason: str = ""
+    failed: str = ""
     not_before_s: float = 0.0
 
     def __post_init__(self) -> None:

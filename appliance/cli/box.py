@@ -240,7 +240,7 @@ def _status(now: dict[str, Any]) -> Any:
             )
             for r in now["replicas"]
         ),
-        empty="no replicas: a model starts when it is asked for",
+        empty=f"no replicas: {'see below' if now.get('troubles') else 'a model starts when it is asked for'}",
     )
     jobs = jobs_table({"data": now["jobs"]}) if now["jobs"] else "no unfinished jobs"
     handover = handover_steps(now["handover"]) if now["handover"] else None

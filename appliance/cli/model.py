@@ -167,7 +167,8 @@ def _operation(operation: dict[str, Any]) -> Any:
 
 
 def _table(answer: dict[str, Any]) -> Any:
-    return output.table(
+    troubles = [f"{m['name']}: {m['message']}" for m in answer["data"] if m.get("message")]
+    table = output.table(
         ("MODEL", "KIND", "ARCHITECTURE", ">PARAMS", ">SIZE", "VERSION", "STATE"),
         (
             (m["name"], _kind(m), m["arch"], formats.count(m["params"]), formats.size(m["bytes"]),
@@ -176,6 +177,7 @@ def _table(answer: dict[str, Any]) -> Any:
         ),
         empty="no models; `appliance model starter` makes a small one, `appliance model import` brings a real one",
     )  # fmt: skip
+    return output.stack(table, output.notes(troubles))
 
 
 def _kind(model: dict[str, Any]) -> str:
@@ -194,7 +196,7 @@ def _one(model: dict[str, Any]) -> Any:
         ("size", formats.size(model["bytes"])),
         ("context", f"{formats.or_dash(model.get('max_model_len'))} tokens"),
         ("source", formats.or_dash(model.get("source"))),
-        ("state", model["state"]),
+        ("state", model["state"] + (f": {model['message']}" if model.get("message") else "")),
     ])  # fmt: skip
     versions = output.table(
         ("VERSION", "CREATED", ">SIZE", "IN", "PINNED", "SOURCE"),

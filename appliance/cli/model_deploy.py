@@ -74,5 +74,5 @@ def _deployment(answer: dict[str, Any]) -> Any:
         ("TPOT p95", "-" if answer["tpot_p95_ms"] is None else f"{answer['tpot_p95_ms']:g} ms"),
         ("sleeps after", formats.duration(answer["idle_sleep_s"])),
         ("pinned", "yes" if answer["pinned"] else "no"),
-        ("given up", formats.or_dash(answer["failed_reason"])),
+        ("fails", formats.or_dash(answer["failed_reason"])),
     ])  # fmt: skip

@@ -46,6 +46,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "memory": now["memory"],
             "handover": handover_view(now["handover"]),
             "degraded": [*context.keepers.degraded(), *context.main_troubles()],
+            "troubles": now["troubles"],
             "notes": [*now["notes"], *floor_notes(holds, len(now["devices"]))],
         }
 

@@ -50,7 +50,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/models/{name:path}/deployment")
     async def show_deployment(name: str) -> dict[str, Any]:
-        return admin_views.deployment(known(name))
+        return admin_views.deployment(known(name), context.scheduler.status())
 
     @router.patch("/models/{name:path}/deployment")
     async def deploy(name: str, body: Deploy, caller: Caller) -> dict[str, Any]:
@@ -62,17 +62,17 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         told = dict(changes)
         if "pinned" in changes:
             changes["pinned"] = int(changes["pinned"])
-        wanted = replace(row, **changes, failed_reason="")
+        wanted = replace(row, **changes)
         _check(context, wanted, changes.keys())
         with db.transaction():
             if deployments.find(db, name) is None:
                 deployments.insert(db, wanted)
             else:
-                deployments.update(db, name, **changes, failed_reason="")
+                deployments.update(db, name, **changes)
             record(context, caller, "model.deploy", name, **told)
         context.scheduler.forgive(name)  # what failed with the old settings may work with the new ones
         context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
-        return admin_views.deployment(wanted)
+        return admin_views.deployment(wanted, context.scheduler.status())
 
 
 def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[str]) -> None:

@@ -18,6 +18,7 @@ from appliance.controller.audit import record
 from appliance.controller.canaries import Canaries
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, Conflict, NotFound, SwapFailed, shown
+from appliance.controller.model_states import ModelStates
 from appliance.controller.models import known_model, place, remove
 from appliance.controller.naming import MODEL_NAME_RULE, is_model_name
 from appliance.controller.operations import Operations
@@ -75,7 +76,8 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
     @router.get("/models")
     async def list_models() -> dict[str, Any]:
         status = context.scheduler.status()
-        data = [admin_views.model(db, row, status, context.tiers) for row in models.list_all(db)]
+        states = ModelStates(db, status)
+        data = [admin_views.model(db, row, status, states, context.tiers) for row in models.list_all(db)]
         return {"object": "list", "data": data}
 
     @router.post("/models/import", status_code=202)
@@ -153,7 +155,9 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
         """`canary`: its last one, running or ended."""
         last = canaries.find(db, name)
         shown_canary = compared.view(last, time.time()) if last else None
-        return admin_views.model(db, known(name), context.scheduler.status(), context.tiers) | {"canary": shown_canary}
+        status = context.scheduler.status()
+        shown_model = admin_views.model(db, known(name), status, ModelStates(db, status), context.tiers)
+        return shown_model | {"canary": shown_canary}
 
     @router.delete("/models/{name:path}")
     async def delete(name: str, caller: Caller) -> dict[str, Any]:

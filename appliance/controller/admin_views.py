@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+from appliance.controller.model_states import ModelStates
 from appliance.controller.ports import SchedulerStatus, TierPort
 from appliance.controller.views import job_phase, job_status
 from appliance.store import deployments, models
 from appliance.store.adapters import AdapterRow
 from appliance.store.database import Database
 from appliance.store.rows import AuditRow, DeploymentRow, JobRow, KeyRow, ModelRow
-
-_AWAKE = ("starting", "ready", "open", "draining", "waking")
 
 
 def job(row: JobRow) -> dict[str, Any]:
@@ -36,17 +35,16 @@ def key(row: KeyRow) -> dict[str, Any]:
             "tokens_per_day": row.tokens_per_day, "tokens_per_month": row.tokens_per_month}  # fmt: skip
 
 
-def model(db: Database, row: ModelRow, status: SchedulerStatus, tiers: TierPort) -> dict[str, Any]:
+def model(db: Database, row: ModelRow, status: SchedulerStatus, states: ModelStates, tiers: TierPort) -> dict[str, Any]:
     """`adapter`: {"base", "base_version", "rank", "host"} where the active version is one; `host` is whose engines
-    serve it."""
-    adapter = _adapter(db, row)
-    host, found = adapter["host"] if adapter else row.id, deployments.find(db, row.id)
+    serve it. `message`: why its engines fail, None where they do not."""
+    found = deployments.find(db, row.id)
     return {
         "name": row.id, "kind": row.kind, "arch": row.arch, "task": row.task, "params": row.params, "bytes": row.bytes,
         "base": row.base, "active_version": row.active_version, "max_model_len": row.max_model_len,
         "source": row.source, "job_id": row.job_id, "created_s": row.created_s, "info": row.info,
-        "adapter": adapter, "state": model_state(db, host, status),
-        "deployment": deployment(found) if found else None,
+        "adapter": _adapter(db, row), "state": states.word(row.id), "message": states.message(row.id),
+        "deployment": deployment(found, status) if found else None,
         "versions": [
             {"version": v.version, "created_s": v.created_s, "bytes": v.bytes, "source": v.source,
              "kind": "adapter" if v.meta.get("adapter") else "version",
@@ -56,11 +54,13 @@ def model(db: Database, row: ModelRow, status: SchedulerStatus, tiers: TierPort)
     }  # fmt: skip
 
 
-def deployment(row: DeploymentRow) -> dict[str, Any]:
+def deployment(row: DeploymentRow, status: SchedulerStatus) -> dict[str, Any]:
+    """`failed_reason`: why its engines fail now, None where they do not."""
+    failed = next((trouble["reason"] for trouble in status["troubles"] if trouble["model"] == row.model), None)
     return {
         "model": row.model, "min_replicas": row.min_replicas, "max_replicas": row.max_replicas,
         "tensor_parallel": row.tensor_parallel, "ttft_p95_s": row.ttft_p95_s, "tpot_p95_ms": row.tpot_p95_ms,
-        "idle_sleep_s": row.idle_sleep_s, "pinned": bool(row.pinned), "failed_reason": row.failed_reason or None,
+        "idle_sleep_s": row.idle_sleep_s, "pinned": bool(row.pinned), "failed_reason": failed,
     }  # fmt: skip
 
 
@@ -73,18 +73,6 @@ def _adapter(db: Database, row: ModelRow) -> dict[str, Any] | None:
     adapter = AdapterRow(row.id, row.id, version.version, known["base"], known["base_version"],
                          base.active_version if base else None)  # fmt: skip
     return {**known, "host": adapter.host}
-
-
-def model_state(db: Database, name: str, status: SchedulerStatus) -> str:
-    """serving (an engine is awake), failed (its engines could not be started; `deployment` says why), asleep (a process
-    waits with its memory given back) or cold (no process)."""
-    states = {replica["state"] for replica in status["replicas"] if replica["model"] == name}
-    if not states.isdisjoint(_AWAKE):
-        return "serving"
-    row, deployed = models.find(db, name), deployments.find(db, name)
-    if row is not None and deployed is not None and deployments.given_up(deployed, row.active_version):
-        return "failed"
-    return "asleep" if "asleep" in states else "cold"
 
 
 def audit(row: AuditRow, by: str) -> dict[str, Any]:

@@ -138,7 +138,12 @@ class Canaries:
                             f"with {row.before}")  # fmt: skip
         canary, stable = self._sides(row)
         watch = Watch(row.created_s, row.watch_s, row.min_requests)
-        return decide(canary, stable, watch, now_s, row.failed_reason)
+        return decide(canary, stable, watch, now_s, self._failed(row.name))
+
+    def _failed(self, name: str) -> str:
+        """Why the canary's engines fail, once they have failed so often that it is no chance."""
+        troubles = self._context.scheduler.status()["troubles"]
+        return next((t["reason"] for t in troubles if t["model"] == name and t["lasting"]), "")
 
     def compared(self, row: CanaryRow) -> dict[str, Any]:
         """By version: {"requests", "errors", "first_byte_p95_s", "duration_p95_s", "valid_loss"}."""

@@ -51,7 +51,7 @@ class Decision:
 
 
 def decide(canary: Side, stable: Side, watch: Watch, now_s: float, failed_reason: str = "") -> Decision:
-    """failed_reason: why the canary's engines were given up on, empty while they were not."""
+    """failed_reason: why the canary's engines do not start, empty while they do."""
     if failed_reason:
         return Decision("roll back", f"the engine of {canary.version} does not start: {failed_reason}")
     if canary.valid_loss is not None and stable.valid_loss is not None:

@@ -121,7 +121,10 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         loop.nudge()
         lines.load_changed()
 
-    routing = BusRouting(bus, db, config.gateway.holds.hold_s, config.serve.max_model_len)
+    routing = BusRouting(
+        bus, db, config.gateway.holds.hold_s, config.serve.max_model_len,
+        lambda model, version: loop.trouble(model, version),
+    )  # fmt: skip
     lines = SocketEngines(
         bus, config.controller, config.gateway.limits, routing.host,
         lambda: circumstances(db, config.box.serving_floor, loop.status()["devices"]), lambda: loop.nudge(),

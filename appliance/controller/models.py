@@ -12,6 +12,7 @@ from appliance.controller import views
 from appliance.controller.audit import record
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import Conflict, Forbidden, NotFound, OperationFailed, shown
+from appliance.controller.model_states import ModelStates
 from appliance.controller.naming import Resolved, resolve
 from appliance.controller.ports import VersionPlace
 from appliance.controller.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, Principal, needs
@@ -33,11 +34,12 @@ def routes(context: ControllerContext) -> APIRouter:
         names += [row.name for row in job_records.list_checkpoints(db)]
         usable = usable_models(db, caller.key_id)
         found = [resolve(db, name) for name in names if usable is None or name in usable]
-        return {"object": "list", "data": [views.model_object(item) for item in found if item]}
+        states = ModelStates(db, context.scheduler.status())
+        return {"object": "list", "data": [views.model_object(item, states) for item in found if item]}
 
     @router.get("/{name:path}", dependencies=[Depends(needs(INFERENCE, FINE_TUNING))])
     async def retrieve(name: str, caller: Caller) -> dict[str, Any]:
-        return views.model_object(usable_model(context, name, caller))
+        return views.model_object(usable_model(context, name, caller), ModelStates(db, context.scheduler.status()))
 
     @router.delete("/{name:path}", dependencies=[Depends(needs(FINE_TUNING))])
     async def delete(name: str, caller: Caller) -> dict[str, Any]:

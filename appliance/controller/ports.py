@@ -40,7 +40,8 @@ class SchedulerStatus(TypedDict):
     should know (why something waits or was given up); `serving_floor` devices that serving keeps where a mode names no
     number; `bounds` the dwell times (s) and the bound on hand-overs per hour that they mean; `queue` jobs in their
     order, each {"id", "position", "phase", "devices", "reason" (a word of Slurm's or None), "message" (a sentence)};
-    `plan_s` how long the last plan took."""
+    `plan_s` how long the last plan took; `troubles` the models whose engines fail, each {"model", "version", "reason",
+    "message" (a sentence), "not_before_s" (of the next try), "tries", "lasting"}."""
 
     devices: list[DeviceStatus]
     replicas: list[ReplicaStatus]
@@ -49,6 +50,7 @@ class SchedulerStatus(TypedDict):
     serving_floor: int
     bounds: dict[str, float]
     queue: list[dict[str, Any]]
+    troubles: list[dict[str, Any]]
     notes: list[str]
     plan_s: float
 
@@ -84,7 +86,7 @@ class SchedulerPort(Protocol):
         brings it about, or None when nothing has to move."""
 
     def forgive(self, model: str) -> None:
-        """Try a model again that was given up on."""
+        """Something about this model was changed: if its engines failed, try it again at once."""
 
     def explain(self, policy: Policy | None) -> dict[str, Any]:
         """What would be done under this policy (None: the one that holds), and why; see `scheduler.explain`. Nothing

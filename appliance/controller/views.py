@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
+from appliance.controller.model_states import ModelStates
 from appliance.controller.naming import Resolved
 from appliance.store.rows import CheckpointRow, FileRow, JobEventRow, JobRow, PermissionRow
 
@@ -121,6 +122,10 @@ def permission_object(row: PermissionRow) -> dict[str, Any]:
     }
 
 
-def model_object(resolved: Resolved) -> dict[str, Any]:
+def model_object(resolved: Resolved, states: ModelStates) -> dict[str, Any]:
+    """OpenAI's object, and what the box adds: what the model does now, and why where it does not serve."""
     made_s = resolved.version.created_s if resolved.checkpoint or resolved.pinned else resolved.model.created_s
-    return {"id": resolved.name, "object": "model", "created": int(made_s), "owned_by": resolved.model.owned_by}
+    return {
+        "id": resolved.name, "object": "model", "created": int(made_s), "owned_by": resolved.model.owned_by,
+        "state": states.word(resolved.name), "state_details": states.message(resolved.name),
+    }  # fmt: skip

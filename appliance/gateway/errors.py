@@ -158,6 +158,16 @@ def unavailable(message: str, code: str, retry_after_s: int) -> ApiError:
     return ApiError(503, message, kind="server_error", code=code, retry_after_s=retry_after_s)
 
 
+def not_serving(model: str, reason: str, next_try_s: float) -> ApiError:
+    """Engines of the model fail, and are tried again in so many seconds."""
+    wait_s = max(math.ceil(next_try_s), 1)
+    return unavailable(
+        f"The model `{model}` is not serving: {reason.rstrip('.')}. The next try is in {wait_s} s.",
+        "model_not_ready",
+        wait_s,
+    )
+
+
 def engine_failed(status: int = 502) -> ApiError:
     what = "did not answer in time" if status == 504 else "failed while answering"
     return ApiError(

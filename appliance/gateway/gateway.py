@@ -183,17 +183,26 @@ class Gateway:
                         conn.active.cancel(errors.key_revoked())
         for name in self.holds.models():
             self.place_held(name)
-            self._refuse_given_up(name)
+            self._refuse_in_trouble(name)
         self.on_change(True)
 
-    def _refuse_given_up(self, name: str) -> None:
-        """Nobody waits for a model that was given up on, those neither who wait already."""
-        model = self.router.models.get(name)
-        if model is None or model.hold_s or any(replica.state == "open" for replica in model.replicas):
+    def _refuse_in_trouble(self, name: str) -> None:
+        """Nobody waits for a model whose engines failed and are not tried again soon, those neither who wait
+        already."""
+        if self.next_try_s(name) is None:
             return
         while (ticket := self.holds.first(name)) is not None:
             self.holds.remove(ticket)
-            ticket.item.hold_refused(Refusal.GIVEN_UP)
+            ticket.item.hold_refused(Refusal.TROUBLE)
+
+    def next_try_s(self, name: str) -> float | None:
+        """In how many seconds the engines of a model are tried again, where that is too far away to wait for."""
+        model = self.router.models.get(name)
+        trouble = None if model is None else model.trouble
+        if model is None or trouble is None or any(replica.state == "open" for replica in model.replicas):
+            return None
+        left_s = trouble.next_try_s - time.time()
+        return left_s if left_s > trouble.hold_before_s else None
 
     def changed(self) -> None:
         self.on_change(False)

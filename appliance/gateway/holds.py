@@ -22,7 +22,7 @@ class Refusal(enum.Enum):
     MODEL_REQUESTS = "too many requests are waiting for this model"
     BYTES = "the waiting requests are too large together"
     DEADLINE = "no replica became ready in time"
-    GIVEN_UP = "its engines cannot be started; `appliance model deploy` says why"
+    TROUBLE = "its engines do not start"
 
 
 @dataclass(frozen=True, slots=True)

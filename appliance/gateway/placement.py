@@ -173,9 +173,12 @@ class Placement:
             hold_s = min(gateway.router.models[self.checked.model].hold_s, gateway.config.holds.hold_s)
             self._hold_deadline_s = now + hold_s
             self._comment_s = now + gateway.config.holds.sse_grace_s
+        if gateway.next_try_s(self.checked.model) is not None:
+            self.hold_refused(Refusal.TROUBLE)
+            return
         result = gateway.holds.add(self.checked.model, self, len(self._body), self._hold_deadline_s, now)
         if isinstance(result, Refusal):
-            self.hold_refused(result if gateway.router.models[self.checked.model].hold_s else Refusal.GIVEN_UP)
+            self.hold_refused(result)
             return
         self._ticket = result
         if self.request.spans is not None:
@@ -188,12 +191,20 @@ class Placement:
         self._ticket = None
         self.gateway.metrics.events["hold_refused"] += 1
         log.info("held no longer: %s", refusal.value, extra=self.request.ids)
-        self._fail(
-            errors.unavailable(
-                f"The model `{self.checked.model}` is not ready: {refusal.value}. Please retry.",
+        self._fail(self._not_ready(refusal))
+
+    def _not_ready(self, refusal: Refusal) -> ApiError:
+        gateway, name = self.gateway, self.checked.model
+        model = gateway.router.models.get(name)
+        if model is None or model.trouble is None:
+            return errors.unavailable(
+                f"The model `{name}` is not ready: {refusal.value}. Please retry.",
                 "model_not_ready",
-                self.gateway.config.holds.retry_after_s,
+                gateway.config.holds.retry_after_s,
             )
+        next_try_s = gateway.next_try_s(name)
+        return errors.not_serving(
+            name, model.trouble.reason, gateway.config.holds.retry_after_s if next_try_s is None else next_try_s
         )
 
     def _leave_queue(self) -> None:

@@ -44,6 +44,16 @@ class Canary:
 
 
 @dataclass(frozen=True, slots=True)
+class Trouble:
+    """Why no replica of a model starts. next_try_s: in seconds since 1970. hold_before_s: requests wait for that try
+    when it is no further away than this."""
+
+    reason: str
+    next_try_s: float
+    hold_before_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """One model's row of the routing table. hold_s: how long its requests may wait for a replica. max_model_len: the
     context of its engines in tokens, None where unknown. adapter: the name by which its replicas, which serve its
@@ -58,6 +68,7 @@ class Model:
     max_model_len: int | None = None
     adapter: str = ""
     canary: Canary | None = None
+    trouble: Trouble | None = None
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .errors import TableInvalid
-from .router import DRAINING, OPEN, Canary, Model, Replica
+from .router import DRAINING, OPEN, Canary, Model, Replica, Trouble
 
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _TASKS = ("generate", "embed")
@@ -92,6 +92,7 @@ def _model(name: str, row: Any, default_hold_s: float) -> Model:
         max_model_len,
         _text(_given(row, "adapter", ""), f"{where}.adapter"),
         _canary(f"{where}.canary", row.get("canary")),
+        _trouble(f"{where}.trouble", row.get("trouble")),
     )
 
 
@@ -105,6 +106,17 @@ def _canary(where: str, row: Any) -> Canary | None:
     if not isinstance(since_s, int | float) or isinstance(since_s, bool):
         raise TableInvalid(f"{where}.since_s: {since_s!r} given, expected seconds since 1970")
     return Canary(_text(row.get("name"), f"{where}.name"), float(share), float(since_s))
+
+
+def _trouble(where: str, row: Any) -> Trouble | None:
+    if row is None:
+        return None
+    row = _object(row, where)
+    for name in ("next_try_s", "hold_before_s"):
+        if not isinstance(row.get(name), int | float) or isinstance(row.get(name), bool):
+            raise TableInvalid(f"{where}.{name}: {row.get(name)!r} given, expected seconds")
+    # It goes into the body of an answer, as JSON, and so may say anything.
+    return Trouble(str(row.get("reason")), float(row["next_try_s"]), float(row["hold_before_s"]))
 
 
 def _replica(where: str, row: Any, model_version: str) -> Replica:

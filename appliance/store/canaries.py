@@ -33,10 +33,3 @@ def end(db: Database, model: str, state: Literal["promoted", "rolled_back"], rea
     """Raises RowNotFound."""
     changes = {"state": state, "reason": reason, "ended_s": now_s, "compared": compared}
     db.update("canaries", CanaryRow, {"model": model}, changes)
-
-
-def give_up(db: Database, name: str, reason: str) -> None:
-    """Engines of a canary, known as `MODEL@VERSION`, failed too often; nothing happens if none runs by that name."""
-    db.execute(
-        "UPDATE canaries SET failed_reason = ? WHERE state = 'running' AND model || '@' || version = ?", [reason, name]
-    )

@@ -115,6 +115,8 @@ class DeploymentRow:
 
     max_replicas None: as many as the box's settings allow. idle_sleep_s None: asleep only when the devices are wanted
     elsewhere. ttft_p95_s, tpot_p95_ms: targets for the time to the first token and per further token; None: none.
+    failures, failed_reason, not_before_s: not used any more; what fails is known to the scheduler alone, so that a
+    restart tries everything again.
     """
 
     model: str
@@ -137,7 +139,7 @@ class CanaryRow:
     """A version that takes `share` (0 to 1) of its model's requests and is compared with `before`, the active one.
 
     auto: promoted or rolled back without being asked to. watch_s: how long it is watched before it is promoted, and
-    min_requests of each version. reason: why it ended. failed_reason: its engines were given up on. compared: what
+    min_requests of each version. reason: why it ended. failed_reason: not used any more. compared: what
     was known of both versions when it ended.
     """
 

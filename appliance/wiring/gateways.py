@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,10 +12,16 @@ from appliance.controller.naming import resolve
 from appliance.store import adapters, canaries, deployments, job_records, models
 from appliance.store.adapters import AdapterRow
 from appliance.store.database import Database
-from appliance.store.deployments import given_up
 from appliance.store.rows import CanaryRow
 from appliance.wiring.standbys import Traffic
+from scheduler.failures import Trouble
 from scheduler.workload import Demand
+
+HOLD_BEFORE_S = 10.0
+"""Requests for a model whose engine failed are held when its next try is no further away than this, else refused with
+the time of that try."""
+HOLD_BEFORE_LASTING_S = 1.0
+"""The same where the next try will most likely fail too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +38,11 @@ class _Served:
 
 @dataclass(frozen=True, slots=True)
 class _Callable:
-    """A name that can be called. `hold_s`: how long its requests may wait. `canary`: takes a share of them.
-    `pins`: the model of which `MODEL@VERSION` means one version; None for a model's own name."""
+    """A name that can be called. `canary`: takes a share of its requests. `pins`: the model of which `MODEL@VERSION`
+    means one version; None for a model's own name."""
 
     version: str
     task: str
-    hold_s: float
     adapter: AdapterRow | None = None
     canary: CanaryRow | None = None
     pins: str | None = None
@@ -45,9 +51,14 @@ class _Callable:
 class BusRouting:
     """Implements `scheduler.ray_replicas.Routing` on the bus; `refresh` after models came or went."""
 
-    def __init__(self, bus: Bus, db: Database, hold_s: float, max_model_len: int | None = None):
-        """max_model_len: what the box's engines are limited to, in tokens; None: each model's own context."""
+    def __init__(
+        self, bus: Bus, db: Database, hold_s: float, max_model_len: int | None = None,
+        trouble: Callable[[str, str], Trouble | None] = lambda model, version: None,
+    ):  # fmt: skip
+        """max_model_len: what the box's engines are limited to, in tokens; None: each model's own context. trouble:
+        what keeps engines of a model's version from starting."""
         self._bus, self._db, self._hold_s, self._max_model_len = bus, db, hold_s, max_model_len
+        self._trouble = trouble
         self._replicas: dict[str, _Served] = {}
         self._guests: dict[str, list[str]] = {}  # host name -> names of the adapters that its engines serve
 
@@ -139,27 +150,16 @@ class BusRouting:
 
     def _callable(self) -> dict[str, _Callable]:
         """Models with a deployment, their canaries, checkpoints of fine-tuning jobs, and `MODEL@VERSION` of versions
-        that are active or that some engine serves.
-
-        Nobody waits for a model that was given up on: its requests are refused at once.
-        """
+        that are active or that some engine serves."""
         rows = {row.id: row for row in models.list_callable(self._db)}
         guests = {row.name: row for row in adapters.list_callable(self._db)}
-        deployed = {row.model: row for row in deployments.list_all(self._db) if row.model in rows}
-
-        def hold_s(host: str) -> float:
-            row = deployed.get(host)
-            return 0.0 if row is not None and given_up(row, rows[host].active_version) else self._hold_s
-
+        deployed = [row.model for row in deployments.list_all(self._db) if row.model in rows]
         found = {}
         for name in deployed:
-            adapter = guests.get(name)
-            host = adapter.host if adapter else name
-            found[name] = _Callable(rows[name].active_version, rows[name].task, hold_s(host), adapter)
+            found[name] = _Callable(rows[name].active_version, rows[name].task, guests.get(name))
         for checkpoint in job_records.list_checkpoints(self._db):
             task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
-            adapter = guests.get(checkpoint.name)
-            found[checkpoint.name] = _Callable(checkpoint.version, task, self._hold_s, adapter)
+            found[checkpoint.name] = _Callable(checkpoint.version, task, guests.get(checkpoint.name))
         for canary in canaries.list_running(self._db):
             stable = found.get(canary.model)
             if stable is not None:
@@ -188,13 +188,25 @@ class BusRouting:
         ]
         state = "ready" if any(replica["state"] == "open" for replica in replicas) else "asleep"
         table_row = {"version": row.version, "state": state, "replicas": replicas, "task": row.task,
-                     "hold_s": row.hold_s}  # fmt: skip
+                     "hold_s": self._hold_s}  # fmt: skip
+        if state != "ready" and (trouble := self._trouble_of(name, row)) is not None:
+            table_row["trouble"] = {
+                "reason": trouble.reason, "next_try_s": trouble.not_before_s,
+                "hold_before_s": HOLD_BEFORE_LASTING_S if trouble.lasting else HOLD_BEFORE_S,
+            }  # fmt: skip
         if row.adapter or row.pins:
             table_row["adapter"] = row.adapter.engine_name if row.adapter else row.pins
         if row.canary:
             table_row["canary"] = {"name": row.canary.name, "version": row.canary.version, "share": row.canary.share,
                                    "since_s": row.canary.created_s}  # fmt: skip
         return table_row
+
+
+    def _trouble_of(self, name: str, row: _Callable) -> Trouble | None:
+        """Why the engines that are to serve it do not start."""
+        if row.adapter is not None:
+            return self._trouble(row.adapter.host, row.adapter.base_version)
+        return self._trouble(row.pins or name, row.version)
 
 
 def _answers(served: _Served, name: str, row: _Callable) -> bool:

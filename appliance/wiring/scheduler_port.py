@@ -81,7 +81,12 @@ class LoopPort:
             "serving_floor": self._serving_floor,
             "queue": now["jobs"],
             "bounds": self._config.bounds(),
-            "notes": [f"{model}: {text}" for model, text in now["notes"].items()],
+            "troubles": now["troubles"],
+            "notes": [
+                *(f"{trouble['model']}: {trouble['message']}" for trouble in now["troubles"]),
+                *(f"{model}: {text}" for model, text in now["notes"].items()),
+                *now["waits"],
+            ],
             "plan_s": now["plan_s"],
         }
 

@@ -17,6 +17,7 @@ from appliance.store.adapters import AdapterRow
 from appliance.store.database import Database
 from appliance.store.rows import CanaryRow, DeploymentRow, JobRow
 from scheduler.discovery import HEAD_NODE
+from scheduler.failures import Trouble
 from scheduler.ports import Outcome
 from scheduler.workload import Demand, DeploymentView, JobView, Workload
 from serve.config import EngineConfig
@@ -53,7 +54,6 @@ class SqliteStateStore:
             if row.id in adopted:
                 continue
             self.job_waiting(row.id, "the box was restarted", suspended=row.snapshot is not None)
-        deployments.forgive_all(self._db)
 
     def load(self) -> Workload:
         self._finish_cancelled()
@@ -112,12 +112,9 @@ class SqliteStateStore:
             case "cancelled":
                 self._events.cancelled(job_id)
 
-    def deployment_failed(self, model: str, version: str, reason: str) -> None:
-        if deployments.find(self._db, model) is not None:
-            deployments.give_up(self._db, model, version, reason)
-            self._on_models_changed()
-        else:
-            canaries.give_up(self._db, model, reason)
+    def model_trouble(self, model: str, trouble: Trouble | None) -> None:
+        """Kept by the loop alone: what failed before a restart says nothing of what is tried after it."""
+        self._on_models_changed()
 
     def _finish_cancelled(self) -> None:
         """Jobs that are to be cancelled and hold nothing any more; one that runs is stopped first, by not being
@@ -139,7 +136,7 @@ class SqliteStateStore:
                 base = views.get(adapter.base, DeploymentView(adapter.base, adapter.base_version))
                 views[adapter.host] = replace(
                     base, model=adapter.host, version=adapter.base_version, min_replicas=0, pinned=False,
-                    demand=self._demand(adapter.host), idle_sleep_s=CHECKPOINT_IDLE_S, failed_reason="",
+                    demand=self._demand(adapter.host), idle_sleep_s=CHECKPOINT_IDLE_S,
                 )  # fmt: skip
         for row in deployed:
             if row.model in adapters and (row.pinned or row.min_replicas):
@@ -158,8 +155,7 @@ class SqliteStateStore:
         """One engine at least for as long as it runs: it is never waited for, so demand alone would not start one."""
         return replace(
             stable, model=row.name, version=row.version, min_replicas=1, max_replicas=max(1, stable.max_replicas),
-            demand=self._demand(row.name), idle_sleep_s=None, pinned=False, failed_reason=row.failed_reason,
-            not_before_s=0.0,
+            demand=self._demand(row.name), idle_sleep_s=None, pinned=False,
         )  # fmt: skip
 
     def _checkpoints(self) -> list[DeploymentView]:
@@ -209,6 +205,4 @@ class SqliteStateStore:
             tpot_target_s=None if row.tpot_p95_ms is None else row.tpot_p95_ms / 1000,
             idle_sleep_s=row.idle_sleep_s,
             pinned=bool(row.pinned),
-            failed_reason=deployments.given_up(row, version),
-            not_before_s=row.not_before_s,
         )

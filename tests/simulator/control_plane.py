@@ -34,6 +34,7 @@ class SimulatedScheduler:
         self.hang = False
         self.replicas: list[dict[str, Any]] = []
         self.queue: list[dict[str, Any]] = []
+        self.troubles: list[dict[str, Any]] = []
         self.devices = [
             {"id": f"n0/{i}", "node": "n0", "index": i, "kind": "cpu", "name": "simulated", "memory_bytes": 2**30,
              "health": "ok", "holder": None}
@@ -55,6 +56,7 @@ class SimulatedScheduler:
     def status(self) -> dict[str, Any]:
         return {
             "devices": self.devices, "replicas": self.replicas, "handover": None, "serving_floor": 1, "notes": [],
+            "troubles": self.troubles,
             "queue": self.queue,
             "bounds": {"give_back_after_s": 45.0, "job_dwell_s": 30.0, "turn_s": 30.0, "handovers_per_hour": 160.0},
             "memory": {"budget_bytes": 2**30, "used_bytes": 0}, "plan_s": 0.001,

@@ -59,7 +59,9 @@ def test_status(box, tmp_path):
     assert ["r1", "starter", "v2", "ready", "1", "3", "400", "MB"] in lines(text)
     assert job_id in text
     answer = box.json("status")
-    assert set(answer) == {"box", "mode", "devices", "replicas", "jobs", "memory", "handover", "degraded", "notes"}
+    assert set(answer) == {
+        "box", "mode", "devices", "replicas", "jobs", "memory", "handover", "degraded", "troubles", "notes",
+    }  # fmt: skip
     assert set(answer["box"]) >= {"id", "version", "url", "started_s", "data_dir"}
     assert set(answer["mode"]) == {"policy", "train_devices"}
 

@@ -146,10 +146,14 @@ async def test_a_bad_one_is_rolled_back_on_its_own_and_only_told_of_without_auto
     assert active(served) == "v1"
 
 
-async def test_an_engine_given_up_on_and_a_swap_that_fails_roll_back(served: Control):
+async def test_an_engine_that_keeps_failing_and_a_swap_that_fails_roll_back(served: Control):
     await ask(served, "PUT", version="v2", auto=True)
-    canaries.give_up(served.db, "m@v2", "the fingerprint is not finite")
+    trouble = {"model": "m@v2", "reason": "the fingerprint is not finite", "message": "not serving", "lasting": False}
+    served.scheduler.troubles = [trouble]
+    assert (await look_later(served, 1)).state == "running", "it is tried again"
+    trouble["lasting"] = True
     row = await look_later(served, 1)
+    served.scheduler.troubles = []
     assert (row.state, row.reason) == ("rolled_back", "the engine of v2 does not start: the fingerprint is not finite")
     await ask(served, "PUT", version="v2", auto=True)
     counted(served, v2=good(60), v1=good(540))

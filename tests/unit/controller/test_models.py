@@ -27,6 +27,25 @@ def insert_tuned(control: Control) -> None:
     )
 
 
+async def test_the_state_of_a_model_and_why_it_does_not_serve_are_said_alike_everywhere(control: Control):
+    insert_tuned(control)
+    message = "not serving: no memory; next try in 12 s"
+    control.scheduler.troubles = [{"model": "starter", "reason": "no memory", "message": message, "lasting": False}]
+    control.scheduler.replicas = [{"id": "r1", "model": TUNED, "state": "asleep"}]
+    listed = {model.id: model.model_extra for model in (await control.sdk.models.list()).data}
+    assert listed["starter"] == {"state": "failed", "state_details": message}
+    assert listed[TUNED] == {"state": "asleep", "state_details": None}
+    assert listed[CHECKPOINT] == {"state": "cold", "state_details": None}
+    one = (await control.http.get("/admin/v1/models/starter", headers=ADMIN)).json()
+    assert (one["state"], one["message"]) == ("failed", message)
+    rows = (await control.http.get("/admin/v1/models", headers=ADMIN)).json()["data"]
+    assert {row["name"]: row["message"] for row in rows} == {"starter": message, TUNED: None}
+    status = (await control.http.get("/admin/v1/status", headers=ADMIN)).json()
+    assert status["troubles"] == control.scheduler.troubles
+    control.scheduler.replicas.append({"id": "r2", "model": "starter", "state": "open"})
+    assert (await control.sdk.models.retrieve("starter")).model_extra["state"] == "serving", "another one failed"
+
+
 async def test_base_tuned_and_checkpoint_names_are_listed_and_found(control: Control):
     insert_tuned(control)
     insert_model(control.db, "Qwen/Qwen3-0.6B")

@@ -146,7 +146,10 @@ class Box:
         self.controller = await DummyUpstream(self.gateway.config.controller_socket, script).start()
         return self.controller
 
-    def serve(self, model: str, *replicas: str, task: str = "generate", hold_s: float = 30.0, **states: str) -> None:
+    def serve(
+        self, model: str, *replicas: str, task: str = "generate", hold_s: float = 30.0,
+        trouble: dict[str, Any] | None = None, **states: str,
+    ) -> None:  # fmt: skip
         """Put a model on replicas (engine names), optionally with states (name=draining), and apply the table."""
         names = replicas or tuple(states)
         self.models[model] = {
@@ -154,6 +157,7 @@ class Box:
             "state": "ready" if names else "waking",
             "task": task,
             "hold_s": hold_s,
+            "trouble": trouble,
             "replicas": [
                 {
                     "id": name,

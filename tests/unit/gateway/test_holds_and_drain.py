@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
+from typing import Any
 
 from appliance.gateway.reports import load_report
 
@@ -86,17 +88,45 @@ async def test_past_the_deadline_503_with_retry_after(start_box: Start) -> None:
     assert box.gateway.holds.count == 0
 
 
-async def test_who_waits_for_a_model_that_is_given_up_on_is_told_at_once(start_box: Start) -> None:
+def trouble(in_s: float, reason: str = "no memory for it", hold_before_s: float = 10.0) -> dict[str, Any]:
+    return {"reason": reason, "next_try_s": time.time() + in_s, "hold_before_s": hold_before_s}
+
+
+async def test_who_waits_for_a_model_that_is_not_tried_soon_is_told_why_and_when(start_box: Start) -> None:
     box = await start_box()
     box.serve("m")
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
     await box.until(lambda: box.gateway.holds.held("m") == 1)
-    box.serve("m", hold_s=0)
+    box.serve("m", trouble=trouble(40.0))
     for response in (await wire.response(), await box.ask("POST", "/v1/chat/completions", chat())):
         assert response.status == 503 and response.error["code"] == "model_not_ready"
-        assert "its engines cannot be started" in response.error["message"]
+        wait_s = int(response.headers["retry-after"])
+        assert 38 <= wait_s <= 40
+        told = f"The model `m` is not serving: no memory for it. The next try is in {wait_s} s."
+        assert response.error["message"] == told
     assert box.gateway.holds.count == 0 and box.gateway.holds.body_bytes == 0
+
+
+async def test_who_comes_shortly_before_the_next_try_waits_for_it(start_box: Start) -> None:
+    box = await start_box()
+    await box.engine("e0")
+    for in_s in (9.0, -3.0):  # soon, and under way
+        box.serve("m", trouble=trouble(in_s))
+        wire = await box.connect()
+        await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
+        await box.until(lambda: box.gateway.holds.held("m") == 1)
+        box.serve("m", "e0")
+        assert (await wire.response()).status == 200
+    box.serve("m", trouble=trouble(9.0, hold_before_s=1.0))
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 503
+
+
+async def test_trouble_with_a_further_replica_refuses_nobody(start_box: Start) -> None:
+    box = await start_box()
+    await box.engine("e0")
+    box.serve("m", "e0", trouble=trouble(40.0))
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
 
 
 async def test_bounds_on_what_may_wait(start_box: Start) -> None:

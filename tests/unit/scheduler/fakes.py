@@ -21,7 +21,8 @@ from scheduler.effects import (
     ReplicaObserved,
     ReplicaOrder,
 )
-from scheduler.errors import EffectFailed
+from scheduler.errors import Blame, EffectFailed
+from scheduler.failures import Trouble
 from scheduler.inventory import Device, Lease
 from scheduler.workload import Demand, DeploymentView, JobView, Policy, Workload
 
@@ -282,14 +283,16 @@ class FakeEffects:
         else:
             self.end_group(holder_id, "failed", error="a rank was killed")
 
-    def kill_replica(self, replica_id: str, reason: str = "killed") -> None:
+    def kill_replica(self, replica_id: str, reason: str = "killed", blame: Blame = "own") -> None:
         replica = self.world.replicas[replica_id]
         replica.state, replica.has_requests = "dead", False
-        self.events.put_nowait(ReplicaDied(replica_id, reason))
+        self.events.put_nowait(ReplicaDied(replica_id, reason, blame))
 
-    def end_group(self, job_id: str, outcome: str, *, step: int = 0, error: str = "", retryable: bool = True) -> None:
+    def end_group(
+        self, job_id: str, outcome: str, *, step: int = 0, error: str = "", retryable: bool = True, blame: Blame = "own"
+    ) -> None:
         group = self.world.groups[job_id]
-        group.ended = GroupEnded(job_id, group.lease_id, outcome, step, error, retryable)
+        group.ended = GroupEnded(job_id, group.lease_id, outcome, step, error, retryable, blame)
         self.events.put_nowait(group.ended)
 
 
@@ -332,7 +335,7 @@ class FakeStore:
         self.cordoned: frozenset[str] = frozenset()
         self.ended: dict[str, tuple[str, str]] = {}
         self.reasons: dict[str, str] = {}
-        self.failed_models: dict[str, str] = {}
+        self.troubles: dict[str, Trouble] = {}
 
     def load(self) -> Workload:
         return Workload(self.policy, tuple(self.jobs.values()), tuple(self.deployments.values()), self.cordoned)
@@ -350,8 +353,11 @@ class FakeStore:
         self.jobs.pop(job_id, None)
         self.ended[job_id] = (outcome, error)
 
-    def deployment_failed(self, model: str, version: str, reason: str) -> None:
-        self.failed_models[model] = reason
+    def model_trouble(self, model: str, trouble: Trouble | None) -> None:
+        if trouble is None:
+            self.troubles.pop(model, None)
+        else:
+            self.troubles[model] = trouble
 
     def ask(self, model: str, *, inflight: int = 0, held: int = 0, now_s: float | None = None) -> None:
         old = self.deployments[model]

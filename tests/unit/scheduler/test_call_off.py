@@ -71,7 +71,7 @@ def test_taking_back_is_no_failure_and_the_next_flip_drains_at_once() -> None:
             await rig.change(Policy("train"))
             await rig.settle()
             assert rig.jobs() == {"j1": 4} and rig.now_s - began_s < 5.0
-            assert not rig.store.failed_models and not rig.store.ended
+            assert not rig.store.troubles and not rig.store.ended
 
     go(test)
 

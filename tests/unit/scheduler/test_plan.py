@@ -288,8 +288,8 @@ def test_a_job_too_large_for_its_node_says_so_and_its_devices_are_lent() -> None
     assert awake(a) == {"m": 5}
 
 
-def test_a_model_given_up_on_keeps_what_is_open() -> None:
-    failed = replace(M, version="v2", failed_reason="fingerprint differs", demand=Demand(inflight=50))
+def test_a_model_that_waits_out_a_failure_keeps_what_is_open() -> None:
+    failed = replace(M, version="v2", not_before_s=1e12, demand=Demand(inflight=50))
     a = planned(deployments=(failed,), replicas=(opened("r0", 0),))
     assert [(r.id, r.version) for r in a.open_replicas] == [("r0", "v1")]
 

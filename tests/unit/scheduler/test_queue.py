@@ -60,3 +60,15 @@ def test_places_say_in_slurms_words_why_a_job_waits() -> None:
         (1, "paused", "JobHeldUser"), (2, "held", "Held"), (3, "backoff", "BeginTime"), (4, "next", "Resources"),
         (5, "running", None), (6, "after", "Priority"), (7, "leaving", "Priority"),
     ]  # fmt: skip
+
+
+def test_the_failure_of_one_job_is_not_the_reason_of_the_next() -> None:
+    jobs = [
+        JobView("failed", 1, 1, submitted_s=1.0, not_before_s=110.0, failed="rank 0 died"),
+        JobView("big", 3, 3, submitted_s=2.0),
+        JobView("again", 1, 1, submitted_s=3.0, not_before_s=120.0),
+    ]
+    waiting = allot(jobs, 2, 8, 100.0, 30.0, "mode split gives training 2").waiting
+    assert waiting["failed"] == "Failed a moment ago (rank 0 died); tries again in 10 s."
+    assert waiting["big"] == "Needs 3 devices: mode split gives training 2."
+    assert waiting["again"] == "Failed a moment ago; tries again in 20 s."

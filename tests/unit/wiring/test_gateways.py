@@ -8,6 +8,7 @@ from appliance.controller.load import Arrived, Load, ModelLoad, ReplicaLoad
 from appliance.store import canaries, models
 from appliance.store.rows import CanaryRow, VersionRow
 from appliance.wiring.gateways import BusRouting
+from scheduler.failures import Trouble
 
 SOCKET = "/run/r1.sock"
 
@@ -134,3 +135,26 @@ async def test_a_version_can_be_called_by_its_name_while_it_is_active_or_served(
     bus.reported = Load(models={"starter": ModelLoad(1, 0, 5.0, 0.1), "starter@v2": ModelLoad(2, 1, 9.0, None)})
     assert (routing.demand("starter").inflight, routing.demand("starter").held) == (3, 1)
     assert routing.host("starter@v2") == "starter"
+
+
+async def test_a_model_whose_engines_fail_says_why_and_when_it_is_tried_next_to_whoever_would_wait(
+    bus, db, add_model, add_adapter
+):
+    add_model()
+    add_adapter("ft:a")
+    troubles = {"starter": Trouble("starter", "v1", "no memory", "own", 1, 1, 500.0, False)}
+    routing = BusRouting(bus, db, 60.0, None, lambda model, version: troubles.get(model) if version == "v1" else None)
+    routing.refresh()
+    told = {"reason": "no memory", "next_try_s": 500.0, "hold_before_s": 10.0}
+    assert bus.table["starter"]["trouble"] == told and bus.table["starter"]["hold_s"] == 60.0
+    assert bus.table["ft:a"]["trouble"] == told, "an adapter is served by the engines of its base"
+    troubles["starter"] = Trouble("starter", "v1", "no memory", "own", 3, 3, 500.0, True)
+    routing.refresh()
+    assert bus.table["starter"]["trouble"]["hold_before_s"] == 1.0, "nobody waits long for what fails again"
+    await routing.open("r1", "starter", "v1", SOCKET)
+    assert "trouble" not in bus.table["starter"] and "trouble" not in bus.table["ft:a"]
+    routing.close("r1")
+    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0, disk_path="/m"))
+    models.activate(db, "starter", "v2")
+    routing.refresh()
+    assert "trouble" not in bus.table["starter"], "another version is another chance"

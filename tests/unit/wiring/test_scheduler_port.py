@@ -22,12 +22,16 @@ from tests.unit.scheduler.fakes import FakeEffects, World, box_of
 
 
 def test_notes_are_sentences_that_name_their_model():
-    told = {"devices": [], "replicas": [], "handovers": [], "jobs": [], "plan_s": 0.0, "notes": {"m": "No room."}}
+    told = {
+        "devices": [], "replicas": [], "handovers": [], "jobs": [], "plan_s": 0.0, "notes": {"m": "No room."},
+        "troubles": [{"model": "k", "message": "not serving: no memory; next try in 4 s"}], "waits": ["stop r1 waits"],
+    }  # fmt: skip
     store = SimpleNamespace(usage=lambda: SimpleNamespace(budget_bytes=1, used_bytes=0), room_bytes=lambda: 1)
     loop = SimpleNamespace(status=lambda: told)
     nothing = SimpleNamespace()
     port = LoopPort(loop, nothing, nothing, nothing, nothing, store, nothing, SchedulerConfig(), 0, nothing)
-    assert port.status()["notes"] == ["m: No room."]
+    notes = ["k: not serving: no memory; next try in 4 s", "m: No room.", "stop r1 waits"]
+    assert port.status()["notes"] == notes
 
 
 async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, events, add_model, add_job):

@@ -9,6 +9,7 @@ from appliance.controller.ports import Mode
 from appliance.store import box, canaries, deployments, job_records, jobs, models, windows
 from appliance.store.rows import CanaryRow, CheckpointRow, VersionRow, WindowRow
 from appliance.wiring.state_store import CORDONED, SqliteStateStore
+from scheduler.failures import Trouble
 from scheduler.tidal import Window
 from scheduler.workload import Demand, Policy
 from serve.config import EngineConfig
@@ -102,16 +103,16 @@ def test_after_a_restart_nothing_counts_as_running(states, add_job, db):
     assert jobs.get(db, "ftjob-saved").phase == "suspended"
 
 
-def test_a_version_that_was_given_up_on_is_left_alone_and_a_new_one_tried(states, add_model, db, refreshed):
+def test_what_failed_before_a_restart_is_not_held_against_what_is_tried_after_it(states, add_model, db, refreshed):
     add_model()
-    states.deployment_failed("starter", "v1", "the engine does not start")
-    assert states.load().deployments[0].failed_reason == "the engine does not start" and refreshed == [1]
-    models.insert_version(db, VersionRow("starter", "v2", "here", 10, 1.0))
-    models.activate(db, "starter", "v2")
-    assert states.load().deployments[0].failed_reason == ""
-    models.activate(db, "starter", "v1")
-    states.after_restart()
-    assert states.load().deployments[0].failed_reason == ""
+    deployments.update(db, "starter", failed_reason="v1: no memory", failures=3, not_before_s=1e12)  # of an older box
+    (view,) = states.load().deployments
+    assert view.not_before_s == 0.0 and view.failed == ""
+    trouble = Trouble("starter", "v1", "the engine does not start", "own", 3, 3, 1e12, True)
+    states.model_trouble("starter", trouble)
+    assert refreshed == [1], "the gateways are told"
+    (view,) = states.load().deployments
+    assert view.not_before_s == 0.0, "the loop alone knows of it"
 
 
 def test_what_people_say_of_jobs_models_and_hours_reaches_the_planner(states, add_model, add_job, db):
@@ -171,9 +172,6 @@ def test_a_canary_gets_an_engine_while_it_runs(states, add_model, db):
     _, canary = states.load().deployments
     assert (canary.model, canary.version, canary.tensor_parallel) == ("starter@v2", "v2", 2)
     assert (canary.min_replicas, canary.pinned, canary.demand.held) == (1, False, 0)
-    states.deployment_failed("starter@v2", "v2", "it does not start")
-    assert states.load().deployments[1].failed_reason == "it does not start"
-    assert states.load().deployments[0].failed_reason == ""
     canaries.end(db, "starter", "rolled_back", "", now_s=2.0, compared=None)
     assert [view.model for view in states.load().deployments] == ["starter"]
 

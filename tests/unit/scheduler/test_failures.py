@@ -1,0 +1,88 @@
+"""How long to wait, and who is to blame: the counting alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from scheduler.config import SchedulerConfig
+from scheduler.failures import Failures
+from scheduler.workload import DeploymentView, JobView, Policy, Workload
+
+
+@pytest.fixture
+def failures() -> Failures:
+    return Failures(SchedulerConfig())
+
+
+def test_an_echo_of_a_death_is_no_second_one(failures: Failures) -> None:
+    first = failures.model_failed("m", "v1", "its engine died", 100.0)
+    for at in (100.0, 100.2, 100.9):
+        assert failures.model_failed("m", "v1", "drain: the engine died", at) is first
+    assert (first.count, first.tries, first.not_before_s, first.reason) == (1, 1, 101.0, "its engine died")
+    failures.model_failed("m", "v1", "again", 101.5)
+    assert (first.count, first.not_before_s) == (2, 103.5)
+
+
+def test_of_two_words_on_one_death_the_excuse_counts(failures: Failures) -> None:
+    failure = failures.job_failed("j", 5, "rank 3 died", 100.0)
+    assert failure.count == 1
+    failures.job_failed("j", 5, "its supervisor died", 100.01, blame="outside")
+    assert (failure.count, failure.blame, failure.reason) == (0, "outside", "its supervisor died")
+
+
+@pytest.mark.parametrize("blame", ["outside", "memory"])
+def test_what_is_not_its_fault_never_ends_a_job_and_yet_it_waits(failures: Failures, blame) -> None:
+    now_s = 0.0
+    for _ in range(50):
+        failure = failures.job_failed("j", 0, "gone", now_s, blame=blame)
+        assert not failures.hopeless(failure) and failure.count == 0
+        assert failure.not_before_s - now_s <= 60.0
+        now_s = failure.not_before_s
+    assert failure.wait_s == 60.0
+
+
+def test_only_its_own_failures_without_progress_end_a_job(failures: Failures) -> None:
+    now_s = 0.0
+    for step, blame, over in [
+        (0, "own", False), (0, "own", False), (0, "outside", False), (1, "own", False), (1, "own", False),
+        (1, "memory", False), (1, "own", True),
+    ]:  # fmt: skip
+        failure = failures.job_failed("j", step, "x", now_s, blame=blame)
+        assert failures.hopeless(failure) is over
+        now_s = failure.not_before_s
+    assert failures.hopeless(failures.job_failed("k", 0, "no such column", 0.0, blame="input"))
+
+
+def test_what_lived_longer_than_it_had_waited_is_tried_soon(failures: Failures) -> None:
+    now_s = 0.0
+    for _ in range(6):
+        failure = failures.model_failed("m", "v1", "x", now_s)
+        now_s = failure.not_before_s
+    assert failure.wait_s == 32.0
+    failures.model_failed("m", "v1", "x", now_s + 10, lived_s=10.0)
+    assert failure.wait_s == 60.0
+    failures.model_failed("m", "v1", "x", now_s + 200, lived_s=61.0)
+    assert (failure.wait_s, failure.count) == (1.0, 1)
+
+
+def test_free_memory_ends_the_wait_of_what_it_killed_and_of_nothing_else(failures: Failures) -> None:
+    for model, blame in [("a", "own"), ("b", "memory"), ("c", "outside")]:
+        failures.model_failed(model, "v1", "x", 100.0, blame=blame)
+    assert failures.retry("memory") == ["b", "c"]
+    assert [failures.model(m, "v1").not_before_s for m in "abc"] == [101.0, 0.0, 0.0]
+    assert failures.retry("device") == ["a", "b", "c"]
+
+
+def test_another_version_begins_anew(failures: Failures) -> None:
+    failures.model_failed("m", "v1", "x", 100.0)
+    assert failures.model("m", "v2") is None
+    assert failures.model_failed("m", "v2", "y", 100.1).count == 1
+
+
+def test_what_left_the_workload_is_forgotten(failures: Failures) -> None:
+    for name in ("kept", "gone"):
+        failures.job_failed(name, 0, "x", 1.0)
+        failures.model_failed(name, "v1", "x", 1.0)
+    failures.keep(Workload(Policy("auto"), (JobView("kept"),), (DeploymentView("kept", "v1"),)))
+    assert failures.job("gone") is None and failures.model("gone", "v1") is None
+    assert failures.job("kept") and failures.model("kept", "v1")
