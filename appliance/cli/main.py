@@ -32,11 +32,12 @@ COMMANDS = {
     "file": ("file", "Files: training and validation data, and what jobs leave behind."),
     "key": ("key", "API keys: who may use the box over the network."),
     "usage": ("usage", "Who spent what: tokens by key or model, device-hours of training."),
+    "forget": ("forget", "Forget a person: their keys, files, responses and their name."),
     "audit": ("audit", "Who did what: every change, by whom, and what came of it."),
     "chat": ("chat", "Talk to a model in the terminal."),
     "simulate": ("simulate", "Run the box's own scheduler on a trace in virtual time."),
 }
-SINGLE_COMMANDS = ("up", "down", "status", "join", "usage", "audit", "chat", "simulate")
+SINGLE_COMMANDS = ("up", "down", "status", "join", "usage", "forget", "audit", "chat", "simulate")
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")
 
 

@@ -16,6 +16,7 @@ from appliance.controller import (
     admin_canaries,
     admin_deployments,
     admin_devices,
+    admin_forget,
     admin_keys,
     admin_mode,
     admin_models,
@@ -104,6 +105,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_queue.routes(context, admin)
     admin_devices.routes(context, admin)
     admin_deployments.routes(context, admin)
+    admin_forget.routes(context, admin, runner, background)
     admin_keys.routes(context, admin)
     admin_session_keys.routes(context, admin)
     admin_canaries.routes(context, admin, compared)

@@ -73,15 +73,15 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
 
     @router.post("/{job_id}/cancel")
     async def cancel(job_id: str) -> dict[str, Any]:
-        return shown_job(_ask(context, job_id, "cancel"))
+        return shown_job(ask(context, job_id, "cancel"))
 
     @router.post("/{job_id}/pause")
     async def pause(job_id: str) -> dict[str, Any]:
-        return shown_job(_ask(context, job_id, "pause"))
+        return shown_job(ask(context, job_id, "pause"))
 
     @router.post("/{job_id}/resume")
     async def resume(job_id: str) -> dict[str, Any]:
-        return shown_job(_ask(context, job_id, "run"))
+        return shown_job(ask(context, job_id, "run"))
 
     @router.get("/{job_id}/events")
     async def events(job_id: str, after: After = None, limit: Limit = 20) -> dict[str, Any]:
@@ -163,7 +163,8 @@ _SAID = {
 }
 
 
-def _ask(context: ControllerContext, job_id: str, wanted: JobWanted) -> JobRow:
+def ask(context: ControllerContext, job_id: str, wanted: JobWanted) -> JobRow:
+    """Raises NotFound and Conflict."""
     db = context.db
     row = known_job(context, job_id)
     verb = "resume" if wanted == "run" else wanted

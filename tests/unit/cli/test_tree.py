@@ -19,6 +19,7 @@ FROZEN = {
     "down": ["--data-dir", "--force", "--help", "--timeout"],
     "status": [*BOX, "--every", "--watch"],
     "usage": [*BOX, "--by", "--since"],
+    "forget": [*BOX, "--cancel", "--models", "--owner", "--yes"],
     "audit": [*BOX, "--limit"],
     "chat": [*BOX, "--max-tokens", "--system", "--temperature", "MODEL", "PROMPT"],
     "simulate": [

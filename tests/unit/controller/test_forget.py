@@ -1,0 +1,144 @@
+"""A person leaves: nothing of theirs is left on the disk or in a table, and nothing of anybody else's is missing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from appliance.controller import admin_forget
+from appliance.store import audit, deployments, jobs, keys, models, responses, usage
+from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
+
+NAME, OTHER = "annabel-q7", "benedict-z3"
+SECRET = b"what annabel taught"
+
+
+async def ask(control: Control, status: int = 200, **body: Any) -> dict[str, Any]:
+    answer = await control.http.post("/admin/v1/forget", headers=ADMIN, json={"owner": NAME, **body})
+    assert answer.status_code == status, answer.text
+    return answer.json()
+
+
+class Person:
+    def __init__(self, control: Control, name: str):
+        self.control, self.name = control, name
+        self.rows = [keys.create(control.db, name + more, ["inference", "fine_tuning"], name)[0]
+                     for more in ("", "-laptop")]  # fmt: skip
+        self.heads = [{"x-appliance-key-id": row.id, "x-appliance-scopes": "inference,fine_tuning"}
+                      for row in self.rows]  # fmt: skip
+
+    async def post(self, path: str, which: int = 0, **more: Any) -> dict[str, Any]:
+        answer = await self.control.http.post(path, headers=self.heads[which], **more)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    async def does_something_of_everything(self) -> None:
+        taught = SECRET if self.name == NAME else b"other"
+        data = chat_lines() + chat_lines(1).replace(b"0+1?", taught)
+        sent = [(f"{self.name}.jsonl", data), ("b.jsonl", b'{"custom_id": "1", "method": "POST", "url": '
+                 b'"/v1/chat/completions", "body": {"model": "starter", "messages": []}}\n')]  # fmt: skip
+        self.file, given = [
+            (await self.post("/v1/files", n, files={"file": file}, data={"purpose": purpose}))["id"]
+            for n, (file, purpose) in enumerate(zip(sent, ("fine-tune", "batch"), strict=True))
+        ]
+        upload = await self.post("/v1/uploads", json={"bytes": 9, "filename": self.name, "mime_type": "text/plain",
+                                                      "purpose": "user_data"})  # fmt: skip
+        await self.post(f"/v1/uploads/{upload['id']}/parts", files={"data": ("d", b"x" * 9)})
+        self.job = (await self.post("/v1/fine_tuning/jobs", json={
+            "model": "starter", "training_file": self.file, "metadata": {"who": self.name}}))["id"]  # fmt: skip
+        await self.control.settle()
+        self.batch = (await self.post("/v1/batches", 1, json={
+            "completion_window": "24h", "endpoint": "/v1/chat/completions", "input_file_id": given,
+            "metadata": {"who": self.name}}))["id"]  # fmt: skip
+        self.response = (await self.post("/v1/responses", json={
+            "model": "starter", "input": f"I am {self.name}", "background": True}))["id"]  # fmt: skip
+        spent = {"model": "starter", "version": "v1", "requests": 2, "errors": 0, "prompt_tokens": 3,
+                 "completion_tokens": 4}  # fmt: skip
+        usage.add(self.control.db, [{"key": row.id, **spent} for row in self.rows], 7200.0)
+        await self.control.http.patch(f"/admin/v1/keys/{self.name}", headers=ADMIN, json={"requests_per_minute": 5})
+        made = f"ft:starter:local:mine:{'a' * 7}{len(self.name) % 10}"
+        insert_model(self.control.db, made, kind="fine-tuned", base="starter")
+        models.update(self.control.db, made, job_id=self.job)
+        self.model = made
+
+
+def written(control: Control) -> str:
+    """All that a thief of the data directory could read."""
+    dump = "\n".join(control.db._connection.iterdump())
+    folder = Path(control.context.box["data_dir"])
+    for path in folder.rglob("*"):
+        if path.is_file() and "appliance.db" not in path.name:
+            dump += f"\n{path}\n" + path.read_bytes().decode("utf-8", "replace")
+    return dump
+
+
+def spent(control: Control) -> dict[str, int]:
+    return {row.name: row.completion_tokens for row in usage.report(control.db, "owner", 0.0, 9000.0)}
+
+
+async def test_nothing_with_the_name_is_left_and_nothing_of_others_is_missing(control: Control):
+    ann, ben = Person(control, NAME), Person(control, OTHER)
+    for person in (ann, ben):
+        await person.does_something_of_everything()
+    assert NAME in written(control) and SECRET.decode() in written(control)
+    before = spent(control)
+    assert before[NAME] >= 8 <= before[OTHER]
+    audited = len(audit.page(control.db, after=None, limit=999).data)
+
+    refused = await ask(control, 409)
+    assert refused["error"]["code"] == "owner_busy" and ann.job in refused["error"]["message"]
+    assert len(control.gateway_keys) == 4  # nothing was done
+    shown = (await control.http.get(f"/admin/v1/forget?owner={NAME}", headers=ADMIN)).json()
+    assert shown["unfinished"][:2] == [ann.job, ann.batch] and shown["models"] == [ann.model]
+    assert (shown["files"], shown["uploads"], shown["batches"], shown["responses"], shown["jobs"]) == (2, 1, 1, 1, 1)
+    assert len(control.gateway_keys) == 4
+
+    done = await ask(control, cancel=True)
+    assert done["done"] and done["models"] == [ann.model] and done["models_deleted"] == []
+    left = written(control)
+    assert NAME not in left and SECRET.decode() not in left
+    assert len(control.gateway_keys) == 2 and control.scheduler.nudges[-1] == f"cancel of {ann.job}"
+    assert jobs.get(control.db, ann.job).phase == "cancelled" and models.find(control.db, ann.model) is not None
+    now = spent(control)
+    assert now.keys() == {done["pseudonym"], OTHER} and now[done["pseudonym"]] >= before[NAME]
+    log = audit.page(control.db, after=None, limit=999).data
+    assert len(log) == audited + 1 and (log[0].action, log[0].target) == ("owner.forget", done["pseudonym"])
+    assert log[0].detail["models_left"] == [ann.model]
+
+    assert OTHER in left and jobs.get(control.db, ben.job).metadata == {"who": OTHER}
+    assert responses.find(control.db, ben.response) is not None
+    for path in (f"/v1/files/{ben.file}", f"/v1/batches/{ben.batch}", f"/v1/responses/{ben.response}"):
+        assert (await control.http.get(path, headers=ben.heads[1 if "batch" in path else 0])).status_code == 200
+
+    again = await ask(control, cancel=True)
+    assert again["done"] and again["keys"] == [] and again["files"] == 0
+    now = spent(control)
+    assert now.keys() == {done["pseudonym"], OTHER} and now[done["pseudonym"]] >= before[NAME]
+
+
+async def test_models_of_the_files_go_when_asked_to(control: Control):
+    ann = Person(control, NAME)
+    await ann.does_something_of_everything()
+    assert deployments.find(control.db, ann.model) is None
+    assert (await ask(control, cancel=True, models=True))["models_deleted"] == [ann.model]
+    assert models.find(control.db, ann.model) is None and models.find(control.db, "starter") is not None
+
+
+async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(control: Control, monkeypatch):
+    ann = Person(control, NAME)
+    await ann.does_something_of_everything()
+    jobs.set_phase(control.db, ann.job, "running")
+    monkeypatch.setattr(admin_forget, "ENDS_WITHIN_S", 0.0)
+    await asyncio.sleep(0)
+    waiting = await ask(control, cancel=True)
+    assert not waiting["done"] and ann.job in waiting["waits_for"]
+    assert control.gateway_keys == {} and (control.context.files_dir / ann.file).exists()
+    jobs.set_phase(control.db, ann.job, "cancelled")
+    monkeypatch.setattr(admin_forget, "ENDS_WITHIN_S", 20.0)
+    assert (await ask(control, cancel=True))["done"] and NAME not in written(control)
+
+
+async def test_the_box_is_not_forgotten(control: Control):
+    answer = await control.http.post("/admin/v1/forget", headers=ADMIN, json={"owner": "the box itself"})
+    assert answer.status_code == 400
