@@ -148,6 +148,7 @@ class Box:
         # Before anything is started: what the box is for cannot be had, and whoever has the port might answer for us.
         if reason := endpoint.why_not(self._config.box.host, self._config.box.port):
             raise BoxError(reason)
+        self._paths.renew_gateway_token()
         self._say("starting Ray")
         await self._ray.begin()
         self._say("starting the controller")
@@ -212,7 +213,8 @@ class Box:
             "host": self._config.box.host,
             "port": self._config.box.port,
             "boot": self._boot,
-            "controller_socket": str(self._paths.controller_socket),
+            "controller_socket": str(self._paths.gateway_socket),
+            "token_path": str(self._paths.gateway_token),
             "bus_socket": str(self._paths.bus_socket),
             "log_path": str(self._paths.logs / "access.log"),
             "otlp_endpoint": self._config.observability.otlp_endpoint,

@@ -90,7 +90,18 @@ class BoxPaths:
 
     @property
     def controller_socket(self) -> Path:
+        """For people of this machine who own the box, and for its main process."""
         return self.run / "controller.sock"
+
+    @property
+    def gateway_socket(self) -> Path:
+        """For gateways: the controller's too, where nobody is anybody without saying so."""
+        return self.run / "gateway.sock"
+
+    @property
+    def gateway_token(self) -> Path:
+        """What proves to the controller that a gateway wrote the head of a request; new in each run of the box."""
+        return self.run / "gateway.token"
 
     @property
     def bus_socket(self) -> Path:
@@ -122,6 +133,18 @@ class BoxPaths:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.shm_root.chmod(0o700)
         if not self.ray_token.exists():
-            handle = os.open(self.ray_token, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-            with os.fdopen(handle, "w") as token:
-                token.write(secrets.token_hex(32))
+            write_secret(self.ray_token, secrets.token_hex(32))
+
+    def renew_gateway_token(self) -> None:
+        """Before the controller and the gateways of this run begin."""
+        self.gateway_token.unlink(missing_ok=True)
+        write_secret(self.gateway_token, secrets.token_hex(32))
+
+
+def write_secret(path: Path, text: str) -> None:
+    """A new file of mode 0600, on disk when this returns. Raises FileExistsError: nobody's file is written into."""
+    handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(handle)

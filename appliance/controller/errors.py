@@ -8,6 +8,7 @@ ControllerError
 
 ApiError (an HTTPException)
 ├── BadRequest        400
+├── Unauthorized      401
 ├── Forbidden         403
 ├── NotFound          404
 ├── Conflict          409, never to be retried
@@ -85,6 +86,18 @@ def error_object(message: str, kind: str, param: str | None, code: str | None) -
 class BadRequest(ApiError):
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None):
         super().__init__(400, message, param=param, code=code)
+
+
+class Unauthorized(ApiError):
+    """No listener knows who sent this: gateways name a key in every request, and nobody else is asked to."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            401,
+            "This request names nobody. Gateways send x-appliance-key-id and x-appliance-scopes, once each, with "
+            "their token; commands on the box itself use its controller.sock.",
+            code="missing_identity",
+        )
 
 
 class Forbidden(ApiError):

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import ray
 import uvicorn
+from starlette.types import ASGIApp
 
 from appliance.box_state import read_troubles
 from appliance.config import BoxConfig, load_resolved
@@ -33,6 +34,7 @@ from appliance.controller.bus import Bus, first_generation
 from appliance.controller.capacity import BoxFacts
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_events import JobEvents
+from appliance.controller.peers import FromBox, FromGateways
 from appliance.controller.spending import USAGE_EVERY_S, Spending
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
@@ -194,13 +196,19 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     health.began({device.node for device in nodes.devices})
     states.after_restart(adopted={group.job_id for group in (await effects.observe()).groups if group.ended is None})
 
-    server = _Server(uvicorn.Config(
-        create_app(context), log_config=None, access_log=False, http="httptools", timeout_graceful_shutdown=ANSWERS_S,
-    ))  # fmt: skip
-    # Without these two there is no controller: what they raise ends it, and the main process starts it again.
-    async with asyncio.TaskGroup() as tasks:
+    app = create_app(context)
+    listeners = (
+        (_server(FromBox(app)), paths.controller_socket),
+        (_server(FromGateways(app, paths.gateway_token.read_text())), paths.gateway_socket),
+    )
+    # Without these there is no controller: what they raise ends it, and the main process starts it again. The app's
+    # lifespan is entered here and once: two servers share it.
+    async with app.router.lifespan_context(app), asyncio.TaskGroup() as tasks:
         deciding = tasks.create_task(loop.run(), name="scheduler loop")
-        serving = tasks.create_task(server.serve(sockets=[_listen(paths.controller_socket)]), name="control routes")
+        serving = [
+            tasks.create_task(server.serve(sockets=[_listen(path)]), name=f"control routes on {path.name}")
+            for server, path in listeners
+        ]
         keepers.keep("nodes that come and go", effects.watch)
         keepers.keep_every("health of devices", health.look, config.scheduler.device_check_s, at_once=True)
         keepers.keep_every("resident memory of engines", port.read_memory, RSS_EVERY_S, at_once=True)
@@ -212,9 +220,10 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
             keepers.keep("limits of the hardware", partial(_measure, db, devices[0].kind))
         await stop.wait()
         log.info("ending: suspending jobs and saving what only memory holds")
-        server.should_exit = True
+        for server, _ in listeners:
+            server.should_exit = True
         loop.stop()
-        await asyncio.wait({deciding, serving})
+        await asyncio.wait({deciding, *serving})
         await keepers.stop()
     saved = await _save_everything(effects, flow)
     await lines.close()
@@ -240,6 +249,14 @@ def _tell_of_death(
     """Who noticed the death has more to do about it than to count it against a device."""
     with keepers.guard("health of devices"):
         health.died(device_ids, holder, reason)
+
+
+def _server(app: ASGIApp) -> uvicorn.Server:
+    # No proxy stands before it, and nothing speaks WebSocket to it.
+    return _Server(uvicorn.Config(
+        app, log_config=None, access_log=False, http="httptools", ws="none", lifespan="off", proxy_headers=False,
+        timeout_graceful_shutdown=ANSWERS_S,
+    ))  # fmt: skip
 
 
 class _Server(uvicorn.Server):

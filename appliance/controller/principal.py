@@ -1,4 +1,4 @@
-"""Who a request comes from, as the gateway says in headers that no client can set."""
+"""Who a request comes from: what the listener that took it found out (peers.py)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
-from appliance.controller.errors import Forbidden
+from appliance.controller.errors import Forbidden, Unauthorized
+from appliance.controller.peers import ADMIN, GATEWAY, Identity
 
-ADMIN, FINE_TUNING, INFERENCE = "admin", "fine_tuning", "inference"
+FINE_TUNING, INFERENCE = "fine_tuning", "inference"
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """key_id None: a process of the box itself (the socket is 0600), which may do everything."""
+    """key_id None: a process of the box itself (its socket is 0600), which may do everything."""
 
     key_id: str | None
     scopes: frozenset[str]
@@ -24,15 +25,18 @@ class Principal:
     def may(self, *scopes: str) -> bool:
         return ADMIN in self.scopes or not self.scopes.isdisjoint(scopes)
 
+    @property
+    def is_gateway(self) -> bool:
+        """A gateway on its own behalf, for no key: it sends copies of answers, and may do nothing else."""
+        return self.key_id == GATEWAY and self.scopes == {GATEWAY}
+
 
 async def read_principal(request: Request) -> Principal:
-    key_id = request.headers.get("x-appliance-key-id")
-    scopes = request.headers.get("x-appliance-scopes")
-    if key_id is None and scopes is None:
-        granted = frozenset({ADMIN})
-    else:
-        granted = frozenset(scope.strip() for scope in (scopes or "").split(",") if scope.strip())
-    return Principal(key_id, granted, request.scope["state"]["request_id"])
+    state = request.scope["state"]
+    identity = state.get("identity")
+    if not isinstance(identity, Identity):
+        raise Unauthorized  # no listener has vouched for it
+    return Principal(identity.key_id, identity.scopes, state["request_id"])
 
 
 Caller = Annotated[Principal, Depends(read_principal)]

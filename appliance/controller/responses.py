@@ -18,7 +18,7 @@ from appliance.controller.background_responses import MAX_UNFINISHED, Background
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import ApiError, BadRequest, Forbidden, shown
 from appliance.controller.paging import After
-from appliance.controller.principal import ADMIN, INFERENCE, Caller
+from appliance.controller.principal import GATEWAY, INFERENCE, Caller
 from appliance.controller.response_items import conversation, items_of, listed
 from appliance.controller.routers import make_router
 from appliance.controller.stored_responses import StoredResponses
@@ -113,8 +113,8 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
 
     @router.post("", include_in_schema=False)
     async def take(request: Request, caller: Caller) -> dict[str, int]:
-        if caller.key_id is not None:
-            raise Forbidden(ADMIN)
+        if not caller.is_gateway:
+            raise Forbidden(GATEWAY)
         copies = await _json_of(request)
         return {"stored": stored.take(copies if isinstance(copies, list) else [])}
 

@@ -14,6 +14,7 @@ from .table import Principal
 from .wire import Request
 
 _JSON: Final = b"application/json"
+_WITH_BODY: Final = frozenset({b"POST", b"PUT", b"PATCH"})
 
 
 def key_digest(headers: wire.Headers) -> str:
@@ -43,6 +44,9 @@ def check_head(request: Request, limits: Limits) -> None:
     if expect is not None and expect.lower() != b"100-continue":
         raise errors.ApiError(417, "Only Expect: 100-continue is understood.", code="expectation_failed")
     length, limit = request.content_length, body_limit(route, limits)
+    if (length or request.chunked) and request.method not in _WITH_BODY:
+        # It means nothing there, so readers differ about it: one that does not read it reads a head in its place.
+        raise errors.unexpected_body(request.method.decode())
     if length is not None and length > limit:
         raise errors.body_too_large(limit)
     coding = headers.get(b"content-encoding")

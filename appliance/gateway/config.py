@@ -73,7 +73,8 @@ class GatewayConfig:
     """Everything the gateway process needs to know.
 
     `name` tells this gateway from others on the bus; worker i of several appends "-i". `boot` is what /health answers
-    with, so that whoever started this gateway knows it from another program on the same port.
+    with, so that whoever started this gateway knows it from another program on the same port. `controller_socket` is
+    the controller's for gateways; the file `token_path` holds what proves to it that a gateway wrote a head.
     """
 
     controller_socket: str
@@ -82,6 +83,7 @@ class GatewayConfig:
     port: int = 8000
     name: str = "gateway"
     boot: str = ""
+    token_path: str | None = None
     workers: int = 1
     log_path: str | None = None
     access_log: bool = True

@@ -94,6 +94,10 @@ def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
     return ApiError(405, message, code="method_not_supported", allow=allowed)
 
 
+def unexpected_body(method: str) -> ApiError:
+    return ApiError(400, f"A {method} request has no body here. Please send it without one.", code="unexpected_body")
+
+
 def missing_key() -> ApiError:
     return ApiError(
         401,

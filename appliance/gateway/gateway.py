@@ -13,6 +13,7 @@ import secrets
 import ssl
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import orjson
@@ -75,6 +76,7 @@ class Gateway:
         self.holds: Holds[Placement] = Holds(Bounds(holds.requests, holds.requests_per_model, holds.body_bytes))
         self.access_log = AccessLog(config.log_path if config.access_log else None)
         self.tracing = None if config.otlp_endpoint is None else _tracing(config.otlp_endpoint, config.name)
+        self.token = b"" if config.token_path is None else _token(config.token_path)
         self.keys: dict[str, Principal] = {}
         self.spending = Spending(self.metrics.events, config.workers)
         self.generation = -1
@@ -368,6 +370,16 @@ class Gateway:
         self.access_log.flush()
         if self.snapshots is not None and self.snapshots.due(now_s):
             self.snapshots.write(self.metrics.families(gauges(self)), now_s)
+
+
+def _token(path: str) -> bytes:
+    try:
+        token = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise errors.ConfigInvalid(f"token_path {path!r}: cannot be read ({error.strerror})") from error
+    if not token.isalnum():
+        raise errors.ConfigInvalid(f"token_path {path!r}: expected a file with letters and digits")
+    return token
 
 
 def _tracing(endpoint: str, worker: str) -> Tracing:

@@ -83,7 +83,7 @@ class Recall:
             transcript = self.checked.transcript
             assert transcript is not None
             path = b"/internal/responses/context?id=" + quote(transcript.previous_id, safe="").encode()
-            result.start(self, wire.scrape_head(path, self.request))
+            result.start(self, wire.asked_head(path, self.request, self.gateway.token))
 
     def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
         self._kept.append(body)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from . import errors, wire
 from .errors import ApiError
-from .upstream import UpstreamConnection, lose_interest
+from .upstream import CHUNKED, UpstreamConnection, lose_interest
 from .wire import Request
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ class Relay:
         "_conn",
         "_connecting",
         "_pending",
+        "_body_ended",
         "_head_sent",
         "_chunked",
         "_kept",
@@ -45,6 +46,7 @@ class Relay:
         self._conn: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._pending: list[bytes] = []
+        self._body_ended = False
         self._head_sent = False
         self._chunked = False
         self._kept: list[bytes] = []
@@ -57,7 +59,7 @@ class Relay:
         pool, path = self.gateway.pool, self.gateway.config.controller_socket
         self._progress_s = time.monotonic()
         # Only a request that may safely arrive twice rides on a connection that may just be closing.
-        conn = pool.acquire(path) if self.request.method == b"GET" else None
+        conn = pool.acquire(path) if self._is_repeatable() else None
         if conn is not None:
             self._send(conn)
             return
@@ -66,19 +68,16 @@ class Relay:
         self._connecting = pool.connect(path, self._connected, wait_s=self.gateway.limits.controller_wait_s)
 
     def body(self, data: bytes) -> None:
-        framed = wire.chunk(data) if self.request.chunked else data
         if self._conn is not None:
             self._progress_s = time.monotonic()
-            self._conn.write(framed)
+            self._conn.write_body(data)
         else:
-            self._pending.append(framed)
+            self._pending.append(data)
 
     def body_end(self) -> None:
-        if self.request.chunked:
-            if self._conn is not None:
-                self._conn.write(wire.LAST_CHUNK)
-            else:
-                self._pending.append(wire.LAST_CHUNK)
+        self._body_ended = True
+        if self._conn is not None:
+            self._conn.end_body()
 
     def client_lost(self) -> None:
         self.client = None
@@ -125,8 +124,19 @@ class Relay:
     def _send(self, conn: UpstreamConnection) -> None:
         self._conn = conn
         self._progress_s = time.monotonic()
-        conn.start(self, wire.controller_head(self.request) + b"".join(self._pending))
-        self._pending = []
+        request = self.request
+        owes = CHUNKED if request.chunked else request.content_length or 0
+        conn.start(self, wire.controller_head(request, self.gateway.token), owes)
+        pending, self._pending = self._pending, []
+        for data in pending:
+            conn.write_body(data)
+        if self._body_ended:
+            conn.end_body()
+
+    def _is_repeatable(self) -> bool:
+        """Whether it may arrive twice, and all of it is still here: a body that was passed on is not."""
+        request = self.request
+        return request.method == b"GET" and not request.chunked and not request.content_length
 
     def upstream_paused(self, paused: bool) -> None:
         if self.client is not None:
@@ -140,9 +150,6 @@ class Relay:
     def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
         if done:
             self._conn = None
-            if not self.request.complete:
-                # Answered early: the rest of the body must not become the next request on that connection.
-                conn.abort()
         client = self.client
         if client is None:
             return
@@ -170,7 +177,7 @@ class Relay:
         self._conn = None
         if self.client is None:
             return
-        if not self._head_sent and conn.reused and not conn.answered and self.request.method == b"GET":
+        if not self._head_sent and conn.reused and not conn.answered and self._is_repeatable():
             self.start()
             return
         self._fail(
@@ -243,7 +250,10 @@ class WholeRelay(Relay):
     __slots__ = ()
 
     def start(self) -> None:
+        # However the client sent it: its length is known by now.
+        request = self.request
+        request.content_length, request.chunked = sum(map(len, request.chunks)), False
         super().start()
-        for data in self.request.chunks:
+        for data in request.chunks:
             self.body(data)
         self.body_end()

@@ -14,6 +14,7 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING
 
+from . import wire
 from .upstream import UpstreamConnection
 
 if TYPE_CHECKING:
@@ -93,11 +94,8 @@ class ResponseCopies:
             size += len(copy)
         body = b"[%b]" % b",".join(self._flying)
         self._conn, self._sent_s = result, time.monotonic()
-        result.start(
-            self,
-            b"POST %b HTTP/1.1\r\nhost: appliance\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b"
-            % (PATH, len(body), body),
-        )
+        gateway = self._gateway
+        result.start(self, wire.own_head(PATH, gateway.new_request_id(), len(body), gateway.token) + body)
 
     # -- upstream.Owner
 

@@ -76,7 +76,7 @@ class Scrape:
             result.abort()
         else:
             self._conn = result
-            result.start(self, wire.scrape_head(CONTROLLER_PATH, self.request))
+            result.start(self, wire.asked_head(CONTROLLER_PATH, self.request, self.gateway.token))
 
     def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
         self._kept.append(body)

@@ -14,6 +14,7 @@ from typing import Final, Protocol
 
 import httptools
 
+from . import wire
 from .connection import Connection
 from .engine_framing import OK, PlainHead, plain_head, whole_chunks
 from .outbox import Outbox
@@ -21,6 +22,7 @@ from .outbox import Outbox
 CONNECT_TIMEOUT_S = 5.0
 FULL_BACKLOG_RETRY_S = 0.01
 RESPONSE_HEAD_BYTES = 64 * 1024
+CHUNKED: Final = -1
 _HEAD_END: Final = b"\r\n\r\n"
 
 
@@ -38,7 +40,8 @@ class Owner(Protocol):
 
 
 class UpstreamConnection(Connection):
-    """One connection. Invariant: it is in the pool exactly when it has no owner and is open.
+    """One connection. Invariant: it is in the pool exactly when it has no owner, is open, and both its last request
+    and the response to it were complete: what comes next on it, in either direction, is a head.
 
     read_s: when something came in last; of an idle one, since when it has been idle.
     """
@@ -52,6 +55,8 @@ class UpstreamConnection(Connection):
     answered: bool = False
     read_s: float = 0.0
     _between_chunks: bool = False
+    # Bytes of the request's body that its head promised and that are not written yet; `CHUNKED`: until `end_body`.
+    _owes: int = 0
     _last: PlainHead | None = None
 
     def __init__(self, pool: UpstreamPool, path: str) -> None:
@@ -65,13 +70,33 @@ class UpstreamConnection(Connection):
 
     # -- for the owner
 
-    def start(self, owner: Owner, data: bytes) -> None:
-        """Send a request (its head and whatever of the body is there) on behalf of `owner`."""
+    def start(self, owner: Owner, data: bytes, owes: int = 0) -> None:
+        """Send a request on behalf of `owner`: all of it, or its head, and then what it owes by `write_body`.
+
+        owes: the length of the body that is still to come; CHUNKED: one that `end_body` ends.
+        """
         assert self.owner is None and self.transport is not None
         self.owner = owner
+        self._owes = owes
         self._head_done = self._done = self.answered = False
         self._head_bytes = 0
         self.write(data)
+
+    def write_body(self, data: bytes) -> None:
+        """More of the body. What is longer than its head said would be read as the next head: it ends here."""
+        if self._owes == CHUNKED:
+            if data:  # an empty chunk is the end
+                self.write(wire.chunk(data))
+        elif len(data) <= self._owes:
+            self._owes -= len(data)
+            self.write(data)
+        elif self.owner is not None:
+            self._lost(self.owner)
+
+    def end_body(self) -> None:
+        if self._owes == CHUNKED:
+            self._owes = 0
+            self.write(wire.LAST_CHUNK)
 
     def abort(self) -> None:
         """Drop the connection now: the only way HTTP/1.1 has to tell an engine that nobody wants the rest."""
@@ -130,12 +155,7 @@ class UpstreamConnection(Connection):
                 self._between_chunks = self.headers.get(b"transfer-encoding") == b"chunked" and data[-4:] == _HEAD_END
             owner.upstream_data(self, body, False)
             return
-        self.owner = None
-        self.resume_reading()
-        if self._keep_alive:
-            self._pool.put(self)
-        else:
-            self.close()
+        self._response_ended(self._keep_alive)
         owner.upstream_data(self, body, True)
 
     def _whole(self, owner: Owner, data: bytes) -> bool:
@@ -151,15 +171,21 @@ class UpstreamConnection(Connection):
         if last is None or body is None:
             return False
         self.status, self.headers = 200, last.headers
+        self._response_ended(not last.closes)
+        owner.upstream_data(self, body, True)
+        return True
+
+    def _response_ended(self, keep_alive: bool) -> None:
         self.owner = None
         if self.read_paused:
             self.resume_reading()
-        if last.closes:
-            self.close()
-        else:
+        if self._owes:
+            # Answered early. Whatever is written here next would be taken for the rest of that body.
+            self.abort()
+        elif keep_alive:
             self._pool.put(self)
-        owner.upstream_data(self, body, True)
-        return True
+        else:
+            self.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
@@ -183,19 +209,25 @@ class UpstreamConnection(Connection):
 
     # -- httptools callbacks
 
+    def on_message_begin(self) -> None:
+        if self._done:
+            raise ValueError("a second response to one request")
+
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._head_done:
             self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         assert self._parser is not None
-        if self._done:
-            raise ValueError("a second response to one request")
         self.status = self._parser.get_status_code()
         # 1xx answers precede the real head; llhttp starts over with the next message.
         self._head_done = self.status >= 200
         # Asked now: once the message is complete, llhttp has forgotten.
-        self._keep_alive = self._parser.should_keep_alive()
+        self._keep_alive = self._parser.should_keep_alive() and not (
+            # No body can follow, whatever the head announces; if one does, it is no head of a response.
+            self.status in (204, 304)
+            and (self.headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in self.headers)
+        )
         if not self._head_done:
             self.headers = {}
 

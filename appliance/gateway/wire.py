@@ -167,17 +167,21 @@ def engine_request(path: bytes, request_id: bytes, body: bytes, trace: bytes = b
     return b"".join((b"POST ", path, _ENGINE_HEAD, request_id, _LENGTH, digits(len(body)), b"\r\n\r\n", body))
 
 
-def scrape_head(path: bytes, request: Request) -> bytes:
-    """The gateway's own request to the controller on behalf of a key that was let in."""
-    principal = request.principal
-    assert principal is not None, "a scrape is authenticated"
-    return (
-        b"GET %b HTTP/1.1\r\nhost: appliance\r\nx-request-id: %b\r\nx-appliance-key-id: %b\r\n"
-        b"x-appliance-scopes: %b\r\n\r\n" % (path, request.request_id, principal.id.encode(), principal.scopes_header)
+def asked_head(path: bytes, request: Request, token: bytes) -> bytes:
+    """A GET of the gateway's own to the controller on behalf of a key that was let in."""
+    return b"GET %b HTTP/1.1\r\nhost: appliance\r\n%b" % (path, _identity(request, token))
+
+
+def own_head(path: bytes, request_id: bytes, length: int, token: bytes) -> bytes:
+    """A POST of JSON to the controller by the gateway itself, for no key."""
+    return b"POST %b HTTP/1.1\r\nhost: appliance\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b" % (
+        path,
+        length,
+        _identity_lines(request_id, b"gateway", b"gateway", token),
     )
 
 
-def controller_head(request: Request) -> bytes:
+def controller_head(request: Request, token: bytes) -> bytes:
     """Request head for the controller: the client's headers without ours or hop-by-hop ones, plus identity."""
     nominated = _nominated(request.headers)
     lines = [b"%b %b HTTP/1.1\r\nhost: appliance\r\n" % (request.method, request.target)]
@@ -188,13 +192,22 @@ def controller_head(request: Request) -> bytes:
         lines.append(b"transfer-encoding: chunked\r\n")
     elif request.content_length is not None:
         lines.append(b"content-length: %d\r\n" % request.content_length)
-    principal = request.principal
-    assert principal is not None, "a control request is relayed only after authentication"
-    lines.append(
-        b"x-request-id: %b\r\nx-appliance-key-id: %b\r\nx-appliance-scopes: %b\r\n\r\n"
-        % (request.request_id, principal.id.encode(), principal.scopes_header)
-    )
+    lines.append(_identity(request, token))
     return b"".join(lines)
+
+
+def _identity(request: Request, token: bytes) -> bytes:
+    principal = request.principal
+    assert principal is not None, "the controller is asked only after authentication"
+    return _identity_lines(request.request_id, principal.id.encode(), principal.scopes_header, token)
+
+
+def _identity_lines(request_id: bytes, key_id: bytes, scopes: bytes, token: bytes) -> bytes:
+    """The last lines of a head for the controller: who asks, and that a gateway wrote it (controller/peers.py)."""
+    return (
+        b"x-request-id: %b\r\nx-appliance-key-id: %b\r\nx-appliance-scopes: %b\r\nx-appliance-gateway: %b\r\n\r\n"
+        % (request_id, key_id, scopes, token)
+    )
 
 
 def controller_response_headers(headers: Headers) -> list[tuple[bytes, bytes]]:

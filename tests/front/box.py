@@ -27,6 +27,7 @@ from appliance.controller.bus import Bus, first_generation
 from appliance.controller.config import ControllerConfig
 from appliance.controller.context import ControllerContext
 from appliance.controller.main import _listen
+from appliance.controller.peers import FromGateways
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.store import keys
@@ -38,6 +39,7 @@ from tests.unit.controller.conftest import insert_model
 
 ROOT = Path(__file__).parents[2]
 MODEL = "starter"
+TOKEN = "f" * 64
 
 
 class ImportingOps(SimulatedModelOps):
@@ -176,7 +178,8 @@ def running_front(
             engine = await loop.create_unix_server(
                 lambda: CannedEngine(front.counts), str(folder / "engine.sock"), backlog=2048
             )
-            server = uvicorn.Server(uvicorn.Config(create_app(context), log_config=None, access_log=False))
+            app = FromGateways(create_app(context), TOKEN)
+            server = uvicorn.Server(uvicorn.Config(app, log_config=None, access_log=False))
             serving = asyncio.ensure_future(server.serve(sockets=[_listen(folder / "c.sock")]))
             started.set_result(front)
             await asyncio.to_thread(stopping.wait)
@@ -197,9 +200,11 @@ def running_front(
     thread.start()
     try:
         front = started.result(60)
+        (folder / "token").write_text(TOKEN)
         config = {
-            "controller_socket": str(folder / "c.sock"), "bus_socket": str(folder / "bus.sock"), "port": port,
-            "workers": workers, "log_path": str(folder / "access.log"), "shutdown_s": 1, **gateway,
+            "controller_socket": str(folder / "c.sock"), "token_path": str(folder / "token"),
+            "bus_socket": str(folder / "bus.sock"), "port": port, "workers": workers,
+            "log_path": str(folder / "access.log"), "shutdown_s": 1, **gateway,
         }  # fmt: skip
         with open(folder / "gateway.err", "wb") as errors:
             front.gateway = subprocess.Popen(

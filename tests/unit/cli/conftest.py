@@ -24,6 +24,7 @@ from appliance.cli.main import app
 from appliance.controller.app import create_app
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_events import JobEvents
+from appliance.controller.peers import FromBox
 from appliance.store.database import Database
 from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import insert_model
@@ -102,7 +103,7 @@ def box(tmp_path: Path, main_process: subprocess.Popen[bytes]) -> Iterator[Contr
             with Database(data_dir / "appliance.db") as db:
                 insert_model(db, "starter", versions=("v1", "v2"))
                 context = simulated_context(data_dir, db, progress_every_s=0.01)
-                server = uvicorn.Server(uvicorn.Config(create_app(context), log_config=None, access_log=False))
+                server = uvicorn.Server(uvicorn.Config(FromBox(create_app(context)), log_config=None, access_log=False))
                 server.capture_signals = contextlib.nullcontext
                 listener = socket.socket(socket.AF_UNIX)
                 listener.bind(str(socket_path))

@@ -16,6 +16,7 @@ from fastapi import FastAPI
 
 from appliance.controller.app import create_app
 from appliance.controller.context import ControllerContext
+from appliance.controller.peers import FromBox
 from appliance.store import models
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow, VersionRow
@@ -95,7 +96,7 @@ async def control(tmp_path: Path, db: Database) -> AsyncIterator[Control]:
         tmp_path, db, upload_bytes=64 * 1024, upload_part_bytes=64 * 1024, json_body_bytes=16 * 1024,
     )  # fmt: skip
     app = create_app(context)
-    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    transport = httpx.ASGITransport(FromBox(app), raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://box", headers=SCOPES) as http,

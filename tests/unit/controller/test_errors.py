@@ -122,13 +122,13 @@ async def test_scopes(control: Control, scopes: str, method: str, path: str, all
         checked(answer, 403, "insufficient_permissions")
 
 
-async def test_the_box_itself_needs_no_key_but_a_key_without_scopes_has_none(control: Control):
+async def test_the_box_itself_needs_no_key_but_half_an_identity_is_nobodys(control: Control):
     bare = control.http.build_request("GET", "/admin/v1/status")
     for name in SCOPES:
         del bare.headers[name]
     assert (await control.http.send(bare)).status_code == 200
     del (only_id := control.http.build_request("GET", "/admin/v1/status")).headers["x-appliance-scopes"]
-    checked(await control.http.send(only_id), 403, "insufficient_permissions")
+    checked(await control.http.send(only_id), 401, "missing_identity")
     assert (await control.http.get("/admin/v1/status", headers=ADMIN)).status_code == 200
 
 

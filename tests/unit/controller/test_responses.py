@@ -12,12 +12,15 @@ import openai
 import pytest
 
 from appliance.controller.app import create_app
+from appliance.controller.peers import FromGateways
 from appliance.store import keys, responses
 from appliance.store.database import Database
 from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import ADMIN, Control
 
-GATEWAY = {"x-request-id": "req_gateway"}
+TOKEN = "t" * 64
+GATEWAY = {"x-request-id": "req_gateway", "x-appliance-key-id": "gateway", "x-appliance-scopes": "gateway",
+           "x-appliance-gateway": TOKEN}  # fmt: skip
 
 
 def answer(number: int, text: str = "2", **more: Any) -> dict[str, Any]:
@@ -43,7 +46,7 @@ def copy(number: int, given: Any = "1+1?", *, previous: int | None = None, key: 
 
 async def send(control: Control, *copies: Any) -> int:
     """As a gateway does, which is no key's."""
-    transport = httpx.ASGITransport(control.app)
+    transport = httpx.ASGITransport(FromGateways(control.app, TOKEN))
     async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=GATEWAY) as gateway:
         sent = await gateway.post("/internal/responses", json=list(copies))
     return sent.raise_for_status().json()["stored"]

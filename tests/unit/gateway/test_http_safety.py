@@ -213,4 +213,4 @@ async def test_head_requests_get_no_body(box: Box) -> None:
     await wire.send(b"HEAD /health HTTP/1.1\r\nHost: a\r\n\r\nGET /health HTTP/1.1\r\nHost: a\r\n\r\n")
     assert (await wire.head())[0] == 405
     response = await wire.response()
-    assert response.status == 200 and response.body == b'{"status":"ok"}'
+    assert response.status == 200 and response.body.startswith(b'{"status":"ok"')

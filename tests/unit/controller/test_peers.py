@@ -1,0 +1,96 @@
+"""Who a request comes from is decided by the socket it came over; on the gateways' nobody is anybody by default."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import httpx
+import pytest
+from starlette.types import ASGIApp
+
+from appliance.controller.peers import FromBox, FromGateways
+
+from .conftest import Control
+
+TOKEN = "t" * 64
+KEY, SCOPES, PROOF = ("x-appliance-key-id", "key_1"), ("x-appliance-scopes", "admin"), ("x-appliance-gateway", TOKEN)
+WHOLE = [KEY, SCOPES, PROOF]
+NOBODY: dict[str, list[tuple[str, str]]] = {
+    "nothing": [],
+    "a token alone": [PROOF],
+    "no key": [SCOPES, PROOF],
+    "no scopes": [KEY, PROOF],
+    "an empty key": [("x-appliance-key-id", ""), SCOPES, PROOF],
+    "two keys": [KEY, KEY, SCOPES, PROOF],
+    "two scopes": [KEY, ("x-appliance-scopes", "inference"), SCOPES, PROOF],
+    "no token": [KEY, SCOPES],
+    "another token": [KEY, SCOPES, ("x-appliance-gateway", "u" * 64)],
+    "an empty token": [KEY, SCOPES, ("x-appliance-gateway", "")],
+    "two tokens": [KEY, SCOPES, PROOF, PROOF],
+    "underscores": [("x_appliance_key_id", "key_1"), ("x_appliance_scopes", "admin"), PROOF],
+}
+
+
+async def _send(app: ASGIApp, method: str, path: str, headers: list[tuple[str, str]]) -> httpx.Response:
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with httpx.AsyncClient(transport=transport, base_url="http://box") as client:
+        return await client.request(method, path, headers=headers)
+
+
+@pytest.mark.parametrize("headers", NOBODY.values(), ids=list(NOBODY))
+async def test_gateways_without_exactly_one_identity_are_nobody(control: Control, headers: list[tuple[str, str]]):
+    app = FromGateways(control.app, TOKEN)
+    for path in ("/admin/v1/keys", "/internal/responses/context?id=resp_1", "/openapi.json", "/nothing"):
+        answer = await _send(app, "GET", path, headers)
+        assert answer.status_code == 401 and answer.json()["error"]["code"] == "missing_identity"
+        assert answer.headers["connection"] == "close"
+    assert (await _send(app, "GET", "/admin/v1/keys", WHOLE)).status_code == 200
+
+
+def _routes(control: Control) -> list[tuple[str, str]]:
+    """Every route there is, those that the OpenAPI document hides too."""
+    return [
+        (method, re.sub(r"\{[^}]*\}", "x", route.path))  # type: ignore[attr-defined]
+        for route in control.app.routes
+        for method in sorted(getattr(route, "methods", ()))
+    ]
+
+
+async def test_no_route_at_all_answers_a_gateway_that_names_nobody(control: Control):
+    app, seen = FromGateways(control.app, TOKEN), _routes(control)
+    assert len(seen) > 60 and ("POST", "/internal/responses") in seen
+    for method, path in seen:
+        assert (await _send(app, method, path, [PROOF])).status_code == 401, (method, path)
+
+
+async def test_a_gateway_on_its_own_behalf_sends_copies_and_may_do_nothing_else(control: Control):
+    app = FromGateways(control.app, TOKEN)
+    own = [("x-appliance-key-id", "gateway"), ("x-appliance-scopes", "gateway"), PROOF]
+    open_to_all = {"/openapi.json", "/internal/responses", "/internal/responses/context"}
+    for method, path in _routes(control):
+        if path not in open_to_all:
+            assert (await _send(app, method, path, own)).status_code == 403, (method, path)
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://box", headers=own) as gateway:
+        assert (await gateway.post("/internal/responses", json=[])).json() == {"stored": 0}
+    for headers in (WHOLE, [("x-appliance-key-id", "gateway"), SCOPES, PROOF]):
+        assert (await _send(app, "POST", "/internal/responses", headers)).status_code == 403
+
+
+async def test_on_the_peoples_socket_no_identity_is_the_box_and_half_of_one_is_nobody(control: Control):
+    app = FromBox(control.app)
+    assert (await _send(app, "GET", "/admin/v1/keys", [])).status_code == 200
+    assert (await _send(app, "GET", "/admin/v1/keys", [KEY, ("x-appliance-scopes", "inference")])).status_code == 403
+    for half in ([KEY], [SCOPES], [KEY, KEY, SCOPES]):
+        assert (await _send(app, "GET", "/admin/v1/keys", half)).status_code == 401
+
+
+async def test_an_app_that_no_listener_stands_before_serves_nobody(control: Control):
+    answer = await _send(control.app, "GET", "/admin/v1/keys", WHOLE)
+    assert answer.status_code == 401
+
+
+def test_without_a_token_there_is_no_gateway_socket(control: Any):
+    with pytest.raises(AssertionError):
+        FromGateways(control.app, "")
