@@ -9,6 +9,7 @@ from fastapi.routing import APIRoute
 
 from appliance.controller import admin_session_keys
 from appliance.controller.audited import CHANGES, NOT_AUDITED, READS, audited
+from appliance.controller.peers import FromBox
 from appliance.controller.strict_json import StrictRoute
 from appliance.store import audit, keys, usage
 from appliance.store.rows import AuditRow
@@ -150,7 +151,7 @@ async def test_what_was_refused_leaves_none_and_what_broke_off_says_so(control: 
 
 
 async def test_a_command_on_the_box_has_a_key_that_the_log_does_not_tell_of(control: Control):
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(control.app), base_url="http://box") as people:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(FromBox(control.app)), base_url="http://box") as people:
         made = (await people.post("/admin/v1/session-keys")).json()
         assert control.gateway_keys[keys.fingerprint(made["key"])]["scopes"] == ["inference"]
         assert (await people.get("/admin/v1/keys")).json()["data"] == []

@@ -16,6 +16,7 @@ import pytest
 from appliance.controller.app import create_app
 from appliance.controller.disk import GIB, Disk, floor_of
 from appliance.controller.errors import ApiError
+from appliance.controller.peers import FromBox
 from appliance.store import keys, responses
 from appliance.store.database import Database
 from appliance.store.rows import ResponseRow
@@ -33,7 +34,7 @@ async def control(tmp_path: Path, db: Database) -> AsyncIterator[Control]:
     app = create_app(context)
     async with (
         app.router.lifespan_context(app),
-        httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://box") as http,
+        httpx.AsyncClient(transport=httpx.ASGITransport(FromBox(app)), base_url="http://box") as http,
     ):
         yield Control(app, context, http, None)  # type: ignore[arg-type]
 
