@@ -49,6 +49,9 @@ class Limits:
     # A client must deliver this many bytes of body in every such window, or it is cut off (slow-loris).
     body_window_s: float = 30.0
     body_window_bytes: int = 16 * 1024
+    # And over all of its body so many in every second, but for the first while: no body takes for ever.
+    body_bytes_per_s: int = 32 * 1024
+    body_grace_s: float = 60.0
     write_stall_s: float = 60.0
     upstream_silence_s: float = 600.0
     controller_wait_s: float = 5.0

@@ -161,8 +161,7 @@ class Gateway:
 
     def apply(self, table: Table) -> None:
         """Put a routing table into force at once: revoked keys end here, held requests start here."""
-        revoked = self.keys.keys() - table.keys.keys()
-        gone = {self.keys[digest].id for digest in revoked} - {owner.id for owner in table.keys.values()}
+        changed_keys = self.keys != table.keys
         self.keys = dict(table.keys)
         self.tables_applied += 1
         self.spending.apply(table.keys.values())
@@ -176,13 +175,10 @@ class Gateway:
         self.comparison.apply(table.models)
         self.metrics.forget_models(self.router.models)
         self.generation = table.generation
-        if gone:
+        if changed_keys:
+            principals = {principal.id: principal for principal in table.keys.values()}
             for conn in list(self.connections):
-                request = conn.active_request
-                if request is not None and request.principal is not None and request.principal.id in gone:
-                    if conn.active is not None:
-                        self.metrics.events["revoked_in_flight"] += 1
-                        conn.active.cancel(errors.key_revoked())
+                conn.keys_changed(principals)
         for name in self.holds.models():
             self.place_held(name)
             self._refuse_in_trouble(name)

@@ -11,16 +11,18 @@ import asyncio
 import logging
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from . import errors, wire
-from .admission import body_limit
+from .admission import body_limit, check_scopes
 from .connection import Connection
 from .error_shapes import error_response
 from .errors import ApiError
 from .handler import Handler
 from .request_parser import Closing, RequestParser
 from .routes import Kind, resolve
+from .table import Principal
 from .wire import Request
 
 if TYPE_CHECKING:
@@ -46,6 +48,8 @@ class ClientConnection(Connection):
     _linger_bytes: int = 0
     _window_start_s: float = 0.0
     _window_bytes: int = 0
+    _body_since_s: float = 0.0
+    _paused_since_s: float = 0.0
 
     def __init__(self, gateway: Gateway) -> None:
         super().__init__(gateway.outbox)
@@ -127,7 +131,8 @@ class ClientConnection(Connection):
     def head_complete(self, request: Request) -> None:
         now = time.monotonic()
         request.received_s = now
-        self._window_start_s, self._window_bytes = now, 0
+        self._window_start_s = self._body_since_s = now
+        self._window_bytes = 0
         try:
             request.request_id = self.gateway.request_id(request.headers)
             request.route = resolve(request.method, request.path)
@@ -337,9 +342,17 @@ class ClientConnection(Connection):
         transport.write_eof()
         self.resume_reading()
 
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self._paused_since_s = time.monotonic()
+        super().pause_reading()
+
     def resume_reading(self) -> None:
         if self.read_paused:
-            self._window_start_s, self._window_bytes = time.monotonic(), 0
+            now = time.monotonic()
+            self._window_start_s, self._window_bytes = now, 0
+            # It was not its client that was slow meanwhile.
+            self._body_since_s += now - self._paused_since_s
         super().resume_reading()
 
     # -- time
@@ -363,6 +376,12 @@ class ClientConnection(Connection):
                     self._refuse(ApiError(408, "The request body came too slowly.", code="request_timeout", close=True))
                     return
                 self._window_start_s, self._window_bytes = now_s, 0
+            allowed_s = limits.body_grace_s + parsing.body_bytes / limits.body_bytes_per_s
+            if now_s - self._body_since_s > allowed_s:
+                # A little in every window would keep it open for hours.
+                self.gateway.metrics.events["slow_body"] += 1
+                self._refuse(ApiError(408, "The request body came too slowly.", code="request_timeout", close=True))
+                return
         if self.active is not None:
             self.active.tick(now_s)
         elif parsing is None and now_s > self._deadline_s:
@@ -372,7 +391,49 @@ class ClientConnection(Connection):
             else:
                 self.close()
 
+    def keys_changed(self, principals: Mapping[str, Principal]) -> None:
+        """There is a new table: what a key that is gone has here ends, whatever has arrived of it. principals: by id.
+
+        Requests that have not begun are judged by their key as it is now.
+        """
+        for waiting in self._waiting:
+            if isinstance(waiting, Request):
+                waiting.refusal = waiting.refusal or _judged_anew(waiting, principals)
+        request, parsing = self.active_request, self.parsing
+        if parsing is not None and parsing is not request and parsing.refusal is None:
+            refusal = _judged_anew(parsing, principals)
+            if refusal is not None:
+                self.gateway.metrics.events["revoked_in_flight"] += 1
+                if self.active is None:
+                    self._refuse(refusal)
+                    return
+                parsing.refusal = refusal  # its turn comes
+        # Last: what waits behind it begins at once.
+        if self.active is not None and request is not None and _is_gone(request, principals):
+            self.gateway.metrics.events["revoked_in_flight"] += 1
+            self.active.cancel(errors.key_revoked())
+
     def stop(self) -> None:
         """The gateway stops: idle connections close now, others after their answer."""
         if self.active is None and self.parsing is None:
             self.close()
+
+
+def _is_gone(request: Request, principals: Mapping[str, Principal]) -> bool:
+    return request.principal is not None and request.principal.id not in principals
+
+
+def _judged_anew(request: Request, principals: Mapping[str, Principal]) -> ApiError | None:
+    """Why a request that was let in is not any more; None where it still is."""
+    if request.principal is None or request.route is None:
+        return None
+    principal = principals.get(request.principal.id)
+    if principal is None:
+        return errors.key_revoked()
+    request.principal = principal
+    try:
+        check_scopes(request.route, principal)
+    except ApiError as error:
+        error.close = True
+        return error
+    return None

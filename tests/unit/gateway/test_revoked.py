@@ -1,0 +1,167 @@
+"""Revoked means now: whatever of a request has arrived, and wherever it is."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+
+import pytest
+
+from .conftest import Box, Start, Wire, chat, request_bytes
+from .upstreams import Reply, UpstreamRequest, chat_events
+
+KEY, OTHER = "sk-test-inference", "sk-test-all"
+BODY = b'{"model":"m","messages":[{"role":"user","content":"hi"}]}'
+
+
+def _revoke(box: Box, key: str = KEY) -> None:
+    del box.keys[hashlib.sha256(key.encode()).hexdigest()]
+    box.apply()
+
+
+def _head(target: str = "/v1/chat/completions", key: str = KEY, length: int = 1000) -> bytes:
+    return (
+        f"POST {target} HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+async def _ended(wire: Wire) -> None:
+    response = await wire.response()
+    assert response.status == 401 and "revoked" in response.error["message"]
+    assert response.headers["connection"] == "close"
+    assert await wire.eof() == b""
+
+
+@pytest.mark.parametrize("framing", ["length", "chunked"])
+async def test_a_body_that_is_still_arriving(box: Box, framing: str) -> None:
+    wire = await box.connect()
+    if framing == "length":
+        await wire.send(_head() + BODY)
+    else:
+        head = _head().replace(b"Content-Length: 1000", b"Transfer-Encoding: chunked")
+        await wire.send(head + b"%x\r\n%b\r\n" % (len(BODY), BODY))
+    await box.until(lambda: box.gateway.buffered_bytes == len(BODY))
+    _revoke(box, OTHER)
+    assert box.gateway.buffered_bytes == len(BODY), "another's key is not this one"
+    _revoke(box)
+    await _ended(wire)
+    assert box.gateway.buffered_bytes == 0 and box.engines["e0"].requests == []
+    assert box.gateway.metrics.events["revoked_in_flight"] == 1
+
+
+async def test_an_upload_that_is_passed_on(box: Box) -> None:
+    gone = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(65536):
+            pass
+        gone.set()
+
+    server = await asyncio.start_unix_server(serve, box.gateway.config.controller_socket)
+    wire = await box.connect()
+    await wire.send(_head("/v1/files", "sk-test-tuning") + b"x")
+    await box.until(lambda: any(conn.active for conn in box.gateway.connections))
+    _revoke(box, "sk-test-tuning")
+    await _ended(wire)
+    await asyncio.wait_for(gone.wait(), 10)
+    server.close()
+
+
+async def test_what_was_pipelined_behind_a_stream_never_begins(box: Box) -> None:
+    """One whole request, and one whose body is arriving, behind a stream of the same key."""
+    going = asyncio.Event()
+
+    async def stream(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        await reply.chunk(chat_events("a", done=False)[0])
+        going.set()
+        await asyncio.Event().wait()
+
+    box.engines["e0"].script = stream
+    wire = await box.connect()
+    asked = request_bytes("POST", "/v1/chat/completions", chat(stream=True), key=KEY)
+    await wire.send(asked)
+    await asyncio.wait_for(going.wait(), 10)
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(), key=KEY) + _head() + BODY)
+    await box.until(lambda: any(conn._waiting for conn in box.gateway.connections))
+    _revoke(box)
+    assert (await wire.head())[0] == 200
+    rest = await wire.eof()
+    assert b"was revoked while it ran" in rest and b"HTTP/1.1 200" not in rest
+    assert len(box.engines["e0"].requests) == 1 and box.gateway.buffered_bytes == 0
+
+
+async def test_a_request_that_is_held(box: Box) -> None:
+    box.serve("m", e0="draining")
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(), key=KEY))
+    await box.until(lambda: box.gateway.holds.held("m") == 1)
+    _revoke(box)
+    await _ended(wire)
+    assert box.gateway.holds.held("m") == 0
+
+
+async def test_a_control_request_whose_answer_is_awaited(box: Box) -> None:
+    asked = asyncio.Event()
+
+    async def never(request: UpstreamRequest, reply: Reply) -> None:
+        asked.set()
+        await asyncio.Event().wait()
+
+    controller = await box.control(never)
+    wire = await box.connect()
+    await wire.send(request_bytes("GET", "/v1/files", key="sk-test-tuning"))
+    await asyncio.wait_for(asked.wait(), 10)
+    _revoke(box, "sk-test-tuning")
+    await _ended(wire)
+    await asyncio.wait_for(controller.lost.wait(), 10)
+
+
+async def test_a_scope_that_is_taken_away_counts_for_what_has_not_begun(box: Box) -> None:
+    wire = await box.connect()
+    await wire.send(_head() + BODY)
+    await box.until(lambda: box.gateway.buffered_bytes == len(BODY))
+    box.keys[hashlib.sha256(KEY.encode()).hexdigest()]["scopes"] = ["fine_tuning"]
+    box.apply()
+    response = await wire.response()
+    assert response.status == 403 and await wire.eof() == b""
+
+
+async def test_a_body_that_drips_ends_however_steadily_it_comes(start_box: Start) -> None:
+    """16 KiB in every window kept a request of 8 MiB open for four hours."""
+    box = await start_box(sweep_s=1000.0, limits={"body_window_bytes": 1, "body_bytes_per_s": 10, "body_grace_s": 60})
+    wire = await box.connect()
+    began = time.monotonic()
+    await wire.send(_head() + b"x")
+    for passed_s, received in ((30.0, 50), (61.0, 100), (69.0, 150)):
+        await box.until(lambda received=received: box.gateway.buffered_bytes >= received - 49)
+        box.gateway.sweep(began + passed_s)
+        await wire.send(b"x" * 50)
+    await box.until(lambda: box.gateway.buffered_bytes == 151)
+    box.gateway.sweep(began + 74.0)
+    assert box.gateway.connections and next(iter(box.gateway.connections)).parsing is not None
+    box.gateway.sweep(began + 77.0)  # 60 s and 15.1 s for 151 bytes are over
+    response = await wire.response()
+    assert response.status == 408 and response.error["code"] == "request_timeout"
+
+
+async def test_a_body_that_waits_for_the_controller_is_not_slow(box: Box) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        reader._limit = 1  # type: ignore[attr-defined]
+        await asyncio.Event().wait()
+
+    server = await asyncio.start_unix_server(serve, box.gateway.config.controller_socket)
+    wire = await box.connect()
+    await wire.send(_head("/v1/files", OTHER, 400_000_000))
+    wire.writer.write(b"x" * 8_000_000)
+    await box.until(lambda: any(conn.active and conn.read_paused for conn in box.gateway.connections))
+    (conn,) = box.gateway.connections
+    conn._paused_since_s -= 5000.0  # as if it had been paused for so long
+    box.gateway.sweep(time.monotonic() + 100)
+    assert conn.parsing is not None
+    before = conn._body_since_s
+    conn.resume_reading()
+    assert conn._body_since_s - before >= 5000.0
+    server.close()
