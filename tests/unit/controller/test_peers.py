@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from starlette.types import ASGIApp
 
+from appliance.controller.main import _listen, _server
 from appliance.controller.peers import FromBox, FromGateways
 
 from .conftest import Control
@@ -94,3 +97,27 @@ async def test_an_app_that_no_listener_stands_before_serves_nobody(control: Cont
 def test_without_a_token_there_is_no_gateway_socket(control: Any):
     with pytest.raises(AssertionError):
         FromGateways(control.app, "")
+
+
+async def test_two_sockets_serve_one_app_and_each_knows_its_own(tmp_path: Path, control: Control):
+    """As the controller listens: real sockets, and nothing in a request says which one it is."""
+    listeners = {
+        "box.sock": _server(FromBox(control.app)), "gateway.sock": _server(FromGateways(control.app, TOKEN)),
+    }  # fmt: skip
+    serving = [
+        asyncio.create_task(server.serve(sockets=[_listen(tmp_path / name)])) for name, server in listeners.items()
+    ]
+    answered = {}
+    for name in listeners:
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+        for case, headers in (("nobody", []), ("key", WHOLE)):
+            transport = httpx.AsyncHTTPTransport(uds=str(tmp_path / name))
+            async with httpx.AsyncClient(transport=transport, base_url="http://box") as client:
+                answered[name, case] = (await client.get("/admin/v1/keys", headers=headers)).status_code
+    for server in listeners.values():
+        server.should_exit = True
+    await asyncio.wait_for(asyncio.gather(*serving), 10)
+    assert answered == {
+        ("box.sock", "nobody"): 200, ("box.sock", "key"): 200, ("gateway.sock", "nobody"): 401,
+        ("gateway.sock", "key"): 200,
+    }  # fmt: skip
