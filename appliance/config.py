@@ -85,6 +85,11 @@ class GatewaySettings(_Section):
     tls_cert_path: str | None = Field(None, description="PEM file; with tls_key_path the endpoint speaks TLS")
     tls_key_path: str | None = Field(None, description="PEM file, readable by the box alone")
     shutdown_s: float = Field(30.0, gt=0, description="that running requests get to finish when the box stops")
+    prefix_cache_shared: bool = Field(
+        False,
+        description="requests of different owners may use what each other's left in a prefix cache: faster where many "
+        "share long prompts, but `cached_tokens` and the time of an answer then tell what others have asked",
+    )
     limits: Limits = Field(default_factory=Limits, description="what one client may make the gateway do")
     holds: HoldLimits = Field(default_factory=HoldLimits, description="requests kept while no replica is open")
 

@@ -44,9 +44,9 @@ def usage(
 
 def _table(answer: dict[str, Any]) -> Any:
     return output.table(
-        (answer["by"].upper(), "REQUESTS", "ERRORS", "PROMPT TOKENS", "COMPLETION TOKENS", "DEVICE-HOURS"),
+        (answer["by"].upper(), "REQUESTS", "REFUSED", "ERRORS", "PROMPT TOKENS", "COMPLETION TOKENS", "DEVICE-HOURS"),
         (
-            (row["name"], formats.count(row["requests"]), formats.count(row["errors"]),
+            (row["name"], formats.count(row["requests"]), formats.count(row["refused"]), formats.count(row["errors"]),
              formats.count(row["prompt_tokens"]), formats.count(row["completion_tokens"]), f"{row['device_hours']:.2f}")
             for row in answer["data"]
         ),

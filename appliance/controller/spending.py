@@ -34,6 +34,9 @@ class Spending:
                 raise ValueError(f"usage: {row!r} given, expected an object with {', '.join(_TEXT)}")
             if not all(type(row.get(name)) is int and row[name] >= 0 for name in _NUMBERS):
                 raise ValueError(f"usage: {row!r} given, expected counts {', '.join(_NUMBERS)}")
+            refused = row.get("refused", 0)
+            if type(refused) is not int or refused < 0:
+                raise ValueError(f"usage: {row!r} given, expected a count as refused")
         for row in rows:
             name = tuple(row[part] for part in _TEXT)
             self._unwritten[name] = _summed(self._unwritten[name], row) if name in self._unwritten else row

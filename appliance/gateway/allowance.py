@@ -62,6 +62,30 @@ class Allowance:
             self._tokens.level -= tokens
         return None
 
+    def take_request(self, now_s: float) -> Refused | None:
+        """Spend one request, before it is known what it asks for; nothing if the tokens are in debt."""
+        for what, bucket in (("requests", self._requests), ("tokens", self._tokens)):
+            if bucket is not None:
+                bucket.refill(now_s)
+                wait_s = bucket.wait_s(1)
+                if wait_s > 0:
+                    return Refused(what, bucket.limit, wait_s)
+        if self._requests is not None:
+            self._requests.level -= 1
+        return None
+
+    def take_tokens(self, tokens: int, now_s: float) -> Refused | None:
+        """Spend so many tokens, or none."""
+        bucket = self._tokens
+        if bucket is None:
+            return None
+        bucket.refill(now_s)
+        wait_s = bucket.wait_s(tokens)
+        if wait_s > 0:
+            return Refused("tokens", bucket.limit, wait_s)
+        bucket.level -= tokens
+        return None
+
     def correct(self, estimated: int, actual: int) -> None:
         """A request that was taken for `estimated` tokens has cost `actual`."""
         if self._tokens is not None:
@@ -78,6 +102,19 @@ class Allowance:
                     (b"x-ratelimit-reset-" + what, duration(bucket.wait_s(bucket.limit))),
                 ]
         return found
+
+
+class KeyUse:
+    """What one key has open at this gateway: requests for inference (streams among them) and the bytes of their bodies;
+    and its buckets."""
+
+    requests: int = 0
+    streams: int = 0
+    body_bytes: int = 0
+
+    def __init__(self) -> None:
+        self.allowance: Allowance | None = None
+        self.control: Bucket | None = None
 
 
 def duration(seconds: float) -> bytes:

@@ -14,9 +14,9 @@ import sysconfig
 from pathlib import Path
 
 MODULES = (
-    "admission", "allowance", "answer", "connection", "engine_framing", "gateway", "inference", "logs", "metrics",
-    "nested_check", "outbox", "placement", "repeated_head", "request_check", "request_parser", "router", "routes",
-    "server", "spending", "table", "transcript", "upstream", "usage", "wire",
+    "admission", "allowance", "answer", "body_weight", "connection", "engine_framing", "fields", "gateway", "inference",
+    "logs", "metrics", "nested_check", "outbox", "placement", "repeated_head", "request_check", "request_parser",
+    "router", "routes", "server", "shapes", "spending", "structure", "table", "transcript", "upstream", "usage", "wire",
 )  # fmt: skip
 HERE = Path(__file__).parent
 

@@ -31,6 +31,12 @@ class Limits:
     upload_body_bytes: int = 512 * MIB
     # All inference bodies in memory together, held ones included: what many slow or held clients can cost.
     buffered_body_bytes: int = 256 * MIB
+    # Of that, what the bodies of one key may be. And its requests for inference at once, those that wait included; the
+    # streams among them; and its requests to the routes that the controller answers (an administrator's are not bound).
+    key_body_bytes: int = 96 * MIB
+    key_requests: int = 1536
+    key_streams: int = 1024
+    key_control_requests_per_minute: int = 1200
     # An engine's plain JSON answer is kept back up to this size, so that it can still be retried elsewhere.
     buffered_response_bytes: int = 256 * 1024
     # Of one answer of /v1/responses; a larger one is relayed as it is and not stored.
@@ -38,6 +44,14 @@ class Limits:
     # Copies of them that wait for the controller, which is away.
     response_copies_bytes: int = 64 * MIB
     json_depth: int = 128
+    # Of all values in one body, counted before they are parsed: a list or object 12, a string 4, another value 1.
+    json_weight: int = 1 << 19
+    # Of one conversation: messages, and as many parts in them; items of /v1/responses.
+    messages: int = 2048
+    input_items: int = 1024
+    # Of all schemas, regular expressions and tools that an engine makes a grammar of, in one request.
+    schema_nodes: int = 2000
+    schema_repeats: int = 1000
     n: int = 64
     sequences: int = 256
     max_tokens: int = 1 << 20
@@ -92,6 +106,8 @@ class GatewayConfig:
     access_log: bool = True
     otlp_endpoint: str | None = None
     stores_responses: bool = True
+    # False: what one owner's requests left in a prefix cache serves only that owner's.
+    prefix_cache_shared: bool = False
     tls_cert_path: str | None = None
     tls_key_path: str | None = None
     shutdown_s: float = 30.0

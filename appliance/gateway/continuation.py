@@ -18,7 +18,8 @@ import orjson
 
 CHAT, COMPLETIONS = "chat.completions", "completions"
 RESUME_PATH = b"/v1/completions"
-ASK_FOR_TOKEN_IDS = b',"return_token_ids":true}'
+# Added to a checked body, in the place of its last brace.
+ASK_FOR_TOKEN_IDS = b',"return_token_ids":true'
 
 # What a request may hold to be continued. The first set is sent along again; the second changes no token.
 _SAMPLING = frozenset({"model", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stop_token_ids"})
@@ -26,6 +27,7 @@ _NEUTRAL = frozenset(
     {
         "messages", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "user",
         "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "chat_template_kwargs",
+        "cache_salt",
     }
 )  # fmt: skip
 _CONTINUABLE = _SAMPLING | _NEUTRAL

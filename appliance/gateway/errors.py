@@ -192,6 +192,17 @@ def rate_limited(what: str, limit: int, wait_s: float) -> ApiError:
     )
 
 
+def too_many_at_once(what: str, limit: int) -> ApiError:
+    return ApiError(
+        429,
+        f"This API key has {limit} {what} open, which is as many as it may have at once. Please try again when one of "
+        "them has ended.",
+        kind="requests",
+        code="rate_limit_exceeded",
+        retry_after_s=1,
+    )
+
+
 def quota_spent(until: str) -> ApiError:
     """No Retry-After: its end is hours away, and clients should not wait for it."""
     return ApiError(

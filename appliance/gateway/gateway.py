@@ -36,7 +36,7 @@ from .placement import Placement
 from .recall import Recall
 from .relay import Relay, WholeRelay
 from .reports import gauges
-from .request_check import Checked, check_body
+from .request_check import Checked, check_object, parsed_body
 from .response_copies import ResponseCopies
 from .router import Choice, Router
 from .routes import Kind
@@ -252,6 +252,7 @@ class Gateway:
                 self.metrics.events["bad_key"] += 1
                 raise errors.invalid_key()
             request.principal = principal
+            request.use = self.spending.use_of(principal)
             check_scopes(route, principal)
         check_head(request, self.limits)
 
@@ -259,11 +260,18 @@ class Gateway:
         """Account for body bytes kept in memory. Raises ApiError 503 when all bodies together are too large."""
         if self.buffered_bytes + nbytes > self.limits.buffered_body_bytes:
             raise errors.unavailable("The server is busy with other large requests. Please retry.", "overloaded", 2)
+        use = request.use
+        if use is not None:
+            if use.body_bytes + nbytes > self.limits.key_body_bytes:
+                raise errors.too_many_at_once("bytes of request bodies", self.limits.key_body_bytes)
+            use.body_bytes += nbytes
         self.buffered_bytes += nbytes
         request.buffered_bytes += nbytes
 
     def release_body(self, request: Request) -> None:
         self.buffered_bytes -= request.buffered_bytes
+        if request.use is not None:
+            request.use.body_bytes -= request.buffered_bytes
         request.buffered_bytes = 0
         if request.chunks:
             request.chunks = []
@@ -275,14 +283,22 @@ class Gateway:
         headers = request.headers
         if b"traceparent" in headers:
             request.trace = wire.accepted_trace(headers)
-        if route.kind is Kind.CONTROL:
-            return Relay(self, client, request)
-        if route.kind is Kind.METRICS:
-            return Scrape(self, client, request)
+        principal, use = request.principal, request.use
+        assert principal is not None and use is not None
+        if route.kind is not Kind.INFERENCE:
+            self.spending.admit_control(principal, use, self.limits)
+            return Relay(self, client, request) if route.kind is Kind.CONTROL else Scrape(self, client, request)
+        # In the order of what it costs: the key's limits, then what the body holds, the model, and what it asks for.
+        self.spending.admit(request, use, self.limits)
         chunks = request.chunks
         if len(chunks) != 1:
             request.chunks = chunks = [b"".join(chunks)]
-        return self.answering(client, request, check_body(route, chunks[0], self.limits))
+        data = parsed_body(chunks[0], self.limits)
+        name: str = data["model"]
+        if name not in self.router.models:
+            raise self.unknown_model(name, principal)
+        request.refused_model = name.partition("@")[0] if "@" in name else name
+        return self.answering(client, request, check_object(route, data, len(chunks[0]), self.limits))
 
     def answering(self, client: ClientConnection, request: Request, checked: Checked) -> Handler:
         """Who answers this request for inference, whose body is `checked`. Raises ApiError."""
@@ -299,11 +315,12 @@ class Gateway:
             if not transcript.recalled:
                 self.take_body(request, len(transcript.input))  # which is here twice until the answer is
             if transcript.background:
-                self.spending.spend(request, checked)
+                self.spending.spend(request, checked, self.limits)
                 return WholeRelay(self, client, request)
             if transcript.previous_id and not transcript.recalled:
                 return Recall(self, client, request, checked)
-        self.spending.spend(request, checked)
+        self.spending.spend(request, checked, self.limits)
+        self.spending.opened(request, checked)
         # What is counted and logged is about the model; which version it was, the replica says.
         name = checked.model
         request.model = name.partition("@")[0] if "@" in name else name
@@ -332,13 +349,24 @@ class Gateway:
     def finished(self, request: Request, now_s: float) -> None:
         """A response is complete (or its client is gone)."""
         self.release_body(request)
+        if request.counted:
+            self.spending.closed(request)
         if request.model:
-            self.spending.account(request)
+            self.spending.account(request, now_s)
+        elif 400 <= request.status < 500 and request.status != 499 and self._is_refusal(request):
+            self.spending.refused(request)
         self.metrics.finished(request, now_s)
         if request.spans is not None:
             request.spans.end(request)
         if self.access_log.enabled:
             self.access_log.add(request, now_s)
+
+    def _is_refusal(self, request: Request) -> bool:
+        """Of an inference route anything that was answered here, of a control route what was over a limit."""
+        route = request.route
+        if route is None or route.kind is not Kind.INFERENCE:
+            return request.status == 429
+        return True
 
     # -- time
 

@@ -20,6 +20,7 @@ from .answer import ERROR_EVENT, error_event_code, event_error
 from .continuation import RESUME_PATH
 from .errors import ApiError
 from .placement import Placement
+from .request_check import with_fields
 from .transcript import Transcript
 from .upstream import UpstreamConnection
 
@@ -50,9 +51,15 @@ class Exchange(Placement):
         raise AssertionError("an inference request starts when its body is complete")
 
     def client_lost(self) -> None:
+        self._left()
         self.answer.client = None
         self._leave_queue()
         self._drop_upstream()
+
+    def _left(self) -> None:
+        """Nobody waits for it any more. If an engine is computing for it, that is paid for."""
+        if self._conn is not None and self.answer.client is not None:
+            self.request.left_after_s = max(time.monotonic() - self._sent_s, 1e-6)
 
     def client_paused(self, paused: bool) -> None:
         conn = self._conn
@@ -65,6 +72,8 @@ class Exchange(Placement):
 
     def cancel(self, error: ApiError) -> None:
         """End the request from outside (revoked key, shutdown)."""
+        if error.status < 500:
+            self._left()
         self._leave_queue()
         self._drop_upstream()
         self._fail(error)
@@ -192,7 +201,7 @@ class Exchange(Placement):
         if body is None:
             self.answer.end(continuation.ending())
             return
-        self._path, self._body = RESUME_PATH, body
+        self._path, self._body = RESUME_PATH, with_fields(body, self._salt)
         self._relayed = False
         self._continued = True
         # It is held anew, if no engine is there: with the whole time that the model's requests may wait.

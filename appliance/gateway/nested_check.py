@@ -4,7 +4,7 @@ Pure: a parsed body in, nothing or an ApiError out."""
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, Final
 
 from . import errors
 from .errors import ApiError
@@ -15,6 +15,9 @@ _MEDIA_KEYS = frozenset(
 )
 _DATA_IMAGE = re.compile(r"data:image/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
 _DATA_AUDIO = re.compile(r"data:audio/[a-z0-9.+-]{1,40}(?:;[a-z0-9=.+-]{1,40}){0,4},", re.IGNORECASE)
+
+_NESTED: Final = frozenset({dict, list})
+_KIND: Final[Any] = type
 
 
 def walk(root: Any, max_depth: int) -> None:
@@ -32,7 +35,7 @@ def walk(root: Any, max_depth: int) -> None:
                     raise _remote("source.url")
                 if isinstance(value, dict | list):
                     stack.append((value, depth + 1))
-        else:
+        elif not _NESTED.isdisjoint(map(_KIND, node)):  # token ids by the million are looked through in C
             stack.extend((value, depth + 1) for value in node if isinstance(value, dict | list))
 
 

@@ -14,8 +14,9 @@ from .answer import Answer
 from .continuation import ASK_FOR_TOKEN_IDS, CHAT, COMPLETIONS
 from .errors import ApiError
 from .holds import Refusal, Ticket
-from .request_check import Checked, with_model
+from .request_check import Checked, with_fields, with_model
 from .router import Choice
+from .table import cache_salt
 from .upstream import UpstreamConnection, lose_interest
 from .usage import ASK_FOR_USAGE
 from .wire import Request
@@ -56,15 +57,27 @@ class Placement:
         self._choice: Choice | None = None
         self._ticket: Ticket[Placement] | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._body = request.chunks[0]
+        body = request.chunks[0]
         request.chunks = []
         asks = checked.stream and not checked.asks_usage and route.name in (CHAT, COMPLETIONS)
         self.answer = Answer(client, request, hides_usage=asks)
         # The body is an object that was checked; of two fields of one name the engine takes the last.
+        added = self._salt = self._salt_field()
         if asks:
-            self._body = self._body[: self._body.rindex(b"}")] + ASK_FOR_USAGE
+            added += ASK_FOR_USAGE
         if checked.continuation is not None:
-            self._body = self._body[: self._body.rindex(b"}")] + ASK_FOR_TOKEN_IDS
+            added += ASK_FOR_TOKEN_IDS
+        self._body = with_fields(body, added) if added else body
+
+    def _salt_field(self) -> bytes:
+        """Keeps what its owner's requests leave in an engine's prefix cache from those of others, in time and in
+        `cached_tokens`; empty where all may share it."""
+        principal, checked = self.request.principal, self.checked
+        if principal is None or self.gateway.config.prefix_cache_shared:
+            return b""
+        salt, own = principal.cache_salt, checked.cache_salt
+        checked.owner = salt.encode()
+        return b',"cache_salt":"%b"' % (cache_salt(principal.owner, own).encode() if own else checked.owner)
 
     @property
     def row(self) -> str:
@@ -154,7 +167,8 @@ class Placement:
         self._progress_s = now
         # Not the client's id, and a new one for each attempt: an engine must never see one twice.
         engine_id = self.gateway.new_request_id()
-        self._sent_s, self._first_byte_s = now, 0.0
+        self._sent_s = request.sent_s = now
+        self._first_byte_s = 0.0
         body, model = self._body, self.gateway.router.models.get(self._row)
         if model is not None and model.adapter:
             body = with_model(body, model.adapter)

@@ -52,6 +52,7 @@ class RepeatedHead:
         request.keep_alive = seen.keep_alive
         request.route = seen.route
         request.principal = seen.principal
+        request.use = seen.use
         request.content_length = request.body_bytes = len(body)
         request.chunks = [body]
         request.complete = True

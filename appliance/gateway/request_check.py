@@ -1,41 +1,37 @@
 """What an inference body may ask for. Pure: bytes in, the few facts the gateway needs out, or an ApiError.
 
-The body is parsed once, by orjson, which refuses NaN, infinities, lone surrogates, invalid UTF-8 and nesting
-past 1024 levels. Its raw bytes go on to the engine, which reads them with the same last-key-wins rule.
+What it holds is counted before it is parsed (body_weight.py). It is parsed once, by orjson, which refuses NaN,
+infinities, lone surrogates, invalid UTF-8 and nesting past 1024 levels. Its raw bytes go on to the engine, which reads
+them with the same last-key-wins rule.
 """
 
 from __future__ import annotations
 
 import math
+import reprlib
+from itertools import islice
 from typing import Any, Final
 
 import orjson
 
 from . import errors
+from .body_weight import check_weight
 from .config import Limits
 from .continuation import CHAT, Continuation, continuation_of
 from .errors import ApiError
+from .fields import check_fields
 from .nested_check import walk
 from .routes import INPUT_TOKENS, RESPONSES, Route
+from .shapes import check_items, check_messages
+from .structure import check_structure
 from .transcript import Transcript, transcript_of
+from .usage import Asked
 
 MODEL_NAME_CHARS = 512
 DEFAULT_COMPLETION_TOKENS = 256
+_UNBOUNDED: Final = 1 << 20
 PREFIX_CHARS = 512
-
-# Fields that make the engine render foreign templates, unpickle tensors, fetch or transform media, reuse
-# another request's identity or talk to other engines.
-FORBIDDEN = frozenset(
-    {
-        "chat_template",
-        "media_io_kwargs",
-        "mm_processor_kwargs",
-        "prompt_embeds",
-        "kv_transfer_params",
-        "vllm_xargs",
-        "request_id",
-    }
-)
+CACHE_SALT_CHARS = 256
 
 _INT64 = (1 << 63) - 1
 
@@ -48,17 +44,23 @@ class Checked:
     asks_usage: bool = False
     transcript: Transcript | None = None
 
-    def __init__(self, model: str, stream: bool, tokens: int, prompt_tokens: int, beginning: Any) -> None:
+    # Whose prefix cache it uses: requests of others that begin alike are not alike.
+    owner: bytes = b""
+
+    def __init__(self, model: str, stream: bool, completion: int, sequences: int, prompt: int, beginning: Any) -> None:
+        """completion: tokens that each of its sequences may have, 0: not said; prompt: the prompt's tokens."""
         self.model = model
         self.stream = stream
-        self.tokens = tokens
-        self.prompt_tokens = prompt_tokens
+        self.tokens = prompt + min(completion or DEFAULT_COMPLETION_TOKENS, 4096) * sequences
+        self.prompt_tokens = prompt
+        self.asked = Asked(prompt, (completion or _UNBOUNDED) * sequences, sequences)
+        self.cache_salt = ""
         self._beginning = beginning
         self.continuation: Continuation | None = None
 
     def prefix(self) -> bytes:
         """The same for requests that begin alike: system prompt and first question, however they are spelt."""
-        return self._opening()[:PREFIX_CHARS].encode("utf-8", "replace")
+        return self.owner + self._opening()[:PREFIX_CHARS].encode("utf-8", "replace")
 
     def conversation(self) -> bytes:
         """The same for all turns of a conversation: like `prefix`, but no long system prompt hides its question."""
@@ -67,14 +69,33 @@ class Checked:
     def _opening(self) -> str:
         source = self._beginning
         if not isinstance(source, list):
-            return (source if isinstance(source, str) else repr(source))[:PREFIX_CHARS]
+            return _start_of(source)
         parts = []
         for item in source[:2]:
-            text = item.get("content") if isinstance(item, dict) else item
-            parts.append(text[:PREFIX_CHARS] if isinstance(text, str) else repr(text)[:PREFIX_CHARS])
+            parts.append(_start_of(item.get("content") if isinstance(item, dict) else item))
             if isinstance(item, dict) and item.get("role") == "user":
                 break  # what follows is the answer, which the first turn does not have
         return "\n".join(parts)
+
+
+def _start_of(value: Any) -> str:
+    """The first PREFIX_CHARS of the texts in a value, which may be large: no more of it is looked at than needed."""
+    if isinstance(value, str):
+        return value[:PREFIX_CHARS]
+    found: list[str] = []
+    left = PREFIX_CHARS
+    stack = [value]
+    while stack and left > 0:
+        node = stack.pop()
+        if isinstance(node, list):
+            stack.extend(reversed(node[:16]))
+        elif isinstance(node, dict):
+            stack.extend(reversed(list(islice(node.values(), 16))))
+        else:
+            piece = node[:left] if isinstance(node, str) else repr(node)
+            found.append(piece)
+            left -= len(piece) + 1
+    return "\n".join(found)
 
 
 def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
@@ -82,6 +103,12 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
 
     Raises ApiError 400 naming the parameter, what was given and what is expected.
     """
+    return check_object(route, parsed_body(body, limits), len(body), limits)
+
+
+def parsed_body(body: bytes, limits: Limits) -> dict[str, Any]:
+    """The object that a body is, with a name as its `model`. Raises ApiError 400, and 404 for what is no name."""
+    check_weight(body, limits.json_weight)
     try:
         data = orjson.loads(body)
     except orjson.JSONDecodeError as error:
@@ -95,23 +122,23 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
         raise errors.bad_request("You must provide a model parameter: a non-empty string.", param="model")
     if len(model) > MODEL_NAME_CHARS:
         raise errors.model_not_found(model)
+    return data
+
+
+def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Limits) -> Checked:
+    """Check a body of so many bytes, as `parsed_body` returned it. Raises ApiError 400 like `check_body`."""
+    model: str = data["model"]
     stream = data.get("stream")
     if stream is not None and not isinstance(stream, bool):
         raise _bad("stream", stream, "true or false")
 
     number_rules = _rules(limits)
     if not stream and route.name == CHAT:
-        completion = _plain_completion(data, number_rules)
+        completion = _plain_completion(data, number_rules, limits)
         if completion >= 0:
-            prompt_tokens = len(body) // 4
-            return Checked(model, False, prompt_tokens + min(completion, 4096), prompt_tokens, data["messages"])
+            return Checked(model, False, completion, 1, body_bytes // 4, data["messages"])
+    check_fields(route.name, data)
     fields = data.keys()
-    if not fields.isdisjoint(FORBIDDEN):
-        for key in sorted(fields & FORBIDDEN):
-            if data[key] is not None:
-                raise errors.bad_request(
-                    f"The parameter `{key}` is not accepted by this server.", param=key, code="unsupported_parameter"
-                )
     for key in fields & number_rules.keys():
         if data[key] is not None:
             _number(key, data[key], *number_rules[key])
@@ -119,6 +146,7 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
         _template_kwargs(data["chat_template_kwargs"])
     if not _is_plain(data):
         walk(data, limits.json_depth)
+        check_structure(data, limits)
     sequences = _inputs(route, data, limits)
     completion = _completion_tokens(data)
     if "n" in data or "best_of" in data:
@@ -129,12 +157,13 @@ def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
             param="n",
         )
     continuation = continuation_of(route.name, data) if stream else None
-    prompt_tokens = len(body) // 4
-    tokens = prompt_tokens + min(completion, 4096) * sequences
     beginning = data.get("messages") or data.get("prompt") or data.get("input") or ""
     asks_usage = stream is True and _asks_usage(data)
-    checked = Checked(model, bool(stream), tokens, prompt_tokens, beginning)
+    checked = Checked(model, bool(stream), completion, sequences, body_bytes // 4, beginning)
     checked.asks_usage, checked.continuation = asks_usage, continuation
+    checked.cache_salt = _cache_salt(data.get("cache_salt"))
+    if route.task == "embed" or route.name == INPUT_TOKENS:
+        checked.asked.completion_tokens = 0
     if route.name == RESPONSES or route.name == INPUT_TOKENS:
         checked.transcript = transcript_of(data, counts=route.name == INPUT_TOKENS)
     return checked
@@ -147,14 +176,14 @@ _PLAIN_NUMBERS: Final = frozenset(
 )
 
 
-def _plain_completion(data: dict[str, Any], number_rules: Rules) -> int:
+def _plain_completion(data: dict[str, Any], number_rules: Rules, limits: Limits) -> int:
     """The completion's tokens of a plain chat request, -1 for one that must be looked at more closely.
 
     Raises ApiError 400 for a number that is none or out of its bounds."""
     plain = False
     for key, value in data.items():
         if key == "messages":
-            if not _plain_messages(value):
+            if not _plain_messages(value) or len(value) > limits.messages:
                 return -1
             plain = True
         elif key in _PLAIN_NUMBERS:
@@ -171,7 +200,7 @@ def _plain_messages(messages: Any) -> bool:
     if type(messages) is not list or not messages:
         return False
     for message in messages:
-        if type(message) is not dict:
+        if type(message) is not dict or "role" not in message:
             return False
         for part in message.values():
             if type(part) is not str:
@@ -183,6 +212,11 @@ def with_model(body: bytes, model: str) -> bytes:
     """A checked body with `model` as its model. A second key is appended: both parsers take the last, and nothing
     else of the client's bytes changes."""
     return body.rstrip()[:-1] + b',"model":' + orjson.dumps(model) + b"}"
+
+
+def with_fields(body: bytes, fields: bytes) -> bytes:
+    """A checked body with more fields, each as `,"name":value`, of which the engine takes the last of a name."""
+    return b"%b%b}" % (body[: body.rindex(b"}")], fields)
 
 
 # The bounds are not called `float`: compiled, that would make floats of them, and 2^63 no greater than 2^63 - 1.
@@ -256,14 +290,21 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
             raise _bad("messages", messages, "a non-empty array of messages")
         if not all(isinstance(message, dict) for message in messages):
             raise _bad("messages", messages, "an array of objects")
+        check_messages(messages, limits)
         return 1
     if route.name == RESPONSES or route.name == INPUT_TOKENS:
-        if not isinstance(data.get("input"), str | list):
-            raise _bad("input", data.get("input"), "a string or an array of items")
+        items = data.get("input")
+        if isinstance(items, list):
+            check_items(items, limits)
+        elif not isinstance(items, str):
+            raise _bad("input", items, "a string or an array of items")
         return 1
     name = "input" if route.name == "embeddings" else "prompt"
     value = data.get(name)
     if name == "input" and value is None and isinstance(data.get("messages"), list):
+        if not all(isinstance(message, dict) for message in data["messages"]):
+            raise _bad("messages", data["messages"], "an array of objects")
+        check_messages(data["messages"], limits)
         return 1
     if isinstance(value, str):
         return 1
@@ -280,6 +321,14 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
     return len(value)
 
 
+def _cache_salt(salt: Any) -> str:
+    if salt is None:
+        return ""
+    if not isinstance(salt, str) or not 0 < len(salt) <= CACHE_SALT_CHARS:
+        raise _bad("cache_salt", salt, f"a text of 1 to {CACHE_SALT_CHARS} characters")
+    return salt
+
+
 def _asks_usage(data: dict[str, Any]) -> bool:
     options = data.get("stream_options")
     if options is None:
@@ -290,11 +339,12 @@ def _asks_usage(data: dict[str, Any]) -> bool:
 
 
 def _completion_tokens(data: dict[str, Any]) -> int:
+    """0: not said."""
     for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
         value = data.get(name)
         if value is not None:
             return int(value)
-    return DEFAULT_COMPLETION_TOKENS
+    return 0
 
 
 def _is_plain(data: dict[str, Any]) -> bool:
@@ -312,8 +362,13 @@ def _is_plain(data: dict[str, Any]) -> bool:
     return True
 
 
+_SHOWN: Final = reprlib.Repr()
+_SHOWN.maxstring = 80
+
+
 def _bad(name: str, value: Any, expected: str) -> ApiError:
-    shown = repr(value)
+    # Not `repr`: of 8 MiB it takes longer than anything else that is done with them.
+    shown = _SHOWN.repr(value)
     if len(shown) > 80:
         shown = shown[:80] + "…"
     return errors.bad_request(f"Invalid value for `{name}`: {shown} given, expected {expected}.", param=name)

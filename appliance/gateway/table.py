@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +21,8 @@ class Principal:
 
     owner: whose key it is; a person's several keys have one. models: the only ones it may call, None for all.
     requests_per_minute, tokens_per_minute: None for no limit. spent_until_s: Unix time at which its used-up quota is
-    renewed, None while there is something left.
+    renewed, None while there is something left. cache_salt: what keeps its owner's prefixes apart from those of others
+    in an engine's cache.
     """
 
     id: str
@@ -32,6 +34,7 @@ class Principal:
     tokens_per_minute: int | None = None
     spent_until_s: float | None = None
     owner: str = ""
+    cache_salt: str = ""
 
     def may_use(self, model: str) -> bool:
         """Whoever may use a model may use its versions by their names, `MODEL@VERSION`."""
@@ -145,6 +148,8 @@ def _principal(digest: str, row: Any) -> Principal:
     if not isinstance(scopes, list):
         raise TableInvalid(f"{where}.scopes: {type(scopes).__name__} given, expected a list")
     names = [_text(scope, f"{where}.scopes") for scope in scopes]
+    # Never in a header line: any text will do. A controller that names no owner leaves each key its own.
+    owner = str(_given(row, "owner", row.get("id")))
     return Principal(
         _text(row.get("id"), f"{where}.id"),
         str(_given(row, "name", "")),
@@ -154,9 +159,14 @@ def _principal(digest: str, row: Any) -> Principal:
         _limit(row.get("requests_per_minute"), f"{where}.requests_per_minute"),
         _limit(row.get("tokens_per_minute"), f"{where}.tokens_per_minute"),
         _moment(row.get("spent_until_s"), f"{where}.spent_until_s"),
-        # Never in a header line: any text will do. A controller that names no owner leaves each key its own.
-        str(_given(row, "owner", row.get("id"))),
+        owner,
+        cache_salt(owner),
     )
+
+
+def cache_salt(owner: str, own: str = "") -> str:
+    """The `cache_salt` of an owner's requests. own: what a request asks for itself, to be kept apart still more."""
+    return hashlib.sha256(f"{len(owner)} {owner} {own}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _models(value: Any, where: str) -> frozenset[str] | None:

@@ -17,7 +17,8 @@ _PROMPT: Final = re.compile(rb'"(?:prompt|input)_tokens": ?([0-9]+)')
 _COMPLETION: Final = re.compile(rb'"(?:completion|output)_tokens": ?([0-9]+)')
 FINISHED: Final = b'"finish_reason":"'
 _NO_CHOICES: Final = b'"choices":[],'
-ASK_FOR_USAGE = b',"stream_options":{"include_usage":true}}'
+# Fields that are added to a checked body, in the place of its last brace.
+ASK_FOR_USAGE: Final = b',"stream_options":{"include_usage":true}'
 
 
 class Tokens:
@@ -66,8 +67,21 @@ def with_fingerprint(body: bytes, fingerprint: str) -> bytes:
     return body
 
 
+class Asked:
+    """Of one request: its prompt as estimated, how many tokens it may be answered with, and by how many sequences."""
+
+    def __init__(self, prompt_tokens: int, completion_tokens: int, sequences: int) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = completion_tokens
+        self.sequences = sequences
+
+
+NOTHING_ASKED: Final = Asked(0, 0, 1)
+
+
 class _Sums:
     requests: int = 0
+    refused: int = 0
     errors: int = 0
     prompt: int = 0
     completion: int = 0
@@ -80,14 +94,22 @@ class Meter:
         self._sums: dict[tuple[str, str, str], _Sums] = {}
 
     def add(self, key: str, model: str, version: str, tokens: Tokens, failed: bool) -> None:
-        whose = (key, model, version)
-        sums = self._sums.get(whose)
-        if sums is None:
-            sums = self._sums[whose] = _Sums()
+        sums = self._of(key, model, version)
         sums.requests += 1
         sums.errors += failed
         sums.prompt += tokens.prompt
         sums.completion += tokens.completion
+
+    def refuse(self, key: str, model: str) -> None:
+        """model: empty where it is not known to exist."""
+        self._of(key, model, "").refused += 1
+
+    def _of(self, key: str, model: str, version: str) -> _Sums:
+        whose = (key, model, version)
+        sums = self._sums.get(whose)
+        if sums is None:
+            sums = self._sums[whose] = _Sums()
+        return sums
 
     def take(self) -> list[dict[str, Any]]:
         """The sums as rows of the bus's "usage" message; empty when nothing happened."""
@@ -95,7 +117,8 @@ class Meter:
         return [
             {
                 "key": key, "model": model, "version": version, "requests": row.requests,
-                "errors": row.errors, "prompt_tokens": row.prompt, "completion_tokens": row.completion,
+                "errors": row.errors, "refused": row.refused, "prompt_tokens": row.prompt,
+                "completion_tokens": row.completion,
             }
             for (key, model, version), row in sums.items()
         ]  # fmt: skip

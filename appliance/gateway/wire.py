@@ -11,10 +11,11 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
+from .allowance import KeyUse
 from .errors import ApiError
 from .routes import Kind, Route
 from .table import Principal
-from .usage import Tokens
+from .usage import NOTHING_ASKED, Asked, Tokens
 
 if TYPE_CHECKING:
     from .tracing import RequestSpans
@@ -78,7 +79,9 @@ class Request:
     replica, model_version: where it was placed last, empty before; the version as the engine names it, once it answers.
     stream_events: SSE events relayed. trace: its W3C traceparent, empty without one. spans: only where traces are
     exported. estimated_tokens: what its key's allowance was charged; tokens: what the engine said it cost.
-    rate_headers: what its answer says of that allowance.
+    rate_headers: what its answer says of that allowance. use: of its key; counted: as open, streams: as a stream.
+    asked: what it may cost. sent_s: when an engine got it; left_after_s: for how long one had computed when its client
+    left or its key was revoked, 0 otherwise. refused_model: the model it named, once that is known to exist.
     """
 
     # Defaults stand in the class: most of them hold for most requests, and each that is set costs every request. Not
@@ -103,6 +106,13 @@ class Request:
     trace: bytes = b""
     estimated_tokens: int = 0
     rate_headers: Pairs = ()
+    counted: bool = False
+    streams: bool = False
+    sent_s: float = 0.0
+    left_after_s: float = 0.0
+    refused_model: str = ""
+    asked: Asked = NOTHING_ASKED
+    use: KeyUse | None = None
 
     def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes], version: str) -> None:
         self.method = method

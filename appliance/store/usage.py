@@ -14,28 +14,33 @@ By = Literal["key", "owner", "model", "version", "hour"]
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """One row of a report. device_hours: of training, only where jobs can be told by what the rows are about."""
+    """One row of a report. refused: requests that never went to an engine. device_hours: of training, only where jobs
+    can be told by what the rows are about."""
 
     name: str
     requests: int = 0
     errors: int = 0
+    refused: int = 0
     prompt_tokens: int = 0
     completion_tokens: int = 0
     device_hours: float = 0.0
 
 
 def add(db: Database, rows: Iterable[Mapping[str, Any]], now_s: float) -> None:
-    """Add what the gateways report; a row has key, model, version, requests, errors, prompt_, completion_tokens."""
+    """Add what the gateways report; a row has key, model, version, requests, errors, prompt_, completion_tokens
+    and may have refused. The model of what was refused may be empty: it named none that exists."""
     hour_s = int(now_s // HOUR_S) * HOUR_S
     with db.transaction():
         for row in rows:
             db.execute(
-                "INSERT INTO usage VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET"
+                "INSERT INTO usage (hour_s, key_id, model, version, requests, errors, prompt_tokens,"
+                " completion_tokens, refused) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT DO UPDATE SET"
                 " requests = requests + excluded.requests, errors = errors + excluded.errors,"
+                " refused = refused + excluded.refused,"
                 " prompt_tokens = prompt_tokens + excluded.prompt_tokens,"
                 " completion_tokens = completion_tokens + excluded.completion_tokens",
                 [hour_s, row["key"], row["model"], row["version"], row["requests"], row["errors"],
-                 row["prompt_tokens"], row["completion_tokens"]],
+                 row["prompt_tokens"], row["completion_tokens"], row.get("refused", 0)],
             )  # fmt: skip
 
 
@@ -92,8 +97,9 @@ _NAME_OF: dict[By, str] = {
     "key": "coalesce((SELECT CASE owner WHEN 'the box itself' THEN owner ELSE name END FROM keys"
            f" WHERE keys.id = usage.key_id), {_BOX_ITSELF})",
     "owner": f"coalesce((SELECT owner FROM keys WHERE keys.id = usage.key_id), {_BOX_ITSELF})",
-    "model": "usage.model",
-    "version": "usage.model || '@' || usage.version",
+    "model": "CASE usage.model WHEN '' THEN '(no such model)' ELSE usage.model END",
+    "version": "CASE usage.version WHEN '' THEN CASE usage.model WHEN '' THEN '(no such model)' ELSE usage.model END"
+               " ELSE usage.model || '@' || usage.version END",
     "hour": "strftime('%Y-%m-%dT%H:00Z', usage.hour_s, 'unixepoch')",
 }
 # A job's devices count for the key and owner it was made with, and for the model that it tunes.
@@ -109,6 +115,7 @@ def report(db: Database, by: By, since_s: float, now_s: float) -> list[Spent]:
     found: dict[str, dict[str, Any]] = {}
     for row in db.execute(
         f"SELECT {_NAME_OF[by]} AS name, sum(requests) AS requests, sum(errors) AS errors,"
+        " sum(refused) AS refused,"
         " sum(prompt_tokens) AS prompt_tokens, sum(completion_tokens) AS completion_tokens"
         " FROM usage WHERE hour_s >= ? GROUP BY 1",
         [int(since_s // HOUR_S) * HOUR_S],

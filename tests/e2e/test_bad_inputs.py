@@ -255,7 +255,7 @@ ROWS: list[tuple[str, str, Send, int, str | None, str | None, str]] = [
     ("7", "one endless line", endless_line, 413, None, "request_too_large", "over the limit of 24"),
     ("7", "one line of 17 MiB", file(lambda: b'{"messages": "' + b"a" * (17 * MIB) + b'"}'), 200, "training_file",
      "invalid_training_file", "bytes long"),
-    ("8", "JSON 100k deep", chat(f'"tools": {DEEP}'), 400, None, "invalid_json", "parse"),
+    ("8", "JSON 100k deep", chat(f'"tools": {DEEP}'), 400, None, "too_many_values", "too many values"),
     ("8", "JSON 100k deep to a control route", body(JOBS, f'{{"model": {DEEP}}}'), 400, None, "invalid_json", "JSON"),
     ("9", "5,000-digit integer", chat('"seed": ' + "9" * 5000), 400, None, "invalid_json", "parse"),
     ("9", "5,000-digit seed of a job", body(JOBS, '{"seed": %s}' % ("9" * 5000)), 400, None, "invalid_json", "JSON"),

@@ -86,6 +86,20 @@ async def test_the_report_adds_up_by_key_owner_model_and_hour(control: Control):
     await ask(control, "GET", "/usage?by=colour", 400)
 
 
+async def test_what_was_refused_is_counted_by_whom_and_for_what(control: Control):
+    alice, _ = keys.create(control.db, "alice", ["inference"])
+    spending = Spending(control.db, lambda: None)
+    nameless = {"model": "", "version": "", "refused": 3}
+    spending.take([row(alice.id) | {"refused": 2}, row(alice.id, requests=0) | nameless])
+    spending.take([row(alice.id) | {"refused": 1}, row(alice.id)])
+    (spent,) = usage.report(control.db, "key", 0, NOON)
+    assert (spent.requests, spent.refused) == (3, 6)
+    by_model = {r.name: r.refused for r in usage.report(control.db, "model", 0, NOON)}
+    assert by_model == {"m": 3, "(no such model)": 3}
+    with pytest.raises(ValueError, match="refused"):
+        spending.take([row(alice.id) | {"refused": -1}])
+
+
 async def test_device_hours_of_jobs_count_while_they_hold_devices(control: Control):
     key, _ = keys.create(control.db, "alice", ["fine_tuning"])
     job_id = await control.job()

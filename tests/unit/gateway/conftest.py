@@ -19,7 +19,7 @@ import uvloop
 
 from appliance.gateway.config import GatewayConfig
 from appliance.gateway.gateway import Gateway
-from appliance.gateway.table import parse_table
+from appliance.gateway.table import cache_salt, parse_table
 
 from .upstreams import DummyUpstream, Script, answer_chat
 
@@ -119,6 +119,11 @@ def request_bytes(
     return (head + headers + "\r\n").encode() + (data or b"")
 
 
+def salted(body: bytes, owner: str = "key_all") -> bytes:
+    """A body as an engine gets it: with the salt of its owner's prefixes."""
+    return b'%b,"cache_salt":"%b"}' % (body[: body.rindex(b"}")], cache_salt(owner).encode())
+
+
 def chat(model: str = "m", **more: Any) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": "hi"}], **more}
 
@@ -173,6 +178,11 @@ class Box:
     def table(self) -> dict[str, Any]:
         self.generation += 1
         return {"type": "table", "generation": self.generation, "models": self.models, "keys": self.keys, "limits": {}}
+
+    def limit(self, key: str = KEY, **limits: Any) -> None:
+        """Give a key other limits in the table."""
+        self.keys[hashlib.sha256(key.encode()).hexdigest()] |= limits
+        self.apply()
 
     def apply(self) -> None:
         self.gateway.apply(parse_table(self.table(), default_hold_s=30.0))

@@ -11,7 +11,6 @@ from appliance.gateway.reports import load_report
 from appliance.gateway.router import Canary, Model, Replica, Router
 
 from .conftest import Box, Start, chat
-from .test_spending import limit
 from .upstreams import Reply, UpstreamRequest, chat_answer
 
 
@@ -147,9 +146,9 @@ async def test_a_version_by_its_name(box: Box) -> None:
 async def test_a_version_by_its_name_for_keys_with_a_list(box: Box) -> None:
     box.models["m@v1"] = {**box.models["m"], "adapter": "m"}
     ask = {"model": "m@v1", "messages": [{"role": "user", "content": "hi"}]}
-    limit(box, models=["m"])
+    box.limit(models=["m"])
     assert (await box.ask("POST", "/v1/chat/completions", ask)).status == 200
-    limit(box, models=["other"])
+    box.limit(models=["other"])
     for name in ("m@v1", "m@v9"):
         assert (await box.ask("POST", "/v1/chat/completions", ask | {"model": name})).error["code"] == "model_not_found"
 

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from .conftest import Box, Response, Start, chat, request_bytes
-from .test_spending import limit
 from .upstreams import Reply, UpstreamRequest
 
 URL = "/v1/messages"
@@ -41,7 +40,7 @@ async def test_what_the_gateway_refuses(start_box: Start) -> None:
     told(await box.ask("GET", URL), 405, "invalid_request_error")
     asleep = await box.ask("POST", URL, message("asleep"))
     assert "not ready" in told(asleep, 529, "overloaded_error") and int(asleep.headers["retry-after"]) > 0
-    limit(box, requests_per_minute=1)
+    box.limit(requests_per_minute=1)
     await box.ask("POST", URL, message())
     limited = await box.ask("POST", URL, message())
     told(limited, 429, "rate_limit_error")

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import time
+from typing import Any
 
+import orjson
 import pytest
 
 from appliance.gateway.allowance import Allowance, duration
+from appliance.gateway.config import Limits
+from appliance.gateway.request_check import check_body
+from appliance.gateway.routes import resolve
 from appliance.gateway.usage import Tokens, with_fingerprint, without_usage_event
 
-from .conftest import KEY, Box, chat
+from .conftest import KEY, Box, Start, chat, request_bytes
 from .test_continuation import completion, events, greedy_engine, text_of
 from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events
-
-
-def limit(box: Box, **limits) -> None:
-    box.keys[hashlib.sha256(KEY.encode()).hexdigest()] |= limits
-    box.apply()
-
 
 # --- the bucket
 
@@ -63,7 +63,7 @@ def test_durations_are_written_as_openai_writes_them(seconds, text):
 
 
 async def test_requests_by_the_minute(box: Box) -> None:
-    limit(box, requests_per_minute=2, tokens_per_minute=100_000)
+    box.limit(requests_per_minute=2, tokens_per_minute=100_000)
     first = await box.ask("POST", "/v1/chat/completions", chat())
     assert first.headers["x-ratelimit-limit-requests"] == "2"
     assert first.headers["x-ratelimit-remaining-requests"] == "1"
@@ -79,17 +79,17 @@ async def test_requests_by_the_minute(box: Box) -> None:
 
 
 async def test_a_used_up_quota_says_when_it_is_renewed(box: Box) -> None:
-    limit(box, spent_until_s=time.time() + 3600)
+    box.limit(spent_until_s=time.time() + 3600)
     response = await box.ask("POST", "/v1/chat/completions", chat())
     assert response.status == 429 and response.error["code"] == "insufficient_quota"
     assert response.headers["x-should-retry"] == "false" and "retry-after" not in response.headers
-    limit(box, spent_until_s=time.time() - 1)
+    box.limit(spent_until_s=time.time() - 1)
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
 
 
 async def test_models_that_a_key_may_not_call_do_not_exist_for_it(box: Box) -> None:
     box.serve("other", "e0")
-    limit(box, models=["other"])
+    box.limit(models=["other"])
     refused = await box.ask("POST", "/v1/chat/completions", chat())
     assert refused.status == 404 and refused.error["code"] == "model_not_found"
     assert (await box.ask("POST", "/v1/chat/completions", chat("other"))).status == 200
@@ -104,7 +104,7 @@ async def test_every_answer_is_counted_in_tokens(box: Box) -> None:
         assert ("usage" in events(response.body)[-1]) is asks
     (row,) = box.gateway.spending.meter.take()
     assert row == {
-        "key": "key_all", "model": "m", "version": "v1", "requests": 3, "errors": 0,
+        "key": "key_all", "model": "m", "version": "v1", "requests": 3, "errors": 0, "refused": 0,
         "prompt_tokens": 3 + 3 + 3, "completion_tokens": 2 + 6 + 6,
     }  # fmt: skip
     assert box.gateway.spending.meter.take() == []
@@ -210,3 +210,239 @@ async def test_a_stream_whose_usage_was_asked_for_keeps_its_fingerprint(box: Box
     rows = {sample.suffix: sample.value for sample in series.per_token.samples()}
     assert rows["_count"] == 1 and rows["_sum"] < 5
     assert box.gateway.spending.meter.take()[0]["completion_tokens"] == 9
+
+
+# --- what is used is billed, and what is refused is counted
+
+
+def taken(box: Box) -> dict[str, Any]:
+    (row,) = box.gateway.spending.meter.take()
+    return row
+
+
+async def hang(request: UpstreamRequest, reply: Reply) -> None:
+    await asyncio.Event().wait()
+
+
+async def engine_has(box: Box, number: int) -> None:
+    await box.until(lambda: len(box.engines["e0"].requests) == number)
+
+
+async def leave(box: Box, body: dict[str, Any], after_s: float) -> None:
+    """Ask, and leave once the engine has computed for so long by its clock."""
+    number = len(box.engines["e0"].requests) + 1
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", body))
+    await engine_has(box, number)
+    (conn,) = (conn for conn in box.gateway.connections if conn.active is not None)
+    conn.active._sent_s -= after_s
+    wire.close()
+    await box.until(lambda: not any(conn.active for conn in box.gateway.connections))
+
+
+async def test_a_client_that_leaves_a_plain_request_pays_for_the_time_that_was_computed(box: Box) -> None:
+    box.engines["e0"].script = hang
+    await leave(box, chat(), 3.0)
+    row = taken(box)
+    assert row["requests"] == 1 and row["prompt_tokens"] == len(orjson.dumps(chat())) // 4 + 1
+    assert 30 <= row["completion_tokens"] <= 40, "3 s at the 10 tokens a second of a model that nobody has measured"
+    await leave(box, chat(n=4), 3.0)
+    assert 120 <= taken(box)["completion_tokens"] <= 160
+    await leave(box, chat(max_tokens=7), 3600.0)
+    assert taken(box)["completion_tokens"] == 7, "never more than was asked for"
+
+
+async def test_the_time_is_paid_at_the_models_own_rate(box: Box) -> None:
+    box.gateway.spending._rates["m"] = 100.0
+    box.engines["e0"].script = hang
+    await leave(box, chat(), 2.0)
+    assert 200 <= taken(box)["completion_tokens"] <= 240
+
+
+async def test_the_rate_is_that_of_answers_that_came(box: Box) -> None:
+    async def answer(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 500, "total_tokens": 503}})
+
+    box.engines["e0"].script = answer
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+    assert box.gateway.spending._rates["m"] > 500
+
+
+async def test_a_request_that_left_before_an_engine_had_it_costs_nothing(box: Box) -> None:
+    box.serve("m", e0="draining")
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
+    await box.until(lambda: box.gateway.holds.count == 1)
+    wire.close()
+    await box.until(lambda: box.gateway.holds.count == 0)
+    await box.until(lambda: not box.gateway.connections)
+    row = taken(box)
+    assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (1, 0, 0)
+
+
+async def test_a_stream_that_is_left_or_whose_key_is_revoked_pays_for_what_it_got(box: Box) -> None:
+    async def some(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.sse_head()
+        for event in chat_events("a", "b", "c", "d", done=False):
+            await reply.chunk(event)
+        await asyncio.Event().wait()
+
+    box.engines["e0"].script = some
+    for revoked in (False, True):
+        wire = await box.connect()
+        await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
+        await wire.head()
+        await box.until(lambda: any(r.stream_events == 4 for c in box.gateway.connections if (r := c.active_request)))
+        if revoked:
+            del box.keys[hashlib.sha256(KEY.encode()).hexdigest()]
+            box.apply()
+        wire.close()
+        await box.until(lambda: not any(conn.active for conn in box.gateway.connections))
+        row = taken(box)
+        assert row["completion_tokens"] == 4 and row["prompt_tokens"] > 0
+
+
+async def test_a_revoked_plain_request_is_paid_for_and_a_failed_one_is_not(box: Box) -> None:
+    box.engines["e0"].script = hang
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
+    await engine_has(box, 1)
+    (conn,) = (conn for conn in box.gateway.connections if conn.active is not None)
+    conn.active._sent_s -= 1.0
+    digest = hashlib.sha256(KEY.encode()).hexdigest()
+    row = box.keys.pop(digest)
+    box.apply()
+    assert (await wire.response()).status == 401
+    assert taken(box)["completion_tokens"] >= 10
+
+    async def fail(request: UpstreamRequest, reply: Reply) -> None:
+        reply.abort()
+
+    box.keys[digest] = row
+    box.apply()
+    box.engines["e0"].script = fail
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status >= 500
+    failed = taken(box)
+    assert (failed["errors"], failed["prompt_tokens"], failed["completion_tokens"]) == (1, 0, 0)
+
+
+async def test_refusals_are_counted_by_key_and_model(box: Box) -> None:
+    for body, status in ((chat("nobody"), 404), (b"{", 400), (chat(nonsense=1), 400), (chat(n=10_000), 400)):
+        assert (await box.ask("POST", "/v1/chat/completions", body)).status == status
+    rows = {row["model"]: row for row in box.gateway.spending.meter.take()}
+    assert {model: (row["refused"], row["requests"]) for model, row in rows.items()} == {"": (2, 0), "m": (2, 0)}
+    assert {row["key"] for row in rows.values()} == {"key_all"}
+
+
+# --- bounds of one key
+
+
+async def test_a_key_has_so_many_requests_open_and_others_go_on(start_box: Start) -> None:
+    box = await start_box(limits={"key_requests": 3, "key_streams": 2})
+    await box.engine("e0", hang)
+    box.serve("m", "e0")
+    wires = [await box.connect() for _ in range(3)]
+    for number, wire in enumerate(wires):
+        await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=number < 2)))
+        await engine_has(box, number + 1)
+    for stream in (False, True):
+        refused = await box.ask("POST", "/v1/chat/completions", chat(stream=stream))
+        assert refused.status == 429 and refused.headers["retry-after"] == "1"
+    other = await box.connect()
+    await other.send(request_bytes("POST", "/v1/chat/completions", chat(), key="sk-test-inference"))
+    await engine_has(box, 4)
+    wires[2].close()  # a plain one ends: another may come, but no third stream
+    use = box.gateway.spending.use_of(box.gateway.keys[hashlib.sha256(KEY.encode()).hexdigest()])
+    await box.until(lambda: use.requests == 2)
+    refused = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
+    assert refused.status == 429 and "2 streams" in refused.error["message"]
+    for wire in wires:
+        wire.close()
+    await box.until(lambda: (use.requests, use.streams, use.body_bytes) == (0, 0, 0))
+
+
+async def test_the_bodies_of_one_key_do_not_fill_the_memory_for_all(start_box: Start) -> None:
+    box = await start_box(limits={"key_body_bytes": 3000})
+    await box.engine("e0")
+    box.serve("m", "e0")
+    slow = await box.connect()
+    await slow.send(request_bytes("POST", "/v1/chat/completions", b"x" * 2500)[:-100])
+    use = box.gateway.spending.use_of(box.gateway.keys[hashlib.sha256(KEY.encode()).hexdigest()])
+    await box.until(lambda: use.body_bytes > 2000)
+    wire = await box.connect()
+    await wire.send(request_bytes("POST", "/v1/chat/completions", chat(user="x" * 1000)))
+    assert (await wire.response()).status == 429
+    other = await box.ask("POST", "/v1/chat/completions", chat(user="x" * 1000), key="sk-test-inference")
+    assert other.status == 200
+    slow.close()
+    await box.until(lambda: use.body_bytes == 0)
+
+
+async def test_control_routes_are_metered_but_for_administrators(start_box: Start) -> None:
+    box = await start_box(limits={"key_control_requests_per_minute": 3})
+
+    async def answer(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json({"object": "list", "data": []})
+
+    await box.control(answer)
+    for key, last in (("sk-test-inference", 429), (KEY, 200)):
+        statuses = [(await box.ask("GET", "/v1/models", key=key)) for _ in range(4)]
+        assert [r.status for r in statuses] == [200, 200, 200, last]
+        if last == 429:
+            assert 1 <= int(statuses[-1].headers["retry-after"]) <= 20
+    (row,) = box.gateway.spending.meter.take()
+    assert (row["key"], row["refused"]) == ("key_inference", 1)
+
+
+# --- prefix caches do not tell
+
+
+async def test_every_owner_has_a_salt_of_its_own_on_every_route(box: Box) -> None:
+    digests = [hashlib.sha256(key.encode()).hexdigest() for key in (KEY, "sk-test-inference")]
+    box.serve("e", "e0", task="embed")
+    bodies = {
+        "/v1/chat/completions": chat(),
+        "/v1/completions": {"model": "m", "prompt": "x", "stream": True, "temperature": 0},
+        "/v1/responses": {"model": "m", "input": "x"},
+        "/v1/responses/input_tokens": {"model": "m", "input": "x"},
+        "/v1/messages": {"model": "m", "max_tokens": 3, "messages": [{"role": "user", "content": "x"}]},
+        "/v1/embeddings": {"model": "e", "input": "x"},
+    }
+
+    async def salts(own: str | None = None) -> tuple[set[str], set[str]]:
+        found: list[set[str]] = []
+        for key in (KEY, "sk-test-inference"):
+            box.engines["e0"].requests.clear()
+            for path, body in bodies.items():
+                sent = body | ({"cache_salt": own} if own else {})
+                await box.ask("POST", path, sent, key=key)
+            assert len(box.engines["e0"].requests) == len(bodies)
+            found.append({request.json["cache_salt"] for request in box.engines["e0"].requests})
+        return found[0], found[1]
+
+    one, other = await salts()
+    assert len(one) == len(other) == 1 and one != other
+    asked, asked_by_other = await salts("mine")
+    assert len(asked | asked_by_other | one | other) == 4, "what a client asks for keeps apart still more"
+    pretending, _ = await salts(next(iter(other)))
+    assert not pretending & other
+    for digest in digests:
+        box.keys[digest]["owner"] = "one person"
+    box.apply()
+    one, other = await salts()
+    assert one == other and len(one) == 1
+
+
+async def test_a_box_of_one_team_shares_its_prefixes(start_box: Start) -> None:
+    box = await start_box(prefix_cache_shared=True)
+    await box.engine("e0")
+    box.serve("m", "e0")
+    await box.ask("POST", "/v1/chat/completions", chat())
+    assert box.engines["e0"].requests[0].json == chat()
+
+
+def test_requests_of_two_owners_that_begin_alike_are_not_alike_to_the_router() -> None:
+    one, other = (check_body(resolve(b"POST", b"/v1/chat/completions"), orjson.dumps(chat()), Limits()) for _ in "12")
+    assert one.prefix() == other.prefix()
+    one.owner, other.owner = b"a", b"b"
+    assert one.prefix() != other.prefix()

@@ -1,0 +1,369 @@
+"""No body costs more than it weighs: what would be slow to parse, to check or to prepare is refused by its numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from appliance.gateway.body_weight import check_weight
+from appliance.gateway.config import Limits
+from appliance.gateway.errors import ApiError
+from appliance.gateway.fields import FIELDS
+from appliance.gateway.request_check import check_body
+from appliance.gateway.routes import resolve
+from appliance.gateway.structure import measure_regex
+
+from .conftest import Box, chat
+
+LIMITS = Limits()
+CHAT = resolve(b"POST", b"/v1/chat/completions")
+COMPLETIONS = resolve(b"POST", b"/v1/completions")
+RESPONSES = resolve(b"POST", b"/v1/responses")
+MESSAGES = resolve(b"POST", b"/v1/messages")
+EMBEDDINGS = resolve(b"POST", b"/v1/embeddings")
+MIB = 1 << 20
+
+
+def refusal(route: Any, body: bytes | dict[str, Any]) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        check_body(route, body if isinstance(body, bytes) else orjson.dumps(body), LIMITS)
+    assert caught.value.status == 400 and len(caught.value.body()) < 1000
+    return caught.value
+
+
+# --- counted before it is parsed
+
+
+HEAVY = {
+    "empty lists": b"[],",
+    "empty objects": b"{},",
+    "objects": b'{"a":1},',
+    "strings": b'"ab",',
+    "token ids": b"123456,",
+    "escaped quotes between lists": b'["\\"",[]],',
+}
+
+
+@pytest.mark.parametrize("name", HEAVY)
+def test_what_a_parser_would_make_millions_of_is_never_parsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def parse(_: bytes) -> None:
+        raise AssertionError("parsed")
+
+    piece = HEAVY[name]
+    body = b'{"model":"m","messages":[' + piece * (8 * MIB // len(piece) - 10) + b"1]}"
+    # Of the module as it runs, compiled or not, this is what it calls.
+    monkeypatch.setattr(orjson, "loads", parse)
+    assert refusal(CHAT, body).code == "too_many_values"
+
+
+def long_texts() -> dict[str, bytes]:
+    code = 'for (const [a, b] of Object.entries({"x": [1, 2], \'y\': {}})) { f(a, [b], {c: "\\n"}); }\n'
+    rows = orjson.dumps([{"a": i, "b": "x, [y]", "c": '"'} for i in range(20_000)]).decode()
+    return {
+        name: orjson.dumps({"model": "m", "messages": [{"role": "user", "content": text}]})
+        for name, text in {
+            "2 MiB of code": code * (2 * MIB // len(code)),
+            "JSON within a string": rows,
+            "JSON within JSON within a string": orjson.dumps(orjson.dumps(rows[:300_000]).decode()).decode(),
+            "8 MB of prose": "Hello, world (again); it is [fine]. " * 220_000,
+            "a table": "1,2,3;" * 1_200_000,
+            "backslashes at the end": "\\" * 99_999,
+            "brackets": "[{" * 600_000,
+        }.items()
+    }
+
+
+@pytest.mark.parametrize("name", long_texts())
+def test_long_texts_full_of_brackets_and_quotes_are_no_values(name: str) -> None:
+    assert check_body(CHAT, long_texts()[name], LIMITS).model == "m"
+
+
+def test_what_real_requests_hold_is_far_below_the_limit() -> None:
+    turns = [{"role": "user", "content": [{"type": "text", "text": "a, b"}]} for _ in range(1000)]
+    schema = {"type": "object", "properties": {f"p{i}": {"type": "string", "description": "x"} for i in range(40)}}
+    tools = [{"type": "function", "function": {"name": f"f{i}", "parameters": schema}} for i in range(128)]
+    assert check_body(CHAT, orjson.dumps(chat(messages=turns, tools=tools)), LIMITS).model == "m"
+    assert check_body(COMPLETIONS, orjson.dumps({"model": "m", "prompt": list(range(200_000))}), LIMITS).model == "m"
+    assert check_body(EMBEDDINGS, orjson.dumps({"model": "m", "input": ["a text"] * 2048}), LIMITS).model == "m"
+    ids = [[7] * 400] * 1000
+    assert check_body(EMBEDDINGS, orjson.dumps({"model": "m", "input": ids}), LIMITS).model == "m"
+
+
+@pytest.mark.parametrize("text", ['"', '\\"', "\\\\", '\\\\"', 'a"[1,2', "\\", "\\\\\\"])
+def test_the_count_agrees_with_the_parser_about_where_strings_end(text: str) -> None:
+    """Were the quote after an escape taken for the end of a string, lists would hide, or texts be taken for lists."""
+    value = [text, [1, 2], {text: text}] * 20
+    weight = 12 * 41 + 4 * 60 + 3 * 20 - 1 + 20  # lists and objects, strings and keys, commas
+    raw = orjson.dumps(value)
+    padded = raw + b" " * len(raw)  # long enough to be looked at
+    check_weight(padded, weight)
+    with pytest.raises(ApiError):
+        check_weight(padded, weight - 1)
+
+
+def test_a_number_that_is_no_number_is_not_written_out() -> None:
+    huge = refusal(CHAT, orjson.dumps(chat(temperature="x" * MIB)))
+    assert huge.param == "temperature" and "xxx..." in huge.message
+    assert refusal(CHAT, orjson.dumps(chat(temperature=[[1] * 1000] * 100))).param == "temperature"
+
+
+# --- in the order of what it costs
+
+
+async def test_a_request_over_its_rate_is_refused_before_its_body_is_looked_at(box: Box) -> None:
+    box.limit(requests_per_minute=1)
+    assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+    for body in (b"{", b'{"model":"nobody"}', b"[" * 100_000):
+        refused = await box.ask("POST", "/v1/chat/completions", body)
+        assert refused.status == 429 and refused.error["code"] == "rate_limit_exceeded"
+
+
+async def test_bad_bodies_spend_the_rate_too(box: Box) -> None:
+    box.limit(requests_per_minute=2)
+    statuses = [(await box.ask("POST", "/v1/chat/completions", b"{")).status for _ in range(3)]
+    assert statuses == [400, 400, 429]
+
+
+async def test_a_model_that_does_not_exist_is_said_before_its_fields_are_looked_at(box: Box) -> None:
+    refused = await box.ask("POST", "/v1/chat/completions", chat("nobody", nonsense=1))
+    assert refused.status == 404 and refused.error["code"] == "model_not_found"
+
+
+# --- lists by number
+
+
+def test_lists_have_bounds_and_say_them() -> None:
+    long = "x" * 2000
+    for given, param in (
+        (chat(messages=[{"role": "user", "content": "x"}] * 2049), "messages"),
+        (chat(messages=[{"role": "user", "content": [{"type": "text", "text": "x"}] * 2049}]), "messages"),
+        (chat(stop=["a"] * 65), "stop"),
+        (chat(stop=[long]), "stop"),
+        (chat(bad_words=["a"] * 65), "bad_words"),
+        (chat(stop_token_ids=[1] * 65), "stop_token_ids"),
+        (chat(logit_bias={str(i): 1 for i in range(1025)}), "logit_bias"),
+        (chat(allowed_token_ids=list(range(1025))), "allowed_token_ids"),
+        (chat(tools=[{"type": "function", "function": {"name": "f"}}] * 513), "tools"),
+        (chat(documents=[{"text": "a"}] * 257), "documents"),
+        (chat(chat_template_kwargs={str(i): i for i in range(65)}), "chat_template_kwargs"),
+    ):
+        assert refusal(CHAT, given).param == param
+    items = [{"role": "user", "content": "x"}] * 1025
+    assert refusal(RESPONSES, {"model": "m", "input": items}).param == "input"
+    metadata = {str(i): "x" for i in range(17)}
+    assert refusal(RESPONSES, {"model": "m", "input": "x", "metadata": metadata}).param == "metadata"
+    assert refusal(EMBEDDINGS, {"model": "m", "messages": ["x"]}).param == "messages"
+
+
+ITEMS: list[tuple[Any, bool]] = [
+    ({"role": "user", "content": "x"}, True),
+    ({"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "x"}]}, True),
+    ({"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA=="}]}, True),
+    (
+        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
+         "content": [{"type": "output_text", "text": "x", "annotations": []}]},
+        True,
+    ),
+    ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, True),
+    ({"type": "function_call_output", "call_id": "c", "output": "x"}, True),
+    ({"type": "reasoning", "id": "rs_1", "summary": [{"type": "summary_text", "text": "x"}]}, True),
+    ({"a": 1}, False),
+    ("x", False),
+    ({"role": "x", "content": "x"}, False),
+    ({"role": ["user"], "content": "x"}, False),
+    ({"role": "user"}, False),
+    ({"role": "user", "content": [{"type": "nope"}]}, False),
+    ({"role": "user", "content": [{"type": ["input_text"]}]}, False),
+    ({"role": "user", "content": [{"type": "input_text"}]}, False),
+    ({"role": "assistant", "content": [{"type": "output_text", "text": "x"}]}, False),
+    ({"type": "nope", "role": "user", "content": "x"}, False),
+    ({"type": "function_call", "call_id": "c", "name": "f"}, False),
+    ({"type": "function_call_output", "call_id": "c", "output": [{"a": 1}]}, False),
+    ({"type": "reasoning", "id": "rs_1"}, False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("item", "known"), ITEMS)
+def test_items_that_fit_none_of_an_engines_types_may_be_few(item: Any, known: bool) -> None:
+    few, many = {"model": "m", "input": [item] * 8}, {"model": "m", "input": [item] * 9}
+    assert check_body(RESPONSES, orjson.dumps(few), LIMITS).model == "m"
+    if known:
+        assert check_body(RESPONSES, orjson.dumps(many), LIMITS).model == "m"
+    else:
+        assert refusal(RESPONSES, many).param == "input"
+
+
+def test_parts_of_no_known_type_may_be_few() -> None:
+    assert refusal(CHAT, chat(messages=[{"role": "user", "content": [{"a": 1}] * 65}])).param == "messages"
+    assert refusal(CHAT, chat(messages=[{"role": 5, "content": 5}] * 65)).param == "messages"
+    assert check_body(CHAT, orjson.dumps(chat(messages=[{"role": "user", "content": [{"a": 1}]}])), LIMITS)
+
+
+# --- the allowlist
+
+
+@pytest.mark.parametrize("route", [CHAT, COMPLETIONS, RESPONSES, MESSAGES, EMBEDDINGS], ids=lambda route: route.name)
+def test_a_field_that_nobody_knows_is_refused_in_openais_words(route: Any) -> None:
+    body = {"model": "m", "messages": [{"role": "user", "content": "x"}], "prompt": "x", "input": "x"}
+    body = {name: value for name, value in body.items() if name in FIELDS[route.name]}
+    if route is RESPONSES:
+        del body["prompt"]  # known, and refused for what it is
+    assert check_body(route, orjson.dumps(body), LIMITS)
+    error = refusal(route, body | {"guided_json": {}})
+    assert error.message == "Unrecognized request argument supplied: guided_json" and error.param == "guided_json"
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        "stream_interval", "ec_transfer_params", "kv_transfer_params", "session_id", "use_beam_search", "request_id",
+        "return_prompt_text", "vllm_xargs", "chat_template", "prompt_embeds", "mm_processor_kwargs",
+    ],
+)  # fmt: skip
+def test_fields_that_change_what_is_counted_or_where_are_refused(field: str) -> None:
+    error = refusal(CHAT, chat(**{field: {"a": 1} if field.endswith(("params", "kwargs", "xargs")) else "2"}))
+    assert error.param == field and error.code == "unsupported_parameter"
+    for nothing in (None, False, 0):
+        assert check_body(CHAT, orjson.dumps(chat(**{field: nothing})), LIMITS)
+
+
+def test_every_field_of_openais_sdk_is_known() -> None:
+    from openai.types import completion_create_params, embedding_create_params
+    from openai.types.chat import completion_create_params as chat_params
+    from openai.types.responses import input_token_count_params, response_create_params
+
+    for route, params in (
+        (CHAT, chat_params.CompletionCreateParamsBase),
+        (COMPLETIONS, completion_create_params.CompletionCreateParamsBase),
+        (EMBEDDINGS, embedding_create_params.EmbeddingCreateParams),
+        (RESPONSES, response_create_params.ResponseCreateParamsBase),
+        (RESPONSES, input_token_count_params.InputTokenCountParams),
+    ):
+        names = set(params.__annotations__)
+        assert len(names) > 4 and not names - set(FIELDS[route.name])
+
+
+# --- forms that an engine has to prepare
+
+
+def schema_of(schema: Any) -> dict[str, Any]:
+    return chat(response_format={"type": "json_schema", "json_schema": {"name": "a", "schema": schema}})
+
+
+def nested(levels: int) -> Any:
+    schema: Any = {"type": "string"}
+    for _ in range(levels):
+        schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
+    return schema
+
+
+def lengths(number: int, longest: int) -> Any:
+    return {"type": "object", "properties": {str(i): {"type": "string", "maxLength": longest - i}
+                                             for i in range(number)}}  # fmt: skip
+
+
+EVIL: dict[str, dict[str, Any]] = {
+    "many properties": schema_of({"type": "object", "properties": {str(i): {"type": "string"} for i in range(2000)}}),
+    "many branches": schema_of({"anyOf": [{"const": i} for i in range(2000)]}),
+    "a long enum": schema_of({"enum": list(range(1001))}),
+    "a large enum": schema_of({"enum": ["x" * 1000] * 40}),
+    "deep": schema_of(nested(30)),
+    "many texts of bounded length": schema_of(lengths(20, 150)),
+    "a pattern that repeats": schema_of({"type": "string", "pattern": "^(.{100}){100}$"}),
+    "names by patterns": schema_of({"type": "object", "patternProperties": {"(a{100}){100}": {}}}),
+    "deep in definitions": schema_of({"$defs": {"a": {"$defs": {"b": {"pattern": ".{1000}"}}}}}),
+    "a schema as text": chat(structured_outputs={"json": orjson.dumps(nested(30)).decode()}),
+    "a huge schema as text": chat(structured_outputs={"json": " " * 300_000}),
+    "a schema that is no JSON": chat(structured_outputs={"json": "{"}),
+    "a regex that repeats": chat(structured_outputs={"regex": ".{1,1000}"}),
+    "a regex of repeats of repeats": chat(structured_outputs={"regex": "(?:[a-z]{1,20} ){1,20}"}),
+    "a repeat too large for a number": chat(structured_outputs={"regex": ".{1,99999999999999999999}"}),
+    "a hundred optional letters": chat(structured_outputs={"regex": "(a?)" * 100}),
+    "a hundred repeated letters": chat(structured_outputs={"regex": "(a*)" * 100}),
+    "a long regex": chat(structured_outputs={"regex": "x" * 1025}),
+    "deep groups": chat(structured_outputs={"regex": "(" * 20 + "a" + ")" * 20}),
+    "choices": chat(structured_outputs={"choice": [str(i) for i in range(1001)]}),
+    "a grammar": chat(structured_outputs={"grammar": 'root ::= "a"'}),
+    "a structural tag": chat(structured_outputs={"structural_tag": "{}"}),
+    "a structural tag as format": chat(response_format={"type": "structural_tag", "format": {}}),
+    "white space by a pattern": chat(structured_outputs={"json": {}, "whitespace_pattern": "(a*)*"}),
+    "a tool that must be called": chat(
+        tools=[{"type": "function", "function": {"name": "f", "parameters": nested(30)}}], tool_choice="required"
+    ),
+    "a strict tool": chat(
+        tools=[{"type": "function", "function": {"name": "f", "strict": True, "parameters": lengths(20, 150)}}]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EVIL)
+def test_forms_that_take_an_engine_too_long_are_refused(name: str) -> None:
+    error = refusal(CHAT, EVIL[name])
+    assert error.param in ("response_format", "structured_outputs", "tools")
+
+
+def test_of_every_route_the_forms_are_measured() -> None:
+    deep = nested(30)
+    text = {"format": {"type": "json_schema", "name": "a", "schema": deep}}
+    assert refusal(RESPONSES, {"model": "m", "input": "x", "text": text}).param == "text"
+    tool = {"type": "function", "name": "f", "parameters": deep}
+    body = {"model": "m", "input": "x", "tools": [tool], "tool_choice": {"type": "function", "name": "f"}}
+    assert refusal(RESPONSES, body).param == "tools"
+    asked = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": "x"}]}
+    assert refusal(MESSAGES, {**asked, "output_config": {"format": {"schema": deep}}}).param == "output_config"
+    tools = {"tools": [{"name": "f", "input_schema": deep}], "tool_choice": {"type": "any"}}
+    assert refusal(MESSAGES, {**asked, **tools}).param == "tools"
+    body = {"model": "m", "prompt": "x", "structured_outputs": {"regex": ".{1000}"}}
+    assert refusal(COMPLETIONS, body).param == "structured_outputs"
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "minLength": 1, "maxLength": 80, "pattern": "^[A-Z][a-z]+( [A-Z][a-z]+)*$"},
+        "mail": {"type": "string", "format": "email", "maxLength": 254},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": [f"tag {i}" for i in range(200)]}, "maxItems": 100},
+        "kind": {"anyOf": [{"$ref": "#/$defs/a"}, {"type": "null"}]},
+        "phone": {"type": "string", "pattern": "^\\+?[0-9]{1,3}-[0-9]{3}-[0-9]{4}$"},
+    },
+    "required": ["name", "age"],
+    "additionalProperties": False,
+    "$defs": {"a": {"type": "object", "properties": {str(i): {"type": "string"} for i in range(50)}}},
+}
+SANE = [
+    schema_of(PERSON),
+    schema_of(nested(15)),
+    chat(structured_outputs={"json": PERSON}),
+    chat(structured_outputs={"json": orjson.dumps(PERSON).decode()}),
+    chat(structured_outputs={"regex": "[a-z]{250}"}),
+    chat(structured_outputs={"regex": r"\w+@\w+\.(com|org|net)"}),
+    chat(structured_outputs={"regex": r"(\d{1,3}\.){3}\d{1,3}"}),
+    chat(structured_outputs={"choice": ["positive", "negative"]}),
+    chat(response_format={"type": "json_object"}),
+    chat(tools=[{"type": "function", "function": {"name": f"f{i}", "parameters": PERSON}} for i in range(64)]),
+    chat(
+        tools=[{"type": "function", "function": {"name": "f", "parameters": PERSON}}],
+        tool_choice={"type": "function", "function": {"name": "f"}},
+    ),
+]
+
+
+@pytest.mark.parametrize("number", range(len(SANE)))
+def test_forms_that_people_ask_for_pass(number: int) -> None:
+    assert check_body(CHAT, orjson.dumps(SANE[number]), LIMITS).model == "m"
+
+
+@pytest.mark.parametrize(
+    ("pattern", "measured"),
+    [
+        ("abc", (0, 0)), ("a*b+c?", (3, 0)), ("a{3}", (1, 2)), ("(ab){3}c{2}", (2, 5)), ("(a{10}){10}", (2, 99)),
+        ("[^]a-z{9}]{5}", (1, 4)), (r"\{5}", (0, 0)), (r"\d{5}", (1, 4)), ("a{,5}", (1, 4)), ("a{x}", (0, 0)),
+        ("a{3", (0, 0)), ("((a{2}", (1, 1)), (")a{2}", (1, 1)), ("[a", (0, 0)), ("a{2,}", (1, 1)),
+        ("(a{30}b{30}){0,30}", (3, 1798)), ("a{0}", (1, 0)),
+    ],
+)  # fmt: skip
+def test_what_a_regular_expression_repeats_is_read_off(pattern: str, measured: tuple[int, int]) -> None:
+    assert measure_regex("x", pattern) == measured
