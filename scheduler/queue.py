@@ -121,6 +121,11 @@ class _Rooms:
         self.left[best] = self.left.get(best, 0) - size
 
 
+def _ahead(job: JobView, ahead: JobView) -> str:
+    """The sentence ends in the job's own events, where its owner reads it: another owner's job has no name there."""
+    return f"job {ahead.id} and others ahead of it" if ahead.owner == job.owner else "jobs ahead of it"
+
+
 def allot(
     jobs: Sequence[JobView],
     budget: int,
@@ -154,10 +159,10 @@ def allot(
                 sizes[job.id] = len(job.devices)
                 left -= len(job.devices)
                 rooms.give(job, len(job.devices))
-    ahead = ""
+    ahead: JobView | None = None
     for job in ordered:
         if job.id in sizes:
-            ahead = ahead or job.id
+            ahead = ahead or job
             continue
         if job.phase == "paused":
             waiting[job.id] = "Paused by request; `appliance job resume` puts it back into the queue."
@@ -187,7 +192,7 @@ def allot(
             sizes[job.id] = size
             left -= size
             rooms.give(job, size)
-            ahead = ahead or job.id
+            ahead = ahead or job
             continue
         least = job.sizes[0]
         if found and job.id in found:
@@ -200,7 +205,7 @@ def allot(
             waiting[job.id] = f"Needs {least} device{'s' * (least > 1)}: {why}."
         else:
             room = max(min(left, rooms.most(job, rooms.left, left)), 0)
-            by = f"job {ahead} and others ahead of it" if ahead else "jobs that are not preempted"
+            by = _ahead(job, ahead) if ahead else "jobs that are not preempted"
             waiting[job.id] = (
                 f"Needs {least} device{'s' * (least > 1)}; {room} of training's {budget} are left by {by}."
             )

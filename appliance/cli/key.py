@@ -13,7 +13,11 @@ from appliance.cli.paths import segment
 
 Models = Annotated[
     list[str] | None,
-    typer.Option("--model", help="A model that it may use, beside what its own jobs make; repeatable. Default: all."),
+    typer.Option(
+        "--model",
+        help="Of the models that its owner may use, those that it may, beside what his jobs make; repeatable. "
+        "Default: all.",
+    ),
 ]
 RequestsPerMinute = Annotated[int | None, typer.Option("--requests-per-minute", min=1, metavar="N")]
 TokensPerMinute = Annotated[
@@ -22,6 +26,22 @@ TokensPerMinute = Annotated[
 TokensPerDay = Annotated[int | None, typer.Option("--tokens-per-day", min=1, metavar="N", help="Days of UTC.")]
 TokensPerMonth = Annotated[int | None, typer.Option("--tokens-per-month", min=1, metavar="N", help="Months of UTC.")]
 
+# What its jobs may claim before others. An operator's key has no such bounds.
+MaxPriority = Annotated[
+    int | None, typer.Option("--max-priority", min=-1000, max=1000, metavar="N", help="Of its jobs. Default: 0.")
+]
+MaxNonPreemptible = Annotated[
+    int | None,
+    typer.Option("--max-non-preemptible", min=0, metavar="N", help="Of its unfinished jobs. Default: 0."),
+]
+MaxDeadlines = Annotated[
+    int | None,
+    typer.Option("--max-deadlines", min=0, metavar="N", help="Unfinished jobs that have a deadline. Default: 0."),
+]
+MaxHeld = Annotated[
+    int | None, typer.Option("--max-held", min=0, metavar="N", help="Unfinished jobs that are held. Default: 16.")
+]
+
 app = group("API keys: who may use the box over the network. Commands on the box itself need none.")
 
 
@@ -29,7 +49,9 @@ app = group("API keys: who may use the box over the network. Commands on the box
     epilog=examples(
         "appliance key create --name alice",
         "appliance key create --name ops --scope admin",
-        "appliance key create --name alice-laptop --owner alice     shares alice's part of the devices",
+        "appliance key create --name dashboard --scope read            sees status, queue and usage, changes nothing",
+        "appliance key create --name prometheus --scope metrics        GET /metrics alone",
+        "appliance key create --name alice-laptop --owner alice        sees what alice's first key made",
         "appliance key create --name trial --model starter --requests-per-minute 60 --tokens-per-day 100000",
         "export OPENAI_API_KEY=$(appliance key create --name ci -o json | jq -r .key)",
     )
@@ -40,21 +62,29 @@ def create(
     name: Annotated[str, typer.Option("--name", help="Whose key it is; shown in lists and in the audit log.")],
     scope: Annotated[
         list[str] | None,
-        typer.Option("--scope", help="inference, fine_tuning or admin; repeatable. Default: the first two."),
+        typer.Option(
+            "--scope", help="inference, fine_tuning, read, metrics or admin; repeatable. Default: the first two."
+        ),
     ] = None,
     owner: Annotated[
-        str | None, typer.Option("--owner", help="Whose share of the devices its jobs count towards. Default: NAME.")
+        str | None,
+        typer.Option("--owner", help="Whose is what it makes, and whose part of the devices it shares. Default: NAME."),
     ] = None,
     model: Models = None,
     requests_per_minute: RequestsPerMinute = None,
     tokens_per_minute: TokensPerMinute = None,
     tokens_per_day: TokensPerDay = None,
     tokens_per_month: TokensPerMonth = None,
+    max_priority: MaxPriority = None,
+    max_non_preemptible: MaxNonPreemptible = None,
+    max_deadlines: MaxDeadlines = None,
+    max_held: MaxHeld = None,
 ) -> None:
     """Make a key and show it once: the box keeps only its SHA-256."""
     body = {"name": name, "scopes": scope or None, "owner": owner, "models": model or None} | {
         "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
-        "tokens_per_day": tokens_per_day, "tokens_per_month": tokens_per_month,
+        "tokens_per_day": tokens_per_day, "tokens_per_month": tokens_per_month, "max_priority": max_priority,
+        "max_non_preemptible": max_non_preemptible, "max_deadlines": max_deadlines, "max_held": max_held,
     }  # fmt: skip
     answer = session.client.post("/admin/v1/keys", {k: v for k, v in body.items() if v is not None})
     if not session.as_json:
@@ -78,6 +108,10 @@ def limit(
     tokens_per_minute: TokensPerMinute = None,
     tokens_per_day: TokensPerDay = None,
     tokens_per_month: TokensPerMonth = None,
+    max_priority: MaxPriority = None,
+    max_non_preemptible: MaxNonPreemptible = None,
+    max_deadlines: MaxDeadlines = None,
+    max_held: MaxHeld = None,
     lift: Annotated[
         list[str] | None,
         typer.Option("--lift", metavar="LIMIT", help="Take a limit away, by its name with underscores; repeatable."),
@@ -87,6 +121,8 @@ def limit(
     given = {
         "models": model or None, "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
         "tokens_per_day": tokens_per_day, "tokens_per_month": tokens_per_month,
+        "max_priority": max_priority, "max_non_preemptible": max_non_preemptible, "max_deadlines": max_deadlines,
+        "max_held": max_held,
     }  # fmt: skip
     unknown = [name for name in lift or () if name not in given]
     if unknown:
@@ -110,9 +146,23 @@ def list_keys(
 @app.command(epilog=examples("appliance key revoke alice", "appliance key revoke key_4f2a81"))
 @for_box
 def revoke(session: Session, key: Annotated[str, typer.Argument(metavar="NAME_OR_ID")]) -> None:
-    """Make a key worthless at once; what runs with it ends, streams with an error event. Its jobs go on."""
+    """Make a key worthless at once: its requests, batches and responses in background end, its jobs are paused."""
     answer = session.client.delete(f"/admin/v1/keys/{segment(key)}")
-    session.show(answer, lambda revoked: f"revoked {revoked['name']} ({revoked['id']})")
+    session.show(answer, _revoked)
+
+
+def _revoked(answer: dict[str, Any]) -> str:
+    stopped = answer["stopped"]
+    told = [
+        f"{len(stopped[kind])} {one if len(stopped[kind]) == 1 else many}"
+        for kind, one, many in (
+            ("jobs", "job is paused", "jobs are paused (`appliance job resume` lets one go on)"),
+            ("batches", "batch ends", "batches end"),
+            ("responses", "response in background failed", "responses in background failed"),
+        )
+        if stopped[kind]
+    ]  # fmt: skip
+    return f"revoked {answer['name']} ({answer['id']})" + "".join(f"; {text}" for text in told)
 
 
 def _table(answer: dict[str, Any]) -> Any:
@@ -135,6 +185,14 @@ def _limits(key: dict[str, Any]) -> str:
             ("tokens", "month", "month"),
         )
         if key.get(f"{what}_per_{span}") is not None
+    ]  # fmt: skip
+    shown += [
+        f"{key[name]} {what}"
+        for name, what, usual in (
+            ("max_priority", "priority", 0), ("max_non_preemptible", "non-preemptible", 0),
+            ("max_deadlines", "deadlines", 0), ("max_held", "held", 16),
+        )
+        if key.get(name, usual) != usual
     ]  # fmt: skip
     if key.get("models") is not None:
         shown.append(f"only {', '.join(key['models']) or 'what its jobs make'}")

@@ -146,6 +146,36 @@ def pin(
     session.show(answer, lambda done: f"{done['model']} {done['version']} is {'' if done['pinned'] else 'not '}pinned")
 
 
+@app.command(
+    epilog=examples(
+        "appliance model share ft:starter:local:gsm8k:a1b2c3d4 --with bob",
+        "appliance model share ft:starter:local:gsm8k:a1b2c3d4 --with all",
+        "appliance model share starter --with all --stop               for its owner and operators alone from now on",
+        "",
+        "A model that a job makes is for the owner of its key alone; one that was imported is for everybody. With a",
+        "key of the scope fine_tuning an owner shares his own models, an operator any.",
+    )
+)
+@for_box
+def share(
+    session: Session,
+    model: MODEL,
+    with_: Annotated[list[str], typer.Option("--with", metavar="OWNER|all", help="Of keys; repeatable.")],
+    stop: Annotated[bool, typer.Option("--stop", help="No longer with them.")] = False,
+) -> None:
+    """Let other owners use a model, its versions and checkpoints; `model show` says whom it is shared with."""
+    body = {"owners": [owner for owner in with_ if owner != "all"], "everybody": "all" in with_, "stop": stop}
+    answer = session.client.post(f"/v1/models/{paths.segment(model)}/share", body)
+    session.show(answer, lambda made: f"{made['id']} is for {_audience(made)}")
+
+
+def _audience(made: dict[str, Any]) -> str:
+    if made["shared_with_everybody"]:
+        return "everybody"
+    names = [name for name in (made["owner"], *made["shared_with"]) if name]
+    return f"{', '.join(names)} and operators" if names else "operators alone"
+
+
 def _operation(operation: dict[str, Any]) -> Any:
     result = operation.get("result") or {}
     rows: list[tuple[str, object]] = [("operation", operation["id"]), ("state", operation["state"])]
@@ -196,6 +226,7 @@ def _one(model: dict[str, Any]) -> Any:
         ("size", formats.size(model["bytes"])),
         ("context", f"{formats.or_dash(model.get('max_model_len'))} tokens"),
         ("source", formats.or_dash(model.get("source"))),
+        ("for", _for_whom(model)),
         ("state", model["state"] + (f": {model['message']}" if model.get("message") else "")),
     ])  # fmt: skip
     versions = output.table(
@@ -209,6 +240,11 @@ def _one(model: dict[str, Any]) -> Any:
     )  # fmt: skip
     last = model.get("canary")
     return output.stack(about, versions, canary_fields(last) if last else None)
+
+
+def _for_whom(model: dict[str, Any]) -> str:
+    shares = model["shared_with"]
+    return _audience({**model, "shared_with": shares, "shared_with_everybody": "*" in shares})
 
 
 def _places(version: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ from appliance.controller.batch_runner import BatchRunner
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, Conflict
 from appliance.controller.jobs import ask
-from appliance.controller.principal import Caller
+from appliance.controller.principal import Caller, Principal
 from appliance.store import batches, forgotten, keys, responses
 from appliance.store import files as file_rows
 from appliance.store.session_keys import OWNER as BOX_ITSELF
@@ -81,10 +81,10 @@ def routes(
         for row in forgotten.keys_of(db, owner):
             keys.revoke(db, row.id)
         context.publish_keys()
-        if left := await _ended(owner):
+        if left := await _ended(owner, caller):
             record(context, caller, "owner.forget", "", outcome="failed", waits_for=left)
             return {"owner": owner, "done": False, "waits_for": left, **there}
-        deleted = await _delete_models(there["models"]) if body.models else []
+        deleted = await _delete_models(there["models"], caller) if body.models else []
         await _delete(owner)
         pseudonym = f"forgotten-{secrets.token_hex(4)}"
         forgotten.pseudonymise(db, owner, pseudonym)
@@ -96,11 +96,11 @@ def routes(
             "owner": owner, "done": True, "waits_for": [], "pseudonym": pseudonym, "models_deleted": deleted, **there,
         }  # fmt: skip
 
-    async def _ended(owner: str) -> list[str]:
+    async def _ended(owner: str, caller: Principal) -> list[str]:
         """Cancel what has not ended and wait for it a while; what has not ended then."""
         for job in forgotten.jobs_of(db, owner):
             if not job.finished:
-                ask(context, job.id, "cancel")
+                ask(context, job.id, "cancel", caller)
         for batch_id in forgotten.ids(db, "batches", owner, "status IN ('validating', 'in_progress')"):
             batches.update(db, batch_id, status="cancelling", cancelling_s=time.time())
             runner.poke(batch_id)
@@ -115,11 +115,11 @@ def routes(
     async def _delete(owner: str) -> None:
         for job in forgotten.jobs_of(db, owner):
             for file_id in job.result_files:
-                if (row := file_rows.find(db, file_id, now_s=0)) is not None:
+                if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
                     files.remove(context, row)
             await to_thread.run_sync(shutil.rmtree, context.jobs_dir / job.id, True)
         for file_id in forgotten.ids(db, "files", owner):
-            if (row := file_rows.find(db, file_id, now_s=0)) is not None:
+            if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
                 files.remove(context, row)
             await asyncio.sleep(0)
         for upload_id in forgotten.ids(db, "uploads", owner):
@@ -128,9 +128,9 @@ def routes(
             while forgotten.delete(db, owner, table, _CHUNK) == _CHUNK:
                 await asyncio.sleep(0)
 
-    async def _delete_models(names: list[str]) -> list[str]:
+    async def _delete_models(names: list[str], caller: Principal) -> list[str]:
         deleted = []
         for name in names:
-            await models.remove(context, models.known_model(context, name))
+            await models.remove(context, models.known_model(context, name), caller)
             deleted.append(name)
         return deleted

@@ -2,56 +2,76 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Annotated, Any
 
-from fastapi import APIRouter
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict, Field
 
-from appliance.controller import admin_views
+from appliance.controller import admin_views, job_claims, job_pauses
 from appliance.controller.audit import record
+from appliance.controller.background_responses import BackgroundResponses
+from appliance.controller.batch_runner import BatchRunner
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, Conflict, NotFound, shown
-from appliance.controller.principal import FINE_TUNING, INFERENCE, Caller
-from appliance.store import keys
-from appliance.store.errors import DuplicateRow, RowNotFound
+from appliance.controller.job_events import add_message
+from appliance.controller.job_requests import Priority
+from appliance.controller.naming import CallableName, OwnerName
+from appliance.controller.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, needs
+from appliance.store import batches, jobs, keys, session_keys
+from appliance.store.errors import DuplicateRow
+from appliance.store.rows import KeyRow
 
 DEFAULT_SCOPES = [INFERENCE, FINE_TUNING]
 
 
-Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._ @-]{0,63}$")]
-
-
+# `model share --with all` means everybody; commands on the box itself have keys of their own (`session_keys`).
+RESERVED_OWNERS = ("all", session_keys.OWNER)
 Limit = Annotated[int, Field(ge=1, le=10**15)]
+Jobs = Annotated[int, Field(ge=0, le=10**6)]
+_LIMITS_OF_NEW = {field.name: field.default for field in fields(KeyRow) if field.name in job_claims.LIMITS}
 
 
 class KeyLimits(BaseModel):
-    """What a key may use and spend; null lifts a limit. models: names of models, beside those that its own jobs make.
-    The quotas of tokens count prompts and completions; days and months are those of UTC."""
+    """What a key may use and spend; null lifts a limit. models: names of models, beside what its owner's jobs make.
+    The quotas of tokens count prompts and completions; days and months are those of UTC. max_priority: of its jobs;
+    max_non_preemptible, max_deadlines, max_held: how many of its unfinished jobs may be so; null: as a new key has it.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    models: (
-        Annotated[list[Annotated[str, StringConstraints(min_length=1, max_length=512)]], Field(max_length=1000)] | None
-    ) = None
+    models: Annotated[list[CallableName], Field(max_length=1000)] | None = None
     requests_per_minute: Limit | None = None
     tokens_per_minute: Limit | None = None
     tokens_per_day: Limit | None = None
     tokens_per_month: Limit | None = None
+    max_priority: Priority | None = None
+    max_non_preemptible: Jobs | None = None
+    max_deadlines: Jobs | None = None
+    max_held: Jobs | None = None
+
+    def columns(self) -> dict[str, Any]:
+        """Of what was given."""
+        given = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
+        return {name: _LIMITS_OF_NEW.get(name) if value is None else value for name, value in given.items()}
 
 
 class KeyCreate(KeyLimits):
-    """owner: whose share of the devices its jobs count towards; left out, the key's own name."""
+    """owner: whose is what is made with it, and whose share of the devices its jobs count towards; left out, the key's
+    own name."""
 
-    name: Name
+    name: OwnerName
     scopes: Annotated[list[str], Field(min_length=1, max_length=8)] | None = None
-    owner: Name | None = None
+    owner: OwnerName | None = None
 
 
-def routes(context: ControllerContext, router: APIRouter) -> None:
+def routes(
+    context: ControllerContext, router: APIRouter, runner: BatchRunner, background: BackgroundResponses
+) -> None:
     """Add the routes to the admin router."""
     db = context.db
 
-    @router.get("/keys")
+    @router.get("/keys", dependencies=[Depends(needs(ADMIN))])
     async def list_keys() -> dict[str, Any]:
         return {"object": "list", "data": [admin_views.key(row) for row in keys.list_all(db) if not row.session]}
 
@@ -62,9 +82,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         if unknown:
             raise BadRequest(f"Unknown scope {shown(unknown[0])}; the scopes are {', '.join(keys.SCOPES)}.",
                              param="scopes", code="invalid_value")  # fmt: skip
+        if (owner := body.owner or body.name) in RESERVED_OWNERS:
+            raise BadRequest(f"No owner is called {owner!r}: the box means something else by it. Choose another name.",
+                             param="owner" if body.owner else "name", code="invalid_value")  # fmt: skip
+        limits = body.columns()
         try:
             with db.transaction():
-                limits = body.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
                 row, key = keys.create(db, body.name, list(dict.fromkeys(scopes)), body.owner, **limits)
                 record(context, caller, "key.create", row.id, name=row.name, scopes=row.scopes, owner=row.owner,
                        **limits)  # fmt: skip
@@ -79,7 +102,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         row = keys.find(db, id_or_name)
         if row is None or row.revoked_s is not None:
             raise NotFound(f"No live key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
-        limits = body.model_dump(exclude_unset=True)
+        limits = body.columns()
         with db.transaction():
             keys.update(db, row.id, **limits)
             record(context, caller, "key.limit", row.id, name=row.name, **limits)
@@ -88,12 +111,32 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.delete("/keys/{id_or_name}")
     async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
-        try:
-            with db.transaction():
-                row = keys.revoke(db, id_or_name)
-                record(context, caller, "key.revoke", row.id, name=row.name)
-        except RowNotFound as error:
-            raise NotFound(f"No key with the id or name {shown(id_or_name)}.", param="id",
-                           code="key_not_found") from error  # fmt: skip
+        """What was asked with it ends, or waits: its responses in background and its batches fail, its jobs are
+        paused. One that was revoked before stops nothing any more."""
+        before = keys.find(db, id_or_name)
+        if before is None:
+            raise NotFound(f"No key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
+        stopped: dict[str, list[str]] = {"jobs": [], "batches": [], "responses": []}
+        with db.transaction():
+            row = keys.revoke(db, before.id)
+            if before.revoked_s is None:
+                stopped["jobs"] = _pause_jobs(context, row)
+                stopped["batches"] = [batch.id for batch in batches.list_unfinished(db, key_id=row.id)]
+                stopped["responses"] = background.revoke(row.id)
+            record(context, caller, "key.revoke", row.id, name=row.name,
+                   **{kind: ids for kind, ids in stopped.items() if ids})  # fmt: skip
         context.publish_keys()
-        return admin_views.key(row)
+        for batch_id in stopped["batches"]:
+            runner.poke(batch_id)  # it sees for itself that its key is revoked
+        context.scheduler.nudge(f"{row.id} was revoked")
+        return admin_views.key(row) | {"stopped": stopped}
+
+
+def _pause_jobs(context: ControllerContext, key: KeyRow) -> list[str]:
+    """Not cancelled: what they have computed may be wanted, by the owner with another key or by whoever follows him."""
+    paused = [job.id for job in jobs.list_unfinished_of(context.db, key.id) if job.wanted == "run"]
+    for job_id in paused:
+        jobs.set_wanted(context.db, job_id, "pause")
+        jobs.update(context.db, job_id, reason=job_pauses.KEY_REVOKED)
+        add_message(context.db, job_id, f"Fine-tuning job paused: {job_pauses.KEY_REVOKED}", level="warn")
+    return paused

@@ -23,7 +23,7 @@ from appliance.controller.models import known_model, place, remove
 from appliance.controller.naming import MODEL_NAME_RULE, is_model_name
 from appliance.controller.operations import Operations
 from appliance.controller.ports import ModelStats, Report
-from appliance.controller.principal import Caller
+from appliance.controller.principal import Caller, Principal
 from appliance.store import canaries, deployments, models
 from appliance.store import operations as operation_rows
 from appliance.store.database import Database
@@ -91,7 +91,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
             stats = await context.model_ops.import_model(
                 body.source, name=body.name, revision=body.revision, report=report
             )
-            return _register(context, stats)
+            return _register(context, stats, caller)
 
         answer = start("import", body.name or body.source, work)
         record(context, caller, "model.import", body.name or body.source, source=body.source, revision=body.revision)
@@ -102,7 +102,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
         minutes = body.minutes if body else None
 
         async def work(report: Report) -> dict[str, Any]:
-            return _register(context, await context.model_ops.make_starter(minutes=minutes, report=report))
+            return _register(context, await context.model_ops.make_starter(minutes=minutes, report=report), caller)
 
         answer = start("starter", "starter", work)
         record(context, caller, "model.starter", "starter", minutes=minutes)
@@ -161,7 +161,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
 
     @router.delete("/models/{name:path}")
     async def delete(name: str, caller: Caller) -> dict[str, Any]:
-        await remove(context, known_model(context, name))
+        await remove(context, known_model(context, name), caller)
         record(context, caller, "model.delete", name)
         return {"name": name, "deleted": True}
 
@@ -193,7 +193,7 @@ def _check_new_name(db: Database, name: str) -> None:
                        code="model_exists")  # fmt: skip
 
 
-def _register(context: ControllerContext, stats: ModelStats) -> dict[str, Any]:
+def _register(context: ControllerContext, stats: ModelStats, caller: Principal) -> dict[str, Any]:
     """Rows of a model whose bytes are in place: the model or a new version of it, active, and its deployment."""
     db, now_s = context.db, time.time()
     with db.transaction():
@@ -201,7 +201,7 @@ def _register(context: ControllerContext, stats: ModelStats) -> dict[str, Any]:
             models.insert(db, ModelRow(
                 id=stats.name, kind="base", arch=stats.arch, params=stats.params, bytes=stats.bytes, task=stats.task,
                 owned_by=f"org-{context.config.organization}", source=stats.source, created_s=now_s,
-                max_model_len=stats.max_model_len, info=stats.info,
+                max_model_len=stats.max_model_len, info=stats.info, owner=caller.owner,
             ))  # fmt: skip
         if models.find_version(db, stats.name, stats.version) is None:
             models.insert_version(db, VersionRow(

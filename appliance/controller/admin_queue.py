@@ -8,14 +8,14 @@ from typing import Any
 from fastapi import APIRouter
 from pydantic import BaseModel, ConfigDict
 
-from appliance.controller import admin_views, job_devices, node_sizes
+from appliance.controller import admin_views, job_devices, job_pauses, node_sizes
 from appliance.controller.audit import name_of, record
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, Conflict
 from appliance.controller.job_events import add_message
 from appliance.controller.job_requests import Devices, Moment, Priority, Sizes
 from appliance.controller.jobs import known_job
-from appliance.controller.principal import Caller
+from appliance.controller.principal import Caller, Principal
 from appliance.controller.views import job_phase
 from appliance.store import jobs
 from appliance.store.rows import JobRow
@@ -50,12 +50,15 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             (row for row in jobs.list_unfinished(db) if row.wanted != "cancel"),
             key=lambda row: (row.id not in placed, placed[row.id]["position"] if row.id in placed else row.created_s),
         )
-        data = [_entry(row, position, placed.get(row.id)) for position, row in enumerate(rows, 1)]
+        data = [
+            _entry(row, position, placed.get(row.id), job_pauses.reason(db, row))
+            for position, row in enumerate(rows, 1)
+        ]
         return {"object": "list", "data": data, "owners": _owners(data)}
 
     @router.patch("/jobs/{job_id}")
     async def update(job_id: str, body: JobUpdate, caller: Caller) -> dict[str, Any]:
-        row = _unfinished(context, job_id, "changed")
+        row = _unfinished(context, caller, job_id, "changed")
         changes = _changes(context, row, body)
         with db.transaction():
             jobs.update(db, job_id, **changes)
@@ -75,9 +78,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         return _set_held(context, caller, job_id, False)
 
 
-def _set_held(context: ControllerContext, caller: Caller, job_id: str, held: bool) -> dict[str, Any]:
+def _set_held(context: ControllerContext, caller: Principal, job_id: str, held: bool) -> dict[str, Any]:
     """Idempotent. Raises NotFound and Conflict."""
-    row = _unfinished(context, job_id, "held" if held else "released")
+    row = _unfinished(context, caller, job_id, "held" if held else "released")
     with context.db.transaction():
         if bool(row.held) != held:
             jobs.update(context.db, job_id, held=int(held))
@@ -88,8 +91,8 @@ def _set_held(context: ControllerContext, caller: Caller, job_id: str, held: boo
     return admin_views.job(jobs.get(context.db, job_id))
 
 
-def _unfinished(context: ControllerContext, job_id: str, verb: str) -> JobRow:
-    row = known_job(context, job_id)
+def _unfinished(context: ControllerContext, caller: Principal, job_id: str, verb: str) -> JobRow:
+    row = known_job(context, job_id, caller)
     if row.finished or row.wanted == "cancel":
         raise Conflict(f"The fine-tuning job {job_id} is {job_phase(row)}; it cannot be {verb} any more.",
                        param="fine_tune_id", code="invalid_job_state")  # fmt: skip
@@ -120,9 +123,9 @@ def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[s
     return changes
 
 
-def _entry(row: JobRow, position: int, place: dict[str, Any] | None) -> dict[str, Any]:
+def _entry(row: JobRow, position: int, place: dict[str, Any] | None, paused: str | None) -> dict[str, Any]:
     if place is not None:
-        reason, message = place["reason"], place["message"]
+        reason, message = place["reason"], paused or place["message"]
     else:
         reason, message = VALIDATING if row.phase == "validating" else SUBMITTED
     return {

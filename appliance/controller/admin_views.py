@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from appliance.controller import job_claims
 from appliance.controller.model_states import ModelStates
 from appliance.controller.ports import SchedulerStatus, TierPort
 from appliance.controller.views import job_phase, job_status
@@ -32,7 +33,8 @@ def key(row: KeyRow) -> dict[str, Any]:
     return {"id": row.id, "name": row.name, "scopes": row.scopes, "owner": row.owner, "prefix": row.prefix,
             "created_s": row.created_s, "revoked_s": row.revoked_s, "models": row.models,
             "requests_per_minute": row.requests_per_minute, "tokens_per_minute": row.tokens_per_minute,
-            "tokens_per_day": row.tokens_per_day, "tokens_per_month": row.tokens_per_month}  # fmt: skip
+            "tokens_per_day": row.tokens_per_day, "tokens_per_month": row.tokens_per_month,
+            **{name: getattr(row, name) for name in job_claims.LIMITS}}  # fmt: skip
 
 
 def model(db: Database, row: ModelRow, status: SchedulerStatus, states: ModelStates, tiers: TierPort) -> dict[str, Any]:
@@ -43,6 +45,7 @@ def model(db: Database, row: ModelRow, status: SchedulerStatus, states: ModelSta
         "name": row.id, "kind": row.kind, "arch": row.arch, "task": row.task, "params": row.params, "bytes": row.bytes,
         "base": row.base, "active_version": row.active_version, "max_model_len": row.max_model_len,
         "source": row.source, "job_id": row.job_id, "created_s": row.created_s, "info": row.info,
+        "owner": row.owner or None, "shared_with": models.shared_with(db, row.id),
         "adapter": _adapter(db, row), "state": states.word(row.id), "message": states.message(row.id),
         "deployment": deployment(found, status) if found else None,
         "versions": [

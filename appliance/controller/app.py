@@ -42,7 +42,7 @@ from appliance.controller.context import ControllerContext
 from appliance.controller.job_validation import JobValidation
 from appliance.controller.middleware import BodyLimits, RequestIds
 from appliance.controller.operations import Operations
-from appliance.controller.principal import ADMIN
+from appliance.controller.principal import of_admin_routes
 from appliance.controller.routers import make_router
 from appliance.controller.stored_responses import StoredResponses
 from appliance.store import files as file_rows
@@ -99,14 +99,14 @@ def create_app(context: ControllerContext) -> FastAPI:
     app.state.responses, app.state.background = stored, background
     error_handlers.install(app)
 
-    admin = make_router("/admin/v1", ADMIN)
+    admin = make_router("/admin/v1", check=of_admin_routes)
     admin_box.routes(context, admin)
     admin_mode.routes(context, admin)
     admin_queue.routes(context, admin)
     admin_devices.routes(context, admin)
     admin_deployments.routes(context, admin)
     admin_forget.routes(context, admin, runner, background)
-    admin_keys.routes(context, admin)
+    admin_keys.routes(context, admin, runner, background)
     admin_session_keys.routes(context, admin)
     admin_canaries.routes(context, admin, compared)
     admin_models.routes(context, admin, running, compared)

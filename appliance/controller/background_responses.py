@@ -15,9 +15,11 @@ from typing import Any
 import orjson
 
 from appliance.controller import response_objects
+from appliance.controller.access import may_use, viewer_of
 from appliance.controller.batch_toll import Charge, Toll
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import ApiError
+from appliance.controller.models import unknown_model
 from appliance.controller.ports import EngineAnswer, LineReturned
 from appliance.controller.response_items import conversation, items_of
 from appliance.controller.stored_responses import DAY_S, StoredResponses
@@ -32,6 +34,7 @@ ASKER = "background responses"
 MAX_UNFINISHED = 1000
 LOOK_EVERY_S = 0.5
 COMMENT_EVERY_S = 15.0
+KEY_REVOKED = "The API key of this response was revoked."
 _MAX_DEATHS = 3
 
 
@@ -83,6 +86,14 @@ class BackgroundResponses:
             self.forget(row.id)
             self._end(row, {**orjson.loads(row.response), "status": "cancelled"})
         return responses.find(self._db, row.id) or row
+
+    def revoke(self, key_id: str) -> list[str]:
+        """What a revoked key asked for fails; returns the ids. In the transaction that revokes it."""
+        rows = responses.list_unfinished(self._db, key_id=key_id)
+        for row in rows:
+            self.forget(row.id)
+            self._fail(row, "invalid_prompt", KEY_REVOKED)
+        return [row.id for row in rows]
 
     async def follow(self, response_id: str, after: int) -> AsyncIterator[bytes]:
         """Events of its stream behind the one of this number, until it has ended."""
@@ -159,10 +170,14 @@ class BackgroundResponses:
 
     async def _asked(self, row: ResponseRow, model: str) -> EngineAnswer:
         """Raises LineReturned; ApiError where the earlier turns are gone."""
+        if row.key_id and keys.is_revoked(self._db, row.key_id):
+            raise ApiError(401, KEY_REVOKED)
+        if not may_use(self._db, row.key_id or None, model):  # it was deleted, or is not shared any more
+            raise unknown_model(model)
         request = orjson.loads(row.request or "{}")
         items = None
         if row.previous_id is not None:
-            earlier = await self._stored.before(row.previous_id, row.key_id)
+            earlier = await self._stored.before(row.previous_id, viewer_of(self._db, row.key_id or None))
             items = conversation(earlier) + items_of(request["input"])
         self._set(row, {**orjson.loads(row.response), "status": "in_progress"}, status="in_progress")
         body = response_objects.engine_body(request, items)

@@ -37,7 +37,7 @@ class BatchRunner:
         """The batch, or what is left of it where even its failure could not be written (a full disk)."""
         work = self._works[batch_id]
         if work.begun:
-            row = batches.find(self._context.db, batch_id)
+            row = batches.find(self._context.db, batch_id, viewer=None)
             if row is None or row.finished:
                 return
             work = self._works[batch_id] = BatchWork(self._context, batch_id, self)

@@ -13,9 +13,10 @@ from typing import Any
 
 import orjson
 
+from appliance.controller.access import may_use
 from appliance.controller.batch_answers import tokens_of
 from appliance.controller.ports import EngineAnswer
-from appliance.controller.spending import Spending, may_use, spent_until_s
+from appliance.controller.spending import Spending, spent_until_s
 from appliance.gateway import errors as gateway_errors
 from appliance.gateway.allowance import Allowance
 from appliance.store import keys

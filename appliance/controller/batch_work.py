@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from anyio import to_thread
 
 from appliance.controller import batch_lines
+from appliance.controller.access import viewer_of
 from appliance.controller.batch_answers import Answers
 from appliance.controller.batch_files import linked, remove_bytes
 from appliance.controller.batch_lines import Line, Lines
@@ -26,7 +27,7 @@ from appliance.controller.context import ControllerContext
 from appliance.controller.errors import error_object
 from appliance.controller.naming import resolve
 from appliance.controller.ports import LineReturned
-from appliance.store import batches, canaries, keys
+from appliance.store import batches, canaries, keys, models
 from appliance.store import files as file_rows
 from appliance.store.ids import new_id
 from appliance.store.rows import BatchRow, ModelRow
@@ -116,7 +117,7 @@ class BatchWork:
         if lines.errors or lines.model is None:
             return
         found = resolve(self._db, lines.model)
-        if found is None:
+        if found is None or not models.is_visible(self._db, found.model.id, viewer_of(self._db, row.key_id)):
             lines.add_error("model_not_found", f"The model `{lines.model}` does not exist or you do not have access "
                             "to it.", 1, "body.model")  # fmt: skip
         elif found.model.task != _TASK_OF.get(row.endpoint, "generate"):
@@ -276,7 +277,7 @@ class BatchWork:
     # --- the row
 
     def _row(self) -> BatchRow:
-        row = batches.find(self._db, self.batch_id)
+        row = batches.find(self._db, self.batch_id, viewer=None)
         if row is None:
             raise _Gone("the batch was deleted")
         return row
@@ -286,13 +287,13 @@ class BatchWork:
 
     def _fail(self, code: str, message: str) -> None:
         log.error("it fails: %s", message, extra={"batch_id": self.batch_id})
-        if batches.find(self._db, self.batch_id) is not None:
+        if batches.find(self._db, self.batch_id, viewer=None) is not None:
             error = {"code": code, "line": None, "message": message, "param": None}
             self._set(status="failed", failed_s=time.time(), errors=[error])
 
     def _input_path(self, row: BatchRow) -> Path:
         # Without a look at the expiry: what was valid when the batch was made stays so while its bytes are here.
-        if file_rows.find(self._db, row.input_file_id, now_s=0) is None:
+        if file_rows.find(self._db, row.input_file_id, viewer=None, now_s=0) is None:
             raise _Gone(f"the file {row.input_file_id} was deleted")
         return self._context.files_dir / row.input_file_id
 

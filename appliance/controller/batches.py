@@ -8,14 +8,14 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 
-from appliance.controller import files, repeats
+from appliance.controller import files, repeats, views
 from appliance.controller.batch_lines import ENDPOINTS
 from appliance.controller.batch_runner import BatchRunner
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, Conflict, NotFound, shown
 from appliance.controller.job_requests import check_metadata
 from appliance.controller.paging import After, Limit, list_object
-from appliance.controller.principal import INFERENCE, Caller
+from appliance.controller.principal import INFERENCE, Caller, Principal
 from appliance.controller.routers import make_router
 from appliance.store import batches
 from appliance.store.ids import new_id
@@ -53,57 +53,58 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
             raise BadRequest(f"Invalid value for 'endpoint': {shown(body.endpoint)} was given, expected one of "
                              f"{', '.join(ENDPOINTS)}.", param="endpoint", code="invalid_value")  # fmt: skip
         check_metadata(body.metadata)
-        file = files.known_file(context, body.input_file_id, "input_file_id")
+        file = files.known_file(context, body.input_file_id, caller, "input_file_id")
         if file.purpose != "batch":
             raise BadRequest(f"The file {file.id} has the purpose {file.purpose!r}; a batch reads one of purpose "
                              "'batch'.", param="input_file_id", code="invalid_file_purpose")  # fmt: skip
         attempt = repeats.Attempt.of(request, caller, ROUTE, body.model_dump())
         with db.transaction():
             earlier = repeats.find(db, attempt, context.config)
-            row = batches.find(db, earlier) if earlier else None
+            row = batches.find(db, earlier, viewer=caller.viewer) if earlier else None
             if row is None:
                 context.quotas.check_batch(caller)
                 now_s = time.time()
                 row = BatchRow(
                     id=new_id("batch_"), endpoint=body.endpoint, input_file_id=file.id, created_s=now_s,
-                    expires_s=now_s + WINDOW_S, key_id=caller.key_id, metadata=body.metadata,
+                    expires_s=now_s + WINDOW_S, key_id=caller.key_id, owner=caller.owner, metadata=body.metadata,
                     output_keep_s=body.output_expires_after.seconds if body.output_expires_after else None,
                 )  # fmt: skip
                 batches.insert(db, row)
                 repeats.remember(db, attempt, row.id)
                 runner.begin(row.id)
-        return _view(row, runner)
+        return _view(row, runner, caller)
 
     @router.get("")
-    async def list_batches(after: After = None, limit: Limit = 20) -> dict[str, Any]:
-        return list_object(batches.page(db, after=after, limit=limit), lambda row: _view(row, runner))
+    async def list_batches(caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+        page = batches.page(db, viewer=caller.viewer, after=after, limit=limit)
+        return list_object(page, lambda row: _view(row, runner, caller))
 
     @router.get("/{batch_id}")
-    async def retrieve(batch_id: str) -> dict[str, Any]:
-        return _view(_known(context, batch_id), runner)
+    async def retrieve(batch_id: str, caller: Caller) -> dict[str, Any]:
+        return _view(_known(context, batch_id, caller), runner, caller)
 
     @router.post("/{batch_id}/cancel")
-    async def cancel(batch_id: str) -> dict[str, Any]:
-        row = _known(context, batch_id)
+    async def cancel(batch_id: str, caller: Caller) -> dict[str, Any]:
+        row = _known(context, batch_id, caller)
         if row.status in ("validating", "in_progress"):
             batches.update(db, row.id, status="cancelling", cancelling_s=time.time())
             runner.poke(row.id)
         elif row.status not in ("cancelling", "cancelled"):
             raise Conflict(f"Cannot cancel a batch with status '{row.status}'.", param="batch_id",
                            code="batch_not_cancellable")  # fmt: skip
-        return _view(_known(context, batch_id), runner)
+        return _view(_known(context, batch_id, caller), runner, caller)
 
     return router
 
 
-def _known(context: ControllerContext, batch_id: str) -> BatchRow:
-    row = batches.find(context.db, batch_id)
+def _known(context: ControllerContext, batch_id: str, caller: Principal) -> BatchRow:
+    row = batches.find(context.db, batch_id, viewer=caller.viewer)
     if row is None:
         raise NotFound(f"No batch found with id {shown(batch_id)}.", param="batch_id", code="batch_not_found")
     return row
 
 
-def _view(row: BatchRow, runner: BatchRunner) -> dict[str, Any]:
+def _view(row: BatchRow, runner: BatchRunner, caller: Principal) -> dict[str, Any]:
     """OpenAI's object, and `waiting_for`: why an unfinished batch makes no progress now, None when it does."""
     completed, failed = runner.progress(row.id) or (row.completed, row.failed)
     moments = {name: getattr(row, f"{name}_s") for name in _MOMENTS}
@@ -124,4 +125,4 @@ def _view(row: BatchRow, runner: BatchRunner) -> dict[str, Any]:
         "usage": row.usage,
         "metadata": row.metadata,
         "waiting_for": None if row.finished else runner.waits_for(row.id),
-    }
+    } | views.whose(row, caller)

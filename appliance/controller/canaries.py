@@ -49,7 +49,7 @@ class Canaries:
 
     async def _look_at(self, model: str, now_s: float) -> None:
         row, active = self._running(model), self._model(model).active_version
-        decision, caller = self.decision(row, now_s), Principal(None, frozenset({ADMIN}), new_id("req_"))
+        decision, caller = self.decision(row, now_s), Principal(None, frozenset({ADMIN}), new_id("req_"), "")
         if active == row.version:
             # Published by another hand, or the process ended between the swap and this. A promotion under way ends it
             # itself, or takes the version back.

@@ -24,8 +24,9 @@ class ControllerContext:
     """files_dir: bytes of files by id. jobs_dir: one folder per job. batches_dir: answers of
     unfinished batches. uploads_dir: parts by upload. box: {"id",
     "version", "url", "data_dir"} as `/admin/v1/status` shows it. adapter_rank_limit: the largest LoRA rank that
-    engines of a model take, 0: none. load: what the gateways report. keepers: of this process. main_troubles: of the
-    processes that the main process keeps, as `Keepers.degraded` has them."""
+    engines of a model take, 0: none. load: what the gateways report. models_shared: whom a model exists for has
+    changed; the gateways are to know. keepers: of this process. main_troubles: of the processes that the main process
+    keeps, as `Keepers.degraded` has them."""
 
     db: Database
     files_dir: Path
@@ -40,6 +41,7 @@ class ControllerContext:
     adapter_rank_limit: Callable[[ModelRow], int] = lambda _: 0
     load: Callable[[], Load] = Load
     config: ControllerConfig = field(default_factory=ControllerConfig)
+    models_shared: Callable[[], None] = lambda: None
     box: dict[str, str] = field(default_factory=dict)
     started_s: float = field(default_factory=time.time)
     keepers: Keepers = field(default_factory=Keepers)

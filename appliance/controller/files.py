@@ -18,7 +18,7 @@ from appliance.controller import repeats, uploads, views
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, Conflict, NotFound, shown
 from appliance.controller.paging import After, list_object
-from appliance.controller.principal import FINE_TUNING, Caller
+from appliance.controller.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.routers import make_router
 from appliance.store import batches, files
 from appliance.store.database import Database
@@ -50,7 +50,7 @@ def routes(context: ControllerContext) -> APIRouter:
                 purpose, keep_s = checked_purpose(upload.fields.get("purpose")), _keep_s(upload.fields)
                 row = await described(
                     file_id, incoming, filename=upload.filename, size=upload.size, sha256=upload.sha256,
-                    purpose=purpose, keep_s=keep_s, key_id=caller.key_id,
+                    purpose=purpose, keep_s=keep_s, caller=caller,
                 )  # fmt: skip
                 attempt = repeats.Attempt.of(
                     request, caller, ROUTE, [upload.sha256, upload.filename, row.purpose, upload.fields]
@@ -58,34 +58,36 @@ def routes(context: ControllerContext) -> APIRouter:
                 # No await between the look for an earlier attempt and the insert: two retries cannot both miss.
                 with db.transaction():
                     earlier = repeats.find(db, attempt, context.config)
-                    known = files.find(db, earlier, now_s=time.time()) if earlier else None
+                    known = files.find(db, earlier, viewer=caller.viewer, now_s=time.time()) if earlier else None
                     if known is None:
                         os.rename(incoming, context.files_dir / file_id)
                         files.insert(db, row)
                         repeats.remember(db, attempt, file_id)
             finally:
                 incoming.unlink(missing_ok=True)
-        return views.file_object(known or row)
+        return views.file_object(known or row, caller)
 
     @router.get("")
     async def list_files(
+        caller: Caller,
         after: After = None,
         limit: Annotated[int, Query(ge=0, le=10_000)] = 10_000,
         order: Literal["asc", "desc"] = "desc",
         purpose: Annotated[str | None, Query(max_length=64)] = None,
     ) -> dict[str, Any]:
         page = files.page(
-            db, now_s=time.time(), purpose=purpose, after=after, limit=limit, descending=order == "desc"
-        )
-        return list_object(page, views.file_object)
+            db, viewer=caller.viewer, now_s=time.time(), purpose=purpose, after=after, limit=limit,
+            descending=order == "desc",
+        )  # fmt: skip
+        return list_object(page, lambda row: views.file_object(row, caller))
 
     @router.get("/{file_id}")
-    async def retrieve(file_id: str) -> dict[str, Any]:
-        return views.file_object(known_file(context, file_id))
+    async def retrieve(file_id: str, caller: Caller) -> dict[str, Any]:
+        return views.file_object(known_file(context, file_id, caller), caller)
 
     @router.get("/{file_id}/content")
-    async def content(file_id: str) -> FileResponse:
-        row = known_file(context, file_id)
+    async def content(file_id: str, caller: Caller) -> FileResponse:
+        row = known_file(context, file_id, caller)
         headers = {
             # RFC 6266: the encoded form carries any name; nothing of the name is interpreted by a browser.
             "content-disposition": f"attachment; filename*=utf-8''{quote(row.filename, safe='')}",
@@ -94,10 +96,11 @@ def routes(context: ControllerContext) -> APIRouter:
         return FileResponse(context.files_dir / row.id, media_type="application/octet-stream", headers=headers)
 
     @router.delete("/{file_id}")
-    async def delete(file_id: str) -> dict[str, Any]:
-        row = known_file(context, file_id)
+    async def delete(file_id: str, caller: Caller) -> dict[str, Any]:
+        row = known_file(context, file_id, caller)
         if (batch := batches.using_file(db, row.id)) is not None:
-            raise Conflict(f"The file {row.id} is the input of {batch.id}, which is {batch.status}; wait for its "
+            name = batch.id if caller.viewer in (None, batch.owner) else "an operator's batch"
+            raise Conflict(f"The file {row.id} is the input of {name}, which is {batch.status}; wait for its "
                            "end or cancel it first.", param="id", code="file_in_use")  # fmt: skip
         remove(context, row)
         return {"id": row.id, "object": "file", "deleted": True}
@@ -105,9 +108,9 @@ def routes(context: ControllerContext) -> APIRouter:
     return router
 
 
-def known_file(context: ControllerContext, file_id: str, param: str = "id") -> FileRow:
-    """Raises NotFound."""
-    row = files.find(context.db, file_id, now_s=time.time())
+def known_file(context: ControllerContext, file_id: str, caller: Principal, param: str = "id") -> FileRow:
+    """Raises NotFound, for another's too."""
+    row = files.find(context.db, file_id, viewer=caller.viewer, now_s=time.time())
     if row is None:
         raise NotFound(f"No such File object: {shown(file_id)}", param=param, code="file_not_found")
     return row
@@ -133,8 +136,8 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(source, "sha256").hexdigest()
 
 
-def add_result(db: Database, files_dir: Path, filename: str, content: bytes) -> str:
-    """Store a file that the box itself made (purpose "fine-tune-results"); returns its id."""
+def add_result(db: Database, files_dir: Path, filename: str, content: bytes, *, owner: str) -> str:
+    """Store a file that the box itself made for somebody (purpose "fine-tune-results"); returns its id."""
     file_id = new_id("file-")
     incoming = files_dir / f"{uploads.INCOMING_PREFIX}{file_id}"
     with os.fdopen(os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
@@ -144,7 +147,7 @@ def add_result(db: Database, files_dir: Path, filename: str, content: bytes) -> 
     os.rename(incoming, files_dir / file_id)
     files.insert(db, FileRow(
         id=file_id, filename=filename, purpose="fine-tune-results", bytes=len(content),
-        sha256=hashlib.sha256(content).hexdigest(), status="processed", created_s=time.time(),
+        sha256=hashlib.sha256(content).hexdigest(), status="processed", created_s=time.time(), owner=owner,
     ))  # fmt: skip
     return file_id
 
@@ -164,9 +167,10 @@ def checked_purpose(purpose: str | None) -> str:
 
 async def described(
     file_id: str, path: Path, *, filename: str, size: int, sha256: str, purpose: str, keep_s: float | None,
-    key_id: str | None,
+    caller: Principal,
 ) -> FileRow:  # fmt: skip
-    """The row of the complete bytes at `path`; training data is checked line by line, on a thread.
+    """The row of the complete bytes at `path`, which are the caller's. Training data is checked line by line, on a
+    thread.
 
     keep_s: seconds until the file is deleted; None: as its purpose has it, which is for ever but for batches' input.
     """
@@ -179,7 +183,7 @@ async def described(
         status, details, report = ("processed" if found.ok else "error"), summary(found), asdict(found)
     return FileRow(
         id=file_id, filename=filename, purpose=purpose, bytes=size, sha256=sha256, status=status,
-        status_details=details, report=report, key_id=key_id, created_s=now_s,
+        status_details=details, report=report, key_id=caller.key_id, owner=caller.owner, created_s=now_s,
         expires_s=None if keep_s is None else now_s + keep_s,
     )  # fmt: skip
 

@@ -111,7 +111,7 @@ class JobEvents:
             if deployments.find(db, row.output_model) is None:
                 deployments.insert(db, DeploymentRow(model=row.output_model, created_s=time.time()))
             table = _metrics_table(db, job_id)
-            result = files.add_result(db, self._files_dir, "step_metrics.csv", table)
+            result = files.add_result(db, self._files_dir, "step_metrics.csv", table, owner=row.owner)
             jobs.update(db, job_id, result_files=[result])
             jobs.set_phase(db, job_id, "succeeded", reason="")
             add_message(db, job_id, f"New fine-tuned model created: {row.output_model}")
@@ -190,7 +190,7 @@ class JobEvents:
         models.insert(db, ModelRow(
             id=row.output_model, kind="fine-tuned", base=row.model, arch=known.arch if known else "unknown",
             params=known.params if known else 0, bytes=size_bytes, owned_by=f"org-{self._organization}",
-            source=f"job {row.id}", created_s=time.time(), task="generate", job_id=row.id,
+            source=f"job {row.id}", created_s=time.time(), task="generate", job_id=row.id, owner=row.owner,
             max_model_len=known.max_model_len if known else None, info=known.info if known else {},
         ))  # fmt: skip
 

@@ -140,7 +140,7 @@ class JobValidation:
 
     def _file(self, file_id: str) -> FileRow:
         # Without a look at the expiry: what was valid when the job was made stays so while its bytes are here.
-        row = file_rows.find(self._context.db, file_id, now_s=0)
+        row = file_rows.find(self._context.db, file_id, viewer=None, now_s=0)
         if row is None:
             raise _Gone(f"the file {file_id} was deleted")
         return row

@@ -11,7 +11,8 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from appliance.controller import job_devices, job_requests, node_sizes, repeats, views
+from appliance.controller import job_claims, job_devices, job_requests, node_sizes, repeats, views
+from appliance.controller.access import caller_may_use
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, Conflict, NotFound, shown
 from appliance.controller.job_events import add_message
@@ -19,10 +20,9 @@ from appliance.controller.job_requests import JobCreate
 from appliance.controller.job_validation import JobValidation
 from appliance.controller.naming import fine_tuned_name, resolve, root_base
 from appliance.controller.paging import After, Limit, list_object
-from appliance.controller.principal import FINE_TUNING, Caller
+from appliance.controller.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.routers import make_router
-from appliance.controller.spending import may_use
-from appliance.store import files, job_records, jobs, keys
+from appliance.store import files, job_records, jobs
 from appliance.store.errors import IllegalTransition
 from appliance.store.ids import new_id
 from appliance.store.rows import FileRow, JobRow, JobWanted
@@ -35,8 +35,8 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
     router = make_router("/v1/fine_tuning/jobs", FINE_TUNING)
     db, organization = context.db, context.config.organization
 
-    def shown_job(row: JobRow) -> dict[str, Any]:
-        return views.job_object(row, organization)
+    def shown_job(row: JobRow, caller: Principal) -> dict[str, Any]:
+        return views.job_object(row, organization, caller)
 
     @router.post("")
     async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
@@ -45,10 +45,10 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
         with db.transaction():
             earlier = repeats.find(db, attempt, context.config)
             if earlier is not None and (known := jobs.find(db, earlier)) is not None:
-                return shown_job(known)
+                return shown_job(known, caller)
             context.quotas.check_job(caller)
-            key = keys.find(db, caller.key_id) if caller.key_id else None
-            row = _new_job(context, body, caller.key_id, key.owner if key else "")
+            job_claims.check(db, body, caller)
+            row = _new_job(context, body, caller)
             jobs.insert(db, row)
             add_message(db, row.id, f"Created fine-tuning job: {row.id}")
             if body.integrations:
@@ -59,65 +59,71 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
                 )  # fmt: skip
             repeats.remember(db, attempt, row.id)
         validation.start(row.id)
-        return shown_job(row)
+        return shown_job(row, caller)
 
     @router.get("")
-    async def list_jobs(request: Request, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+    async def list_jobs(request: Request, caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
         metadata, null_metadata = _metadata_filter(request)
-        page = jobs.page(db, after=after, limit=limit, metadata=metadata, null_metadata=null_metadata)
-        return list_object(page, shown_job)
+        page = jobs.page(
+            db, viewer=caller.viewer, after=after, limit=limit, metadata=metadata, null_metadata=null_metadata
+        )
+        return list_object(page, lambda row: shown_job(row, caller))
 
     @router.get("/{job_id}")
-    async def retrieve(job_id: str) -> dict[str, Any]:
-        return shown_job(known_job(context, job_id))
+    async def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
+        return shown_job(known_job(context, job_id, caller), caller)
 
     @router.post("/{job_id}/cancel")
-    async def cancel(job_id: str) -> dict[str, Any]:
-        return shown_job(ask(context, job_id, "cancel"))
+    async def cancel(job_id: str, caller: Caller) -> dict[str, Any]:
+        return shown_job(ask(context, job_id, "cancel", caller), caller)
 
     @router.post("/{job_id}/pause")
-    async def pause(job_id: str) -> dict[str, Any]:
-        return shown_job(ask(context, job_id, "pause"))
+    async def pause(job_id: str, caller: Caller) -> dict[str, Any]:
+        return shown_job(ask(context, job_id, "pause", caller), caller)
 
     @router.post("/{job_id}/resume")
-    async def resume(job_id: str) -> dict[str, Any]:
-        return shown_job(ask(context, job_id, "run"))
+    async def resume(job_id: str, caller: Caller) -> dict[str, Any]:
+        return shown_job(ask(context, job_id, "run", caller), caller)
 
     @router.get("/{job_id}/events")
-    async def events(job_id: str, after: After = None, limit: Limit = 20) -> dict[str, Any]:
-        known_job(context, job_id)
+    async def events(job_id: str, caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+        known_job(context, job_id, caller)
         return list_object(job_records.page_events(db, job_id, after=after, limit=limit), views.event_object)
 
     @router.get("/{job_id}/checkpoints")
-    async def checkpoints(job_id: str, after: After = None, limit: Limit = 10) -> dict[str, Any]:
-        known_job(context, job_id)
+    async def checkpoints(job_id: str, caller: Caller, after: After = None, limit: Limit = 10) -> dict[str, Any]:
+        known_job(context, job_id, caller)
         page = job_records.page_checkpoints(db, job_id, after=after, limit=limit)
         return list_object(page, views.checkpoint_object)
 
     return router
 
 
-def known_job(context: ControllerContext, job_id: str) -> JobRow:
-    """Raises NotFound."""
-    row = jobs.find(context.db, job_id)
+def known_job(context: ControllerContext, job_id: str, caller: Principal) -> JobRow:
+    """Raises NotFound, for another's too."""
+    row = jobs.find_visible(context.db, job_id, viewer=caller.viewer)
     if row is None:
-        raise NotFound(f"Could not find fine tune: {shown(job_id)}", param="fine_tune_id", code="fine_tune_not_found")
+        raise unknown_job(job_id)
     return row
 
 
-def _new_job(context: ControllerContext, body: JobCreate, key_id: str | None, owner: str) -> JobRow:
+def unknown_job(job_id: str) -> NotFound:
+    return NotFound(f"Could not find fine tune: {shown(job_id)}", param="fine_tune_id", code="fine_tune_not_found")
+
+
+def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> JobRow:
     """Raises BadRequest and NotFound for everything that can be known before the data is converted."""
     job_requests.check(body)
-    base = resolve(context.db, body.model) if may_use(context.db, key_id, body.model) else None
+    base = resolve(context.db, body.model) if caller_may_use(context.db, caller, body.model) else None
     if base is None:
         raise NotFound(f"The model {shown(body.model)} does not exist on this box; GET /v1/models lists those that do.",
                        param="model", code="model_not_found")  # fmt: skip
     if base.model.task != "generate":
         raise BadRequest(f"The model {shown(body.model)} makes embeddings; only text-generating models can be tuned.",
                          param="model", code="model_not_supported")  # fmt: skip
-    training = _data_file(context, body.training_file, "training_file")
+    training = _data_file(context, body.training_file, "training_file", caller)
     if body.validation_file is not None:
-        _data_file(context, body.validation_file, "validation_file")
+        _data_file(context, body.validation_file, "validation_file", caller)
     given, where = job_requests.hyperparameters(body)
     nodes = node_sizes.known(context)
     job_devices.check_room(body.min_devices, body.allowed_sizes, nodes)
@@ -128,13 +134,13 @@ def _new_job(context: ControllerContext, body: JobCreate, key_id: str | None, ow
     except InvalidHyperparameter as error:
         raise job_requests.refused(error, where) from error
     row = JobRow(
-        id=new_id("ftjob-"), key_id=key_id, model=body.model, method="supervised",
+        id=new_id("ftjob-"), key_id=caller.key_id, model=body.model, method="supervised",
         training_file=body.training_file, validation_file=body.validation_file, suffix=body.suffix,
         seed=secrets.randbelow(2**31) if body.seed is None else body.seed, metadata=body.metadata,
         integrations=[item.model_dump(exclude_none=True) for item in body.integrations or []] or None,
         hyperparameters=given, priority=body.priority, min_devices=body.min_devices, max_devices=body.max_devices,
         asked_sizes=sorted(set(body.allowed_sizes)) if body.allowed_sizes else None, deadline_s=body.deadline_s,
-        preemptible=int(body.preemptible), held=int(body.held), owner=owner,
+        preemptible=int(body.preemptible), held=int(body.held), owner=caller.owner,
         output_model=fine_tuned_name(root_base(context.db, base.model), context.config.organization, body.suffix),
         created_s=time.time(), reason="the training file is being validated",
     )  # fmt: skip
@@ -142,8 +148,8 @@ def _new_job(context: ControllerContext, body: JobCreate, key_id: str | None, ow
     return row
 
 
-def _data_file(context: ControllerContext, file_id: str, param: str) -> FileRow:
-    row = files.find(context.db, file_id, now_s=time.time())
+def _data_file(context: ControllerContext, file_id: str, param: str, caller: Principal) -> FileRow:
+    row = files.find(context.db, file_id, viewer=caller.viewer, now_s=time.time())
     if row is None:
         raise BadRequest(f"invalid {param}: {shown(file_id)} is no file on this box; upload it and pass its id.",
                          param=param, code="file_not_found")  # fmt: skip
@@ -163,10 +169,10 @@ _SAID = {
 }
 
 
-def ask(context: ControllerContext, job_id: str, wanted: JobWanted) -> JobRow:
+def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Principal) -> JobRow:
     """Raises NotFound and Conflict."""
     db = context.db
-    row = known_job(context, job_id)
+    row = known_job(context, job_id, caller)
     verb = "resume" if wanted == "run" else wanted
     try:
         with db.transaction():

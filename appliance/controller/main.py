@@ -173,6 +173,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         batch_engines=lines,
         adapter_rank_limit=shelf.adapter_rank_limit,
         load=bus.load,
+        models_shared=lambda: models_changed(),
         config=config.controller,
         keepers=keepers,
         main_troubles=lambda: read_troubles(paths.state_file),

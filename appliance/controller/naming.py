@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import string
 from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import StringConstraints
 
 from appliance.store import job_records, models
 from appliance.store.database import Database
@@ -17,6 +20,19 @@ _MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:/-]{0,254}[A-Za-z0-9._:-])
 _SUFFIX = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
 SUFFIX_RULE = "1 to 64 letters, digits, '.', '_' or '-'"
 MODEL_NAME_RULE = "letters, digits, '.', '_', ':', '-' and '/', at most 256, beginning with a letter or digit"
+
+
+# Whose a key is, and what it is called: in header lines, tables and lists. Not models.EVERYBODY.
+OWNER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._ @-]{0,63}$"
+OwnerName = Annotated[str, StringConstraints(pattern=OWNER_PATTERN)]
+# A name that a client calls a model by, a checkpoint's and `MODEL@VERSION` too: it travels in the gateways' table and
+# in header lines. One rule for whatever is stored from outside; `is_printable` is what the table asks of stored rows.
+CallableName = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,512}$")]
+
+
+def is_printable(text: str) -> bool:
+    """What the gateways take as a name: anything else in their table would end in header lines, or stop them."""
+    return text.isascii() and text.isprintable()
 
 
 def is_model_name(name: str) -> bool:
@@ -65,6 +81,14 @@ def resolve(db: Database, name: str) -> Resolved | None:
         model, version = models.find(db, model_name), models.find_version(db, model_name, version_name)
         return Resolved(name, model, version, pinned=True) if model and version else None
     return None
+
+
+def model_of(db: Database, name: str) -> str:
+    """The model that a public name is about, whether there is one or not."""
+    if models.find(db, name) is not None:
+        return name
+    checkpoint = job_records.find_checkpoint(db, name)
+    return checkpoint.model if checkpoint is not None else name.rpartition("@")[0] or name
 
 
 def root_base(db: Database, model: ModelRow) -> str:

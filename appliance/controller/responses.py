@@ -14,11 +14,13 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from appliance.controller import repeats, response_objects
+from appliance.controller.access import caller_may_use
 from appliance.controller.background_responses import MAX_UNFINISHED, BackgroundResponses
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import ApiError, BadRequest, Forbidden, shown
+from appliance.controller.models import unknown_model
 from appliance.controller.paging import After
-from appliance.controller.principal import GATEWAY, INFERENCE, Caller
+from appliance.controller.principal import GATEWAY, INFERENCE, Caller, Principal
 from appliance.controller.response_items import conversation, items_of, listed
 from appliance.controller.routers import make_router
 from appliance.controller.stored_responses import StoredResponses
@@ -44,7 +46,9 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
                              code="unsupported_parameter")  # fmt: skip
         previous = body.get("previous_response_id")
         if previous is not None:
-            await stored.before(previous, caller.key_id)
+            await stored.before(previous, caller.viewer)
+        if not caller_may_use(context.db, caller, str(body.get("model"))):
+            raise unknown_model(str(body.get("model")))
         attempt = repeats.Attempt.of(request, caller, ROUTE, body)
         earlier = repeats.find(context.db, attempt, context.config)
         row = responses.find(context.db, earlier) if earlier else None
@@ -52,7 +56,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
             if background.unfinished >= MAX_UNFINISHED:
                 raise ApiError(429, f"{MAX_UNFINISHED} responses in background are unfinished. Please retry.",
                                kind="requests", code="rate_limit_exceeded", headers={"retry-after": "10"})  # fmt: skip
-            row = _queued(body, caller.key_id or "")
+            row = _queued(body, caller)
             context.quotas.check_background(caller, row.bytes)
             with context.db.transaction():
                 stored.add([row])
@@ -65,7 +69,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         response_id: str, caller: Caller, stream: bool = False,
         starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
     ) -> Response:  # fmt: skip
-        row = await stored.find(response_id, caller.key_id)
+        row = await stored.find(response_id, caller.viewer)
         if not stream:
             return _json(row.response.encode())
         if not row.background:
@@ -74,14 +78,14 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
 
     @router.delete("/{response_id}")
     async def delete(response_id: str, caller: Caller) -> dict[str, Any]:
-        row = await stored.find(response_id, caller.key_id)
+        row = await stored.find(response_id, caller.viewer)
         stored.delete(row)
         background.forget(row.id)
         return {"id": row.id, "object": "response", "deleted": True}
 
     @router.post("/{response_id}/cancel")
     async def cancel(response_id: str, caller: Caller) -> Response:
-        row = await stored.find(response_id, caller.key_id)
+        row = await stored.find(response_id, caller.viewer)
         if not row.background:
             raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
         return _json(background.cancel(row).response.encode())
@@ -91,7 +95,7 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         response_id: str, caller: Caller, after: After = None, limit: Limit = 20,
         order: Literal["asc", "desc"] = "desc",
     ) -> dict[str, Any]:  # fmt: skip
-        items = listed(await stored.chain(response_id, caller.key_id))
+        items = listed(await stored.chain(response_id, caller.viewer))
         if order == "desc":
             items.reverse()
         ids = [item["id"] for item in items]
@@ -121,17 +125,18 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
     @router.get("/context", include_in_schema=False)
     async def context(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
         """The items of the conversation up to this response, a JSON array."""
-        return _json(orjson.dumps(conversation(await stored.before(id, caller.key_id))))
+        return _json(orjson.dumps(conversation(await stored.before(id, caller.viewer))))
 
     return router
 
 
-def _queued(body: dict[str, Any], key_id: str) -> ResponseRow:
+def _queued(body: dict[str, Any], caller: Principal) -> ResponseRow:
     now_s, response_id = time.time(), f"resp_{secrets.token_hex(16)}"
     given, asked = orjson.dumps(items_of(body["input"])).decode(), orjson.dumps(body).decode()
     made = orjson.dumps(response_objects.queued(response_id, body, now_s)).decode()
     return ResponseRow(
-        id=response_id, key_id=key_id, status="queued", created_s=now_s, used_s=now_s, background=1, request=asked,
+        id=response_id, key_id=caller.key_id or "", owner=caller.owner, status="queued", created_s=now_s, used_s=now_s,
+        background=1, request=asked,
         bytes=len(given) + len(asked) + len(made), input=given, response=made,
         previous_id=body.get("previous_response_id"),
     )  # fmt: skip

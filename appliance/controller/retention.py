@@ -50,7 +50,7 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
             await asyncio.sleep(0)
     if kept.files_days is not None:
         for file_id in retention.old_files(db, now_s - kept.files_days * DAY_S, CHUNK):
-            if (row := file_rows.find(db, file_id, now_s=0)) is not None:
+            if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
                 files.remove(context, row)
             await asyncio.sleep(0)
     if kept.job_data_days is not None:

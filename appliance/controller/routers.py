@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from typing import Any
+
 from fastapi import APIRouter, Depends
 
 from appliance.controller.error_handlers import RESPONSES
@@ -9,11 +12,13 @@ from appliance.controller.principal import needs
 from appliance.controller.strict_json import StrictRoute
 
 
-def make_router(prefix: str, *scopes: str) -> APIRouter:
-    """A router whose routes a caller with one of `scopes`, or with admin, may use; without scopes each route says.
+def make_router(prefix: str, *scopes: str, check: Callable[..., Awaitable[Any]] | None = None) -> APIRouter:
+    """A router whose routes a caller with one of `scopes`, or with admin, may use; without scopes each route says, or
+    `check`, a dependency, does.
 
     All that its routes share is given here, so that `create_app` can take them as they are:
     `FastAPI.include_router` builds every route, with its pydantic models, a second time.
     """
-    dependencies = [Depends(needs(*scopes))] if scopes else []
+    check = needs(*scopes) if scopes else check
+    dependencies = [Depends(check)] if check is not None else []
     return APIRouter(prefix=prefix, route_class=StrictRoute, responses=RESPONSES, dependencies=dependencies)

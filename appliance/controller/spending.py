@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import datetime
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
-from appliance.store import jobs, keys, usage
+from appliance.controller.access import allowed_models
+from appliance.controller.naming import is_printable
+from appliance.store import keys, usage
 from appliance.store.database import Database
 from appliance.store.rows import KeyRow
+
+log = logging.getLogger("appliance.controller")
 
 USAGE_EVERY_S = 5.0
 _TEXT = ("key", "model", "version")
@@ -93,28 +98,18 @@ def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
 
 def _key(db: Database, row: KeyRow, now_s: float) -> dict[str, Any]:
     limits = {
-        "models": None if row.models is None else allowed_models(db, row),
+        "models": None if row.models is None else _printable(row, allowed_models(db, row)),
         "requests_per_minute": row.requests_per_minute,
         "tokens_per_minute": row.tokens_per_minute,
         "spent_until_s": spent_until_s(db, row, now_s),
     }
     given = {name: value for name, value in limits.items() if value is not None}
-    return {"id": row.id, "name": row.name, "owner": row.owner, "scopes": row.scopes} | given
+    return {"id": row.id, "name": row.name, "owner": row.owner or row.id, "scopes": row.scopes} | given
 
 
-def allowed_models(db: Database, row: KeyRow) -> list[str]:
-    """The names on a key's list, and what it has made of them: models of its own jobs and their checkpoints."""
-    assert row.models is not None
-    return sorted({*row.models, *jobs.names_made_by(db, row.id)})
-
-
-def usable_models(db: Database, key_id: str | None) -> frozenset[str] | None:
-    """The names that a request with this key (None: the box itself) may use; None: all."""
-    row = keys.find(db, key_id) if key_id is not None else None
-    return None if row is None or row.models is None else frozenset(allowed_models(db, row))
-
-
-def may_use(db: Database, key_id: str | None, model: str) -> bool:
-    """Whether a request with this key may use a model by this name."""
-    names = usable_models(db, key_id)
-    return names is None or model in names or model.partition("@")[0] in names
+def _printable(row: KeyRow, names: list[str]) -> list[str]:
+    """Names that the gateways take. The routes let no other in; one that is stored all the same stops no other."""
+    odd = [name for name in names if not is_printable(name)]
+    if odd:
+        log.error("the key %s names %r, which is no model's name: expected printable ASCII", row.name, odd[0])
+    return [name for name in names if is_printable(name)] if odd else names

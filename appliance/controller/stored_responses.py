@@ -17,7 +17,7 @@ import orjson
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import ApiError, BadRequest, NotFound, shown
 from appliance.controller.response_items import items_of
-from appliance.store import holdings, responses
+from appliance.store import holdings, keys, responses
 from appliance.store.rows import ResponseRow
 
 log = logging.getLogger("appliance.controller")
@@ -33,7 +33,7 @@ _MAX_ASKED = 1000
 
 
 class StoredResponses:
-    """Of all keys. Whoever asks says as which key; None is the box itself, to which all of them are known."""
+    """Of all owners. `viewer`: the owner who asks, to whom only his own exist; None: an admin, or the box itself."""
 
     def __init__(self, context: ControllerContext):
         self._db, self._config, self._quotas = context.db, context.config, context.quotas
@@ -53,7 +53,7 @@ class StoredResponses:
         rows = []
         for copy in copies:
             try:
-                rows.append(_row(copy))
+                rows.append(_row(copy, keys.owner_of(self._db, copy["key"])))
             except (KeyError, TypeError, AttributeError, ValueError) as error:
                 log.error("a gateway sent a response that cannot be stored: %s: %s", type(error).__name__, error)
         return self.add(rows)
@@ -68,7 +68,7 @@ class StoredResponses:
                 self._bytes += row.bytes
                 self._unchecked[row.key_id] += row.bytes + _ROW_BYTES
                 if row.previous_id is not None:
-                    responses.touch(self._db, row.previous_id, row.key_id, max_turns=MAX_TURNS, now_s=row.used_s,
+                    responses.touch(self._db, row.previous_id, row.owner, max_turns=MAX_TURNS, now_s=row.used_s,
                                     older_than_s=row.used_s - _TOUCH_EVERY_S)  # fmt: skip
         for key_id in {row.key_id for row in rows if self._unchecked[row.key_id] > _LOOK_AFTER_BYTES}:
             self._keep_bounds(key_id)
@@ -80,29 +80,29 @@ class StoredResponses:
 
     # --- out
 
-    async def find(self, response_id: str, key_id: str | None) -> ResponseRow:
-        """Raises NotFound, for those of other keys too."""
-        row = await self._arrived(response_id)
-        if row is None or key_id not in (None, row.key_id):
+    async def find(self, response_id: str, viewer: str | None) -> ResponseRow:
+        """Raises NotFound, for others' too, and as late: how long it takes tells nobody that there is one."""
+        row = await self._arrived(response_id, viewer)
+        if row is None:
             raise NotFound(f"Response with id {shown(response_id)} not found.", param="response_id",
                            code="response_not_found")  # fmt: skip
         return row
 
-    async def chain(self, response_id: str, key_id: str | None) -> list[ResponseRow]:
+    async def chain(self, response_id: str, viewer: str | None) -> list[ResponseRow]:
         """The conversation up to this response, oldest first, as far back as it is still there. Raises NotFound, and
         BadRequest where it is too long."""
-        row = await self.find(response_id, key_id)
-        rows = responses.chain(self._db, row.id, row.key_id, max_turns=MAX_TURNS, max_bytes=CONVERSATION_BYTES)
+        row = await self.find(response_id, viewer)
+        rows = responses.chain(self._db, row.id, viewer, max_turns=MAX_TURNS, max_bytes=CONVERSATION_BYTES)
         if rows is None or len(rows) >= MAX_TURNS:
             raise BadRequest(f"The conversation up to {shown(response_id)} has more than {MAX_TURNS} turns or "
                              f"{CONVERSATION_BYTES} bytes: begin a new one.", param="previous_response_id",
                              code="context_length_exceeded")  # fmt: skip
         return rows
 
-    async def before(self, previous_id: str, key_id: str | None) -> list[ResponseRow]:
+    async def before(self, previous_id: str, viewer: str | None) -> list[ResponseRow]:
         """What a response goes on from that names this one. Raises BadRequest."""
         try:
-            rows = await self.chain(previous_id, key_id)
+            rows = await self.chain(previous_id, viewer)
         except NotFound as error:
             raise previous_not_found(previous_id) from error
         if rows[0].previous_id is not None:
@@ -165,11 +165,15 @@ class StoredResponses:
         self._bytes = responses.totals(self._db)[1]
         log.info("responses_bytes is reached: the %d longest unused are deleted", deleted)
 
-    async def _arrived(self, response_id: str) -> ResponseRow | None:
-        row = responses.find(self._db, response_id)
+    async def _arrived(self, response_id: str, viewer: str | None) -> ResponseRow | None:
+        row = self._visible(response_id, viewer)
         if row is not None or not _is_an_engines(response_id) or len(self._asked) >= _MAX_ASKED:
             return row
-        return responses.find(self._db, response_id) if await self.news(response_id, ARRIVES_WITHIN_S) else None
+        return self._visible(response_id, viewer) if await self.news(response_id, ARRIVES_WITHIN_S) else None
+
+    def _visible(self, response_id: str, viewer: str | None) -> ResponseRow | None:
+        row = responses.find(self._db, response_id)
+        return row if row is not None and viewer in (None, row.owner) else None
 
 
 def previous_not_found(response_id: str) -> ApiError:
@@ -183,11 +187,11 @@ def _is_an_engines(response_id: str) -> bool:
     return len(digits) < len(response_id) and 8 <= len(digits) <= 64 and set(digits) <= set("0123456789abcdef")
 
 
-def _row(copy: dict[str, Any]) -> ResponseRow:
+def _row(copy: dict[str, Any], owner: str) -> ResponseRow:
     response = copy["response"]
     given, answered = orjson.dumps(items_of(copy["input"])).decode(), orjson.dumps(response).decode()
     return ResponseRow(
         id=str(response["id"]), key_id=str(copy["key"]), status=response["status"], used_s=time.time(),
         created_s=float(response["created_at"]), bytes=len(given) + len(answered), input=given, response=answered,
-        previous_id=copy["previous"],
+        previous_id=copy["previous"], owner=owner,
     )  # fmt: skip

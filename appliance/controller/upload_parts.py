@@ -14,6 +14,7 @@ import re
 import shutil
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,7 +26,7 @@ from appliance.controller import files, uploads, views
 from appliance.controller.context import ControllerContext
 from appliance.controller.disk import insufficient_storage
 from appliance.controller.errors import BadRequest, Conflict, NotFound, shown
-from appliance.controller.principal import FINE_TUNING, Caller
+from appliance.controller.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.routers import make_router
 from appliance.store import files as file_rows
 from appliance.store import uploads as upload_rows
@@ -75,15 +76,15 @@ def routes(context: ControllerContext) -> APIRouter:
         row = UploadRow(
             id=new_id("upload_"), filename=uploads.checked_filename(body.filename.encode(), "filename"),
             purpose=files.checked_purpose(body.purpose), mime_type=body.mime_type, bytes=body.bytes, created_s=now_s,
-            expires_s=now_s + config.upload_open_s, key_id=caller.key_id,
+            expires_s=now_s + config.upload_open_s, key_id=caller.key_id, owner=caller.owner,
             file_keep_s=body.expires_after.seconds if body.expires_after else None,
         )  # fmt: skip
         upload_rows.insert(db, row)
-        return _view(context, row)
+        return _view(context, row, caller)
 
     @router.post("/{upload_id}/parts")
-    async def add_part(upload_id: str, request: Request) -> dict[str, Any]:
-        row = _pending(context, upload_id)
+    async def add_part(upload_id: str, request: Request, caller: Caller) -> dict[str, Any]:
+        row = _pending(context, upload_id, caller)
         context.quotas.disk.check()
         mine = 0
 
@@ -109,7 +110,7 @@ def routes(context: ControllerContext) -> APIRouter:
                 request.stream(), request.headers.get("content-type", ""), incoming, config.upload_part_bytes, took,
                 "data",
             )  # fmt: skip
-            _pending(context, upload_id)  # it may have ended while its bytes came
+            _pending(context, upload_id, caller)  # it may have ended while its bytes came
             os.rename(incoming, folder / part_id)
             made = UploadPartRow(part_id, row.id, part.size, time.time())
             upload_rows.insert_part(db, made)
@@ -122,10 +123,10 @@ def routes(context: ControllerContext) -> APIRouter:
 
     @router.post("/{upload_id}/complete")
     async def complete(upload_id: str, body: UploadComplete, caller: Caller) -> dict[str, Any]:
-        row = _known(context, upload_id)
+        row = _known(context, upload_id, caller)
         if row.status == "completed":
-            return _view(context, row)  # the SDK asks again when the first answer was lost
-        row = _pending(context, upload_id)
+            return _view(context, row, caller)  # the SDK asks again when the first answer was lost
+        row = _pending(context, upload_id, caller)
         paths = _chosen(context, row, body)
         if row.id in completing:
             raise Conflict(f"The upload {row.id} is being completed by another request.", code="upload_busy")
@@ -140,9 +141,11 @@ def routes(context: ControllerContext) -> APIRouter:
                                  param="md5", code="checksum_mismatch")  # fmt: skip
             made = await files.described(
                 file_id, incoming, filename=row.filename, size=row.bytes, sha256=sha256, purpose=row.purpose,
-                keep_s=row.file_keep_s, key_id=caller.key_id,
+                keep_s=row.file_keep_s, caller=caller,
             )  # fmt: skip
-            _pending(context, upload_id)
+            # An admin may complete another's upload, which stays another's.
+            made = replace(made, key_id=row.key_id, owner=row.owner)
+            _pending(context, upload_id, caller)
             with db.transaction():
                 os.rename(incoming, context.files_dir / file_id)
                 file_rows.insert(db, made)
@@ -151,16 +154,16 @@ def routes(context: ControllerContext) -> APIRouter:
             completing.discard(row.id)
             incoming.unlink(missing_ok=True)
         await to_thread.run_sync(_remove_bytes, context, row.id)
-        return _view(context, _known(context, upload_id))
+        return _view(context, _known(context, upload_id, caller), caller)
 
     @router.post("/{upload_id}/cancel")
-    async def cancel(upload_id: str) -> dict[str, Any]:
-        row = _known(context, upload_id)
+    async def cancel(upload_id: str, caller: Caller) -> dict[str, Any]:
+        row = _known(context, upload_id, caller)
         if row.status != "cancelled":
-            row = _pending(context, upload_id)
+            row = _pending(context, upload_id, caller)
             upload_rows.update(db, row.id, status="cancelled")
             await to_thread.run_sync(_remove_bytes, context, row.id)
-        return _view(context, _known(context, upload_id))
+        return _view(context, _known(context, upload_id, caller), caller)
 
     return router
 
@@ -186,15 +189,15 @@ def sweep(context: ControllerContext) -> None:
                 entry.unlink(missing_ok=True)
 
 
-def _known(context: ControllerContext, upload_id: str) -> UploadRow:
-    row = upload_rows.find(context.db, upload_id)
+def _known(context: ControllerContext, upload_id: str, caller: Principal) -> UploadRow:
+    row = upload_rows.find(context.db, upload_id, viewer=caller.viewer)
     if row is None:
         raise NotFound(f"No such Upload object: {shown(upload_id)}", param="upload_id", code="upload_not_found")
     return row
 
 
-def _pending(context: ControllerContext, upload_id: str) -> UploadRow:
-    row = _known(context, upload_id)
+def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> UploadRow:
+    row = _known(context, upload_id, caller)
     status = "expired" if row.status == "pending" and row.expires_s <= time.time() else row.status
     if status != "pending":
         raise BadRequest(f"The upload {row.id} is {status}; only a pending one can be changed. Create a new one.",
@@ -248,10 +251,10 @@ def _remove_bytes(context: ControllerContext, upload_id: str) -> None:
     shutil.rmtree(_folder(context, upload_id), ignore_errors=True)
 
 
-def _view(context: ControllerContext, row: UploadRow) -> dict[str, Any]:
-    made = file_rows.find(context.db, row.file_id, now_s=time.time()) if row.file_id else None
+def _view(context: ControllerContext, row: UploadRow, caller: Principal) -> dict[str, Any]:
+    made = file_rows.find(context.db, row.file_id, viewer=None, now_s=time.time()) if row.file_id else None
     return {
         "id": row.id, "object": "upload", "bytes": row.bytes, "created_at": int(row.created_s),
         "expires_at": int(row.expires_s), "filename": row.filename, "purpose": row.purpose, "status": row.status,
-        "file": views.file_object(made) if made else None,
-    }  # fmt: skip
+        "file": views.file_object(made, caller) if made else None,
+    } | views.whose(row, caller)  # fmt: skip

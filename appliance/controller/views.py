@@ -7,7 +7,8 @@ from typing import Any
 
 from appliance.controller.model_states import ModelStates
 from appliance.controller.naming import Resolved
-from appliance.store.rows import CheckpointRow, FileRow, JobEventRow, JobRow, PermissionRow
+from appliance.controller.principal import Principal
+from appliance.store.rows import BatchRow, CheckpointRow, FileRow, JobEventRow, JobRow, PermissionRow, UploadRow
 
 _STATUS_OF_PHASE = {
     "validating": "validating_files",
@@ -22,7 +23,12 @@ _OPENAI_HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
 _WORKED_OUT = ("n_epochs", "batch_size")
 
 
-def file_object(row: FileRow) -> dict[str, Any]:
+def whose(row: FileRow | JobRow | BatchRow | UploadRow, caller: Principal) -> dict[str, Any]:
+    """For an admin, who sees everybody's things, `owner`: null for the box itself; nothing for others."""
+    return {"owner": row.owner or None} if caller.is_admin else {}
+
+
+def file_object(row: FileRow, caller: Principal) -> dict[str, Any]:
     return {
         "id": row.id,
         "object": "file",
@@ -33,7 +39,7 @@ def file_object(row: FileRow) -> dict[str, Any]:
         "purpose": row.purpose,
         "status": row.status,
         "status_details": row.status_details,
-    }
+    } | whose(row, caller)
 
 
 def job_status(row: JobRow) -> str:
@@ -64,7 +70,7 @@ def hyperparameters(row: JobRow) -> dict[str, Any]:
     return values
 
 
-def job_object(row: JobRow, organization: str) -> dict[str, Any]:
+def job_object(row: JobRow, organization: str, caller: Principal) -> dict[str, Any]:
     succeeded = row.phase == "succeeded"
     return {
         "id": row.id,
@@ -86,7 +92,7 @@ def job_object(row: JobRow, organization: str) -> dict[str, Any]:
         "integrations": row.integrations or [],
         "metadata": row.metadata,
         "method": {"type": row.method, row.method: {"hyperparameters": hyperparameters(row)}},
-    }
+    } | whose(row, caller)
 
 
 def event_object(row: JobEventRow) -> dict[str, Any]:

@@ -305,7 +305,7 @@ class Gateway:
         route = request.route
         assert route is not None
         model = self.router.models.get(checked.model)
-        if model is None:
+        if model is None or request.principal is None or not request.principal.sees(model):
             raise self.unknown_model(checked.model, request.principal)
         if model.task != route.task:
             raise errors.wrong_task(checked.model, route.name)
@@ -333,7 +333,7 @@ class Gateway:
         """Why a name that is not in the table cannot be called."""
         base, at, version = name.partition("@")
         row = self.router.models.get(base) if at else None
-        if row is None or principal is None or not principal.may_use(base):
+        if row is None or principal is None or not principal.sees(row) or not principal.may_use(base):
             return errors.model_not_found(name)
         served = {replica.version for replica in row.replicas} or {row.version}
         return errors.version_not_served(base, version, sorted(served))

@@ -56,8 +56,8 @@ class Trouble:
 @dataclass(frozen=True, slots=True)
 class Model:
     """One model's row of the routing table. hold_s: how long its requests may wait for a replica. max_model_len: the
-    context of its engines in tokens, None where unknown. adapter: the name by which its replicas, which serve its
-    base, know it; empty where they serve the model itself."""
+    context of its engines in tokens, None where unknown. owners: of keys for which it exists, None: for all.
+    adapter: the name by which its replicas, which serve its base, know it; empty where they serve the model itself."""
 
     name: str
     version: str
@@ -69,6 +69,7 @@ class Model:
     adapter: str = ""
     canary: Canary | None = None
     trouble: Trouble | None = None
+    owners: frozenset[str] | None = None
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from . import errors
 
-INFERENCE, FINE_TUNING, ADMIN = "inference", "fine_tuning", "admin"
+INFERENCE, FINE_TUNING, ADMIN, READ, METRICS = "inference", "fine_tuning", "admin", "read", "metrics"
 RESPONSES, INPUT_TOKENS = "responses", "responses.input_tokens"
 
 
@@ -42,7 +42,7 @@ _POST = frozenset({b"POST"})
 _GET = frozenset({b"GET"})
 _INF = frozenset({INFERENCE})
 _TUNE = frozenset({FINE_TUNING})
-_READ_MODELS = frozenset({INFERENCE, FINE_TUNING})
+_READ_MODELS = frozenset({INFERENCE, FINE_TUNING, READ})
 _DONE = b"data: [DONE]\n\n"
 
 
@@ -61,7 +61,7 @@ _EXACT: dict[bytes, Route] = {
         _inference("/v1/messages", "messages", "generate", b'"type":"message_stop"}\n\n'),
         _inference("/v1/embeddings", "embeddings", "embed", None),
         Route("health", Kind.HEALTH, _GET, frozenset(), b"/health"),
-        Route("metrics", Kind.METRICS, _GET, frozenset({ADMIN}), b"/metrics"),
+        Route("metrics", Kind.METRICS, _GET, frozenset({ADMIN, READ, METRICS}), b"/metrics"),
     )
 }
 
@@ -90,6 +90,8 @@ _CONTROL: tuple[tuple[bytes, Route], ...] = (
     ),
 )
 _MODELS_DELETE = Route("models", Kind.CONTROL, frozenset({b"DELETE"}), _TUNE)
+_MODELS_SHARE = Route("models", Kind.CONTROL, frozenset({b"POST"}), _TUNE)
+_ADMIN_READ = Route("admin", Kind.CONTROL, _GET, frozenset({ADMIN, READ}))
 
 # No dot segments, no empty segments, no backslash, neither plain nor percent-encoded: the path that is
 # checked here must be the path that the controller routes.
@@ -121,6 +123,10 @@ def _control(method: bytes, path: bytes) -> Route:
                 break
             if route.name == "models" and method == b"DELETE" and len(path) > len(prefix) + 1:
                 return _MODELS_DELETE
+            if route.name == "models" and method == b"POST" and path.endswith(b"/share"):
+                return _MODELS_SHARE
+            if route.name == "admin" and method == b"GET":
+                return _ADMIN_READ
             return route
     raise errors.unknown_url(_shown(method), _shown(path))
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from .errors import TableInvalid
 from .router import DRAINING, OPEN, Canary, Model, Replica, Trouble
+from .routes import ADMIN
 
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _TASKS = ("generate", "embed")
@@ -35,6 +36,10 @@ class Principal:
     spent_until_s: float | None = None
     owner: str = ""
     cache_salt: str = ""
+
+    def sees(self, model: Model) -> bool:
+        """Whether the model exists for this key; one that does not is answered for as one that nobody has."""
+        return model.owners is None or self.owner in model.owners or ADMIN in self.scopes
 
     def may_use(self, model: str) -> bool:
         """Whoever may use a model may use its versions by their names, `MODEL@VERSION`."""
@@ -96,7 +101,17 @@ def _model(name: str, row: Any, default_hold_s: float) -> Model:
         _text(_given(row, "adapter", ""), f"{where}.adapter"),
         _canary(f"{where}.canary", row.get("canary")),
         _trouble(f"{where}.trouble", row.get("trouble")),
+        _owners(row.get("owners"), f"{where}.owners"),
     )
+
+
+def _owners(value: Any, where: str) -> frozenset[str] | None:
+    # Never in a header line: any text will do, as for the owner of a key.
+    if value is None:
+        return None
+    if not isinstance(value, list) or not all(isinstance(owner, str) for owner in value):
+        raise TableInvalid(f"{where}: {value!r} given, expected a list of owners or null")
+    return frozenset(value)
 
 
 def _canary(where: str, row: Any) -> Canary | None:

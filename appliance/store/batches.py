@@ -1,10 +1,13 @@
-"""Batches: what was asked, how far they are, and which files they left."""
+"""Batches: what was asked, how far they are, and which files they left.
+
+viewer: the owner who asks, to whom only his own exist; None: an admin, or the box's own work.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from appliance.store.database import Database, Page
+from appliance.store.database import Database, Page, owned_by
 from appliance.store.rows import UNFINISHED_BATCH, BatchRow
 
 _UNFINISHED = ", ".join(f"'{status}'" for status in UNFINISHED_BATCH)
@@ -14,8 +17,8 @@ def insert(db: Database, row: BatchRow) -> None:
     db.insert("batches", row, name=row.id)
 
 
-def find(db: Database, batch_id: str) -> BatchRow | None:
-    return db.one(BatchRow, "SELECT * FROM batches WHERE id = ?", [batch_id])
+def find(db: Database, batch_id: str, *, viewer: str | None) -> BatchRow | None:
+    return db.one(BatchRow, "SELECT * FROM batches WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", [batch_id, viewer])
 
 
 def update(db: Database, batch_id: str, **changes: Any) -> None:
@@ -23,14 +26,18 @@ def update(db: Database, batch_id: str, **changes: Any) -> None:
     db.update("batches", BatchRow, {"id": batch_id}, changes)
 
 
-def page(db: Database, *, after: str | None, limit: int) -> Page[BatchRow]:
+def page(db: Database, *, viewer: str | None, after: str | None, limit: int) -> Page[BatchRow]:
     """Newest first."""
-    return db.page(BatchRow, "batches", after=after, limit=limit)
+    return db.page(BatchRow, "batches", scope=owned_by(viewer), after=after, limit=limit)
 
 
-def list_unfinished(db: Database) -> list[BatchRow]:
-    """Oldest first: the order in which they are worked off."""
-    return db.all(BatchRow, f"SELECT * FROM batches WHERE status IN ({_UNFINISHED}) ORDER BY seq")
+def list_unfinished(db: Database, *, key_id: str | None = None) -> list[BatchRow]:
+    """Oldest first: the order in which they are worked off. key_id: only those that were made with this key."""
+    return db.all(
+        BatchRow,
+        f"SELECT * FROM batches WHERE status IN ({_UNFINISHED}) AND (?1 IS NULL OR key_id = ?1) ORDER BY seq",
+        [key_id],
+    )
 
 
 def using_file(db: Database, file_id: str) -> BatchRow | None:

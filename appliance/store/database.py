@@ -196,6 +196,11 @@ class Database:
         return Page(rows[:limit], len(rows) > limit)
 
 
+def owned_by(viewer: str | None) -> dict[str, str]:
+    """The `scope` of a list for this owner; None, an admin or the box's own work, sees every row."""
+    return {} if viewer is None else {"owner": viewer}
+
+
 def _encode(field: dataclasses.Field[Any], value: Any) -> Any:
     if field.metadata.get("json") and value is not None:
         return json.dumps(value, separators=(",", ":"))

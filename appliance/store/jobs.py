@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from appliance.store.database import Database, Page
+from appliance.store.database import Database, Page, owned_by
 from appliance.store.errors import IllegalTransition, RowNotFound
 from appliance.store.rows import FINISHED_PHASES, JobPhase, JobRow, JobWanted
 
@@ -15,7 +15,13 @@ def insert(db: Database, row: JobRow) -> None:
 
 
 def find(db: Database, job_id: str) -> JobRow | None:
+    """For the box's own work; who asks for one over HTTP sees `find_visible`."""
     return db.one(JobRow, "SELECT * FROM jobs WHERE id = ?", [job_id])
+
+
+def find_visible(db: Database, job_id: str, *, viewer: str | None) -> JobRow | None:
+    """viewer: the owner who asks, to whom only his own exist; None: an admin."""
+    return db.one(JobRow, "SELECT * FROM jobs WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", [job_id, viewer])
 
 
 def get(db: Database, job_id: str) -> JobRow:
@@ -27,9 +33,11 @@ def get(db: Database, job_id: str) -> JobRow:
 
 
 def page(
-    db: Database, *, after: str | None, limit: int, metadata: dict[str, str] | None = None, null_metadata: bool = False
-) -> Page[JobRow]:
-    """Newest first. metadata: only jobs that carry all these pairs; null_metadata: only jobs without metadata."""
+    db: Database, *, viewer: str | None, after: str | None, limit: int, metadata: dict[str, str] | None = None,
+    null_metadata: bool = False,
+) -> Page[JobRow]:  # fmt: skip
+    """Newest first. viewer: the owner who asks, None for an admin. metadata: only jobs that carry all these pairs;
+    null_metadata: only jobs without metadata."""
     conditions, parameters = ["1"], []
     for key, value in (metadata or {}).items():
         # Values are bound, keys too: a JSON path built from a key would be an injection.
@@ -38,8 +46,9 @@ def page(
     if null_metadata:
         conditions.append("metadata IS NULL")
     return db.page(
-        JobRow, "jobs", where=" AND ".join(conditions), parameters=parameters, after=after, limit=limit
-    )
+        JobRow, "jobs", scope=owned_by(viewer), where=" AND ".join(conditions), parameters=parameters, after=after,
+        limit=limit,
+    )  # fmt: skip
 
 
 def list_unfinished(db: Database) -> list[JobRow]:
@@ -48,12 +57,17 @@ def list_unfinished(db: Database) -> list[JobRow]:
     return db.all(JobRow, f"SELECT * FROM jobs WHERE phase NOT IN ({marks}) ORDER BY seq", sorted(FINISHED_PHASES))
 
 
-def names_made_by(db: Database, key_id: str) -> list[str]:
-    """Public names of the models that jobs of this key made or will make, and of their checkpoints."""
+def list_unfinished_of(db: Database, key_id: str) -> list[JobRow]:
+    """Those that were made with this key."""
+    return [row for row in list_unfinished(db) if row.key_id == key_id]
+
+
+def names_made_by(db: Database, owner: str) -> list[str]:
+    """Public names of the models that this owner's jobs made or will make, and of their checkpoints."""
     rows = db.execute(
-        "SELECT output_model AS name FROM jobs WHERE key_id = ?1 UNION"
-        " SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id WHERE jobs.key_id = ?1",
-        [key_id],
+        "SELECT output_model AS name FROM jobs WHERE owner = ?1 UNION"
+        " SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id WHERE jobs.owner = ?1",
+        [owner],
     )
     return [row["name"] for row in rows]
 

@@ -13,7 +13,7 @@ from appliance.store.ids import new_id
 from appliance.store.rows import KeyRow
 
 KEY_PREFIX = "sk-appl-"
-SCOPES = ("inference", "fine_tuning", "admin")
+SCOPES = ("inference", "fine_tuning", "read", "metrics", "admin")
 _SHOWN_CHARACTERS = len(KEY_PREFIX) + 4
 
 
@@ -55,6 +55,12 @@ def find(db: Database, id_or_name: str) -> KeyRow | None:
         "SELECT * FROM keys WHERE id = ?1 OR name = ?1 ORDER BY id = ?1 DESC, revoked_s IS NULL DESC, seq DESC LIMIT 1",
         [id_or_name],
     )
+
+
+def owner_of(db: Database, key_id: str) -> str:
+    """Whose is what is made with this key. A key that is not known shares its things with no other: its own id."""
+    row = db.execute("SELECT owner FROM keys WHERE id = ?", [key_id]).fetchone()
+    return (row["owner"] if row is not None else "") or key_id
 
 
 def is_revoked(db: Database, key_id: str) -> bool:

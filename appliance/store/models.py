@@ -1,16 +1,64 @@
-"""Models and their versions. A model can be called once one of its versions is active."""
+"""Models, their versions, and whom they are shared with. A model can be called once one of its versions is active."""
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
 from appliance.store.rows import ModelRow, VersionRow
 
+_VISIBLE = (
+    "SELECT id FROM models WHERE (models.owner = ?1 OR EXISTS (SELECT 1 FROM model_shares"
+    " WHERE model_shares.model = models.id AND model_shares.owner IN (?1, '*')))"
+)
+
+EVERYBODY = "*"
+
 
 def insert(db: Database, row: ModelRow) -> None:
-    db.insert("models", row, name=row.id)
+    """What was brought in is for everybody, what a job made is its owner's alone, until somebody says otherwise."""
+    with db.transaction():
+        db.insert("models", row, name=row.id)
+        if row.kind == "base":
+            share(db, row.id, EVERYBODY)
+
+
+def share(db: Database, name: str, owner: str) -> None:
+    """With this owner, or EVERYBODY. Idempotent."""
+    db.execute("INSERT OR IGNORE INTO model_shares VALUES (?, ?, ?)", [name, owner, time.time()])
+
+
+def unshare(db: Database, name: str, owner: str) -> None:
+    db.execute("DELETE FROM model_shares WHERE model = ? AND owner = ?", [name, owner])
+
+
+def shared_with(db: Database, name: str) -> list[str]:
+    rows = db.execute("SELECT owner FROM model_shares WHERE model = ? ORDER BY owner", [name])
+    return [row["owner"] for row in rows]
+
+
+def is_visible(db: Database, name: str, viewer: str | None) -> bool:
+    """Whether a model exists for this owner (None: an admin, or the box's own work); so do its versions then."""
+    return viewer is None or bool(db.execute(f"{_VISIBLE} AND models.id = ?2", [viewer, name]).fetchone())
+
+
+def visible(db: Database, viewer: str | None) -> set[str]:
+    """All that exist for this owner."""
+    if viewer is None:
+        return {row["id"] for row in db.execute("SELECT id FROM models")}
+    return {row["id"] for row in db.execute(_VISIBLE, [viewer])}
+
+
+def audiences(db: Database) -> dict[str, list[str] | None]:
+    """By model: the owners for whom it exists; None: it is everybody's. An admin sees all of them anyway."""
+    found: dict[str, set[str]] = {
+        row["id"]: {row["owner"]} - {""} for row in db.execute("SELECT id, owner FROM models")
+    }
+    for row in db.execute("SELECT model, owner FROM model_shares"):
+        found[row["model"]].add(row["owner"])
+    return {name: None if EVERYBODY in owners else sorted(owners) for name, owners in found.items()}
 
 
 def find(db: Database, name: str) -> ModelRow | None:

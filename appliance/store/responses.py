@@ -8,11 +8,11 @@ from appliance.store.database import Database
 from appliance.store.rows import UNFINISHED_RESPONSE, ResponseRow
 
 _CHAIN = """
-    WITH RECURSIVE chain (id, previous_id, key_id, depth) AS (
-        SELECT id, previous_id, key_id, 0 FROM responses WHERE id = ?1 AND key_id = ?2
+    WITH RECURSIVE chain (id, previous_id, depth) AS (
+        SELECT id, previous_id, 0 FROM responses WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)
         UNION ALL
-        SELECT earlier.id, earlier.previous_id, earlier.key_id, depth + 1
-        FROM chain JOIN responses AS earlier ON earlier.id = chain.previous_id AND earlier.key_id = chain.key_id
+        SELECT earlier.id, earlier.previous_id, depth + 1
+        FROM chain JOIN responses AS earlier ON earlier.id = chain.previous_id AND (?2 IS NULL OR earlier.owner = ?2)
         WHERE depth < ?3
     )
 """
@@ -28,6 +28,7 @@ def insert(db: Database, row: ResponseRow) -> bool:
 
 
 def find(db: Database, response_id: str) -> ResponseRow | None:
+    """For the box's own work; who asks for one sees it through `StoredResponses`, if it is his."""
     return db.one(ResponseRow, "SELECT * FROM responses WHERE id = ?", [response_id])
 
 
@@ -36,10 +37,13 @@ def update(db: Database, response_id: str, **changes: Any) -> None:
     db.update("responses", ResponseRow, {"id": response_id}, changes)
 
 
-def chain(db: Database, response_id: str, key_id: str, *, max_turns: int, max_bytes: int) -> list[ResponseRow] | None:
-    """The responses of a key that lead to this one, oldest first, itself the last; empty if it is not there. The first
-    of them names another one if that is gone, or if there are more than max_turns. None: more than max_bytes."""
-    parameters = [response_id, key_id, max_turns - 1]
+def chain(
+    db: Database, response_id: str, viewer: str | None, *, max_turns: int, max_bytes: int
+) -> list[ResponseRow] | None:
+    """The responses of this owner (None: of all) that lead to this one, oldest first, itself the last; empty if it is
+    not there. The first of them names another one if that is gone, or if there are more than max_turns. None: more than
+    max_bytes."""
+    parameters = [response_id, viewer, max_turns - 1]
     (size,) = db.execute(f"{_CHAIN} SELECT SUM(bytes) FROM chain JOIN responses USING (id)", parameters).fetchone()
     if (size or 0) > max_bytes:
         return None
@@ -48,12 +52,14 @@ def chain(db: Database, response_id: str, key_id: str, *, max_turns: int, max_by
     )
 
 
-def touch(db: Database, response_id: str, key_id: str, *, max_turns: int, now_s: float, older_than_s: float) -> None:
+def touch(
+    db: Database, response_id: str, viewer: str | None, *, max_turns: int, now_s: float, older_than_s: float
+) -> None:
     """It and what leads to it were gone on from: each is kept as long as the newest that needs it. Only those that were
     not touched for a while: a row's pages are written anew, its texts too."""
     db.execute(
         f"{_CHAIN} UPDATE responses SET used_s = ?4 WHERE used_s < ?5 AND id IN (SELECT id FROM chain)",
-        [response_id, key_id, max_turns - 1, now_s, older_than_s],
+        [response_id, viewer, max_turns - 1, now_s, older_than_s],
     )
 
 
@@ -61,9 +67,13 @@ def delete(db: Database, response_id: str) -> None:
     db.execute("DELETE FROM responses WHERE id = ?", [response_id])
 
 
-def list_unfinished(db: Database) -> list[ResponseRow]:
-    """Oldest first: the order in which they are answered."""
-    return db.all(ResponseRow, f"SELECT * FROM responses WHERE status IN ({_UNFINISHED}) ORDER BY seq")
+def list_unfinished(db: Database, *, key_id: str | None = None) -> list[ResponseRow]:
+    """Oldest first: the order in which they are answered. key_id: only those that were asked with this key."""
+    return db.all(
+        ResponseRow,
+        f"SELECT * FROM responses WHERE status IN ({_UNFINISHED}) AND (?1 IS NULL OR key_id = ?1) ORDER BY seq",
+        [key_id],
+    )
 
 
 def totals(db: Database) -> tuple[int, int]:
@@ -80,8 +90,10 @@ def delete_unused(db: Database, before_s: float) -> int:
 
 
 def delete_of_revoked_keys(db: Database) -> int:
+    """Those whose owner has no live key left."""
     return db.execute(
         "DELETE FROM responses WHERE key_id IN (SELECT id FROM keys WHERE revoked_s IS NOT NULL)"
+        " AND owner NOT IN (SELECT owner FROM keys WHERE revoked_s IS NULL)"
     ).rowcount
 
 

@@ -16,9 +16,10 @@ FINISHED_PHASES: frozenset[str] = frozenset({"succeeded", "failed", "cancelled"}
 class KeyRow:
     """An API key. Only the SHA-256 of the key is kept: 256 random bits need no slow hash.
 
-    owner: who shares the devices with whom; keys of one owner count as one. models: names that it may use, None for
-    all. The limits: None where none binds; days and months are those of UTC. bounds: of what the owner may keep, where
-    they are not the box's own. session: of one command on the box itself.
+    owner: whose is what is made with it, and who shares the devices with whom; keys of one owner count as one. models:
+    names that it may use, None for all. The limits: None where none binds; days and months are those of UTC.
+    max_priority: of its jobs. max_non_preemptible, max_deadlines, max_held: how many of its unfinished jobs may be so.
+    bounds: of what the owner may keep, where they are not the box's own. session: of one command on the box itself.
     """
 
     id: str
@@ -34,6 +35,10 @@ class KeyRow:
     tokens_per_minute: int | None = None
     tokens_per_day: int | None = None
     tokens_per_month: int | None = None
+    max_priority: int = 0
+    max_non_preemptible: int = 0
+    max_deadlines: int = 0
+    max_held: int = 16
     bounds: dict[str, int] | None = json_column(default=None)
     session: int = 0
 
@@ -42,6 +47,7 @@ class KeyRow:
 class FileRow:
     """An uploaded or produced file; its bytes lie at `files/<id>`.
 
+    owner: of the key, or of the job, that it was made with; empty for the box itself, here and in the other tables.
     report: for purpose "fine-tune", what the check at upload found (shape, n_examples, errors, warnings).
     """
 
@@ -55,6 +61,7 @@ class FileRow:
     status_details: str | None = None
     key_id: str | None = None
     expires_s: float | None = None
+    owner: str = ""
     report: dict[str, Any] | None = json_column(default=None)
 
 
@@ -62,7 +69,8 @@ class FileRow:
 class ModelRow:
     """A model by its public name (`id`). It can be called once `active_version` names one of its versions.
 
-    base: for kind "fine-tuned", the base model's name. info: what the importer found in config.json and the tokenizer.
+    base: for kind "fine-tuned", the base model's name. owner: of the job that made it, or of who brought it in; whom it
+    is shared with stands in `model_shares`. info: what the importer found in config.json and the tokenizer.
     """
 
     id: str
@@ -78,6 +86,7 @@ class ModelRow:
     max_model_len: int | None = None
     active_version: str | None = None
     job_id: str | None = None
+    owner: str = ""
     info: dict[str, Any] = json_column(default_factory=dict)
 
 
@@ -379,6 +388,7 @@ class BatchRow:
     expires_s: float
     status: BatchStatus = "validating"
     key_id: str | None = None
+    owner: str = ""
     model: str | None = None
     output_keep_s: float | None = None
     total: int = 0
@@ -417,6 +427,7 @@ class UploadRow:
     status: Literal["pending", "completed", "cancelled", "expired"] = "pending"
     file_keep_s: float | None = None
     key_id: str | None = None
+    owner: str = ""
     file_id: str | None = None
 
 
@@ -434,11 +445,11 @@ UNFINISHED_RESPONSE: tuple[str, ...] = ("queued", "in_progress")
 
 @dataclass(frozen=True, slots=True)
 class ResponseRow:
-    """An answer of /v1/responses, kept for its key.
+    """An answer of /v1/responses, kept for its owner.
 
-    key_id: empty for the box itself. input: the items it was asked with, without those of earlier turns, a JSON array.
-    response: the object, as JSON. request: the body of one in background, until it has ended. used_s: when it was made,
-    or gone on from last. bytes: of input, response and request.
+    key_id: that asked, empty for the box itself. input: the items it was asked with, without those of earlier turns, a
+    JSON array. response: the object, as JSON. request: the body of one in background, until it has ended. used_s: when
+    it was made, or gone on from last. bytes: of input, response and request.
     """
 
     id: str
@@ -450,6 +461,7 @@ class ResponseRow:
     input: str
     response: str
     previous_id: str | None = None
+    owner: str = ""
     background: int = 0
     request: str | None = None
 

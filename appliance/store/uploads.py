@@ -12,8 +12,9 @@ def insert(db: Database, row: UploadRow) -> None:
     db.insert("uploads", row, name=row.id)
 
 
-def find(db: Database, upload_id: str) -> UploadRow | None:
-    return db.one(UploadRow, "SELECT * FROM uploads WHERE id = ?", [upload_id])
+def find(db: Database, upload_id: str, *, viewer: str | None) -> UploadRow | None:
+    """viewer: the owner who asks, to whom only his own exist; None: an admin, or the box's own work."""
+    return db.one(UploadRow, "SELECT * FROM uploads WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", [upload_id, viewer])
 
 
 def update(db: Database, upload_id: str, **changes: Any) -> None:

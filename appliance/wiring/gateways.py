@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 from appliance.controller.bus import Bus
 from appliance.controller.load import Load, ModelLoad
-from appliance.controller.naming import resolve
-from appliance.store import adapters, canaries, deployments, job_records, models
+from appliance.controller.naming import is_printable, resolve
+from appliance.store import adapters, canaries, deployments, job_records, models, session_keys
 from appliance.store.adapters import AdapterRow
 from appliance.store.database import Database
 from appliance.store.rows import CanaryRow
 from appliance.wiring.standbys import Traffic
 from scheduler.failures import Trouble
 from scheduler.workload import Demand
+
+log = logging.getLogger(__name__)
 
 HOLD_BEFORE_S = 10.0
 """Requests for a model whose engine failed are held when its next try is no further away than this, else refused with
@@ -39,8 +42,11 @@ class _Served:
 @dataclass(frozen=True, slots=True)
 class _Callable:
     """A name that can be called. `canary`: takes a share of its requests. `pins`: the model of which `MODEL@VERSION`
-    means one version; None for a model's own name."""
+    means one version; None for a model's own name. `of`: the model that every such name is about, whose owners may use
+    it."""
 
+
+    of: str
     version: str
     task: str
     adapter: AdapterRow | None = None
@@ -60,6 +66,7 @@ class BusRouting:
         self._bus, self._db, self._hold_s, self._max_model_len = bus, db, hold_s, max_model_len
         self._trouble = trouble
         self._replicas: dict[str, _Served] = {}
+        self._said: set[str] = set()  # names that no gateway would take
         self._guests: dict[str, list[str]] = {}  # host name -> names of the adapters that its engines serve
 
     async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
@@ -99,12 +106,22 @@ class BusRouting:
         contexts = {row.id: row.max_model_len for row in models.list_callable(self._db)}
         contexts |= {row.name: contexts.get(row.model) for row in job_records.list_checkpoints(self._db)}
         contexts |= {row.name: contexts.get(row.model) for row in canaries.list_running(self._db)}
+        audiences = models.audiences(self._db)
         return self._bus.set_models(
             {
-                name: self._model(name, row) | {"max_model_len": self._context(contexts.get(row.pins or name))}
+                name: self._model(name, row)
+                | {
+                    "max_model_len": self._context(contexts.get(row.pins or name)),
+                    "owners": self._owners(audiences.get(row.of, [])),
+                }
                 for name, row in names.items()
             }
         )
+
+    @staticmethod
+    def _owners(audience: list[str] | None) -> list[str] | None:
+        # A command on the box itself asks with a key of its own, and whoever runs one may do everything.
+        return None if audience is None else [*audience, session_keys.OWNER]
 
     async def wait_applied(self) -> None:
         """Returns when every gateway routes by the table as it is now."""
@@ -156,10 +173,10 @@ class BusRouting:
         deployed = [row.model for row in deployments.list_all(self._db) if row.model in rows]
         found = {}
         for name in deployed:
-            found[name] = _Callable(rows[name].active_version, rows[name].task, guests.get(name))
+            found[name] = _Callable(name, rows[name].active_version, rows[name].task, guests.get(name))
         for checkpoint in job_records.list_checkpoints(self._db):
             task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
-            found[checkpoint.name] = _Callable(checkpoint.version, task, guests.get(checkpoint.name))
+            found[checkpoint.name] = _Callable(checkpoint.model, checkpoint.version, task, guests.get(checkpoint.name))
         for canary in canaries.list_running(self._db):
             stable = found.get(canary.model)
             if stable is not None:
@@ -169,7 +186,15 @@ class BusRouting:
             row = replace(found[name], canary=None, pins=name)
             for version in {row.version, *(r.version for r in self._replicas.values() if r.model == name)}:
                 found.setdefault(f"{name}@{version}", replace(row, version=version))
-        return found
+        return self._printable(found)
+
+    def _printable(self, found: dict[str, _Callable]) -> dict[str, _Callable]:
+        """Names that the gateways take. The routes let no other in; a row that has one all the same stops no other."""
+        odd = {name for name, row in found.items() if not (is_printable(name) and is_printable(row.version))}
+        for name in odd - self._said:
+            log.error("the model %r cannot be called: its name or version is not printable ASCII", name)
+        self._said = odd
+        return {name: row for name, row in found.items() if name not in odd} if odd else found
 
     def _context(self, model_tokens: int | None) -> int | None:
         # As serve.sizing gives it to the engine.

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from appliance.controller import job_devices
+from appliance.controller import job_devices, job_pauses
 from appliance.controller.cordons import CORDONED
 from appliance.controller.job_events import JobEvents
 from appliance.controller.mode import policy_of, read_mode, tidal_windows
@@ -91,6 +91,7 @@ class SqliteStateStore:
         row = self._open(job_id)
         if row is None:
             return
+        reason = job_pauses.reason(self._db, row) or reason
         if row.snapshot is None:
             jobs.set_phase(self._db, job_id, "queued", reason=reason)
         elif row.phase == "running":

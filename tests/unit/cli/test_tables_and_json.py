@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import time
 
-from appliance.store import deployments, jobs
-from appliance.store.rows import DeploymentRow
+from appliance.store import deployments, jobs, keys
+from appliance.store.rows import DeploymentRow, JobRow
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.controller.conftest import chat_lines
 
@@ -216,7 +216,8 @@ def test_bad_training_data_is_named_by_line(box, tmp_path):
     assert box.json("job", "list")["data"] == [], "no job is made of data that cannot be trained on"
 
 
-LIMITS = ("models", "requests_per_minute", "tokens_per_minute", "tokens_per_day", "tokens_per_month")
+LIMITS = ("models", "requests_per_minute", "tokens_per_minute", "tokens_per_day", "tokens_per_month",
+          "max_priority", "max_non_preemptible", "max_deadlines", "max_held")  # fmt: skip
 
 
 def test_the_audit_log_says_who_did_what(box):
@@ -234,6 +235,9 @@ def test_limits_of_keys_and_what_was_spent(box):
     assert "60 requests/min; only starter" in box.run("key", "list").stdout
     changed = box.run("key", "limit", "trial", "--tokens-per-day", "100000", "--lift", "models").stdout
     assert "trial: 60 requests/min; 100,000 tokens/day" in changed
+    raised = box.run("key", "limit", "trial", "--max-priority", "5", "--max-deadlines", "2").stdout
+    assert "; 5 priority; 2 deadlines" in raised
+    assert "priority" not in box.run("key", "limit", "trial", "--lift", "max_priority").stdout
     assert box.run("key", "limit", "trial", "--lift", "patience").exit_code == 2
     assert "nothing was spent" in box.run("usage", "--by", "model", "--since", "7d").stdout
     assert box.json("usage", "--by", "owner")["by"] == "owner"
@@ -251,12 +255,35 @@ def test_keys(box):
     assert answer["scopes"] == ["admin", "inference"]
     listed = box.json("key", "list")
     assert [k["name"] for k in listed["data"]] == ["alice", "ops"] and "key" not in listed["data"][0]
-    assert "alice" in box.run("key", "revoke", "alice").stdout
+    assert box.run("key", "revoke", "alice").stdout.startswith("revoked alice (key_")
     assert [k["name"] for k in box.json("key", "list")["data"]] == ["ops"]
     assert box.json("key", "list", "--all")["data"][0]["revoked_s"] is not None
     assert box.run("key", "revoke", "nobody").exit_code == 3
     assert box.run("key", "create", "--name", "ops").exit_code == 5
     assert box.run("key", "create", "--name", "bad*name").exit_code == 2
+
+
+def test_a_model_is_shared_and_no_longer(box):
+    assert "everybody" in box.run("model", "show", "starter").stdout
+    assert box.run("model", "share", "starter", "--with", "all", "--stop").stdout.strip() == (
+        "starter is for operators alone"
+    )
+    shared = box.run("model", "share", "starter", "--with", "bob", "--with", "carol").stdout
+    assert shared.strip() == "starter is for bob, carol and operators"
+    assert "bob, carol and operators" in box.run("model", "show", "starter").stdout
+    assert box.json("model", "share", "starter", "--with", "all")["shared_with_everybody"] is True
+    assert box.run("model", "share", "nothing", "--with", "bob").exit_code == 3
+    assert box.run("model", "share", "starter", "--with", "b\tb").exit_code == 2
+
+
+def test_revoking_says_what_stopped(box):
+    box.run("key", "create", "--name", "alice")
+    key_id = box.do(lambda: keys.find(box.context.db, "alice").id)
+    box.do(lambda: jobs.insert(box.context.db, JobRow(
+        id="ftjob-1", model="starter", method="supervised", training_file="f", seed=1, output_model="ft:x",
+        created_s=1.0, key_id=key_id, owner="alice", phase="queued",
+    )))  # fmt: skip
+    assert "; 1 job is paused" in box.run("key", "revoke", "alice").stdout
 
 
 def test_json_is_one_line_in_a_pipe_and_holds_any_character(box):

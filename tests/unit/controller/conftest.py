@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from appliance.controller.app import create_app
 from appliance.controller.context import ControllerContext
 from appliance.controller.peers import FromBox
-from appliance.store import models
+from appliance.store import keys, models
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow, VersionRow
 from tests.simulator.control_plane import RecordingKeySink, SimulatedModelOps, SimulatedScheduler, simulated_context
@@ -54,6 +54,12 @@ class Control:
     @property
     def ops(self) -> SimulatedModelOps:
         return self.context.model_ops  # type: ignore[return-value]
+
+    def as_key(self, name: str, **fields: Any) -> str:
+        """What follows comes with this new key, for inference and fine-tuning unless `scopes` say other; its id."""
+        row, _ = keys.create(self.db, name, fields.pop("scopes", ["inference", "fine_tuning"]), **fields)
+        self.http.headers.update({"x-appliance-key-id": row.id, "x-appliance-scopes": ",".join(row.scopes)})
+        return row.id
 
     @property
     def gateway_keys(self) -> dict[str, Any]:
@@ -109,10 +115,12 @@ async def control(tmp_path: Path, db: Database) -> AsyncIterator[Control]:
 
 
 def insert_model(db: Database, name: str, *, kind: str = "base", base: str | None = None, task: str = "generate",
-                 versions: tuple[str, ...] = ("v1",)) -> None:  # fmt: skip
+                 versions: tuple[str, ...] = ("v1",), owner: str | None = None) -> None:  # fmt: skip
+    """A tuned one belongs to the key of SCOPES, unless somebody else is named."""
     models.insert(db, ModelRow(
         id=name, kind=kind, arch="llama", params=5_000_000, bytes=10, owned_by="org-local", source="test",  # type: ignore[arg-type]
         created_s=time.time(), base=base, task=task, max_model_len=2048, active_version=versions[-1],  # type: ignore[arg-type]
+        owner=owner if owner is not None else SCOPES["x-appliance-key-id"] if kind == "fine-tuned" else "",
     ))  # fmt: skip
     for version in versions:
         models.insert_version(db, VersionRow(name, version, "test", 10, time.time(), disk_path=f"/models/{version}"))

@@ -16,6 +16,7 @@ from tests.unit.controller.test_admin import actions, ask
 
 async def test_a_job_says_how_it_may_use_the_devices(control: Control):
     deadline_s = time.time() + 3600
+    control.as_key("planner", max_priority=5, max_non_preemptible=1, max_deadlines=1, max_held=1)
     job_id = await control.job(
         hyperparameters={"batch_size": 8},
         extra_body={"priority": 5, "allowed_sizes": [4, 2, 3], "deadline_s": deadline_s, "preemptible": False,
@@ -25,7 +26,9 @@ async def test_a_job_says_how_it_may_use_the_devices(control: Control):
     assert (row.priority, row.deadline_s, row.preemptible, row.held) == (5, deadline_s, 0, 1)
     assert row.asked_sizes == [2, 3, 4] and row.allowed_sizes == [2, 4], "three do not divide a step of eight"
     shown = await ask(control, "GET", f"/jobs/{job_id}")
-    assert (shown["deadline_s"], shown["preemptible"], shown["held"], shown["owner"]) == (deadline_s, False, True, None)
+    assert (shown["deadline_s"], shown["preemptible"], shown["held"], shown["owner"]) == (
+        deadline_s, False, True, "planner"
+    )  # fmt: skip
 
 
 async def test_a_job_that_no_size_suits_is_refused_and_told_which_there_are(control: Control):
@@ -133,7 +136,7 @@ async def test_the_queue_has_the_planners_order_and_reasons(control: Control):
         (1, second, None), (2, first, "Resources"), (3, third, "Priority"),
     ]  # fmt: skip
     assert answer["data"][1]["message"] == "Needs 1."
-    assert answer["owners"] == [{"owner": None, "running": 1, "waiting": 2, "devices": 2}]
+    assert answer["owners"] == [{"owner": SCOPES["x-appliance-key-id"], "running": 1, "waiting": 2, "devices": 2}]
     jobs.set_wanted(control.db, third, "cancel")
     assert len((await ask(control, "GET", "/queue"))["data"]) == 2
 

@@ -14,9 +14,7 @@ from tests.unit.controller.test_batches import begun, content, ended, engines, l
 
 
 def as_key(control: Control, **limits: Any) -> str:
-    row, _ = keys.create(control.db, "batcher", ["inference", "fine_tuning"], **limits)
-    control.http.headers["x-appliance-key-id"] = row.id
-    return row.id
+    return control.as_key("batcher", **limits)
 
 
 def spent(control: Control, by: usage.By = "key") -> dict[str, usage.Spent]:
@@ -78,7 +76,7 @@ async def test_a_spent_quota_holds_the_batch_until_it_is_renewed(control: Contro
     assert batch.request_counts.completed == 4, "four lines of five tokens are the quota"
     assert control.gateway_keys[keys.find(control.db, key_id).sha256]["spent_until_s"] == noon + 43200
     # It does not keep back others of the same model.
-    del control.http.headers["x-appliance-key-id"]
+    control.as_key("other", owner="batcher")
     assert (await ended_alone(control, await begun(control, [line(10)]))).status == "completed"
     clock[0] = noon + 43201
     assert (await ended(control, batch_id)).request_counts.completed == 6

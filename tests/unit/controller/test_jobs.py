@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from appliance.controller.app import create_app
-from appliance.store import files, jobs
+from appliance.store import files, jobs, keys
 from tests.unit.controller.conftest import Control, chat_lines, insert_model
 
 
@@ -20,7 +20,7 @@ async def test_a_job_is_validated_and_queued_with_auto_worked_out(control: Contr
         model="starter", training_file=file_id, validation_file=file_id, suffix="maths", seed=7,
         metadata={"team": "a"},
         method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": "auto", "batch_size": 4}}},
-        extra_body={"max_devices": 4, "priority": 3},
+        extra_body={"max_devices": 4, "priority": -3},
     )  # fmt: skip
     assert made.status == "validating_files" and made.fine_tuned_model is None and made.error is None
     assert made.hyperparameters.n_epochs == "auto"
@@ -36,7 +36,7 @@ async def test_a_job_is_validated_and_queued_with_auto_worked_out(control: Contr
     ]
     row = jobs.get(control.db, made.id)
     assert row.output_model.startswith("ft:starter:local:maths:") and len(row.output_model.split(":")[-1]) == 8
-    assert row.allowed_sizes == [1, 2, 4] and row.priority == 3 and row.max_devices == 4
+    assert row.allowed_sizes == [1, 2, 4] and row.priority == -3 and row.max_devices == 4
     folder = control.context.jobs_dir / made.id
     assert len((folder / "train.jsonl").read_text().splitlines()) == 12
     assert (folder / "valid.jsonl").exists()
@@ -146,6 +146,8 @@ async def test_preference_data_is_not_for_supervised_tuning(control: Control):
 
 
 async def test_a_retry_finds_the_first_job_and_a_new_submission_makes_another(control: Control):
+    another, _ = keys.create(control.db, "another", ["fine_tuning"], "alice")
+    control.as_key("laptop", owner="alice")
     file_id = await control.upload()
 
     async def create(retry: int, suffix: str = "a", **headers: str) -> str:
@@ -160,7 +162,7 @@ async def test_a_retry_finds_the_first_job_and_a_new_submission_makes_another(co
     assert await create(1, suffix="b") != first
     second = await create(0)
     assert second != first
-    assert await create(1, **{"x-appliance-key-id": "another key"}) not in (first, second)
+    assert await create(1, **{"x-appliance-key-id": another.id}) not in (first, second)
     assert len(jobs.list_recent(control.db, 10)) == 4
 
 

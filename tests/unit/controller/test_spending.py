@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.spending import Spending, may_use, spent_until_s
+from appliance.controller.access import may_use
+from appliance.controller.spending import Spending, spent_until_s
 from appliance.store import keys, usage
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 

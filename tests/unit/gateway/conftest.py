@@ -29,6 +29,8 @@ KEYS = {
     "sk-test-inference": ("key_inference", ["inference"]),
     "sk-test-tuning": ("key_tuning", ["fine_tuning"]),
     "sk-test-admin": ("key_admin", ["admin"]),
+    "sk-test-read": ("key_read", ["read"]),
+    "sk-test-metrics": ("key_metrics", ["metrics"]),
 }
 
 

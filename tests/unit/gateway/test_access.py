@@ -81,8 +81,9 @@ def test_model_names_reach_the_controller_encoded_or_not() -> None:
         b"/v1/models/a/b",
         b"/v1/models/a%2Fb.c",
     ):
-        assert resolve(b"GET", path).scopes == {"inference", "fine_tuning"}
+        assert resolve(b"GET", path).scopes == {"inference", "fine_tuning", "read"}
         assert resolve(b"DELETE", path).scopes == {"fine_tuning"}
+        assert resolve(b"POST", path + b"/share").scopes == {"fine_tuning"}
     with pytest.raises(ApiError):
         resolve(b"GET", b"/v1/models/./x")
 
@@ -103,6 +104,25 @@ CASES = [
     ("sk-test-admin", "GET", "/admin/v1/status", True),
     ("sk-test-admin", "POST", "/v1/chat/completions", True),
     ("sk-test-admin", "GET", "/metrics", True),
+    ("sk-test-read", "GET", "/metrics", True),
+    ("sk-test-read", "GET", "/admin/v1/status", True),
+    ("sk-test-read", "GET", "/v1/models", True),
+    ("sk-test-read", "PUT", "/admin/v1/mode", False),
+    ("sk-test-read", "POST", "/admin/v1/plan", False),
+    ("sk-test-read", "PATCH", "/admin/v1/keys/k", False),
+    ("sk-test-read", "DELETE", "/admin/v1/keys/k", False),
+    ("sk-test-read", "GET", "/v1/files", False),
+    ("sk-test-read", "GET", "/v1/fine_tuning/jobs", False),
+    ("sk-test-read", "GET", "/v1/responses/resp_1", False),
+    ("sk-test-read", "POST", "/v1/chat/completions", False),
+    ("sk-test-read", "POST", "/v1/models/m/share", False),
+    ("sk-test-metrics", "GET", "/metrics", True),
+    ("sk-test-metrics", "GET", "/admin/v1/metrics", False),
+    ("sk-test-metrics", "GET", "/admin/v1/status", False),
+    ("sk-test-metrics", "GET", "/v1/models", False),
+    ("sk-test-metrics", "POST", "/v1/chat/completions", False),
+    ("sk-test-tuning", "POST", "/v1/models/m/share", True),
+    ("sk-test-inference", "POST", "/v1/models/m/share", False),
 ]
 
 
@@ -172,6 +192,29 @@ async def test_unknown_model_and_wrong_task(box: Box) -> None:
     assert response.status == 400 and response.error["code"] == "model_not_supported"
     response = await box.ask("POST", "/v1/embeddings", {"model": "m", "input": "x"})
     assert response.status == 400 and response.error["code"] == "model_not_supported"
+
+
+async def test_anothers_model_is_one_that_nobody_has(box: Box) -> None:
+    """By its name and by a version's; whoever may use it, and an admin, may."""
+    key = "sk-test-inference"
+    for name, owners in (("theirs", ["key_other"]), ("hers", ["key_other", "key_inference"]), ("admins", [])):
+        box.serve(name, "e0")
+        box.models[name]["owners"] = box.models.setdefault(f"{name}@v1", {**box.models[name]})["owners"] = owners
+    box.apply()
+    for name in ("theirs", "admins"):
+        for suffix in ("", "@v1", "@v2"):
+            answer = await box.ask("POST", "/v1/chat/completions", chat(name + suffix), key=key)
+            nobodys = await box.ask("POST", "/v1/chat/completions", chat("nobodys" + suffix), key=key)
+            assert answer.status == 404
+            assert answer.body == nobodys.body.replace(b"nobodys", name.encode())
+        answer = await box.ask("POST", "/v1/embeddings", {"model": name, "input": "x"}, key=key)
+        assert answer.error["code"] == "model_not_found", "not even what it could do is told"
+    for name in ("hers", "hers@v1"):
+        assert (await box.ask("POST", "/v1/chat/completions", chat(name), key=key)).status == 200
+        assert (await box.ask("POST", "/v1/chat/completions", chat(name.replace("hers", "admins")))).status == 200
+    assert "is served" not in (await box.ask("POST", "/v1/chat/completions", chat("theirs@v2"), key=key)).body.decode()
+    told = await box.ask("POST", "/v1/chat/completions", chat("hers@v2"), key=key)
+    assert told.error["code"] == "model_version_not_served"
 
 
 async def test_metrics_are_prometheus_text(box: Box) -> None:

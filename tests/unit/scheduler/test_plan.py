@@ -177,6 +177,16 @@ def test_jobs_in_order_of_priority_then_submission_with_reasons() -> None:
     assert a.waiting == {"b": "Needs 1 device; 0 of training's 8 are left by job z and others ahead of it."}
 
 
+def test_who_is_ahead_has_a_name_for_the_same_owner_alone() -> None:
+    """The sentence stands in the job's events, which its owner reads."""
+    bobs = job("z", priority=1, owner="bob", min_devices=8, max_devices=8)
+    a = planned(jobs=(bobs, job("a", owner="alice"), job("b", owner="bob")))
+    assert a.waiting == {
+        "a": "Needs 1 device; 0 of training's 8 are left by jobs ahead of it.",
+        "b": "Needs 1 device; 0 of training's 8 are left by job z and others ahead of it.",
+    }
+
+
 def test_reasons_for_paused_held_and_impossible_jobs() -> None:
     a = planned(
         jobs=(

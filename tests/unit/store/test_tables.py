@@ -98,7 +98,7 @@ class TestJobs:
         insert_job(db, "ftjob-3")
 
         def ids(**kwargs) -> list[str]:
-            return [row.id for row in jobs.page(db, after=None, limit=9, **kwargs).data]
+            return [row.id for row in jobs.page(db, viewer=None, after=None, limit=9, **kwargs).data]
 
         assert ids() == ["ftjob-3", "ftjob-2", "ftjob-1"]
         assert ids(metadata={"team": "b"}) == ["ftjob-2"]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from appliance.controller.load import Arrived, Load, ModelLoad, ReplicaLoad
-from appliance.store import canaries, models
-from appliance.store.rows import CanaryRow, VersionRow
+from appliance.store import canaries, job_records, jobs, models
+from appliance.store.rows import CanaryRow, CheckpointRow, JobRow, VersionRow
 from appliance.wiring.gateways import BusRouting
 from scheduler.failures import Trouble
 
@@ -158,3 +158,33 @@ async def test_a_model_whose_engines_fail_says_why_and_when_it_is_tried_next_to_
     models.activate(db, "starter", "v2")
     routing.refresh()
     assert "trouble" not in bus.table["starter"], "another version is another chance"
+
+
+async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
+    """A model's versions, checkpoints and canary are for whom it is for; null: everybody, whoever comes later too."""
+    models.update(db, "ft:a", owner="alice")
+    models.share(db, "ft:a", "bob")
+    canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))
+    jobs.insert(db, JobRow(id="ftjob-1", model="starter", method="supervised", training_file="f", seed=1,
+                           output_model="ft:a", created_s=1.0))  # fmt: skip
+    job_records.insert_checkpoint(db, CheckpointRow("c", "ftjob-1", "ft:a:ckpt-step-1", "ft:a", "step-1", 1, 1.0))
+    routing.refresh()
+    owners = {name: row["owners"] for name, row in bus.table.items()}
+    of_a = {name: told for name, told in owners.items() if name.startswith("ft:a")}
+    assert set(of_a) == {"ft:a", "ft:a@step-1", "ft:a@step-2", "ft:a:ckpt-step-1"}
+    assert all(told == ["alice", "bob", "the box itself"] for told in of_a.values())
+    assert owners["starter"] is None and owners["starter@v1"] is None and owners["ft:b"] == ["the box itself"]
+    models.share(db, "ft:a", models.EVERYBODY)
+    models.unshare(db, "starter", models.EVERYBODY)
+    routing.refresh()
+    assert bus.table["ft:a:ckpt-step-1"]["owners"] is None and bus.table["starter@v1"]["owners"] == ["the box itself"]
+
+
+async def test_a_name_that_no_gateway_takes_stops_no_other(routing, bus, db, add_model, caplog):
+    add_model("modèle")
+    add_model("other", version="v\n1")
+    routing.refresh()
+    routing.refresh()
+    assert "starter" in bus.table and not [name for name in bus.table if name.startswith(("mod", "other"))]
+    said = [record.message for record in caplog.records if "cannot be called" in record.message]
+    assert len(said) == len(set(said)) == 4, "each model and its version's name, once"

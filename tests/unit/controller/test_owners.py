@@ -1,0 +1,389 @@
+"""Two owners and every route of the app: what is another's does not exist, in paths, bodies, lists and texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from fastapi.routing import APIRoute
+
+from appliance.controller import stored_responses
+from appliance.controller.job_events import JobEvents
+from appliance.store import jobs, keys
+from tests.unit.controller.conftest import ADMIN, SCOPES, Control
+from tests.unit.controller.test_batches import begun, engines, line
+from tests.unit.controller.test_responses import copy, name, send
+from tests.unit.controller.test_uploads import begun as upload_begun
+from tests.unit.controller.test_uploads import part
+
+STORED = name(1)
+
+
+@dataclass(frozen=True)
+class Named:
+    """A route that names an object in its path: what stands for each parameter, and what is asked of the object."""
+
+    path: dict[str, str]
+    body: Any = None
+    params: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class InBody:
+    """A route that names objects in its body or query, one per field: {field: object}, beside what it needs else."""
+
+    names: dict[str, str]
+    body: dict[str, Any] = field(default_factory=dict)
+    query: bool = False
+
+
+LIST, NOTHING, ADMINS, READERS, SCRAPE = "list", "nothing", "admins", "readers", "scrape"
+# Every route, and what it can name. One that is not here was judged by nobody. In this order they are asked for, so
+# what deletes comes last.
+JUDGED: dict[tuple[str, str], Any] = {
+    ("GET", "/v1/files"): LIST,
+    ("GET", "/v1/batches"): LIST,
+    ("GET", "/v1/fine_tuning/jobs"): LIST,
+    ("GET", "/v1/models"): LIST,
+    ("POST", "/v1/files"): NOTHING,
+    ("POST", "/v1/uploads"): NOTHING,
+    ("GET", "/v1/files/{file_id}"): Named({"file_id": "file"}),
+    ("GET", "/v1/files/{file_id}/content"): Named({"file_id": "file"}),
+    ("POST", "/v1/uploads/{upload_id}/parts"): Named({"upload_id": "upload"}),
+    ("POST", "/v1/uploads/{upload_id}/complete"): Named({"upload_id": "upload"}, {"part_ids": ["{part}"]}),
+    ("POST", "/v1/uploads/{upload_id}/cancel"): Named({"upload_id": "open upload"}),
+    ("POST", "/v1/batches"): InBody(
+        {"input_file_id": "batch input"}, {"endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    ),
+    ("GET", "/v1/batches/{batch_id}"): Named({"batch_id": "batch"}),
+    ("POST", "/v1/batches/{batch_id}/cancel"): Named({"batch_id": "batch"}),
+    ("POST", "/v1/fine_tuning/jobs"): InBody(
+        {"training_file": "file", "validation_file": "file", "model": "model"},
+        {"model": "starter", "training_file": "{own file}"},
+    ),
+    ("GET", "/v1/fine_tuning/jobs/{job_id}"): Named({"job_id": "job"}),
+    ("GET", "/v1/fine_tuning/jobs/{job_id}/events"): Named({"job_id": "job"}),
+    ("GET", "/v1/fine_tuning/jobs/{job_id}/checkpoints"): Named({"job_id": "job"}),
+    ("POST", "/v1/fine_tuning/jobs/{job_id}/pause"): Named({"job_id": "job"}),
+    ("POST", "/v1/fine_tuning/jobs/{job_id}/resume"): Named({"job_id": "job"}),
+    ("POST", "/v1/fine_tuning/jobs/{job_id}/cancel"): Named({"job_id": "job"}),
+    ("POST", "/v1/fine_tuning/checkpoints/{name:path}/permissions"): ADMINS,
+    ("GET", "/v1/fine_tuning/checkpoints/{name:path}/permissions"): ADMINS,
+    ("DELETE", "/v1/fine_tuning/checkpoints/{name:path}/permissions/{permission_id}"): ADMINS,
+    ("POST", "/v1/responses"): InBody(
+        {"model": "model", "previous_response_id": "response"}, {"model": "starter", "input": "1", "background": True}
+    ),
+    ("GET", "/v1/responses/{response_id}"): Named({"response_id": "response"}),
+    ("GET", "/v1/responses/{response_id}/input_items"): Named({"response_id": "response"}),
+    ("POST", "/v1/responses/{response_id}/cancel"): Named({"response_id": "background response"}),
+    ("GET", "/internal/responses/context"): InBody({"id": "response"}, query=True),
+    ("POST", "/internal/responses"): ADMINS,
+    ("GET", "/v1/models/{name:path}"): Named({"name": "model"}),
+    ("POST", "/v1/models/{name:path}/share"): Named({"name": "model"}, {"owners": ["carol"]}),
+    ("DELETE", "/v1/responses/{response_id}"): Named({"response_id": "response"}),
+    ("DELETE", "/v1/models/{name:path}"): Named({"name": "model"}),
+    ("DELETE", "/v1/files/{file_id}"): Named({"file_id": "file"}),
+    **dict.fromkeys([
+        ("GET", "/admin/v1/status"), ("GET", "/admin/v1/tiers"), ("GET", "/admin/v1/handovers"),
+        ("GET", "/admin/v1/handovers/{handover_id}"), ("GET", "/admin/v1/limits"), ("GET", "/admin/v1/jobs"),
+        ("GET", "/admin/v1/jobs/{job_id}"), ("GET", "/admin/v1/jobs/{job_id}/metrics"), ("GET", "/admin/v1/mode"),
+        ("GET", "/admin/v1/mode/schedule"), ("GET", "/admin/v1/mode/schedule/preview"), ("GET", "/admin/v1/queue"),
+        ("GET", "/admin/v1/devices"), ("GET", "/admin/v1/models/{name:path}/deployment"),
+        ("GET", "/admin/v1/models/{name:path}/canary"), ("GET", "/admin/v1/models"),
+        ("GET", "/admin/v1/models/{name:path}"), ("GET", "/admin/v1/operations"),
+        ("GET", "/admin/v1/operations/{operation_id}"), ("GET", "/admin/v1/usage"), ("GET", "/admin/v1/forget"),
+    ], READERS),
+    ("GET", "/admin/v1/metrics"): SCRAPE,
+    **dict.fromkeys([
+        ("GET", "/admin/v1/keys"), ("GET", "/admin/v1/audit"), ("POST", "/admin/v1/keys"),
+        ("PATCH", "/admin/v1/keys/{id_or_name}"), ("DELETE", "/admin/v1/keys/{id_or_name}"),
+        ("POST", "/admin/v1/limits/measure"), ("PUT", "/admin/v1/mode"), ("POST", "/admin/v1/mode/plan"),
+        ("POST", "/admin/v1/mode/schedule"), ("DELETE", "/admin/v1/mode/schedule/{window_id}"),
+        ("PATCH", "/admin/v1/jobs/{job_id}"), ("POST", "/admin/v1/jobs/{job_id}/hold"),
+        ("POST", "/admin/v1/jobs/{job_id}/release"), ("POST", "/admin/v1/devices/{device_id:path}/drain"),
+        ("POST", "/admin/v1/devices/{device_id:path}/undrain"), ("DELETE", "/admin/v1/nodes/{name}"),
+        ("PATCH", "/admin/v1/models/{name:path}/deployment"), ("PUT", "/admin/v1/models/{name:path}/canary"),
+        ("DELETE", "/admin/v1/models/{name:path}/canary"), ("POST", "/admin/v1/models/{name:path}/promote"),
+        ("POST", "/admin/v1/models/import"), ("POST", "/admin/v1/models/starter"),
+        ("POST", "/admin/v1/models/{name:path}/verify"), ("POST", "/admin/v1/tiers/verify"),
+        ("POST", "/admin/v1/models/{name:path}/rollback"), ("POST", "/admin/v1/models/{name:path}/pin"),
+        ("DELETE", "/admin/v1/models/{name:path}"), ("POST", "/admin/v1/plan"),
+        ("POST", "/admin/v1/forget"), ("POST", "/admin/v1/session-keys"), ("DELETE", "/admin/v1/session-keys/{key_id}"),
+    ], ADMINS),
+}  # fmt: skip
+
+
+def routes(control: Control) -> Iterator[tuple[str, str]]:
+    for route in control.app.routes:
+        if isinstance(route, APIRoute):
+            yield from ((method, route.path) for method in route.methods)
+
+
+def headers(key: keys.KeyRow) -> dict[str, str]:
+    return {"x-appliance-key-id": key.id, "x-appliance-scopes": ",".join(key.scopes)}
+
+
+@dataclass
+class People:
+    """alice asks; bob has made one object of each kind, and asks with another key than he made them with."""
+
+    alice: dict[str, str]
+    bob: dict[str, str]
+    objects: dict[str, str]
+    own_file: str
+
+    def secrets(self) -> set[str]:
+        return set(self.objects.values())
+
+
+@pytest.fixture
+async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
+    # A response that is on its way is waited for; nobody waits here.
+    monkeypatch.setattr(stored_responses, "ARRIVES_WITHIN_S", 0.001)
+    scopes = ["inference", "fine_tuning"]
+    alice, laptop, desktop = (
+        keys.create(control.db, key, scopes, owner)[0]
+        for key, owner in (("alice", "alice"), ("laptop", "bob"), ("desktop", "bob"))
+    )
+    engines(control).lines = 0
+    control.http.headers.update(headers(alice))
+    own_file = await control.upload()
+    control.http.headers.update(headers(laptop))
+    upload, open_upload = await upload_begun(control, 4), await upload_begun(control, 4)
+    objects = {
+        "file": await control.upload(), "upload": upload, "open upload": open_upload,
+        "part": await part(control, upload, b"data"), "batch": await begun(control, [line(0)]),
+        "job": await control.job(), "response": STORED,
+    }  # fmt: skip
+    objects["batch input"] = (await control.sdk.batches.retrieve(objects["batch"])).input_file_id
+    await send(control, copy(1, key=laptop.id))
+    asked = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
+    objects["background response"] = asked.id
+    made = await control.job(suffix="secret")
+    told = JobEvents(control.db, control.context.files_dir, "local")
+    told.ingest(made, {"event": "published", "step": 1, "version": "step-1", "bytes": 9, "path": "/shm/1"})
+    told.succeeded(made)
+    row = jobs.get(control.db, made)
+    objects |= {"made job": made, "model": row.output_model, "checkpoint": f"{row.output_model}:ckpt-step-1",
+                "result": row.result_files[0]}  # fmt: skip
+    control.http.headers.update(SCOPES)
+    return People(headers(alice), headers(desktop), objects, own_file)
+
+
+async def call(control: Control, as_: dict[str, str], method: str, path: str, **more: Any) -> Any:
+    return await control.http.request(method, path, headers=as_, **more)
+
+
+def requests(method: str, path: str, judged: Named | InBody, people: People, objects: dict[str, str]) -> Iterator[Any]:
+    """(path, arguments) of each request that names one of these objects, but for those it needs besides."""
+
+    def filled(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: filled(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [filled(inner) for inner in value]
+        if isinstance(value, str) and value.startswith("{"):
+            return people.own_file if value == "{own file}" else objects[value[1:-1]]
+        return value
+
+    if isinstance(judged, Named):
+        for parameter, kind in judged.path.items():
+            path = path.replace("{" + parameter + ":path}", objects[kind]).replace("{" + parameter + "}", objects[kind])
+        yield path, {} if judged.body is None else {"json": filled(judged.body)}
+        return
+    for named, kind in judged.names.items():
+        if judged.query:
+            yield path, {"params": {named: objects[kind]}}
+        else:
+            yield path, {"json": filled(judged.body) | {named: objects[kind]}}
+
+
+def said(answer: Any, objects: dict[str, str]) -> Any:
+    """What an answer says, with the names of these objects taken out."""
+    text = answer.text
+    for value in sorted(objects.values(), key=len, reverse=True):
+        text = text.replace(value, "IT")
+    return answer.status_code, text
+
+
+async def test_every_route_is_judged(control: Control):
+    assert sorted(set(routes(control)) ^ JUDGED.keys()) == [], "say here what each new route can name, and test it"
+
+
+async def test_anothers_object_is_answered_for_as_one_that_nobody_has(control: Control, people: People):
+    nobody = {kind: value[:-6] + "Nobody" for kind, value in people.objects.items()}
+    nobody["response"] = name(0xABCDEF)
+    for (method, path), judged in JUDGED.items():
+        if not isinstance(judged, Named | InBody):
+            continue
+        theirs = requests(method, path, judged, people, people.objects)
+        for (url, more), (unknown_url, unknown) in zip(
+            theirs, requests(method, path, judged, people, nobody), strict=True
+        ):
+            answer = await call(control, people.alice, method, url, **more)
+            assert answer.status_code in ((404,) if isinstance(judged, Named) else (400, 404)), (method, url, more)
+            missing = await call(control, people.alice, method, unknown_url, **unknown)
+            assert said(answer, people.objects) == said(missing, nobody), (method, url)
+
+
+async def test_a_persons_second_key_sees_what_the_first_one_made(control: Control, people: People):
+    """Also that the test before names what is there: a route that knows nobody's objects would pass it too."""
+    mine = People(people.bob, people.bob, people.objects, people.objects["file"])
+    for (method, path), judged in JUDGED.items():
+        if isinstance(judged, Named | InBody):
+            for url, more in requests(method, path, judged, mine, people.objects):
+                answer = await call(control, people.bob, method, url, **more)
+                assert answer.status_code not in (401, 403, 404, 405), (method, url, answer.text)
+                assert "not_found" not in answer.text, (method, url, answer.text)
+
+
+async def test_names_of_anothers_model_checkpoint_and_version_mean_nothing(control: Control, people: People):
+    model = people.objects["model"]
+    for named in (model, people.objects["checkpoint"], f"{model}@step-1"):
+        assert (await call(control, people.bob, "GET", f"/v1/models/{named}")).status_code == 200
+        assert (await call(control, people.alice, "GET", f"/v1/models/{named}")).status_code == 404
+        assert (await call(control, people.alice, "DELETE", f"/v1/models/{named}")).status_code == 404
+        job = {"model": named, "training_file": people.own_file}
+        answer = await call(control, people.alice, "POST", "/v1/fine_tuning/jobs", json=job)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+    control.http.headers.update(people.alice)
+    batch_id = await begun(control, [line(0, body={"model": model, "messages": []})])
+    await control.app.state.batches._tasks[batch_id]
+    row = await control.sdk.batches.retrieve(batch_id)
+    assert row.status == "failed" and row.errors is not None and row.errors.data is not None
+    assert row.errors.data[0].code == "model_not_found"
+
+
+async def test_lists_hold_ones_own_alone(control: Control, people: People):
+    for (method, path), judged in JUDGED.items():
+        if judged != LIST:
+            continue
+        answer = (await call(control, people.alice, method, path)).json()
+        hers = [item["id"] for item in answer["data"]]
+        assert not people.secrets() & set(hers) and not answer.get("has_more"), path
+        assert not [secret for secret in people.secrets() if secret in str(answer)], path
+        his = (await call(control, people.bob, method, path)).json()["data"]
+        assert people.secrets() & {item["id"] for item in his}, path
+        assert not any("owner" in item and item["owner"] != "bob" for item in his), path
+        for cursor in {item["id"] for item in his} - set(hers) if path != "/v1/models" else ():
+            after = await call(control, people.alice, method, path, params={"after": cursor})
+            unknown = await call(control, people.alice, method, path, params={"after": "nobody-123"})
+            assert said(after, {"x": cursor}) == said(unknown, {"x": "nobody-123"}), path
+        if path != "/v1/models":
+            page = (await call(control, people.alice, method, path, params={"limit": len(hers)})).json()
+            assert page["has_more"] is False, f"{path}: there is more, but it is another's"
+
+
+async def test_an_admin_sees_all_and_whose_it_is(control: Control, people: People):
+    for (method, path), judged in JUDGED.items():
+        if judged == LIST:
+            found = {item["id"]: item for item in (await call(control, ADMIN, method, path)).json()["data"]}
+            for one in people.secrets() & found.keys():
+                assert found[one]["owner"] == "bob", (path, one)
+            assert people.secrets() & found.keys(), path
+    file = (await call(control, ADMIN, "GET", f"/v1/files/{people.objects['result']}")).json()
+    assert file["owner"] == "bob" and file["purpose"] == "fine-tune-results"
+    assert (await call(control, ADMIN, "GET", f"/v1/files/{people.own_file}")).json()["owner"] == "alice"
+    shown = (await call(control, ADMIN, "GET", f"/admin/v1/models/{people.objects['model']}")).json()
+    assert (shown["owner"], shown["shared_with"]) == ("bob", [])
+
+
+async def test_a_retry_finds_nobody_elses_resource(control: Control, people: People):
+    job = {"model": "starter", "training_file": people.own_file}
+    repeated = people.alice | {"idempotency-key": "same"}
+    hers = (await call(control, repeated, "POST", "/v1/fine_tuning/jobs", json=job)).json()["id"]
+    batch = {"input_file_id": people.objects["batch input"], "endpoint": "/v1/chat/completions",
+             "completion_window": "24h"}  # fmt: skip
+    for again in (people.alice, people.alice | {"x-stainless-retry-count": "1"}):
+        answer = await call(control, again, "POST", "/v1/batches", json=batch)
+        assert answer.status_code == 404
+    own = {"model": "starter", "training_file": people.objects["file"]}
+    his = await call(control, people.bob | {"idempotency-key": "same"}, "POST", "/v1/fine_tuning/jobs", json=own)
+    assert his.status_code == 200 and his.json()["id"] != hers
+
+
+# --- sharing
+
+
+async def test_a_model_is_shared_by_its_owner_and_no_longer(control: Control, people: People):
+    model = people.objects["model"]
+    path = f"/v1/models/{model}"
+    shared = await call(control, people.bob, "POST", f"{path}/share", json={"owners": ["alice"]})
+    assert shared.json() | {"id": 0} == {
+        "id": 0, "object": "model", "owner": "bob", "shared_with": ["alice"], "shared_with_everybody": False
+    }  # fmt: skip
+    assert model in [item["id"] for item in (await call(control, people.alice, "GET", "/v1/models")).json()["data"]]
+    seen = (await call(control, people.alice, "GET", f"{path}:ckpt-step-1")).json()
+    assert seen["object"] == "model" and "shared_with" not in seen, "whom else it is shared with is her business not"
+    job = {"model": model, "training_file": people.own_file}
+    made = await call(control, people.alice, "POST", "/v1/fine_tuning/jobs", json=job)
+    assert made.status_code == 200
+    await control.settle()
+    for method, url, body in (("DELETE", path, None), ("POST", f"{path}/share", {"everybody": True})):
+        answer = await call(control, people.alice, method, url, **({"json": body} if body else {}))
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "insufficient_permissions")
+    used = await call(control, people.bob, "DELETE", path)
+    assert used.status_code == 409 and made.json()["id"] not in used.text, "her job has no name for him"
+    stopped = await call(control, people.bob, "POST", f"{path}/share", json={"owners": ["alice"], "stop": True})
+    assert stopped.json()["shared_with"] == []
+    assert (await call(control, people.alice, "GET", path)).status_code == 404
+    everybody = await call(control, people.bob, "POST", f"{path}/share", json={"everybody": True})
+    assert everybody.json()["shared_with_everybody"] is True
+    assert (await call(control, people.alice, "GET", path)).status_code == 200
+    actions = [row["action"] for row in (await call(control, ADMIN, "GET", "/admin/v1/audit")).json()["data"]]
+    assert [action for action in actions if "share" in action] == ["model.share", "model.unshare", "model.share"]
+
+
+@pytest.mark.parametrize("body", [{}, {"owners": ["a\nb"]}, {"owners": ["*"]}, {"owners": "alice"}, {"with": "all"}])
+async def test_what_cannot_be_shared_with_is_refused(control: Control, people: People, body: dict[str, Any]):
+    answer = await call(control, people.bob, "POST", f"/v1/models/{people.objects['model']}/share", json=body)
+    assert answer.status_code == 400
+
+
+async def test_a_model_that_was_brought_in_is_everybodys_until_an_admin_says_no(control: Control, people: People):
+    share = "/v1/models/starter/share"
+    assert (await call(control, people.alice, "POST", share, json={"everybody": True})).status_code == 403
+    stopped = await call(control, ADMIN, "POST", share, json={"everybody": True, "stop": True})
+    assert stopped.json()["shared_with_everybody"] is False
+    assert (await call(control, people.alice, "GET", "/v1/models/starter")).status_code == 404
+    await call(control, ADMIN, "POST", share, json={"owners": ["alice"]})
+    assert (await call(control, people.alice, "GET", "/v1/models/starter")).status_code == 200
+    assert (await call(control, people.bob, "GET", "/v1/models/starter")).status_code == 404
+
+
+async def test_a_list_of_models_narrows_and_gives_nothing(control: Control, people: People):
+    """What a key may use is what its owner may, and of that only what its list names."""
+    row, _ = keys.create(control.db, "narrow", ["inference"], "carol", models=[people.objects["model"]])
+    assert (await call(control, headers(row), "GET", f"/v1/models/{people.objects['model']}")).status_code == 404
+    assert (await call(control, headers(row), "GET", "/v1/models/starter")).status_code == 404
+
+
+# --- scopes
+
+
+def filled(path: str) -> str:
+    return "/".join("nobody" if segment.startswith("{") else segment for segment in path.split("/"))
+
+
+@pytest.mark.parametrize(
+    ("scopes", "allowed"),
+    [("read", (READERS, SCRAPE)), ("metrics", (SCRAPE,)), ("inference,fine_tuning", ()), ("", ())],
+)
+async def test_the_admin_routes_that_a_scope_opens(control: Control, scopes: str, allowed: tuple[str, ...]):
+    row, _ = keys.create(control.db, "looker", [scope for scope in scopes.split(",") if scope])
+    as_ = {"x-appliance-key-id": row.id, "x-appliance-scopes": scopes}
+    for (method, path), judged in JUDGED.items():
+        if path.startswith("/admin/v1"):
+            answer = await call(control, as_, method, filled(path))
+            assert (answer.status_code != 403) == (judged in allowed), (scopes, method, path, answer.text)
+
+
+async def test_read_lists_models_and_changes_or_reads_nothing_else(control: Control, people: People):
+    row, _ = keys.create(control.db, "looker", ["read"])
+    for (method, path), judged in JUDGED.items():
+        if path.startswith("/v1/") and judged is not ADMINS:
+            answer = await call(control, headers(row), method, filled(path))
+            open_ = method == "GET" and path.startswith("/v1/models")
+            assert (answer.status_code != 403) == open_, (method, path, answer.text)

@@ -1,0 +1,146 @@
+"""What ends with a key: its responses in background and its batches fail and say so, its jobs are paused and say so."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from appliance.controller import job_pauses
+from appliance.controller.background_responses import KEY_REVOKED
+from appliance.controller.ports import EngineAnswer
+from appliance.store import jobs, keys, responses
+from tests.unit.controller.conftest import ADMIN, Control
+from tests.unit.controller.test_batches import begun, engines, line, until
+
+
+async def revoke(control: Control, key_id: str) -> Any:
+    answer = await control.http.delete(f"/admin/v1/keys/{key_id}", headers=ADMIN)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+async def test_jobs_of_a_revoked_key_are_paused_and_say_why(control: Control):
+    other = await control.job()
+    key_id = control.as_key("laptop", owner="alice")
+    queued, running, cancelled = [await control.job() for _ in range(3)]
+    jobs.set_phase(control.db, running, "running", devices=["n0/0"])
+    await control.sdk.fine_tuning.jobs.cancel(cancelled)
+    assert sorted((await revoke(control, key_id))["stopped"]["jobs"]) == sorted([queued, running])
+    for job_id in (queued, running):
+        row = jobs.get(control.db, job_id)
+        assert (row.wanted, row.reason) == ("pause", job_pauses.KEY_REVOKED)
+    assert jobs.get(control.db, other).wanted == "run" and jobs.get(control.db, cancelled).wanted == "cancel"
+    control.as_key("desktop", owner="alice")
+    assert any("was revoked" in text for text in await control.messages(queued))
+    place = {"id": queued, "position": 1, "reason": "JobHeldUser", "message": "Paused by request;"}
+    control.scheduler.queue = [place]
+    shown = (await control.http.get("/admin/v1/queue", headers=ADMIN)).json()["data"][0]
+    assert (shown["id"], shown["message"]) == (queued, job_pauses.KEY_REVOKED)
+    # Whoever may go on with it does; to revoke the key once more stops nothing again.
+    await control.sdk.fine_tuning.jobs.resume(queued)
+    assert (await revoke(control, key_id))["stopped"] == {"jobs": [], "batches": [], "responses": []}
+    assert jobs.get(control.db, queued).wanted == "run"
+
+
+async def test_responses_in_background_of_a_revoked_key_fail_whether_they_wait_or_are_answered(control: Control):
+    key_id = control.as_key("laptop", owner="alice")
+    at_engine, answers = asyncio.Event(), asyncio.Event()
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer:
+        at_engine.set()
+        await answers.wait()
+        return EngineAnswer(200, {"output": []}, "v1")
+
+    engines(control).rule, engines(control).lines = rule, 1
+    flying, waiting = [await control.sdk.responses.create(model="starter", input="1", background=True)
+                       for _ in range(2)]  # fmt: skip
+    async with asyncio.timeout(10):
+        await at_engine.wait()
+    stopped = (await revoke(control, key_id))["stopped"]["responses"]
+    assert sorted(stopped) == sorted([flying.id, waiting.id])
+    answers.set()
+    control.as_key("desktop", owner="alice")
+    for response_id in stopped:
+        found = await control.sdk.responses.retrieve(response_id)
+        assert found.status == "failed" and found.error is not None
+        assert found.error.message == KEY_REVOKED and found.error.code == "invalid_prompt"
+    assert control.app.state.background.unfinished == 0 and len(engines(control).sent) == 1
+
+
+async def test_a_response_left_over_of_a_revoked_key_is_not_asked_for(control: Control):
+    """The controller ended before it could say so: what the next one takes up of such a key fails."""
+    key_id = control.as_key("laptop", owner="alice")
+    engines(control).lines = 0
+    made = await control.sdk.responses.create(model="starter", input="1", background=True)
+    keys.revoke(control.db, key_id)
+    engines(control).lines = 1
+    async with asyncio.timeout(10):
+        while (row := responses.find(control.db, made.id)) is not None and not row.finished:
+            await asyncio.sleep(0.002)
+    assert row is not None and row.status == "failed" and KEY_REVOKED in row.response
+    assert engines(control).sent == []
+
+
+async def test_a_batch_of_a_revoked_key_stops_and_says_so(control: Control):
+    key_id = control.as_key("laptop", owner="alice")
+    engines(control).lines = 0
+    batch_id = await begun(control, [line(0)])
+    await until(control, batch_id, lambda batch: batch.status == "in_progress")
+    assert (await revoke(control, key_id))["stopped"]["batches"] == [batch_id]
+    control.as_key("desktop", owner="alice")
+    batch = await until(control, batch_id, lambda batch: batch.status == "failed")
+    assert "was revoked" in batch.errors.data[0].message
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit", "param"),
+    [
+        ({"priority": 6}, {"max_priority": 5}, "priority"), ({"priority": 1}, {}, "priority"),
+        ({"preemptible": False}, {}, "preemptible"), ({"deadline_s": 1e10}, {}, "deadline_s"),
+        ({"held": True}, {"max_held": 0}, "held"),
+    ],
+)  # fmt: skip
+async def test_a_job_claims_no_more_than_its_key_may(control: Control, fields, limit, param):
+    key_id = control.as_key("laptop", **limit)
+    file_id = await control.upload()
+    body = {"model": "starter", "training_file": file_id, **fields}
+    refused = await control.http.post("/v1/fine_tuning/jobs", json=body)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (403, param)
+    assert "appliance key limit" in refused.json()["error"]["message"]
+    assert (await control.http.post("/v1/fine_tuning/jobs", json=body, headers=ADMIN)).status_code == 200
+    # One more, and not two.
+    raised = {"priority": {"max_priority": 6}, "preemptible": {"max_non_preemptible": 1},
+              "deadline_s": {"max_deadlines": 1}, "held": {"max_held": 1}}[param]  # fmt: skip
+    changed = await control.http.patch(f"/admin/v1/keys/{key_id}", json=raised, headers=ADMIN)
+    assert changed.json() | raised == changed.json()
+    made = await control.http.post("/v1/fine_tuning/jobs", json=body)
+    assert made.status_code == 200
+    again = await control.http.post("/v1/fine_tuning/jobs", json=body)
+    assert again.status_code == (200 if param == "priority" else 403)
+    await control.http.post(f"/v1/fine_tuning/jobs/{made.json()['id']}/cancel")
+    assert (await control.http.post("/v1/fine_tuning/jobs", json=body)).status_code == 200
+    lifted = await control.http.patch(f"/admin/v1/keys/{key_id}", json=dict.fromkeys(raised), headers=ADMIN)
+    assert lifted.json()["max_priority"] == 0 and lifted.json()["max_held"] == 16
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"name": "a", "models": ["modèle"]}, {"name": "a", "models": ["a\nb"]}, {"name": "a", "models": [""]},
+        {"name": "ü"}, {"name": "a", "owner": "a\r\nx: y"}, {"name": "a", "owner": "all"}, {"name": "all"},
+        {"name": "a", "owner": "*"}, {"name": "a", "scopes": ["reads"]}, {"name": "a", "max_priority": 1001},
+        {"name": "a", "max_held": -1},
+    ],
+)  # fmt: skip
+async def test_what_cannot_stand_in_the_gateways_table_is_refused_at_the_door(control: Control, body):
+    answer = await control.http.post("/admin/v1/keys", json=body, headers=ADMIN)
+    assert answer.status_code == 400, answer.text
+
+
+async def test_a_stored_row_that_is_odd_stops_no_other(control: Control, caplog: pytest.LogCaptureFixture):
+    """From before the door was watched: such a name froze the tables of all gateways, revocations included."""
+    odd, _ = keys.create(control.db, "odd", ["inference"], models=["modèle", "starter"])
+    control.context.publish_keys()
+    assert control.gateway_keys[odd.sha256]["models"] == ["starter"] and "mod" in caplog.text
