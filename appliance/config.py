@@ -67,7 +67,12 @@ class BoxSettings(_Section):
     node_address: str | None = Field(
         None, description="this machine's address on the network of the box's nodes; unset: no other node can join"
     )
-    node_port: int = Field(6380, ge=1, le=65535, description="TCP port on node_address where other nodes join")
+    node_port: int = Field(
+        6380,
+        ge=1,
+        le=65534,
+        description="TCP port on node_address where other nodes join; they get their certificates at the next one",
+    )
     start_timeout_s: float = Field(
         180.0, ge=30, description="that Ray, the controller and the gateway each get to start, and a node to join"
     )

@@ -28,16 +28,18 @@ from pathlib import Path
 import httpx
 
 from appliance import endpoint, ray_head
+from appliance.authority import Authority
 from appliance.box_state import BoxState
 from appliance.config import BoxConfig, load_resolved
+from appliance.enrolment import EnrolmentServer, Tokens, port_of
 from appliance.logs import keep_logs_short
-from appliance.paths import BoxPaths
+from appliance.paths import BoxPaths, UnsafeFolder
 from appliance.pulse import Pulse
 from appliance.supervised import BOX_VARIABLE, Supervised, kill_leftovers
 from runtime.keeping import Keepers
 from runtime.logs import configure_logging
 from runtime.process import die_with_parent, tail
-from scheduler.discovery import discover_devices
+from scheduler.discovery import HEAD_NODE, discover_devices
 from serve import segments
 
 log = logging.getLogger("appliance.main")
@@ -60,9 +62,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Whatever this process and those below it create is the owner's alone, logs and locks too; some libraries make
     # their files open to all.
     os.umask(0o077)
-    paths.create()
     configure_logging("main")
     state = BoxState(paths.state_file)
+    try:
+        paths.create()
+    except UnsafeFolder as error:
+        state.update(state="failed", message=str(error))
+        log.error("the box did not start: %s", error)
+        return 1
     with open(paths.lock_file, "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -129,12 +136,18 @@ class Box:
     def __init__(self, config: BoxConfig, paths: BoxPaths, state: BoxState, stop: Callable[[], None] = lambda: None):
         self._config, self._paths, self._state, self._stop = config, paths, state, stop
         self._boot = secrets.token_hex(8)
+        self._enrolment, certificate = None, None
+        if config.box.node_address is not None:
+            authority = Authority(paths.certificates)
+            certificate = authority.prepare(HEAD_NODE, config.box.node_address).files
+            self._enrolment = EnrolmentServer(authority, Tokens(paths.join_tokens), paths.ray_token.read_bytes())
         self._environment = {
-            **os.environ, **ray_head.environment(paths, config.box.start_timeout_s), BOX_VARIABLE: paths.box_id,
-            "OMP_NUM_THREADS": "1",
+            **os.environ, **ray_head.environment(paths, config.box.start_timeout_s, certificate),
+            BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         self._keepers = Keepers()
         self.hopeless = ""
+        self._ray_address = ""
         self._ray = Supervised("ray", self._start_ray, self._on_ray_change, self._give_up)
         self._controller = Supervised("controller", self._start_controller, self._say, self._give_up)
         self._gateway = Supervised("gateway", self._start_gateway, self._say, self._give_up)
@@ -143,6 +156,7 @@ class Box:
         """Returns when the endpoint answers. Raises BoxError or RayStartError."""
         left = kill_leftovers(self._paths.box_id)
         segments.remove_below(self._paths.replica_sockets)
+        shutil.rmtree(self._paths.worlds, ignore_errors=True)
         if left:
             self._say(f"ended {len(left)} processes that an earlier run left behind")
         # Before anything is started: what the box is for cannot be had, and whoever has the port might answer for us.
@@ -151,6 +165,7 @@ class Box:
         self._paths.renew_gateway_token()
         self._say("starting Ray")
         await self._ray.begin()
+        await self._let_nodes_enrol()
         self._say("starting the controller")
         await self._controller.begin()
         await self._wait_for(self._controller, "http://box", "/admin/v1/mode", str(self._paths.controller_socket))
@@ -168,10 +183,24 @@ class Box:
         self._keepers.keep("pulse of the gateway", self._pulse_of_gateway().watch)
         self._keepers.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
 
+    async def _let_nodes_enrol(self) -> None:
+        if self._enrolment is None:
+            return
+        address, port = self._config.box.node_address, port_of(self._config.box.node_port)
+        try:
+            await self._enrolment.start(address, port)
+        except OSError as error:
+            raise BoxError(
+                f"nodes are enrolled at {address}:{port}, the port after node_port, and it cannot be opened ({error}); "
+                "free it, or set another node_port"
+            ) from error
+
     async def end(self) -> str:
         """Stop everything in order and give shared memory back; what went wrong with that, "" if nothing."""
         await self._keepers.stop()
         self._state.update(state="stopping", message="finishing requests")
+        if self._enrolment is not None:
+            await self._enrolment.stop()
         well = await self._gateway.end(self._config.gateway.shutdown_s + GATEWAY_GRACE_S)
         self._state.update(state="stopping", message="suspending jobs and saving what only memory holds")
         saved = await self._controller.end(CONTROLLER_END_S)
@@ -193,7 +222,7 @@ class Box:
 
     async def _start_ray(self) -> asyncio.subprocess.Process:
         devices = discover_devices(self._config.box.devices)
-        return await ray_head.start(
+        process, self._ray_address = await ray_head.start(
             self._paths,
             [device.id for device in devices],
             self._paths.logs / "ray.log",
@@ -202,11 +231,12 @@ class Box:
             self._config.box.node_address,
             self._config.box.node_port,
         )
+        return process
 
     async def _start_controller(self) -> asyncio.subprocess.Process:
         return await self._python("controller", "-m", "appliance.controller.main",
                                   "--config-json", self._config.model_dump_json(),
-                                  "--ray-address", ray_head.address(self._paths) or "")  # fmt: skip
+                                  "--ray-address", self._ray_address)  # fmt: skip
 
     async def _start_gateway(self) -> asyncio.subprocess.Process:
         gateway = self._config.gateway.model_dump() | {

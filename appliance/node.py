@@ -1,6 +1,8 @@
 """A further node of a box: Ray joined to the box's head, this node's devices and memory announced, until told to stop.
 
-    python -m appliance.node --config-json JSON --head HOST:PORT --token-path FILE --name NAME
+    python -m appliance.node --config-json JSON --head HOST:PORT --name NAME [--token-path FILE]
+
+`--token-path`: a one-time token of the box, or its `ray.token`; not needed where this node has its certificate already.
 
 Nothing decides here: the controller at home starts engines through Ray's actors on this node. When this process ends,
 however, everything below it ends with it, and the box goes on with the devices it has left.
@@ -20,13 +22,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from appliance import ray_head
+from appliance.authority import Credentials, Unfit
 from appliance.config import BoxConfig, load_resolved
+from appliance.enrolment import NotEnrolled, enrol, port_of
 from appliance.logs import keep_logs_short
-from appliance.paths import BoxPaths
+from appliance.paths import BoxPaths, UnsafeFolder
 from appliance.supervised import BOX_VARIABLE, kill_leftovers
 from appliance.wiring.places import place_of
 from runtime.logs import configure_logging
 from runtime.process import kill_group
+from runtime.relay import NodeCertificate
 from scheduler.discovery import discover_devices
 from scheduler.errors import NodeNameTaken
 from serve import segments
@@ -38,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="appliance.node", description=__doc__)
     parser.add_argument("--config-json", required=True)
     parser.add_argument("--head", required=True)
-    parser.add_argument("--token-path", type=Path, required=True)
+    parser.add_argument("--token-path", type=Path)
     parser.add_argument("--name", required=True)
     options = parser.parse_args(argv)
     config = load_resolved(options.config_json)
@@ -46,8 +51,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Whatever this process and those below it create is the owner's alone, logs and locks too; some libraries make
     # their files open to all.
     os.umask(0o077)
-    paths.create()
     configure_logging("node", node=options.name)
+    try:
+        paths.create()
+    except UnsafeFolder as error:
+        log.error("this node did not join: %s", error)
+        return 1
     os.chdir(paths.data_dir)  # what is started from here looks for modules in the working directory first
     with open(paths.lock_file, "a") as lock:
         try:
@@ -55,25 +64,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BlockingIOError:
             log.error("a box or node already runs on %s; give this one another --data-dir", paths.data_dir)
             return 5
-        paths.ray_token.write_bytes(options.token_path.read_bytes())
         try:
-            return asyncio.run(_run(config, paths, options.head, options.name))
-        except (ray_head.RayStartError, NodeNameTaken) as error:
+            certificate = _enrolled(paths, options.head, options.token_path, options.name, config.box.node_address)
+            return asyncio.run(_run(config, paths, options.head, options.name, certificate))
+        except (ray_head.RayStartError, NodeNameTaken, NotEnrolled, Unfit) as error:
             log.error("this node did not join: %s", error)
             return 1
 
 
-async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str) -> int:
+def _enrolled(paths: BoxPaths, head: str, token_path: Path | None, name: str, address: str) -> NodeCertificate:
+    """This node's certificate: the one that it has, or what the box gives for the token. Raises NotEnrolled, Unfit."""
+    credentials = Credentials(paths.certificates)
+    if token_path is None:
+        why = credentials.fit(name, address)
+        if why:
+            raise NotEnrolled(f"{why}; `appliance node token` on the box prints a token for --token")
+        return credentials.files
+    host, _, port = head.rpartition(":")
+    token = token_path.read_text().strip()
+    ray_token = asyncio.run(enrol(credentials, (host.strip("[]"), port_of(int(port))), token, name, address))
+    with os.fdopen(os.open(paths.ray_token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(ray_token)
+    return credentials.files
+
+
+async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certificate: NodeCertificate) -> int:
     stop, hurry = asyncio.Event(), asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
     kill_leftovers(paths.box_id)
     segments.remove_below(paths.replica_sockets)
+    shutil.rmtree(paths.worlds, ignore_errors=True)
     shutil.rmtree(paths.away_jobs, ignore_errors=True)
     devices = discover_devices(config.box.devices, name)
     timeout_s = config.box.start_timeout_s
     environment = {
-        **os.environ, **ray_head.environment(paths, timeout_s), BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1",
+        **os.environ, **ray_head.environment(paths, timeout_s, certificate), BOX_VARIABLE: paths.box_id,
+        "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     os.environ.update(environment)
     # Ray reads how it is to authenticate when it is imported: imported above, it would not show the token.

@@ -5,11 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
+import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 SHM_MOUNT = Path("/dev/shm")
 UNIX_PATH_LIMIT_BYTES = 107
+
+
+class UnsafeFolder(RuntimeError):
+    """A folder that must be this user's alone is somebody else's; the message says what to do."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,15 @@ class BoxPaths:
     @property
     def ray_token(self) -> Path:
         return self.data_dir / "ray.token"
+
+    @property
+    def certificates(self) -> Path:
+        """This node's key and certificate; at home those of the box's authority too, and the tokens it gave out."""
+        return self.data_dir / "ca"
+
+    @property
+    def join_tokens(self) -> Path:
+        return self.certificates / "tokens"
 
     @property
     def files(self) -> Path:
@@ -120,6 +134,21 @@ class BoxPaths:
         return self.run / "warm-train.sock"
 
     @property
+    def worlds(self) -> Path:
+        """Files by which the ranks of a job find each other (train.rank_host.WORLDS)."""
+        return self.run / "worlds"
+
+    @property
+    def ray_session(self) -> Path:
+        """Ray's own folder. Its agents open to everybody what they make below it: nobody else gets into this one."""
+        return self.run / "ray"
+
+    @property
+    def ray_logs(self) -> Path:
+        """Logs of Ray's processes: on disk, for they grow."""
+        return self.logs / "ray"
+
+    @property
     def replica_sockets(self) -> Path:
         return self.run / "r"
 
@@ -127,11 +156,14 @@ class BoxPaths:
         return self.replica_sockets / f"{replica_id}.sock"
 
     def create(self) -> None:
-        """Make every directory, 0700, and the Ray token, 0600."""
-        for folder in (self.data_dir, self.files, self.models, self.jobs, self.batches, self.uploads, self.logs,
-                       self.shm_root, self.run, self.replica_sockets):  # fmt: skip
+        """Make every directory, 0700, and the Ray token, 0600. Raises UnsafeFolder."""
+        for folder in (self.data_dir, self.files, self.models, self.jobs, self.batches, self.uploads, self.logs):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.shm_root.mkdir(mode=0o700, exist_ok=True)
+        _check_ours(self.shm_root)
         self.shm_root.chmod(0o700)
+        for folder in (self.run, self.replica_sockets):
+            folder.mkdir(mode=0o700, exist_ok=True)
         if not self.ray_token.exists():
             write_secret(self.ray_token, secrets.token_hex(32))
 
@@ -148,3 +180,13 @@ def write_secret(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(handle)
+
+
+def _check_ours(folder: Path) -> None:
+    """Everybody may make folders where this one lies, and its name can be guessed: it may have been made for us."""
+    status = os.lstat(folder)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
+        raise UnsafeFolder(
+            f"{folder} is not a folder of user {os.geteuid()}, as which the box runs, but was made by user "
+            f"{status.st_uid}; remove it, or give the box another --data-dir, which gives it another name"
+        )

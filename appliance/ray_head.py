@@ -7,13 +7,13 @@ import asyncio
 import json
 import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from appliance.paths import BoxPaths
 from runtime.oom import DiesAs
 from runtime.process import die_with_parent, tail
+from runtime.relay import NodeCertificate
 
 NAMESPACE = "appliance"
 OBJECT_STORE_BYTES = 80 * 2**20  # Ray's minimum is 75 MiB; weights never travel through the object store
@@ -23,18 +23,24 @@ class RayStartError(RuntimeError):
     """Ray's head did not come up; the message holds the end of its log."""
 
 
-def temp_dir(paths: BoxPaths) -> Path:
-    """Ray's session directory. Short, because Ray keeps Unix sockets (107 bytes at most) below it."""
-    return Path(tempfile.gettempdir()) / f"appliance-{paths.box_id}"
+def environment(
+    paths: BoxPaths, start_timeout_s: float, certificate: NodeCertificate | None = None
+) -> dict[str, str]:
+    """Settings every process that joins this Ray needs. `certificate`: of this node, where other nodes may join;
+    all that Ray's processes say to each other is TLS then, and both sides show one. On 127.0.0.1 Ray listens nowhere
+    else.
 
-
-def environment(paths: BoxPaths, start_timeout_s: float) -> dict[str, str]:
-    """Settings every process that joins this Ray needs.
-
-    Token authentication: Ray's servers bind all interfaces, whatever the node address says. Workers are not
-    started ahead, since actors are few and each idle worker costs about 90 MB.
+    Token authentication: whoever reaches one of Ray's servers has to show it, and loopback is open to every user of
+    this machine. Workers are not started ahead, since actors are few and each idle worker costs about 90 MB.
     """
+    secure = {} if certificate is None else {
+        "RAY_USE_TLS": "1",
+        "RAY_TLS_CA_CERT": str(certificate.authority),
+        "RAY_TLS_SERVER_CERT": str(certificate.certificate),
+        "RAY_TLS_SERVER_KEY": str(certificate.key),
+    }  # fmt: skip
     return {
+        **secure,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(paths.ray_token),
         "RAY_enable_worker_prestart": "0",
@@ -77,8 +83,8 @@ async def start(
     timeout_s: float,
     node_address: str | None = None,
     node_port: int = 0,
-) -> asyncio.subprocess.Process:
-    """Start `ray start --head --block`; returns once other processes can join it.
+) -> tuple[asyncio.subprocess.Process, str]:
+    """Start `ray start --head --block`; returns it and its address once other processes can join it.
 
     `node_address`: where other nodes can join, at `node_port`; None: nobody can, Ray stays on loopback.
     Raises RayStartError when it exits or does not answer within `timeout_s` seconds.
@@ -86,8 +92,7 @@ async def start(
     where = ["--head", f"--port={node_port if node_address else 0}", f"--node-ip-address={node_address or '127.0.0.1'}"]
     # No autoscaler either: the monitor is its process.
     process = await _start(paths, [*where, "--include-dashboard=false", "--no-monitor"], device_ids, log_path, env)
-    await _wait_until(lambda: address(paths) is not None, process, log_path, timeout_s)
-    return process
+    return process, await _address(paths, process, log_path, timeout_s)
 
 
 async def join(
@@ -106,37 +111,41 @@ async def join(
     process = await _start(
         paths, [f"--address={head}", f"--node-ip-address={node_address}"], device_ids, log_path, env
     )
-    await _wait_until(lambda: address(paths) is not None, process, log_path, timeout_s)
+    await _address(paths, process, log_path, timeout_s)
     return process
 
 
 async def _start(
     paths: BoxPaths, where: Sequence[str], device_ids: Sequence[str], log_path: Path, env: Mapping[str, str]
 ) -> asyncio.subprocess.Process:
-    folder = temp_dir(paths)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
+    remove_files(paths)
+    for folder in (paths.ray_session, paths.ray_logs):
+        folder.mkdir(mode=0o700)
     resources = {f"device:{device_id}": 1 for device_id in device_ids}
     with open(log_path, "ab") as log:
         return await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "scheduler.ray_start", "start", *where, "--block", "--disable-usage-stats",
+            sys.executable, "-m", "scheduler.ray_start", str(paths.ray_logs), "start", *where, "--block",
+            "--disable-usage-stats",
             "--include-log-monitor=false",  # it brings the output of workers to drivers, and ours want none
             "--num-cpus=2", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}",
-            f"--temp-dir={folder}", f"--resources={json.dumps(resources)}",
+            f"--temp-dir={paths.ray_session}", f"--resources={json.dumps(resources)}",
             stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
             env=dict(env), start_new_session=True, preexec_fn=die_with_parent,
         )  # fmt: skip
 
 
-async def _wait_until(
-    ready: Callable[[], bool], process: asyncio.subprocess.Process, log_path: Path, timeout_s: float
-) -> None:
+async def _address(
+    paths: BoxPaths, process: asyncio.subprocess.Process, log_path: Path, timeout_s: float
+) -> str:
+    """Host and port of the head that Ray here belongs to, once it is up. Ray writes them into its own folder."""
+    told = paths.ray_session / "ray_current_cluster"
     try:
         async with asyncio.timeout(timeout_s):
-            while not ready():
+            while not (told.exists() and (address := told.read_text().strip())):
                 if process.returncode is not None:
                     raise RayStartError(f"ray start exited with {process.returncode}:\n{tail(log_path)}")
                 await asyncio.sleep(0.05)
+        return address
     except TimeoutError as error:
         raise RayStartError(
             f"ray did not start within {timeout_s:g} s ([box] start_timeout_s; a slow machine needs more); "
@@ -144,14 +153,7 @@ async def _wait_until(
         ) from error
 
 
-def address(paths: BoxPaths) -> str | None:
-    """Host and port of the head that Ray here belongs to, None before it is up."""
-    try:
-        return (temp_dir(paths) / "ray_current_cluster").read_text().strip() or None
-    except FileNotFoundError:
-        return None
-
-
 def remove_files(paths: BoxPaths) -> None:
-    """Delete Ray's session directory; call it when Ray has ended."""
-    shutil.rmtree(temp_dir(paths), ignore_errors=True)
+    """Delete Ray's session and its logs; call it when Ray has ended."""
+    for folder in (paths.ray_session, paths.ray_logs):
+        shutil.rmtree(folder, ignore_errors=True)

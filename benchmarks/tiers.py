@@ -83,8 +83,8 @@ def _measure(shm: Path, disk: Path, size: str, options: argparse.Namespace) -> d
         mine = dataclasses.replace(spec, job_id=job, output_model=f"ft:{job}", full=full, lora_rank=options.lora_rank)
         done = subprocess.run(
             [sys.executable, __file__, "--child", mine.to_json(), "--disk", str(disk), "--steps", str(options.steps)],
-            env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                 "MASTER_PORT": "29411", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
+                 "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE, text=True, check=True,
         )  # fmt: skip
         told[job] = json.loads(done.stdout.strip().splitlines()[-1])
@@ -168,13 +168,13 @@ def _persist(store: WeightStore, disk: Path, name: Name, rounds: int) -> dict[st
 def _train(options: argparse.Namespace) -> int:
     """In a process of its own: train, snapshot, one more step, snapshot, publish; DeepSpeed's own checkpoint."""
     from train import publish, snapshot
-    from train.engine import init_world
+    from train.engine import init_world, meeting_url
     from train.prepare import prepare
     from train.progress import Progress, Wishes
     from train.spec import TrainSpec
 
     spec = TrainSpec.from_json(options.child)
-    init_world("cpu")
+    init_world("cpu", meeting_url(Path(options.disk) / f"meeting-{os.getpid()}"))
     run = prepare(spec, lambda event, **data: None, Wishes(), Progress())
     for _ in range(options.steps):
         run._one_step(run.plan.total_steps)

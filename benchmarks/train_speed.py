@@ -190,18 +190,14 @@ def _run_side(options: argparse.Namespace) -> int:
 
 
 def _ours(options: argparse.Namespace) -> tuple[list[tuple[float, float]], list[int], int]:
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                   "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-    from train.group import free_port
-
-    os.environ["MASTER_PORT"] = str(free_port())
-    from train.engine import init_world
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    from train.engine import init_world, meeting_url
     from train.prepare import prepare
     from train.progress import Progress, Wishes
     from train.spec import TrainSpec
 
-    init_world("cpu")
     folder = Path(options.folder)
+    init_world("cpu", meeting_url(folder / f"meeting-{os.getpid()}"))
     spec = TrainSpec(
         job_id="bench", base_path=str(folder / "model"), train_path=str(folder / "chat.jsonl"),
         run_dir=str(folder / "run"), shm_root=str(folder / "store"), output_model="ft:bench", max_length=MAX_LENGTH,

@@ -1,11 +1,12 @@
 """Between nodes: a tunnel from a Unix socket here to one there, and directories copied over.
 
-One TCP port per node, opened on one address. Whoever connects gets a nonce and must answer with its HMAC under the
-token that the nodes share, before anything it says is read; the token itself never travels. What travels is not
-encrypted: the nodes' network must be as private as Ray's own traffic on it has to be.
+One TCP port per node, opened on one address. On a network both sides show certificates of the box's authority (TLS);
+without them a relay listens on loopback alone. Within, whoever connects gets a nonce and must answer with a proof under
+a key that is made from the token which the nodes share; the token itself never travels.
 
-A greeting is one line of JSON, `{"proof": hex, "ask": "socket" | "directory", "path": ...}`, answered by one line,
-`{"ok": ...}` or `{"error": text}`. After it
+A greeting is one line of JSON, `{"ask": "socket" | "directory", "path": ..., "nonce": hex, "proof": hex}`, answered by
+one line, `{"ok": ..., "proof": hex}` or `{"error": text}`. A proof is of all that its line says, of both nonces, and of
+who says it: neither an old line nor one's own is of use to anybody. After it
 - "socket": both ends are joined byte by byte;
 - "directory": the files follow one after the other in the order of the answer, `{"ok": [[name, bytes], ...]}`; with
   `"names": [...]` in the greeting only those of them that are there.
@@ -19,10 +20,13 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import json
 import os
 import secrets
+import ssl
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +37,63 @@ GREETING_TIMEOUT_S = 10.0
 CHUNK_BYTES = 1 << 20
 
 
+@dataclass(frozen=True, slots=True)
+class NodeCertificate:
+    """Files by which a node shows that it is one, and knows the others: PEM."""
+
+    authority: Path
+    certificate: Path
+    key: Path
+
+    @classmethod
+    def below(cls, folder: Path) -> NodeCertificate:
+        return cls(folder / "ca.pem", folder / "node.pem", folder / "node.key")
+
+    def context(self, purpose: int) -> ssl.SSLContext:
+        """`purpose`: ssl.PROTOCOL_TLS_SERVER or _CLIENT. Both ask the other side for its certificate; a client also for
+        the address that it connected to."""
+        context = ssl.SSLContext(purpose)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(self.authority)
+        context.load_cert_chain(self.certificate, self.key)
+        return context
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the nodes of a box share: a token, and on a network certificates."""
+
+    token: bytes
+    certificate: NodeCertificate | None = None
+
+    def proof(self, who: str, said: Mapping[str, Any], *nonces: str) -> str:
+        key = hmac.new(self.token, b"appliance relay 1", hashlib.sha256).digest()
+        told = {name: value for name, value in said.items() if name != "proof"}
+        return hmac.new(key, json.dumps([who, *nonces, told], sort_keys=True).encode(), hashlib.sha256).hexdigest()
+
+    def client_context(self) -> ssl.SSLContext | None:
+        return None if self.certificate is None else self.certificate.context(ssl.PROTOCOL_TLS_CLIENT)
+
+
 class Relay:
     """This node's port. `sockets` (or folders of them) and `folders`: where tunnels may end, what may be copied."""
 
-    def __init__(self, address: str, token: bytes, *, sockets: tuple[Path, ...], folders: tuple[Path, ...]):
-        self._address, self._token, self._sockets, self._folders = address, token, sockets, folders
+    def __init__(self, address: str, shared: Shared, *, sockets: tuple[Path, ...], folders: tuple[Path, ...]):
+        self._address, self._shared, self._sockets, self._folders = address, shared, sockets, folders
         self._server: asyncio.Server | None = None
         self.bytes_sent = 0
 
     async def start(self) -> tuple[str, int]:
-        """Address and port; the same on every call."""
+        """Address and port; the same on every call. Raises RelayRefused without certificates off loopback."""
         if self._server is None:
-            self._server = await asyncio.start_server(self._serve, self._address, 0, limit=GREETING_BYTES)
+            certificate = self._shared.certificate
+            if certificate is None and not ipaddress.ip_address(self._address).is_loopback:
+                raise RelayRefused(f"no relay at {self._address}: this node has no certificate of the box")
+            secure: dict[str, Any] = {} if certificate is None else {
+                "ssl": certificate.context(ssl.PROTOCOL_TLS_SERVER), "ssl_handshake_timeout": GREETING_TIMEOUT_S,
+            }  # fmt: skip
+            self._server = await asyncio.start_server(self._serve, self._address, 0, limit=GREETING_BYTES, **secure)
         return self._server.sockets[0].getsockname()[:2]
 
     async def stop(self) -> None:
@@ -57,13 +106,16 @@ class Relay:
                 nonce = secrets.token_hex(32)
                 writer.write(f"{nonce}\n".encode())
                 greeting = json.loads(await reader.readline())
-                if not hmac.compare_digest(str(greeting.get("proof")), _proof(self._token, nonce)):
+                if not isinstance(greeting, dict):
+                    raise RelayRefused("a greeting is an object")
+                proof = self._shared.proof("ask", greeting, nonce)
+                if not hmac.compare_digest(str(greeting.get("proof")).encode(), proof.encode()):
                     raise RelayRefused("the proof of the token is wrong")
-            path = Path(str(greeting["path"]))
+            path, nonces = Path(str(greeting["path"])), (nonce, str(greeting["nonce"]))
             if greeting["ask"] == "socket":
-                await self._tunnel(_inside(path, self._sockets), reader, writer)
+                await self._tunnel(_inside(path, self._sockets), reader, writer, nonces)
             elif greeting["ask"] == "directory":
-                await self._send_directory(_inside(path, self._folders), greeting.get("names"), writer)
+                await self._send_directory(_inside(path, self._folders), greeting.get("names"), writer, nonces)
             else:
                 raise RelayRefused(f"unknown request {greeting['ask']!r}")
         except (RelayRefused, OSError, ValueError, KeyError, TimeoutError) as error:
@@ -72,19 +124,27 @@ class Relay:
         finally:
             writer.close()
 
-    async def _tunnel(self, path: Path, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _ok(self, value: Any, nonces: tuple[str, str]) -> bytes:
+        return _line({"ok": value, "proof": self._shared.proof("answer", {"ok": value}, *nonces)})
+
+    async def _tunnel(
+        self, path: Path, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, nonces: tuple[str, str]
+    ) -> None:
         there = await asyncio.open_unix_connection(str(path))
-        writer.write(_line({"ok": True}))
+        writer.write(self._ok(True, nonces))
         await _join((reader, writer), there)
 
-    async def _send_directory(self, path: Path, names: list[str] | None, writer: asyncio.StreamWriter) -> None:
+    async def _send_directory(
+        self, path: Path, names: list[str] | None, writer: asyncio.StreamWriter, nonces: tuple[str, str]
+    ) -> None:
         files = sorted(file for file in path.iterdir() if file.is_file() and not file.is_symlink())
         wanted = [file for file in files if names is None or file.name in names]
         with contextlib.ExitStack() as opened:
             # All at once: a manifest that is sealed meanwhile is another file, of another size.
             sources = [opened.enter_context(open(file, "rb")) for file in wanted]
             sizes = [os.fstat(source.fileno()).st_size for source in sources]
-            writer.write(_line({"ok": [[file.name, size] for file, size in zip(wanted, sizes, strict=True)]}))
+            told = [[file.name, size] for file, size in zip(wanted, sizes, strict=True)]
+            writer.write(self._ok(told, nonces))
             for source, size in zip(sources, sizes, strict=True):
                 # Not loop.sendfile: uvloop, on which Ray runs its actors, has none.
                 left = size
@@ -98,8 +158,8 @@ class Relay:
 class Tunnels:
     """Local Unix sockets whose connections come out at sockets of other nodes."""
 
-    def __init__(self, token: bytes):
-        self._token = token
+    def __init__(self, shared: Shared):
+        self._shared = shared
         self._servers: dict[str, asyncio.Server] = {}
 
     async def open(self, local: Path, address: tuple[str, int], remote: Path) -> None:
@@ -108,7 +168,7 @@ class Tunnels:
 
         async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                _, *there = await _ask(address, self._token, "socket", remote)
+                _, *there = await _ask(address, self._shared, "socket", remote)
                 await _join((reader, writer), (there[0], there[1]))
             except (RelayRefused, OSError, TimeoutError):
                 writer.transport.abort()  # as if the engine had died: the gateway knows what to do then
@@ -126,7 +186,7 @@ class Tunnels:
 
 
 async def fetch_directory(
-    address: tuple[str, int], token: bytes, remote: Path, target: Path, names: Sequence[str] | None = None
+    address: tuple[str, int], shared: Shared, remote: Path, target: Path, names: Sequence[str] | None = None
 ) -> int:
     """Copy the files of a directory of another node, or those of `names` that it has, into the new directory `target`;
     returns the bytes received.
@@ -134,7 +194,7 @@ async def fetch_directory(
     Raises RelayRefused when the other node refuses or the connection ends early.
     """
     more = {} if names is None else {"names": list(names)}
-    sizes, reader, writer = await _ask(address, token, "directory", remote, more)
+    sizes, reader, writer = await _ask(address, shared, "directory", remote, more)
     target.mkdir(mode=0o700, parents=True)
     total = 0
     try:
@@ -156,15 +216,19 @@ async def fetch_directory(
 
 
 async def _ask(
-    address: tuple[str, int], token: bytes, ask: str, path: Path, more: Mapping[str, Any] | None = None
+    address: tuple[str, int], shared: Shared, ask: str, path: Path, more: Mapping[str, Any] | None = None
 ) -> tuple[Any, asyncio.StreamReader, asyncio.StreamWriter]:
-    reader, writer = await asyncio.open_connection(*address, limit=CHUNK_BYTES)
+    reader, writer = await asyncio.open_connection(*address, limit=CHUNK_BYTES, ssl=shared.client_context())
     try:
         async with asyncio.timeout(GREETING_TIMEOUT_S):
-            nonce = (await reader.readline()).decode().strip()
-            writer.write(_line({"proof": _proof(token, nonce), "ask": ask, "path": str(path), **(more or {})}))
+            nonce, ours = (await reader.readline()).decode().strip(), secrets.token_hex(32)
+            greeting = {"ask": ask, "path": str(path), "nonce": ours, **(more or {})}
+            writer.write(_line({**greeting, "proof": shared.proof("ask", greeting, nonce)}))
             line = await reader.readline()
         answer = json.loads(line) if line else {"error": "it hung up"}
+        proof = shared.proof("answer", answer, nonce, ours)
+        if "ok" in answer and not hmac.compare_digest(str(answer.get("proof")).encode(), proof.encode()):
+            answer = {"error": "it does not know the token"}
         if "ok" not in answer:
             raise RelayRefused(f"the relay at {address[0]}:{address[1]} refused {ask} {path}: {answer.get('error')}")
     except BaseException:
@@ -195,6 +259,8 @@ async def _pour(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
         await sink.drain()
     if sink.can_write_eof():
         sink.write_eof()
+    else:
+        sink.close()  # TLS knows no half end. Who sends no more here (HTTP/1.1 on both sides) reads no more either.
 
 
 def _inside(path: Path, folders: tuple[Path, ...]) -> Path:
@@ -202,10 +268,6 @@ def _inside(path: Path, folders: tuple[Path, ...]) -> Path:
     if not any(resolved.is_relative_to(folder.resolve()) for folder in folders):
         raise RelayRefused(f"{path} is not below {', '.join(map(str, folders))}")
     return resolved
-
-
-def _proof(token: bytes, nonce: str) -> str:
-    return hmac.new(token, nonce.encode(), hashlib.sha256).hexdigest()
 
 
 def _line(value: Any) -> bytes:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from runtime.relay import fetch_directory
+from runtime.relay import Shared, fetch_directory
 from weights.errors import IntegrityError, StoreError, StoreFull, VersionNotFound
 from weights.lease import Lease, StoredVersion, take_lease, unpin
 from weights.record import Name
@@ -30,10 +30,10 @@ KEPT_SNAPSHOTS = 2
 
 
 class NodeCopies:
-    """`token`: what the nodes share (see runtime.relay). All methods belong to one event loop."""
+    """`shared`: what the nodes share (see runtime.relay). All methods belong to one event loop."""
 
-    def __init__(self, shm_root: Path, jobs_dir: Path, budget_bytes: int | None, token: bytes):
-        self._shm_root, self._jobs_dir, self._budget_bytes, self._token = shm_root, jobs_dir, budget_bytes, token
+    def __init__(self, shm_root: Path, jobs_dir: Path, budget_bytes: int | None, shared: Shared):
+        self._shm_root, self._jobs_dir, self._budget_bytes, self._shared = shm_root, jobs_dir, budget_bytes, shared
         self._copying = asyncio.Lock()
         self._held: dict[str, Lease] = {}
         self._lent: dict[Path, Lease] = {}
@@ -109,7 +109,7 @@ class NodeCopies:
                 incoming = self._jobs_dir / f".{uuid.uuid4().hex}"
                 self._jobs_dir.mkdir(mode=0o700, exist_ok=True)
                 try:
-                    await fetch_directory(address, self._token, remote, incoming, JOB_DATA)
+                    await fetch_directory(address, self._shared, remote, incoming, JOB_DATA)
                     incoming.rename(folder)
                 finally:
                     shutil.rmtree(incoming, ignore_errors=True)
@@ -133,7 +133,7 @@ class NodeCopies:
         if stored is not None:
             return stored, 0
         with self._incoming() as incoming:
-            received_bytes = await fetch_directory(address, self._token, remote, incoming)
+            received_bytes = await fetch_directory(address, self._shared, remote, incoming)
             return await asyncio.to_thread(take_in, incoming), received_bytes
 
     def _store(self) -> WeightStore:

@@ -77,11 +77,10 @@ class Groups:
             spec = self._jobs.spec(job_id)
         except LookupError as error:
             raise EffectFailed("start_group", job_id, str(error)) from error
-        snapshot, port = await asyncio.to_thread(self._jobs.newest_snapshot, job_id), None
+        snapshot = await asyncio.to_thread(self._jobs.newest_snapshot, job_id)
         read_bytes = await asyncio.to_thread(stored_bytes, snapshot) if snapshot else None
         if place.name != self._nodes.home.name:
             spec, snapshot = await outfit(self._nodes, place, spec, snapshot)
-            port = await self._nodes.free_port(place, "start_group", job_id)
         hosts = [_Host(self._host(device_id)) for device_id in lease.device_ids]
         devices = [self._nodes.device(device_id) for device_id in lease.device_ids]
         coming = self._homecoming(job_id, place)
@@ -89,7 +88,7 @@ class Groups:
         began_s = time.monotonic()
         self._starting.add(job_id)
         try:
-            await self._start(job_id, group, spec, hosts, devices, snapshot, port)
+            await self._start(job_id, group, spec, hosts, devices, snapshot)
         except BaseException:
             if coming is not None:
                 coming.stop()
@@ -105,7 +104,7 @@ class Groups:
         }
 
     async def _start(self, job_id: str, group: Group, spec: TrainSpec, hosts: list[_Host], devices: list[Device],
-                     snapshot: Path | None, port: int | None) -> None:  # fmt: skip
+                     snapshot: Path | None) -> None:  # fmt: skip
         await ask(
             "start_group",
             job_id,
@@ -114,7 +113,6 @@ class Groups:
                 hosts,
                 ["cpu" if device.kind == "cpu" else str(device.index) for device in devices],
                 str(snapshot) if snapshot else None,
-                master_port=port,
             ),
         )
 

@@ -14,13 +14,12 @@ from pathlib import Path
 
 from runtime.errors import RuntimeLayerError
 from runtime.node import NodeAgent, WarmSpec
-from runtime.relay import Relay, Tunnels
+from runtime.relay import NodeCertificate, Relay, Shared, Tunnels
 from scheduler.device_health import Reading
 from scheduler.device_readings import DeviceReadings
 from scheduler.inventory import Device
 from scheduler.node_copies import NodeCopies
 from serve.adapter_source import AdapterServer, AdapterUnavailable, brought_in
-from train.group import free_port
 from weights.errors import WeightsError
 from weights.lease import Lease
 from weights.manifest import Manifest
@@ -42,7 +41,7 @@ def stored_bytes(directory: Path) -> int | None:
 class Place:
     """Where a node keeps what. `address`: this node's own on the network of the nodes; loopback where it is alone.
     `jobs_dir`: folders of the jobs that run here. `lends`: what other nodes may copy beside shared memory. `numa_bind`:
-    processes run beside their devices."""
+    processes run beside their devices. `certificate`: by which it is known on the network of the nodes."""
 
     name: str
     address: str
@@ -56,6 +55,7 @@ class Place:
     lends: tuple[Path, ...] = ()
     budget_bytes: int | None = None
     numa_bind: bool = True
+    certificate: NodeCertificate | None = None
 
     @property
     def adapter_socket(self) -> Path:
@@ -82,15 +82,15 @@ class Node(NodeAgent, NodeCopies):
     """Body of the actor `node:<name>`."""
 
     def __init__(self, place: Place):
-        token = place.token_path.read_bytes()
+        shared = Shared(place.token_path.read_bytes(), place.certificate)
         NodeAgent.__init__(self, list(place.warm))
-        NodeCopies.__init__(self, place.shm_root, place.jobs_dir, place.budget_bytes, token)
+        NodeCopies.__init__(self, place.shm_root, place.jobs_dir, place.budget_bytes, shared)
         self._place = place
         self._relay = Relay(
-            place.address, token, sockets=(place.run_dir / "r", place.adapter_socket),
+            place.address, shared, sockets=(place.run_dir / "r", place.adapter_socket),
             folders=(place.shm_root, place.jobs_dir, *place.lends),
         )  # fmt: skip
-        self._tunnels = Tunnels(token)
+        self._tunnels = Tunnels(shared)
         self._health = DeviceReadings(place.devices)
         self._adapters: AdapterServer | None = None
         self._home, self._leaves = ("", 0), False
@@ -119,10 +119,6 @@ class Node(NodeAgent, NodeCopies):
 
     async def close_tunnel(self, local: Path) -> None:
         await self._tunnels.close(local)
-
-    async def free_port(self) -> int:
-        """A TCP port that is free here now."""
-        return free_port()
 
     async def serve_adapters(self, home: tuple[str, int], source: Path) -> None:
         """Engines of this node may ask for adapters from now on: they are copied from home, whose relay is at `home`,

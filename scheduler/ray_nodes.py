@@ -226,9 +226,6 @@ class Nodes:
         there = self._actor(place, "forget_job", job_id)
         await ask("forget_job", job_id, there.forget_job.remote(job_id, leases_only))
 
-    async def free_port(self, place: Place, verb: str, target: str) -> int:
-        return await ask(verb, target, self._actor(place, verb, target).free_port.remote())
-
     async def local_socket(self, place: Place, replica_id: str) -> Path:
         """A socket of the home node that leads to the replica's engine, wherever that is. The engine in turn reaches
         home for adapters."""

@@ -147,6 +147,10 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
         # By default the sockets between frontend and core stand in /tmp, where every user may connect.
         "VLLM_RPC_BASE_PATH": spec.scratch_path,
         "TMPDIR": spec.scratch_path,
+        # All of an engine is on one node: what its processes say to each other stays there.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -26,8 +27,17 @@ COLLECTIVE_TIMEOUT_S = 600.0
 MAX_BUCKET_ELEMENTS = 50_000_000
 
 
-def init_world(device_kind: str, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
-    """Join the world described by RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+def meeting_url(meeting: str | Path, rank: int = 0, world_size: int = 1) -> str:
+    """Where this rank finds the others, for torch. The first of them makes the file `meeting`, in a directory of this
+    user alone; it must stay as long as the world, which makes groups later.
+
+    Not torch's TCP store: that one listens on every interface and takes whatever any stranger writes.
+    """
+    return f"file://{meeting}?rank={rank}&world_size={world_size}"
+
+
+def init_world(device_kind: str, meeting: str, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+    """Join the world that meets at `meeting` (see `meeting_url`).
 
     `timeout_s` bounds every collective of every group. DeepSpeed gives it to the first group only; the others take
     torch's default of 30 minutes, in which a hung peer would go unnoticed, so the default is replaced.
@@ -39,7 +49,9 @@ def init_world(device_kind: str, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> Non
     backend = "nccl" if device_kind == "cuda" else "gloo"
     # load_model gives every rank the same bytes; sending them once more through gloo costs more than loading them.
     DeepSpeedEngine._broadcast_model = lambda engine: None
-    deepspeed.init_distributed(dist_backend=backend, timeout=timeout, auto_mpi_discovery=False, verbose=False)
+    deepspeed.init_distributed(
+        dist_backend=backend, timeout=timeout, auto_mpi_discovery=False, verbose=False, init_method=meeting
+    )
     if device_kind == "cuda":
         # What is left to the processor (offloaded Adam, states read back from a snapshot) may use a rank's share of it.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.get_world_size()))

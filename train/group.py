@@ -18,8 +18,8 @@ Rules
 from __future__ import annotations
 
 import asyncio
-import socket
 import time
+import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
@@ -38,7 +38,7 @@ _INTERNAL_EVENTS = ("ready", "done", "fatal")
 class Host(Protocol):
     """What a group needs of a RankHost; a Ray actor handle behind a thin adapter will do."""
 
-    async def start(self, spec: dict, rank: int, world_size: int, master_addr: str, master_port: int, device: str,
+    async def start(self, spec: dict, rank: int, world_size: int, meeting: str, device: str,
                     snapshot: str | None = None) -> dict: ...  # fmt: skip
     async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any: ...
     async def next_event(self, after: int = 0) -> dict | None: ...
@@ -100,9 +100,8 @@ class Group:
         self.resumed = False  # whether parked ranks went on, instead of new ones
 
     async def start(
-        self, spec: TrainSpec, hosts: Sequence[Host], devices: Sequence[str], snapshot: str | None = None, *,
-        master_addr: str = "127.0.0.1", master_port: int | None = None,
-    ) -> None:  # fmt: skip
+        self, spec: TrainSpec, hosts: Sequence[Host], devices: Sequence[str], snapshot: str | None = None
+    ) -> None:
         """Fork one rank per host, or let the very ranks that were parked there go on, and return when all are training.
         `devices[i]` is "cpu" or a CUDA index.
 
@@ -114,7 +113,7 @@ class Group:
         self._ended = asyncio.get_running_loop().create_future()
         self.resumed = snapshot is not None and await self._resume_parked(asdict(spec), list(devices), snapshot)
         if not self.resumed:
-            await self._fork(asdict(spec), devices, snapshot, master_addr, master_port or free_port(master_addr))
+            await self._fork(asdict(spec), devices, snapshot)
         self._attend()
         while len(self._ready) < len(hosts) and not self._ended.done():
             await asyncio.wait([self._ended], timeout=0.01)
@@ -122,9 +121,9 @@ class Group:
             error = outcome.error or {}
             raise RankFailed(error["rank"], error["reason"], retryable=error["retryable"])
 
-    async def _fork(self, spec: dict[str, Any], devices: Sequence[str], snapshot: str | None, master_addr: str,
-                    port: int) -> None:  # fmt: skip
-        starts = [host.start(spec, rank, len(self._hosts), master_addr, port, device, snapshot)
+    async def _fork(self, spec: dict[str, Any], devices: Sequence[str], snapshot: str | None) -> None:
+        meeting = uuid.uuid4().hex
+        starts = [host.start(spec, rank, len(self._hosts), meeting, device, snapshot)
                   for rank, (host, device) in enumerate(zip(self._hosts, devices, strict=True))]  # fmt: skip
         for rank, result in enumerate(await asyncio.gather(*starts, return_exceptions=True)):
             if isinstance(result, BaseException):
@@ -340,10 +339,3 @@ def is_same_world(parked: Sequence[Any], spec: dict[str, Any], devices: list[str
 
 def _without_places(spec: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in spec.items() if name not in ("base_path", "base_adapter")}
-
-
-def free_port(address: str = "127.0.0.1") -> int:
-    """A TCP port that is free now on `address`; rank 0 listens there for the others to meet."""
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return probe.getsockname()[1]

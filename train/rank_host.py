@@ -22,6 +22,7 @@ ENTRY = "train.worker:main"
 COLLECTIVE_TIMEOUT_S = 600.0
 STATES = ("ready", "done", "fatal")
 NOWHERE = {"job_id": "", "rank": 0, "world_size": 0}
+WORLDS = "worlds"  # beside the warm parent's socket, in a directory of the box's user alone
 PARK_LIMIT_S = 3600.0  # a parked rank holds no weights, but some 200 MB all the same
 
 
@@ -38,6 +39,9 @@ class RankHost:
     ):
         self._warm_socket, self._log_dir, self._park_limit_s = warm_socket, Path(log_dir), park_limit_s
         self._numa_node = numa_node
+        # Ranks of a world find each other by a file there: a port, as torch has it by default, answers strangers.
+        self._worlds = Path(warm_socket).with_name(WORLDS)
+        self._meeting: Path | None = None
         self._child: Child | None = None
         self._place: dict[str, Any] = dict(NOWHERE)
         self._started_as: dict[str, Any] = {}
@@ -45,32 +49,35 @@ class RankHost:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def start(
-        self, spec: dict[str, Any], rank: int, world_size: int, master_addr: str, master_port: int, device: str,
+        self, spec: dict[str, Any], rank: int, world_size: int, meeting: str, device: str,
         snapshot: str | None = None, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
     ) -> dict[str, Any]:  # fmt: skip
         """Fork the rank; it joins the world by itself. `device` is "cpu" or the index of a CUDA device.
+        `meeting` is the name of this world and of no other; its ranks are all on this node.
 
         Raises WarmParentError. Returns {"pid"} as soon as the process exists.
         """
         if self._parked():
-            self._end_later(self._child)  # it holds nothing that the new rank needs
+            self._end_later(self._child, self._meeting)  # it holds nothing that the new rank needs
         else:
             await self.kill()
         self._place = {"job_id": spec["job_id"], "rank": rank, "world_size": world_size}
-        self._started_as = {**self._place, "meeting": [master_addr, master_port], "device": device, "spec": spec}
+        self._started_as = {**self._place, "meeting": meeting, "device": device, "spec": spec}
         self._log_dir.mkdir(parents=True, exist_ok=True)
+        self._meeting = self._worlds / meeting
+        self._worlds.mkdir(mode=0o700, exist_ok=True)
         env = {
             "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_SIZE": "1",
-            "MASTER_ADDR": master_addr, "MASTER_PORT": str(master_port),
+            # A world is on one node. Left to themselves both take an address that other machines reach.
+            "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
         }  # fmt: skip
-        if master_addr.startswith("127."):
-            env["GLOO_SOCKET_IFNAME"] = "lo"  # else gloo resolves the host name, which may not resolve
         if device != "cpu":
             # Set after the fork: the parent never touched CUDA. By NVML's numbers, not by CUDA's fastest-first.
             env |= {"CUDA_VISIBLE_DEVICES": device, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         self._child = await Child.spawn(
             self._warm_socket, ENTRY,
-            {"spec": spec, "rank": rank, "snapshot": snapshot, "collective_timeout_s": collective_timeout_s},
+            {"spec": spec, "rank": rank, "world_size": world_size, "snapshot": snapshot,
+             "meeting": str(self._meeting), "collective_timeout_s": collective_timeout_s},
             env=env, numa_nodes=[self._numa_node], name=f"{spec['job_id']} rank {rank}",
             log_path=self._log_dir / f"{spec['job_id']}-rank{rank}.log",
         )  # fmt: skip
@@ -79,8 +86,8 @@ class RankHost:
         return {"pid": self._child.pid}
 
     async def parked(self) -> dict[str, Any] | None:
-        """What the rank that is parked here was started with: `{"job_id", "rank", "world_size", "meeting" (address and
-        port of its world), "device", "spec"}`; None if there is none."""
+        """What the rank that is parked here was started with: `{"job_id", "rank", "world_size", "meeting" (of its
+        world), "device", "spec"}`; None if there is none."""
         return self._started_as if self._parked() else None
 
     async def resume(self, snapshot: str) -> dict[str, Any]:
@@ -117,13 +124,16 @@ class RankHost:
         On a machine without a processor to spare the kernel takes longer than the wait to take its memory back. Giving
         up then left a job that had come to its end running for ever.
         """
-        child, place = self._child, self._place  # of this life: the next one may begin while this call still waits
+        # Of this life: the next one may begin while this call still waits.
+        child, meeting, place = self._child, self._meeting, self._place
         while child is not None:
             try:
                 await child.kill_and_wait()
                 break
             except TimeoutError:
                 log.warning("%s (pid %d) is killed and not gone yet; waiting on", child.name, child.pid)
+        if meeting is not None:
+            meeting.unlink(missing_ok=True)
         if self._place is place:
             self._place = dict(NOWHERE)
 
@@ -154,8 +164,13 @@ class RankHost:
         if child is self._child and events.parked and events.life == life:
             await self.kill()
 
-    def _end_later(self, child: Child) -> None:
-        task = asyncio.create_task(child.kill_and_wait(), name=f"end of {child.name}")
+    def _end_later(self, child: Child, meeting: Path | None) -> None:
+        async def end() -> None:
+            await child.kill_and_wait()
+            if meeting is not None:
+                meeting.unlink(missing_ok=True)
+
+        task = asyncio.create_task(end(), name=f"end of {child.name}")
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 

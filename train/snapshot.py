@@ -23,8 +23,9 @@ from train.copies import CopyPlan
 from train.errors import SnapshotMismatch
 from train.fragments import Fragment
 from train.spec import TrainSpec
+from train.telling import told_by_first
 from weights.draft import Draft
-from weights.errors import IntegrityError, StoreError
+from weights.errors import IntegrityError, StoreError, error_as_json, error_from_json
 from weights.layout import Layout, TensorSpec
 from weights.lease import StoredVersion
 from weights.slices import Strided
@@ -147,18 +148,17 @@ def newest_snapshot(store: WeightStore, job_id: str) -> str | None:
 
 def reserve_together(store: WeightStore, reserve: Callable[[], Any], layout: Layout) -> Any:
     """Rank 0 calls `reserve()`, all attach to the draft. An error on rank 0 is raised on every rank."""
-    outcome: list[Any] = [None]
-    draft = None
+    outcome, draft = None, None
     if comm.get_rank() == 0:
         try:
             draft = reserve()
-            outcome = [str(draft.path)]
+            outcome = {"draft": str(draft.path)}
         except StoreError as error:
-            outcome = [error]
-    torch.distributed.broadcast_object_list(outcome, src=0)
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return draft if draft is not None else store.attach(outcome[0], layout)
+            outcome = {"error": error_as_json(error)}
+    outcome = told_by_first(outcome)
+    if "error" in outcome:
+        raise error_from_json(outcome["error"])
+    return draft if draft is not None else store.attach(outcome["draft"], layout)
 
 
 def write_runs(draft: Any, name: str, runs: Strided, source: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 from runtime.leash import Leash
 from runtime.logs import configure_logging
-from train.engine import init_world
+from train.engine import init_world, meeting_url
 from train.loop import Run
 from train.prepare import continued, hold_base, prepare
 from train.progress import Progress, Wishes
@@ -26,8 +26,8 @@ from train.spec import TrainSpec
 
 
 def main(leash: Leash, args: dict[str, Any]) -> int:
-    """`args`: spec (dict), rank, snapshot (path or None), collective_timeout_s. What torch.distributed needs stands in
-    the environment."""
+    """`args`: spec (dict), rank, world_size, snapshot (path or None), meeting (path of the file where the world meets),
+    collective_timeout_s. What else torch.distributed needs stands in the environment."""
     started = time.perf_counter()
     spec = TrainSpec.from_dict(args["spec"])
     configure_logging("rank", job_id=spec.job_id, rank=args["rank"])
@@ -39,7 +39,8 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
 
     leash.serve({"ping": progress.report, "wish": wishes.ask, "resume": resume})
     progress.enter("joining")
-    init_world(spec.device_kind, args["collective_timeout_s"])
+    meeting = meeting_url(args["meeting"], args["rank"], args["world_size"])
+    init_world(spec.device_kind, meeting, args["collective_timeout_s"])
     joined = time.perf_counter()
     _base = hold_base(spec)
     run: Run = prepare(spec, leash.emit, wishes, progress, args["snapshot"])

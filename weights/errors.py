@@ -32,7 +32,8 @@ from typing import Any
 
 
 class WeightsError(Exception):
-    """Base of every error this package raises on purpose. All survive pickling: ranks send them to each other."""
+    """Base of every error this package raises on purpose. All survive pickling, as Ray's actors answer with them, and
+    `error_as_json`, as ranks tell each other."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default would call the constructor with the message alone, which keyword arguments refuse.
@@ -43,6 +44,17 @@ def _rebuilt(kind: type[WeightsError], args: tuple[Any, ...], state: dict[str, A
     error = kind.__new__(kind, *args)
     error.__dict__.update(state)
     return error
+
+
+def error_as_json(error: WeightsError) -> dict[str, Any]:
+    return {"type": type(error).__name__, "args": list(error.args), "fields": error.__dict__}
+
+
+def error_from_json(told: Any) -> WeightsError:
+    """The error that `error_as_json` told of; WeightsError itself for a kind that this module does not have."""
+    kind = globals().get(told["type"])
+    known = isinstance(kind, type) and issubclass(kind, WeightsError)
+    return _rebuilt(kind if known else WeightsError, tuple(told["args"]), told["fields"])
 
 
 class InvalidLayout(WeightsError, ValueError):

@@ -100,10 +100,11 @@ def up(
 
 @app.command(
     epilog=examples(
-        "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6 --token-file ray.token",
+        "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6 --token join-AbC...",
+        "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6        again, with the certificate it has",
         "",
-        "On the box: set node_address in [box], start it with `appliance up`, and copy <data dir>/ray.token over.",
-        "The nodes' network must be private: tokens never travel on it, requests and weights do, unencrypted.",
+        "On the box: set node_address in [box], start it with `appliance up`, and call `appliance node token`.",
+        "All that nodes say to each other is encrypted, and each shows the certificate that it got for its token.",
         "Ctrl-C: the box moves what runs here elsewhere, then this machine leaves; a second one ends it at once.",
     )
 )
@@ -111,7 +112,17 @@ def join(
     head: Annotated[str, typer.Argument(metavar="HOST:PORT", help="node_address:node_port of the box.")],
     name: Annotated[str, typer.Option("--name", help="Its devices are then called NAME/0, NAME/1, ...")],
     address: Annotated[str, typer.Option("--address", help="This machine's own on the network of the nodes.")],
-    token_file: Annotated[Path, typer.Option("--token-file", exists=True, dir_okay=False, readable=True)],
+    token: Annotated[
+        str | None,
+        typer.Option("--token", envvar="APPLIANCE_JOIN_TOKEN", help="What `appliance node token` on the box printed."),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file", exists=True, dir_okay=False, readable=True,
+            help="A file with it, or a copy of <data dir>/ray.token of the box.",
+        ),
+    ] = None,
     data_dir: DATA_DIR = None,
     devices: Annotated[str | None, typer.Option("--devices", metavar="auto|N")] = None,
 ) -> None:
@@ -120,16 +131,32 @@ def join(
 
     if not re.fullmatch(r"[a-z][a-z0-9-]{0,30}", name) or name == "n0":
         raise BadUsage(f"--name is {name!r}; expected small letters, digits and dashes, and not n0, the box itself")
+    if not re.fullmatch(r".+:[0-9]{1,5}", head):
+        raise BadUsage(f"the box's address is {head!r}; expected HOST:PORT, its node_address and node_port")
     try:
         asked = {"data_dir": data_dir, "devices": _devices(devices), "node_address": address}
         resolved = load_config(None, asked)
     except ConfigError as error:
         raise BadUsage(str(error)) from error
+    if token is not None and token_file is not None:
+        raise BadUsage("--token and --token-file say the same thing; give one of them")
+    if token is not None:
+        # Not as an argument: every user of this machine could read it there.
+        token_file = _kept(Path(resolved.box.data_dir), token)
     # -P: a folder here that is called `train` or `serve` must not hide ours.
     os.execv(sys.executable, [
         sys.executable, "-P", "-m", "appliance.node", "--config-json", resolved.model_dump_json(), "--head", head,
-        "--token-path", str(token_file.resolve()), "--name", name,
+        "--name", name, *(() if token_file is None else ("--token-path", str(token_file.resolve()))),
     ])  # fmt: skip
+
+
+def _kept(data_dir: Path, token: str) -> Path:
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = data_dir / "join.token"
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(token)
+    return path
 
 
 @app.command(epilog=examples("appliance down", "appliance down --data-dir /srv/box"))

@@ -22,6 +22,7 @@ COMMANDS = {
     "down": ("box", "Stop the box on this machine."),
     "status": ("box", "The box at a glance."),
     "join": ("box", "Give this machine's devices to a box that runs on another machine."),
+    "node": ("node", "Nodes: tokens with which other machines may join."),
     "gpu": ("gpu", "Devices: GPUs, or logical CPU devices where there is none."),
     "mode": ("mode", "Modes: who the devices belong to, serving or training."),
     "model": ("model", "Models: base models, fine-tuned ones, and their versions."),

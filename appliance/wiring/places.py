@@ -8,6 +8,7 @@ from pathlib import Path
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
 from runtime.node import WARM_ENV, WarmSpec
+from runtime.relay import NodeCertificate
 from scheduler.discovery import HEAD_NODE
 from scheduler.inventory import Device
 from scheduler.ray_node import Place
@@ -35,6 +36,7 @@ def place_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) ->
         lends=(paths.models,) if at_home else (),
         budget_bytes=weight_budget_bytes(config, paths),
         numa_bind=config.box.numa_bind,
+        certificate=None if config.box.node_address is None else NodeCertificate.below(paths.certificates),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import json
 import os
 import shutil
@@ -143,8 +144,8 @@ class WholeBox:
         engines = segments.prefix_of(BoxPaths.of(self.data_dir).replica_sockets / "x").partition(".")[0]
         names = (_box_id(self.data_dir), engines)
         shared = [str(path) for name in names for path in Path("/dev/shm").glob(f"*{name}*")]
-        session = self._ray_session
         running = [f"process {pid} {command[:120]}" for pid, command in self.running().items()]
+        session = BoxPaths.of(self.data_dir).ray_logs
         return running + shared + ([str(session)] if session.exists() else [])
 
     def running(self) -> dict[int, str]:
@@ -162,13 +163,9 @@ class WholeBox:
     def _is_of_ray(self, process: psutil.Process) -> bool:
         """Ray's agents give themselves titles that cover the environment: what they write tells whose they are."""
         try:
-            return Path(os.readlink(f"/proc/{process.pid}/fd/2")).is_relative_to(self._ray_session)
+            return Path(os.readlink(f"/proc/{process.pid}/fd/2")).is_relative_to(self.data_dir / "logs" / "ray")
         except OSError:
             return False
-
-    @property
-    def _ray_session(self) -> Path:
-        return Path(f"/tmp/appliance-{_box_id(self.data_dir)}")
 
     def destroy(self) -> None:
         subprocess.run([COMMAND, "down", "--force"], capture_output=True, env=self.environment(), timeout=60)
@@ -177,19 +174,56 @@ class WholeBox:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         shutil.rmtree(f"/dev/shm/appliance-{box_id}", ignore_errors=True)
-        shutil.rmtree(f"/tmp/appliance-{box_id}", ignore_errors=True)
 
+    def listening(self) -> dict[str, str]:
+        """Who of this box listens where, or takes datagrams: address and port to command line."""
+        commands, found = self.running() | {self.main_pid(): "main"}, {}
+        for pid, command in commands.items():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for one in psutil.Process(pid).net_connections("inet"):
+                    if one.status == psutil.CONN_LISTEN or (one.type == socket.SOCK_DGRAM and not one.raddr):
+                        address = ipaddress.ip_address(one.laddr.ip)
+                        address = getattr(address, "ipv4_mapped", None) or address
+                        found[f"{address}:{one.laddr.port}"] = f"{pid} {command[:100]}"
+        return found
+
+    def roads_of_others(self) -> set[str]:
+        """What the processes of this box have open, map or stand in, where somebody else could have put another thing:
+        a folder on the way is writable by others, and neither sticky nor below one that is its owner's alone."""
+        used = set()
+        for pid in [*self.running(), self.main_pid()]:
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, psutil.NoSuchProcess):
+                used |= {os.readlink(link) for link in [f"/proc/{pid}/cwd", *Path(f"/proc/{pid}/fd").iterdir()]}
+                used |= {one.path for one in psutil.Process(pid).memory_maps()}
+        return {path for path in used if path.startswith("/") and _open_way(Path(path.removesuffix(" (deleted)")))}
 
     def open_to_others(self) -> dict[str, str]:
-        """Modes of what the box has made and others on this machine might open, but for what tests put there."""
-        found = {}
-        for root in (self.data_dir, BoxPaths.of(self.data_dir).shm_root):
+        """Modes of what the box has made and others on this machine might open, but for what tests put there, and for
+        what Ray's agents open to all, in folders to which nobody else gets."""
+        found, paths = {}, BoxPaths.of(self.data_dir)
+        rays = (paths.ray_session, paths.ray_logs)
+        assert {place.parent.lstat().st_mode & 0o777 for place in rays} == {0o700}
+        for root in (self.data_dir, paths.shm_root):
             for path in root.rglob("*"):
                 with contextlib.suppress(FileNotFoundError):  # a file may go meanwhile
                     mode = path.lstat().st_mode
-                    if mode & 0o077 and not stat.S_ISLNK(mode) and path.name != "appliance.toml":
+                    below_ray = any(path.is_relative_to(place) for place in rays)
+                    if mode & 0o077 and not stat.S_ISLNK(mode) and path.name != "appliance.toml" and not below_ray:
                         found[str(path)] = oct(mode)
         return found
+
+
+def _open_way(path: Path) -> bool:
+    for folder in reversed(path.parents):
+        try:
+            status = folder.stat()
+        except FileNotFoundError:
+            return False
+        if not status.st_mode & 0o077:
+            return False
+        if status.st_mode & 0o022 and not status.st_mode & stat.S_ISVTX:
+            return True
+    return False
 
 
 @contextmanager

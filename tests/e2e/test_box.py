@@ -407,6 +407,26 @@ def test_no_file_that_jobs_and_engines_left_is_open_to_others(box, unbroken):
     assert box.open_to_others() == {}
 
 
+def test_nothing_listens_for_strangers_while_a_job_and_engines_run(box, starter, unbroken):
+    file_id = box.client().fine_tuning.jobs.retrieve(unbroken.id).training_file
+    box.set_mode(policy="split", train_devices=2)
+    job = box.ask(
+        "job", "submit", "--model", starter, "--file", file_id, "--epochs", "40", "--batch-size", "8",
+        "--max-devices", "2",
+    )  # fmt: skip
+    wait_for(lambda: box.losses(job["id"]), "a step")
+    box.client().chat.completions.create(model=starter, messages=[{"role": "user", "content": "2+2?"}], max_tokens=2)
+    commands = " ".join(box.running().values())
+    assert "ray::RankHost" in commands and "ray::Replica" in commands, commands
+    listening = box.listening()
+    assert any("raylet" in who for who in listening.values()) and f"127.0.0.1:{box.port}" in listening, listening
+    strangers = {where: who for where, who in listening.items() if not where.startswith(("127.", "::1:"))}
+    assert strangers == {}, "only loopback: no other machine gets to them"
+    assert box.roads_of_others() == set()
+    box.run("job", "cancel", job["id"])
+    box.set_mode(policy="auto")
+
+
 def test_pause_resume_and_cancel(box, starter, unbroken):
     client = box.client()
     file_id = client.fine_tuning.jobs.retrieve(unbroken.id).training_file

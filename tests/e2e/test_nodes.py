@@ -78,7 +78,7 @@ class StandInHost:
     def __init__(self, *_):
         self.place, self.alive, self.told = {"job_id": "", "rank": 0, "world_size": 0}, False, asyncio.Event()
 
-    async def start(self, spec, rank, world_size, addr, port, device, snapshot=None):
+    async def start(self, spec, rank, world_size, meeting, device, snapshot=None):
         assert Path(spec["base_path"]).is_dir() and Path(spec["train_path"]).is_file(), "both are on this node"
         assert spec["shm_root"] == "/shm" or Path(spec["base_path"]).is_relative_to(spec["shm_root"])
         self.place, self.alive = {"job_id": spec["job_id"], "rank": rank, "world_size": world_size}, True

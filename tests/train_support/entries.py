@@ -32,7 +32,7 @@ def compare_publish(leash: Leash, args: dict[str, Any]) -> int:
     """Train two steps, publish, gather the whole model the slow way, and report what differs."""
     spec = TrainSpec.from_dict(args["spec"])
     leash.serve({})
-    init_world("cpu", 60.0)
+    init_world("cpu", args["meeting"], 60.0)
     run = prepare(spec, lambda event, **data: None, Wishes(), Progress())
     for _ in range(2):
         run._one_step(run.plan.total_steps)
@@ -86,7 +86,7 @@ def leave_everywhere(leash: Leash, args: dict[str, Any]) -> int:
     Each life goes on from its snapshot on the same engine, as parked ranks do."""
     spec = TrainSpec.from_dict(args["spec"])
     leash.serve({})
-    init_world("cpu", 60.0)
+    init_world("cpu", args["meeting"], 60.0)
     wishes, told = Wishes(), []
 
     def emit(event: str, **data: Any) -> None:

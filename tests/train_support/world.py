@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import uuid
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ from safetensors.torch import load_file
 from runtime.child import Child
 from runtime.node import WARM_ENV
 from tests.train_support.tiny import make_model_dir, write_chat_file
-from train.group import Group, Watch, free_port
+from train.engine import meeting_url
+from train.group import Group, Watch
 from train.rank_host import RankHost
 from train.spec import TrainSpec
 from weights.lease import StoredVersion
@@ -109,12 +111,12 @@ class Workshop:
         return await self._ask_ranks("leave_everywhere", "left", spec, size)
 
     async def _ask_ranks(self, entry: str, answer: str, spec: TrainSpec, size: int) -> list[dict[str, Any]]:
-        port = free_port()
+        meeting = self.folder / uuid.uuid4().hex
         ranks = [
             await Child.spawn(
-                self.warm.socket, f"tests.train_support.entries:{entry}", {"spec": asdict(spec)},
-                env={"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                     "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
+                self.warm.socket, f"tests.train_support.entries:{entry}",
+                {"spec": asdict(spec), "meeting": meeting_url(meeting, rank, size)},
+                env={"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"},
                 log_path=self.folder / f"{rank}.log", name=f"rank {rank}",
             )
             for rank in range(size)

@@ -5,10 +5,13 @@ import os
 import shutil
 from pathlib import Path
 
+import pytest
+
 from appliance import main
 from appliance.box_state import BoxState
 from appliance.config import BoxConfig
-from appliance.paths import UNIX_PATH_LIMIT_BYTES, BoxPaths
+from appliance.paths import UNIX_PATH_LIMIT_BYTES, BoxPaths, UnsafeFolder
+from train.rank_host import RankHost
 
 
 def test_the_same_data_directory_always_has_the_same_shared_memory_root(tmp_path):
@@ -20,12 +23,20 @@ def test_the_same_data_directory_always_has_the_same_shared_memory_root(tmp_path
 
 def test_sockets_fit_a_unix_address_however_deep_the_data_directory_lies():
     deep = BoxPaths.of(Path("/x" * 200))
-    for socket in (deep.controller_socket, deep.bus_socket, deep.warm_serve_socket, deep.replica_socket("r" * 40)):
+    rays = deep.ray_session / "session_2026-11-23_07-54-22_383974_4194304" / "sockets" / "plasma_store"
+    for socket in (
+        deep.controller_socket, deep.bus_socket, deep.warm_serve_socket, deep.replica_socket("r" * 40), rays,
+    ):  # fmt: skip
         assert len(bytes(socket)) <= UNIX_PATH_LIMIT_BYTES
 
 
+def test_ranks_meet_beside_the_warm_parents_socket(tmp_path):
+    paths = BoxPaths.of(tmp_path)
+    assert RankHost(str(paths.warm_train_socket), str(tmp_path))._worlds == paths.worlds
+
+
 def test_everything_is_private_and_the_token_is_made_once(tmp_path):
-    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path / "shm")
+    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
     paths.create()
     token = paths.ray_token.read_text()
     paths.create()
@@ -33,6 +44,21 @@ def test_everything_is_private_and_the_token_is_made_once(tmp_path):
     assert os.stat(paths.ray_token).st_mode & 0o777 == 0o600
     for folder in (paths.data_dir, paths.shm_root, paths.run, paths.jobs):
         assert os.stat(folder).st_mode & 0o777 == 0o700
+
+
+def test_a_folder_that_somebody_else_has_made_in_shared_memory_is_not_used(tmp_path, monkeypatch):
+    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path / "shm")
+    (tmp_path / "elsewhere").mkdir(mode=0o777)
+    paths.shm_root.parent.mkdir()
+    paths.shm_root.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UnsafeFolder, match="was made by user"):
+        paths.create()
+    paths.shm_root.unlink()
+    paths.shm_root.mkdir(mode=0o777)
+    monkeypatch.setattr(os, "geteuid", lambda: paths.shm_root.stat().st_uid + 1)
+    with pytest.raises(UnsafeFolder, match="remove it"):
+        paths.create()
+    assert not paths.run.exists()
 
 
 def test_the_state_file_is_replaced_whole_and_private(tmp_path):

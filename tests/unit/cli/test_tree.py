@@ -15,7 +15,7 @@ from tests.unit.cli.conftest import run
 BOX = ["--api-key", "--data-dir", "--help", "--output", "--url"]
 FROZEN = {
     "up": ["--config", "--data-dir", "--detach", "--devices", "--help", "--host", "--output", "--port"],
-    "join": ["--address", "--data-dir", "--devices", "--help", "--name", "--token-file", "HEAD"],
+    "join": ["--address", "--data-dir", "--devices", "--help", "--name", "--token", "--token-file", "HEAD"],
     "down": ["--data-dir", "--force", "--help", "--timeout"],
     "status": [*BOX, "--every", "--watch"],
     "usage": [*BOX, "--by", "--since"],
@@ -26,6 +26,7 @@ FROZEN = {
         "--floor", "--gpus-per-node", "--help", "--jobs", "--min-replicas", "--nodes", "--output", "--plot", "--policy",
         "--profile", "--scale", "--seed", "--slo-tpot", "--slo-ttft", "--static", "--trace", "--train",
     ],
+    "node token": ["--data-dir", "--help", "--minutes", "--output"],
     "gpu list": [*BOX, "--every", "--watch"],
     "gpu drain": [*BOX, "--reason", "--timeout", "--wait", "DEVICE"],
     "gpu limits": [*BOX, "--measure"],

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import ssl
 
 import pytest
 
+from appliance.authority import Authority, Credentials
 from runtime.errors import RelayRefused
-from runtime.relay import Relay, Tunnels, fetch_directory
+from runtime.relay import Relay, Shared, Tunnels, fetch_directory
 
 TOKEN = b"a token that both nodes have"
+SHARED = Shared(TOKEN)
 
 
 @pytest.fixture
@@ -31,7 +34,7 @@ async def there(tmp_path):
         writer.close()
 
     engine = await asyncio.start_unix_server(shout, str(tmp_path / "run" / "engine.sock"))
-    relay = Relay("127.0.0.1", TOKEN, sockets=(tmp_path / "run",), folders=(tmp_path / "store",))
+    relay = Relay("127.0.0.1", SHARED, sockets=(tmp_path / "run",), folders=(tmp_path / "store",))
     yield await relay.start(), relay, engine
     await relay.stop()
     engine.close()
@@ -39,7 +42,7 @@ async def there(tmp_path):
 
 async def test_a_local_socket_comes_out_at_the_engine(there, tmp_path):
     address, *_ = there
-    tunnels, local = Tunnels(TOKEN), tmp_path / "here.sock"
+    tunnels, local = Tunnels(SHARED), tmp_path / "here.sock"
     await tunnels.open(local, address, tmp_path / "run" / "engine.sock")
     assert local.stat().st_mode & 0o777 == 0o600
     for _ in range(2):
@@ -55,7 +58,7 @@ async def test_a_local_socket_comes_out_at_the_engine(there, tmp_path):
 
 async def test_an_engine_that_is_gone_breaks_the_connection(there, tmp_path):
     address, _, engine = there
-    tunnels, local = Tunnels(TOKEN), tmp_path / "here.sock"
+    tunnels, local = Tunnels(SHARED), tmp_path / "here.sock"
     await tunnels.open(local, address, tmp_path / "run" / "nobody.sock")
     reader, writer = await asyncio.open_unix_connection(str(local))
     with pytest.raises(ConnectionError):
@@ -67,7 +70,7 @@ async def test_an_engine_that_is_gone_breaks_the_connection(there, tmp_path):
 
 async def test_a_directory_arrives_byte_for_byte_and_counted(there, tmp_path):
     address, relay, _ = there
-    got = await fetch_directory(address, TOKEN, tmp_path / "store" / "v1", tmp_path / "copy")
+    got = await fetch_directory(address, SHARED, tmp_path / "store" / "v1", tmp_path / "copy")
     assert got == relay.bytes_sent == 256 * 9000 + 532
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["empty", "weights", "zmanifest"]
     source, copy = tmp_path / "store" / "v1" / "weights", tmp_path / "copy" / "weights"
@@ -77,14 +80,14 @@ async def test_a_directory_arrives_byte_for_byte_and_counted(there, tmp_path):
 
 async def test_only_the_files_named_are_copied(there, tmp_path):
     names = ("zmanifest", "absent", "../secret", "link")
-    assert await fetch_directory(there[0], TOKEN, tmp_path / "store" / "v1", tmp_path / "copy", names) == 532
+    assert await fetch_directory(there[0], SHARED, tmp_path / "store" / "v1", tmp_path / "copy", names) == 532
     assert [path.name for path in (tmp_path / "copy").iterdir()] == ["zmanifest"]
 
 
 @pytest.mark.parametrize("token, path", [(b"wrong", "store/v1"), (TOKEN, "run"), (TOKEN, "store/../secret")])
 async def test_strangers_and_other_places_are_refused(there, tmp_path, token, path):
     with pytest.raises(RelayRefused):
-        await fetch_directory(there[0], token, tmp_path / path, tmp_path / "copy")
+        await fetch_directory(there[0], Shared(token), tmp_path / path, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 
 
@@ -98,6 +101,129 @@ async def test_the_token_never_travels(tmp_path):
 
     server = await asyncio.start_server(listen, "127.0.0.1", 0)
     with pytest.raises(RelayRefused):
-        await fetch_directory(server.sockets[0].getsockname()[:2], TOKEN, tmp_path, tmp_path / "copy")
+        await fetch_directory(server.sockets[0].getsockname()[:2], SHARED, tmp_path, tmp_path / "copy")
     assert TOKEN not in seen[0] and len(json.loads(seen[0])["proof"]) == 64
     server.close()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"path": "secret"}, {"ask": "socket"}, {"names": ["weights"]}, {"nonce": "0" * 64}, {"more": 1},
+        {"proof": "0" * 64}, {"proof": None}, {"proof": "é"},
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_a_greeting_that_somebody_changed_on_its_way_is_refused(there, tmp_path, change):
+    reader, writer = await asyncio.open_connection(*there[0])
+    nonce = (await reader.readline()).decode().strip()
+    greeting = {"ask": "directory", "path": str(tmp_path / "store" / "v1"), "nonce": "1" * 64}
+    greeting["proof"] = SHARED.proof("ask", greeting, nonce)
+    writer.write(json.dumps({**greeting, **change}).encode() + b"\n")
+    assert "the proof of the token is wrong" in json.loads(await reader.read())["error"]
+    writer.close()
+
+
+async def test_a_greeting_counts_once_and_a_relays_own_words_do_not_open_it(there, tmp_path):
+    greeting, answers = {"ask": "directory", "path": str(tmp_path / "store" / "v1"), "nonce": "1" * 64}, []
+    for who in ("ask", "ask", "answer"):
+        reader, writer = await asyncio.open_connection(*there[0])
+        nonce = (await reader.readline()).decode().strip()
+        if who == "answer" or not answers:
+            greeting["proof"] = SHARED.proof(who, greeting, nonce)
+        writer.write(json.dumps(greeting).encode() + b"\n")
+        answers.append(json.loads(await reader.readline()))
+        writer.close()
+    assert ["ok" in answer for answer in answers] == [True, False, False]
+
+
+async def test_a_stranger_in_a_relays_place_is_not_believed(tmp_path):
+    async def listen(reader, writer):
+        writer.write(b"nonce\n")
+        await reader.readline()
+        writer.write(json.dumps({"ok": [["weights", 3]], "proof": "0" * 64}).encode() + b"\nbad")
+        writer.close()
+
+    server = await asyncio.start_server(listen, "127.0.0.1", 0)
+    with pytest.raises(RelayRefused, match="does not know the token"):
+        await fetch_directory(server.sockets[0].getsockname()[:2], SHARED, tmp_path, tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+    server.close()
+
+
+@pytest.mark.parametrize("line", [b"[]\n", b"1\n", b"{}\n", b"null\n", b"\xff\n", b"x" * 9000 + b"\n", b""])
+async def test_whatever_a_stranger_says_the_relay_goes_on(there, tmp_path, line):
+    reader, writer = await asyncio.open_connection(*there[0])
+    await reader.readline()
+    writer.write(line)
+    writer.write_eof()
+    await reader.read()
+    writer.close()
+    assert await fetch_directory(there[0], SHARED, tmp_path / "store" / "v1", tmp_path / "copy")
+
+
+async def test_no_relay_on_a_network_without_certificates():
+    with pytest.raises(RelayRefused, match="no certificate"):
+        await Relay("192.0.2.1", SHARED, sockets=(), folders=()).start()
+
+
+@pytest.fixture
+def nodes(tmp_path):
+    """What two nodes of a box and one of another share; all have got hold of the same token."""
+
+    box, joined = Authority(tmp_path / "box"), Credentials(tmp_path / "joined")
+    home = box.prepare("n0", "127.0.0.1")
+    request = joined.new_request("n1", "127.0.0.1")
+    joined.keep(home.files.authority.read_bytes(), box.sign(request, "n1", "127.0.0.1"))
+    other = Authority(tmp_path / "other").prepare("n0", "127.0.0.1")
+    return [Shared(TOKEN, credentials.files) for credentials in (home, joined, other)]
+
+
+async def test_between_nodes_all_is_tls_and_each_side_shows_its_certificate(
+    there, nodes, tmp_path, monkeypatch
+):
+    home, joined, other = nodes
+    monkeypatch.setattr("runtime.relay.GREETING_TIMEOUT_S", 0.5)
+    relay = Relay("127.0.0.1", home, sockets=(tmp_path / "run",), folders=(tmp_path / "store",))
+    address, source = await relay.start(), tmp_path / "store" / "v1"
+    assert await fetch_directory(address, joined, source, tmp_path / "copy") == 256 * 9000 + 532
+    assert (tmp_path / "copy" / "weights").read_bytes() == (source / "weights").read_bytes()
+    for number, stranger in enumerate([other, Shared(TOKEN)]):
+        with pytest.raises((RelayRefused, OSError, TimeoutError)):
+            await fetch_directory(address, stranger, source, tmp_path / f"stolen-{number}")
+    without = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    without.check_hostname, without.verify_mode = False, ssl.CERT_NONE
+    with pytest.raises(OSError):  # the box asks for a certificate before it says a word
+        reader, writer = await asyncio.open_connection(*address, ssl=without)
+        if not await reader.readline():
+            raise ConnectionResetError
+    await relay.stop()
+
+
+async def test_in_a_tunnel_under_tls_each_end_sees_the_other_leave(nodes, tmp_path):
+    home, joined, _ = nodes
+    left = asyncio.Event()
+
+    async def engine(reader, writer):
+        writer.write((await reader.readline()).upper() * 50_000)
+        if await reader.readline() == b"go\n":  # the engine leaves first: all that it said arrives
+            writer.close()
+        else:
+            left.set()
+
+    (tmp_path / "run").mkdir()
+    serving = await asyncio.start_unix_server(engine, str(tmp_path / "run" / "engine.sock"))
+    relay, tunnels = Relay("127.0.0.1", home, sockets=(tmp_path / "run",), folders=()), Tunnels(joined)
+    await tunnels.open(tmp_path / "here.sock", await relay.start(), tmp_path / "run" / "engine.sock")
+    reader, writer = await asyncio.open_unix_connection(str(tmp_path / "here.sock"))
+    writer.write(b"hello\ngo\n")
+    assert await asyncio.wait_for(reader.read(), 10) == b"HELLO\n" * 50_000
+    writer.close()
+    reader, writer = await asyncio.open_unix_connection(str(tmp_path / "here.sock"))
+    writer.write(b"hello\n")
+    assert await reader.readline() == b"HELLO\n"
+    writer.close()
+    await asyncio.wait_for(left.wait(), 10)
+    await tunnels.close(tmp_path / "here.sock")
+    await relay.stop()
+    serving.close()

@@ -3,18 +3,27 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from ray._private import services
+from ray._private import node, services
 from ray._private.node import Node
 
 from runtime import tied
-from scheduler.ray_start import COMMANDS_OF_A_RAYLET, _without_dashboard, _without_ray_client, tied_commands
+from scheduler.ray_start import (
+    COMMANDS_OF_A_RAYLET,
+    _logging_to,
+    _private_folder,
+    _without_dashboard,
+    _without_ray_client,
+    tied_commands,
+)
 
 AFTERWARDS = """
 import sys
 from scheduler import ray_start
-sys.argv = ["ray", "start", "--help"]
+sys.argv = ["ray", "/logs", "start", "--help"]
 try:
     ray_start.main()
 except SystemExit as ended:
@@ -24,7 +33,9 @@ assert all(name in sys.modules and sys.modules[name] is None for name in ray_sta
 from ray._private.node import Node
 assert Node.start_api_server is ray_start._without_dashboard
 assert Node.start_ray_client_server is ray_start._without_ray_client
-from ray._private import services
+from ray._private import node, services
+assert node.try_to_create_directory is ray_start._private_folder
+assert Node._init_temp.__module__ == ray_start.__name__
 assert services.start_ray_process.__module__ == ray_start.__name__
 """
 
@@ -33,6 +44,20 @@ def test_start_works_without_the_other_commands():
     ended = subprocess.run([sys.executable, "-c", AFTERWARDS], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     assert "--include-log-monitor" in ended.stdout
+
+
+def test_rays_folders_are_its_owners_alone_and_its_logs_where_we_want_them(tmp_path, monkeypatch):
+    assert "try_to_create_directory(self._logs_dir)" in inspect.getsource(Node._init_temp)
+    monkeypatch.setattr(node, "try_to_create_directory", _private_folder)
+    made, (temp, logs) = object.__new__(Node), (tmp_path / "ray", tmp_path / "logs")
+    for folder in (temp, logs):
+        folder.mkdir(mode=0o700)
+    made._ray_params = SimpleNamespace(temp_dir=str(temp), runtime_env_dir_name="runtime_resources")
+    made._session_name = "session_1"
+    _logging_to(logs, Node._init_temp)(made, None)
+    assert (Path(made.get_logs_dir_path()) / "old").samefile(logs / "old")
+    modes = {path.name: path.stat().st_mode & 0o777 for path in [temp, logs, *tmp_path.rglob("*")]}
+    assert modes.keys() >= {"ray", "logs", "old", "sockets"} and set(modes.values()) == {0o700}, modes
 
 
 @pytest.mark.parametrize(

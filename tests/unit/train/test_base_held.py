@@ -54,7 +54,7 @@ def test_frozen_weights_are_the_stores_own_bytes_and_stay_until_the_rank_lets_go
 
 def test_parked_ranks_fit_although_the_base_lies_elsewhere_by_now(tmp_path):
     spec = spec_of("/disk/base/v1", tmp_path)
-    parked = [{"job_id": "j", "rank": rank, "world_size": 2, "meeting": ["127.0.0.1", 1], "device": "cpu",
+    parked = [{"job_id": "j", "rank": rank, "world_size": 2, "meeting": "here", "device": "cpu",
                "spec": asdict(spec)} for rank in range(2)]  # fmt: skip
     assert is_same_world(parked, asdict(replace(spec, base_path="/dev/shm/versions/base/v1")), ["cpu", "cpu"])
     assert not is_same_world(parked, asdict(replace(spec, base_version="v2")), ["cpu", "cpu"])

@@ -14,16 +14,14 @@ from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 
 from train import fragments
-from train.engine import init_world, place_buffers
-from train.group import free_port
+from train.engine import init_world, meeting_url, place_buffers
 
 
 @pytest.fixture(scope="module", autouse=True)
-def world_of_one():
+def world_of_one(tmp_path_factory):
     before = dict(os.environ)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-    init_world("cpu", 30.0)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    init_world("cpu", meeting_url(tmp_path_factory.mktemp("world") / "meeting"), 30.0)
     yield
     comm.destroy_process_group()
     os.environ.clear()

@@ -11,9 +11,8 @@ from deepspeed import comm
 
 from tests.train_support.tiny import make_model_dir, write_chat_file
 from train import estimate, fragments
-from train.engine import build_engine, init_world
+from train.engine import build_engine, init_world, meeting_url
 from train.estimate import ModelShape
-from train.group import free_port
 from train.model import load_model
 from train.objectives import SupervisedObjective
 from train.publish import publish
@@ -25,11 +24,10 @@ HEADERS_BYTES = 32 * 1024  # names and offsets, manifest, config and tokenizer
 
 
 @pytest.fixture(scope="module", autouse=True)
-def world_of_one():
+def world_of_one(tmp_path_factory):
     before = dict(os.environ)
-    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                   "MASTER_PORT": str(free_port()), "GLOO_SOCKET_IFNAME": "lo"}  # fmt: skip
-    init_world("cpu", 30.0)
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
+    init_world("cpu", meeting_url(tmp_path_factory.mktemp("world") / "meeting"), 30.0)
     yield
     comm.destroy_process_group()
     os.environ.clear()

@@ -1,0 +1,190 @@
+"""How a machine becomes a node: with what it must show, and what a stranger on the way can do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import ssl
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from cryptography import x509
+
+from appliance.authority import NODE_LIFE, Authority, Credentials, Unfit
+from appliance.enrolment import EnrolmentServer, JoinToken, NotEnrolled, Tokens, enrol
+
+RAY_TOKEN = b"0123456789abcdef" * 4
+
+
+class Home:
+    def __init__(self, folder):
+        self.authority, self.tokens = Authority(folder), Tokens(folder / "tokens")
+        self.credentials = self.authority.prepare("n0", "127.0.0.1")
+        self.server = EnrolmentServer(self.authority, self.tokens, RAY_TOKEN)
+        self.box = ("127.0.0.1", 0)
+
+    async def start(self):
+        self.box = ("127.0.0.1", await self.server.start("127.0.0.1", 0))
+        return self
+
+    def token(self, **more):
+        return self.tokens.give(self.credentials.fingerprint(), **more)
+
+
+@pytest.fixture
+async def home(tmp_path):
+    one = await Home(tmp_path / "box" / "ca").start()
+    yield one
+    await one.server.stop()
+
+
+@pytest.fixture
+def mine(tmp_path):
+    return Credentials(tmp_path / "node" / "ca")
+
+
+def all_files(folder):
+    return {path.name: path.stat().st_mode & 0o777 for path in folder.rglob("*") if path.is_file()}
+
+
+async def test_a_token_makes_one_machine_a_node_and_no_second(home, mine, tmp_path):
+    token = home.token().text()
+    assert await enrol(mine, home.box, token, "n1", "127.0.0.2") == RAY_TOKEN
+    assert mine.fit("n1", "127.0.0.2") == ""
+    assert set(all_files(mine.folder).values()) == set(all_files(home.credentials.folder).values()) == {0o600}
+    assert mine.folder.stat().st_mode & 0o777 == 0o700
+    assert mine.files.key.read_bytes() not in [path.read_bytes() for path in home.credentials.folder.glob("*.*")]
+    with pytest.raises(NotEnrolled, match="unknown, used or too old"):
+        await enrol(Credentials(tmp_path / "second"), home.box, token, "n2", "127.0.0.3")
+    assert not (tmp_path / "second").exists(), "nor is a key made for nothing"
+
+
+async def test_of_two_who_show_the_same_token_at_once_one_becomes_a_node(home, tmp_path):
+    token = home.token().text()
+    told = await asyncio.gather(
+        *(enrol(Credentials(tmp_path / f"c{number}"), home.box, token, "n1", "127.0.0.2") for number in range(4)),
+        return_exceptions=True,
+    )
+    assert sorted(isinstance(one, NotEnrolled) for one in told) == [False, True, True, True], told
+
+
+async def test_a_copy_of_rays_token_does_as_ever(home, mine):
+    assert await enrol(mine, home.box, RAY_TOKEN.decode(), "n1", "127.0.0.2") == RAY_TOKEN
+    assert mine.fit("n1", "127.0.0.2") == ""
+
+
+@pytest.mark.parametrize("wrong", ["an old one", "a guess", "a guess with its id", "another ray token", "no token"])
+async def test_nothing_else_does(home, mine, wrong):
+    given = home.token()
+    text = {
+        "an old one": home.token(life_s=-1).text(),
+        "a guess": JoinToken("00" * 8, bytes(24), given.box).text(),
+        "a guess with its id": JoinToken(given.id, bytes(24), given.box).text(),
+        "another ray token": "0" * 64,
+        "no token": "join-abc",
+    }[wrong]
+    with pytest.raises(NotEnrolled):
+        await enrol(mine, home.box, text, "n1", "127.0.0.2")
+    assert not mine.folder.exists()
+    assert home.tokens.key(given.id), "a wrong guess does not use up a token"
+
+
+@pytest.mark.parametrize("shown", ["one-time", "ray token"])
+async def test_who_sits_in_between_gets_nothing_and_is_named(home, mine, tmp_path, shown):
+    """He has a certificate of his own, hands everything on, and reads it."""
+    seen, between = b"", Authority(tmp_path / "between").prepare("n0", "127.0.0.1")
+    plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    plain.check_hostname, plain.verify_mode = False, ssl.CERT_NONE
+
+    async def hand_on(reader, writer):
+        nonlocal seen
+        there = await asyncio.open_connection(*home.box, ssl=plain)
+        for source, sink in ((reader, there[1]), (there[0], writer)) * 2:
+            line = await source.readline()
+            seen += line
+            sink.write(line)
+        there[1].close()
+        writer.close()
+
+    server = await asyncio.start_server(hand_on, "127.0.0.1", 0, ssl=between.server_context())
+    token = home.token()
+    with pytest.raises(NotEnrolled, match="certificate differs|does not know this token"):
+        await enrol(
+            mine, server.sockets[0].getsockname()[:2], token.text() if shown == "one-time" else RAY_TOKEN.decode(),
+            "n1", "127.0.0.2",
+        )  # fmt: skip
+    server.close()
+    assert RAY_TOKEN not in seen and token.secret.hex().encode() not in seen and b"CERTIFICATE" not in seen
+    assert home.tokens.key(token.id) and not mine.folder.exists()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"", b"\n", b"[]\n", b"1\n", b"{}\n", b"\xff\xfe\n", b'{"id": "../../ray.token", "nonce": ""}\n',
+        b'{"id": null, "nonce": null}\n', b'{"id": "%s", "nonce": "0"}\n' % (b"0" * 16), b"x" * 40_000 + b"\n",
+        b'{"id": "ray.token", "nonce": "0"}\n[]\n', b'{"id": "ray.token", "nonce": "0"}\n{"proof": "\xc3\xa9"}\n',
+        b'{"id": "ray.token", "nonce": "0"}\n{"name": "n1", "address": "a", "request": "", "proof": "\xc3\xa9"}\n',
+    ],
+    ids=range(13),
+)  # fmt: skip
+async def test_whatever_a_stranger_says_the_box_goes_on(home, mine, said):
+    plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    plain.check_hostname, plain.verify_mode = False, ssl.CERT_NONE
+    reader, writer = await asyncio.open_connection(*home.box, ssl=plain)
+    writer.write(said or b"\n")
+    heard = await asyncio.wait_for(reader.read(), 10)
+    assert b"error" in heard.splitlines()[-1] and b"CERTIFICATE" not in heard and RAY_TOKEN not in heard
+    writer.close()
+    await enrol(mine, home.box, home.token().text(), "n1", "127.0.0.2")
+
+
+@pytest.mark.parametrize("name", ["n0", "", "N1", "../n1", "n1\n", "x" * 32])
+async def test_names_that_are_none_are_refused_by_the_box(home, mine, name):
+    token = home.token()
+    with pytest.raises((NotEnrolled, ValueError)):
+        await enrol(mine, home.box, token.text(), name, "127.0.0.2")
+    assert home.tokens.key(token.id)
+
+
+def test_certificates_are_made_once_and_anew_before_they_end_or_for_another_address(tmp_path):
+    authority = Authority(tmp_path)
+    one = authority.prepare("n0", "10.0.0.5")
+    before, issuer = one.files.certificate.read_bytes(), one.files.authority.read_bytes()
+    assert Authority(tmp_path).prepare("n0", "10.0.0.5").files.certificate.read_bytes() == before
+    assert "not for the address 10.0.0.6" in one.fit("n0", "10.0.0.6")
+    moved = authority.prepare("n0", "10.0.0.6")
+    assert moved.files.certificate.read_bytes() != before and moved.files.authority.read_bytes() == issuer
+    assert "ended on" in moved.fit("n0", "10.0.0.6", datetime.now(UTC) + NODE_LIFE + timedelta(days=1))
+    assert "is for n0, not for n1" in moved.fit("n1", "10.0.0.6")
+    assert "no certificate yet" in Credentials(tmp_path / "new").fit("n1", "10.0.0.6")
+
+
+def test_a_node_cannot_make_nodes(tmp_path):
+    """Whatever a request asks for, the certificate is of a node, and of that one."""
+    box = Authority(tmp_path / "box")
+    home, node = box.prepare("n0", "10.0.0.5"), Credentials(tmp_path / "node")
+    node.keep(home.files.authority.read_bytes(), box.sign(node.new_request("n0", "10.0.0.5"), "n1", "10.0.0.6"))
+    made = x509.load_pem_x509_certificate(node.files.certificate.read_bytes())
+    assert not made.extensions.get_extension_for_class(x509.BasicConstraints).value.ca
+    assert not made.extensions.get_extension_for_class(x509.KeyUsage).value.key_cert_sign
+    assert node.fit("n1", "10.0.0.6") == "" and node.fit("n0", "10.0.0.5")
+    with pytest.raises(Unfit, match="cannot be read"):
+        box.sign(b"nothing", "n1", "10.0.0.6")
+    other = Authority(tmp_path / "other")
+    other.prepare("n0", "10.0.0.5")
+    with pytest.raises(Unfit, match="has not signed"):
+        node.keep(home.files.authority.read_bytes(), other.sign(node.new_request("n1", "10.0.0.6"), "n1", "10.0.0.6"))
+
+
+def test_a_token_says_what_it_is_and_is_kept_as_a_key_alone(tmp_path):
+    tokens = Tokens(tmp_path / "tokens")
+    token = tokens.give("ab" * 32)
+    assert JoinToken.read(token.text()) == token
+    (kept,) = (tmp_path / "tokens").iterdir()
+    assert kept.stat().st_mode & 0o777 == 0o600 and os.stat(tmp_path / "tokens").st_mode & 0o777 == 0o700
+    note = json.loads(kept.read_text())
+    assert token.secret.hex() not in kept.read_text() and abs(note["until_s"] - time.time() - 900) < 60
+    assert tokens.key("../" + token.id) is None and tokens.key("") is None
