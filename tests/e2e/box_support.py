@@ -9,6 +9,7 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import stat
 import subprocess
 import sys
@@ -211,6 +212,29 @@ class WholeBox:
                     if mode & 0o077 and not stat.S_ISLNK(mode) and path.name != "appliance.toml" and not below_ray:
                         found[str(path)] = oct(mode)
         return found
+
+
+def said_to_strangers(address: str, port: int) -> str:
+    """What a listener says to somebody without token or certificate, in clear and under TLS; "" where it is silent,
+    hangs up, or says no more than that he must show who he is."""
+    said = []
+    for secure in (False, True):
+        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=5) as plain:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+            context.set_alpn_protocols(["h2"])
+            one = context.wrap_socket(plain) if secure else plain
+            one.settimeout(2)
+            # The beginning of HTTP/2, which gRPC speaks: an open server answers with its settings.
+            one.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\4" + bytes(5))
+            said.append(one.recv(4096))
+        with contextlib.suppress(OSError), socket.create_connection((address, port), timeout=5) as plain:
+            one = context.wrap_socket(plain) if secure else plain
+            one.settimeout(2)
+            one.sendall(b"POST /get_runtime_envs_info HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n")
+            said.append(one.recv(4096))
+    alert, asks_who = b"\x15\x03", b"HTTP/1.1 401"
+    return " ".join(repr(answer) for answer in said if answer and not answer.startswith((alert, asks_who)))
 
 
 def _open_way(path: Path) -> bool:

@@ -11,10 +11,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.e2e.box_support import COMMAND, WholeBox, gsm8k, unmapped_segments, wait_for
+from tests.e2e.box_support import COMMAND, WholeBox, gsm8k, said_to_strangers, unmapped_segments, wait_for
 from tests.train_support.tiny import make_model_dir
 
-HOME, AWAY = "127.0.0.1", "127.0.0.2"
+# Neither is 127.0.0.1, on which Ray listens to nobody else: as on a network.
+HOME, AWAY = "127.0.0.2", "127.0.0.3"
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3000)]
 
@@ -23,6 +24,9 @@ class OtherMachine(WholeBox):
     """A node that joins: no endpoint, but logs, processes and files of its own."""
 
     process: subprocess.Popen | None = None
+
+    def main_pid(self) -> int:
+        return self.process.pid
 
     def die(self) -> None:
         """As when the machine loses power: nothing of it has a chance to say so."""
@@ -35,15 +39,14 @@ class OtherMachine(WholeBox):
                     continue
         self.process.wait(60)
 
-    def join(self, head: str, token_file) -> None:
+    def join(self, head: str, *shown: str) -> None:
         # From a folder with a package called like one of ours, as a person may well be in.
         (self.data_dir / "cwd" / "train").mkdir(parents=True, exist_ok=True)
         (self.data_dir / "cwd" / "train" / "__init__.py").write_text("raise ImportError('the wrong one')")
         with open(self.data_dir / "join.log", "ab") as log:
             self.process = subprocess.Popen(
-                [COMMAND, "join", head, "--name", "n1", "--address", AWAY, "--token-file", str(token_file),
-                 "--devices", "2"], stdout=log, stderr=log, env=self.environment(), cwd=self.data_dir / "cwd",
-                start_new_session=True,
+                [COMMAND, "join", head, "--name", "n1", "--address", AWAY, "--devices", "2", *shown],
+                stdout=log, stderr=log, env=self.environment(), cwd=self.data_dir / "cwd", start_new_session=True,
             )  # fmt: skip
 
 
@@ -83,19 +86,27 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     controller = home.pids_logging_to("controller.log")
     deploy_tiny(home)
     said = answers(home)
-    join(home, away, head)
+    once = with_token(home)
+    join(home, away, head, *once)
     listed = {device["id"]: device["health"] for device in home.ask("gpu", "list")["data"]}
     assert listed == dict.fromkeys(ALL, "ok")
     refused = subprocess.run(
-        [COMMAND, "join", head, "--name", "n2", "--address", AWAY, "--token-file", str(home.data_dir / "ray.token")],
+        [COMMAND, "join", head, "--name", "n2", "--address", AWAY, *once],
         env=away.environment(), capture_output=True, text=True, timeout=120,
     )  # fmt: skip
     assert refused.returncode == 5 and "already" in refused.stderr, refused
+    refused = subprocess.run(
+        [COMMAND, "join", head, "--name", "n2", "--address", AWAY, "--data-dir", str(away.data_dir / "another"), *once],
+        env=away.environment(), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert refused.returncode == 1 and "unknown, used or too old" in refused.stderr, refused
 
     home.run("model", "deploy", "tiny", "--min-replicas", "3")
     wait_for(lambda: places(home) == ALL, "engines on both nodes", 600)
     assert len(away.pids_logging_to("engine-*.log")) >= 2
     assert answers(home, of_engines=3) == said, "every engine says the same"
+    assert listening_for_strangers(home, away) == {}
+    assert home.roads_of_others() == away.roads_of_others() == set()
 
     # The agent of the home node, through which requests reach the other node, dies alone.
     agents = [pid for pid, command in home.running().items() if "ray::Node" in command]
@@ -120,7 +131,7 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     told = [(entry["action"], entry["target"]) for entry in home.admin("audit")["data"]]
     assert ("node.joined", "n1") in told and ("node.lost", "n1") in told
 
-    join(home, away, head)
+    join(home, away, head)  # it has its certificate
     wait_for(lambda: places(home) == ALL, "engines on both nodes again", 600)
     assert answers(home, of_engines=3) == said
     away.process.send_signal(signal.SIGINT)
@@ -135,7 +146,7 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     """The home node has one device, so whatever has two is on the other."""
     home, away, head = machines
     deploy_tiny(home)
-    join(home, away, head)
+    join(home, away, head, *with_rays_token(home))
     (home.data_dir / "train.jsonl").write_bytes(gsm8k("train", 400))
     home.run("mode", "set", "split", "--train", "2")
 
@@ -196,9 +207,32 @@ def messages(home, job: str) -> list[str]:
     return [event.message for event in home.client().fine_tuning.jobs.list_events(job, limit=100).data]
 
 
-def join(home, away, head) -> None:
-    away.join(head, home.data_dir / "ray.token")
+def join(home, away, head, *shown: str) -> None:
+    away.join(head, *shown)
     wait_for(lambda: devices(home) == ALL, "the other node's devices", 400)
+
+
+def with_token(home) -> tuple[str, str]:
+    return "--token", home.ask("node", "token")["token"]
+
+
+def with_rays_token(home) -> tuple[str, str]:
+    return "--token-file", str(home.data_dir / "ray.token")
+
+
+def listening_for_strangers(home, away) -> dict[str, str]:
+    """Where other machines get to, and what is said to them there without token and certificate."""
+    open_to_network, said = {}, {}
+    for machine, address in ((home, HOME), (away, AWAY)):
+        for where, who in machine.listening().items():
+            host, _, port = where.rpartition(":")
+            if host not in ("127.0.0.1", "::1"):
+                open_to_network[where] = who
+                if heard := said_to_strangers(HOME if host == HOME else AWAY if host == AWAY else address, int(port)):
+                    said[f"{where} {who}"] = heard
+    assert any("raylet" in who for who in open_to_network.values()), open_to_network
+    assert any("ray::Node" in who for who in open_to_network.values()), "the relays are open"
+    return said
 
 
 def devices(home) -> list[str]:
