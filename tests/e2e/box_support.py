@@ -162,11 +162,11 @@ class WholeBox:
         return found
 
     def _is_of_ray(self, process: psutil.Process) -> bool:
-        """Ray's agents give themselves titles that cover the environment: what they write tells whose they are."""
-        try:
-            return Path(os.readlink(f"/proc/{process.pid}/fd/2")).is_relative_to(self.data_dir / "logs" / "ray")
-        except OSError:
+        """Ray's agents give themselves titles that cover the environment: the logs that they keep tell whose."""
+        if not "".join(process.cmdline()[:1]).startswith("ray::"):
             return False
+        logs = str(BoxPaths.of(self.data_dir).ray_logs)
+        return any(file.path.startswith(logs) for file in process.open_files())
 
     def destroy(self) -> None:
         subprocess.run([COMMAND, "down", "--force"], capture_output=True, env=self.environment(), timeout=60)
