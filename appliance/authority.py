@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import ipaddress
 import os
+import socket
 import ssl
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -151,10 +152,17 @@ def fingerprint(certificate_der: bytes) -> str:
 
 
 def _addresses(address: str) -> x509.SubjectAlternativeName:
+    """Under what the others connect: Ray and the relays by number, also where a name was given."""
     try:
         return x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
     except ValueError:
-        return x509.SubjectAlternativeName([x509.DNSName(address)])
+        pass
+    try:
+        numbers = {info[4][0] for info in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
+        named = [x509.DNSName(address), *(x509.IPAddress(ipaddress.ip_address(number)) for number in sorted(numbers))]
+        return x509.SubjectAlternativeName(named)
+    except (OSError, ValueError) as error:
+        raise Unfit(f"the address {address!r} of a node cannot be resolved ({error}); give its number") from error
 
 
 def _name(name: str) -> x509.Name:

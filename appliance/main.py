@@ -28,7 +28,7 @@ from pathlib import Path
 import httpx
 
 from appliance import endpoint, ray_head
-from appliance.authority import Authority
+from appliance.authority import Authority, Unfit
 from appliance.box_state import BoxState
 from appliance.config import BoxConfig, load_resolved
 from appliance.enrolment import EnrolmentServer, Tokens, port_of
@@ -78,7 +78,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 5
         try:
             return asyncio.run(_run(config, paths, state))
-        except (BoxError, ray_head.RayStartError) as error:
+        except (BoxError, ray_head.RayStartError, Unfit) as error:
             state.update(state="failed", message=str(error))
             log.error("the box did not start: %s", error)
             return 1

@@ -159,6 +159,10 @@ def test_certificates_are_made_once_and_anew_before_they_end_or_for_another_addr
     assert moved.files.certificate.read_bytes() != before and moved.files.authority.read_bytes() == issuer
     assert "ended on" in moved.fit("n0", "10.0.0.6", datetime.now(UTC) + NODE_LIFE + timedelta(days=1))
     assert "is for n0, not for n1" in moved.fit("n1", "10.0.0.6")
+    named = authority.prepare("n0", "localhost")
+    assert named.fit("n0", "localhost") == named.fit("n0", "127.0.0.1") == "", "Ray connects by number"
+    with pytest.raises(Unfit, match="cannot be resolved"):
+        authority.prepare("n0", "no such.host")
     assert "no certificate yet" in Credentials(tmp_path / "new").fit("n1", "10.0.0.6")
 
 
