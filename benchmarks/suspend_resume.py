@@ -266,16 +266,14 @@ def _theirs(spec: Any, disk: Path, options: argparse.Namespace) -> dict[str, flo
 
 
 def _cold_world(part: str, size: int, spec: Any, disk: Path) -> tuple[list[dict[str, float]], float]:
-    from train.group import free_port
-
-    port = free_port()
+    meeting = disk / f"{part}.meeting"
+    meeting.unlink(missing_ok=True)
     started = time.time()
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, "--rank-of", part, "--spec", spec.to_json(), "--disk", str(disk)],
             env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0",
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo",
-                 "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+                 "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE, stderr=open(disk / f"{part}-{rank}.log", "w"), text=True,
         )
         for rank in range(size)
@@ -287,13 +285,14 @@ def _cold_world(part: str, size: int, spec: Any, disk: Path) -> tuple[list[dict[
 
 def _baseline_rank(options: argparse.Namespace) -> int:
     from train import engine
-    from train.engine import init_world
+    from train.engine import init_world, meeting_url
     from train.prepare import prepare
     from train.progress import Progress, Wishes
     from train.spec import TrainSpec
 
     spec = TrainSpec.from_json(options.spec)
-    init_world("cpu")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    init_world("cpu", meeting_url(Path(options.disk) / f"{options.rank_of}.meeting", rank, size))
     if options.rank_of == "load":
         config = engine._config
         engine._config = lambda *given: config(*given) | {"checkpoint": {"load_universal": True}}
