@@ -38,7 +38,7 @@ from .relay import Relay, WholeRelay
 from .reports import gauges
 from .request_check import Checked, check_object, parsed_body
 from .response_copies import ResponseCopies
-from .router import Choice, Router
+from .router import Choice, Model, Router
 from .routes import Kind
 from .scrape import Scrape
 from .server import ClientConnection
@@ -295,8 +295,7 @@ class Gateway:
             request.chunks = chunks = [b"".join(chunks)]
         data = parsed_body(chunks[0], self.limits)
         name: str = data["model"]
-        if name not in self.router.models:
-            raise self.unknown_model(name, principal)
+        self.callable_model(name, principal)
         request.refused_model = name.partition("@")[0] if "@" in name else name
         return self.answering(client, request, check_object(route, data, len(chunks[0]), self.limits))
 
@@ -304,9 +303,8 @@ class Gateway:
         """Who answers this request for inference, whose body is `checked`. Raises ApiError."""
         route = request.route
         assert route is not None
-        model = self.router.models.get(checked.model)
-        if model is None or request.principal is None or not request.principal.sees(model):
-            raise self.unknown_model(checked.model, request.principal)
+        assert request.principal is not None
+        model = self.callable_model(checked.model, request.principal)
         if model.task != route.task:
             raise errors.wrong_task(checked.model, route.name)
         transcript = checked.transcript
@@ -328,6 +326,14 @@ class Gateway:
         if self.tracing is not None:
             self.tracing.begin(request)
         return Exchange(self, client, request, checked)
+
+    def callable_model(self, name: str, principal: Principal) -> Model:
+        """The row of a model that this key may call. Raises ApiError, the same for one that it may not as for one that
+        nobody has; so nothing that depends on the model is said before."""
+        model = self.router.models.get(name)
+        if model is None or not principal.sees(model) or not principal.may_use(name):
+            raise self.unknown_model(name, principal)
+        return model
 
     def unknown_model(self, name: str, principal: Principal | None) -> ApiError:
         """Why a name that is not in the table cannot be called."""

@@ -85,11 +85,9 @@ class Spending:
     # -- when it is known what it asks for
 
     def spend(self, request: Request, checked: Checked, limits: Limits) -> None:
-        """Its key may call this model, has the tokens for it and not too many streams, or ApiError is raised."""
-        principal, use = request.principal, request.use
-        assert principal is not None and use is not None
-        if not principal.may_use(checked.model):
-            raise errors.model_not_found(checked.model)
+        """Its key has the tokens for it and not too many streams, or ApiError is raised."""
+        use = request.use
+        assert use is not None
         if checked.stream and use.streams >= limits.key_streams:
             self._events["concurrency_limited"] += 1
             raise errors.too_many_at_once("streams", limits.key_streams)
