@@ -33,7 +33,7 @@ from appliance.box_state import BoxState
 from appliance.config import BoxConfig, load_resolved
 from appliance.enrolment import EnrolmentServer, Tokens, port_of
 from appliance.logs import keep_logs_short
-from appliance.paths import BoxPaths, UnsafeFolder
+from appliance.paths import BoxPaths, UnsafeFolder, write_secret
 from appliance.pulse import Pulse
 from appliance.supervised import BOX_VARIABLE, Supervised, kill_leftovers
 from runtime.keeping import Keepers
@@ -170,7 +170,9 @@ class Box:
         await self._controller.begin()
         await self._wait_for(self._controller, "http://box", "/admin/v1/mode", str(self._paths.controller_socket))
         try:
-            first_key = await self._first_key()
+            has_first_key = await self._first_key()
+        except OSError as error:
+            raise BoxError(f"the first key cannot be written to {self._paths.first_key}: {error.strerror}") from error
         except httpx.HTTPError as error:
             path = self._paths.logs / "controller.log"
             raise BoxError(f"the controller broke off ({error!r}); {path} ends with:\n{tail(path)}") from error
@@ -178,7 +180,7 @@ class Box:
         await self._gateway.begin()
         await self._wait_for(self._gateway, local_url(self._config), "/health", boot=self._boot)
         self._state.update(state="ready", message="ready")
-        self._announce(first_key)
+        self._announce(has_first_key)
         self._keepers.keep("pulse of the controller", self._pulse_of_controller().watch)
         self._keepers.keep("pulse of the gateway", self._pulse_of_gateway().watch)
         self._keepers.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
@@ -308,20 +310,30 @@ class Box:
                     raise BoxError(f"the {process.name} {what}; {log_path} ends with:\n{tail(log_path)}")
                 await asyncio.sleep(0.05)
 
-    async def _first_key(self) -> str | None:
-        """The first key of a box that has none; shown once, by `up`."""
+    async def _first_key(self) -> bool:
+        """The first key of a box that has none, into its file; whether there was none. Raises OSError.
+
+        It goes nowhere else: what this process prints may end in a journal.
+        """
         transport = httpx.AsyncHTTPTransport(uds=str(self._paths.controller_socket))
         async with httpx.AsyncClient(transport=transport, base_url="http://box", timeout=30) as client:
             keys = (await client.get("/admin/v1/keys")).raise_for_status().json()["data"]
             if keys:
-                return None
+                return False
+            path = self._paths.first_key
+            path.unlink(missing_ok=True)  # of a box that was here before
+            write_secret(path, "")  # a disk that has no room for it says so before there is a key that nobody knows
             made = await client.post(
                 "/admin/v1/keys", json={"name": "first", "scopes": ["inference", "fine_tuning", "admin"]}
             )
-            return made.raise_for_status().json()["key"]
+            key = made.raise_for_status().json()["key"]
+            path.unlink()
+            write_secret(path, key + "\n")
+            return True
 
-    def _announce(self, first_key: str | None) -> None:
-        ready = {"state": "ready", "url": f"{local_url(self._config)}/v1", "first_key": first_key}
+    def _announce(self, has_first_key: bool) -> None:
+        file = str(self._paths.first_key) if has_first_key else None
+        ready = {"state": "ready", "url": f"{local_url(self._config)}/v1", "first_key_file": file}
         print(json.dumps(ready), flush=True)
 
     def _say(self, message: str) -> None:

@@ -61,6 +61,11 @@ class BoxPaths:
         return self.certificates / "tokens"
 
     @property
+    def first_key(self) -> Path:
+        """The key that a box without any made for its owner."""
+        return self.data_dir / "first-key"
+
+    @property
     def files(self) -> Path:
         return self.data_dir / "files"
 

@@ -64,7 +64,8 @@ def up(
 ) -> None:
     """Start the box on this machine.
 
-    Starts Ray, the scheduler and the gateway; shows the endpoint and, once, a first API key.
+    Starts Ray, the scheduler and the gateway; shows the endpoint and, once, a first API key. Without a terminal it
+    names the file that has the key (`first-key` in the data directory, yours alone).
     """
     # Fenced: pydantic and the configuration would double the time of `--help`.
     from appliance.cli.up import MainProcess
@@ -89,7 +90,8 @@ def up(
         if asked_to_stop:
             raise typer.Exit(130) from error
         raise
-    answer = {"url": announced["url"], "data_dir": str(folder), "first_key": announced.get("first_key")}
+    file = announced.get("first_key_file")
+    answer = {"url": announced["url"], "data_dir": str(folder), "first_key": _first_key(file), "first_key_file": file}
     if output_format == "json":
         output.print_json(answer)
     else:
@@ -227,10 +229,22 @@ def _stay(process: Any) -> None:
         raise CommandFailed(f"the box {how}; `appliance up` continues its work")
 
 
+def _first_key(file: str | None) -> str | None:
+    """Shown to a person at a terminal; anything else that reads what we print may be a journal, which keeps it."""
+    if file is None or not sys.stdout.isatty():
+        return None
+    try:
+        return Path(file).read_text().strip()
+    except OSError:
+        return None  # its file is named in any case
+
+
 def _ready(answer: dict[str, Any], detached: bool) -> Any:
     shown = [("endpoint", answer["url"]), ("data", answer["data_dir"])]
     if answer["first_key"]:
-        shown.append(("API key", f"{answer['first_key']}   (shown once; `appliance key create` makes more)"))
+        shown.append(("API key", f"{answer['first_key']}   (also in {answer['first_key_file']})"))
+    elif answer["first_key_file"]:
+        shown.append(("API key", f"in {answer['first_key_file']}"))
     shown.append(("stop", "appliance down" if detached else "Ctrl-C"))
     return output.above("The box is ready.", output.fields(shown))
 

@@ -61,7 +61,7 @@ class MainProcess:
                 os.close(log)
 
     def wait_until_ready(self, on_message: Callable[[str], None]) -> dict[str, Any]:
-        """What the process announces: {"url", "first_key"}. Raises CommandFailed or Conflict if it ends instead."""
+        """What the process announces: {"url", "first_key_file"}. Raises CommandFailed or Conflict if it ends."""
         buffer = b""
         while b"\n" not in buffer:
             if select.select([self._process.stdout], [], [], _LOOK_EVERY_S)[0]:

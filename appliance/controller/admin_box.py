@@ -43,10 +43,12 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     @router.get("/status")
     async def status() -> dict[str, Any]:
-        now = context.scheduler.status()
+        now, load = context.scheduler.status(), context.load()
         holds = mode_in_force(db, now["serving_floor"], time.time()).policy
         return {
-            "box": {**context.box, "started_s": context.started_s},
+            "box": {
+                **context.box, "started_s": context.started_s, "certificate_expires_s": load.certificate_expires_s,
+            },
             "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
             "devices": lost_nodes.in_view(db, now["devices"]),
             "replicas": now["replicas"],
@@ -55,7 +57,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             "handover": handover_view(now["handover"]),
             "degraded": [*context.keepers.degraded(), *context.main_troubles()],
             "troubles": now["troubles"],
-            "notes": [*now["notes"], *floor_notes(holds, len(now["devices"]))],
+            "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes],
         }
 
     # Not by `response_class`: the document would then say that refusals are plain text too.

@@ -12,6 +12,7 @@ _SUMMED_MODEL = ("inflight", "held", "waiting_prompt_tokens")
 _LATEST_MODEL = ("last_request_s",)
 _WORST_MODEL = ("ttft_p95_s", "tpot_p95_s")
 _SLOWEST_MODEL = ("prefill_tokens_per_s",)
+_MAX_NOTES = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +61,15 @@ class VersionLoad:
 @dataclass(frozen=True, slots=True)
 class Load:
     """canaries: by model and the moment at which its canary began, then by version. arrived: by model, since the bus
-    listens (`appliance.controller.arrivals`)."""
+    listens (`appliance.controller.arrivals`). notes: what gateways have to say to people. certificate_expires_s: the
+    first of the endpoint's, None without TLS."""
 
     replicas: Mapping[str, ReplicaLoad] = field(default_factory=dict)
     models: Mapping[str, ModelLoad] = field(default_factory=dict)
     canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = field(default_factory=dict)
     arrived: Mapping[str, Arrived] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    certificate_expires_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,8 @@ class Report:
     models: Mapping[str, Mapping[str, float]]
     canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = field(default_factory=dict)
     started_s: float = 0.0
+    notes: tuple[str, ...] = ()
+    certificate_expires_s: float | None = None
 
     @property
     def arrived(self) -> dict[str, Arrived]:
@@ -99,8 +105,18 @@ def parse_report(message: Mapping[str, Any]) -> Report:
     started_s = message.get("started_s", 0.0)
     if not isinstance(started_s, int | float) or isinstance(started_s, bool):
         raise ValueError(f"started_s: {started_s!r} given, expected seconds since 1970")
+    expires_s = message.get("certificate_expires_s")
+    if expires_s is not None and (not isinstance(expires_s, int | float) or isinstance(expires_s, bool)):
+        raise ValueError(f"certificate_expires_s: {expires_s!r} given, expected seconds since 1970 or null")
     return Report(gateway, generation, _rows(message, "replicas"), _rows(message, "models"),
-                  _canaries(message.get("canaries", {})), float(started_s))  # fmt: skip
+                  _canaries(message.get("canaries", {})), float(started_s), _notes(message.get("notes", [])),
+                  None if expires_s is None else float(expires_s))  # fmt: skip
+
+
+def _notes(given: Any) -> tuple[str, ...]:
+    if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
+        raise ValueError(f"notes: {given!r:.80} given, expected texts")
+    return tuple(given[:_MAX_NOTES])
 
 
 def _rows(message: Mapping[str, Any], name: str) -> dict[str, dict[str, float]]:
@@ -156,6 +172,8 @@ def total(reports: list[Report], arrived: Mapping[str, Arrived] | None = None) -
         {name: ModelLoad(**row) for name, row in models.items()},
         canaries,
         dict(arrived or {}),
+        tuple(dict.fromkeys(text for report in reports for text in report.notes)),
+        min((r.certificate_expires_s for r in reports if r.certificate_expires_s is not None), default=None),
     )
 
 

@@ -48,6 +48,7 @@ from .upstream import UpstreamPool
 from .wire import Request
 
 if TYPE_CHECKING:
+    from .certificates import Certificate
     from .tracing import Tracing
 
 log = logging.getLogger("appliance.gateway")
@@ -55,6 +56,8 @@ log = logging.getLogger("appliance.gateway")
 _TWO_DIGITS: Final = [b"%02x" % low for low in range(256)]
 # Placing thousands of held requests in one go would stall every open stream for as long.
 _PLACED_AT_ONCE: Final = 128
+# Of the rows that a table should not have had: so many are told one by one.
+_SAID: Final = 10
 
 
 class Gateway:
@@ -86,6 +89,8 @@ class Gateway:
         # What /health says beside "ok": of the rest of the box, as far as the controller has told.
         self.box_troubles: list[str] = []
         self.controller_away = False
+        self.refused_rows: tuple[str, ...] = ()
+        self.certificate: Certificate | None = None
         self.started_s = time.time()
         self.buffered_bytes = 0
         self._id_prefix = b"req_" + secrets.token_hex(8).encode()
@@ -104,7 +109,7 @@ class Gateway:
             lambda: ClientConnection(self),  # type: ignore[arg-type, return-value]
             host,
             port,
-            ssl=self._ssl(),
+            ssl=self._tls(),
             reuse_port=reuse_port,
             backlog=2048,
         )
@@ -143,19 +148,21 @@ class Gateway:
         if self.tracing is not None:
             await asyncio.to_thread(self.tracing.close)
 
-    def _ssl(self) -> ssl.SSLContext | None:
-        if self.config.tls_cert_path is None:
+    def _tls(self) -> ssl.SSLContext | None:
+        config = self.config
+        if config.tls_cert_path is None or config.tls_key_path is None:
             return None
-        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.minimum_version = ssl.TLSVersion.TLSv1_2
-        try:
-            context.load_cert_chain(self.config.tls_cert_path, self.config.tls_key_path)
-        except (OSError, ssl.SSLError) as error:
-            raise errors.ConfigInvalid(
-                f"tls_cert_path {self.config.tls_cert_path!r}, tls_key_path {self.config.tls_key_path!r}: "
-                f"cannot be used ({error}), expected a PEM certificate chain and its unencrypted key"
-            ) from error
-        return context
+        if self.certificate is None:
+            # Here and not above: what reads certificates costs a start a tenth of a second, and most need none.
+            from .certificates import Certificate
+
+            self.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
+        return self.certificate.context
+
+    def reload(self) -> None:
+        """What a person changed in files and wants in force now (SIGHUP)."""
+        if self.certificate is not None and self.certificate.look(time.monotonic(), at_once=True):
+            self.on_change(True)
 
     # -- the controller's side
 
@@ -175,6 +182,12 @@ class Gateway:
         self.comparison.apply(table.models)
         self.metrics.forget_models(self.router.models)
         self.generation = table.generation
+        if table.refused != self.refused_rows:
+            new = [text for text in table.refused if text not in self.refused_rows]
+            self.refused_rows = table.refused
+            self.metrics.events["table_row_refused"] += len(new)
+            for text in new[:_SAID]:
+                log.error("bus: a row of the table is skipped, all others are in force: %s", text)
         if changed_keys:
             principals = {principal.id: principal for principal in table.keys.values()}
             for conn in list(self.connections):
@@ -225,6 +238,15 @@ class Gateway:
             if self.holds.first(model) is ticket:
                 return
         asyncio.get_running_loop().call_soon(self.place_held, model)
+
+    def notes(self) -> list[str]:
+        """What a person who looks at the box's status should know of this gateway."""
+        told = [f"the gateway skips a row of its table: {text}" for text in self.refused_rows[:_SAID]]
+        if len(self.refused_rows) > _SAID:
+            told.append(f"the gateway skips {len(self.refused_rows) - _SAID} more rows of its table")
+        if self.certificate is not None:
+            told += self.certificate.notes(time.time())
+        return told
 
     # -- requests
 
@@ -398,6 +420,8 @@ class Gateway:
         self.pool.sweep(now_s, wanted)
         self.copies.sweep(now_s)
         self.access_log.flush()
+        if self.certificate is not None and self.certificate.look(now_s):
+            self.on_change(True)
         if self.snapshots is not None and self.snapshots.due(now_s):
             self.snapshots.write(self.metrics.families(gauges(self)), now_s)
 

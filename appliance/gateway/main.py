@@ -80,6 +80,7 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     gateway = Gateway(config)
+    loop.add_signal_handler(signal.SIGHUP, gateway.reload)
     keyed = asyncio.Event()
     bus = BusClient(gateway, on_table=lambda: keyed.set() if gateway.keys else None)
     bus_task = gateway.keepers.keep("bus", bus.run)
@@ -129,6 +130,11 @@ def _supervise(config: GatewayConfig) -> int:
         for pid in workers:
             os.kill(pid, signal.SIGTERM)
 
+    def reload(number: int, _frame: object) -> None:
+        for pid in workers:
+            os.kill(pid, number)
+
+    signal.signal(signal.SIGHUP, reload)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, stop)
     for index in range(config.workers):
@@ -158,6 +164,7 @@ def _fork_worker(config: GatewayConfig, index: int) -> int:
         return pid
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # until its loop listens to it
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before, and the kernel would tell nobody
         os._exit(1)

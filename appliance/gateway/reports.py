@@ -51,6 +51,8 @@ def load_report(gateway: Gateway) -> dict[str, Any]:
             for name in gateway.router.models
         },
         "canaries": gateway.comparison.report(),
+        "notes": gateway.notes(),
+        "certificate_expires_s": None if gateway.certificate is None else gateway.certificate.expires_s,
     }
 
 
@@ -76,6 +78,15 @@ def gauges(gateway: Gateway) -> list[Gauge]:
         ("appliance_gateway_inflight", "Requests on a replica.", {"replica": name}, load.inflight)
         for name, load in gateway.router.loads.items()
     ]
+    if gateway.certificate is not None:
+        rows.append(
+            ("appliance_tls_expiry_seconds", "Unix time at which the endpoint's certificate expires.", {},
+             gateway.certificate.expires_s)
+        )  # fmt: skip
+    rows.append(
+        ("appliance_gateway_table_rows_refused", "Rows of the table in force that are skipped.", {},
+         len(gateway.refused_rows))
+    )  # fmt: skip
     compared = list(gateway.comparison.rows())
     rows += [
         ("appliance_gateway_canary_requests", "Since the canary began, by version.", labels, requests)

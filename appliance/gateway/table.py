@@ -14,6 +14,9 @@ from .routes import ADMIN
 
 _SHA256 = re.compile(r"[0-9a-f]{64}\Z")
 _TASKS = ("generate", "embed")
+_SCOPE = re.compile(r"[a-z_]{1,32}\Z")
+_KEY_ID = re.compile(r"[A-Za-z0-9_.:-]{1,128}\Z")
+_SHOWN_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,31 +51,54 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """One generation of the routing table. keys: SHA-256 of the key (lower-case hex) -> its owner."""
+    """One generation of the routing table. keys: SHA-256 of the key (lower-case hex) -> its owner. refused: what is
+    wrong with rows, or parts of them, that are not in it."""
 
     generation: int
     models: tuple[Model, ...]
     keys: Mapping[str, Principal]
     limits: Mapping[str, int | float]
+    refused: tuple[str, ...] = ()
 
 
 def parse_table(data: Mapping[str, Any], *, default_hold_s: float) -> Table:
-    """Check a "table" message. Raises TableInvalid naming the path of what is wrong; nothing is applied then."""
+    """Check a "table" message. What is wrong with one row costs that row alone: the others, and above all that a key
+    is not there any more, take effect. Raises TableInvalid where there are no rows to speak of.
+    """
     generation = data.get("generation")
     if not isinstance(generation, int) or isinstance(generation, bool):
         raise TableInvalid(f"generation: {generation!r} given, expected an integer")
     models = _object(data.get("models", {}), "models")
     keys = _object(data.get("keys", {}), "keys")
     limits = _object(data.get("limits", {}), "limits")
+    refused: list[str] = []
+    rows: list[Model] = []
+    for name, row in models.items():
+        try:
+            rows.append(_model(name, row, default_hold_s, refused))
+        except TableInvalid as error:
+            refused.append(_shown(error))
+    principals: dict[str, Principal] = {}
+    for digest, row in keys.items():
+        try:
+            principals[digest] = _principal(digest, row)
+        except TableInvalid as error:
+            refused.append(_shown(error))
     return Table(
         generation,
-        tuple(_model(name, row, default_hold_s) for name, row in models.items()),
-        {digest: _principal(digest, row) for digest, row in keys.items()},
-        {k: v for k, v in limits.items() if isinstance(v, int | float) and not isinstance(v, bool) and v > 0},
+        tuple(rows),
+        principals,
+        {k: v for k, v in limits.items() if isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < 1e15},
+        tuple(refused),
     )
 
 
-def _model(name: str, row: Any, default_hold_s: float) -> Model:
+def _shown(error: TableInvalid) -> str:
+    text = str(error)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "…"
+
+
+def _model(name: str, row: Any, default_hold_s: float, refused: list[str]) -> Model:
     where = f"models.{name}"
     row = _object(row, where)
     task = _given(row, "task", "generate")
@@ -90,17 +116,29 @@ def _model(name: str, row: Any, default_hold_s: float) -> Model:
     max_model_len = row.get("max_model_len")
     if max_model_len is not None and (type(max_model_len) is not int or max_model_len < 1):
         raise TableInvalid(f"{where}.max_model_len: {max_model_len!r} given, expected a number of tokens or null")
+    sound: list[Replica] = []
+    for i, item in enumerate(replicas):
+        try:
+            sound.append(_replica(f"{where}.replicas.{i}", item, version))
+        except TableInvalid as error:
+            refused.append(_shown(error))
+    canary, trouble = None, None
+    try:
+        canary = _canary(f"{where}.canary", row.get("canary"))
+        trouble = _trouble(f"{where}.trouble", row.get("trouble"))
+    except TableInvalid as error:
+        refused.append(_shown(error))
     return Model(
         name,
         version,
         _text(_given(row, "state", "cold"), f"{where}.state"),
         task,
         float(hold_s),
-        tuple(_replica(f"{where}.replicas.{i}", item, version) for i, item in enumerate(replicas)),
+        tuple(sound),
         max_model_len,
         _text(_given(row, "adapter", ""), f"{where}.adapter"),
-        _canary(f"{where}.canary", row.get("canary")),
-        _trouble(f"{where}.trouble", row.get("trouble")),
+        canary,
+        trouble,
         _owners(row.get("owners"), f"{where}.owners"),
     )
 
@@ -162,11 +200,18 @@ def _principal(digest: str, row: Any) -> Principal:
     scopes = row.get("scopes", [])
     if not isinstance(scopes, list):
         raise TableInvalid(f"{where}.scopes: {type(scopes).__name__} given, expected a list")
-    names = [_text(scope, f"{where}.scopes") for scope in scopes]
     # Never in a header line: any text will do. A controller that names no owner leaves each key its own.
     owner = str(_given(row, "owner", row.get("id")))
+    for scope in scopes:
+        # A comma would make two of it in the header, and this name is what gateways call themselves.
+        if not isinstance(scope, str) or not _SCOPE.match(scope) or scope == "gateway":
+            raise TableInvalid(f"{where}.scopes: {scope!r} given, expected a scope's name")
+    names: list[str] = list(scopes)
+    id = row.get("id")
+    if not isinstance(id, str) or not _KEY_ID.match(id):
+        raise TableInvalid(f"{where}.id: {id!r} given, expected letters, digits and _ . : -")
     return Principal(
-        _text(row.get("id"), f"{where}.id"),
+        id,
         str(_given(row, "name", "")),
         frozenset(names),
         ",".join(names).encode(),
@@ -189,7 +234,8 @@ def _models(value: Any, where: str) -> frozenset[str] | None:
         return None
     if not isinstance(value, list):
         raise TableInvalid(f"{where}: {type(value).__name__} given, expected a list of names or null")
-    return frozenset(_text(name, where) for name in value)
+    # Compared and never sent: any text will do. (One odd name here once froze the tables of all gateways.)
+    return frozenset(name for name in value if isinstance(name, str))
 
 
 def _limit(value: Any, where: str) -> int | None:

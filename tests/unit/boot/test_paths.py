@@ -5,6 +5,7 @@ import os
 import shutil
 from pathlib import Path
 
+import httpx
 import pytest
 
 from appliance import main
@@ -25,7 +26,8 @@ def test_sockets_fit_a_unix_address_however_deep_the_data_directory_lies():
     deep = BoxPaths.of(Path("/x" * 200))
     rays = deep.ray_session / "session_2026-11-23_07-54-22_383974_4194304" / "sockets" / "plasma_store"
     for socket in (
-        deep.controller_socket, deep.bus_socket, deep.warm_serve_socket, deep.replica_socket("r" * 40), rays,
+        deep.controller_socket, deep.gateway_socket, deep.bus_socket, deep.warm_serve_socket,
+        deep.replica_socket("r" * 40), rays,
     ):  # fmt: skip
         assert len(bytes(socket)) <= UNIX_PATH_LIMIT_BYTES
 
@@ -90,3 +92,55 @@ def test_what_the_main_process_makes_is_its_owners_alone(tmp_path, monkeypatch):
         shutil.rmtree(BoxPaths.of(tmp_path / "box").shm_root)
     made = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "box").rglob("*") if path.is_file()}
     assert made.keys() >= {"box.lock", "ray.log", "box.json"} and set(made.values()) == {0o600}
+
+
+async def test_the_first_key_goes_into_its_file_alone(tmp_path, monkeypatch, capsys):
+    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path / "shm")
+    paths.create()
+    made = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.method == "POST":
+            made.append(json.loads(request.content)["name"])
+            return httpx.Response(200, json={"key": "sk-appl-first"})
+        return httpx.Response(200, json={"data": made})
+
+    monkeypatch.setattr(main.httpx, "AsyncHTTPTransport", lambda **_: httpx.MockTransport(answer))
+    box = main.Box(BoxConfig.model_validate({"box": {"data_dir": str(paths.data_dir)}}), paths, None)
+    paths.first_key.symlink_to(tmp_path / "elsewhere")
+    assert await box._first_key() is True
+    assert paths.first_key.read_text() == "sk-appl-first\n" and not (tmp_path / "elsewhere").exists()
+    assert os.stat(paths.first_key).st_mode & 0o777 == 0o600 and not paths.first_key.is_symlink()
+    assert await box._first_key() is False and made == ["first"]
+    box._announce(True)
+    assert json.loads(capsys.readouterr().out)["first_key_file"] == str(paths.first_key)
+    box._announce(False)
+    assert json.loads(capsys.readouterr().out)["first_key_file"] is None
+
+
+async def test_a_disk_without_room_for_the_first_key_makes_none(tmp_path, monkeypatch):
+    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path / "shm")
+    paths.create()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        assert request.method == "GET", "nobody would ever know this key"
+        return httpx.Response(200, json={"data": []})
+
+    def full(path, text):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(main.httpx, "AsyncHTTPTransport", lambda **_: httpx.MockTransport(answer))
+    monkeypatch.setattr(main, "write_secret", full)
+    box = main.Box(BoxConfig.model_validate({"box": {"data_dir": str(paths.data_dir)}}), paths, None)
+    with pytest.raises(OSError, match="No space"):
+        await box._first_key()
+
+
+def test_the_gateways_token_is_new_in_every_run_and_private(tmp_path):
+    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path / "shm")
+    paths.create()
+    paths.renew_gateway_token()
+    token = paths.gateway_token.read_text()
+    assert len(bytes.fromhex(token)) == 32 and os.stat(paths.gateway_token).st_mode & 0o777 == 0o600
+    paths.renew_gateway_token()
+    assert paths.gateway_token.read_text() != token

@@ -11,10 +11,11 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from appliance.cli import up
+from appliance.cli import box, up
 from tests.unit.cli.conftest import run, write_box_file
 
 PYTHON = sys.executable  # before a fixture replaces it
@@ -39,7 +40,7 @@ if "exit" in script:
     sys.exit(script["exit"])
 url = f"http://127.0.0.1:{config['box']['port']}"
 write(state="ready", pid=os.getpid(), message="ready", url=url, cwd=os.getcwd(), config=config)
-print(json.dumps({"state": "ready", "url": url + "/v1", "first_key": script.get("key")}), flush=True)
+print(json.dumps({"state": "ready", "url": url + "/v1", "first_key_file": script.get("key_file")}), flush=True)
 time.sleep(60)
 """
 
@@ -71,10 +72,13 @@ def box_file(data_dir: Path) -> dict:
 
 
 def test_up_detached_and_down(data_dir):
-    script(data_dir, key="sk-first")
+    file = data_dir / "first-key"
+    file.write_text("sk-first\n")
+    script(data_dir, key_file=str(file))
     started = run("up", "--detach", "--data-dir", str(data_dir), "--port", "9123", "--devices", "4")
     assert started.exit_code == 0, started.stderr
-    assert "http://127.0.0.1:9123/v1" in started.stdout and "sk-first" in started.stdout
+    assert "http://127.0.0.1:9123/v1" in started.stdout and str(file) in started.stdout
+    assert "sk-first" not in started.stdout + started.stderr, "without a terminal it may be a journal"
     box = box_file(data_dir)
     assert box["config"]["box"]["port"] == 9123 and box["config"]["box"]["devices"] == 4
     assert box["cwd"] == str(data_dir), "a folder called `train` where the command was typed must not be imported"
@@ -96,7 +100,22 @@ def test_up_as_json(data_dir):
     started = run("up", "-d", "--data-dir", str(data_dir), "-o", "json")
     assert json.loads(started.stdout) == {
         "url": "http://127.0.0.1:8000/v1", "data_dir": str(data_dir), "first_key": None,
+        "first_key_file": None,
     }  # fmt: skip
+    run("down", "--data-dir", str(data_dir))
+    (data_dir / "first-key").write_text("sk-first\n")
+    script(data_dir, key_file=str(data_dir / "first-key"))
+    started = json.loads(run("up", "-d", "--data-dir", str(data_dir), "-o", "json").stdout)
+    assert started["first_key"] is None and started["first_key_file"] == str(data_dir / "first-key")
+
+
+def test_a_person_at_a_terminal_is_shown_the_first_key(data_dir, monkeypatch):
+    file = data_dir / "first-key"
+    file.write_text("sk-first\n")
+    assert box._first_key(str(file)) is None and box._first_key(None) is None
+    monkeypatch.setattr(box.sys, "stdout", SimpleNamespace(isatty=lambda: True))
+    assert box._first_key(str(file)) == "sk-first"
+    assert box._first_key(str(data_dir / "gone")) is None
 
 
 def test_a_box_that_does_not_start(data_dir):
@@ -151,7 +170,9 @@ def test_in_the_foreground_the_box_ends_with_its_command(data_dir, tmp_path, num
         "from appliance.cli.main import run; run()"
     )
     command = [PYTHON, "-c", program, str(tmp_path / "python"), "up", "--data-dir", str(data_dir)]
-    script(data_dir, key="sk-first")
+    file = data_dir / "first-key"
+    file.write_text("sk-first\n")
+    script(data_dir, key_file=str(file))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as foreground:
         shown = ""
         while "Ctrl-C" not in shown:

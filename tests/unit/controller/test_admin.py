@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from appliance.controller.app import _keep_house, create_app
+from appliance.controller.load import Load, Report, parse_report, total
 from appliance.controller.mode import read_mode
 from appliance.store import audit, keys, models, operations
 from appliance.store.rows import OperationRow
@@ -228,3 +229,23 @@ async def test_housekeeping_and_canaries_outlive_what_they_stumble_over(control:
     monkeypatch.undo()
     await _keep_house(control.context, control.app.state.responses, control.app.state.background)
     assert (await control.http.get("/admin/v1/status", headers=ADMIN)).json()["degraded"] == []
+
+
+async def test_status_says_what_gateways_have_to_say_and_when_their_certificate_expires(control: Control):
+    def report(gateway: str, **more: Any) -> Report:
+        return parse_report({"gateway": gateway, "generation": 1, **more})
+
+    old, bad = "the endpoint's certificate expires in 3 days", "the gateway skips a row of its table: keys.ab"
+    reports = [
+        report("g-0", notes=[old, bad], certificate_expires_s=900.5), report("g-1", notes=[old]),
+        report("g-2", certificate_expires_s=1000), report("g-3", notes=[], certificate_expires_s=None),
+    ]  # fmt: skip
+    control.context.load = lambda: total(reports)
+    shown = await ask(control, "GET", "/status")
+    assert shown["notes"][-2:] == [old, bad] and shown["box"]["certificate_expires_s"] == 900.5
+    control.context.load = Load
+    shown = await ask(control, "GET", "/status")
+    assert old not in shown["notes"] and shown["box"]["certificate_expires_s"] is None
+    for wrong in ({"notes": "text"}, {"notes": [7]}, {"certificate_expires_s": "soon"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            report("g", **wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -109,16 +110,47 @@ async def test_load_is_reported_as_it_changes(box: Box, bus: DummyBus) -> None:
     assert report["replicas"]["e0"]["inflight"] == 0
 
 
-async def test_bad_tables_are_refused_whole_and_serving_goes_on(box: Box, bus: DummyBus) -> None:
+async def test_no_table_at_all_is_refused_and_serving_goes_on(box: Box, bus: DummyBus) -> None:
     before = box.gateway.generation
     good = box.table()
-    bad = {**good, "models": {"m": {**good["models"]["m"], "replicas": [{"id": "x"}]}}}
-    await bus.push(bad)
+    await bus.push({**good, "models": []})
     await bus.push({"type": "something newer"})
     await bus.push({**good, "generation": 900})
     await bus.report(generation=900)
     assert before < 900
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
+
+
+async def test_a_bad_row_costs_that_row_and_a_revocation_beside_it_takes_effect(box: Box, bus: DummyBus) -> None:
+    """One key with an odd name in it froze the tables of all gateways: nobody could be revoked any more."""
+    await box.engine("e1")
+    revoked, odd, bad = (hashlib.sha256(f"sk-{name}".encode()).hexdigest() for name in ("revoked", "odd", "bad"))
+    whole = {"id": "key_r", "scopes": ["inference"]}
+    first = box.table()
+    await bus.push({**first, "generation": 50, "keys": {**first["keys"], revoked: whole}})
+    await bus.report(generation=50)
+    assert (await box.ask("POST", "/v1/chat/completions", chat(), key="sk-revoked")).status == 200
+    row = first["models"]["m"]
+    table = {
+        **first, "generation": 51,
+        "models": {"m": {**row, "replicas": [{"id": "x"}, *row["replicas"]]}, "n": {"version": "\n"}},
+        "keys": {**first["keys"], odd: {**whole, "id": "key_o", "models": ["m", "modèle", 7]},
+                 bad: {**whole, "id": "key\r\nx: y"}},
+    }  # fmt: skip
+    await bus.push(table)
+    report = await bus.report(generation=51)
+    for key, status in (("revoked", 401), ("odd", 200), ("bad", 401), ("test-all", 200)):
+        assert (await box.ask("POST", "/v1/chat/completions", chat(), key=f"sk-{key}")).status == status, key
+    said = report["notes"]
+    assert len(said) == 3 and all(text.startswith("the gateway skips a row of its table: ") for text in said)
+    assert all(any(part in text for text in said) for part in ("models.m.replicas.0", "models.n", f"keys.{bad[:8]}"))
+    assert box.gateway.metrics.events["table_row_refused"] == 3
+    assert b"appliance_gateway_table_rows_refused 3" in (await box.ask("GET", "/metrics")).body
+    await bus.push({**table, "generation": 52})
+    assert (await bus.report(generation=52))["notes"] == said
+    assert box.gateway.metrics.events["table_row_refused"] == 3, "said once, not with every table"
+    await bus.push({**first, "generation": 53})
+    assert (await bus.report(generation=53))["notes"] == []
 
 
 async def test_controller_goes_and_comes_back(box: Box, bus: DummyBus) -> None:
@@ -158,6 +190,17 @@ GOOD_REPLICA = {"id": "e", "socket": "/s", "state": "open"}
     [
         ({"generation": "1"}, "generation"),
         ({"models": []}, "models"),
+        ({"keys": "k"}, "keys"),
+    ],
+)
+def test_what_is_no_table_is_named(change: dict[str, Any], where: str) -> None:
+    with pytest.raises(TableInvalid, match=where):
+        parse_table({"generation": 1, "models": {}, "keys": {}, **change}, default_hold_s=1.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "where"),
+    [
         ({"models": {"m": {"task": "sing"}}}, "models.m.task"),
         ({"models": {"m": {"hold_s": -1}}}, "models.m.hold_s"),
         ({"models": {"m": {"replicas": {}}}}, "models.m.replicas"),
@@ -166,12 +209,24 @@ GOOD_REPLICA = {"id": "e", "socket": "/s", "state": "open"}
         ({"models": {"m": {"version": "v1\r\nx: y"}}}, "models.m.version"),
         ({"keys": {"short": {"id": "k"}}}, "keys.short"),
         ({"keys": {"a" * 64: {"id": "k\r\nx: y"}}}, "keys.aaaaaaaa….id"),
+        ({"models": {"m": {"version": "v" * 9000 + "\n"}}}, "models.m.version"),
+        ({"models": {"m": {"canary": {"share": 2}}}}, "models.m.canary.share"),
+        ({"models": {"m": {"trouble": {"reason": "?"}}}}, "models.m.trouble.next_try_s"),
+        ({"models": {"m": []}}, "models.m"),
         ({"keys": {"a" * 64: {"id": "k", "scopes": ["admin\n"]}}}, "keys.aaaaaaaa….scopes"),
+        ({"keys": {"a" * 64: {"id": "k", "scopes": ["inference,admin"]}}}, "keys.aaaaaaaa….scopes"),
+        ({"keys": {"a" * 64: {"id": "gateway", "scopes": ["gateway"]}}}, "keys.aaaaaaaa….scopes"),
+        ({"keys": {"a" * 64: None}}, "keys.aaaaaaaa…"),
     ],
 )
-def test_what_is_wrong_with_a_table_is_named(change: dict[str, Any], where: str) -> None:
-    with pytest.raises(TableInvalid, match=where.replace(".", r"\.")):
-        parse_table({"generation": 1, "models": {}, "keys": {}, **change}, default_hold_s=1.0)
+def test_what_is_wrong_with_a_row_is_named_and_costs_no_other(change: dict[str, Any], where: str) -> None:
+    sound = {"models": {"good": {"replicas": [GOOD_REPLICA]}}, "keys": {"b" * 64: {"id": "k", "scopes": ["admin"]}}}
+    rows = {name: {**sound[name], **change.get(name, {})} for name in sound}
+    table = parse_table({"generation": 1, **rows}, default_hold_s=1.0)
+    (said,) = table.refused
+    assert said.startswith(where) and len(said) < 400
+    assert "b" * 64 in table.keys and "a" * 64 not in table.keys
+    assert [replica.id for model in table.models if model.name == "good" for replica in model.replicas] == ["e"]
 
 
 def test_table_defaults() -> None:

@@ -21,6 +21,7 @@ import pytest
 from appliance.gateway.config import GatewayConfig, load_config
 from appliance.gateway.errors import ConfigInvalid
 
+from .certificates import self_signed
 from .conftest import KEY
 from .test_bus import DummyBus
 from .upstreams import DummyUpstream, Reply, UpstreamRequest, answer_chat, chat_events
@@ -246,7 +247,7 @@ def unused_port() -> int:
 
 
 async def test_tls(launch: Launch, tmp_path: Path) -> None:
-    cert, key = _self_signed(tmp_path)
+    cert, key = self_signed(tmp_path)
     box = await launch(tls_cert_path=str(cert), tls_key_path=str(key))
     await box.listening()
     engine = await DummyUpstream(str(box.folder / "e.sock"), answer_chat).start()
@@ -260,35 +261,6 @@ async def test_tls(launch: Launch, tmp_path: Path) -> None:
         )
         assert "".join([chunk.choices[0].delta.content or "" async for chunk in stream]) == "hello"
     await engine.stop()
-
-
-def _self_signed(folder: Path) -> tuple[Path, Path]:
-    import datetime
-
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "localhost")])
-    now = datetime.datetime.now(datetime.UTC)
-    cert = (
-        x509.CertificateBuilder()
-        .subject_name(name)
-        .issuer_name(name)
-        .public_key(key.public_key())
-        .serial_number(1)
-        .not_valid_before(now - datetime.timedelta(days=1))
-        .not_valid_after(now + datetime.timedelta(days=1))
-        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), critical=False)
-        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    (folder / "cert.pem").write_bytes(cert.public_bytes(serialization.Encoding.PEM))
-    (folder / "key.pem").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    )
-    return folder / "cert.pem", folder / "key.pem"
 
 
 def test_gateway_imports_nothing_heavy() -> None:

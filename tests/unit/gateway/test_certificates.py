@@ -1,0 +1,111 @@
+"""The endpoint's certificate is taken up from its files while it runs, and said before it expires."""
+
+from __future__ import annotations
+
+import asyncio
+import ssl
+import time
+from pathlib import Path
+
+import pytest
+from cryptography import x509
+
+from appliance.gateway.certificates import LOOK_EVERY_S, Certificate
+from appliance.gateway.errors import ConfigInvalid
+from appliance.gateway.reports import load_report
+
+from .certificates import self_signed
+from .conftest import Start, request_bytes
+
+DAY_S = 86400.0
+
+
+async def _serial(port: int) -> int:
+    """Of the certificate that a new connection is shown; it names no server."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
+    shown = x509.load_der_x509_certificate(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
+    writer.transport.abort()
+    return shown.serial_number
+
+
+async def test_a_new_pair_is_taken_up_and_old_connections_stay(start_box: Start, tmp_path: Path) -> None:
+    cert, key = self_signed(tmp_path, days=5, number=1)
+    box = await start_box(tls_cert_path=str(cert), tls_key_path=str(key), sweep_s=1000.0)
+    trusting = ssl.create_default_context(cafile=str(cert))
+    reader, writer = await asyncio.open_connection("127.0.0.1", box.port, ssl=trusting, server_hostname="localhost")
+    assert await _serial(box.port) == 1
+    assert load_report(box.gateway)["certificate_expires_s"] == pytest.approx(time.time() + 5 * DAY_S, abs=60)
+    (note,) = load_report(box.gateway)["notes"]
+    assert "expires in 5.0 days" in note and str(cert) in note
+    self_signed(tmp_path, days=90, number=2)
+    now = time.monotonic() + LOOK_EVERY_S
+    box.gateway.sweep(now)
+    assert await _serial(box.port) == 1, "what has just been written may not be all"
+    box.changes.clear()
+    box.gateway.sweep(now + LOOK_EVERY_S)
+    assert await _serial(box.port) == 2 and box.changes == [True]
+    assert load_report(box.gateway)["notes"] == []
+    asked = await _metric(box.gateway)
+    assert asked == pytest.approx(time.time() + 90 * DAY_S, abs=60)
+    writer.write(request_bytes("GET", "/health"))
+    assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
+    writer.transport.abort()
+
+
+async def _metric(gateway: object) -> float:
+    from appliance.gateway.reports import gauges
+
+    (row,) = [row for row in gauges(gateway) if row[0] == "appliance_tls_expiry_seconds"]  # type: ignore[arg-type]
+    return row[3]
+
+
+async def test_sighup_takes_it_up_at_once(start_box: Start, tmp_path: Path) -> None:
+    cert, key = self_signed(tmp_path, number=1)
+    box = await start_box(tls_cert_path=str(cert), tls_key_path=str(key), sweep_s=1000.0)
+    self_signed(tmp_path, number=2)
+    box.gateway.reload()
+    assert await _serial(box.port) == 2
+
+
+@pytest.mark.parametrize("broken", ["another key", "no certificate", "gone", "expired", "half a file"])
+async def test_a_broken_new_pair_is_said_and_the_old_one_stays(
+    start_box: Start, tmp_path: Path, broken: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    cert, key = self_signed(tmp_path, days=90, number=1)
+    box = await start_box(tls_cert_path=str(cert), tls_key_path=str(key), sweep_s=1000.0)
+    if broken == "another key":
+        self_signed(tmp_path, number=2, key_of_another=True)
+    elif broken == "no certificate":
+        cert.write_text("-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n")
+    elif broken == "gone":
+        key.unlink()
+    elif broken == "expired":
+        self_signed(tmp_path, days=-1, number=2)
+    else:
+        cert.write_bytes(cert.read_bytes()[:100])
+    for _ in range(3):
+        box.gateway.reload()
+        box.gateway.sweep(time.monotonic() + 1000.0)
+    assert await _serial(box.port) == 1
+    (note,) = load_report(box.gateway)["notes"]
+    assert "not taken up, the old one stays" in note
+    assert sum("not taken up" in record.message for record in caplog.records) == 1, "once, and not every two seconds"
+    self_signed(tmp_path, days=90, number=3)
+    box.gateway.reload()
+    assert await _serial(box.port) == 3 and load_report(box.gateway)["notes"] == []
+
+
+def test_what_is_said_of_the_time_that_is_left(tmp_path: Path) -> None:
+    certificate = Certificate(*map(str, self_signed(tmp_path, days=30)))
+    now = time.time()
+    assert certificate.notes(now) == [] and certificate.notes(now + 15.9 * DAY_S) == []
+    assert "expires in 13.0 days" in certificate.notes(now + 17 * DAY_S)[0]
+    assert "has expired" in certificate.notes(now + 31 * DAY_S)[0]
+
+
+def test_a_pair_that_does_not_fit_ends_the_start(tmp_path: Path) -> None:
+    cert, key = self_signed(tmp_path, key_of_another=True)
+    with pytest.raises(ConfigInvalid, match="cannot be used"):
+        Certificate(str(cert), str(key))
