@@ -95,7 +95,7 @@ def test_what_the_main_process_makes_is_its_owners_alone(tmp_path, monkeypatch):
 
 
 async def test_the_first_key_goes_into_its_file_alone(tmp_path, monkeypatch, capsys):
-    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path / "shm")
+    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
     paths.create()
     made = []
 
@@ -119,7 +119,7 @@ async def test_the_first_key_goes_into_its_file_alone(tmp_path, monkeypatch, cap
 
 
 async def test_a_disk_without_room_for_the_first_key_makes_none(tmp_path, monkeypatch):
-    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path / "shm")
+    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
     paths.create()
 
     def answer(request: httpx.Request) -> httpx.Response:
@@ -137,7 +137,7 @@ async def test_a_disk_without_room_for_the_first_key_makes_none(tmp_path, monkey
 
 
 def test_the_gateways_token_is_new_in_every_run_and_private(tmp_path):
-    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path / "shm")
+    paths = BoxPaths.of(tmp_path / "data", shm_mount=tmp_path)
     paths.create()
     paths.renew_gateway_token()
     token = paths.gateway_token.read_text()
