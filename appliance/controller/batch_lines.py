@@ -14,7 +14,8 @@ from typing import Any
 
 import orjson
 
-from appliance.controller.errors import shown
+from appliance.controller.errors import BadRequest, shown
+from appliance.controller.strict_json import check_values
 
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 _MAX_CUSTOM_ID = 512
@@ -96,7 +97,10 @@ def _checked(raw: bytes, endpoint: str, line_bytes: int) -> tuple[str, str]:
     if len(raw) > line_bytes:
         raise BadLine("line_too_long", f"The line has {len(raw)} bytes; at most {line_bytes} are allowed.")
     try:
+        check_values(raw)
         data = orjson.loads(raw)
+    except BadRequest as error:
+        raise BadLine("too_many_values", error.message) from None
     except orjson.JSONDecodeError as error:
         raise BadLine("invalid_json_line", f"This line is not parseable as valid JSON: {error}.") from error
     if not isinstance(data, dict):

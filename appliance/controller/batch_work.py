@@ -27,6 +27,7 @@ from appliance.controller.context import ControllerContext
 from appliance.controller.errors import error_object
 from appliance.controller.naming import resolve
 from appliance.controller.ports import LineReturned
+from appliance.controller.response_items import salted
 from appliance.store import batches, canaries, keys, models
 from appliance.store import files as file_rows
 from appliance.store.ids import new_id
@@ -201,6 +202,7 @@ class BatchWork:
             custom_id = self.left.popleft()
             source.seek(line.offset)
             request = batch_lines.parse(source.read(line.size))
+            request["body"] = salted(request["body"], key.owner if key is not None else "")
             self.flying[custom_id] = asyncio.create_task(
                 self._send(custom_id, request), name=f"line of {self.batch_id}"
             )

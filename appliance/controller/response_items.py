@@ -11,6 +11,7 @@ from typing import Any
 
 import orjson
 
+from appliance.gateway.table import cache_salt
 from appliance.store.rows import ResponseRow
 
 Item = dict[str, Any]
@@ -25,6 +26,15 @@ def items_of(given: Any) -> list[Item]:
     return [item for item in given if isinstance(item, dict)]
 
 
+def salted(body: dict[str, Any], owner: str) -> dict[str, Any]:
+    """A body that goes to an engine beside the gateways, which add the same to what they pass on: in a prefix cache,
+    what one owner's requests left serves only that owner's."""
+    own = body.get("cache_salt")
+    if own is not None and not isinstance(own, str):
+        return body  # refused where it is checked
+    return {**body, "cache_salt": cache_salt(owner, own or "")}
+
+
 def conversation(rows: Sequence[ResponseRow]) -> list[Item]:
     """What the answer after these responses, oldest first, goes on from: of each what it was asked and answered."""
     found: list[Item] = []
@@ -34,14 +44,17 @@ def conversation(rows: Sequence[ResponseRow]) -> list[Item]:
     return found
 
 
-def listed(rows: Sequence[ResponseRow]) -> list[Item]:
-    """All that the last of these responses, oldest first, was asked with, the turns before it too; each with an id."""
-    found: list[Item] = []
-    for row in rows:
-        found += [_shown(item, row.id, place) for place, item in enumerate(orjson.loads(row.input))]
-        if row is not rows[-1]:
-            found += outputs(row)
-    return found
+def listed(row: ResponseRow, *, answered: bool) -> list[Item]:
+    """What one response was asked with, each item with an id. answered: and what it answered, as a later one was asked
+    with that too."""
+    found = [_shown(item, row.id, place) for place, item in enumerate(orjson.loads(row.input))]
+    return [*found, *outputs(row)] if answered else found
+
+
+def may_list(row: ResponseRow, item_id: str) -> bool:
+    """Whether an item of this id may be among those: a look at its text, which costs a thousandth of parsing it."""
+    text = orjson.dumps(item_id).decode()[1:-1]
+    return row.id.removeprefix("resp_") in item_id or text in row.input or text in row.response
 
 
 def outputs(row: ResponseRow) -> Iterator[Item]:

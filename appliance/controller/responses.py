@@ -21,7 +21,7 @@ from appliance.controller.errors import ApiError, BadRequest, Forbidden, shown
 from appliance.controller.models import unknown_model
 from appliance.controller.paging import After
 from appliance.controller.principal import GATEWAY, INFERENCE, Caller, Principal
-from appliance.controller.response_items import conversation, items_of, listed
+from appliance.controller.response_items import conversation, items_of, listed, may_list
 from appliance.controller.routers import make_router
 from appliance.controller.stored_responses import StoredResponses
 from appliance.store import responses
@@ -95,17 +95,28 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         response_id: str, caller: Caller, after: After = None, limit: Limit = 20,
         order: Literal["asc", "desc"] = "desc",
     ) -> dict[str, Any]:  # fmt: skip
-        items = listed(await stored.chain(response_id, caller.viewer))
-        if order == "desc":
-            items.reverse()
-        ids = [item["id"] for item in items]
-        if after is not None and after not in ids:
+        found: list[dict[str, Any]] = []
+        before_it = after is not None
+        async for row in stored.turns(response_id, caller.viewer, newest_first=order == "desc"):
+            # Only turns that the page is in are parsed: all of a long conversation took the loop for 6.6 s.
+            if after is not None and before_it and not may_list(row, after):
+                continue
+            items = listed(row, answered=row.id != response_id)
+            if order == "desc":
+                items.reverse()
+            if before_it:
+                place = next((place for place, item in enumerate(items) if item["id"] == after), -1)
+                before_it = place < 0
+                items = [] if before_it else items[place + 1 :]
+            found += items[: limit + 1 - len(found)]
+            if len(found) > limit:
+                break
+        if before_it:
             raise BadRequest(f"No input item with id {shown(after)}.", param="after", code="invalid_cursor")
-        begin = 0 if after is None else ids.index(after) + 1
-        page = items[begin : begin + limit]
+        page = found[:limit]
         return {
             "object": "list", "data": page, "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None, "has_more": len(items) > begin + limit,
+            "last_id": page[-1]["id"] if page else None, "has_more": len(found) > limit,
         }  # fmt: skip
 
     return router

@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import AsyncIterator
 from typing import Any
 
 import orjson
@@ -94,10 +95,21 @@ class StoredResponses:
         row = await self.find(response_id, viewer)
         rows = responses.chain(self._db, row.id, viewer, max_turns=MAX_TURNS, max_bytes=CONVERSATION_BYTES)
         if rows is None or len(rows) >= MAX_TURNS:
-            raise BadRequest(f"The conversation up to {shown(response_id)} has more than {MAX_TURNS} turns or "
-                             f"{CONVERSATION_BYTES} bytes: begin a new one.", param="previous_response_id",
-                             code="context_length_exceeded")  # fmt: skip
+            raise _too_long(response_id)
         return rows
+
+    async def turns(self, response_id: str, viewer: str | None, *, newest_first: bool) -> AsyncIterator[ResponseRow]:
+        """The same, one by one: a conversation may be 64 MiB, and others want the loop in between. Raises NotFound, and
+        BadRequest where it has too many turns."""
+        row = await self.find(response_id, viewer)
+        ids = responses.chain_ids(self._db, row.id, viewer, max_turns=MAX_TURNS)
+        if len(ids) >= MAX_TURNS:
+            raise _too_long(response_id)
+        for turn in reversed(ids) if newest_first else ids:
+            found = responses.find(self._db, turn)
+            if found is not None:  # else it was deleted since
+                yield found
+            await asyncio.sleep(0)
 
     async def before(self, previous_id: str, viewer: str | None) -> list[ResponseRow]:
         """What a response goes on from that names this one. Raises BadRequest."""
@@ -174,6 +186,12 @@ class StoredResponses:
     def _visible(self, response_id: str, viewer: str | None) -> ResponseRow | None:
         row = responses.find(self._db, response_id)
         return row if row is not None and viewer in (None, row.owner) else None
+
+
+def _too_long(response_id: str) -> ApiError:
+    return BadRequest(f"The conversation up to {shown(response_id)} has more than {MAX_TURNS} turns or "
+                      f"{CONVERSATION_BYTES} bytes: begin a new one.", param="previous_response_id",
+                      code="context_length_exceeded")  # fmt: skip
 
 
 def previous_not_found(response_id: str) -> ApiError:

@@ -52,6 +52,12 @@ def chain(
     )
 
 
+def chain_ids(db: Database, response_id: str, viewer: str | None, *, max_turns: int) -> list[str]:
+    """The ids of that chain alone, oldest first."""
+    parameters = [response_id, viewer, max_turns - 1]
+    return [row["id"] for row in db.execute(f"{_CHAIN} SELECT id FROM chain ORDER BY depth DESC", parameters)]
+
+
 def touch(
     db: Database, response_id: str, viewer: str | None, *, max_turns: int, now_s: float, older_than_s: float
 ) -> None:

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 
+from appliance.controller import response_items
 from appliance.controller.app import create_app
 from appliance.controller.peers import FromGateways
 from appliance.store import keys, responses
@@ -156,6 +157,46 @@ async def test_input_items_are_pages_of_all_that_was_asked_with_ids_that_stay(co
     assert [item.id for item in everything.data] == [item.id for item in (*first.data, *rest.data)]
     with pytest.raises(openai.BadRequestError):
         await control.sdk.responses.input_items.list(name(2), after="msg_unknown")
+
+
+async def test_pages_of_a_long_conversation_are_all_its_items_once_in_either_order(control: Control):
+    own = [{"role": "user", "content": f"q{n}", "id": 'quoted "é" \\ id'} if n == 3 else f"q{n}" for n in range(1, 8)]
+    given = [[item] if isinstance(item, dict) else item for item in own]
+    await send(control, *(copy(n, given[n - 1], text=f"a{n}", previous=n - 1 or None) for n in range(1, 8)))
+    expected = [f"{kind}{n}" for n in range(1, 8) for kind in "qa"][:-1]
+    for order in ("asc", "desc"):
+        for limit in (1, 3, 13, 14):
+            seen, after = [], None
+            while True:
+                asked = {"order": order, "limit": limit} | ({"after": after} if after else {})
+                page = (await control.http.get(f"/v1/responses/{name(7)}/input_items", params=asked)).json()
+                seen += [item["content"][0]["text"] for item in page["data"]]
+                after = page["last_id"]
+                if not page["has_more"]:
+                    break
+            assert seen == (expected if order == "asc" else expected[::-1])
+    empty = (await control.http.get(f"/v1/responses/{name(7)}/input_items", params={"limit": 0})).json()
+    assert empty["data"] == [] and empty["has_more"] and empty["first_id"] is None
+
+
+async def test_a_page_parses_the_turns_that_it_is_in_and_no_others(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """All of a long conversation was parsed for each page, 6.6 s on the loop that answers everybody."""
+    await send(control, *(copy(n, f"q{n}", text=f"a{n}", previous=n - 1 or None) for n in range(1, 41)))
+    parsed: list[str] = []
+    seen = response_items.listed
+
+    def listed(row: Any, *, answered: bool) -> Any:
+        parsed.append(row.id)
+        return seen(row, answered=answered)
+
+    monkeypatch.setattr("appliance.controller.responses.listed", listed)
+    url = f"/v1/responses/{name(40)}/input_items"
+    first = (await control.http.get(url, params={"limit": 3})).json()
+    assert parsed == [name(40), name(39), name(38)] and first["has_more"]
+    parsed.clear()
+    later = (await control.http.get(url, params={"limit": 3, "after": "msg_out5"})).json()
+    assert [item["content"][0]["text"] for item in later["data"]] == ["q5", "a4", "q4"]
+    assert parsed == [name(5), name(4), name(3)]
 
 
 async def test_a_response_that_is_answered_already_cannot_be_cancelled_or_streamed(control: Control):
