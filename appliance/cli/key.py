@@ -41,6 +41,12 @@ MaxDeadlines = Annotated[
 MaxHeld = Annotated[
     int | None, typer.Option("--max-held", min=0, metavar="N", help="Unfinished jobs that are held. Default: 16.")
 ]
+Bound = Annotated[
+    list[str] | None,
+    typer.Option("--bound", metavar="NAME=N", help="Of what the owner may keep, instead of the box's own; repeatable, "
+                 "together the key's: files, file_bytes, uploads, batches, jobs, background, responses, "
+                 "responses_bytes."),
+]  # fmt: skip
 
 app = group("API keys: who may use the box over the network. Commands on the box itself need none.")
 
@@ -79,12 +85,14 @@ def create(
     max_non_preemptible: MaxNonPreemptible = None,
     max_deadlines: MaxDeadlines = None,
     max_held: MaxHeld = None,
+    bound: Bound = None,
 ) -> None:
     """Make a key and show it once: the box keeps only its SHA-256."""
     body = {"name": name, "scopes": scope or None, "owner": owner, "models": model or None} | {
         "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
         "tokens_per_day": tokens_per_day, "tokens_per_month": tokens_per_month, "max_priority": max_priority,
         "max_non_preemptible": max_non_preemptible, "max_deadlines": max_deadlines, "max_held": max_held,
+        "bounds": _bounds(bound),
     }  # fmt: skip
     answer = session.client.post("/admin/v1/keys", {k: v for k, v in body.items() if v is not None})
     if not session.as_json:
@@ -97,6 +105,7 @@ def create(
         "appliance key limit alice --requests-per-minute 600 --tokens-per-minute 200000",
         "appliance key limit trial --model starter --model ft:starter:acme:v2:Ab3dE",
         "appliance key limit alice --lift tokens_per_minute --lift models",
+        "appliance key limit alice --bound file_bytes=500000000000 --bound jobs=10",
     )
 )
 @for_box
@@ -112,6 +121,7 @@ def limit(
     max_non_preemptible: MaxNonPreemptible = None,
     max_deadlines: MaxDeadlines = None,
     max_held: MaxHeld = None,
+    bound: Bound = None,
     lift: Annotated[
         list[str] | None,
         typer.Option("--lift", metavar="LIMIT", help="Take a limit away, by its name with underscores; repeatable."),
@@ -122,7 +132,7 @@ def limit(
         "models": model or None, "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
         "tokens_per_day": tokens_per_day, "tokens_per_month": tokens_per_month,
         "max_priority": max_priority, "max_non_preemptible": max_non_preemptible, "max_deadlines": max_deadlines,
-        "max_held": max_held,
+        "max_held": max_held, "bounds": _bounds(bound),
     }  # fmt: skip
     unknown = [name for name in lift or () if name not in given]
     if unknown:
@@ -197,3 +207,14 @@ def _limits(key: dict[str, Any]) -> str:
     if key.get("models") is not None:
         shown.append(f"only {', '.join(key['models']) or 'what its jobs make'}")
     return "; ".join(shown) or "none"
+
+
+def _bounds(given: list[str] | None) -> dict[str, int] | None:
+    """Raises BadUsage; which names there are the box knows."""
+    found = {}
+    for text in given or ():
+        name, _, number = text.partition("=")
+        if not name or not (number.isascii() and number.isdigit()):
+            raise BadUsage(f"--bound {text} was given, expected NAME=NUMBER")
+        found[name] = int(number)
+    return found or None

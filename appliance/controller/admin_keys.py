@@ -28,8 +28,24 @@ DEFAULT_SCOPES = [INFERENCE, FINE_TUNING]
 # `model share --with all` means everybody; commands on the box itself have keys of their own (`session_keys`).
 RESERVED_OWNERS = ("all", session_keys.OWNER)
 Limit = Annotated[int, Field(ge=1, le=10**15)]
+Amount = Annotated[int, Field(ge=0, le=10**15)]
 Jobs = Annotated[int, Field(ge=0, le=10**6)]
 _LIMITS_OF_NEW = {field.name: field.default for field in fields(KeyRow) if field.name in job_claims.LIMITS}
+
+
+class KeyBounds(BaseModel):
+    """Of what the key's owner may keep, where they are not the box's own (`[controller.bounds]`)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    files: Amount | None = None
+    file_bytes: Amount | None = None
+    uploads: Amount | None = None
+    batches: Amount | None = None
+    jobs: Amount | None = None
+    background: Amount | None = None
+    responses: Amount | None = None
+    responses_bytes: Amount | None = None
 
 
 class KeyLimits(BaseModel):
@@ -49,10 +65,13 @@ class KeyLimits(BaseModel):
     max_non_preemptible: Jobs | None = None
     max_deadlines: Jobs | None = None
     max_held: Jobs | None = None
+    bounds: KeyBounds | None = None
 
     def columns(self) -> dict[str, Any]:
         """Of what was given."""
         given = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
+        if self.bounds is not None:
+            given["bounds"] = self.bounds.model_dump(exclude_none=True) or None
         return {name: _LIMITS_OF_NEW.get(name) if value is None else value for name, value in given.items()}
 
 

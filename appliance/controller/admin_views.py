@@ -34,7 +34,7 @@ def key(row: KeyRow) -> dict[str, Any]:
             "created_s": row.created_s, "revoked_s": row.revoked_s, "models": row.models,
             "requests_per_minute": row.requests_per_minute, "tokens_per_minute": row.tokens_per_minute,
             "tokens_per_day": row.tokens_per_day, "tokens_per_month": row.tokens_per_month,
-            **{name: getattr(row, name) for name in job_claims.LIMITS}}  # fmt: skip
+            "bounds": row.bounds, **{name: getattr(row, name) for name in job_claims.LIMITS}}  # fmt: skip
 
 
 def model(db: Database, row: ModelRow, status: SchedulerStatus, states: ModelStates, tiers: TierPort) -> dict[str, Any]:

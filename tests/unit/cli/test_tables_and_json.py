@@ -217,7 +217,7 @@ def test_bad_training_data_is_named_by_line(box, tmp_path):
 
 
 LIMITS = ("models", "requests_per_minute", "tokens_per_minute", "tokens_per_day", "tokens_per_month",
-          "max_priority", "max_non_preemptible", "max_deadlines", "max_held")  # fmt: skip
+          "max_priority", "max_non_preemptible", "max_deadlines", "max_held", "bounds")  # fmt: skip
 
 
 def test_the_audit_log_says_who_did_what(box):

@@ -90,12 +90,13 @@ FROZEN = {
     "file get": [*BOX, "--save", "FILE_ID"],
     "file rm": [*BOX, "FILE_IDS"],
     "key create": [
-        *BOX, "--max-deadlines", "--max-held", "--max-non-preemptible", "--max-priority", "--model", "--name",
-        "--owner", "--requests-per-minute", "--scope", "--tokens-per-day", "--tokens-per-minute", "--tokens-per-month",
+        *BOX, "--bound", "--max-deadlines", "--max-held", "--max-non-preemptible", "--max-priority", "--model",
+        "--name", "--owner", "--requests-per-minute", "--scope", "--tokens-per-day", "--tokens-per-minute",
+        "--tokens-per-month",
     ],
     "key limit": [
-        *BOX, "--lift", "--max-deadlines", "--max-held", "--max-non-preemptible", "--max-priority", "--model",
-        "--requests-per-minute", "--tokens-per-day", "--tokens-per-minute", "--tokens-per-month", "KEY",
+        *BOX, "--bound", "--lift", "--max-deadlines", "--max-held", "--max-non-preemptible", "--max-priority",
+        "--model", "--requests-per-minute", "--tokens-per-day", "--tokens-per-minute", "--tokens-per-month", "KEY",
     ],
     "key list": [*BOX, "--all"],
     "key revoke": [*BOX, "KEY"],

@@ -135,6 +135,20 @@ async def test_a_key_may_have_bounds_of_its_own(control: Control):
     assert (await upload(control, ann, 1)).status_code == 429
 
 
+async def test_an_admin_gives_a_key_bounds_and_takes_them_away(control: Control):
+    made = await control.http.post("/admin/v1/keys", json={"name": "ann", "bounds": {"uploads": 1, "files": 0}})
+    assert made.status_code == 200 and made.json()["bounds"] == {"uploads": 1, "files": 0}
+    ann = {"x-appliance-key-id": made.json()["id"], "x-appliance-scopes": "inference,fine_tuning"}
+    assert (await file(control, ann, b"x")).status_code == 429
+    changed = await control.http.patch("/admin/v1/keys/ann", json={"bounds": {"uploads": 3}})
+    assert changed.json()["bounds"] == {"uploads": 3}
+    assert [(await upload(control, ann, 1)).status_code for _ in range(4)] == [200, 200, 200, 429]
+    assert (await control.http.patch("/admin/v1/keys/ann", json={"bounds": None})).json()["bounds"] is None
+    assert refused(await upload(control, ann, 1), 429, "uploads")
+    wrong = await control.http.patch("/admin/v1/keys/ann", json={"bounds": {"planets": 3}})
+    assert (wrong.status_code, wrong.json()["error"]["param"]) == (400, "bounds.planets")
+
+
 async def test_stored_responses_of_an_owner_push_out_the_owners_own(control: Control):
     ann, ben = (caller(control.db, name)["x-appliance-key-id"] for name in ("ann", "ben"))
     stored = control.app.state.responses
