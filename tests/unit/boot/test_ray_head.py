@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from appliance.box_state import BoxState
+from appliance.config import BoxConfig
+from appliance.main import Box
 from appliance.paths import BoxPaths
 from appliance.ray_head import environment
 
@@ -30,3 +33,26 @@ def test_the_installed_raylet_knows_every_setting_of_its_own(settings):
     with open(RAYLET, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as binary:
         unknown = [name for name in of_raylet if binary.find(name.encode() + b"\0") < 0]
     assert unknown == []
+
+
+def test_where_nodes_may_join_every_process_of_ray_shows_a_certificate_and_asks_for_one(tmp_path):
+    """And the raylet knows these settings: without them it would speak in clear, and say nothing of it."""
+    address = {"node_address": "127.0.0.1"}
+    boxes = [Box(BoxConfig.model_validate({"box": {"data_dir": str(tmp_path / name), **more}}),
+                 BoxPaths(tmp_path / name, tmp_path / "shm"), BoxState(tmp_path / "box.json"))
+             for name, more in (("alone", {}), ("home", address)) if made(tmp_path / name)]  # fmt: skip
+    alone, home = (box._environment for box in boxes)
+    assert not any("TLS" in name for name in alone if name.startswith("RAY_"))
+    secure = {name: value for name, value in home.items() if name.startswith("RAY_") and "TLS" in name}
+    assert secure.pop("RAY_USE_TLS") == "1"
+    for path in map(Path, secure.values()):
+        assert path.stat().st_mode & 0o777 == 0o600 and path.is_relative_to(tmp_path / "home")
+    assert len(secure) == 3 and home["RAY_AUTH_MODE"] == "token", "the token is asked for within"
+    with open(RAYLET, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as binary:
+        assert [name for name in ["RAY_USE_TLS", *secure] if binary.find(name.encode() + b"\0") < 0] == []
+
+
+def made(folder):
+    folder.mkdir()
+    (folder / "ray.token").write_text("token")
+    return folder
