@@ -13,6 +13,7 @@ says which certificate the box has, so that a stranger in its place is not even 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import base64
 import hashlib
@@ -23,12 +24,15 @@ import os
 import re
 import secrets
 import ssl
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from appliance.authority import Authority, Credentials, Unfit, fingerprint
+from appliance.paths import BoxPaths
 
 log = logging.getLogger("appliance.enrolment")
 
@@ -232,3 +236,23 @@ def _proof(key: bytes, *parts: str) -> str:
 
 def _line(value: Any) -> bytes:
     return json.dumps(value).encode() + b"\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a one-time token of the box on a data directory: what `appliance node token` runs."""
+    parser = argparse.ArgumentParser(prog="appliance.enrolment", description=main.__doc__)
+    parser.add_argument("--data-dir", type=Path, required=True)
+    parser.add_argument("--life-s", type=float, required=True)
+    options = parser.parse_args(argv)
+    paths = BoxPaths.of(options.data_dir)
+    credentials = Credentials(paths.certificates)
+    if not credentials.files.certificate.exists():
+        print(f"no other machine can join the box on {paths.data_dir}: set node_address in [box] of its "
+              "appliance.toml, then start it anew", file=sys.stderr)  # fmt: skip
+        return 1
+    print(Tokens(paths.join_tokens).give(credentials.fingerprint(), options.life_s).text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

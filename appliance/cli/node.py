@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Annotated
 
 import typer
@@ -28,19 +30,15 @@ def token(
     output_format: OUTPUT = "table",
 ) -> None:
     """Print a token with which one machine can join, once."""
-    # Fenced: cryptography would double the time of `--help`.
-    from appliance.authority import Credentials
-    from appliance.enrolment import Tokens
-    from appliance.paths import BoxPaths
-
-    paths = BoxPaths.of(BoxFile.read(data_dir).data_dir)
-    credentials = Credentials(paths.certificates)
-    if not credentials.files.certificate.exists():
-        raise CommandFailed(
-            f"no other machine can join the box on {paths.data_dir}: set node_address in [box] of its appliance.toml, "
-            "then start it anew"
-        )
-    given = Tokens(paths.join_tokens).give(credentials.fingerprint(), minutes * 60).text()
+    # In a process of its own, like the box: what knows of certificates takes longer to import than all of this command.
+    # -P: a folder here that is called `train` or `serve` must not hide ours.
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "appliance.enrolment", "--data-dir", str(BoxFile.read(data_dir).data_dir),
+         "--life-s", str(minutes * 60)], capture_output=True, text=True,
+    )  # fmt: skip
+    if done.returncode != 0:
+        raise CommandFailed(done.stderr.strip())
+    given = done.stdout.strip()
     if output_format == "json":
         output.print_json({"token": given, "minutes": minutes})
     else:

@@ -6,6 +6,8 @@ import asyncio
 import json
 import os
 import ssl
+import subprocess
+import sys
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -192,3 +194,16 @@ def test_a_token_says_what_it_is_and_is_kept_as_a_key_alone(tmp_path):
     note = json.loads(kept.read_text())
     assert token.secret.hex() not in kept.read_text() and abs(note["until_s"] - time.time() - 900) < 60
     assert tokens.key("../" + token.id) is None and tokens.key("") is None
+
+
+async def test_the_command_prints_a_token_that_the_box_takes(home, mine, tmp_path):
+    def run(data_dir, *more):
+        command = [sys.executable, "-m", "appliance.cli.main", "node", "token", "--data-dir", str(data_dir), *more]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60)
+
+    done = await asyncio.to_thread(run, tmp_path / "box")
+    assert done.returncode == 0 and "good for 15 minutes, once" in done.stderr, done
+    assert await enrol(mine, home.box, done.stdout.strip(), "n1", "127.0.0.2") == RAY_TOKEN
+    (tmp_path / "alone").mkdir()
+    refused = await asyncio.to_thread(run, tmp_path / "alone")
+    assert refused.returncode == 1 and "set node_address in [box]" in refused.stderr
