@@ -76,6 +76,11 @@ class BoxSettings(_Section):
     start_timeout_s: float = Field(
         180.0, ge=30, description="that Ray, the controller and the gateway each get to start, and a node to join"
     )
+    memory_reserve_bytes: int | None = Field(
+        None, ge=0,
+        description="of the host's memory, kept available for other programs; with less the box gives back what it "
+        "can, serving last; unset: a twenty-fifth, at least half a GiB, at most 8",
+    )  # fmt: skip
     serving_floor: int = Field(0, ge=0, description="devices that serving keeps in every mode")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of the controller's log")
     hub_offline: bool = Field(True, description="refuse downloads from a model hub")

@@ -20,7 +20,7 @@ engine. Verbs are idempotent, so a crash between any two of these lines needs no
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -216,6 +216,20 @@ def steps(
         # Its own old lease too, even where the devices differ: a job must not start before it is suspended.
         take.append(replace(chain, needs=frozenset(needs | own.get(chain.holder, set()))))
     return Handover(handover_id, tuple(free), tuple(_wakes_first(take)), tuple(swap))
+
+
+def only_admitted(handover: Handover, admits: Callable[[str], bool]) -> Handover:
+    """Without the engines that find no memory now. Nobody waits for them either."""
+    refused = {
+        chain.holder
+        for chain in handover.take
+        for step in chain.steps
+        if step.verb in ("wake_replica", "start_replica") and not admits(step.model)
+    }
+    if not refused:
+        return handover
+    take = (replace(chain, after=chain.after - refused) for chain in handover.take if chain.holder not in refused)
+    return replace(handover, take=tuple(take))
 
 
 def _wakes_first(take: list[Chain]) -> Iterator[Chain]:

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -66,8 +66,12 @@ class SchedulerLoop:
         journal: Journal,
         clock: Clock,
         config: SchedulerConfig | None = None,
+        admits: Callable[[str], bool] = lambda model: True,
     ):
+        """admits: whether one more engine of this model finds memory on the host now. Asked before each start and wake;
+        who was refused is asked for again in the next round."""
         self._effects, self._store, self._journal, self._clock = effects, state_store, journal, clock
+        self._admits = admits
         self._config = config or SchedulerConfig()
         self._telling = Telling(state_store)
         self._truth = Truth(effects, clock, self._config, self._telling)
@@ -234,7 +238,7 @@ class SchedulerLoop:
         self._allocation = plan(snapshot, now_s, self._config)
         self._plan_s = time.perf_counter() - began_s
         self._memory = self._allocation.memory
-        handover = self._steps(snapshot, self._allocation)
+        handover = handover_.only_admitted(self._steps(snapshot, self._allocation), self._admits)
         self._telling.waiting(snapshot, self._allocation, self.box.groups, now_s)
         if not handover.chains:
             return False

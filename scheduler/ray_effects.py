@@ -39,6 +39,7 @@ class RayEffects:
         self.swap_replica, self.unload_adapter = self._replicas.swap_replica, self._replicas.unload_adapter
         self.start_group, self.suspend_group = self._groups.start_group, self._groups.suspend_group
         self.stop_group = self._groups.stop_group
+        self.parked, self.drop_parked = self._groups.parked, self._groups.drop_parked
 
     def on_death(self, told: OnDeath) -> None:
         """Have this called whenever a rank or engine ends without being asked to."""

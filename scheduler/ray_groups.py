@@ -211,6 +211,17 @@ class Groups:
             self._hosts.pop(device_id, None)  # its actor died, and the rank on its leash with it
             return None
 
+    async def parked(self) -> tuple[str, ...]:
+        """Jobs whose ranks are parked, on any node."""
+        return tuple(sorted({place["parked"] for place in (await self._hosts_there()).values() if place["parked"]}))
+
+    async def drop_parked(self) -> None:
+        """End all parked ranks; their jobs go on with new processes."""
+        for device_id, place in (await self._hosts_there()).items():
+            if place["parked"]:
+                with contextlib.suppress(RayError):  # its actor died just now, and the rank with it
+                    await self._host(device_id).drop_parked.remote(place["parked"])
+
     # --- the truth
 
     async def observe(self, leases: tuple[Lease, ...]) -> tuple[GroupObserved, ...]:

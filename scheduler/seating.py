@@ -226,5 +226,8 @@ class Seating:
         rest = [r for r in rest if r.state != "starting" and self.works.issuperset(r.devices)]
         used = {m: d.demand.last_request_s or 0.0 for m, d in self.deployments.items()}
         rest.sort(key=lambda r: (-used[r.model], -r.since_s, r.id))
-        for replica in rest[: self.config.max_resident_asleep]:
+        bound = self.config.max_resident_asleep
+        if self.snapshot.max_asleep is not None:
+            bound = min(bound, self.snapshot.max_asleep)
+        for replica in rest[:bound]:
             self.note_replica(replica, "asleep")

@@ -56,6 +56,7 @@ def snapshot(
         busy_devices=frozenset(busy),
         memory=memory,
         epoch=epoch,
+        max_asleep=workload.max_asleep,
     )
 
 

@@ -195,7 +195,8 @@ class Workload:
     """What the store holds: read anew in every round.
 
     policy: set by a person at `policy_since_s`. cordoned: devices that an operator asked to leave. windows: tidal
-    windows (`scheduler.tidal.Window`); the latest firing of any of them replaces a policy set before it.
+    windows (`scheduler.tidal.Window`); the latest firing of any of them replaces a policy set before it. max_asleep:
+    sleeping engines that the host has memory for; None: as many as are configured.
     """
 
     policy: Policy
@@ -204,6 +205,7 @@ class Workload:
     cordoned: frozenset[str] = frozenset()
     windows: tuple[Any, ...] = ()
     policy_since_s: float = 0.0
+    max_asleep: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,3 +247,4 @@ class Snapshot:
     busy_devices: frozenset[str] = frozenset()
     memory: dict[str, ModelMemory] = field(default_factory=dict)
     epoch: int = 0
+    max_asleep: int | None = None

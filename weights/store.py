@@ -294,6 +294,11 @@ class WeightStore:
                 self._keeper.pool.trim(0)
             return before.used_bytes - self.usage().used_bytes
 
+    def evictable_bytes(self) -> int:
+        """Held by versions and snapshots that nobody reads and that are not pinned: another place has them."""
+        with self._keeper.mutex():
+            return self._keeper.evictable_bytes()
+
     def sweep(self) -> SweepReport:
         """Removes what dead processes left: drafts nobody holds, half-removed versions, stray files.
 

@@ -46,6 +46,7 @@ from appliance.wiring.asked import Asked
 from appliance.wiring.batch_engines import SocketEngines, circumstances
 from appliance.wiring.device_watch import DeviceWatch
 from appliance.wiring.gateways import BusRouting
+from appliance.wiring.host_memory import LOOK_EVERY_S, HostMemory, Means, both
 from appliance.wiring.job_room import JobRoom
 from appliance.wiring.job_runs import TIDY_EVERY_S, JobRuns
 from appliance.wiring.journal import SqliteJournal
@@ -147,18 +148,25 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         routing.refresh()
         context.publish_keys()  # a key may call what its jobs made
 
+    memory, rooms = HostMemory(db, store, config.box.memory_reserve_bytes), JobRoom(db, store, _facts(devices, store))
+    standbys = Standbys(routing.traffic, config.scheduler, len(devices))
     states = SqliteStateStore(
         db, events, lambda model: lines.demand(model, routing.demand(model)), config.box.serving_floor, len(devices),
         config.serve, models_changed,
-        JobRoom(db, store, _facts(devices, store)).waits_for,
-        Standbys(routing.traffic, config.scheduler, len(devices)).learned,
+        both(memory.waits_for, rooms.waits_for),
+        lambda deployments: memory.bounded(standbys.learned(deployments)),
         nodes.alike,
+        lambda: memory.sleepers,
     )
     asked = Asked(lambda: loop.status())
     journal = SqliteJournal(db, asked.now)
-    loop = SchedulerLoop(effects, states, journal, SystemClock(), config.scheduler)
+    loop = SchedulerLoop(effects, states, journal, SystemClock(), config.scheduler, memory.admits)
+    memory.means = Means(
+        engine_bytes=shelf.host_bytes, job_bytes=rooms.host_bytes, loop_status=loop.status, parked=effects,
+        nudge=loop.nudge, on_enough=lambda: loop.retry("memory"), save=tiers.nudge,
+    )  # fmt: skip
     port = LoopPort(
-        loop, effects, journal, bus, routing, store, db, config.scheduler, config.box.serving_floor, asked
+        loop, effects, journal, bus, routing, store, db, config.scheduler, config.box.serving_floor, asked, memory
     )
     context = ControllerContext(
         db=db,
@@ -213,6 +221,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         keepers.keep("nodes that come and go", effects.watch)
         keepers.keep_every("health of devices", health.look, config.scheduler.device_check_s, at_once=True)
         keepers.keep_every("resident memory of engines", port.read_memory, RSS_EVERY_S, at_once=True)
+        keepers.keep_every("host memory", memory.look, LOOK_EVERY_S, at_once=True)
         keepers.keep_every("what is degraded", partial(_tell_degraded, bus, context), DEGRADED_EVERY_S)
         keepers.keep_every("usage", spending.flush, USAGE_EVERY_S)
         keepers.keep_every("snapshots of finished jobs", runs.tidy, TIDY_EVERY_S, at_once=True)

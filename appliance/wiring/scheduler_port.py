@@ -12,6 +12,7 @@ from appliance.store import models
 from appliance.store.database import Database
 from appliance.wiring.asked import Asked
 from appliance.wiring.gateways import BusRouting
+from appliance.wiring.host_memory import HostMemory
 from appliance.wiring.journal import measured_swap
 from scheduler.config import SchedulerConfig
 from scheduler.discovery import host_memory_bytes
@@ -40,7 +41,9 @@ class LoopPort:
         config: SchedulerConfig,
         serving_floor: int,
         asked: Asked,
+        host: HostMemory,
     ):
+        self._host = host
         self._loop, self._effects, self._journal, self._bus = loop, effects, journal, bus
         self._routing, self._weights, self._db = routing, weights, db
         self._config, self._serving_floor, self._asked = config, serving_floor, asked
@@ -76,6 +79,7 @@ class LoopPort:
                 "used_bytes": usage.used_bytes,
                 "room_bytes": self._weights.room_bytes(),
                 "host_bytes": host_memory_bytes(),
+                "host": self._host.status(),
             },
             "handover": str(now["handovers"][-1]) if now["handovers"] else None,
             "serving_floor": self._serving_floor,
@@ -83,6 +87,7 @@ class LoopPort:
             "bounds": self._config.bounds(),
             "troubles": now["troubles"],
             "notes": [
+                *self._host.notes(),
                 *(f"{trouble['model']}: {trouble['message']}" for trouble in now["troubles"]),
                 *(f"{model}: {text}" for model, text in now["notes"].items()),
                 *now["waits"],

@@ -40,11 +40,12 @@ class SqliteStateStore:
         job_lacks: Callable[[JobRow], str] = lambda row: "",
         learned: Callable[[tuple[DeploymentView, ...]], tuple[DeploymentView, ...]] = lambda deployments: deployments,
         job_nodes: Callable[[], tuple[str, ...]] = lambda: (HEAD_NODE,),
+        max_asleep: Callable[[], int | None] = lambda: None,
     ):
         self._db, self._events, self._demand = db, events, demand
         self._serving_floor, self._devices, self._config = serving_floor, devices, config
         self._on_models_changed, self._job_lacks, self._learned = on_models_changed, job_lacks, learned
-        self._job_nodes = job_nodes
+        self._job_nodes, self._max_asleep = job_nodes, max_asleep
         self._remaining_device_s: dict[str, float] = {}  # as far as known: what a job said when it ran last
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
@@ -77,6 +78,7 @@ class SqliteStateStore:
                 )
             ),
             cordoned=frozenset(box.get(self._db, CORDONED, [])),
+            max_asleep=self._max_asleep(),
         )
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:

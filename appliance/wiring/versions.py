@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from appliance.config import BoxConfig
+from appliance.controller.capacity import CPU_ENGINE_BYTES
 from appliance.controller.naming import resolve
 from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
 from appliance.wiring.tier_return import TierReturn
 from scheduler.inventory import Device
-from serve.sizing import adapter_rank_limit, engine_settings
+from serve.sizing import CPU_KV_BYTES, adapter_rank_limit, engine_settings
 from weights.errors import WeightsError
 from weights.record import Name
 from weights.store import Lease, StoredVersion, WeightStore
+
+GPU_ENGINE_BYTES = 4 * 2**30
+"""Of the host, an engine whose tensors lie on a GPU: Python, torch, CUDA's context, vLLM's buffers."""
 
 
 class VersionShelf:
@@ -116,6 +120,20 @@ class VersionShelf:
         if self._config.observability.otlp_endpoint is not None:
             settings["otlp_endpoint"] = self._config.observability.otlp_endpoint
         return settings
+
+    def host_bytes(self, model: str) -> int:
+        """What one more engine of this model takes of the host's memory: the process, its version in shared memory
+        where that is not yet, and on logical CPU devices its own copy of the weights and the KV cache."""
+        try:
+            row = self._owner(model)
+        except LookupError:
+            return 0  # its start will say so
+        found = resolve(self._db, model)
+        version = found.version.version if found is not None else row.active_version
+        shared = 0 if self._store.find("version", row.id, version) is not None else row.bytes
+        if self._device.kind != "cpu":
+            return shared + GPU_ENGINE_BYTES
+        return shared + row.bytes + (self._config.serve.kv_cache_bytes or CPU_KV_BYTES) + CPU_ENGINE_BYTES
 
     def adapter_rank_limit(self, row: ModelRow) -> int:
         """The largest LoRA rank that engines of this model take; 0: none."""

@@ -643,3 +643,37 @@ def test_what_a_crash_interrupted_is_judged_by_what_holds_at_rest(after_s: float
         assert record.state == verdict and "restart of the controller" in record.error
 
     go(test)
+
+
+def test_an_engine_starts_when_memory_admits_it_and_nobody_waits_for_one_that_it_refuses() -> None:
+    async def run() -> None:
+        admitted: dict[str, bool] = {}
+        store = FakeStore(Policy("serve"), deployments=(replace(MODEL, min_replicas=1), DeploymentView(
+            "other", "v1", min_replicas=1, max_replicas=1)))  # fmt: skip
+        rig = Rig(store)
+        rig.loop = SchedulerLoop(rig.effects, store, rig.journal, virtual_time.VirtualClock(), rig.config,
+                                 lambda model: admitted.get(model, True))  # fmt: skip
+        rig.task = asyncio.create_task(rig.loop.run())
+        admitted["other"] = False
+        await rig.settle()
+        assert [r.model for r in rig.world.replicas.values()] == ["m"]
+        admitted["other"] = True
+        await rig.settle()
+        assert sorted(r.model for r in rig.world.replicas.values()) == ["m", "other"]
+        rig.loop.stop()
+        await rig.task
+
+    virtual_time.run(run())
+
+
+def test_a_cold_engine_does_not_wait_for_a_wake_that_memory_refuses() -> None:
+    def take(replica_id: str, verb: str, model: str, after: frozenset[Holder] = frozenset()) -> handover.Chain:
+        step = handover.Step(verb, replica_id, model=model)  # type: ignore[arg-type]
+        return handover.Chain(Holder("replica", replica_id), "take", (step,), after=after)
+
+    wakes = take("r1", "wake_replica", "m")
+    cold = take("r2", "start_replica", "n", frozenset({wakes.holder}))
+    both = handover.Handover(1, take=(wakes, cold))
+    assert handover.only_admitted(both, lambda model: True) is both
+    left = handover.only_admitted(both, lambda model: model != "m")
+    assert [(chain.holder.id, chain.after) for chain in left.take] == [("r2", frozenset())]

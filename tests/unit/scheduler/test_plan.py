@@ -232,6 +232,10 @@ def test_least_recently_used_sleepers_are_stopped() -> None:
     deployments = tuple(DeploymentView(f"m{i}", "v1", demand=Demand(last_request_s=float(i))) for i in range(4))
     a = plan(Snapshot(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas), 1000.0, config)
     assert {r.id for r in a.replicas} == {"r2", "r3"}
+    for bound, kept in ((3, {"r2", "r3"}), (1, {"r3"}), (0, set())):
+        snapshot = Snapshot(Policy("auto"), EIGHT, deployments=deployments, replicas=replicas, max_asleep=bound)
+        a = plan(snapshot, 1000.0, config)
+        assert {r.id for r in a.replicas} == kept, "what the host has memory for is a bound beside the configured one"
 
 
 def replace_config(**fields) -> SchedulerConfig:  # noqa: ANN003

@@ -59,3 +59,13 @@ def test_a_job_that_has_begun_is_never_sent_back(db, store, add_model, add_job):
     room = JobRoom(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
     hold(store, 19 * MB)
     assert [room.waits_for(jobs.get(db, job_id)) for job_id in ("ftjob-runs", "ftjob-moved")] == ["", ""]
+
+
+def test_what_a_job_takes_of_the_host_depends_on_where_its_tensors_lie(db, store, add_model, add_job):
+    add_model(params=1_000_000)
+    add_job("ftjob-new", resolved=RESOLVED)
+    row = jobs.get(db, "ftjob-new")
+    on_cpu = JobRoom(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB)).host_bytes(row)
+    on_gpu = JobRoom(db, store, BoxFacts(8, "cuda", 80 * 10**9, store.budget_bytes, 20 * MB)).host_bytes(row)
+    assert 14 * MB + 8 * 200 * MB < on_cpu < 14 * MB + 8 * 230 * MB  # what is stored, and eight ranks
+    assert on_gpu == 14 * MB + 8 * 2 * 2**30

@@ -29,9 +29,11 @@ def test_notes_are_sentences_that_name_their_model():
     store = SimpleNamespace(usage=lambda: SimpleNamespace(budget_bytes=1, used_bytes=0), room_bytes=lambda: 1)
     loop = SimpleNamespace(status=lambda: told)
     nothing = SimpleNamespace()
-    port = LoopPort(loop, nothing, nothing, nothing, nothing, store, nothing, SchedulerConfig(), 0, nothing)
+    host = SimpleNamespace(status=lambda: {"short": "1 GB"}, notes=lambda: ["memory is short: 1 GB available"])
+    port = LoopPort(loop, nothing, nothing, nothing, nothing, store, nothing, SchedulerConfig(), 0, nothing, host)
     notes = ["k: not serving: no memory; next try in 4 s", "m: No room.", "stop r1 waits"]
-    assert port.status()["notes"] == notes
+    assert port.status()["notes"] == ["memory is short: 1 GB available", *notes]
+    assert port.status()["memory"]["host"] == {"short": "1 GB"}
 
 
 async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, events, add_model, add_job):
@@ -49,8 +51,10 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
         refresh=lambda: None,
         usage=lambda: SimpleNamespace(budget_bytes=1, used_bytes=0),
         room_bytes=lambda: 1,
+        status=dict,
+        notes=list,
     )
-    port = LoopPort(loop, nothing, journal, nothing, nothing, nothing, db, SchedulerConfig(), 0, asked)
+    port = LoopPort(loop, nothing, journal, nothing, nothing, nothing, db, SchedulerConfig(), 0, asked, nothing)
     running = asyncio.create_task(loop.run())
     await loop.wait_settled(loop.nudge())
     (device,) = [d["id"] for d in port.status()["devices"] if d["holder"]]

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 
+from appliance.config import BoxConfig
 from appliance.store import models
 from appliance.store.rows import ModelRow, VersionRow
 from appliance.wiring.versions import VersionShelf
@@ -13,6 +15,8 @@ from tests.unit.weights.conftest import check, write
 from weights.lease import take_lease
 from weights.record import Name
 from weights.store import WeightStore
+
+GB = 10**9
 
 
 @pytest.fixture
@@ -62,3 +66,14 @@ async def test_what_an_awake_engine_reads_does_not(shelf, store: WeightStore):
         shelf.taken("starter")
         await shelf.in_memory("other", "v1")
     assert store.find("version", "starter", "v1") is not None
+
+
+async def test_what_an_engine_takes_of_the_host_is_less_once_its_version_is_in_memory(shelf, db, store):
+    models.update(db, "starter", bytes=GB)
+    shelf._config, shelf._device = BoxConfig(), SimpleNamespace(kind="cpu")
+    assert shelf.host_bytes("starter") == 2 * GB + 256 * 2**20 + 400_000_000  # in shared memory, and its own copy
+    await shelf.in_memory("starter", "v1")
+    assert shelf.host_bytes("starter") == GB + 256 * 2**20 + 400_000_000
+    shelf._device = SimpleNamespace(kind="cuda")
+    assert shelf.host_bytes("starter") == 4 * 2**30 and shelf.host_bytes("nobody") == 0
+    shelf.taken("starter")

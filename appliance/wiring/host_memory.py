@@ -1,0 +1,278 @@
+"""The host's memory, watched and kept: `scheduler.memory_policy` decides, this reads, carries out and tells.
+
+What can go at once (freed segments, versions that nobody reads, parked ranks) is given back here. Engines and jobs are
+the scheduler loop's: it is told what they have to wait for (`waits_for`, `bounded`, `sleepers`, `admits`) and nudged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from appliance.store import audit
+from appliance.store.database import Database
+from appliance.store.ids import new_id
+from appliance.store.rows import AuditRow, JobRow
+from appliance.wiring.host_reading import others_bytes, read_memory
+from scheduler import memory_policy
+from scheduler.memory_policy import Action, Holdings, MemoryReading, MemoryState, gb
+from scheduler.workload import DeploymentView
+from weights.store import WeightStore
+
+log = logging.getLogger(__name__)
+
+LOOK_EVERY_S = 0.5
+WANTED_FOR_S = 3.0
+"""An engine that was refused is wanted until the loop has not asked for it for so long."""
+STARTING_FOR_S = 15.0
+"""Until then the memory of an engine that was let start may not show in what is available."""
+BARREN_FOR_S = 10.0
+OTHERS_EVERY_S = 5.0
+_AWAKE = ("starting", "ready", "open", "draining")
+
+
+class Parked(Protocol):
+    """Parked ranks; `scheduler.ray_groups`."""
+
+    async def parked(self) -> tuple[str, ...]:
+        """Jobs with parked ranks."""
+
+    async def drop_parked(self) -> None:
+        """End all parked ranks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """What the policy works with. engine_bytes: what another engine of a model takes of the host. job_bytes: what a job
+    takes when it starts. replicas, jobs: of the loop's status. nudge: the loop. on_enough: there is memory again after
+    it was short. save: snapshots are to flow to disk now."""
+
+    engine_bytes: Callable[[str], int]
+    job_bytes: Callable[[JobRow], int]
+    loop_status: Callable[[], Mapping[str, Any]]
+    parked: Parked
+    nudge: Callable[[], Any]
+    on_enough: Callable[[], None] = lambda: None
+    save: Callable[[], None] = lambda: None
+
+
+class HostMemory:
+    """`look` is called every `LOOK_EVERY_S`. All on the controller's loop."""
+
+    def __init__(
+        self,
+        db: Database,
+        store: WeightStore,
+        reserve: int | None,
+        read: Callable[[], MemoryReading] = read_memory,
+        clock: Callable[[], float] = time.time,
+    ):
+        self._db, self._store, self._read, self._clock = db, store, read, clock
+        self._reading = read()
+        self.reserve = memory_policy.default_reserve(self._reading.total) if reserve is None else reserve
+        self._state = MemoryState()
+        self._wanted: dict[str, tuple[int, float]] = {}
+        self._starting: deque[tuple[float, int]] = deque()
+        self._barren: dict[str, float] = {}
+        self._told: deque[dict[str, Any]] = deque(maxlen=20)
+        self._others: int | None = None
+        self._others_s = float("-inf")
+        self._exhausted = False
+        self.means: Means | None = None
+
+    # --- what the loop asks -------------------------------------------------------------------------------------
+
+    def waits_for(self, row: JobRow) -> str:
+        """Why this job cannot have memory now, in a sentence; "" when it can, or has it."""
+        if row.id in self._state.jobs:
+            return f"Memory is short{self._why()}; it goes on by itself when there is enough."
+        if row.phase == "running" or self.means is None:
+            return ""
+        if self._state.short:
+            return f"Memory is short{self._why()}; it starts by itself when there is enough."
+        needed = min(self.means.job_bytes(row), self._reading.total // 2)
+        if needed <= self._room():
+            return ""
+        return (
+            f"Needs about {gb(needed)} of host memory; {gb(max(0, self._room()))} can be given now "
+            f"({gb(self._reading.available)} available{self._of_others()}, {gb(self.reserve)} kept in reserve)."
+        )
+
+    def bounded(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
+        """The deployments with as many engines as memory leaves them; never fewer than one."""
+        if not self._state.engines:
+            return deployments
+        return tuple(
+            deployment if (bound := self._state.engines.get(deployment.model)) is None else
+            replace(deployment, min_replicas=min(deployment.min_replicas, bound),
+                    max_replicas=min(deployment.max_replicas, bound))
+            for deployment in deployments
+        )  # fmt: skip
+
+    @property
+    def sleepers(self) -> int | None:
+        """How many sleeping engines may stay as processes; None: as configured."""
+        return self._state.sleepers
+
+    def admits(self, model: str) -> bool:
+        """Whether one more engine of the model, waking or new, finds memory. A model without one that is awake makes
+        the box give back what it needs; a further engine waits."""
+        assert self.means is not None
+        needed = self.means.engine_bytes(model)
+        # When nothing is left to be given back, the reserve is: requests wait for nothing else.
+        room = self._room() + (self.reserve // 2 if self._exhausted else 0)
+        has_one = (needed > room or bool(self._state.short)) and self._awake()[model] > 0
+        if needed <= room and not has_one:
+            self._wanted.pop(model, None)
+            self._starting.append((self._clock(), needed))
+            return True
+        if not has_one:
+            if model not in self._wanted:
+                log.warning("an engine of %s waits for memory: it needs %s, %s can be given", model, gb(needed),
+                            gb(max(0, room)), extra={"model": model})  # fmt: skip
+            self._wanted[model] = (needed, self._clock())
+        return False
+
+    # --- one look -----------------------------------------------------------------------------------------------
+
+    async def look(self) -> None:
+        """Read, decide, and do at most one thing."""
+        assert self.means is not None
+        now_s = self._clock()
+        self._reading = self._read()
+        self._forget(now_s)
+        wanted = sum(needed for needed, _ in self._wanted.values())
+        enough = self._reading.available >= self.reserve * memory_policy.ENOUGH_OF_RESERVE + wanted
+        if enough and not self._state.holds_back:
+            self._exhausted = False
+            if self._wanted:
+                self.means.nudge()
+            return
+        status = self.means.loop_status()
+        self._state = memory_policy.without(
+            self._state, jobs={job["id"] for job in status["jobs"]}, models=self._awake(status)
+        )
+        holdings = await self._holdings(status, wanted)
+        await self._look_at_others(now_s)
+        was_short = self._state.short
+        self._state, action = memory_policy.decide(self._reading, holdings, self._state, now_s, self.reserve)
+        self._exhausted = bool(self._state.short) and action is None and now_s >= self._state.next_s
+        if self._state.short and not was_short:
+            log.warning("memory is short: %s%s", self._state.short, self._of_others())
+        if was_short and not self._state.short:
+            log.info("memory is no longer short: %s available", gb(self._reading.available))
+            self.means.on_enough()
+        if action is not None:
+            await self._carry_out(action, now_s)
+        if self._wanted:
+            self.means.nudge()
+
+    async def _carry_out(self, action: Action, now_s: float) -> None:
+        assert self.means is not None
+        log.warning("%s", action.why)
+        self._told.append({"at_s": now_s, "what": action.kind, "back": action.back, "why": action.why})
+        freed = None
+        match action.kind:
+            case "pool":
+                freed = await asyncio.to_thread(self._store.trim_pool, 0)
+            case "versions":
+                freed = await asyncio.to_thread(self._store.evict, action.nbytes)
+            case "parked":
+                await self.means.parked.drop_parked()
+            case "job":
+                self.means.save()
+        if freed == 0:
+            self._barren[action.kind] = now_s + BARREN_FOR_S
+        self.means.nudge()
+        if freed is None:
+            audit.insert(self._db, AuditRow(
+                new_id("audit_"), None, "memory.taken" if action.back else "memory.given", action.what or "box",
+                "done", "", now_s, {"what": action.kind, "reason": action.why},
+            ))  # fmt: skip
+
+    async def _holdings(self, status: Mapping[str, Any], wanted: int) -> Holdings:
+        assert self.means is not None
+        if not self._is_or_may_be_short(wanted):
+            return Holdings(wanted=wanted)
+        pool, versions = await asyncio.to_thread(self._stored)
+        running = [job["id"] for job in status["jobs"] if job["devices"] or job["phase"] == "running"]
+        return Holdings(
+            pool=0 if "pool" in self._barren else pool,
+            versions=0 if "versions" in self._barren else versions,
+            sleepers=sum(replica["state"] == "asleep" for replica in status["replicas"]),
+            parked=await self.means.parked.parked(),
+            running=tuple(reversed(running)),  # in the order of the queue: the last yields first
+            spare={model: count for model, count in self._awake(status).items() if count > 1},
+            wanted=wanted,
+        )
+
+    def _is_or_may_be_short(self, wanted: int) -> bool:
+        return self._reading.available < self.reserve * memory_policy.ENOUGH_OF_RESERVE + wanted
+
+    def _stored(self) -> tuple[int, int]:
+        """Bytes that the store's pool holds, and versions that nobody reads and that are safe elsewhere."""
+        usage = self._store.usage()
+        return usage.pool_bytes, self._store.evictable_bytes()
+
+    def _forget(self, now_s: float) -> None:
+        self._wanted = {model: (n, at_s) for model, (n, at_s) in self._wanted.items() if now_s - at_s < WANTED_FOR_S}
+        self._barren = {kind: until_s for kind, until_s in self._barren.items() if until_s > now_s}
+        while self._starting and now_s - self._starting[0][0] >= STARTING_FOR_S:
+            self._starting.popleft()
+
+    async def _look_at_others(self, now_s: float) -> None:
+        if now_s - self._others_s >= OTHERS_EVERY_S:
+            self._others_s = now_s
+            # The main process is this one's parent; all of the box is below it.
+            shared = self._store.usage().used_bytes
+            self._others = await asyncio.to_thread(others_bytes, os.getppid(), shared, self._reading)
+
+    def _awake(self, status: Mapping[str, Any] | None = None) -> Counter[str]:
+        assert self.means is not None
+        replicas = (status or self.means.loop_status())["replicas"]
+        return Counter(replica["model"] for replica in replicas if replica["state"] in _AWAKE)
+
+    def _room(self) -> int:
+        return self._reading.available - self.reserve - sum(needed for _, needed in self._starting)
+
+    # --- what people are told -----------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """For `/admin/v1/status`, in bytes."""
+        return {
+            "available_bytes": self._reading.available, "total_bytes": self._reading.total,
+            "where": self._reading.where, "reserve_bytes": self.reserve, "swap_used_bytes": self._reading.swap_used,
+            "others_bytes": self._others if self._state.holds_back else None, "short": self._state.short,
+            "waiting_jobs": list(self._state.jobs), "waiting_models": sorted(self._wanted),
+            "given_back": list(self._told),
+        }  # fmt: skip
+
+    def notes(self) -> list[str]:
+        """What a person should know now, a sentence each."""
+        if not self._state.holds_back and not self._wanted:
+            return []
+        waiting = [
+            *(["training waits"] if self._state.jobs else []),
+            *([f"{', '.join(sorted(self._wanted))} waits for an engine"] if self._wanted else []),
+            *([f"{', '.join(sorted(self._state.engines))} has fewer engines"] if self._state.engines else []),
+        ]
+        have = f"{gb(self._reading.available)} available{self._of_others()}"
+        word = "memory is short" if self._state.short else "memory was short"
+        return [f"{word}: {have}{'; ' if waiting else ''}{'; '.join(waiting)}"]
+
+    def _why(self) -> str:
+        return f" ({gb(self._reading.available)} available{self._of_others()})"
+
+    def _of_others(self) -> str:
+        return "" if self._others is None else f", other programs hold {gb(self._others)}"
+
+
+def both(*asked: Callable[[JobRow], str]) -> Callable[[JobRow], str]:
+    """The first sentence that any of them has to say of a job."""
+    return lambda row: next((text for ask in asked if (text := ask(row))), "")

@@ -1,0 +1,92 @@
+"""How much memory this host has left for the box: the machine's, or less where a control group above us has less."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+from scheduler.memory_policy import MemoryReading
+
+_UNLIMITED = 2**60
+_CGROUPS = Path("sys/fs/cgroup")
+
+
+def read_memory(root: Path = Path("/")) -> MemoryReading:
+    """`root`: where /proc and /sys lie."""
+    found = dict(_fields(root / "proc/meminfo"))
+    total, available = found["MemTotal:"] * 1024, found["MemAvailable:"] * 1024
+    swap_used = (found.get("SwapTotal:", 0) - found.get("SwapFree:", 0)) * 1024
+    where = "this machine"
+    for name, limit, free in _groups(root):
+        if limit < total and free < available:
+            total, available, where = limit, max(0, free), f"control group {name}"
+    return MemoryReading(total, available, _stalled(root), where, swap_used)
+
+
+def _fields(path: Path) -> Iterator[tuple[str, int]]:
+    for line in path.read_text().splitlines():
+        name, value, *_ = line.split()
+        if value.isdigit():
+            yield name, int(value)
+
+
+def _stalled(root: Path) -> float:
+    """PSI: percent of the last ten seconds in which all processes waited for memory at once."""
+    try:
+        lines = (root / "proc/pressure/memory").read_text().splitlines()
+    except OSError:
+        return 0.0  # a kernel without it, or one that does not tell
+    full = next((line for line in lines if line.startswith("full ")), "")
+    return next((float(part[6:]) for part in full.split() if part.startswith("avg10=")), 0.0)
+
+
+def _groups(root: Path) -> Iterator[tuple[str, int, int]]:
+    """(name, limit, free) of every control group above this process that has a limit. Files in the page cache are free:
+    the kernel takes them before it kills; those on tmpfs are not, and the kernel counts them elsewhere."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            names = ("memory.max", "memory.current", "inactive_file", "active_file")
+            yield from _chain(root / _CGROUPS, path, names)
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
+            yield from _chain(root / _CGROUPS / "memory", path, names)
+
+
+def _chain(mount: Path, path: str, names: tuple[str, str, str, str]) -> Iterator[tuple[str, int, int]]:
+    parts = [part for part in path.split("/") if part not in ("", "..")]
+    for depth in range(len(parts), -1, -1):
+        folder = mount.joinpath(*parts[:depth])
+        try:
+            limit_text = (folder / names[0]).read_text().strip()
+            used = int((folder / names[1]).read_text())
+            cached = dict(_fields(folder / "memory.stat"))
+        except (OSError, ValueError):
+            continue  # not shown in here, or the root, which has no limit
+        if limit_text == "max" or int(limit_text) >= _UNLIMITED:
+            continue
+        reclaimable = sum(cached.get(name, 0) for name in names[2:])
+        yield "/" + "/".join(parts[:depth]), int(limit_text), int(limit_text) - used + reclaimable
+
+
+def others_bytes(main_pid: int, shared: int, reading: MemoryReading) -> int | None:
+    """What programs other than the box hold of the machine, roughly: all that is not available, less what the processes
+    below the main one have for themselves, less `shared`, the box's shared memory."""
+    own = shared
+    try:
+        main = psutil.Process(main_pid)
+        for process in [main, *main.children(recursive=True)]:
+            try:
+                memory = process.memory_info()
+            except psutil.Error:
+                continue
+            own += max(0, memory.rss - memory.shared)
+    except psutil.Error:
+        return None
+    return max(0, reading.total - reading.available - own)

@@ -1,0 +1,186 @@
+"""What is given back when the host's memory is short, in which order, and how it comes back; on numbers and a clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from scheduler.memory_policy import (
+    CALM_S,
+    LONGEST_CALM_S,
+    SETTLE_S,
+    Action,
+    Holdings,
+    MemoryReading,
+    MemoryState,
+    decide,
+    default_reserve,
+    without,
+)
+
+GB = 10**9
+RESERVE = GB
+
+
+@dataclass
+class Box:
+    """A host of 24 GB. What the box gives back becomes available; `others` take what they take."""
+
+    others: int
+    pool: int = GB
+    versions: int = 2 * GB
+    sleepers: int = 2
+    parked: tuple[str, ...] = ("job-old",)
+    jobs: tuple[str, ...] = ("job-last", "job-first")  # first to yield first
+    engines: dict[str, int] = field(default_factory=lambda: {"chat": 2, "code": 1})
+    now_s: float = 1000.0
+    state: MemoryState = MemoryState()
+    log: list[Action] = field(default_factory=list)
+
+    @property
+    def available(self) -> int:
+        own = self.pool + self.versions + len(self.parked) * GB // 5 + self.sleepers * GB // 4
+        own += len(self.jobs) * 3 * GB + sum(self.engines.values()) * GB
+        return 24 * GB - self.others - own
+
+    @property
+    def holdings(self) -> Holdings:
+        spare = {model: count for model, count in self.engines.items() if count > 1}
+        return Holdings(self.pool, self.versions, self.sleepers, self.parked, self.jobs, spare)
+
+    def run(self, seconds: float) -> list[str]:
+        """Half a second at a time; what was done, in words."""
+        before = len(self.log)
+        until_s = self.now_s + seconds
+        while self.now_s < until_s:
+            reading = MemoryReading(24 * GB, self.available)
+            self.state, action = decide(reading, self.holdings, self.state, self.now_s, RESERVE)
+            if action is not None:
+                self.log.append(action)
+                self.carry_out(action)
+            self.now_s += 0.5
+        return [f"{'+' if a.back else '-'}{a.kind}{' ' + a.what if a.what else ''}" for a in self.log[before:]]
+
+    def carry_out(self, action: Action) -> None:
+        match action.kind, action.back:
+            case "pool", False:
+                self.pool = 0
+            case "versions", False:
+                self.versions -= action.nbytes
+            case "sleeper", False:
+                self.sleepers = action.bound
+            case "parked", False:
+                self.parked = ()
+            case "job", False:
+                self.jobs = tuple(job for job in self.jobs if job != action.what)
+            case "job", True:
+                self.jobs = (action.what, *self.jobs)
+            case "engine", False:
+                self.engines[action.what] = action.bound
+
+
+def test_in_plenty_nothing_happens():
+    box = Box(others=4 * GB)
+    assert box.run(60) == [] and box.state == MemoryState()
+
+
+def test_it_gives_back_in_the_stated_order_no_more_than_is_needed():
+    box = Box(others=4 * GB)
+    room = box.available
+    box.others += room - RESERVE // 2  # half of the reserve is left
+    assert box.run(30) == ["-pool"]  # half of the reserve and a GB are enough
+    assert box.run(60) == [] and not box.state.holds_back
+    box.others += box.available - RESERVE // 2
+    assert box.run(30) == ["-versions"] and box.versions == GB  # what was lacking, not all of it
+    box.others += box.available
+    assert box.run(30) == ["-versions"] and box.versions == 0, "there is the reserve again: nobody has to go"
+
+
+def test_under_a_program_that_takes_all_it_goes_down_to_one_engine_of_each_model_and_all_the_way_back():
+    box = Box(others=4 * GB)
+    box.others += 40 * GB
+    gone = box.run(60)
+    assert gone == [
+        "-pool", "-versions", "-sleeper", "-sleeper", "-parked", "-job job-last", "-job job-first", "-engine chat"
+    ]  # fmt: skip
+    assert box.engines == {"chat": 1, "code": 1}, "the last engine of a model is never taken"
+    assert "memory is short" in box.log[0].why and "GB of this machine available" in box.log[0].why
+    assert box.run(600) == [], "nothing is left to give, and nothing is done twice"
+    box.others = 4 * GB
+    began_s = box.now_s
+    back = box.run(120)
+    assert back == ["+engine chat", "+job job-first", "+job job-last", "+sleeper"]
+    assert not box.state.holds_back and box.state.jobs == ()
+    assert box.now_s - began_s <= 120
+
+
+def test_each_thing_is_given_time_to_show_what_it_brought():
+    box = Box(others=60 * GB, parked=(), engines={})
+    moments = []
+    while len(box.log) < 6 and box.now_s < 1100:
+        before = len(box.log)
+        box.run(0.5)
+        if len(box.log) > before:
+            moments.append((box.now_s - 0.5, box.log[-1].kind))
+    for (at_s, kind), (next_s, _) in zip(moments, moments[1:], strict=False):
+        assert next_s - at_s >= SETTLE_S[kind]
+
+
+def test_a_job_that_is_still_being_suspended_is_waited_for():
+    box = Box(others=60 * GB, pool=0, versions=0, sleepers=0, parked=(), engines={})
+    box.carry_out = lambda action: None  # type: ignore[method-assign]
+    assert box.run(50) == ["-job job-last"]
+    assert box.run(30) == ["-job job-first"], "but not for ever"
+
+
+def test_between_the_marks_nothing_moves():
+    """What is given back at the reserve comes back at half as much again: no to and fro in between."""
+    box = Box(others=4 * GB, pool=0, versions=0, sleepers=0, parked=(), engines={}, jobs=("a",))
+    box.others += box.available - RESERVE // 2
+    assert box.run(5) == ["-job a"]
+    box.others += box.available - int(RESERVE * 1.2)
+    assert box.run(600) == [] and box.state.jobs == ("a",)
+    box.others -= 5 * GB
+    assert box.run(CALM_S + 2) == ["+job a"]
+
+
+def test_training_that_came_back_too_soon_waits_longer_each_time():
+    box = Box(others=4 * GB, pool=0, versions=0, sleepers=0, parked=(), engines={}, jobs=("a",))
+    waits = []
+    for _ in range(8):
+        box.others += box.available - RESERVE // 2  # short with the job, plenty without
+        assert box.run(5) == ["-job a"]
+        since_s = box.now_s
+        while not box.jobs:
+            box.run(0.5)
+        waits.append(box.now_s - since_s)
+    assert all(later >= sooner for sooner, later in zip(waits, waits[1:], strict=False))
+    assert waits[0] <= CALM_S + 1 and waits[2] >= 3 * CALM_S and waits[-1] >= LONGEST_CALM_S - 5
+
+
+def test_processes_that_stand_still_for_memory_are_a_shortage_too():
+    reading = MemoryReading(24 * GB, int(1.2 * GB), stalled=25.0)
+    state, action = decide(reading, Holdings(pool=GB), MemoryState(), 0.0, RESERVE)
+    assert action is not None and action.kind == "pool" and "stood still for it 25 %" in state.short
+    assert decide(replace(reading, stalled=1.0), Holdings(pool=GB), MemoryState(), 0.0, RESERVE)[1] is None
+    assert decide(replace(reading, available=9 * GB), Holdings(pool=GB), MemoryState(), 0.0, RESERVE)[1] is None
+
+
+def test_an_engine_that_is_waited_for_makes_room_for_itself():
+    reading = MemoryReading(24 * GB, 3 * GB)
+    wanted = Holdings(running=("a",), wanted=5 * GB)
+    state, action = decide(reading, wanted, MemoryState(), 0.0, RESERVE)
+    assert action is not None and (action.kind, action.what) == ("job", "a") and "need 5.0 GB" in state.short
+    assert decide(reading, replace(wanted, wanted=GB), MemoryState(), 0.0, RESERVE)[1] is None
+
+
+def test_what_is_over_is_forgotten():
+    state = MemoryState(jobs=("a", "b"), engines={"m": 1, "n": 1}, sleepers=0)
+    kept = without(state, jobs=["b"], models=["n"])
+    assert (kept.jobs, kept.engines, kept.sleepers) == (("b",), {"n": 1}, 0)
+
+
+@pytest.mark.parametrize(("total", "reserve"), [(4 * 2**30, 2**29), (25 * 2**30, 2**30), (2**41, 8 * 2**30)])
+def test_the_reserve_grows_with_the_machine_within_bounds(total, reserve):
+    assert default_reserve(total) == reserve
