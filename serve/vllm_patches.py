@@ -29,10 +29,11 @@ from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
 
 from runtime import numa
 from runtime.process import die_with_parent
-from serve import answer_version, gloo_device, stream_chunks
+from serve import answer_version, gloo_device, grammar_threads, stream_chunks
 from serve.core_canary import run_canary
 from serve.cpu_lora import GroupedLoRA
 from serve.finishing_scheduler import FinishingScheduler
@@ -87,6 +88,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
 
     # An answer names the version that computed it.
     answer_version.apply()
+    StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
     # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
     stream_chunks.apply()
 
@@ -112,6 +114,15 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
             # Small helpers (rank of a log-probability, vocabulary masks) are torch.compiled even in eager mode, and
             # the first request that reaches one waits for a C++ compiler: 3 s warm, 30 s cold.
             torch.compiler.set_stance("force_eager")
+
+
+def _then(made: Callable[..., None], after: Callable[[Any], None]) -> Callable[..., None]:
+    @functools.wraps(made)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        made(self, *args, **kwargs)
+        after(self)
+
+    return init
 
 
 def _of_any_path(compute_hash):

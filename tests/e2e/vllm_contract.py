@@ -42,9 +42,10 @@ def _claims():
     from vllm.v1.engine.core import EngineCore, EngineCoreProc
     from vllm.v1.engine.output_processor import RequestState
     from vllm.v1.executor import multiproc_executor
+    from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    from serve import engine, preload, stream_chunks, vllm_plugin
+    from serve import engine, grammar_threads, preload, stream_chunks, vllm_plugin
     from serve.stream_chunks import chat
 
     def has(owner: object, *names: str):
@@ -122,4 +123,35 @@ def _claims():
     for ids, names in ((None, {"index", "delta"}), ([7], {"index", "delta", "token_ids"})):
         made = chat.ChatCompletionResponseStreamChoice(index=0, delta=delta, token_ids=ids)
         yield f"a chunk with the token ids {ids} has {names}", made.model_dump(exclude_unset=True).keys() == names
+    yield from _fields_judged()
+    yield "grammars are compiled by threads of a pool", "self.executor.submit(self._create_grammar, request)" in (
+        inspect.getsource(StructuredOutputManager.grammar_init)
+    )
+    yield "those threads have the name that is looked for", grammar_threads.POOL in inspect.getsource(
+        StructuredOutputManager.__init__
+    )
     yield "one OpenMP thread", torch.get_num_threads() == 1
+
+
+def _fields_judged():
+    """Each field of the engine's request models is accepted, bounded or refused by the gateway: a new one is refused
+    until somebody has judged it, and this says so."""
+    from vllm.entrypoints.anthropic.protocol import AnthropicMessagesRequest
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
+    from vllm.entrypoints.pooling.embed.protocol import EmbeddingChatRequest, EmbeddingCompletionRequest
+
+    from appliance.gateway.fields import FIELDS
+
+    for route, model in (
+        ("chat.completions", ChatCompletionRequest),
+        ("completions", CompletionRequest),
+        ("responses", ResponsesRequest),
+        ("messages", AnthropicMessagesRequest),
+        ("embeddings", EmbeddingCompletionRequest),
+        ("embeddings", EmbeddingChatRequest),
+    ):
+        unjudged = sorted(set(model.model_fields) - set(FIELDS[route]))
+        yield f"the gateway has judged every field of {model.__name__}: {unjudged} are new", not unjudged
+        yield f"{model.__name__} takes a cache_salt", "cache_salt" in model.model_fields
