@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return asyncio.run(_run(config, paths, options.head, options.name, certificate))
         except (ray_head.RayStartError, NodeNameTaken, NotEnrolled, Unfit) as error:
             log.error("this node did not join: %s", error)
+            shutil.rmtree(paths.shm_root, ignore_errors=True)
             return 1
 
 
