@@ -11,7 +11,10 @@ from typing import Any
 
 from runtime.channel import AsyncChannel
 from runtime.errors import ChannelClosed, ChildDied, ChildError, ChildTimeout, WarmParentError
+from runtime.oom import kills_so_far
 from runtime.process import group_alive, kill_group, tail
+
+KILLS_EVERY_S = 2.0
 
 
 class Child:
@@ -28,6 +31,8 @@ class Child:
         self._waiting: dict[int, asyncio.Future] = {}
         self._events: asyncio.Queue[dict | None] = asyncio.Queue()
         self._gone = asyncio.Event()
+        self._kills, self.starved = kills_so_far(), False
+        self._watch = asyncio.create_task(self._watch_kills(), name=f"memory of {name}")
         self._reader = asyncio.create_task(self._read(), name=f"leash of {name}")
 
     @classmethod
@@ -134,6 +139,9 @@ class Child:
         except ChannelClosed:
             pass
         finally:  # whatever ended the reading: nobody may wait for ever for a child that cannot be heard
+            # The kernel counts its kills, but does not say whose: one of these last seconds is taken to be this one.
+            self.starved = kills_so_far() > self._kills
+            self._watch.cancel()
             self._gone.set()
             self.kill()  # what the dead process started must not outlive it
             self._channel.close()
@@ -141,6 +149,11 @@ class Child:
                 if not answer.done():
                     answer.set_exception(self._death())
             self._events.put_nowait(None)
+
+    async def _watch_kills(self) -> None:
+        while True:
+            await asyncio.sleep(KILLS_EVERY_S)
+            self._kills = kills_so_far()
 
     def _dispatch(self, message: dict[str, Any]) -> None:
         if "event" in message:
@@ -159,4 +172,4 @@ class Child:
             answer.set_result(message["ok"])
 
     def _death(self) -> ChildDied:
-        return ChildDied(self.name, self.pid, self.log_path, tail(self.log_path))
+        return ChildDied(self.name, self.pid, self.log_path, tail(self.log_path), self.starved)

@@ -5,6 +5,7 @@ RuntimeLayerError
 ├── FrameTooLarge      a frame's length is over the limit: the peer does not speak this protocol
 ├── WarmParentError    the warm parent could not be reached or could not fork
 ├── ChildDied          the forked process ended while something was asked of it
+│   └── SupervisorDied it ended with its supervisor
 ├── ChildTimeout       the forked process did not answer in time
 ├── RelayRefused       another node did not give what was asked of it, or broke off
 └── ChildError         the forked process answered with an exception of its own
@@ -42,13 +43,23 @@ class WarmParentError(RuntimeLayerError):
 
 
 class ChildDied(RuntimeLayerError):
-    """The forked process ended before it answered."""
+    """The forked process ended before it answered. starved: the kernel was killing for want of memory just then."""
 
-    def __init__(self, name: str, pid: int, log_path: str, log_tail: str = ""):
+    def __init__(self, name: str, pid: int, log_path: str, log_tail: str = "", starved: bool = False):
         tail = f"; the log ends with:\n{log_tail}" if log_tail else ""
-        super().__init__(f"process {name} (pid {pid}) died; its log is {log_path}{tail}")
-        self._given = (name, pid, log_path, log_tail)
-        self.name, self.pid, self.log_path, self.log_tail = name, pid, log_path, log_tail
+        how = "was killed because the host's memory ran out" if starved else "died"
+        super().__init__(f"process {name} (pid {pid}) {how}; its log is {log_path}{tail}")
+        self._given = (name, pid, log_path, log_tail, starved)
+        self.name, self.pid, self.log_path, self.log_tail, self.starved = name, pid, log_path, log_tail, starved
+
+
+class SupervisorDied(ChildDied):
+    """The supervisor of a process ended, and the process on its leash with it."""
+
+    def __init__(self, name: str, why: str):
+        RuntimeLayerError.__init__(self, f"the supervisor {name} died: {why}")
+        self._given = (name, why)
+        self.name, self.pid, self.log_path, self.log_tail, self.starved = name, 0, "", why, False
 
 
 class ChildTimeout(RuntimeLayerError):

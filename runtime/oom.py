@@ -43,3 +43,15 @@ def group_dies_as(kind: DiesAs, pgid: int) -> None:
     """The same for every process of a group; those it forks later inherit it."""
     for pid in group_pids(pgid):
         dies_as(kind, pid)
+
+
+def kills_so_far() -> int:
+    """How many processes the kernel has killed for want of memory since it started, whoever's they were; 0 where it
+    does not say."""
+    try:
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except OSError:
+        return 0
+    return 0

@@ -13,13 +13,17 @@ that import Ray, `serve` and `train`.
 from __future__ import annotations
 
 import asyncio
+import logging
 
 from scheduler.effects import Event, Observed
+from scheduler.errors import EffectFailed
 from scheduler.ray_fences import Fences
 from scheduler.ray_groups import Groups, Jobs
 from scheduler.ray_nodes import Nodes, OnDeath
 from scheduler.ray_replicas import Replicas, Routing, Versions
 from serve.config import EngineConfig
+
+log = logging.getLogger(__name__)
 
 
 class RayEffects:
@@ -42,8 +46,15 @@ class RayEffects:
         self.parked, self.drop_parked = self._groups.parked, self._groups.drop_parked
 
     def on_death(self, told: OnDeath) -> None:
-        """Have this called whenever a rank or engine ends without being asked to."""
-        self._replicas.on_death = self._groups.on_death = told
+        """Have this called whenever a rank or engine ends without being asked to. Logical devices of a processor are
+        left out: they are one piece of hardware, and a death on one of them says nothing of it."""
+
+        def of_hardware(device_ids: tuple[str, ...], holder: str, reason: str) -> None:
+            real = tuple(d.id for d in self._nodes.devices if d.id in device_ids and d.kind != "cpu")
+            if real:
+                told(real, holder, reason)
+
+        self._replicas.on_death = self._groups.on_death = of_hardware
 
     async def watch(self) -> None:
         """Makes events of nodes that come and go, for as long as it runs."""
@@ -69,5 +80,8 @@ class RayEffects:
 
     async def stop_everything(self) -> None:
         """End all engines and ranks; the box ends."""
-        await self._replicas.stop_all()
-        await self._groups.stop_all()
+        for stop_all in (self._replicas.stop_all, self._groups.stop_all):
+            try:
+                await stop_all()
+            except EffectFailed as error:  # what is left of it ends with Ray
+                log.warning("%s", error)

@@ -6,18 +6,18 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+from ray.exceptions import RayError
 
-from runtime.errors import ChildDied
+from runtime.errors import SupervisorDied
 from scheduler.effects import Detail, Event, GroupEnded, GroupObserved, InventoryChanged
 from scheduler.errors import EffectFailed
 from scheduler.inventory import Device, Holder, Lease
-from scheduler.ray_actors import actor_names, ask, find_actor, first_line
+from scheduler.ray_actors import Supervisor, actor_names, ask, find_actor, within
 from scheduler.ray_away import Homecoming, outfit
 from scheduler.ray_node import Place, stored_bytes
 from scheduler.ray_nodes import Nodes, OnDeath
@@ -28,6 +28,8 @@ from train.spec import TrainSpec
 log = logging.getLogger(__name__)
 
 ACTOR = "rank:"
+FRESH_S = 10.0  # for new supervisors where the old ones died; Ray frees a dead one's name within a second
+FRESH_EVERY_S = 0.05
 
 
 class Jobs(Protocol):
@@ -61,11 +63,28 @@ class Groups:
     def __init__(self, nodes: Nodes, jobs: Jobs, tell: Callable[[Event], None]):
         self._nodes, self._jobs, self._tell = nodes, jobs, tell
         self.on_death: OnDeath = lambda device_ids, holder, reason: None
-        self._hosts: dict[str, Any] = {}
+        self._hosts: dict[str, Supervisor] = {}
         self._groups: dict[str, _RunningGroup] = {}
-        self._starting: set[str] = set()
+        self._in_hand: dict[str, int] = {}  # jobs whose ranks a verb is starting or ending, and how many verbs
+        self._handled = 0  # verbs that have begun so far, each of which may make what was read untrue
+
+    @contextlib.contextmanager
+    def _handling(self, job_id: str) -> Iterator[None]:
+        """While a verb changes the ranks of a job, nobody adopts what is seen of them."""
+        self._in_hand[job_id] = self._in_hand.get(job_id, 0) + 1
+        self._handled += 1
+        try:
+            yield
+        finally:
+            self._in_hand[job_id] -= 1
+            if not self._in_hand[job_id]:
+                del self._in_hand[job_id]
 
     async def start_group(self, job_id: str, lease: Lease) -> Detail:
+        with self._handling(job_id):
+            return await self._start_group(job_id, lease)
+
+    async def _start_group(self, job_id: str, lease: Lease) -> Detail:
         running = self._groups.get(job_id)
         if running is not None and running.lease.id == lease.id:
             return None
@@ -81,20 +100,17 @@ class Groups:
         read_bytes = await asyncio.to_thread(stored_bytes, snapshot) if snapshot else None
         if place.name != self._nodes.home.name:
             spec, snapshot = await outfit(self._nodes, place, spec, snapshot)
-        hosts = [_Host(self._host(device_id)) for device_id in lease.device_ids]
+        hosts = [_Host(host) for host in await self._living_hosts(job_id, lease.device_ids)]
         devices = [self._nodes.device(device_id) for device_id in lease.device_ids]
         coming = self._homecoming(job_id, place)
         group = Group(on_event=self._teller(job_id, coming))
         began_s = time.monotonic()
-        self._starting.add(job_id)
         try:
             await self._start(job_id, group, spec, hosts, devices, snapshot)
         except BaseException:
             if coming is not None:
                 coming.stop()
             raise
-        finally:
-            self._starting.discard(job_id)
         self._attend(job_id, group, lease, lease.device_ids, coming)
         return {
             "seconds": time.monotonic() - began_s,
@@ -126,6 +142,10 @@ class Groups:
         return (lambda event: self._jobs.on_event(job_id, event)) if coming is None else coming.take
 
     async def suspend_group(self, job_id: str) -> Detail:
+        with self._handling(job_id):
+            return await self._suspend_group(job_id)
+
+    async def _suspend_group(self, job_id: str) -> Detail:
         running = self._groups.get(job_id)
         if running is None:
             return None
@@ -133,11 +153,15 @@ class Groups:
         report = await ask("suspend_group", job_id, running.group.suspend())
         await running.watcher
         if report is None and running.ended is not None and running.ended.outcome == "failed":
-            raise EffectFailed("suspend_group", job_id, running.ended.error)
+            raise EffectFailed("suspend_group", job_id, running.ended.error, running.ended.blame)
         self._groups.pop(job_id, None)
         return asdict(report) if report is not None else None
 
     async def stop_group(self, job_id: str) -> Detail:
+        with self._handling(job_id):
+            return await self._stop_group(job_id)
+
+    async def _stop_group(self, job_id: str) -> Detail:
         running = self._groups.pop(job_id, None)
         if running is not None:
             running.watcher.cancel()
@@ -146,7 +170,7 @@ class Groups:
             if running.coming is not None:
                 running.coming.stop()
         for host in await self._hosts_of(job_id):
-            await ask("stop_group", job_id, host.kill.remote())
+            await ask("stop_group", job_id, _Host(host).kill())
         self._jobs.on_stopped(job_id)
         return None
 
@@ -165,7 +189,7 @@ class Groups:
                 self._tell(InventoryChanged())
             return
         error = outcome.error or {}
-        if error.get("retryable") and error["code"] not in ("rank_hung", "killed"):
+        if error.get("retryable") and error["code"] not in ("rank_hung", "killed") and error["blame"] != "memory":
             device_id = running.in_order[error["rank"]]
             if find_actor(ACTOR + device_id) is not None:  # else its node is gone, which says nothing of the device
                 self.on_death((device_id,), f"job {job_id}", error["reason"])
@@ -178,19 +202,41 @@ class Groups:
             outcome.step,
             error.get("message", ""),
             error.get("retryable", True),
+            error.get("blame", "own"),
         )
         self._tell(running.ended)
 
-    def _host(self, device_id: str) -> Any:
-        if device_id not in self._hosts:
+    def _host(self, device_id: str) -> Supervisor:
+        """The supervisor of a device, found or made; never one that is known to be dead."""
+        known = self._hosts.get(device_id)
+        if known is None or known.over:
             place = self._nodes.place_of((device_id,), "start_group", device_id)
-            self._hosts[device_id] = self._nodes.here(
+            actor = self._nodes.here(
                 RankHost, ACTOR + device_id, place, place.warm_socket("train"), str(place.log_dir),
                 *place.numa_nodes([self._nodes.device(device_id)]),
             )  # fmt: skip
-        return self._hosts[device_id]
+            known = self._hosts[device_id] = Supervisor(actor, ACTOR + device_id)
+        return known
 
-    async def _hosts_of(self, job_id: str) -> list[Any]:
+    async def _living_hosts(self, job_id: str, device_ids: Sequence[str]) -> list[Supervisor]:
+        """Supervisors that have just answered. A job once failed within 60 ms, with the text of a death eight minutes
+        before, because handles of dead ones were kept."""
+        return list(await asyncio.gather(*(self._living_host(job_id, device_id) for device_id in device_ids)))
+
+    async def _living_host(self, job_id: str, device_id: str) -> Supervisor:
+        until_s = time.monotonic() + FRESH_S
+        while True:
+            host = self._host(device_id)
+            try:
+                await host.call("status")
+                return host
+            except SupervisorDied as error:
+                host.end(str(error))
+                if time.monotonic() > until_s:
+                    raise EffectFailed("start_group", job_id, str(error), "outside") from error
+            await asyncio.sleep(FRESH_EVERY_S)
+
+    async def _hosts_of(self, job_id: str) -> list[Supervisor]:
         """Supervisors whose rank belongs to the job."""
         return [self._host(device) for device, place in (await self._ranks()).items() if place["job_id"] == job_id]
 
@@ -206,9 +252,11 @@ class Groups:
 
     async def _rank(self, device_id: str) -> dict[str, Any] | None:
         try:
-            return await self._host(device_id).status.remote()
-        except (RayError, EffectFailed):
-            self._hosts.pop(device_id, None)  # its actor died, and the rank on its leash with it
+            return await within("observe", device_id, self._host(device_id).call("status"))
+        except (SupervisorDied, RayError):
+            gone = self._hosts.pop(device_id, None)  # its actor died, and the rank on its leash with it
+            if gone is not None:
+                gone.end("it does not tell how it is")
             return None
 
     async def parked(self) -> tuple[str, ...]:
@@ -230,20 +278,29 @@ class Groups:
         Ranks whose controller died are adopted here if their world is whole, and go on training.
         """
         worlds: dict[str, dict[str, dict[str, Any]]] = {}
-        for device_id, place in (await self._hosts_there()).items():
+        in_hand, handled = set(self._in_hand), self._handled
+        there = await self._hosts_there()
+        # What a verb ended while it was read looks as if it had lost its controller: a job that had been cancelled was
+        # adopted so, and its end counted as a failure.
+        if self._handled != handled:
+            in_hand |= {place["job_id"] for place in there.values()}
+        for device_id, place in there.items():
             if parked := place["parked"]:
                 await self._look_after_parked(parked, device_id)
-            elif place["job_id"] and place["job_id"] not in self._groups and place["job_id"] not in self._starting:
+            elif place["job_id"] and place["job_id"] not in self._groups and place["job_id"] not in in_hand:
                 worlds.setdefault(place["job_id"], {})[device_id] = place
         found: dict[str, GroupObserved] = {}
         for job_id, places in worlds.items():
+            if job_id in self._in_hand or job_id in self._groups:
+                continue  # a verb began meanwhile
             lease = next((le for le in leases if le.holder == Holder("job", job_id)), None)
             if lease is not None and is_whole(places.values()):
                 await self._adopt(job_id, lease, places)
             elif any(place["alive"] for place in places.values()):
                 # A world that was being started, or is dying: it ends, and the job resumes from its snapshot.
                 lease_id = lease.id if lease else ""
-                lost = GroupEnded(job_id, lease_id, "failed", 0, "the controller was restarted while it started")
+                why = "the controller was restarted while it started"
+                lost = GroupEnded(job_id, lease_id, "failed", 0, why, blame="outside")
                 found[job_id] = GroupObserved(job_id, tuple(places), lease_id, lost)
         for job_id, running in self._groups.items():
             found[job_id] = GroupObserved(job_id, running.lease.device_ids, running.lease.id, running.ended)
@@ -254,8 +311,8 @@ class Groups:
         running = self._groups.get(job_id)
         elsewhere = running is not None and device_id not in running.lease.device_ids
         if elsewhere or not self._jobs.may_continue(job_id):
-            with contextlib.suppress(RayError):  # its actor died just now, and the rank with it
-                await self._host(device_id).drop_parked.remote(job_id)
+            with contextlib.suppress(SupervisorDied):  # just now, and the rank with it
+                await self._host(device_id).call("drop_parked", job_id)
 
     async def _adopt(self, job_id: str, lease: Lease, places: dict[str, dict[str, Any]]) -> None:
         ids = {"job_id": job_id, "lease_id": lease.id}
@@ -297,18 +354,18 @@ def is_whole(places: Collection[Mapping[str, Any]]) -> bool:
 
 
 class _Host:
-    """A RankHost behind its actor handle. An actor that died took its rank along, so its death is the rank's."""
+    """A RankHost behind its supervisor. One that died took its rank along, so its death is the rank's."""
 
-    def __init__(self, actor: Any):
-        self._actor = actor
+    def __init__(self, supervisor: Supervisor):
+        self._supervisor = supervisor
 
     def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
         async def call(*arguments: Any, **named: Any) -> Any:
             try:
-                return await getattr(self._actor, method).remote(*arguments, **named)
-            except (ActorDiedError, ActorUnavailableError) as error:
+                return await self._supervisor.call(method, *arguments, **named)
+            except SupervisorDied:
                 if method == "kill":
                     return None
-                raise ChildDied("rank", 0, "its supervisor's", first_line(error)) from error
+                raise
 
         return call

@@ -5,16 +5,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-import ray
 from ray.exceptions import RayError
 
+from runtime.errors import SupervisorDied
 from scheduler.effects import Detail, Event, ReplicaDied, ReplicaObserved, ReplicaOrder
-from scheduler.errors import EffectFailed
-from scheduler.ray_actors import actor_names, ask, find_actor, until_unnamed
+from scheduler.errors import Blame, EffectFailed
+from scheduler.ray_actors import (
+    UNNAMED_TIMEOUT_S,
+    Supervisor,
+    actor_names,
+    ask,
+    find_actor,
+    first_line,
+    until_unnamed,
+    within,
+)
 from scheduler.ray_node import Place, stored_bytes
 from scheduler.ray_nodes import Nodes, OnDeath
 from serve.config import EngineConfig
@@ -24,6 +33,7 @@ from serve.spec import ReplicaSpec
 log = logging.getLogger(__name__)
 
 ACTOR = "replica:"
+STOP_SLACK_S = 15.0  # for a supervisor to end an engine that did not stop by itself in its time
 
 
 class Routing(Protocol):
@@ -74,7 +84,7 @@ class Replicas:
     ):
         self._nodes, self._routing, self._versions, self._engine, self._tell = nodes, routing, versions, engine, tell
         self.on_death: OnDeath = lambda device_ids, holder, reason: None
-        self._replicas: dict[str, Any] = {}
+        self._replicas: dict[str, Supervisor] = {}
         self._places: dict[str, Place] = {}
         self._watchers: dict[str, asyncio.Task] = {}
         self._stopping: set[str] = set()
@@ -86,11 +96,14 @@ class Replicas:
             spec = self._replica_spec(order, place, path)
             await self._nodes.wait_warm(place, "serve", "start_replica", order.id)
             self._stopping.discard(order.id)
-            replica = self._replicas.get(order.id) or self._nodes.here(
-                Replica, ACTOR + order.id, place, place.warm_socket("serve"), str(place.log_dir), self._engine
-            )
-            self._replicas[order.id], self._places[order.id] = replica, place
-            detail = await ask("start_replica", order.id, replica.start.remote(spec))
+            replica = self._living(order.id)
+            if replica is None:
+                actor = self._nodes.here(
+                    Replica, ACTOR + order.id, place, place.warm_socket("serve"), str(place.log_dir), self._engine
+                )
+                replica = self._take_in(order.id, actor)
+            self._places[order.id] = place
+            detail = await ask("start_replica", order.id, replica.call("start", spec))
         finally:
             self._versions.taken(order.model)
         self._watch(order.id, replica)
@@ -105,15 +118,23 @@ class Replicas:
         watcher = self._watchers.pop(replica_id, None)
         if watcher is not None:
             watcher.cancel()
-        replica = self._replicas.pop(replica_id, None) or find_actor(ACTOR + replica_id)
+        replica = self._replicas.pop(replica_id, None)
+        if replica is None and (actor := find_actor(ACTOR + replica_id)) is not None:
+            replica = Supervisor(actor, ACTOR + replica_id)
         if replica is None:
             return None
         try:
-            await replica.stop.remote()
-        except RayError as error:
-            log.warning("it did not stop by itself: %s", error, extra={"replica": replica_id})
-        ray.kill(replica)  # its leash then kills whatever is left of the engine
-        await until_unnamed(ACTOR + replica_id)
+            async with asyncio.timeout(self._engine.stop_timeout_s + STOP_SLACK_S):
+                await replica.call("stop")
+        except (SupervisorDied, RayError, TimeoutError) as error:
+            log.warning("it did not stop by itself: %s", first_line(error), extra={"replica": replica_id})
+        replica.kill()  # its leash then kills whatever is left of the engine
+        replica.end("it was stopped")
+        try:
+            await until_unnamed(ACTOR + replica_id)
+        except TimeoutError as error:
+            reason = f"Ray still names it {UNNAMED_TIMEOUT_S:.0f} s after it was killed"
+            raise EffectFailed("stop_replica", replica_id, reason, "outside") from error
         place = self._places.pop(replica_id, None)
         if place is not None:
             await self._nodes.close_socket(place, replica_id)
@@ -123,18 +144,26 @@ class Replicas:
         status = await self._status("open_replica", replica_id)
         if status["state"] != "ready":
             raise EffectFailed("open_replica", replica_id, f"the engine is {status['state']}")
-        await self._open(replica_id, status["model"], status["version"])
+        opening = self._open(replica_id, status["model"], status["version"])
+        await self._while_alive("open_replica", replica_id, opening, "before it took requests")
         return None
 
     async def drain_replica(self, replica_id: str) -> Detail:
-        watcher = self._watchers.get(replica_id)
-        draining = asyncio.ensure_future(self._routing.drain(replica_id))
-        await asyncio.wait({draining, *([watcher] if watcher else [])}, return_when=asyncio.FIRST_COMPLETED)
-        if not draining.done():
-            draining.cancel()
-            raise EffectFailed("drain_replica", replica_id, "the engine died while it finished its requests")
-        draining.result()
+        draining = self._routing.drain(replica_id)
+        await self._while_alive("drain_replica", replica_id, draining, "while it finished its requests")
         return None
+
+    async def _while_alive(self, verb: str, replica_id: str, doing: Coroutine[Any, Any, Any], when: str) -> Any:
+        """What `doing` returns, if the engine lives until then. Raises EffectFailed as soon as it does not."""
+        watcher, task = self._watchers.get(replica_id), asyncio.ensure_future(doing)
+        try:
+            await asyncio.wait({task, *([watcher] if watcher else [])}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            blame = watcher.result() if watcher is not None and not watcher.cancelled() else "outside"
+            raise EffectFailed(verb, replica_id, f"the engine died {when}", blame)
+        finally:
+            task.cancel()
 
     async def sleep_replica(self, replica_id: str) -> Detail:
         return await self._ask_replica("sleep_replica", replica_id, "sleep")
@@ -145,13 +174,15 @@ class Replicas:
             detail = await self._ask_replica("wake_replica", replica_id, "wake", model, version, path)
         finally:
             self._versions.taken(model)
+        self._watch(replica_id, self._replicas[replica_id])
         return {**detail, "copied_bytes": copied_bytes}
 
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         path, copied_bytes = await self._bring("swap_replica", replica_id, model, version)
         try:
             # Adapters belong to the weights they were trained on; the engine waits for those that it has requests of.
-            await self._routing.withhold_adapters(replica_id)
+            withheld = self._routing.withhold_adapters(replica_id)
+            await self._while_alive("swap_replica", replica_id, withheld, "before it took the new weights")
             detail = await self._ask_replica("swap_replica", replica_id, "swap", model, version, path)
         except EffectFailed:
             self._routing.offer_adapters(replica_id)
@@ -159,7 +190,8 @@ class Replicas:
         finally:
             self._versions.taken(model)
         if self._routing.is_open(replica_id):
-            await self._open(replica_id, model, version)
+            opening = self._open(replica_id, model, version)
+            await self._while_alive("swap_replica", replica_id, opening, "right after it took the new weights")
         return {**detail, "copied_bytes": copied_bytes}
 
     async def unload_adapter(self, name: str) -> None:
@@ -226,25 +258,37 @@ class Replicas:
     async def _ask_replica(self, verb: str, replica_id: str, method: str, *arguments: Any) -> Any:
         replica = self._replicas.get(replica_id)
         if replica is None:
-            raise EffectFailed(verb, replica_id, "there is no such engine")
-        return await ask(verb, replica_id, getattr(replica, method).remote(*arguments))
+            raise EffectFailed(verb, replica_id, "there is no such engine", "outside")
+        return await ask(verb, replica_id, replica.call(method, *arguments))
 
-    def _watch(self, replica_id: str, replica: Any) -> None:
+    def _living(self, replica_id: str) -> Supervisor | None:
+        known = self._replicas.get(replica_id)
+        return None if known is None or known.over else known
+
+    def _take_in(self, replica_id: str, actor: Any) -> Supervisor:
+        found = self._replicas[replica_id] = Supervisor(actor, ACTOR + replica_id)
+        return found
+
+    def _watch(self, replica_id: str, replica: Supervisor) -> None:
         if replica_id not in self._watchers:
             self._watchers[replica_id] = asyncio.create_task(self._wait_dead(replica_id, replica))
 
-    async def _wait_dead(self, replica_id: str, replica: Any) -> None:
+    async def _wait_dead(self, replica_id: str, replica: Supervisor) -> Blame:
+        """Tells of its death; whose fault it was."""
+        blame: Blame = "own"
         try:
-            reason = str((await replica.wait_dead.remote()).get("exit", "the engine ended"))
-            if replica_id not in self._stopping:
-                status = await replica.status.remote()
+            dead = await replica.call("wait_dead")
+            reason, blame = str(dead.get("exit", "the engine ended")), "memory" if dead.get("starved") else "own"
+            if replica_id not in self._stopping and blame == "own":
+                status = await replica.call("status")
                 devices = tuple(f"{status['node']}/{index}" for index in status["devices"])
                 self.on_death(devices, f"model {status['model']}", reason)
-        except RayError as error:
-            reason = f"its supervisor died: {error}".splitlines()[0]
+        except (SupervisorDied, RayError) as error:
+            reason, blame = first_line(error), "outside"
         if replica_id not in self._stopping:
             self._routing.close(replica_id)
-            self._tell(ReplicaDied(replica_id, reason))
+            self._tell(ReplicaDied(replica_id, reason, blame))
+        return blame
 
     # --- the truth
 
@@ -258,19 +302,22 @@ class Replicas:
         await asyncio.gather(*(self.stop_replica(replica_id) for replica_id in list(self._replicas)))
 
     async def _observe_replica(self, replica_id: str) -> ReplicaObserved | None:
-        replica = self._replicas.get(replica_id) or find_actor(ACTOR + replica_id)
+        replica = self._living(replica_id)
         if replica is None:
-            return None
-        self._replicas[replica_id] = replica
+            actor = find_actor(ACTOR + replica_id)
+            if actor is None:
+                return None
+            replica = self._take_in(replica_id, actor)
         try:
-            status = await replica.status.remote()
-        except RayError:
+            status = await within("observe", replica_id, replica.call("status"))
+        except (SupervisorDied, RayError):
             return ReplicaObserved(replica_id, "", "", "dead", ())
         state, node = status["state"], status["node"]
         if (place := self._nodes.place(node)) is not None:
             self._places[replica_id] = place
-        if state == "ready":
+        if state != "dead":
             self._watch(replica_id, replica)
+        if state == "ready":
             state = "open" if self._routing.is_open(replica_id) else "ready"
             if state == "open" and place is not None:
                 with contextlib.suppress(EffectFailed):  # a node is going; the next look tells
@@ -283,7 +330,7 @@ class Replicas:
         found = {}
         for replica_id, replica in list(self._replicas.items()):
             try:
-                found[replica_id] = (await replica.status.remote())["rss_bytes"]
-            except RayError:
+                found[replica_id] = (await replica.call("status"))["rss_bytes"]
+            except (SupervisorDied, RayError):
                 continue  # it is being replaced; the watcher reports its death
         return found

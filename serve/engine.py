@@ -36,6 +36,7 @@ from runtime.sockets import owner_only
 from serve import vllm_patches, vllm_plugin
 from serve.answer_version import AnswerVersions
 from serve.arguments import engine_arguments, engine_environment
+from serve.core_life import while_alive
 from serve.engine_control import EngineControl
 from serve.errors import EngineStartFailed, WrongState
 from serve.spec import ReplicaSpec
@@ -102,7 +103,8 @@ async def _serve(
         serving = asyncio.create_task(server.serve(sockets=[listener]))
         while not server.started and not serving.done():
             await asyncio.sleep(0.001)
-        leash.serve(_handlers(control, server))
+        dead = asyncio.create_task(_until_dead(llm))
+        leash.serve(_handlers(control, server, dead))
         leash.emit(
             "ready",
             fingerprint=canary,
@@ -113,22 +115,28 @@ async def _serve(
                 "total": time.perf_counter() - started_s,
             },
         )
-        watching = asyncio.create_task(_watch(llm, server))
+        watching = asyncio.create_task(_watch(dead, server))
         await asyncio.wait([serving, watching], return_when=asyncio.FIRST_COMPLETED)
         os.unlink(spec.socket_path)
         if llm.errored:
             # vLLM's shutdown would wait for the dead core; the supervisor kills what is left of the group.
             os._exit(70)
         watching.cancel()
+        dead.cancel()
         await serving
     return 0
 
 
-def _handlers(control: EngineControl, server: uvicorn.Server) -> dict[str, Callable[..., Any]]:
+def _handlers(
+    control: EngineControl, server: uvicorn.Server, dead: asyncio.Future[None]
+) -> dict[str, Callable[..., Any]]:
     loop = asyncio.get_running_loop()
 
     def on_loop(method: Callable[..., Any]) -> Callable[..., Future]:
-        return lambda **args: asyncio.run_coroutine_threadsafe(method(**args), loop)
+        alone = method.__name__ in ("status", "stop")  # they know of a dead core themselves
+        return lambda **args: asyncio.run_coroutine_threadsafe(
+            method(**args) if alone else while_alive(method(**args), dead, method.__name__), loop
+        )
 
     async def stop() -> None:
         server.should_exit = True
@@ -139,10 +147,15 @@ def _handlers(control: EngineControl, server: uvicorn.Server) -> dict[str, Calla
     return {call.__name__: on_loop(call) for call in calls}
 
 
-async def _watch(llm: AsyncLLM, server: uvicorn.Server) -> None:
-    """Returns shortly after the engine core died; vLLM's own watchdog looks every 5 s only."""
+async def _until_dead(llm: AsyncLLM) -> None:
+    """Returns when the engine core has died; vLLM's own watchdog looks every 5 s only."""
     while not llm.errored:
         await asyncio.sleep(DEAD_ENGINE_POLL_S)
+
+
+async def _watch(dead: asyncio.Task[None], server: uvicorn.Server) -> None:
+    """Ends the server shortly after the engine core died."""
+    await asyncio.shield(dead)
     await asyncio.sleep(DEAD_ENGINE_GRACE_S)
     server.should_exit = True
 

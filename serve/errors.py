@@ -3,6 +3,7 @@
 ServeError
 ├── InvalidReplicaSpec      a replica was described in a way no engine can be started from
 ├── EngineStartFailed       the engine process ended, or did not become healthy in time
+│   └── EngineOutOfMemory   because memory ran out
 ├── EngineFailed            the engine is in no usable state; kill it and start a new one
 ├── WrongState              the engine is asked for something its present state does not allow
 ├── VersionError            a version cannot be loaded into this engine; the engine serves on unchanged
@@ -29,6 +30,10 @@ class InvalidReplicaSpec(ServeError):
 
 class EngineStartFailed(ServeError):
     """The forked engine ended, or did not answer, before it was healthy; the message ends with its log."""
+
+
+class EngineOutOfMemory(EngineStartFailed):
+    """The engine did not start because the host's or the device's memory ran out: it may when some is free again."""
 
 
 class EngineFailed(ServeError):
@@ -63,6 +68,7 @@ BY_NAME: dict[str, type[ServeError]] = {
     error.__name__: error
     for error in (
         EngineStartFailed,
+        EngineOutOfMemory,
         EngineFailed,
         WrongState,
         VersionUnreadable,

@@ -15,11 +15,12 @@ from typing import Any
 from runtime.child import Child
 from runtime.errors import ChildDied, ChildError, ChildTimeout
 from runtime.oom import DiesAs, group_dies_as
-from runtime.process import tail
+from runtime.process import life, tail
 from serve import segments
 from serve.config import EngineConfig
-from serve.errors import BY_NAME, EngineFailed, EngineStartFailed, ServeError, WrongState
+from serve.errors import BY_NAME, EngineFailed, EngineOutOfMemory, EngineStartFailed, ServeError, WrongState
 from serve.spec import ReplicaSpec
+from serve.start_words import in_our_words
 
 ENTRY = "serve.engine:main"
 
@@ -75,12 +76,22 @@ class Replica:
             _remove_leftovers(self._spec)
             self._state = "dead"
             cause = f": {ready['type']}: {ready['message']}" if ready else ""
+            if child.starved:
+                raise EngineOutOfMemory("the engine was killed while it started, because the host's memory ran out")
+            words = in_our_words(ready["message"] if ready else tail(log_path), spec.model)
+            if words is not None:
+                failed = EngineOutOfMemory if words.memory else EngineStartFailed
+                raise failed(f"{words.text}\n{cause.removeprefix(': ')}; its log {log_path} says more")
             raise EngineStartFailed(
                 f"engine {spec.replica_id} ended during start{cause}; its log {log_path} ends with:\n{tail(log_path)}"
             )
         self._state = "ready"
         seconds = {**ready["seconds"], "fork_to_healthy": time.perf_counter() - began_s}
         return {"pid": child.pid, "seconds": seconds, "fingerprint": ready["fingerprint"]}
+
+    async def life(self) -> dict[str, Any]:
+        """Of this supervisor, see runtime.process.life; also asked to see whether it lives."""
+        return life()
 
     async def swap(
         self, model: str, version: str, version_path: str, how: str = "auto"
@@ -149,7 +160,9 @@ class Replica:
         _remove_leftovers(self._spec)
         fatal = self._child.fatal
         reason = f"{fatal['type']}: {fatal['message']}" if fatal else "the process ended"
-        return {"exit": reason, "log": tail(self._child.log_path)}
+        if self._child.starved:
+            reason = "it was killed because the host's memory ran out"
+        return {"exit": reason, "log": tail(self._child.log_path), "starved": self._child.starved}
 
     async def _call(self, method: str, timeout_s: float, **args: Any) -> dict[str, Any]:
         if self._child is None:
@@ -160,7 +173,10 @@ class Replica:
             raise BY_NAME.get(error.type, ServeError)(
                 error.message if error.type in BY_NAME else f"{method}: {error.type}: {error.message}"
             ) from error
-        except (ChildDied, ChildTimeout) as error:
+        except ChildDied as error:
+            failed = EngineOutOfMemory if error.starved else EngineFailed
+            raise failed(f"{method}: {error}") from error
+        except ChildTimeout as error:
             raise EngineFailed(f"{method}: {error}") from error
 
 

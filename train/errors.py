@@ -12,7 +12,7 @@ TrainError
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 
 class TrainError(Exception):
@@ -63,8 +63,9 @@ class TrainingDiverged(TrainError):
 
 
 class RankFailed(TrainError):
-    """A rank died, hung or raised. `retryable` says whether starting again from a snapshot can help."""
+    """A rank died, hung or raised. `retryable` says whether starting again from a snapshot can help; `blame` whose
+    fault it is: "own", "outside" or "memory"."""
 
-    def __init__(self, rank: int, reason: str, *, retryable: bool):
+    def __init__(self, rank: int, reason: str, *, retryable: bool, blame: Literal["own", "outside", "memory"] = "own"):
         super().__init__(f"rank {rank} {reason}")
-        self.rank, self.reason, self.retryable = rank, reason, retryable
+        self.rank, self.reason, self.retryable, self.blame = rank, reason, retryable, blame

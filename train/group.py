@@ -18,16 +18,19 @@ Rules
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol
 
-from runtime.errors import ChildDied, ChildTimeout, RuntimeLayerError
+from runtime.errors import ChildDied, ChildTimeout, RuntimeLayerError, SupervisorDied
 from train import errors
 from train.errors import RankFailed
 from train.spec import TrainSpec
+
+log = logging.getLogger(__name__)
 
 # Exceptions that mean "another rank is gone": never the reason themselves.
 _SYMPTOMS = ("DistBackendError", "DistNetworkError", "DistStoreError", "RuntimeError", "ConnectionError")
@@ -72,7 +75,9 @@ class SuspendReport:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a group ended. `error` is {"code", "message", "retryable"} when failed."""
+    """How a group ended. `error` is {"code", "message", "retryable", "blame"} when failed. blame: "own" where a rank
+    raised an error, "memory" where the kernel killed it for want of memory, else "outside": it was killed, stopped, or
+    its supervisor died, which says nothing of the job."""
 
     outcome: Literal["succeeded", "failed", "suspended", "cancelled"]
     step: int = 0
@@ -119,7 +124,7 @@ class Group:
             await asyncio.wait([self._ended], timeout=0.01)
         if self._ended.done() and (outcome := self._ended.result()).outcome == "failed":
             error = outcome.error or {}
-            raise RankFailed(error["rank"], error["reason"], retryable=error["retryable"])
+            raise RankFailed(error["rank"], error["reason"], retryable=error["retryable"], blame=error["blame"])
 
     async def _fork(self, spec: dict[str, Any], devices: Sequence[str], snapshot: str | None) -> None:
         meeting = uuid.uuid4().hex
@@ -128,7 +133,7 @@ class Group:
         for rank, result in enumerate(await asyncio.gather(*starts, return_exceptions=True)):
             if isinstance(result, BaseException):
                 await self._kill_all()
-                raise RankFailed(rank, f"was not started: {result}", retryable=True) from result
+                raise RankFailed(rank, f"was not started: {result}", retryable=True, blame="outside") from result
 
     async def _resume_parked(self, spec: dict[str, Any], devices: list[str], snapshot: str) -> bool:
         """Whether all ranks of this very world were parked in their places and go on; if not, none of them counts."""
@@ -177,7 +182,7 @@ class Group:
 
     async def kill(self) -> Outcome:
         """End now, as a failure that can be retried (the devices are needed, or the box goes down)."""
-        self._fail(0, "was killed on request", retryable=True, code="killed")
+        self._fail(0, "was killed on request", retryable=True, code="killed", blame="outside")
         return await self.wait()
 
     async def wait(self) -> Outcome:
@@ -228,9 +233,12 @@ class Group:
                 self._on_event({**told, "job": self._job_id})
 
     def _listened(self, rank: int, listener: asyncio.Task) -> None:
-        # An event that its taker cannot take must not be lost in silence, with all that follow it.
-        if not listener.cancelled() and (error := listener.exception()) is not None:
-            self._fail(rank, f"sent an event that could not be taken: {error!r}", retryable=True)
+        if listener.cancelled() or (error := listener.exception()) is None:
+            return
+        if isinstance(error, RuntimeLayerError):
+            self._fail_after_grace(rank)  # its supervisor is gone
+        else:  # an event that its taker cannot take must not be lost in silence, with all that follow it
+            self._fail(rank, f"sent an event that could not be taken: {error!r}", retryable=True, blame="outside")
 
     async def _watch_rank(self, rank: int) -> None:
         watch = self._watch
@@ -240,13 +248,14 @@ class Group:
                 report = await self._hosts[rank].call("ping", timeout_s=watch.ping_timeout_s)
             except ChildTimeout:
                 self._fail(rank, f"did not answer within {watch.ping_timeout_s} s (stopped or starved)", retryable=True,
-                           code="rank_hung")  # fmt: skip
+                           code="rank_hung", blame="outside")  # fmt: skip
                 return
             except ChildDied:
                 return  # its listener knows more
             if report["phase"] != "done" and report["in_phase_s"] > watch.phase_limit_s:
                 self._fail(rank, f"hangs in phase {report['phase']!r} at step {report['step']} for "
-                           f"{report['in_phase_s']:.0f} s", retryable=True, code="rank_hung")  # fmt: skip
+                           f"{report['in_phase_s']:.0f} s",
+                           retryable=True, code="rank_hung", blame="outside")  # fmt: skip
                 return
 
     def _tell_started(self) -> None:
@@ -263,7 +272,9 @@ class Group:
 
     async def _blame(self, first: int) -> None:
         await asyncio.sleep(_OWN_RANK_GRACE_S)
-        gone = [rank for rank in range(len(self._hosts)) if rank not in self._fatal and not await self._alive(rank)]
+        ranks = [rank for rank in range(len(self._hosts)) if rank not in self._fatal]
+        deaths = dict(zip(ranks, await asyncio.gather(*map(self._death, ranks)), strict=True))
+        gone = [rank for rank, death in deaths.items() if death is not None]
         if gone:  # and yet what they said last may be on its way: a listener ends when it has heard all
             await asyncio.wait([self._listeners[rank] for rank in gone], timeout=self._watch.ping_timeout_s)
         own = [rank for rank, fatal in self._fatal.items() if fatal["type"] not in _SYMPTOMS]
@@ -271,21 +282,31 @@ class Group:
         rank = (own or silent or [first])[0]
         fatal = self._fatal.get(rank)
         if fatal is None:
-            self._fail(rank, "died (killed, or out of memory)", retryable=True)
+            death = deaths.get(rank)
+            starved = any(isinstance(one, ChildDied) and one.starved for one in deaths.values())
+            how = f"died: {death}" if isinstance(death, SupervisorDied) else "died (killed, or out of memory)"
+            self._fail(rank, "died: the host's memory ran out" if starved else how, retryable=True,
+                       blame="memory" if starved else "outside")  # fmt: skip
         else:
             of_input = isinstance(getattr(errors, fatal["type"], None), type)
             self._fail(rank, f"raised {fatal['type']}: {fatal['message']}", retryable=not of_input, code=fatal["type"])
 
-    async def _alive(self, rank: int) -> bool:
+    async def _death(self, rank: int) -> RuntimeLayerError | None:
+        """What it died of; None while it lives."""
         try:
-            await self._hosts[rank].call("ping", timeout_s=self._watch.ping_timeout_s)
-        except RuntimeLayerError:
-            return False
-        return True
+            async with asyncio.timeout(2 * self._watch.ping_timeout_s):  # its supervisor may be stopped, too
+                await self._hosts[rank].call("ping", timeout_s=self._watch.ping_timeout_s)
+        except RuntimeLayerError as error:
+            return error
+        except TimeoutError:
+            return None
+        return None
 
-    def _fail(self, rank: int, reason: str, *, retryable: bool, code: str = "rank_failed") -> None:
+    def _fail(
+        self, rank: int, reason: str, *, retryable: bool, code: str = "rank_failed", blame: str = "own"
+    ) -> None:
         error = {"code": code, "rank": rank, "reason": reason, "message": f"rank {rank} {reason}",
-                 "retryable": retryable}  # fmt: skip
+                 "retryable": retryable, "blame": blame}  # fmt: skip
         self._tasks.append(asyncio.create_task(self._end(Outcome("failed", self._step, error)),
                                                name=f"{self._job_id} fail"))  # fmt: skip
 
@@ -303,7 +324,10 @@ class Group:
         self._ending = True
         try:
             if outcome.detail.get("parked"):
-                await asyncio.gather(*(host.leave_parked() for host in self._hosts))
+                leave = (host.leave_parked() for host in self._hosts)
+                for rank, error in enumerate(await asyncio.gather(*leave, return_exceptions=True)):
+                    if error is not None:
+                        log.warning("parked rank %d is gone: %s", rank, error, extra={"job_id": self._job_id})
             else:
                 await self._kill_all()
         except BaseException:
@@ -317,7 +341,12 @@ class Group:
                 task.cancel()
 
     async def _kill_all(self) -> None:
-        await asyncio.gather(*(host.kill() for host in self._hosts))
+        """A host that cannot be asked to must not keep the end of the group from being told: it took its rank along.
+        One such error once left a suspend waiting for ever."""
+        kills = (host.kill() for host in self._hosts)
+        for rank, error in enumerate(await asyncio.gather(*kills, return_exceptions=True)):
+            if error is not None:
+                log.warning("rank %d could not be killed: %s", rank, error, extra={"job_id": self._job_id})
 
 
 def is_same_world(parked: Sequence[Any], spec: dict[str, Any], devices: list[str]) -> bool:

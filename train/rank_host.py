@@ -15,6 +15,7 @@ from typing import Any
 from runtime.child import Child
 from runtime.errors import ChildDied
 from runtime.oom import DiesAs, group_dies_as
+from runtime.process import life
 
 log = logging.getLogger(__name__)
 
@@ -84,6 +85,10 @@ class RankHost:
         group_dies_as(DiesAs.RANK, self._child.pid)
         self._events = _Events(self._child)
         return {"pid": self._child.pid}
+
+    async def life(self) -> dict[str, Any]:
+        """Of this supervisor, see runtime.process.life; also asked to see whether it lives."""
+        return life()
 
     async def parked(self) -> dict[str, Any] | None:
         """What the rank that is parked here was started with: `{"job_id", "rank", "world_size", "meeting" (of its

@@ -66,6 +66,8 @@ from runtime.oom import DiesAs, dies_as
 from runtime.process import die_with_parent
 from runtime.sockets import owner_only
 from scheduler.discovery import discover_devices
+from scheduler.effects import Observed
+from scheduler.errors import EffectFailed
 from scheduler.inventory import Device
 from scheduler.loop import SchedulerLoop
 from scheduler.ports import SystemClock
@@ -76,6 +78,7 @@ from weights.store import WeightStore
 log = logging.getLogger(__name__)
 
 SUSPEND_S = 60.0
+LOOK_AGAIN_S = 1.0
 DEGRADED_EVERY_S = 2.0
 # What is still being answered when the controller ends: who follows a response in background would keep it.
 ANSWERS_S = 10
@@ -203,7 +206,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     await bus.start()
     await nodes.connect()
     health.began({device.node for device in nodes.devices})
-    states.after_restart(adopted={group.job_id for group in (await effects.observe()).groups if group.ended is None})
+    there = await _observed(effects)
+    states.after_restart(adopted={group.job_id for group in there.groups if group.ended is None})
 
     app = create_app(context)
     listeners = (
@@ -286,11 +290,21 @@ def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
     return store
 
 
+async def _observed(effects: RayEffects) -> Observed:
+    """The truth, as soon as it can be read: a supervisor that hangs is killed within a minute."""
+    while True:
+        try:
+            return await effects.observe()
+        except EffectFailed as error:
+            log.warning("the box cannot be observed yet: %s", error)
+            await asyncio.sleep(LOOK_AGAIN_S)
+
+
 async def _save_everything(effects: RayEffects, flow: TierFlow) -> bool:
     """False if something is in shared memory only: then that is kept for the next start."""
-    for group in (await effects.observe()).groups:
+    for group in (await _observed(effects)).groups:
         # A job that cannot be suspended any more goes on from its last snapshot.
-        with contextlib.suppress(TimeoutError):
+        with contextlib.suppress(TimeoutError, EffectFailed):
             async with asyncio.timeout(SUSPEND_S):
                 await effects.suspend_group(group.job_id)
     saved = await flow.finish()

@@ -32,10 +32,10 @@ async def test_the_state_of_a_model_and_why_it_does_not_serve_are_said_alike_eve
     message = "not serving: no memory; next try in 12 s"
     control.scheduler.troubles = [{"model": "starter", "reason": "no memory", "message": message, "lasting": False}]
     control.scheduler.replicas = [{"id": "r1", "model": TUNED, "state": "asleep"}]
-    listed = {model.id: model.model_extra for model in (await control.sdk.models.list()).data}
-    assert listed["starter"] == {"state": "failed", "state_details": message}
-    assert listed[TUNED] == {"state": "asleep", "state_details": None}
-    assert listed[CHECKPOINT] == {"state": "cold", "state_details": None}
+    found = {model.id: model.model_extra for model in (await control.sdk.models.list()).data}
+    assert {name: (extra["state"], extra["state_details"]) for name, extra in found.items()} == {
+        "starter": ("failed", message), TUNED: ("asleep", None), CHECKPOINT: ("cold", None),
+    }  # fmt: skip
     one = (await control.http.get("/admin/v1/models/starter", headers=ADMIN)).json()
     assert (one["state"], one["message"]) == ("failed", message)
     rows = (await control.http.get("/admin/v1/models", headers=ADMIN)).json()["data"]

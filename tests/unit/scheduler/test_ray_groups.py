@@ -1,11 +1,22 @@
-"""Which ranks a restarted controller may adopt."""
+"""Groups over supervisors that die: whose handles are kept, which ranks are adopted, and how every step ends."""
 
 from __future__ import annotations
 
-import pytest
+import asyncio
+from types import SimpleNamespace
+from typing import Any
 
-from scheduler.ray_groups import is_whole
+import pytest
+from ray.exceptions import ActorDiedError, OutOfMemoryError
+
+from scheduler import ray_groups
+from scheduler.errors import EffectFailed
+from scheduler.inventory import Device, Holder, Lease
+from scheduler.ray_groups import ACTOR, Groups, is_whole
 from scheduler.ray_node import stored_bytes
+
+LEASE = Lease("l1:job:j", Holder("job", "j"), ("n0/0", "n0/1"))
+IDLE = {"alive": False, "done": False, "job_id": "", "rank": 0, "world_size": 0, "pid": None, "parked": ""}
 
 
 def place(rank, size=3, alive=True, done=False):
@@ -31,3 +42,186 @@ def test_what_a_start_reads_is_told_by_the_manifest_or_not_at_all(tmp_path):
     assert stored_bytes(tmp_path / "none") is None
     (tmp_path / "manifest.json").write_text("{}")
     assert stored_bytes(tmp_path) is None, "a step is not failed for its history"
+
+
+class RankHost:
+    """The body of a supervisor: a rank that is ready at once and then says nothing. `dead`: what Ray says of it."""
+
+    def __init__(self) -> None:
+        self.dead: BaseException | None = None
+        self.place = dict(IDLE)
+        self.asked: list[str] = []
+        self.killing = asyncio.Event()
+        self.killing.set()
+        self.died = asyncio.Event()
+
+    def __getattr__(self, method: str) -> Any:
+        body = getattr(type(self), f"do_{method}")
+
+        async def remote(*arguments: Any, **named: Any) -> Any:
+            self.asked.append(method)
+            if self.dead is not None:
+                raise self.dead
+            return await body(self, *arguments, **named)
+
+        return SimpleNamespace(remote=remote)
+
+    def die(self, error: BaseException) -> None:
+        self.dead = error
+        self.died.set()
+
+    async def do_life(self) -> dict[str, Any]:
+        return {"pid": 1, "kernel": "another"}
+
+    async def do_status(self) -> dict[str, Any]:
+        return self.place
+
+    async def do_parked(self) -> None:
+        return None
+
+    async def do_start(self, spec, rank, world_size, *_, **__) -> dict[str, Any]:
+        self.place = {**IDLE, "alive": True, "job_id": "j", "rank": rank, "world_size": world_size, "pid": 7}
+        return {"pid": 7}
+
+    async def do_next_event(self, after: int) -> dict[str, Any]:
+        if after == 0:
+            return {"number": 1, "event": "ready", "step": 0, "seconds": {"join": 0.0, "prepare": 0.0}}
+        await self.died.wait()
+        raise self.dead
+
+    async def do_call(self, method: str, **_: Any) -> Any:
+        return {"phase": "step", "in_phase_s": 0.0, "step": 1}
+
+    async def do_kill(self) -> None:
+        await self.killing.wait()
+        self.place = dict(IDLE)
+
+    async def do_drop_parked(self, job_id: str) -> None: ...
+
+
+class Box:
+    """Two devices, their supervisors by name as Ray would find them, and one job."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.alive: dict[str, RankHost] = {}
+        self.made = 0
+        self.told: list[Any] = []
+        here = SimpleNamespace(name="n0", warm_socket=lambda name: "/w", log_dir="/l", numa_nodes=lambda devices: ())
+        nodes = SimpleNamespace(
+            home=here, place_of=lambda ids, verb, target: here, here=self.find_or_make,
+            device=lambda device_id: Device(device_id, "n0", int(device_id[-1])), wait_warm=self.nothing,
+        )  # fmt: skip
+        spec = SimpleNamespace(job_id="j")
+        jobs = SimpleNamespace(
+            catch_up=lambda job: None, prepare=self.nothing, spec=lambda job: spec, newest_snapshot=lambda job: None,
+            may_continue=lambda job: True, on_event=lambda job, event: None, on_stopped=lambda job: None,
+        )  # fmt: skip
+        monkeypatch.setattr("train.group.asdict", lambda spec: {"job_id": "j"})
+        monkeypatch.setattr("train.group._OWN_RANK_GRACE_S", 0.0)
+        monkeypatch.setattr(ray_groups, "FRESH_EVERY_S", 0.0)
+        monkeypatch.setattr(ray_groups, "actor_names", self.names)
+        monkeypatch.setattr(ray_groups, "find_actor", lambda name: self.alive.get(name))
+        self.groups = Groups(nodes, jobs, self.told.append)
+
+    async def nothing(self, *_: Any) -> None: ...
+
+    async def names(self) -> list[str]:
+        return list(self.alive)
+
+    def find_or_make(self, body: Any, name: str, *_: Any) -> RankHost:
+        if name not in self.alive:
+            self.made += 1
+            self.alive[name] = RankHost()
+        return self.alive[name]
+
+    @property
+    def hosts(self) -> list[RankHost]:
+        return [self.alive[f"{ACTOR}n0/{n}"] for n in range(2)]
+
+    def kill(self, error: BaseException) -> None:
+        """All supervisors die, and Ray forgets their names."""
+        for host in self.hosts:
+            host.die(error)
+        self.alive.clear()
+
+
+@pytest.fixture
+async def box(monkeypatch):
+    one = Box(monkeypatch)
+    yield one
+    for running in one.groups._groups.values():
+        running.watcher.cancel()
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), OutOfMemoryError("killed by the memory monitor")])
+@pytest.mark.parametrize("verb", ["suspend_group", "stop_group"])
+async def test_a_hand_over_of_dead_supervisors_ends_and_the_next_start_has_living_ones(box, error, verb):
+    async with asyncio.timeout(5):
+        await box.groups.start_group("j", LEASE)
+        box.kill(error)
+        if verb == "suspend_group":
+            with pytest.raises(EffectFailed, match="supervisor .* died") as failed:
+                await box.groups.suspend_group("j")
+            assert failed.value.blame == "outside"
+            assert [(ended.job_id, ended.blame) for ended in box.told] == [("j", "outside")]
+        await box.groups.stop_group("j")
+        detail = await box.groups.start_group("j", LEASE)
+        assert detail["ranks"] == "forked" and box.made == 4
+
+
+async def test_a_handle_whose_actor_died_while_nobody_asked_it_is_not_used(box):
+    await box.groups.start_group("j", LEASE)
+    await box.groups.stop_group("j")
+    box.kill(ActorDiedError())
+    async with asyncio.timeout(5):
+        await box.groups.start_group("j", LEASE)
+    assert box.made == 4 and all("start" in host.asked for host in box.hosts)
+
+
+async def test_supervisors_that_never_come_are_not_the_jobs_fault(box, monkeypatch):
+    monkeypatch.setattr(ray_groups, "FRESH_S", 0.01)
+    made = RankHost()
+    made.dead = ActorDiedError()
+    box.find_or_make = box.groups._nodes.here = lambda *_: made
+    with pytest.raises(EffectFailed) as failed:
+        await box.groups.start_group("j", LEASE)
+    assert failed.value.blame == "outside"
+
+
+async def test_ranks_that_are_being_stopped_are_not_adopted(box):
+    await box.groups.start_group("j", LEASE)
+    for host in box.hosts:
+        host.killing.clear()
+    stopping = asyncio.create_task(box.groups.stop_group("j"))  # the job was cancelled
+    while not all("kill" in host.asked for host in box.hosts):
+        await asyncio.sleep(0)
+    assert await box.groups.observe((LEASE,)) == ()
+    looking = asyncio.create_task(box.groups.observe((LEASE,)))
+    await asyncio.sleep(0)
+    for host in box.hosts:
+        host.killing.set()
+    await stopping
+    assert await looking == () and box.groups._groups == {} and box.told == []
+
+
+async def test_what_a_verb_ended_while_it_was_looked_at_is_no_lost_group(box):
+    await box.groups.start_group("j", LEASE)
+    asked = asyncio.Event()
+
+    async def slow_status(self: RankHost) -> dict[str, Any]:
+        seen = dict(self.place)
+        asked.set()
+        await stopped.wait()
+        return seen
+
+    stopped = asyncio.Event()
+    type(box.hosts[0]).do_status, before = slow_status, RankHost.do_status
+    try:
+        looking = asyncio.create_task(box.groups.observe((LEASE,)))
+        await asked.wait()
+        RankHost.do_status = before
+        await box.groups.stop_group("j")
+        stopped.set()
+        assert await looking == () and box.groups._groups == {}
+    finally:
+        RankHost.do_status = before

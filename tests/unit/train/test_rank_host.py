@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-from runtime.errors import ChildDied
+import pytest
+
+from runtime.errors import ChildDied, SupervisorDied
 from train.group import Group, Watch
 from train.rank_host import RankHost
 
@@ -213,3 +215,44 @@ async def test_a_rank_on_a_gpu_sees_that_one_as_nvml_numbers_it(monkeypatch, tmp
     await one.start({"job_id": "j"}, 3, 8, "meeting", "5")
     env = made[0].env
     assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"], env["LOCAL_RANK"]) == ("5", "PCI_BUS_ID", "0")
+
+
+async def test_a_host_that_cannot_be_asked_to_kill_does_not_keep_the_end_from_being_told(monkeypatch, tmp_path):
+    one, _ = await started(monkeypatch, tmp_path)
+
+    async def lost() -> None:
+        raise RuntimeError("the machine ran out of memory")  # whatever it is: a suspend waited for ever for one such
+
+    monkeypatch.setattr(one, "kill", lost)
+    group = Group(watch=Watch(ping_every_s=60))
+    await group.adopt("j", [one])
+    async with asyncio.timeout(5):
+        ended = await group.kill()
+    assert (ended.outcome, ended.error["code"], ended.error["blame"]) == ("failed", "killed", "outside")
+
+
+@pytest.mark.parametrize(
+    "death, blame, says",
+    [
+        (SupervisorDied("rank:n0/1", "its process was killed"), "outside", "the supervisor rank:n0/1 died"),
+        (ChildDied("rank", 1, "log"), "outside", "died (killed, or out of memory)"),
+        (ChildDied("rank", 1, "log", "", True), "memory", "died: the host's memory ran out"),
+    ],
+)
+async def test_a_rank_that_was_killed_is_not_the_jobs_fault(monkeypatch, tmp_path, death, blame, says):
+    monkeypatch.setattr("train.group._OWN_RANK_GRACE_S", 0)
+    one, (child,) = await started(monkeypatch, tmp_path)
+
+    async def ping(*_, **__):
+        raise death
+
+    async def ends(after):
+        raise death
+
+    child.call = ping
+    monkeypatch.setattr(one, "next_event", ends)
+    group = Group(watch=Watch(ping_every_s=60))
+    async with asyncio.timeout(5):
+        await group.adopt("j", [one])
+        error = (await group.wait()).error
+    assert error["blame"] == blame and says in error["reason"] and error["retryable"]

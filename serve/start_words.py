@@ -1,0 +1,97 @@
+"""Why an engine did not start, in the box's own words: which of its settings to change, never an option of vLLM's.
+
+vLLM says it of its own command line, which nobody of a box has seen. What is not known here is told as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """memory: it failed for want of memory, and may not when some is free."""
+
+    text: str
+    memory: bool = False
+
+
+def _kv_too_small(found: re.Match[str], model: str) -> Words:
+    length, needed, had = found["length"], found["needed"], found["had"]
+    most = re.search(r"estimated maximum model length is (\d+)", found.string)
+    shorter = f"at most {most[1]}" if most else "lower"
+    return Words(
+        f"the KV cache is too small for one request of {length} tokens: {needed} GiB are needed, {had} GiB are set "
+        f"aside for it; raise [serve] kv_cache_bytes, or set [serve] max_model_len to {shorter}"
+    )
+
+
+def _no_room_for_kv(found: re.Match[str], model: str) -> Words:
+    return Words(
+        f"no memory is left for the KV cache of {model} beside its weights; raise [serve] kv_cache_bytes, spread it "
+        f"over more devices (`appliance model deploy {model} --tensor-parallel N`), or stop what else uses the device",
+        memory=True,
+    )
+
+
+def _device_too_full(found: re.Match[str], model: str) -> Words:
+    return Words(
+        f"the device has {found['free']} of {found['total']} GiB free, less than the share that an engine may use; "
+        "stop what else uses it, or lower [serve] gpu_memory_fraction",
+        memory=True,
+    )
+
+
+def _out_of_memory(found: re.Match[str], model: str) -> Words:
+    return Words(
+        f"memory ran out while the engine of {model} started; lower [serve] kv_cache_bytes or max_num_seqs, or free "
+        "memory",
+        memory=True,
+    )
+
+
+def _too_long(found: re.Match[str], model: str) -> Words:
+    return Words(
+        f"[serve] max_model_len is {found['asked']}, and {model} was made for at most {found['most']} tokens; set it "
+        "no higher than that"
+    )
+
+
+def _unsupported(found: re.Match[str], model: str) -> Words:
+    return Words(
+        f"engines of this box cannot serve the architecture {found['arch']}; `appliance model rm {model}` removes it"
+    )
+
+
+def _heads(found: re.Match[str], model: str) -> Words:
+    return Words(
+        f"{model} has {found['heads']} attention heads, which {found['devices']} devices cannot share evenly; choose "
+        f"another number with `appliance model deploy {model} --tensor-parallel N`"
+    )
+
+
+_KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...] = tuple(
+    (re.compile(pattern, re.S), words)
+    for pattern, words in (
+        (r"max seq len \((?P<length>\d+)\), \((?P<needed>[\d.]+) GiB KV cache is needed.*?available KV cache memory "
+         r"\((?P<had>[\d.]+) GiB\)", _kv_too_small),
+        (r"No available memory for the cache blocks", _no_room_for_kv),
+        (r"Free memory on device \S+ \((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on startup", _device_too_full),
+        (r"max_model_len \((?P<asked>\d+)\) is greater than the derived max_model_len \(\S+?=(?P<most>[\d.]+)",
+         _too_long),
+        (r"Model architectures? \[?'?(?P<arch>[\w', ]+?)'?\]? (?:are|is|was) (?:not )?supported", _unsupported),
+        (r"attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<devices>\d+)\)", _heads),
+        (r"out of memory|[Cc]an(?:'|no)t allocate memory|MemoryError|std::bad_alloc", _out_of_memory),
+    )
+)  # fmt: skip
+
+
+def in_our_words(message: str, model: str) -> Words | None:
+    """What the box says for this message of vLLM's; None for one that it does not know."""
+    for pattern, words in _KNOWN:
+        found = pattern.search(message)
+        if found is not None:
+            return words(found, model)
+    return None

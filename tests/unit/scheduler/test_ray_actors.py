@@ -1,0 +1,195 @@
+"""Supervisors: a call ends when the one who is to answer is gone, however that becomes known."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
+
+from runtime.errors import ChildDied, ChildTimeout, SupervisorDied, WarmParentError
+from runtime.process import life
+from scheduler import ray_actors, virtual_time
+from scheduler.errors import EffectFailed
+from scheduler.ray_actors import Supervisor, ask, blame_of, within
+from serve.errors import EngineOutOfMemory, EngineStartFailed
+from train.errors import RankFailed
+
+
+class Method:
+    def __init__(self, answer: Callable[..., Any]):
+        self._answer = answer
+
+    async def remote(self, *arguments: Any) -> Any:
+        answer = self._answer(*arguments)
+        return await answer if asyncio.iscoroutine(answer) else answer
+
+
+class Actor:
+    """A handle whose methods are given by name; `pid` of the process that it is."""
+
+    def __init__(self, pid: int | None = None, **methods: Callable[..., Any]):
+        self._methods = {"life": lambda: {**life(), "pid": pid or os.getpid()}, **methods}
+
+    def __getattr__(self, name: str) -> Method:
+        return Method(self._methods[name])
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    def answer(*arguments: Any) -> Any:
+        raise error
+
+    return answer
+
+
+async def never(*arguments: Any) -> None:
+    await asyncio.Event().wait()
+
+
+@pytest.fixture
+def process():
+    with subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"],
+                          stdout=subprocess.PIPE) as found:  # fmt: skip
+        found.stdout.readline()
+        yield found
+        found.kill()
+
+
+@pytest.fixture
+def killed(monkeypatch) -> list[Actor]:
+    found: list[Actor] = []
+    monkeypatch.setattr(ray_actors.ray, "kill", found.append)
+    return found
+
+
+async def test_a_call_ends_at_once_when_its_process_is_killed_though_ray_says_nothing(process) -> None:
+    supervisor = Supervisor(Actor(process.pid, work=never), "rank:n0/0")
+    work = asyncio.create_task(supervisor.call("work"))
+    while supervisor._pidfd < 0:
+        await asyncio.sleep(0)
+    began_s = time.monotonic()
+    process.kill()
+    with pytest.raises(SupervisorDied, match="rank:n0/0 died: its process was killed"):
+        await work
+    assert time.monotonic() - began_s < 1.0 and supervisor.over
+    with pytest.raises(SupervisorDied):
+        await supervisor.call("life")
+
+
+async def test_a_process_that_is_gone_before_it_is_watched_is_dead(process) -> None:
+    process.kill()
+    process.wait()
+    supervisor = Supervisor(Actor(process.pid, work=never), "r")
+    with pytest.raises(SupervisorDied):
+        await supervisor.call("work")
+
+
+async def test_a_process_of_another_machine_is_not_watched_by_its_number(process) -> None:
+    actor = Actor(work=lambda: 7, life=lambda: {"pid": process.pid, "kernel": "another"})
+    supervisor = Supervisor(actor, "r")
+    assert await supervisor.call("work") == 7
+    process.kill()
+    process.wait()
+    assert await supervisor.call("work") == 7 and not supervisor.over
+
+
+@pytest.mark.parametrize("error", [ActorDiedError(), OutOfMemoryError("killed by the memory monitor")])
+async def test_whatever_ray_says_of_a_death_is_one(error) -> None:
+    supervisor = Supervisor(Actor(work=raising(error)), "r")
+    with pytest.raises(SupervisorDied):
+        await supervisor.call("work")
+    assert supervisor.over
+
+
+async def test_one_that_cannot_be_reached_now_may_be_asked_again() -> None:
+    answers = iter([raising(ActorUnavailableError("lost the connection", None)), lambda: 1])
+    supervisor = Supervisor(Actor(work=lambda: next(answers)()), "r")
+    with pytest.raises(SupervisorDied):
+        await supervisor.call("work")
+    assert await supervisor.call("work") == 1
+
+
+async def test_one_that_does_not_answer_at_all_is_killed(process, killed, monkeypatch) -> None:
+    monkeypatch.setattr(ray_actors, "PROVE_EVERY_S", 0.01)
+    monkeypatch.setattr(ray_actors, "HUNG_S", 0.02)
+    lives = iter([lambda: {**life(), "pid": process.pid}])
+    actor = Actor(work=never, life=lambda: next(lives, never)())
+    supervisor = Supervisor(actor, "r")
+    with pytest.raises(SupervisorDied, match="it did not answer"):
+        await supervisor.call("work")
+    assert killed == [actor] and process.wait() == -signal.SIGKILL
+
+
+def test_one_that_has_not_begun_yet_is_waited_for(killed) -> None:
+    async def test() -> None:
+        begun = asyncio.Event()
+
+        async def work() -> int:
+            await begun.wait()
+            return 5
+
+        async def when_begun() -> dict[str, Any]:
+            await begun.wait()
+            return {**life(), "kernel": "another"}
+
+        calling = asyncio.create_task(Supervisor(Actor(work=work, life=when_begun), "r").call("work"))
+        await asyncio.sleep(10 * ray_actors.HUNG_S)
+        begun.set()
+        assert await calling == 5 and not killed
+
+    virtual_time.run(test())
+
+
+async def test_work_that_takes_long_is_waited_for_while_its_supervisor_lives(killed, monkeypatch) -> None:
+    monkeypatch.setattr(ray_actors, "PROVE_EVERY_S", 0.002)
+    done, asked = asyncio.Event(), []
+
+    async def work() -> int:
+        await done.wait()
+        return 5
+
+    def alive() -> dict[str, Any]:
+        asked.append(1)
+        if len(asked) == 5:
+            done.set()
+        return life()
+
+    assert await Supervisor(Actor(work=work, life=alive), "r").call("work") == 5
+    assert not killed
+
+
+async def test_who_looks_is_not_stopped_by_one_that_is() -> None:
+    with pytest.raises(EffectFailed, match="has not answered") as failed:
+        await within("observe", "r1", never(), 0.01)
+    assert failed.value.blame == "outside"
+
+
+@pytest.mark.parametrize(
+    "error, blame",
+    [
+        (EngineStartFailed("no such kernel"), "own"),
+        (EngineOutOfMemory("no room"), "memory"),
+        (WarmParentError("gone"), "outside"),
+        (SupervisorDied("r", "killed"), "outside"),
+        (ChildDied("rank 0", 1, "log"), "own"),
+        (ChildDied("rank 0", 1, "log", "", True), "memory"),
+        (ChildTimeout("no answer"), "outside"),
+        (TimeoutError(), "outside"),
+        (RankFailed(0, "raised ValueError", retryable=True), "own"),
+        (RankFailed(0, "died", retryable=True, blame="outside"), "outside"),
+        (RankFailed(0, "raised InvalidTrainingData", retryable=False), "input"),
+    ],
+)
+async def test_whose_fault_an_error_is(error, blame) -> None:
+    assert blame_of(error) == blame
+    for raised in (error, RayTaskError("work", "traceback", error).as_instanceof_cause()):
+        with pytest.raises(EffectFailed) as failed:
+            await ask("start_group", "j", Method(raising(raised)).remote())
+        assert failed.value.blame == blame, raised

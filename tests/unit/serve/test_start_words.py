@@ -1,0 +1,58 @@
+"""What vLLM says of its own options is said of the box's settings."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from appliance.config import BoxConfig
+from serve.start_words import in_our_words
+
+KV = (
+    "ValueError: To serve at least one request with the model's max seq len (8192), (0.35 GiB KV cache is needed, "
+    "which is larger than the available KV cache memory (0.24 GiB). Based on the available memory, the estimated "
+    "maximum model length is 5568. Try increasing `gpu_memory_utilization` (which also controls CPU memory reservation "
+    "on the CPU backend, despite its name) or decreasing `max_model_len` when initializing the engine."
+)
+FULL = (
+    "ValueError: Free memory on device cuda:0 (3.21/79.1 GiB) on startup is less than desired GPU memory utilization "
+    "(0.92, 72.8 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
+)
+LONG = (
+    "pydantic: 1 validation error for ModelConfig: User-specified max_model_len (99999) is greater than the derived "
+    "max_model_len (max_position_embeddings=2048 or model_max_length=None in model's config.json)."
+)
+
+
+@pytest.mark.parametrize(
+    "message, says, memory",
+    [
+        (KV, ["8192 tokens", "0.35 GiB", "0.24 GiB", "[serve] kv_cache_bytes", "[serve] max_model_len", "5568"], False),
+        ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
+         ["--tensor-parallel", "`appliance model deploy m "], True),
+        (FULL, ["3.21 of 79.1 GiB", "[serve] gpu_memory_fraction"], True),
+        (LONG, ["[serve] max_model_len is 99999", "2048"], False),
+        ("ValueError: Model architectures ['OddForCausalLM'] are not supported for now. Supported architectures: []",
+         ["OddForCausalLM", "`appliance model rm m`"], False),
+        ("ValueError: Model architecture OldLM was supported in vLLM until v0.9, and is not supported anymore.",
+         ["OldLM"], False),
+        ("ValueError: Total number of attention heads (9) must be divisible by tensor parallel size (4).",
+         ["9 attention heads", "4 devices", "--tensor-parallel"], False),
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.", ["[serve] kv_cache_bytes"], True),
+        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+         ["memory ran out"], True),
+    ],
+)  # fmt: skip
+def test_a_cause_that_is_known_names_our_settings_and_no_option_of_vllm(message, says, memory):
+    words = in_our_words(message, "m")
+    assert words is not None and words.memory is memory
+    for part in says:
+        assert part in words.text
+    assert "gpu_memory_utilization" not in words.text and "\n" not in words.text and "vLLM" not in words.text
+    for key in re.findall(r"\[serve\] (\w+)", words.text):
+        assert key in BoxConfig().model_dump()["serve"], "a setting that exists"
+
+
+def test_what_is_not_known_is_told_as_it_is():
+    assert in_our_words("ValueError: the moon is full", "m") is None
