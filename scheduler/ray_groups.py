@@ -267,8 +267,8 @@ class Groups:
         """End all parked ranks; their jobs go on with new processes."""
         for device_id, place in (await self._hosts_there()).items():
             if place["parked"]:
-                with contextlib.suppress(RayError):  # its actor died just now, and the rank with it
-                    await self._host(device_id).drop_parked.remote(place["parked"])
+                with contextlib.suppress(SupervisorDied):  # just now, and the rank with it
+                    await self._host(device_id).call("drop_parked", place["parked"])
 
     # --- the truth
 
