@@ -5,7 +5,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 RUFF := $(PY) -m ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-property e2e soak bench sdk-conformance lint lock clean
+.PHONY: help setup demo test test-unit test-property e2e soak bench sdk-conformance lint lock sbom clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -45,8 +45,11 @@ sdk-conformance: setup ## openai-python's own tests of our routes against a runn
 lint: setup ## ruff
 	$(RUFF) check .
 
-lock: ## resolve images/requirements/*.in anew into cpu.txt and cuda.txt
+lock: ## resolve images/requirements/*.in anew into cpu.txt, cuda.txt and test.txt, with hashes
 	images/lock.sh
+
+sbom: setup ## what the appliance is made of, with licences: build/sbom.json (CycloneDX)
+	@mkdir -p build && $(PY) images/sbom.py > build/sbom.json && echo build/sbom.json
 
 clean: ## remove the environment, caches and demo data
 	rm -rf $(VENV) .demo .benchmarks .pytest_cache .hypothesis .ruff_cache build *.egg-info

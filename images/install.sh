@@ -3,12 +3,16 @@
 # unit, `make setup` and the tests all go through this one script.
 #
 #   images/install.sh [--venv DIR] [--build cpu|cuda] [--python PYTHON] [--no-compile] [--packages-only] [--print-commands]
+#                     [--production] [--unhashed-torch]
 #
 #   VENV, APPLIANCE_BUILD, PYTHON   the same as the options; an option wins
+#   --production                    without the packages that only tests need (images/requirements/test.txt)
+#   --unhashed-torch                a torch of your own, whose SHA-256 the lock does not know
 #
-# The set of packages is the full lock file images/requirements/<build>.txt, installed by plain pip with --no-deps,
-# so every pip setting of the user counts: pip.conf, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_CERT, ...
-# (uv would be faster, but reads none of them). Packages come from package registries alone.
+# The set of packages is the full lock file images/requirements/<build>.txt, installed by plain pip with --no-deps and
+# --require-hashes: a file that is not one of those in the lock is refused. Every pip setting of the user counts:
+# pip.conf, PIP_INDEX_URL, PIP_EXTRA_INDEX_URL, PIP_FIND_LINKS, PIP_CERT, ... (uv would be faster, but reads none of
+# them). Packages come from package registries alone.
 #
 # A second run with nothing changed ends at once; an interrupted run continues where it stopped.
 set -euo pipefail
@@ -20,6 +24,8 @@ build=${APPLIANCE_BUILD:-}
 wanted_python=${PYTHON:-}
 compile=1
 packages_only=0
+production=0
+unhashed_torch=0
 dry=0
 
 say() { printf 'install: %s\n' "$*" >&2; }
@@ -34,8 +40,10 @@ while [ $# -gt 0 ]; do
         --compile) compile=1; shift ;;
         --no-compile) compile=0; shift ;;
         --packages-only) packages_only=1; shift ;; # for image layers: everything but the appliance itself
+        --production) production=1; shift ;;
+        --unhashed-torch) unhashed_torch=1; shift ;;
         --print-commands) dry=1; shift ;;
-        -h | --help) sed -n '2,15s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
+        -h | --help) sed -n '2,19s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 0 ;;
         *) die "unknown option $1; see --help" ;;
     esac
 done
@@ -80,7 +88,9 @@ if [ -L "$venv/bin/python" ] && ! fits "$venv/bin/python"; then
     clear=(--clear)
 fi
 # The lock counts without its comments: regenerating it with the same versions installs nothing.
-lock_stamp="$build $(grep -vE '^ *#' "$lock" | sha256sum | cut -c1-64)"
+locks=("$lock")
+[ "$production" = 1 ] || locks+=("$here/requirements/test.txt")
+lock_stamp="$build $(cat "${locks[@]}" | grep -vE '^ *#' | sha256sum | cut -c1-64)"
 done_lock='' done_project=''
 if [ -f "$stamp" ]; then { IFS= read -r done_lock && IFS= read -r done_project; } <"$stamp" || true; fi
 # The gateway's hot modules are compiled where a C compiler is, and run as Python where not: nothing else hangs on it.
@@ -125,7 +135,8 @@ if [ "$dry" = 0 ]; then
         # What stands there has changed since it was looked at above: begin again.
         exec env VENV="$venv" APPLIANCE_BUILD="$build" PYTHON="$python" "${BASH_SOURCE[0]}" \
             "$([ $compile = 1 ] && echo --compile || echo --no-compile)" \
-            $([ $packages_only = 0 ] || echo --packages-only)
+            $([ $packages_only = 0 ] || echo --packages-only) $([ $production = 0 ] || echo --production) \
+            $([ $unhashed_torch = 0 ] || echo --unhashed-torch)
     fi
     if [ "$done_lock" != "$lock_stamp" ]; then
         free_kb=$(df -Pk "$(dirname "$venv")" | awk 'NR == 2 {print $4}')
@@ -184,19 +195,33 @@ if [ "$done_lock" != "$lock_stamp" ]; then
     torch=$(sed -nE 's/^torch==([^ ;]+).*/\1/p' "$lock" | head -n 1)
     [ -n "$torch" ] || die "$lock has no line 'torch==...'; 'make lock' writes it"
     say "installing the $build build: torch $torch"
+    # With its hashes as in the lock: pip takes them from files alone.
+    wanted_torch=(--require-hashes -r "$venv/.torch===$torch.txt")
+    if [ "$unhashed_torch" = 1 ]; then
+        say "WARNING: --unhashed-torch: whatever your index or find-links has as torch $torch is installed UNCHECKED"
+        wanted_torch=("torch===$torch")
+    elif [ "$dry" = 0 ]; then
+        awk '/^torch==/ { sub(/^torch==/, "torch==="); on = 1 } on { print } on && !/\\$/ { exit }' "$lock" \
+            >"$venv/.torch===$torch.txt"
+    fi
     # torch first, by string equality: a CPU build (+cpu) in the user's find-links would otherwise win over the CUDA
     # build of the same version.
-    if ! pip_install 1 "torch===$torch"; then
+    if ! pip_install 1 "${wanted_torch[@]}"; then
         [ -n "$torch_index" ] ||
-            die "torch $torch could not be installed from your package index (see pip's message above)"
+            die "torch $torch could not be installed from your package index (see pip's message above; if it is about" \
+                "hashes and you trust the wheel, say --unhashed-torch)"
         say "torch $torch is not to be had from your package index; trying $torch_index"
-        pip_install 1 --extra-index-url "$torch_index" "torch===$torch" ||
-            die "torch $torch was found neither in your index, your find-links nor at $torch_index." \
-                "Put its wheel for $("$venv/bin/python" --version) into a directory and set PIP_FIND_LINKS to it"
+        pip_install 1 --extra-index-url "$torch_index" "${wanted_torch[@]}" ||
+            die "torch $torch was found neither in your index, your find-links nor at $torch_index, or is not the file" \
+                "that the lock has the SHA-256 of (see pip's message above). Put its wheel for" \
+                "$("$venv/bin/python" --version) into a directory and set PIP_FIND_LINKS to it; if you trust a wheel" \
+                "that the lock does not know (it knows the one for Python 3.11 on x86_64), say --unhashed-torch"
     fi
     say "installing the other packages of $(basename "$lock"); this takes a minute or two"
-    pip_install "$(grep -E '^[A-Za-z0-9]' "$lock" | grep -vc "'never'")" -r "$lock" ||
-        die "pip could not install $lock (see its message above); a second run continues here"
+    asked=(--require-hashes)
+    for one in "${locks[@]}"; do asked+=(-r "$one"); done
+    pip_install "$(cat "${locks[@]}" | grep -E '^[A-Za-z0-9]' | grep -vc "'never'")" "${asked[@]}" ||
+        die "pip could not install ${locks[*]} (see its message above); a second run continues here"
 fi
 
 if [ "$packages_only" = 0 ]; then

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Resolves images/requirements/{cpu,cuda}.in (with test.in and overrides.txt) into the full lock files that
-# images/install.sh installs. uv does the resolving; pip's settings, which uv does not read, are handed to it.
+# Resolves images/requirements/{cpu,cuda}.in (with overrides.txt) into the full lock files that images/install.sh installs,
+# and test.in into what `make setup` adds to either: every package with the SHA-256 of each of its files. uv does the
+# resolving; pip's settings, which uv does not read, are handed to it.
 #
 #   images/lock.sh [uv pip compile options, for example --upgrade-package ray]
 set -euo pipefail
@@ -12,27 +13,45 @@ python=${PYTHON:-python3}
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-user uv
 
 # Lines of `pip config list` look like   global.extra-index-url='https://a https://b'   (or :env:.find-links=...).
-settings=()
+main=https://pypi.org/simple more=()
 while IFS='=' read -r key value; do
     value=${value#\'} value=${value%\'}
     for word in ${value//\\n/ }; do
         case ${key##*.} in
-            index-url) settings+=(--default-index "$word") ;;
-            extra-index-url) settings+=(--index "$word") ;;
-            find-links) settings+=(--find-links "$word") ;;
+            index-url) main=$word ;;
+            extra-index-url) more+=(--index "$word") ;;
+            find-links) more+=(--find-links "$word") ;;
         esac
     done
 done < <("$venv/bin/python" -m pip config list)
+# The main index first: of two that have the same version the first is asked for its hashes, and a mirror beside it may
+# have the files of one platform only.
+settings=(--index "$main" ${more[@]+"${more[@]}"})
 certificate=$("$venv/bin/python" -m pip config get global.cert 2>/dev/null || true)
 [ -z "${PIP_CERT:-$certificate}" ] || export SSL_CERT_FILE="${PIP_CERT:-$certificate}"
 
+# The best version of any index counts, as for pip; uv's own default looks no further than the first index.
+compile() {
+    "$venv/bin/uv" pip compile --universal --python-version 3.11 --no-emit-find-links --no-emit-index-url \
+        --index-strategy unsafe-best-match --generate-hashes --override overrides.txt "$@"
+}
 for build in cpu cuda; do
     more=()
     [ "$build" = cuda ] || more=(--index https://download.pytorch.org/whl/cpu)
-    # The best version of any index counts, as for pip; uv's own default looks no further than the first index.
-    compile() {
-        "$venv/bin/uv" pip compile --universal --python-version 3.11 --no-emit-find-links --no-emit-index-url \
-            --index-strategy unsafe-best-match --override overrides.txt "$@" "$build.in" test.in -o "$build.txt"
-    }
-    compile "${settings[@]}" "$@" >/dev/null || compile "${settings[@]}" "${more[@]}" "$@" >/dev/null
+    compile "${settings[@]}" "$@" "$build.in" -o "$build.txt" >/dev/null ||
+        compile "${settings[@]}" "${more[@]}" "$@" "$build.in" -o "$build.txt" >/dev/null
 done
+
+# Beside either build: with its versions, and without what both have.
+pins() { grep -E '^[A-Za-z0-9]' "$1" | sed -E 's/ *\\$//' | sort -u; }
+pins cpu.txt | grep -vE '^(torch|vllm)' >"$venv/cpu"
+pins cuda.txt | grep -vE '^(torch|vllm)' >"$venv/cuda"
+cp test.txt "$venv/test.txt" 2>/dev/null || cp cpu.txt "$venv/test.txt"
+compile "${settings[@]}" "$@" -c "$venv/cpu" -c "$venv/cuda" --no-annotate test.in -o "$venv/test.txt" >/dev/null
+comm -12 <(sed -E 's/[ =].*//' "$venv/cpu" | sort -u) <(sed -E 's/[ =].*//' "$venv/cuda" | sort -u) >"$venv/both"
+awk -v both="$venv/both" '
+    BEGIN { print "# What the tests need beside cpu.txt or cuda.txt, written by images/lock.sh."
+            while ((getline name < both) > 0) there[name] = 1 }
+    /^#/ { next }
+    /^[A-Za-z0-9]/ { split($0, part, /[ =]/); keep = !(part[1] in there) }
+    keep' "$venv/test.txt" >test.txt

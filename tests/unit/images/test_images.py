@@ -66,14 +66,23 @@ def test_the_unit_starts_the_console_script_that_the_project_declares():
 
 
 def test_locks_pin_everything_without_urls_and_agree_with_what_is_asked_for():
-    for build in ("cpu", "cuda"):
-        lines = (IMAGES / "requirements" / f"{build}.txt").read_text().splitlines()
-        pins = [line for line in lines if line and not line.lstrip().startswith("#")]
-        assert all(re.match(r"[a-z0-9._-]+(\[[a-z,-]+\])?==\S+( ;.*)?$", pin) for pin in pins)
+    named = {}
+    for build in ("cpu", "cuda", "test"):
+        text = re.sub(r" \\\n", " ", (IMAGES / "requirements" / f"{build}.txt").read_text())
+        pins = [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
+        # Every one with the SHA-256 of each of its files: what pip's --require-hashes wants.
+        form = r"([a-z0-9._-]+)(\[[a-z,-]+\])?==\S+( ;[^\\]*?)?( +--hash=sha256:[0-9a-f]{64})+$"
+        named[build] = {match[1] for pin in pins if (match := re.match(form, pin))}
+        assert not [pin for pin in pins if not re.match(form, pin)]
         assert not any("://" in pin or pin.startswith("-") for pin in pins)
+        if build == "test":
+            continue
         asked = (IMAGES / "requirements" / f"{build}.in").read_text() + (IMAGES / "requirements/common.in").read_text()
         for wanted in re.findall(r"^([a-z0-9-]+)==(\S+)", asked, re.M):
-            assert any(pin.split(" ;")[0] == "==".join(wanted) for pin in pins), wanted
+            assert any(pin.split(" ")[0] == "==".join(wanted) for pin in pins), wanted
+    tests = set(re.findall(r"^([a-z0-9-]+)", (IMAGES / "requirements" / "test.in").read_text(), re.M))
+    assert tests <= named["test"] and not tests & (named["cpu"] | named["cuda"])
+    assert not named["test"] & named["cpu"] & named["cuda"]
 
 
 def test_make_targets_refer_to_what_exists():

@@ -89,7 +89,8 @@ def test_the_plan_is_torch_then_the_lock_then_the_project(tmp_path):
     torch = re.search(r"^torch==(\S+)", (PROJECT / "images/requirements/cpu.txt").read_text(), re.M)[1]
     assert f"venv {tmp_path}/v" in commands[0]
     assert f"torch==={torch}" in commands[1]
-    assert commands[2].rstrip().endswith(f"-r {PROJECT}/images/requirements/cpu.txt")
+    locks = f"-r {PROJECT}/images/requirements/cpu.txt -r {PROJECT}/images/requirements/test.txt"
+    assert commands[2].rstrip().endswith(f"--require-hashes {locks}") and "--require-hashes" in commands[1]
     assert f"--no-build-isolation --editable {PROJECT}" in commands[3]
     assert "compileall" in commands[4]
     assert all("--no-deps" in command for command in commands[1:4])
@@ -98,8 +99,33 @@ def test_the_plan_is_torch_then_the_lock_then_the_project(tmp_path):
 
 def test_cuda_takes_torch_by_string_equality_so_a_cpu_wheel_cannot_win(tmp_path):
     done = run("--print-commands", "--build", "cuda", "--venv", str(tmp_path / "v"))
-    assert re.search(r"torch===\d+\.\d+\.\d+ ", done.stdout), done.stderr
+    assert re.search(r"torch===\d+\.\d+\.\d+\.txt ", done.stdout), done.stderr
     assert "+cpu" not in done.stdout
+
+
+def test_production_has_no_test_packages_and_going_to_it_installs_again(box, tmp_path):
+    done = run("--print-commands", "--build", "cpu", "--production", "--venv", str(tmp_path / "v"))
+    assert "test.txt" not in done.stdout and "cpu.txt" in done.stdout
+    for dockerfile in (PROJECT / "images").glob("Dockerfile.*"):
+        runs = re.findall(r"images/install\.sh --venv.*", dockerfile.read_text())
+        assert len(runs) == 2 and all("--production" in one for one in runs)
+    assert run("--no-compile", "--production", env=box).returncode == 0
+    assert run("--no-compile", env=box).returncode == 0
+    assert "test.txt" in str(calls(box)) and len(calls(box)) == 6
+
+
+def test_torch_is_asked_for_with_the_hashes_of_the_lock_or_loudly_without(box):
+    assert run("--no-compile", env=box).returncode == 0
+    (asked,) = Path(box["VENV"]).glob(".torch===*.txt")
+    lock = (PROJECT / "images/requirements/cpu.txt").read_text()
+    text = asked.read_text()
+    assert re.fullmatch(r"torch===\S+( \\\n +--hash=sha256:[0-9a-f]{64})+\n", text), text
+    assert all(line in lock for line in re.findall(r"sha256:\w+", text))
+    (Path(box["VENV"]) / ".appliance-installed").unlink()
+    loud = run("--no-compile", "--unhashed-torch", env=box)
+    assert loud.returncode == 0 and "WARNING: --unhashed-torch" in loud.stderr
+    assert calls(box)[3][-1].startswith("torch===") and "--require-hashes" not in calls(box)[3]
+    assert "--require-hashes" in calls(box)[4]
 
 
 def test_pip_settings_reach_pip_untouched_and_no_other_index_is_named(box):
@@ -154,7 +180,7 @@ def test_torch_nowhere_is_a_clear_error_and_no_stamp_remains(box):
 
 
 def test_a_failed_lock_says_that_a_second_run_continues(box):
-    done = run("--no-compile", env=box | {"FAIL_ON": " -r "})
+    done = run("--no-compile", env=box | {"FAIL_ON": "requirements/cpu.txt"})
     assert done.returncode == 1 and "a second run continues here" in done.stderr
     assert run("--no-compile", env=box).returncode == 0
 
