@@ -22,6 +22,13 @@ from train.formats import BadRecord, check_preference, shape_of, to_chat
 MAX_EXAMPLE_BYTES = 16 * 2**20
 MAX_DEPTH = 64
 MAX_LISTED_ERRORS = 100
+# A file with so many bad examples is not read on: who sends a billion of them gets no more of a thread than this.
+MAX_COUNTED_ERRORS = 10_000
+# Of one reason: keys and roles come from the file, and may be as long as an example.
+MAX_REASON_CHARACTERS = 300
+# Of one record, in its texts too (some hold JSON that is parsed): parsing holds up every other thread of the process,
+# and 16 MiB of "[]," do so for 3 s and take 570 MiB.
+MAX_BRACKETS, MAX_COMMAS = 100_000, 1_000_000
 MIN_EXAMPLES = 10
 PURPOSES = ("fine-tune",)
 
@@ -36,7 +43,8 @@ _NOT_SPACE = re.compile(rb"[^ \t\r\n]")
 
 @dataclass
 class DataReport:
-    """What is in a data file. `errors` holds the first MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs."""
+    """What is in a data file. `errors` holds the first MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; at
+    MAX_COUNTED_ERRORS nobody counts on."""
 
     shape: str = "empty"
     n_examples: int = 0
@@ -53,7 +61,8 @@ class DataReport:
     def add_error(self, line: int, reason: str) -> None:
         self.n_errors += 1
         if len(self.errors) < MAX_LISTED_ERRORS:
-            self.errors.append((line, reason))
+            cut = reason[: MAX_REASON_CHARACTERS - 1] + "…" if len(reason) > MAX_REASON_CHARACTERS else reason
+            self.errors.append((line, cut))
 
 
 def check_training_file(path: str | Path, purpose: str = "fine-tune", *, chat_path: str | Path | None = None,
@@ -76,6 +85,8 @@ def check_training_file(path: str | Path, purpose: str = "fine-tune", *, chat_pa
                     _example(report, raw, output)
                 except BadRecord as bad:
                     report.add_error(line, str(bad))
+                    if report.n_errors >= MAX_COUNTED_ERRORS:
+                        break
     except BaseException:
         if partial:
             partial.unlink(missing_ok=True)
@@ -120,12 +131,17 @@ def _example(report: DataReport, raw: bytes | BadRecord, output: BinaryIO | None
 
 
 def _parse(raw: bytes) -> Any:
+    # Counting is cheap, parsing is not.
+    brackets, commas = raw.count(b"{") + raw.count(b"["), raw.count(b",")
+    for what, count, most in (("brackets", brackets, MAX_BRACKETS), ("commas", commas, MAX_COMMAS)):
+        if count > most:
+            raise BadRecord(f"has {count} {what}; the limit for one example is {most}")
     try:
         record = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise BadRecord(f"is not valid JSON ({error})") from error
-    # Counting is cheap, walking is not: few records have so many brackets that they could be too deep.
-    if raw.count(b"{") + raw.count(b"[") > MAX_DEPTH and _deeper_than(record, MAX_DEPTH):
+    # Nor is walking: few records have so many brackets that they could be too deep.
+    if brackets > MAX_DEPTH and _deeper_than(record, MAX_DEPTH):
         raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
     return record
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import orjson
 
@@ -20,6 +20,9 @@ from appliance.controller.strict_json import check_values
 ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
 _MAX_CUSTOM_ID = 512
 _MAX_ERRORS = 100
+# Beside those with requests. Nobody is held up by a file of 8 GiB of line ends.
+_MAX_BLANK_LINES = 100_000
+_SKIPPED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class BadLine(Exception):
 def read(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Lines:
     """Check the whole file. Raises OSError."""
     with open(path, "rb") as source:
-        return check(source, endpoint, max_lines, line_bytes)
+        return check(_bounded(source, line_bytes), endpoint, max_lines, line_bytes)
 
 
 def check(source: Iterable[bytes], endpoint: str, max_lines: int, line_bytes: int) -> Lines:
@@ -60,6 +63,12 @@ def check(source: Iterable[bytes], endpoint: str, max_lines: int, line_bytes: in
     for number, offset, raw in _numbered(source):
         if len(lines.errors) >= _MAX_ERRORS:
             break
+        if number > max_lines + _MAX_BLANK_LINES:
+            lines.add_error("too_many_lines", f"The file has more than {_MAX_BLANK_LINES} lines without a request.",
+                            number)  # fmt: skip
+            break
+        if not raw.strip():
+            continue
         if len(lines.by_id) >= max_lines:
             lines.add_error("too_many_requests", f"The file holds more than {max_lines} requests.", number)
             break
@@ -84,18 +93,25 @@ def parse(raw: bytes) -> dict[str, Any]:
     return orjson.loads(raw)
 
 
+def _bounded(source: BinaryIO, line_bytes: int) -> Iterator[bytes]:
+    """Lines; of one that is too long no more than tells that it is: a file may be one line of 8 GiB."""
+    while raw := source.readline(line_bytes + 1):
+        yield raw
+        while raw and not raw.endswith(b"\n"):
+            raw = source.readline(_SKIPPED_BYTES)
+
+
 def _numbered(source: Iterable[bytes]) -> Iterator[tuple[int, int, bytes]]:
     offset = 0
     for number, raw in enumerate(source, 1):
-        if raw.strip():
-            yield number, offset, raw
+        yield number, offset, raw
         offset += len(raw)
 
 
 def _checked(raw: bytes, endpoint: str, line_bytes: int) -> tuple[str, str]:
     """(custom_id, model). Raises BadLine."""
     if len(raw) > line_bytes:
-        raise BadLine("line_too_long", f"The line has {len(raw)} bytes; at most {line_bytes} are allowed.")
+        raise BadLine("line_too_long", f"The line has more than {line_bytes} bytes.")
     try:
         check_values(raw)
         data = orjson.loads(raw)

@@ -5,7 +5,13 @@ import json
 import pytest
 
 from tests.train_support.tiny import gsm8k
-from train.data_check import MAX_LISTED_ERRORS, check_training_file, convert_to_chat
+from train.data_check import (
+    MAX_COUNTED_ERRORS,
+    MAX_LISTED_ERRORS,
+    MAX_REASON_CHARACTERS,
+    check_training_file,
+    convert_to_chat,
+)
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
 
@@ -121,7 +127,8 @@ def test_preference_data_is_checked_not_converted(tmp_path):
         (b"\x1f\x8b\x08\x00", "compressed"),
         (b"[" * 100_000 + b"]" * 100_000, "deeper than 64"),
         (b'{"messages": ' + b"[" * 900 + b"]" * 900 + b"}", "deeper than 64"),
-        (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "not valid JSON"),
+        (b'{"messages": ' + b"[" * 90_000 + b"]" * 90_000 + b"}", "not valid JSON"),
+        (b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", "100001 brackets"),
         (b'[{"messages": "' + b"a" * 5000 + b'"}]', "longer than 1000"),
         (b'{"messages": "' + b"a" * 5000 + b'"}', "5016 bytes long"),
         (b'[{"messages": "' + b"\\" * 900, "cut off"),
@@ -154,3 +161,41 @@ def test_gsm8k_as_published(tmp_path):
     report = convert_to_chat(gsm8k(tmp_path / "g.jsonl", "train", 500), tmp_path / "out")
     assert report.ok and report.n_examples == 500 and report.shape == "question_answer"
     assert 50_000 < report.n_tokens_estimate < 120_000
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ('{"messages": [' + "[]," * 100_001 + "1]}", "brackets"),
+        ('{"messages": [' + "1," * 1_000_001 + "1]}", "commas"),
+        # What some records hold as text is parsed too.
+        ('{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "['
+         + "[]," * 100_001 + '1]"}}]}]}', "brackets"),
+    ],
+)  # fmt: skip
+def test_what_is_slow_to_parse_is_never_parsed(tmp_path, monkeypatch, record, said):
+    """Parsing holds up every thread of the controller, whichever thread does it."""
+    source = write(tmp_path / "f", *[GOOD] * 10, record)
+    parse = json.loads
+
+    def only_small(raw):
+        assert len(raw) < 1000
+        return parse(raw)
+
+    monkeypatch.setattr("train.data_check.orjson.loads", only_small)
+    monkeypatch.setattr("train.formats.json.loads", only_small)
+    report = check_training_file(source)
+    assert report.n_errors == 1 and f"{said}; the limit for one example is" in report.errors[0][1]
+
+
+def test_a_reason_is_short_however_long_what_it_names_is(tmp_path):
+    long = "k" * 1_000_000
+    source = write(tmp_path / "f", {long: 1}, {**GOOD, long: 1}, {"messages": [{long: 1}]})
+    report = check_training_file(source)
+    assert report.n_errors == 3 and all(len(reason) <= MAX_REASON_CHARACTERS for _, reason in report.errors)
+
+
+def test_a_file_of_nothing_but_bad_examples_is_not_read_to_its_end(tmp_path):
+    source = tmp_path / "f"
+    source.write_bytes(b"1\n" * (MAX_COUNTED_ERRORS + 5))
+    assert check_training_file(source).n_errors == MAX_COUNTED_ERRORS

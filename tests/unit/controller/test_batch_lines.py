@@ -1,0 +1,60 @@
+"""The input file of a batch, by itself: what a hostile one costs."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from appliance.controller import batch_lines
+
+URL = "/v1/chat/completions"
+LINE_BYTES = 1000
+
+
+def request(number: int, text: str = "") -> bytes:
+    body = {"model": "starter", "messages": [{"role": "user", "content": text}]}
+    return json.dumps({"custom_id": f"c{number}", "method": "POST", "url": URL, "body": body}).encode() + b"\n"
+
+
+@pytest.fixture
+def found(tmp_path: Path):
+    def read(data: bytes, max_lines: int = 10) -> batch_lines.Lines:
+        path = tmp_path / "input"
+        path.write_bytes(data)
+        return batch_lines.read(path, URL, max_lines, LINE_BYTES)
+
+    return read
+
+
+def test_a_line_without_an_end_is_never_in_memory(found):
+    data = request(1) + b"x" * (64 << 20)
+    tracemalloc.start()
+    try:
+        lines = found(data)
+        assert tracemalloc.get_traced_memory()[1] < 8 << 20
+    finally:
+        tracemalloc.stop()
+    assert [(error["code"], error["line"]) for error in lines.errors] == [("line_too_long", 2)]
+
+
+def test_lines_behind_one_that_is_too_long_keep_their_numbers(found):
+    lines = found(request(1) + request(2, "x" * 5000) + b"\n" + b"{}\n" + request(3))
+    assert [(error["code"], error["line"]) for error in lines.errors] == [
+        ("line_too_long", 2), ("missing_required_parameter", 4)
+    ]  # fmt: skip
+
+
+def test_offsets_are_those_of_the_file(found):
+    data = b"\n" + request(1) + b"  \n" + request(2).rstrip()
+    lines = found(data)
+    assert not lines.errors and list(lines.by_id) == ["c1", "c2"]
+    for custom_id, line in lines.by_id.items():
+        assert batch_lines.parse(data[line.offset : line.offset + line.size])["custom_id"] == custom_id
+
+
+def test_a_file_of_line_ends_is_not_read_to_its_end(found):
+    lines = found(request(1) + b"\n" * 200_000 + b"{}")
+    assert [error["code"] for error in lines.errors] == ["too_many_lines"]
