@@ -25,6 +25,10 @@ from appliance.store.rows import ModelRow, VersionRow
 
 log = logging.getLogger(__name__)
 
+# Whom a model is shared with by name stands in the gateways' table once for each of its names: a table without a bound
+# would one day be too long for them, and then no revocation reaches them any more.
+MAX_SHARED_WITH = 100
+
 
 def routes(context: ControllerContext) -> APIRouter:
     router = make_router("/v1/models")
@@ -72,6 +76,9 @@ def routes(context: ControllerContext) -> APIRouter:
         with db.transaction():
             for owner in [*body.owners, *([models.EVERYBODY] if body.everybody else [])]:
                 change(db, model.id, owner)
+            if not body.stop and len(models.shared_with(db, model.id)) > MAX_SHARED_WITH and not caller.is_admin:
+                raise BadRequest(f"{shown(model.id)} would be shared with more than {MAX_SHARED_WITH} owners; share it "
+                                 "with everybody, or with fewer.", param="owners", code="too_many_owners")  # fmt: skip
             record(context, caller, "model.unshare" if body.stop else "model.share", model.id, owners=body.owners,
                    everybody=body.everybody)  # fmt: skip
         context.models_shared()

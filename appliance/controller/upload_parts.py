@@ -65,6 +65,7 @@ def routes(context: ControllerContext) -> APIRouter:
     db, config = context.db, context.config
     completing: set[str] = set()
     arriving: Counter[str] = Counter()  # bytes of parts by upload that are not in the store yet
+    coming: Counter[str] = Counter()  # and how many parts they are: an empty one takes a row and a file, too
 
     @router.post("")
     async def create(body: UploadCreate, caller: Caller) -> dict[str, Any]:
@@ -85,12 +86,15 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.post("/{upload_id}/parts")
     async def add_part(upload_id: str, request: Request, caller: Caller) -> dict[str, Any]:
         row = _pending(context, upload_id, caller)
+        if upload_rows.stored(db, row.id)[0] + coming[row.id] >= MAX_PARTS:
+            raise BadRequest(f"The upload {row.id} has {MAX_PARTS} parts, the most that it may; send larger ones.",
+                             param="data", code="too_many_parts")  # fmt: skip
         context.quotas.disk.check()
         mine = 0
 
         def took(count: int) -> None:
             nonlocal mine
-            stored = sum(part.bytes for part in upload_rows.parts(db, row.id).values())
+            stored = upload_rows.stored(db, row.id)[1]
             if stored + arriving[row.id] + count > 2 * row.bytes:
                 raise BadRequest(
                     f"The parts of {row.id} would hold more than twice the {row.bytes} bytes that were announced (a "
@@ -105,6 +109,7 @@ def routes(context: ControllerContext) -> APIRouter:
         folder = _folder(context, row.id)
         folder.mkdir(mode=0o700, exist_ok=True)
         incoming = folder / f"{uploads.INCOMING_PREFIX}{part_id}"
+        coming[row.id] += 1
         try:
             part = await uploads.receive(
                 request.stream(), request.headers.get("content-type", ""), incoming, config.upload_part_bytes, took,
@@ -116,8 +121,9 @@ def routes(context: ControllerContext) -> APIRouter:
             upload_rows.insert_part(db, made)
         finally:
             arriving[row.id] -= mine
-            if not arriving[row.id]:
-                del arriving[row.id]
+            coming[row.id] -= 1
+            if not coming[row.id]:
+                del arriving[row.id], coming[row.id]
             incoming.unlink(missing_ok=True)
         return {"id": part_id, "object": "upload.part", "created_at": int(made.created_s), "upload_id": row.id}
 

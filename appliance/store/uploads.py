@@ -43,3 +43,11 @@ def parts(db: Database, upload_id: str) -> dict[str, UploadPartRow]:
     """By id, in the order in which they came."""
     rows = db.all(UploadPartRow, "SELECT * FROM upload_parts WHERE upload_id = ? ORDER BY seq", [upload_id])
     return {row.id: row for row in rows}
+
+
+def stored(db: Database, upload_id: str) -> tuple[int, int]:
+    """Number and bytes of the parts that are there."""
+    number, size = db.execute(
+        "SELECT count(*), coalesce(sum(bytes), 0) FROM upload_parts WHERE upload_id = ?", [upload_id]
+    ).fetchone()
+    return number, size

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
-from appliance.controller import stored_responses
+from appliance.controller import models, stored_responses
 from appliance.controller.job_events import JobEvents
 from appliance.store import jobs, keys
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
@@ -340,6 +340,20 @@ async def test_a_model_is_shared_by_its_owner_and_no_longer(control: Control, pe
 async def test_what_cannot_be_shared_with_is_refused(control: Control, people: People, body: dict[str, Any]):
     answer = await call(control, people.bob, "POST", f"/v1/models/{people.objects['model']}/share", json=body)
     assert answer.status_code == 400
+
+
+async def test_nobody_makes_the_gateways_table_longer_and_longer_by_sharing(
+    control: Control, people: People, monkeypatch: pytest.MonkeyPatch
+):
+    """A table over the bus's limit reaches no gateway, and no revocation after it does."""
+    monkeypatch.setattr(models, "MAX_SHARED_WITH", 3)
+    path = f"/v1/models/{people.objects['model']}/share"
+    assert (await call(control, people.bob, "POST", path, json={"owners": ["a", "b"]})).status_code == 200
+    more = await call(control, people.bob, "POST", path, json={"owners": ["c", "d"]})
+    assert (more.status_code, more.json()["error"]["code"]) == (400, "too_many_owners")
+    again = await call(control, people.bob, "POST", path, json={"owners": ["b", "c"]})
+    assert again.json()["shared_with"] == ["a", "b", "c"], "the refused ones are not in it"
+    assert (await call(control, people.bob, "POST", path, json={"owners": ["a"], "stop": True})).status_code == 200
 
 
 async def test_a_model_that_was_brought_in_is_everybodys_until_an_admin_says_no(control: Control, people: People):
