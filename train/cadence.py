@@ -31,7 +31,7 @@ class Cadence:
         self._cost_s = 0.0
         self._measured = False
         self._last_s = clock()
-        self._refused = 0
+        self._refused = False
         self._said_dear = False
 
     def guess(self, bytes_per_rank: int) -> None:
@@ -41,11 +41,10 @@ class Cadence:
 
     @property
     def interval_s(self) -> float:
-        """Between the last one and the next; the longer, the more often there was no room."""
+        """Between the last one and the next. Where there was no room it is tried again as often as work may be lost:
+        asking costs next to nothing, and waiting longer each time lost 76 steps after memory had been full for a while."""
         base_s = every_s(self._cost_s) if self._fixed_s is None else self._fixed_s
-        if not self._refused:
-            return base_s
-        return max(base_s, min(LONGEST_S, LOST_S * 2.0 ** min(9, self._refused - 1)))
+        return max(base_s, LOST_S) if self._refused else base_s
 
     def due(self) -> bool:
         return self._fixed_s != 0 and self._clock() - self._last_s >= self.interval_s
@@ -56,14 +55,14 @@ class Cadence:
     def refused(self) -> bool:
         """There was no room. Whether this is news: not if there was none the last time."""
         self.begun()
-        self._refused += 1
-        return self._refused == 1
+        is_news, self._refused = not self._refused, True
+        return is_news
 
     def wrote(self, cost_s: float) -> str:
         """One is committed and cost so much. A sentence, once, where the bound on what is lost gives way."""
         weight = _NEWEST_WEIGHS if self._measured else 1.0
         self._cost_s, self._measured = weight * cost_s + (1 - weight) * self._cost_s, True
-        self._refused = 0
+        self._refused = False
         if self._fixed_s is not None or self._said_dear or every_s(self._cost_s) <= LOST_S:
             return ""
         self._said_dear = True
