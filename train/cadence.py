@@ -42,7 +42,7 @@ class Cadence:
     @property
     def interval_s(self) -> float:
         """Between the last one and the next. Where there was no room it is tried again as often as work may be lost:
-        asking costs next to nothing, and waiting longer each time lost 76 steps after memory had been full for a while."""
+        asking costs next to nothing, and waiting longer each time lost 76 steps once memory had room again."""
         base_s = every_s(self._cost_s) if self._fixed_s is None else self._fixed_s
         return max(base_s, LOST_S) if self._refused else base_s
 
