@@ -93,7 +93,7 @@ class BatchWork:
             self.opened = True
             await self._finish("completed")
             return
-        lines = await to_thread.run_sync(self._read, self._input_path(row), row.endpoint)
+        lines = await self._context.file_work.run(row.owner, self._read, self._input_path(row), row.endpoint)
         row = self._row()
         if row.status == "validating":
             self._check_model(lines, row)

@@ -10,6 +10,7 @@ from typing import Any
 
 from appliance.controller.config import ControllerConfig
 from appliance.controller.disk import Disk
+from appliance.controller.file_work import FileWork
 from appliance.controller.load import Load
 from appliance.controller.ports import BatchEngines, KeySink, ModelOps, SchedulerPort, TierPort
 from appliance.controller.quotas import Quotas
@@ -46,6 +47,7 @@ class ControllerContext:
     started_s: float = field(default_factory=time.time)
     keepers: Keepers = field(default_factory=Keepers)
     main_troubles: Callable[[], list[dict[str, Any]]] = list
+    file_work: FileWork = field(default_factory=FileWork)
 
     def __post_init__(self) -> None:
         self.quotas = Quotas(self.db, self.config, Disk(self.files_dir, self.config.disk_floor_bytes))

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
-from anyio import to_thread
 from fastapi import APIRouter, Query, Request
 from fastapi.responses import FileResponse
 
@@ -24,7 +23,7 @@ from appliance.store import batches, files
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.rows import FileRow
-from train.data_check import DataReport, check_training_file
+from train.data_check import DataReport
 
 ROUTE = "files"
 UPLOAD_PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data")
@@ -49,7 +48,7 @@ def routes(context: ControllerContext) -> APIRouter:
             try:
                 purpose, keep_s = checked_purpose(upload.fields.get("purpose")), _keep_s(upload.fields)
                 row = await described(
-                    file_id, incoming, filename=upload.filename, size=upload.size, sha256=upload.sha256,
+                    context, file_id, incoming, filename=upload.filename, size=upload.size, sha256=upload.sha256,
                     purpose=purpose, keep_s=keep_s, caller=caller,
                 )  # fmt: skip
                 attempt = repeats.Attempt.of(
@@ -166,11 +165,11 @@ def checked_purpose(purpose: str | None) -> str:
 
 
 async def described(
-    file_id: str, path: Path, *, filename: str, size: int, sha256: str, purpose: str, keep_s: float | None,
-    caller: Principal,
+    context: ControllerContext, file_id: str, path: Path, *, filename: str, size: int, sha256: str, purpose: str,
+    keep_s: float | None, caller: Principal,
 ) -> FileRow:  # fmt: skip
     """The row of the complete bytes at `path`, which are the caller's. Training data is checked line by line, on a
-    thread.
+    thread or in a process.
 
     keep_s: seconds until the file is deleted; None: as its purpose has it, which is for ever but for batches' input.
     """
@@ -179,7 +178,7 @@ async def described(
         keep_s = _BATCH_KEEP_S
     status, details, report = "processed", None, None
     if purpose == "fine-tune":
-        found = await to_thread.run_sync(check_training_file, path, purpose)
+        found = await context.file_work.check(caller.owner, path)
         status, details, report = ("processed" if found.ok else "error"), summary(found), asdict(found)
     return FileRow(
         id=file_id, filename=filename, purpose=purpose, bytes=size, sha256=sha256, status=status,

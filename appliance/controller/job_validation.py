@@ -12,8 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from anyio import to_thread
-
 from appliance.controller import files, job_devices, job_requests, node_sizes
 from appliance.controller.admin_plan import job_verdict, shape_of
 from appliance.controller.context import ControllerContext
@@ -24,7 +22,7 @@ from appliance.store import jobs
 from appliance.store.rows import FileRow, JobRow
 from runtime.arithmetic import computes_bf16
 from train import auto
-from train.data_check import DataReport, convert_to_chat
+from train.data_check import DataReport
 from train.errors import InvalidHyperparameter
 
 _LINES_AS_EVENTS = 20
@@ -127,11 +125,11 @@ class JobValidation:
         training = self._file(row.training_file)
         folder = context.jobs_dir / row.id
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        report = await self._convert("training_file", training, folder / "train.jsonl")
+        report = await self._convert(row.owner, "training_file", training, folder / "train.jsonl")
         warnings = [f"{training.filename}: {text}" for text in report.warnings]
         if row.validation_file is not None:
             held_out = self._file(row.validation_file)
-            held_out_report = await self._convert("validation_file", held_out, folder / "valid.jsonl")
+            held_out_report = await self._convert(row.owner, "validation_file", held_out, folder / "valid.jsonl")
             warnings += [f"{held_out.filename}: {text}" for text in held_out_report.warnings]
         stats, device_count = self.facts(context, base)
         most = min(row.max_devices or device_count, device_count)
@@ -145,8 +143,8 @@ class JobValidation:
             raise _Gone(f"the file {file_id} was deleted")
         return row
 
-    async def _convert(self, param: str, file: FileRow, target: Path) -> DataReport:
-        report = await to_thread.run_sync(convert_to_chat, self._context.files_dir / file.id, target)
+    async def _convert(self, owner: str, param: str, file: FileRow, target: Path) -> DataReport:
+        report = await self._context.file_work.check(owner, self._context.files_dir / file.id, target)
         if report.ok and report.shape == "preference":
             report.add_error(1, "has preference pairs; the method 'supervised' wants conversations")
         if not report.ok:

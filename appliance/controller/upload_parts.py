@@ -141,12 +141,12 @@ def routes(context: ControllerContext) -> APIRouter:
         file_id = new_id("file-")
         incoming = context.files_dir / f"{uploads.INCOMING_PREFIX}{file_id}"
         try:
-            sha256, md5 = await to_thread.run_sync(_join, paths, incoming)
+            sha256, md5 = await context.file_work.run(row.owner, _join, paths, incoming)
             if body.md5 is not None and body.md5.lower() != md5:
                 raise BadRequest(f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected.",
                                  param="md5", code="checksum_mismatch")  # fmt: skip
             made = await files.described(
-                file_id, incoming, filename=row.filename, size=row.bytes, sha256=sha256, purpose=row.purpose,
+                context, file_id, incoming, filename=row.filename, size=row.bytes, sha256=sha256, purpose=row.purpose,
                 keep_s=row.file_keep_s, caller=caller,
             )  # fmt: skip
             # An admin may complete another's upload, which stays another's.

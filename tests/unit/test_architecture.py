@@ -41,8 +41,8 @@ FENCES = {
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
 WITHOUT_TORCH = (
-    "train/auto.py", "train/data_check.py", "train/errors.py", "train/formats.py", "train/group.py",
-    "train/rank_host.py", "train/spec.py", "serve/config.py", "serve/errors.py", "serve/replica.py",
+    "train/auto.py", "train/data_check.py", "train/data_check_process.py", "train/errors.py", "train/formats.py",
+    "train/group.py", "train/rank_host.py", "train/spec.py", "serve/config.py", "serve/errors.py", "serve/replica.py",
     "serve/spec.py", "serve/sizing.py",
 )  # fmt: skip
 HEAVY = ("torch", "vllm", "ray", "deepspeed", "transformers", "peft")

@@ -1,0 +1,73 @@
+"""Large files of one owner hold up neither the pool of threads nor other threads while they run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import pytest
+
+from appliance.controller import file_work
+from appliance.controller.file_work import FileWork
+from tests.unit.controller.conftest import Control, chat_lines
+from train import data_check_process
+from train.data_check import check_training_file
+from train.data_check_process import check_apart
+
+
+async def test_an_owners_files_take_turns_and_others_do_not_wait_for_them():
+    files, go_on, running = FileWork(), threading.Event(), []
+
+    def slow(number: int) -> int:
+        running.append(number)
+        assert go_on.wait(20)
+        return number
+
+    hers = [asyncio.create_task(files.run("alice", slow, number)) for number in range(60)]
+    assert await files.run("bob", len, "abc") == 3
+    assert await asyncio.wait_for(asyncio.to_thread(len, "abcd"), 20) == 4
+    assert len(running) == 1
+    go_on.set()
+    assert await asyncio.gather(*hers) == list(range(60))
+    assert not files._turns and not files._waiting
+
+
+@pytest.mark.parametrize("data", [chat_lines(), b"{}\n" * 3, b""])
+def test_the_same_is_found_in_a_process_of_its_own(tmp_path: Path, data: bytes):
+    source, chat = tmp_path / "in", tmp_path / "chat"
+    source.write_bytes(data)
+    apart = check_apart(source, chat)
+    assert (apart, chat.exists()) == (check_training_file(source), apart.ok)
+    assert not chat.exists() or len(chat.read_text().splitlines()) == apart.n_examples
+
+
+def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(tmp_path: Path, monkeypatch):
+    source, killed = tmp_path / "in", tmp_path / "python"
+    source.write_bytes(chat_lines())
+    killed.write_text("#!/bin/sh\nkill -KILL $$\n")
+    killed.chmod(0o700)
+    monkeypatch.setattr(data_check_process.sys, "executable", str(killed))
+    report = check_apart(source)
+    assert not report.ok and "ended with signal 9" in report.errors[0][1]
+    source.unlink()
+    with pytest.raises(FileNotFoundError):
+        check_apart(source)
+
+
+async def test_large_files_are_checked_apart_when_they_come_and_when_a_job_takes_them(control: Control, monkeypatch):
+    apart: list[Path] = []
+
+    def seen(path: Path, chat_path: Path | None = None):
+        apart.append(path)
+        return check_training_file(path, chat_path=chat_path)
+
+    monkeypatch.setattr(file_work, "check_apart", seen)
+    await control.job()
+    assert not apart
+    monkeypatch.setattr(file_work, "APART_FROM_BYTES", 1)
+    job_id = await control.job()
+    assert len(apart) == 2
+    lines = (control.context.jobs_dir / job_id / "train.jsonl").read_text().splitlines()
+    assert json.loads(lines[0])["messages"][0]["role"] == "user"
