@@ -30,6 +30,8 @@ import httpx
 from appliance import endpoint, ray_head
 from appliance.authority import Authority, Unfit
 from appliance.box_state import BoxState
+from appliance.clock_watch import EVERY_S as CLOCK_EVERY_S
+from appliance.clock_watch import ClockWatch
 from appliance.config import BoxConfig, load_resolved
 from appliance.enrolment import EnrolmentServer, Tokens, port_of
 from appliance.logs import keep_logs_short
@@ -146,6 +148,7 @@ class Box:
             BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         self._keepers = Keepers()
+        self._clock = ClockWatch()
         self.hopeless = ""
         self._ray_address = ""
         self._ray = Supervised("ray", self._start_ray, self._on_ray_change, self._give_up)
@@ -184,6 +187,7 @@ class Box:
         self._keepers.keep("pulse of the controller", self._pulse_of_controller().watch)
         self._keepers.keep("pulse of the gateway", self._pulse_of_gateway().watch)
         self._keepers.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
+        self._keepers.keep_every("watch of the clock", self._look_at_clock, CLOCK_EVERY_S)
 
     async def _let_nodes_enrol(self) -> None:
         if self._enrolment is None:
@@ -266,6 +270,12 @@ class Box:
 
     def _pulse_of_gateway(self) -> Pulse:
         return Pulse(self._gateway, local_url(self._config), "/health", None, self._say)
+
+    async def _look_at_clock(self) -> None:
+        if back_s := self._clock.set_back_s():
+            why = f"the clock was set back by {back_s:.0f} s"
+            self._say(f"{why}: the controller starts anew, or it would wait for that")
+            self._controller.restart()
 
     async def _tell_troubles(self) -> None:
         kept = [process.trouble for process in (self._ray, self._controller, self._gateway)]

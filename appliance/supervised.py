@@ -37,6 +37,7 @@ class Supervised:
         self.name = name
         self._start, self._on_change, self._on_hopeless = start, on_change, on_hopeless
         self._trouble: dict[str, Any] | None = None
+        self._trouble_since_s = 0.0  # steady: a clock that is set on by an hour makes nothing hopeless
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task | None = None
         self._started_s = 0.0
@@ -107,11 +108,13 @@ class Supervised:
         return f"{self.name} ended with {code}"
 
     def _note(self, why: str, pause_s: float) -> None:
-        now_s = time.time()
+        now_s, steady_s = time.time(), time.monotonic()
+        if self._trouble is None:
+            self._trouble_since_s = steady_s
         first = self._trouble or {"name": self.name, "since_s": now_s, "failures": 0}
         self._trouble = {**first, "why": why, "failures": first["failures"] + 1, "next_try_s": now_s + pause_s}
-        if now_s - first["since_s"] >= HOPELESS_S:
-            minutes = (now_s - first["since_s"]) / 60
+        if (lasts_s := steady_s - self._trouble_since_s) >= HOPELESS_S:
+            minutes = lasts_s / 60
             self._on_hopeless(f"{why}; it has not run steadily for {minutes:.0f} minutes")
 
 

@@ -4,7 +4,7 @@ Each round makes one fault while clients ask and a job trains, and waits until t
 requests are answered, streaming and not, no hand-over is under way, the job does steps. Then it counts what the clients
 saw, the steps that were done anew, and what the box holds more than before. `FAULTS`, `FAULT_SEED` and `FAULT_KINDS`
 (names, commas between) in the environment choose how many, which and of which kinds; `FAULT_LEAVE_GB` what a memory hog
-leaves.
+leaves; one fault in `FAULT_LONG_EVERY` of each kind that lasts does so for half a minute.
 
 The full disk and the full shared memory need root, for mounts of the test's own, the moved clock a C compiler: kinds
 that cannot be made are said and left out. `FAULTS=20 pytest -s -m soak tests/e2e/test_faults_soak.py`
@@ -39,7 +39,8 @@ SEED = int(os.environ.get("FAULT_SEED", time.time()))
 ONLY = [name for name in os.environ.get("FAULT_KINDS", "").split(",") if name]
 LEAVE_BYTES = int(float(os.environ.get("FAULT_LEAVE_GB", 0)) * GB) or psutil.virtual_memory().total // 20
 DEVICES, TRAINING = 3, 2
-SHORT_S, LONG_S, LONG_EVERY = 4.0, 30.0, 8
+SHORT_S, LONG_S = 4.0, 30.0
+LONG_EVERY = int(os.environ.get("FAULT_LONG_EVERY", "8"))
 WHOLE_S = 180.0
 HELD_S, SLOW_S = 3.0, 60.0
 LOST_S = 60.0  # of work: half a minute, and what a busy machine adds

@@ -5,6 +5,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -122,4 +124,24 @@ async def test_one_that_never_runs_steadily_is_hopeless_in_the_end(monkeypatch):
     await one.begin()
     async with asyncio.timeout(10):
         assert await told == "worker ended with 0; it has not run steadily for 0 minutes"
+    await one.end(10)
+
+
+async def test_a_clock_that_is_set_on_makes_nothing_hopeless(monkeypatch):
+    """Two deaths within a minute, the clock set on by an hour between them: the box ended as one that cannot heal."""
+    shift_s, hopeless = 0.0, []
+    wall = supervised.time.time
+    monkeypatch.setattr(supervised, "time", SimpleNamespace(time=lambda: wall() + shift_s, monotonic=time.monotonic))
+    monkeypatch.setattr(supervised, "_FIRST_PAUSE_S", 0.0)
+    one = Supervised("worker", starter(SLEEPER), lambda _: None, hopeless.append)
+    await one.begin()
+    for restarts in (1, 2):
+        pid = one.pid
+        os.kill(pid, signal.SIGKILL)
+        async with asyncio.timeout(10):
+            while one.restarts < restarts or one.pid in (None, pid):
+                await asyncio.sleep(0.005)
+        shift_s = 3600.0
+    assert one.trouble is not None and one.trouble["failures"] == 2
+    assert hopeless == []
     await one.end(10)

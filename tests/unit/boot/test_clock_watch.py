@@ -1,0 +1,50 @@
+"""A clock that is set back is noticed, and the controller starts anew: what is due in a minute would take an hour."""
+
+from types import SimpleNamespace
+
+from appliance.clock_watch import LEAST_S, ClockWatch
+from appliance.main import Box
+
+
+class Clocks:
+    def __init__(self):
+        self.steady_s, self.shift_s = 1000.0, 1_700_000_000.0
+
+    def watch(self) -> ClockWatch:
+        return ClockWatch(lambda: self.steady_s + self.shift_s, lambda: self.steady_s)
+
+
+def test_only_a_step_back_is_told_and_once():
+    clocks = Clocks()
+    watch = clocks.watch()
+    clocks.steady_s += 7200
+    assert watch.set_back_s() == 0
+    clocks.shift_s += 3600
+    assert watch.set_back_s() == 0, "waits end early: nothing is kept waiting"
+    clocks.shift_s -= 3600
+    assert watch.set_back_s() == 3600
+    assert watch.set_back_s() == 0
+
+
+def test_small_steps_back_add_up():
+    clocks = Clocks()
+    watch = clocks.watch()
+    told = []
+    for _ in range(4):
+        clocks.shift_s -= LEAST_S / 2
+        told.append(watch.set_back_s())
+    assert told == [0, LEAST_S, 0, LEAST_S]
+
+
+async def test_the_controller_starts_anew_when_the_clock_was_set_back():
+    clocks, done, said = Clocks(), [], []
+    box = SimpleNamespace(
+        _clock=clocks.watch(), _say=said.append, _controller=SimpleNamespace(restart=lambda: done.append("restart"))
+    )
+    await Box._look_at_clock(box)
+    assert done == []
+    clocks.shift_s -= 3600
+    await Box._look_at_clock(box)
+    await Box._look_at_clock(box)
+    assert done == ["restart"]
+    assert said == ["the clock was set back by 3600 s: the controller starts anew, or it would wait for that"]
