@@ -44,9 +44,10 @@ class BoxFile:
 
     @property
     def pid(self) -> int | None:
-        """Of the main process, None if it does not run. A pid from before a reboot may be somebody else's by now."""
+        """Of the main process, None if it does not run. A pid from before a reboot may be somebody else's by now,
+        that of another box's main process too: the file is in a copy of the directory, or containers count from 1."""
         pid = self.fields.get("pid")
-        return pid if isinstance(pid, int) and is_main_process(pid) else None
+        return pid if isinstance(pid, int) and is_main_process(pid, self.data_dir) else None
 
     @property
     def url(self) -> str:
@@ -74,13 +75,16 @@ class BoxFile:
         return f"the box on {self.data_dir} was killed while {self.state}; {start} and continues its work"
 
 
-def is_main_process(pid: int) -> bool:
-    """Is this living process the main process of a box?"""
+def is_main_process(pid: int, data_dir: Path) -> bool:
+    """Is this living process the main process of the box on this data directory?"""
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-    except OSError:
+        if b"appliance.main" not in arguments:
+            return False
+        config = json.loads(arguments[arguments.index(b"--config-json") + 1])
+        return Path(config["box"]["data_dir"]).resolve() == data_dir
+    except (OSError, ValueError, IndexError, KeyError, TypeError):
         return False
-    return b"appliance.main" in arguments
 
 
 def _option(data_dir: Path) -> str:

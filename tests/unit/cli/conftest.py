@@ -44,9 +44,11 @@ def run(*arguments: str, input: str | None = None) -> Result:
 
 
 @pytest.fixture
-def main_process() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that looks like a box's main process to the commands, and is none."""
-    process = subprocess.Popen(["/bin/sh", "-c", "read line", "appliance.main"], stdin=subprocess.PIPE)
+def main_process(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A process that looks like the main process of the box in `box` to the commands, and is none."""
+    config = json.dumps({"box": {"data_dir": str(tmp_path / "box")}})
+    arguments = ["appliance.main", "up", "--config-json", config]
+    process = subprocess.Popen(["/bin/sh", "-c", "read line", *arguments], stdin=subprocess.PIPE)
     # Until the shell has replaced the fork of Python, /proc tells Python's arguments.
     while b"appliance.main" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
         time.sleep(0.001)

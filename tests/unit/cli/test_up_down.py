@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -94,6 +95,22 @@ def test_up_detached_and_down(data_dir):
     assert (stopped.exit_code, stopped.stderr) == (0, "")
     assert "has stopped" in stopped.stdout
     assert not Path(f"/proc/{box['pid']}").exists() or "Z" in Path(f"/proc/{box['pid']}/stat").read_text().split()[2]
+
+
+def test_a_copied_directory_names_a_box_that_is_not_its_own(data_dir, tmp_path):
+    """`box.json` of a copy (a backup, a power loss) names a living process that is another box's: `up` refused it for
+    ever, and `down` ended the other box."""
+    assert run("up", "--detach", "--data-dir", str(data_dir)).exit_code == 0
+    pid = box_file(data_dir)["pid"]
+    copy = tmp_path / "copy"
+    shutil.copytree(data_dir, copy)
+    assert "no box runs" in run("down", "--data-dir", str(copy)).stdout
+    assert os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None, "the other box runs on"
+    started = run("up", "--detach", "--data-dir", str(copy))
+    assert started.exit_code == 0, started.stderr
+    assert box_file(copy)["pid"] != pid
+    run("down", "--data-dir", str(copy))
+    run("down", "--data-dir", str(data_dir))
 
 
 def test_up_as_json(data_dir):
