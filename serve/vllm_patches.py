@@ -29,7 +29,7 @@ from vllm.v1.engine import utils as engine_utils
 from vllm.v1.engine.core import EngineCore, EngineCoreProc
 from vllm.v1.executor import multiproc_executor
 from vllm.v1.request import Request
-from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.structured_output import StructuredOutputManager, backend_outlines
 
 from runtime import numa
 from runtime.process import die_with_parent
@@ -89,6 +89,7 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     # An answer names the version that computed it.
     answer_version.apply()
     StructuredOutputManager.__init__ = _then(StructuredOutputManager.__init__, grammar_threads.give_way)
+    grammar_threads.no_outlines(backend_outlines)
     # A stream's chunks have OpenAI's fields, and vLLM's own only where they say something.
     stream_chunks.apply()
 

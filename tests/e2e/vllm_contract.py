@@ -130,7 +130,30 @@ def _claims():
     yield "those threads have the name that is looked for", grammar_threads.POOL in inspect.getsource(
         StructuredOutputManager.__init__
     )
+    yield "nothing is given to outlines, whatever xgrammar and llguidance cannot do", _outlines_gets_nothing()
     yield "one OpenMP thread", torch.get_num_threads() == 1
+
+
+def _outlines_gets_nothing() -> bool:
+    """A schema of 6 KB took it 9 s on the loop that sends everybody's tokens."""
+    from types import SimpleNamespace
+
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams, StructuredOutputsParams
+    from vllm.v1.structured_output import backend_outlines
+
+    from serve import grammar_threads
+
+    grammar_threads.no_outlines(backend_outlines)
+    number = {"type": "number", "multipleOf": 2}
+    schema = {"type": "object", "properties": {"a": number}, "patternProperties": {"x": {}}}
+    asked = SamplingParams(structured_outputs=StructuredOutputsParams(json=schema))
+    config, model = SimpleNamespace(backend="auto"), SimpleNamespace(is_diffusion=False)
+    try:
+        asked._validate_structured_outputs(model, config, object())
+    except VLLMValidationError as error:
+        return "no grammar backend of this server" in str(error)
+    return False
 
 
 def _fields_judged():
