@@ -21,7 +21,7 @@ from appliance.controller.context import ControllerContext
 from appliance.controller.errors import ApiError
 from appliance.controller.models import unknown_model
 from appliance.controller.ports import EngineAnswer, LineReturned
-from appliance.controller.response_items import conversation, items_of, salted
+from appliance.controller.response_items import items_of, salted
 from appliance.controller.stored_responses import DAY_S, StoredResponses
 from appliance.store import keys, responses
 from appliance.store.ids import new_id
@@ -178,7 +178,7 @@ class BackgroundResponses:
         items = None
         if row.previous_id is not None:
             earlier = await self._stored.before(row.previous_id, viewer_of(self._db, row.key_id or None))
-            items = conversation(earlier) + items_of(request["input"])
+            items = [item async for turn in self._stored.items(earlier) for item in turn] + items_of(request["input"])
         self._set(row, {**orjson.loads(row.response), "status": "in_progress"}, status="in_progress")
         key = keys.find(self._db, row.key_id) if row.key_id else None
         body = salted(response_objects.engine_body(request, items), key.owner if key is not None else "")

@@ -6,7 +6,7 @@ An item is what stands in `input` and `output` of /v1/responses
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -35,13 +35,9 @@ def salted(body: dict[str, Any], owner: str) -> dict[str, Any]:
     return {**body, "cache_salt": cache_salt(owner, own or "")}
 
 
-def conversation(rows: Sequence[ResponseRow]) -> list[Item]:
-    """What the answer after these responses, oldest first, goes on from: of each what it was asked and answered."""
-    found: list[Item] = []
-    for row in rows:
-        found += orjson.loads(row.input)
-        found += outputs(row)
-    return found
+def turn_items(row: ResponseRow) -> list[Item]:
+    """What a later answer goes on from, of this response: what it was asked and answered."""
+    return [*orjson.loads(row.input), *outputs(row)]
 
 
 def listed(row: ResponseRow, *, answered: bool) -> list[Item]:

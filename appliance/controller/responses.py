@@ -21,7 +21,7 @@ from appliance.controller.errors import ApiError, BadRequest, Forbidden, shown
 from appliance.controller.models import unknown_model
 from appliance.controller.paging import After
 from appliance.controller.principal import GATEWAY, INFERENCE, Caller, Principal
-from appliance.controller.response_items import conversation, items_of, listed, may_list
+from appliance.controller.response_items import items_of, listed, may_list
 from appliance.controller.routers import make_router
 from appliance.controller.stored_responses import StoredResponses
 from appliance.store import responses
@@ -136,7 +136,8 @@ def internal_routes(stored: StoredResponses) -> APIRouter:
     @router.get("/context", include_in_schema=False)
     async def context(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
         """The items of the conversation up to this response, a JSON array."""
-        return _json(orjson.dumps(conversation(await stored.before(id, caller.viewer))))
+        turns = [orjson.dumps(items)[1:-1] async for items in stored.items(await stored.before(id, caller.viewer))]
+        return _json(b"[%b]" % b",".join(items for items in turns if items))
 
     return router
 

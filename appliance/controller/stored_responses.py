@@ -17,7 +17,7 @@ import orjson
 
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import ApiError, BadRequest, NotFound, shown
-from appliance.controller.response_items import items_of
+from appliance.controller.response_items import Item, items_of, turn_items
 from appliance.store import holdings, keys, responses
 from appliance.store.rows import ResponseRow
 
@@ -89,18 +89,9 @@ class StoredResponses:
                            code="response_not_found")  # fmt: skip
         return row
 
-    async def chain(self, response_id: str, viewer: str | None) -> list[ResponseRow]:
-        """The conversation up to this response, oldest first, as far back as it is still there. Raises NotFound, and
-        BadRequest where it is too long."""
-        row = await self.find(response_id, viewer)
-        rows = responses.chain(self._db, row.id, viewer, max_turns=MAX_TURNS, max_bytes=CONVERSATION_BYTES)
-        if rows is None or len(rows) >= MAX_TURNS:
-            raise _too_long(response_id)
-        return rows
-
     async def turns(self, response_id: str, viewer: str | None, *, newest_first: bool) -> AsyncIterator[ResponseRow]:
-        """The same, one by one: a conversation may be 64 MiB, and others want the loop in between. Raises NotFound, and
-        BadRequest where it has too many turns."""
+        """The conversation up to this response, as far back as it is still there, one by one: it may be 64 MiB, and
+        others want the loop in between. Raises NotFound, and BadRequest where it has too many turns."""
         row = await self.find(response_id, viewer)
         ids = responses.chain_ids(self._db, row.id, viewer, max_turns=MAX_TURNS)
         if len(ids) >= MAX_TURNS:
@@ -111,18 +102,33 @@ class StoredResponses:
                 yield found
             await asyncio.sleep(0)
 
-    async def before(self, previous_id: str, viewer: str | None) -> list[ResponseRow]:
-        """What a response goes on from that names this one. Raises BadRequest."""
+    async def before(self, previous_id: str, viewer: str | None) -> list[str]:
+        """The ids, oldest first, of what a response goes on from that names this one. Raises BadRequest."""
         try:
-            rows = await self.chain(previous_id, viewer)
+            last = await self.find(previous_id, viewer)
         except NotFound as error:
             raise previous_not_found(previous_id) from error
-        if rows[0].previous_id is not None:
-            raise previous_not_found(rows[0].previous_id)
-        if not rows[-1].finished:
-            raise BadRequest(f"Previous response with id {shown(previous_id)} is {rows[-1].status}: wait for its end.",
+        size = responses.chain_bytes(self._db, last.id, viewer, max_turns=MAX_TURNS)
+        ids = responses.chain_ids(self._db, last.id, viewer, max_turns=MAX_TURNS)
+        if size > CONVERSATION_BYTES or len(ids) >= MAX_TURNS:
+            raise _too_long(previous_id)
+        first = responses.find(self._db, ids[0])
+        if first is not None and first.previous_id is not None:
+            raise previous_not_found(first.previous_id)
+        if not last.finished:
+            raise BadRequest(f"Previous response with id {shown(previous_id)} is {last.status}: wait for its end.",
                              param="previous_response_id", code="previous_response_not_ready")  # fmt: skip
-        return rows
+        return ids
+
+    async def items(self, ids: list[str]) -> AsyncIterator[list[Item]]:
+        """Of each of these responses what a later one goes on from. One at a time, and others have the loop in between:
+        who asks needs no more than a hundred bytes to name a conversation of 64 MiB. Raises BadRequest."""
+        for response_id in ids:
+            row = responses.find(self._db, response_id)
+            if row is None:
+                raise previous_not_found(response_id)  # deleted since
+            yield turn_items(row)
+            await asyncio.sleep(0)
 
     def delete(self, row: ResponseRow) -> None:
         responses.delete(self._db, row.id)

@@ -338,6 +338,9 @@ class Gateway:
                 self.spending.spend(request, checked, self.limits)
                 return WholeRelay(self, client, request)
             if transcript.previous_id and not transcript.recalled:
+                # The controller's time: a hundred bytes name a conversation of megabytes.
+                assert request.use is not None
+                self.spending.admit_control(request.principal, request.use, self.limits)
                 return Recall(self, client, request, checked)
         self.spending.spend(request, checked, self.limits)
         self.spending.opened(request, checked)

@@ -335,7 +335,11 @@ def _asks_usage(data: dict[str, Any]) -> bool:
         return False
     if not isinstance(options, dict):
         raise _bad("stream_options", options, "an object")
-    return bool(options.get("include_usage"))
+    asks = options.get("include_usage")
+    if asks is not None and not isinstance(asks, bool):
+        # An engine takes "no" for false: its stream would not say what it cost, and nobody would have asked it to.
+        raise _bad("stream_options.include_usage", asks, "true or false")
+    return asks is True
 
 
 def _completion_tokens(data: dict[str, Any]) -> int:

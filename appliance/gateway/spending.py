@@ -88,6 +88,10 @@ class Spending:
         """Its key has the tokens for it and not too many streams, or ApiError is raised."""
         use = request.use
         assert use is not None
+        if use.requests >= limits.key_requests:
+            # Again: many at once were let in while the controller was asked what they go on from.
+            self._events["concurrency_limited"] += 1
+            raise errors.too_many_at_once("requests", limits.key_requests)
         if checked.stream and use.streams >= limits.key_streams:
             self._events["concurrency_limited"] += 1
             raise errors.too_many_at_once("streams", limits.key_streams)

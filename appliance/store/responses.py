@@ -37,23 +37,16 @@ def update(db: Database, response_id: str, **changes: Any) -> None:
     db.update("responses", ResponseRow, {"id": response_id}, changes)
 
 
-def chain(
-    db: Database, response_id: str, viewer: str | None, *, max_turns: int, max_bytes: int
-) -> list[ResponseRow] | None:
-    """The responses of this owner (None: of all) that lead to this one, oldest first, itself the last; empty if it is
-    not there. The first of them names another one if that is gone, or if there are more than max_turns. None: more than
-    max_bytes."""
+def chain_bytes(db: Database, response_id: str, viewer: str | None, *, max_turns: int) -> int:
+    """Of the responses of this owner (None: of all) that lead to this one, and of itself, as far back as max_turns."""
     parameters = [response_id, viewer, max_turns - 1]
     (size,) = db.execute(f"{_CHAIN} SELECT SUM(bytes) FROM chain JOIN responses USING (id)", parameters).fetchone()
-    if (size or 0) > max_bytes:
-        return None
-    return db.all(
-        ResponseRow, f"{_CHAIN} SELECT responses.* FROM chain JOIN responses USING (id) ORDER BY depth DESC", parameters
-    )
+    return size or 0
 
 
 def chain_ids(db: Database, response_id: str, viewer: str | None, *, max_turns: int) -> list[str]:
-    """The ids of that chain alone, oldest first."""
+    """Their ids, oldest first, itself the last; empty if it is not there. The first of them names another one if that
+    is gone, or if there are more than max_turns."""
     parameters = [response_id, viewer, max_turns - 1]
     return [row["id"] for row in db.execute(f"{_CHAIN} SELECT id FROM chain ORDER BY depth DESC", parameters)]
 

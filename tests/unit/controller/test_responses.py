@@ -199,6 +199,33 @@ async def test_a_page_parses_the_turns_that_it_is_in_and_no_others(control: Cont
     assert parsed == [name(5), name(4), name(3)]
 
 
+async def test_what_an_answer_goes_on_from_is_put_together_turn_by_turn(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+):
+    """A hundred bytes name a conversation of 64 MiB, which was parsed in one go on the loop that answers everybody."""
+    await send(control, *(copy(n, f"q{n}", text=f"a{n}" if n % 3 else "", previous=n - 1 or None) for n in range(1, 9)))
+    others, parsed_at = 0, []
+    seen = response_items.turn_items
+
+    def turn(row: Any) -> Any:
+        parsed_at.append(others)
+        return seen(row)
+
+    async def another() -> None:
+        nonlocal others
+        while True:
+            others += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr("appliance.controller.stored_responses.turn_items", turn)
+    beside = asyncio.create_task(another())
+    items = (await context(control, 8)).json()
+    beside.cancel()
+    assert len(parsed_at) == len(set(parsed_at)) == 8
+    assert [item["content"] for item in items if item["role"] == "user"] == [f"q{n}" for n in range(1, 9)]
+    assert len(items) == 8 + 6  # a message without text is none
+
+
 async def test_a_response_that_is_answered_already_cannot_be_cancelled_or_streamed(control: Control):
     await send(control, copy(1))
     with pytest.raises(openai.BadRequestError, match="synchronous"):

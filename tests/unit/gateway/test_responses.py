@@ -285,6 +285,49 @@ async def test_who_leaves_while_earlier_turns_are_fetched_costs_nothing(start_bo
     assert not box.engines["e0"].requests and box.gateway.buffered_bytes == 0
 
 
+async def test_many_that_go_on_at_once_are_no_more_than_a_key_may_have_open(start_box: Start) -> None:
+    """None of them was open yet while the controller was asked for all."""
+    box = await start_box(limits={"key_requests": 2})
+
+    async def hang(request: UpstreamRequest, reply: Reply) -> None:
+        await asyncio.Event().wait()
+
+    engine = await box.engine("e0", hang)
+    box.serve("m", "e0")
+    go_on = asyncio.Event()
+
+    async def late(request: UpstreamRequest, reply: Reply) -> None:
+        await go_on.wait()
+        await reply.json([])
+
+    controller = await box.control(late)
+    wires = [await box.connect() for _ in range(4)]
+    for wire in wires:
+        await wire.send(request_bytes("POST", URL, {"model": "m", "input": "x", "previous_response_id": "resp_known"}))
+    await box.until(lambda: len(controller.requests) == 4)
+    go_on.set()
+    await box.until(lambda: box.gateway.metrics.events["concurrency_limited"] == 2)
+    assert len(engine.requests) <= 2
+    for wire in wires:
+        wire.close()
+    await box.until(lambda: not box.gateway.connections)
+
+
+async def test_asking_what_was_said_before_is_metered_as_the_controllers_other_routes_are(start_box: Start) -> None:
+    box = await start_box(limits={"key_control_requests_per_minute": 2})
+    await box.engine("e0", answer_response)
+    box.serve("m", "e0")
+
+    async def known(request: UpstreamRequest, reply: Reply) -> None:
+        await reply.json({} if request.method == "POST" else [])
+
+    controller = await box.control(known)
+    body = {"model": "m", "input": "x", "store": False, "previous_response_id": "resp_known"}
+    statuses = [(await box.ask("POST", URL, body, key="sk-test-inference")).status for _ in range(3)]
+    assert statuses == [200, 200, 429] and len(controller.requests) == 2
+    assert (await box.ask("POST", URL, {"model": "m", "input": "x"}, key="sk-test-inference")).status == 200
+
+
 async def test_the_rest_of_the_routes_goes_to_the_controller_and_needs_inference(front: Box) -> None:
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         await reply.json({"target": request.target, "key": request.headers["x-appliance-key-id"]})

@@ -334,6 +334,18 @@ async def test_refusals_are_counted_by_key_and_model(box: Box) -> None:
     assert {row["key"] for row in rows.values()} == {"key_all"}
 
 
+@pytest.mark.parametrize("asks", ["no", "false", "true", 1, 0, []])
+async def test_whether_a_stream_says_its_usage_is_no_matter_of_spelling(start_box: Start, asks: Any) -> None:
+    """An engine takes "no" for false, and the gateway took it for true: nobody said what such a stream had cost."""
+    box = await start_box()
+    engine = await box.engine("e0", hang)
+    box.serve("m", "e0")
+    body = chat(stream=True, stream_options={"include_usage": asks})
+    refused = await box.ask("POST", "/v1/chat/completions", body)
+    assert refused.status == 400 and refused.error["param"] == "stream_options.include_usage"
+    assert not engine.requests
+
+
 # --- bounds of one key
 
 
