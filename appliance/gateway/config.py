@@ -31,7 +31,7 @@ class Limits:
     upload_body_bytes: int = 512 * MIB
     # All inference bodies in memory together, held ones included: what many slow or held clients can cost.
     buffered_body_bytes: int = 256 * MIB
-    # Of that, what the bodies of one key may be. And its requests for inference at once, those that wait included; the
+    # Of that, what the bodies of one key may be. And its requests at once, those that wait included; the
     # streams among them; and its requests to the routes that the controller answers (an administrator's are not bound).
     key_body_bytes: int = 96 * MIB
     key_requests: int = 1536

@@ -309,6 +309,7 @@ class Gateway:
         assert principal is not None and use is not None
         if route.kind is not Kind.INFERENCE:
             self.spending.admit_control(principal, use, self.limits)
+            self.spending.opened_control(request, principal, use, self.limits)
             return Relay(self, client, request) if route.kind is Kind.CONTROL else Scrape(self, client, request)
         # In the order of what it costs: the key's limits, then what the body holds, the model, and what it asks for.
         self.spending.admit(request, use, self.limits)
@@ -336,6 +337,7 @@ class Gateway:
                 self.take_body(request, len(transcript.input))  # which is here twice until the answer is
             if transcript.background:
                 self.spending.spend(request, checked, self.limits)
+                self.spending.opened(request, checked)
                 return WholeRelay(self, client, request)
             if transcript.previous_id and not transcript.recalled:
                 # The controller's time: a hundred bytes name a conversation of megabytes.

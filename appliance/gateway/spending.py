@@ -82,6 +82,17 @@ class Spending:
             raise errors.rate_limited("requests to control routes", limit, wait_s)
         bucket.level -= 1
 
+    def opened_control(self, request: Request, principal: Principal, use: KeyUse, limits: Limits) -> None:
+        """It goes to the controller, which may take long to answer (events of a response in background): it is one of
+        those that its key has open, or ApiError 429 is raised. `closed` must follow. An administrator's are not."""
+        if ADMIN in principal.scopes:
+            return
+        if use.requests >= limits.key_requests:
+            self._events["concurrency_limited"] += 1
+            raise errors.too_many_at_once("requests", limits.key_requests)
+        use.requests += 1
+        request.counted = True
+
     # -- when it is known what it asks for
 
     def spend(self, request: Request, checked: Checked, limits: Limits) -> None:

@@ -373,6 +373,31 @@ async def test_a_key_has_so_many_requests_open_and_others_go_on(start_box: Start
     await box.until(lambda: (use.requests, use.streams, use.body_bytes) == (0, 0, 0))
 
 
+async def test_what_a_key_asks_of_the_controller_counts_as_open_too(start_box: Start) -> None:
+    """Events of a response in background last for hours: with 8,000 of them one key had all connections."""
+    box = await start_box(limits={"key_requests": 2})
+    box.serve("m")
+
+    async def silent(request: UpstreamRequest, reply: Reply) -> None:
+        await asyncio.Event().wait()
+
+    controller = await box.control(silent)
+    wires = [await box.connect() for _ in range(2)]
+    await wires[0].send(request_bytes("GET", "/v1/responses/resp_1?stream=true", key="sk-test-inference"))
+    body = {"model": "m", "input": "x", "background": True, "stream": True}
+    await wires[1].send(request_bytes("POST", "/v1/responses", body, key="sk-test-inference"))
+    await box.until(lambda: len(controller.requests) == 2)
+    for method, path, more in (("GET", "/v1/batches", None), ("POST", "/v1/responses", body)):
+        refused = await box.ask(method, path, more, key="sk-test-inference")
+        assert refused.status == 429 and "2 requests" in refused.error["message"]
+    assert len(controller.requests) == 2
+    use = box.gateway.spending.use_of(box.gateway.keys[hashlib.sha256(b"sk-test-inference").hexdigest()])
+    assert use.requests == 2
+    for wire in wires:
+        wire.close()
+    await box.until(lambda: (use.requests, use.streams, use.body_bytes) == (0, 0, 0))
+
+
 async def test_the_bodies_of_one_key_do_not_fill_the_memory_for_all(start_box: Start) -> None:
     box = await start_box(limits={"key_body_bytes": 3000})
     await box.engine("e0")
