@@ -31,6 +31,7 @@ _LONG_TEXT: Final = 200
 # A repeat with more digits is more than any limit.
 _DIGITS: Final = 9
 _MANY: Final = 1 << 30
+_RULES_PER_PART: Final = 20
 _FREE: Final = frozenset({"auto", "none"})
 
 
@@ -132,6 +133,7 @@ class _Budget:
                 continue
             self._count(name, 1)
             self._length(name, node)
+            self._some_of(name, node)
             for key, value in node.items():
                 if key == "enum" and isinstance(value, list):
                     self.choices(name, value)
@@ -180,6 +182,15 @@ class _Budget:
         if (low or high) and (low, high) not in self._lengths:
             self._lengths.add((low, high))
             self._spend(name, max(low, high))
+
+    def _some_of(self, name: str, node: dict[str, Any]) -> None:
+        """`minProperties`, `maxProperties`: each number of properties so far, at each property, is a rule of its own.
+        200 properties of which 100 to 150 are wanted took 89 ms, on the loop that sends tokens."""
+        named = node.get("properties")
+        low, high = node.get("minProperties"), node.get("maxProperties")
+        if isinstance(named, dict) and (low is not None or high is not None):
+            most = max(value if isinstance(value, int) else 0 for value in (low, high))
+            self._count(name, len(named) * min(most, len(named)) // _RULES_PER_PART)
 
     def _spend(self, name: str, repeats: int) -> None:
         self._repeats += repeats

@@ -331,6 +331,9 @@ EVIL: dict[str, dict[str, Any]] = {
     "a long regex": chat(structured_outputs={"regex": "x" * 1025}),
     "deep groups": chat(structured_outputs={"regex": "(" * 20 + "a" + ")" * 20}),
     "choices": chat(structured_outputs={"choice": [str(i) for i in range(1001)]}),
+    "some of many properties": schema_of(
+        {"type": "object", "properties": {f"a{i}": {"type": "string"} for i in range(250)}, "minProperties": 200}
+    ),
     "a grammar": chat(structured_outputs={"grammar": 'root ::= "a"'}),
     "a structural tag": chat(structured_outputs={"structural_tag": "{}"}),
     "a structural tag as format": chat(response_format={"type": "structural_tag", "format": {}}),
