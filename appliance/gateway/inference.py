@@ -60,6 +60,7 @@ class Exchange(Placement):
         """Nobody waits for it any more. If an engine is computing for it, that is paid for."""
         if self._conn is not None and self.answer.client is not None:
             self.request.left_after_s = max(time.monotonic() - self._sent_s, 1e-6)
+            self.request.unread = self.answer.client.write_paused
 
     def client_paused(self, paused: bool) -> None:
         conn = self._conn

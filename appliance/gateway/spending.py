@@ -179,11 +179,11 @@ class Spending:
         that time where nothing is delivered before the end; never more than it asked for."""
         tokens, asked = request.tokens, request.asked
         tokens.prompt = tokens.prompt or asked.prompt_tokens
-        if request.streams:
-            written = request.stream_events
-        else:
+        written = request.stream_events
+        if not request.streams or request.unread:
+            # Of a stream that its client let stand, the engine went on to write what was never delivered.
             rate = self._rates.get(request.model, _UNKNOWN_RATE)
-            written = int(request.left_after_s * rate * asked.sequences)
+            written = max(written, int(request.left_after_s * rate * asked.sequences))
         tokens.completion = max(tokens.completion, min(written, asked.completion_tokens))
 
     def refused(self, request: Request) -> None:

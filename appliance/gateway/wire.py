@@ -81,7 +81,8 @@ class Request:
     exported. estimated_tokens: what its key's allowance was charged; tokens: what the engine said it cost.
     rate_headers: what its answer says of that allowance. use: of its key; counted: as open, streams: as a stream.
     asked: what it may cost. sent_s: when an engine got it; left_after_s: for how long one had computed when its client
-    left or its key was revoked, 0 otherwise. refused_model: the model it named, once that is known to exist.
+    left or its key was revoked, 0 otherwise; unread: its client took no more of it then.
+    refused_model: the model it named, once that is known to exist.
     """
 
     # Defaults stand in the class: most of them hold for most requests, and each that is set costs every request. Not
@@ -110,6 +111,7 @@ class Request:
     streams: bool = False
     sent_s: float = 0.0
     left_after_s: float = 0.0
+    unread: bool = False
     refused_model: str = ""
     asked: Asked = NOTHING_ASKED
     use: KeyUse | None = None

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import time
+from collections import defaultdict
 from typing import Any
 
 import orjson
@@ -15,7 +16,10 @@ from appliance.gateway.allowance import Allowance, duration
 from appliance.gateway.config import Limits
 from appliance.gateway.request_check import check_body
 from appliance.gateway.routes import resolve
-from appliance.gateway.usage import Tokens, with_fingerprint, without_usage_event
+from appliance.gateway.spending import Spending
+from appliance.gateway.table import Principal
+from appliance.gateway.usage import Asked, Tokens, with_fingerprint, without_usage_event
+from appliance.gateway.wire import Request
 
 from .conftest import KEY, Box, Start, chat, request_bytes
 from .test_continuation import completion, events, greedy_engine, text_of
@@ -344,6 +348,19 @@ async def test_whether_a_stream_says_its_usage_is_no_matter_of_spelling(start_bo
     refused = await box.ask("POST", "/v1/chat/completions", body)
     assert refused.status == 400 and refused.error["param"] == "stream_options.include_usage"
     assert not engine.requests
+
+
+@pytest.mark.parametrize(("unread", "completion"), [(False, 3), (True, 100)])
+def test_a_stream_that_its_client_let_stand_is_paid_for_by_the_time(unread: bool, completion: int) -> None:
+    """Nobody delivered what the engine wrote meanwhile, and 3 events were all that was paid."""
+    spending = Spending(defaultdict(int), 1)
+    request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
+    request.principal = Principal("key_a", "", frozenset(), b"")
+    request.model, request.streams, request.stream_events, request.status = "m", True, 3, 200
+    request.left_after_s, request.unread, request.asked = 10.0, unread, Asked(7, 500, 1)
+    spending.account(request, 10.0)
+    (row,) = spending.meter.take()
+    assert (row["prompt_tokens"], row["completion_tokens"]) == (7, completion)
 
 
 # --- bounds of one key
