@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
 
 from appliance.gateway.errors import ApiError
 from appliance.gateway.routes import resolve
+from appliance.gateway.server import ClientConnection
 
 from .conftest import Box, Start, chat
 from .upstreams import Reply, UpstreamRequest
@@ -271,24 +273,34 @@ async def test_health_says_what_the_box_cannot_do_now_and_goes_on_serving(start_
     assert await degraded() == ["controller", "sweep", "usage"]
 
 
+class _Ticking:
+    """A handler; connections themselves are of the compiled class, which nothing stands in for."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error, self.ticked = error, []
+
+    def tick(self, now_s: float) -> None:
+        self.ticked.append(now_s)
+        if self.error is not None:
+            raise self.error
+
+
+class _Transport(asyncio.Transport):
+    is_aborted = False
+
+    def abort(self) -> None:
+        self.is_aborted = True
+
+
 async def test_one_connection_that_cannot_be_looked_at_is_cut_and_stalls_no_other(start_box: Start) -> None:
-    class Broken:
-        aborted = False
-
-        def tick(self, now_s: float) -> None:
-            raise RuntimeError("a bug")
-
-        def abort(self) -> None:
-            self.aborted = True
-
-    class Whole:
-        def tick(self, now_s: float) -> None:
-            ticked.append(now_s)
-
     box = await start_box()
     box.apply()
-    broken, ticked = Broken(), []
-    box.gateway.connections = {broken, *(Whole() for _ in range(8))}  # type: ignore[arg-type]
+    connections = [ClientConnection(box.gateway) for _ in range(9)]
+    for conn in connections:
+        conn.active, conn.transport = _Ticking(), _Transport()  # type: ignore[assignment]
+    connections[4].active.error = RuntimeError("a bug")  # type: ignore[union-attr]
+    box.gateway.connections = set(connections)
     box.gateway.sweep(5.0)
-    assert broken.aborted and ticked == [5.0] * 8
+    assert [conn.active.ticked for conn in connections] == [[5.0]] * 9  # type: ignore[union-attr]
+    assert [conn.transport.is_aborted for conn in connections] == [False] * 4 + [True] + [False] * 4  # type: ignore[union-attr]
     box.gateway.connections = set()
