@@ -33,7 +33,9 @@ def environment(
     Token authentication: whoever reaches one of Ray's servers has to show it, and loopback is open to every user of
     this machine. Workers are not started ahead, since actors are few and each idle worker costs about 90 MB.
     """
-    secure = {} if certificate is None else {
+    # Ray replaces 127.0.0.1 by the machine's own address where it has one, and then listens on all of them. Its switch
+    # for systems without clusters takes loopback at its word.
+    secure = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if certificate is None else {
         "RAY_USE_TLS": "1",
         "RAY_TLS_CA_CERT": str(certificate.authority),
         "RAY_TLS_SERVER_CERT": str(certificate.certificate),
