@@ -19,7 +19,8 @@ class OwnerBounds(BaseModel):
     files: int = Field(10_000, ge=0)
     """Uploads in progress count."""
     file_bytes: int = Field(64 * GIB, ge=0)
-    """Of all files together; an upload in progress counts with twice what it announced."""
+    """Of all files together; an upload in progress counts with twice what it announced. The copies of files that jobs
+    keep until they end may take as much again."""
     uploads: int = Field(32, ge=0)
     """Uploads in parts that are neither complete nor cancelled."""
     batches: int = Field(32, ge=0)
@@ -45,7 +46,7 @@ class RetentionSettings(BaseModel):
     batches_days: float | None = Field(None, gt=0)
     """What is known of batches that have ended; their output files are files."""
     job_data_days: float | None = Field(30.0, gt=0)
-    """The folders of jobs that have ended: a copy of the training data, events, TensorBoard files."""
+    """The folders of jobs that have ended: events, TensorBoard files. The copy of the training data goes at once."""
     job_events_days: float | None = Field(None, gt=0)
     """Events and steps of jobs that have ended."""
     events_per_job: int = Field(100_000, ge=1000)

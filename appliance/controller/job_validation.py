@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from appliance.controller import files, job_devices, job_requests, node_sizes
+from appliance.controller import files, job_data, job_devices, job_requests, node_sizes
 from appliance.controller.admin_plan import job_verdict, shape_of
 from appliance.controller.context import ControllerContext
 from appliance.controller.job_events import add_message, fail
@@ -110,6 +110,8 @@ class JobValidation:
         else:
             if self._still_validating(job_id):
                 self._queue(row, resolved, warnings, examples)
+        if (ended := jobs.find(db, job_id)) is None or ended.finished:
+            job_data.remove(context, job_id)
         context.scheduler.nudge(f"{job_id} was validated")
 
     def _still_validating(self, job_id: str) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fastapi import APIRouter, Request
 
-from appliance.controller import job_claims, job_devices, job_requests, node_sizes, repeats, views
+from appliance.controller import job_claims, job_data, job_devices, job_requests, node_sizes, repeats, views
 from appliance.controller.access import caller_may_use
 from appliance.controller.context import ControllerContext
 from appliance.controller.errors import BadRequest, Conflict, NotFound, shown
@@ -49,6 +49,7 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
             context.quotas.check_job(caller)
             job_claims.check(db, body, caller)
             row = _new_job(context, body, caller)
+            job_data.check(context, row, caller)
             jobs.insert(db, row)
             add_message(db, row.id, f"Created fine-tuning job: {row.id}")
             if body.integrations:

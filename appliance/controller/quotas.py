@@ -58,6 +58,19 @@ class Quotas:
             _number("jobs", "fine-tuning jobs that have not ended", holdings.jobs(self._db, key_id),
                     self.bounds(key_id).jobs, "Wait for the end of one or cancel it.", retry=True)  # fmt: skip
 
+    def check_job_data(self, caller: Principal, held: int, more: int) -> None:
+        """One more job, beside those whose copies of their files take `held` bytes; its own will take `more`."""
+        self.disk.check(more)
+        if (key_id := _bounded(caller)) is None:
+            return
+        limit = self.bounds(key_id).file_bytes
+        if held + more > limit:
+            raise ApiError(
+                413, f"Jobs of your keys that have not ended hold copies of {held} of at most {limit} bytes; {more} "
+                f"more do not fit. Wait for the end of one or cancel it. {_ASK.format('file_bytes')}",
+                code="limit_reached", param="file_bytes", headers=dict(NEVER_RETRY),
+            )  # fmt: skip
+
     def check_background(self, caller: Principal, size: int) -> None:
         self.disk.check(size)
         if (key_id := _bounded(caller)) is None:

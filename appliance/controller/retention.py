@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from anyio import to_thread
 
-from appliance.controller import files
+from appliance.controller import files, job_data
 from appliance.controller.config import RetentionSettings
 from appliance.controller.context import ControllerContext
 from appliance.store import files as file_rows
@@ -53,7 +53,9 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
             if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
                 files.remove(context, row)
             await asyncio.sleep(0)
+    there = {entry.name for entry in context.jobs_dir.iterdir()}
+    for job_id in there.intersection(retention.ended_jobs(db, now_s)):
+        job_data.remove(context, job_id)
     if kept.job_data_days is not None:
-        there = {entry.name for entry in context.jobs_dir.iterdir()}
         for job_id in there.intersection(retention.ended_jobs(db, now_s - kept.job_data_days * DAY_S)):
             await to_thread.run_sync(shutil.rmtree, context.jobs_dir / job_id, True)

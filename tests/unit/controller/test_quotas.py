@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from appliance.controller import retention
 from appliance.controller.app import create_app
 from appliance.controller.disk import GIB, Disk, floor_of
 from appliance.controller.errors import ApiError
@@ -220,3 +221,31 @@ async def test_below_the_floor_nothing_is_stored_and_room_can_be_made(control: C
     assert (await control.http.delete(f"/v1/files/{kept}", headers=ann)).status_code == 200
     assert (await control.http.post(f"/v1/uploads/{pending}/cancel", headers=ann)).status_code == 200
     assert len(list(control.context.files_dir.iterdir())) == 1 and not list(control.context.uploads_dir.iterdir())
+
+
+async def test_what_jobs_copy_is_bounded_although_the_files_are_deleted(control: Control):
+    """Uploading, submitting and deleting by turns filled the disk; so did submitting and cancelling."""
+    ann, ben = caller(control.db, "ann", bounds={"jobs": 100}), caller(control.db, "ben")
+    data = chat_lines(40)
+    assert BOUNDS["file_bytes"] // 2 < len(data) * 2 < BOUNDS["file_bytes"] < len(data) * 3
+
+    async def submit(who: dict[str, str]) -> httpx.Response:
+        file_id = (await file(control, who, data, "fine-tune")).json()["id"]
+        body = {"model": "starter", "training_file": file_id}
+        made = await control.http.post("/v1/fine_tuning/jobs", headers=who, json=body)
+        await control.settle()
+        assert (await control.http.delete(f"/v1/files/{file_id}", headers=who)).status_code == 200
+        return made
+
+    def copies() -> int:
+        return len(list(control.context.jobs_dir.glob("*/train.jsonl")))
+
+    first, second = await submit(ann), await submit(ann)
+    assert (first.status_code, second.status_code, copies()) == (200, 200, 2)
+    assert refused(await submit(ann), 413, "file_bytes")
+    assert (await submit(ben)).status_code == 200
+    for job in (first, second):
+        await control.http.post(f"/v1/fine_tuning/jobs/{job.json()['id']}/cancel", headers=ann)
+    await retention.keep_house(control.context, time.time() + 1)
+    assert copies() == 1, "those of jobs that have ended are gone"
+    assert (await submit(ann)).status_code == 200
