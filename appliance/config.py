@@ -21,12 +21,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from appliance.controller.config import ControllerConfig
-from appliance.gateway.config import GatewayConfig, HoldLimits, Limits
-from appliance.gateway.errors import ConfigInvalid
-from scheduler.config import SchedulerConfig
-from serve.config import EngineConfig
-from weights.config import WeightsConfig
+from appliance.controller.interfaces.config import ControllerConfig
+from appliance.gateway.core.config import GatewayConfig, HoldLimits, Limits
+from appliance.gateway.core.errors import ConfigInvalid
+from scheduler.core.config import SchedulerConfig
+from serve.core.config import EngineConfig
+from weights.format.config import WeightsConfig
 
 DEFAULT_DATA_DIR = Path("~/.local/share/appliance")
 FILE_NAME = "appliance.toml"

@@ -140,7 +140,7 @@ class BoxPaths:
 
     @property
     def worlds(self) -> Path:
-        """Files by which the ranks of a job find each other (train.rank_host.WORLDS)."""
+        """Files by which the ranks of a job find each other (train.control.rank_host.WORLDS)."""
         return self.run / "worlds"
 
     @property

@@ -28,7 +28,7 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks._claims import at_least, record, stated  # noqa: E402 - the path comes first
 from benchmarks._models import SIZES  # noqa: E402
 from runtime.arithmetic import computes_bf16  # noqa: E402
-from serve.replica import Replica  # noqa: E402
+from serve.engine.replica import Replica  # noqa: E402
 from tests.e2e.engine_support import Box, client, save_model  # noqa: E402
 from tests.e2e.test_engine_adapters import save_adapter  # noqa: E402
 

@@ -26,9 +26,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._claims import Claim, at_least, record
-from scheduler.sim_trace import Requests, read_requests
-from scheduler.simulate import Setup, simulate
-from scheduler.workload import Policy
+from scheduler.core.workload import Policy
+from scheduler.simulator.simulate import Setup, simulate
+from scheduler.simulator.trace import Requests, read_requests
 
 TRACES = Path(__file__).resolve().parents[2] / "shared" / "data" / "traces"
 

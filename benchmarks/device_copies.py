@@ -10,7 +10,7 @@ host's memory. Per GPU, over `--gib` of bytes in /dev/shm (all 2-byte elements, 
     lock            cudaHostRegister of the mapping: what a swap does while requests go on, and a wake while they wait
     locked          the same copy afterwards: a swap's pause
     columns         an eighth of the columns of each matrix, as a row-parallel layer of eight workers reads them:
-                    by torch's own copy, and through one page-locked buffer (serve.load_plan.Gather)
+                    by torch's own copy, and through one page-locked buffer (serve.load.load_plan.Gather)
     snapshot        device to a mapping that has its pages already, as a suspended rank writes it
     context         memory of the device that a process holds which has done nothing but begin
 
@@ -56,7 +56,7 @@ def main() -> int:
         print(json.dumps(measured(options.version)))
         return 0
 
-    from scheduler.discovery import nvidia_devices
+    from scheduler.devices.discovery import nvidia_devices
 
     gpus = len(nvidia_devices()[: options.gpus])
     if not gpus:
@@ -83,9 +83,9 @@ def measured(version: Path) -> dict[str, float]:
     import torch
     from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
 
-    from serve.host_to_device import bytes_per_s
-    from serve.load_plan import Gather
-    from serve.shm_source import PageLock, VersionSource
+    from serve.load.host_to_device import bytes_per_s
+    from serve.load.load_plan import Gather
+    from serve.load.shm_source import PageLock, VersionSource
 
     device = torch.device("cuda:0")
     before = _free_bytes()

@@ -48,10 +48,10 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks._claims import Claim, at_least, at_most, record, stated  # noqa: E402 - the path comes first
 from benchmarks._documented_server import documented_server  # noqa: E402
 from benchmarks._models import SIZES  # noqa: E402
-from serve.replica import Replica  # noqa: E402
+from serve.engine.replica import Replica  # noqa: E402
 from tests.e2e.engine_support import Box, client  # noqa: E402
-from weights.layout import Layout, TensorSpec  # noqa: E402
-from weights.torch_views import dtype_code  # noqa: E402
+from weights.format.layout import Layout, TensorSpec  # noqa: E402
+from weights.format.torch_views import dtype_code  # noqa: E402
 
 BEGAN_S = time.perf_counter()
 WARM_ROUNDS = 1
@@ -290,7 +290,7 @@ def native_dtype() -> str:
 
 def stored_as(path: Path, dtype: str) -> Path:
     """The version as a box publishes it: its tensors in what the engine computes in, so that bytes read are bytes held,
-    and what engines fuse side by side (train.publish)."""
+    and what engines fuse side by side (train.state.publish)."""
     import torch
     from safetensors.torch import load_file
 

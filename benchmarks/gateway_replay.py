@@ -46,9 +46,9 @@ from benchmarks._claims import at_least, at_most, record  # noqa: E402 - the pat
 from benchmarks._models import SIZES  # noqa: E402
 from benchmarks.gateway_relay import KEY, NGINX_CONFIG, cpu_s, free_port, push_table, tree  # noqa: E402
 from runtime.arithmetic import computes_bf16  # noqa: E402
-from scheduler.sim_trace import read_requests  # noqa: E402
-from serve.replica import Replica  # noqa: E402
-from serve.spec import ReplicaSpec  # noqa: E402
+from scheduler.simulator.trace import read_requests  # noqa: E402
+from serve.core.spec import ReplicaSpec  # noqa: E402
+from serve.engine.replica import Replica  # noqa: E402
 from tests.e2e.engine_support import Box, client, save_model  # noqa: E402
 
 PATIENCE_S = 120.0

@@ -22,13 +22,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._claims import at_most, record
-from scheduler import handover
-from scheduler.allocation import Allocation
-from scheduler.box import Box, GroupView
-from scheduler.config import SchedulerConfig
-from scheduler.inventory import Device, Holder, Lease, Ledger
-from scheduler.plan import plan
-from scheduler.workload import Demand, DeploymentView, JobView, Policy, ReplicaView, Snapshot
+from scheduler.core.allocation import Allocation
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.inventory import Device, Holder, Lease, Ledger
+from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, ReplicaView, Snapshot
+from scheduler.handover import handover
+from scheduler.handover.box import Box, GroupView
+from scheduler.plan.plan import plan
 
 SIZES = ((8, 10), (64, 80), (1024, 1250), (8192, 10_000))
 CONFIG = SchedulerConfig()

@@ -30,10 +30,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._claims import at_least, record
-from weights.layout import Layout, TensorSpec
-from weights.segment import forget_mappings
-from weights.slices import bytes_of, group_partition
-from weights.store import WeightStore
+from weights.format.layout import Layout, TensorSpec
+from weights.format.slices import bytes_of, group_partition
+from weights.memory.segment import forget_mappings
+from weights.memory.store import WeightStore
 
 LAYERS = 16
 VOCABULARY = 8192

@@ -150,14 +150,15 @@ class _Watcher:
 
 
 async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, Any]:
-    from runtime.node import WARM_ENV
-    from runtime.process import held_bytes
-    from train.group import Group, Watch
-    from train.rank_host import RankHost
+    from runtime.processes.kernel import held_bytes
+    from runtime.processes.warm_parents import WARM_ENV
+    from train.control.group import Group, Watch
+    from train.control.rank_host import RankHost
 
     socket = shm / "warm.sock"
     parent = subprocess.Popen(
-        [sys.executable, "-m", "runtime.warm_parent", "--socket", str(socket), "--preload", "train.preload",
+        [sys.executable, "-m", "runtime.processes.warm_parent",
+         "--socket", str(socket), "--preload", "train.run.preload",
          "--log", str(shm / "warm.log")], cwd=REPOSITORY, env={**os.environ, **dict(WARM_ENV)},
     )  # fmt: skip
 
@@ -284,11 +285,11 @@ def _cold_world(part: str, size: int, spec: Any, disk: Path) -> tuple[list[dict[
 
 
 def _baseline_rank(options: argparse.Namespace) -> int:
-    from train import engine
-    from train.engine import init_world, meeting_url
-    from train.prepare import prepare
-    from train.progress import Progress, Wishes
-    from train.spec import TrainSpec
+    from train.control.progress import Progress, Wishes
+    from train.plan.spec import TrainSpec
+    from train.run import engine
+    from train.run.engine import init_world, meeting_url
+    from train.run.prepare import prepare
 
     spec = TrainSpec.from_json(options.spec)
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -320,7 +321,7 @@ def _prepare(shm: Path, disk: Path, size: str, options: argparse.Namespace) -> A
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-    from train.spec import TrainSpec
+    from train.plan.spec import TrainSpec
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: index for index, token in enumerate(["<|pad|>", "<|end|>", *alphabet])}

@@ -32,11 +32,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._claims import at_most, record, stated
 from benchmarks.suspend_resume import SIZES, _prepare
-from weights.directory_tier import DirectoryTier
-from weights.objects import DirectoryObjects
-from weights.packed import PackedTier, moment_codecs
-from weights.record import Name
-from weights.store import WeightStore
+from weights.memory.store import WeightStore
+from weights.tiers.directory import DirectoryTier
+from weights.tiers.objects import DirectoryObjects
+from weights.tiers.packed import PackedTier, moment_codecs
+from weights.tiers.record import Name
 
 BYTES_PER_PARAMETER = 2 + 4 + 4 + 4
 
@@ -167,11 +167,11 @@ def _persist(store: WeightStore, disk: Path, name: Name, rounds: int) -> dict[st
 
 def _train(options: argparse.Namespace) -> int:
     """In a process of its own: train, snapshot, one more step, snapshot, publish; DeepSpeed's own checkpoint."""
-    from train import publish, snapshot
-    from train.engine import init_world, meeting_url
-    from train.prepare import prepare
-    from train.progress import Progress, Wishes
-    from train.spec import TrainSpec
+    from train.control.progress import Progress, Wishes
+    from train.plan.spec import TrainSpec
+    from train.run.engine import init_world, meeting_url
+    from train.run.prepare import prepare
+    from train.state import publish, snapshot
 
     spec = TrainSpec.from_json(options.child)
     init_world("cpu", meeting_url(Path(options.disk) / f"meeting-{os.getpid()}"))

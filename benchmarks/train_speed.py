@@ -191,10 +191,10 @@ def _run_side(options: argparse.Namespace) -> int:
 
 def _ours(options: argparse.Namespace) -> tuple[list[tuple[float, float]], list[int], int]:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    from train.engine import init_world, meeting_url
-    from train.prepare import prepare
-    from train.progress import Progress, Wishes
-    from train.spec import TrainSpec
+    from train.control.progress import Progress, Wishes
+    from train.plan.spec import TrainSpec
+    from train.run.engine import init_world, meeting_url
+    from train.run.prepare import prepare
 
     folder = Path(options.folder)
     init_world("cpu", meeting_url(folder / f"meeting-{os.getpid()}"))

@@ -67,7 +67,7 @@ def _build(folder: Path) -> Path:
     # What is not ours counts as untyped, so that the result does not hang on the stubs of whoever built it.
     flags = ["--no-site-packages", "--ignore-missing-imports", "--follow-imports=silent", "--config-file="]
     flags.append(f"--cache-dir={folder / 'cache'}")
-    sources = [f"appliance/gateway/{name}.py" for name in compiled.MODULES]
+    sources = [f"appliance/gateway/{name.replace('.', '/')}.py" for name in compiled.MODULES]
     # Higher levels take twice as long to compile and run no faster: the time goes into Python's own objects.
     extensions = mypycify([*flags, *sources], opt_level="1", debug_level="0", target_dir=str(folder / "c"))
     command = Distribution({"name": "gateway", "ext_modules": extensions}).get_command_obj("build_ext")
@@ -75,9 +75,12 @@ def _build(folder: Path) -> Path:
     command.ensure_finalized()
     command.run()
     made = folder / "made"
-    made.mkdir()
+    package = folder / "lib" / "appliance" / "gateway"
     for path in (folder / "lib").rglob("*.so"):
-        path.rename(made / path.name)
+        # The one library with the code of all stands at the top; each module's shim lies as its source does.
+        to = made / (path.relative_to(package) if path.is_relative_to(package) else path.name)
+        to.parent.mkdir(parents=True, exist_ok=True)
+        path.rename(to)
     return made
 
 

@@ -2,5 +2,5 @@
 
 Reading order: data_check -> auto -> spec -> data -> packing -> model -> objectives -> loop -> worker -> group.
 `data_check`, `formats`, `auto`, `spec`, `schedule`, `rank_host` and `group` import no torch; everything that does
-runs in ranks forked from the warm parent that has `train.preload` imported.
+runs in ranks forked from the warm parent that has `train.run.preload` imported.
 """

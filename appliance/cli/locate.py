@@ -15,7 +15,7 @@ DEFAULT_DATA_DIR = "~/.local/share/appliance"
 
 @dataclass(frozen=True)
 class BoxFile:
-    """What `box.json` of a data directory says of the box there; see appliance.box_state for the fields."""
+    """What `box.json` of a data directory says of the box there; see appliance.boot.box_state for the fields."""
 
     data_dir: Path
     fields: dict[str, Any]
@@ -79,7 +79,7 @@ def is_main_process(pid: int, data_dir: Path) -> bool:
     """Is this living process the main process of the box on this data directory?"""
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
-        if b"appliance.main" not in arguments:
+        if b"appliance.boot.main" not in arguments:
             return False
         config = json.loads(arguments[arguments.index(b"--config-json") + 1])
         return Path(config["box"]["data_dir"]).resolve() == data_dir

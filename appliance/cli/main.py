@@ -15,28 +15,28 @@ from appliance.cli import output
 from appliance.cli.command import examples, group
 from appliance.cli.errors import CliError
 
-# Name -> (module in this package that holds the command or the group, first line of its help). Building all thirty
+# Name -> (module below this package that holds the command or the group, first line of its help). Building all thirty
 # commands takes longer than everything else that `--help` does, so only the one asked for is built.
 COMMANDS = {
-    "up": ("box", "Start the box on this machine."),
-    "down": ("box", "Stop the box on this machine."),
-    "status": ("box", "The box at a glance."),
-    "join": ("box", "Give this machine's devices to a box that runs on another machine."),
-    "node": ("node", "Nodes: tokens with which other machines may join."),
-    "gpu": ("gpu", "Devices: GPUs, or logical CPU devices where there is none."),
-    "mode": ("mode", "Modes: who the devices belong to, serving or training."),
-    "model": ("model", "Models: base models, fine-tuned ones, and their versions."),
-    "tier": ("tier", "Tiers: where the bytes of models and jobs are kept."),
-    "job": ("job", "Fine-tuning jobs."),
-    "plan": ("plan", "Would it fit? An estimate before anything is started."),
-    "batch": ("batch", "Batches: many requests from a file, answered while engines are idle."),
-    "file": ("file", "Files: training and validation data, and what jobs leave behind."),
-    "key": ("key", "API keys: who may use the box over the network."),
-    "usage": ("usage", "Who spent what: tokens by key or model, device-hours of training."),
-    "forget": ("forget", "Forget a person: their keys, files, responses and their name."),
-    "audit": ("audit", "Who did what: every change, by whom, and what came of it."),
-    "chat": ("chat", "Talk to a model in the terminal."),
-    "simulate": ("simulate", "Run the box's own scheduler on a trace in virtual time."),
+    "up": ("box.box", "Start the box on this machine."),
+    "down": ("box.box", "Stop the box on this machine."),
+    "status": ("box.box", "The box at a glance."),
+    "join": ("box.box", "Give this machine's devices to a box that runs on another machine."),
+    "node": ("box.node", "Nodes: tokens with which other machines may join."),
+    "gpu": ("box.gpu", "Devices: GPUs, or logical CPU devices where there is none."),
+    "mode": ("mode.mode", "Modes: who the devices belong to, serving or training."),
+    "model": ("models.model", "Models: base models, fine-tuned ones, and their versions."),
+    "tier": ("box.tier", "Tiers: where the bytes of models and jobs are kept."),
+    "job": ("jobs.job", "Fine-tuning jobs."),
+    "plan": ("models.plan", "Would it fit? An estimate before anything is started."),
+    "batch": ("jobs.batch", "Batches: many requests from a file, answered while engines are idle."),
+    "file": ("jobs.file", "Files: training and validation data, and what jobs leave behind."),
+    "key": ("box.key", "API keys: who may use the box over the network."),
+    "usage": ("box.usage", "Who spent what: tokens by key or model, device-hours of training."),
+    "forget": ("box.forget", "Forget a person: their keys, files, responses and their name."),
+    "audit": ("box.audit", "Who did what: every change, by whom, and what came of it."),
+    "chat": ("models.chat", "Talk to a model in the terminal."),
+    "simulate": ("mode.simulate", "Run the box's own scheduler on a trace in virtual time."),
 }
 SINGLE_COMMANDS = ("up", "down", "status", "join", "usage", "forget", "audit", "chat", "simulate")
 BOX_OPTIONS = ("--url", "--api-key", "--data-dir")

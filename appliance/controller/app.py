@@ -11,42 +11,39 @@ from functools import partial
 from fastapi import FastAPI
 from starlette.middleware import Middleware
 
-from appliance.controller import (
-    admin_box,
-    admin_canaries,
-    admin_deployments,
-    admin_devices,
-    admin_forget,
-    admin_keys,
-    admin_mode,
-    admin_models,
-    admin_plan,
-    admin_queue,
-    admin_session_keys,
-    admin_usage,
-    batch_files,
-    batches,
-    error_handlers,
-    files,
-    jobs,
-    models,
-    permissions,
-    responses,
-    retention,
-    upload_parts,
+from appliance.controller import retention
+from appliance.controller.admin import (
+    box,
+    canaries,
+    deployments,
+    devices,
+    forget,
+    keys,
+    mode,
+    queue,
+    session_keys,
+    usage,
 )
-from appliance.controller.background_responses import BackgroundResponses
-from appliance.controller.batch_runner import BatchRunner
-from appliance.controller.canaries import Canaries
-from appliance.controller.context import ControllerContext
-from appliance.controller.job_validation import JobValidation
-from appliance.controller.middleware import BodyLimits, RequestIds
-from appliance.controller.operations import Operations
-from appliance.controller.principal import of_admin_routes
-from appliance.controller.routers import make_router
-from appliance.controller.stored_responses import StoredResponses
-from appliance.store import files as file_rows
-from appliance.store import idempotency
+from appliance.controller.admin import (
+    models as admin_models,
+)
+from appliance.controller.batches import output_files
+from appliance.controller.batches.background_responses import BackgroundResponses
+from appliance.controller.batches.runner import BatchRunner
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.operations import Operations
+from appliance.controller.files import routes, upload_routes
+from appliance.controller.http import error_handlers
+from appliance.controller.http.middleware import BodyLimits, RequestIds
+from appliance.controller.http.routers import make_router
+from appliance.controller.interfaces.principal import of_admin_routes
+from appliance.controller.jobs import plan_route
+from appliance.controller.jobs.validation import JobValidation
+from appliance.controller.models.canaries import Canaries
+from appliance.controller.openai import batch_routes, checkpoint_permissions, job_routes, model_routes, response_routes
+from appliance.controller.responses.stored import StoredResponses
+from appliance.store.objects import files as file_rows
+from appliance.store.objects import idempotency
 
 
 def create_app(context: ControllerContext) -> FastAPI:
@@ -61,10 +58,10 @@ def create_app(context: ControllerContext) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        files.sweep(context)
-        upload_parts.sweep(context)
+        routes.sweep(context)
+        upload_routes.sweep(context)
         running.fail_interrupted()
-        batch_files.sweep(context)
+        output_files.sweep(context)
         validation.start_waiting()
         runner.start()
         background.start()
@@ -100,22 +97,22 @@ def create_app(context: ControllerContext) -> FastAPI:
     error_handlers.install(app)
 
     admin = make_router("/admin/v1", check=of_admin_routes)
-    admin_box.routes(context, admin)
-    admin_mode.routes(context, admin)
-    admin_queue.routes(context, admin)
-    admin_devices.routes(context, admin)
-    admin_deployments.routes(context, admin)
-    admin_forget.routes(context, admin, runner, background)
-    admin_keys.routes(context, admin, runner, background)
-    admin_session_keys.routes(context, admin)
-    admin_canaries.routes(context, admin, compared)
+    box.routes(context, admin)
+    mode.routes(context, admin)
+    queue.routes(context, admin)
+    devices.routes(context, admin)
+    deployments.routes(context, admin)
+    forget.routes(context, admin, runner, background)
+    keys.routes(context, admin, runner, background)
+    session_keys.routes(context, admin)
+    canaries.routes(context, admin, compared)
     admin_models.routes(context, admin, running, compared)
-    admin_plan.routes(context, admin)
-    admin_usage.routes(context, admin)
-    for router in (files.routes(context), upload_parts.routes(context), batches.routes(context, runner),
-                   responses.routes(context, stored, background), responses.internal_routes(stored),
-                   jobs.routes(context, validation),
-                   permissions.routes(context), models.routes(context), admin):  # fmt: skip
+    plan_route.routes(context, admin)
+    usage.routes(context, admin)
+    for router in (routes.routes(context), upload_routes.routes(context), batch_routes.routes(context, runner),
+                   response_routes.routes(context, stored, background), response_routes.internal_routes(stored),
+                   job_routes.routes(context, validation),
+                   checkpoint_permissions.routes(context), model_routes.routes(context), admin):  # fmt: skip
         app.router.routes.extend(router.routes)
     return app
 
@@ -138,9 +135,9 @@ async def _keep_house(
 def keep_house(context: ControllerContext, now_s: float) -> None:
     """Delete files and uploads whose time has passed, and forget requests that can no longer be repeated."""
     for row in file_rows.expired(context.db, now_s=now_s):
-        files.remove(context, row)
-    upload_parts.keep_house(context, now_s)
-    admin_session_keys.keep_house(context, now_s)
+        routes.remove(context, row)
+    upload_routes.keep_house(context, now_s)
+    session_keys.keep_house(context, now_s)
     if context.db.reserve is not None:
         context.db.reserve.keep()
     idempotency.forget_before(context.db, now_s - context.config.idempotency_keep_s)

@@ -26,54 +26,54 @@ import ray
 import uvicorn
 from starlette.types import ASGIApp
 
-from appliance.box_state import read_troubles
+from appliance.boot.box_state import read_troubles
+from appliance.boot.ray_head import NAMESPACE
 from appliance.config import BoxConfig, load_resolved
-from appliance.controller import limits
+from appliance.controller.access.spending import USAGE_EVERY_S, Spending
 from appliance.controller.app import create_app
-from appliance.controller.bus import Bus, first_generation
-from appliance.controller.capacity import BoxFacts
-from appliance.controller.context import ControllerContext
-from appliance.controller.job_events import JobEvents
-from appliance.controller.peers import FromBox, FromGateways
-from appliance.controller.spending import USAGE_EVERY_S, Spending
+from appliance.controller.bus.bus import Bus, first_generation
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import copy_limit
+from appliance.controller.interfaces.peers import FromBox, FromGateways
+from appliance.controller.jobs.events import JobEvents
+from appliance.controller.models.capacity import BoxFacts
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
 from appliance.paths import BoxPaths
-from appliance.ray_head import NAMESPACE
 from appliance.store.database import Database
+from appliance.tiers.flow import TierFlow
+from appliance.tiers.levels import make_levels
+from appliance.tiers.restore import TierReturn
+from appliance.tiers.tiers import Tiers
 from appliance.wiring.adapter_source import AdapterSource
-from appliance.wiring.asked import Asked
 from appliance.wiring.batch_engines import SocketEngines, circumstances
+from appliance.wiring.demand_learning import Standbys
 from appliance.wiring.device_watch import DeviceWatch
-from appliance.wiring.gateways import BusRouting
+from appliance.wiring.handover_trigger import Asked
 from appliance.wiring.host_memory import LOOK_EVERY_S, HostMemory, Means, both
-from appliance.wiring.job_room import JobRoom
+from appliance.wiring.job_admission import JobRoom
 from appliance.wiring.job_runs import TIDY_EVERY_S, JobRuns
 from appliance.wiring.journal import SqliteJournal
 from appliance.wiring.model_work import LibraryOps
-from appliance.wiring.places import place_of, weight_budget_bytes
+from appliance.wiring.node_config import place_of, weight_budget_bytes
+from appliance.wiring.routing_table import BusRouting
 from appliance.wiring.scheduler_port import RSS_EVERY_S, LoopPort
-from appliance.wiring.standbys import Standbys
 from appliance.wiring.state_store import SqliteStateStore
-from appliance.wiring.tier_flow import TierFlow
-from appliance.wiring.tier_levels import make_levels
-from appliance.wiring.tier_return import TierReturn
-from appliance.wiring.tiers import Tiers
-from appliance.wiring.versions import VersionShelf
-from runtime.keeping import Keepers
+from appliance.wiring.version_provider import VersionShelf
+from runtime.background_tasks import Keepers
 from runtime.logs import adopt_libraries, configure_logging
-from runtime.oom import DiesAs, dies_as
-from runtime.process import die_with_parent
+from runtime.processes.kernel import die_with_parent
+from runtime.processes.oom import DiesAs, dies_as
 from runtime.sockets import owner_only
-from scheduler.discovery import discover_devices
-from scheduler.effects import Observed
-from scheduler.errors import EffectFailed
-from scheduler.inventory import Device
-from scheduler.loop import SchedulerLoop
-from scheduler.ports import SystemClock
-from scheduler.ray_effects import RayEffects
-from scheduler.ray_nodes import Nodes
-from weights.store import WeightStore
+from scheduler.core.errors import EffectFailed
+from scheduler.core.inventory import Device
+from scheduler.devices.discovery import discover_devices
+from scheduler.handover.effects import Observed
+from scheduler.handover.ports import SystemClock
+from scheduler.loop.loop import SchedulerLoop
+from scheduler.ray.effects import RayEffects
+from scheduler.ray.nodes import Nodes
+from weights.memory.store import WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         keepers.keep_every("usage", spending.flush, USAGE_EVERY_S)
         keepers.keep_every("snapshots of finished jobs", runs.tidy, TIDY_EVERY_S, at_once=True)
         keepers.keep("tiers", flow.run)
-        if limits.read(db)["measured_s"] is None:
+        if copy_limit.read(db)["measured_s"] is None:
             keepers.keep("limits of the hardware", partial(_measure, db, devices[0].kind))
         await stop.wait()
         log.info("ending: suspending jobs and saving what only memory holds")
@@ -254,7 +254,7 @@ async def _tell_degraded(bus: Bus, context: ControllerContext) -> None:
 
 
 async def _measure(db: Database, kind: str) -> None:
-    await limits.measure(db, kind == "cuda")
+    await copy_limit.measure(db, kind == "cuda")
 
 
 def _tell_of_death(

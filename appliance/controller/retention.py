@@ -12,11 +12,13 @@ from collections.abc import Iterator
 
 from anyio import to_thread
 
-from appliance.controller import files, job_data
-from appliance.controller.config import RetentionSettings
-from appliance.controller.context import ControllerContext
-from appliance.store import files as file_rows
-from appliance.store import jobs, retention
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.files import routes
+from appliance.controller.interfaces.config import RetentionSettings
+from appliance.controller.jobs import data
+from appliance.store.objects import files as file_rows
+from appliance.store.objects import jobs
+from appliance.store.upkeep import retention
 
 DAY_S = 86400.0
 CHUNK = 200
@@ -51,11 +53,11 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
     if kept.files_days is not None:
         for file_id in retention.old_files(db, now_s - kept.files_days * DAY_S, CHUNK):
             if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
-                files.remove(context, row)
+                routes.remove(context, row)
             await asyncio.sleep(0)
     there = {entry.name for entry in context.jobs_dir.iterdir()}
     for job_id in there.intersection(retention.ended_jobs(db, now_s)):
-        job_data.remove(context, job_id)
+        data.remove(context, job_id)
     if kept.job_data_days is not None:
         for job_id in there.intersection(retention.ended_jobs(db, now_s - kept.job_data_days * DAY_S)):
             await to_thread.run_sync(shutil.rmtree, context.jobs_dir / job_id, True)

@@ -12,10 +12,10 @@ from collections.abc import Callable
 
 import orjson
 
-from .errors import TableInvalid
-from .gateway import Gateway
-from .reports import load_report
-from .table import parse_table
+from appliance.gateway.core.errors import TableInvalid
+from appliance.gateway.gateway import Gateway
+from appliance.gateway.observe.reports import load_report
+from appliance.gateway.routing.table import parse_table
 
 log = logging.getLogger("appliance.gateway")
 

@@ -14,9 +14,11 @@ import sysconfig
 from pathlib import Path
 
 MODULES = (
-    "admission", "allowance", "answer", "body_weight", "connection", "engine_framing", "fields", "gateway", "inference",
-    "logs", "metrics", "nested_check", "outbox", "placement", "repeated_head", "request_check", "request_parser",
-    "router", "routes", "server", "shapes", "spending", "structure", "table", "transcript", "upstream", "usage", "wire",
+    "access.admission", "access.allowance", "access.spending", "core.routes", "gateway", "http.connection",
+    "http.engine_framing", "http.outbox", "http.repeated_head", "http.request_parser", "http.server", "http.upstream",
+    "http.wire", "inference.answer", "inference.handler", "inference.placement", "observe.access_log",
+    "observe.metrics", "payload.body_weight", "payload.fields", "payload.nesting", "payload.request_check",
+    "payload.shapes", "payload.structure", "payload.transcript", "payload.usage", "routing.router", "routing.table",
 )  # fmt: skip
 HERE = Path(__file__).parent
 
@@ -24,8 +26,8 @@ HERE = Path(__file__).parent
 def directory() -> Path:
     """Where the compiled form of the present sources stands, if there is one."""
     seen = hashlib.sha256(f"{sysconfig.get_config_var('SOABI')} {sys.version} {MODULES}".encode())
-    for path in sorted(HERE.glob("*.py")):
-        seen.update(b"%b\0%b\0" % (path.name.encode(), path.read_bytes()))
+    for path in sorted(HERE.rglob("*.py")):
+        seen.update(b"%b\0%b\0" % (path.relative_to(HERE).as_posix().encode(), path.read_bytes()))
     return Path(sys.prefix) / "lib" / "appliance-gateway" / seen.hexdigest()[:32]
 
 
@@ -48,4 +50,6 @@ def use(package_path: list[str]) -> str:
     except (ImportError, ValueError):
         return "interpreted"  # made for another C library, or half deleted
     package_path.insert(0, str(found))
+    for room in {module.rpartition(".")[0] for module in MODULES} - {""}:
+        importlib.import_module(f"{__package__}.{room}").__path__.insert(0, str(found / room))
     return "compiled"

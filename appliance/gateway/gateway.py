@@ -18,38 +18,38 @@ from typing import TYPE_CHECKING, Any, Final
 
 import orjson
 
-from runtime.keeping import Keepers
-
-from . import errors, wire
-from .admission import check_head, check_scopes, key_digest
-from .comparison import Comparison
-from .config import GatewayConfig, Limits
-from .errors import ApiError
-from .exposition import WorkerSnapshots
-from .handler import Handler
-from .holds import Bounds, Holds, Refusal
-from .inference import Exchange
-from .logs import AccessLog
-from .metrics import Metrics
-from .outbox import Outbox
-from .placement import Placement
-from .recall import Recall
-from .relay import Relay, WholeRelay
-from .reports import gauges
-from .request_check import Checked, check_object, parsed_body
-from .response_copies import ResponseCopies
-from .router import Choice, Model, Router
-from .routes import Kind
-from .scrape import Scrape
-from .server import ClientConnection
-from .spending import Spending
-from .table import Principal, Table
-from .upstream import UpstreamPool
-from .wire import Request
+from appliance.gateway.access.admission import check_head, check_scopes, key_digest
+from appliance.gateway.access.spending import Spending
+from appliance.gateway.control.previous_response import Recall
+from appliance.gateway.control.relay import Relay, WholeRelay
+from appliance.gateway.control.scrape import Scrape
+from appliance.gateway.core import errors
+from appliance.gateway.core.config import GatewayConfig, Limits
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.routes import Kind
+from appliance.gateway.http import wire
+from appliance.gateway.http.handler import Handler
+from appliance.gateway.http.outbox import Outbox
+from appliance.gateway.http.server import ClientConnection
+from appliance.gateway.http.upstream import UpstreamPool
+from appliance.gateway.http.wire import Request
+from appliance.gateway.inference.handler import Exchange
+from appliance.gateway.inference.placement import Placement
+from appliance.gateway.inference.response_copies import ResponseCopies
+from appliance.gateway.observe.access_log import AccessLog
+from appliance.gateway.observe.exposition import WorkerSnapshots
+from appliance.gateway.observe.metrics import Metrics
+from appliance.gateway.observe.reports import gauges
+from appliance.gateway.payload.request_check import Checked, check_object, parsed_body
+from appliance.gateway.routing.canary_comparison import Comparison
+from appliance.gateway.routing.holds import Bounds, Holds, Refusal
+from appliance.gateway.routing.router import Choice, Model, Router
+from appliance.gateway.routing.table import Principal, Table
+from runtime.background_tasks import Keepers
 
 if TYPE_CHECKING:
-    from .certificates import Certificate
-    from .tracing import Tracing
+    from appliance.gateway.http.certificates import Certificate
+    from appliance.gateway.observe.tracing import Tracing
 
 log = logging.getLogger("appliance.gateway")
 
@@ -154,7 +154,7 @@ class Gateway:
             return None
         if self.certificate is None:
             # Here and not above: what reads certificates costs a start a tenth of a second, and most need none.
-            from .certificates import Certificate
+            from appliance.gateway.http.certificates import Certificate
 
             self.certificate = Certificate(config.tls_cert_path, config.tls_key_path)
         return self.certificate.context
@@ -443,6 +443,6 @@ def _token(path: str) -> bytes:
 
 def _tracing(endpoint: str, worker: str) -> Tracing:
     # Here and not above: the SDK costs every start half a second, and most boxes export no traces.
-    from .tracing import Tracing
+    from appliance.gateway.observe.tracing import Tracing
 
     return Tracing(endpoint, worker)

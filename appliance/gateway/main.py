@@ -18,15 +18,14 @@ from collections.abc import Sequence
 import orjson
 import uvloop
 
+from appliance.gateway import FORM
+from appliance.gateway.bus import BusClient
+from appliance.gateway.core.config import GatewayConfig, load_config
+from appliance.gateway.core.errors import ConfigInvalid
+from appliance.gateway.gateway import Gateway
 from runtime.logs import configure_logging, timestamp
-from runtime.oom import DiesAs, dies_as
+from runtime.processes.oom import DiesAs, dies_as
 from runtime.sockets import check_free
-
-from . import FORM
-from .bus import BusClient
-from .config import GatewayConfig, load_config
-from .errors import ConfigInvalid
-from .gateway import Gateway
 
 log = logging.getLogger("appliance.gateway")
 

@@ -1,7 +1,7 @@
 """What a checkpoint directory is: which files belong to it, and what they say. Nothing is loaded, nothing executed.
 
 Accepted is what `transformers` writes for a text model: config.json, a tokenizer, safetensors (one file, or several
-with an index). The weight headers themselves are validated by `weights.layout`.
+with an index). The weight headers themselves are validated by `weights.format.layout`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from appliance.models.errors import (
     UnsafeLink,
     UnsupportedModel,
 )
-from weights.header import LENGTH_BYTES, header_bytes_needed, parse_header
-from weights.layout import Layout
-from weights.source import AUX_SUFFIXES
+from weights.format.header import LENGTH_BYTES, header_bytes_needed, parse_header
+from weights.format.layout import Layout
+from weights.format.source import AUX_SUFFIXES
 
 Task = Literal["generate", "embed"]
 

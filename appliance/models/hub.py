@@ -39,7 +39,7 @@ from appliance.models.errors import (
     PickleRefused,
     SourceNotFound,
 )
-from weights.source import AUX_SUFFIXES
+from weights.format.source import AUX_SUFFIXES
 
 REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}(/[A-Za-z0-9][A-Za-z0-9._-]{0,95})?")
 REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,200}")

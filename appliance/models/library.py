@@ -21,13 +21,13 @@ from appliance.models.checkpoint import Facts, Task, choose_files, examine
 from appliance.models.errors import InvalidModelName, ModelError, NotEnoughDisk, SourceNotFound
 from appliance.models.recorded import check_same, recorded
 from appliance.models.template_trial import try_template
-from weights import tiers
-from weights.directory_tier import DirectoryTier
-from weights.files import sync_directory
-from weights.layout import Layout
-from weights.manifest import Manifest
-from weights.names import decode_name, encode_name
-from weights.record import Name
+from weights.format.files import sync_directory
+from weights.format.layout import Layout
+from weights.format.manifest import Manifest
+from weights.format.names import decode_name, encode_name
+from weights.tiers import copies
+from weights.tiers.directory import DirectoryTier
+from weights.tiers.record import Name
 
 STARTER_NAME, STARTER_MINUTES = "starter", 1.5
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
@@ -85,7 +85,7 @@ class ModelLibrary:
 
         Taken are safetensors, configuration, tokenizer and README.md; code, pickles and sub-directories stay behind.
         A copy of what a box has, with its manifest.json, is compared with it.
-        Raises CheckpointRefused, weights.errors.IntegrityError (a damaged or hostile weight file, by name),
+        Raises CheckpointRefused, weights.format.errors.IntegrityError (a damaged or hostile weight file, by name),
         NotEnoughDisk, InvalidModelName, SourceNotFound.
         """
         if not path.is_dir():
@@ -177,7 +177,7 @@ class ModelLibrary:
                 "source": source, "arch": facts.arch, "task": facts.task, "params": facts.params,
                 "max_model_len": facts.max_model_len, "warnings": list(facts.warnings), "info": dict(facts.info),
             }  # fmt: skip
-            check(tiers.seal_dir(staging, kind="version", model=name, version=version, meta=described))
+            check(copies.seal_dir(staging, kind="version", model=name, version=version, meta=described))
             for file in staging.iterdir():
                 _sync(file)
             try:
@@ -208,7 +208,7 @@ class ModelLibrary:
         return found
 
     def show(self, name: str, version: str) -> ModelVersion:
-        """Raises weights.errors.ManifestInvalid if there is no such version or its manifest is damaged."""
+        """Raises weights.format.errors.ManifestInvalid if there is no such version or its manifest is damaged."""
         path = self.path(name, version)
         manifest = Manifest.read(path)
         meta = manifest.meta
@@ -227,16 +227,16 @@ class ModelLibrary:
         )
 
     def path(self, name: str, version: str) -> Path:
-        """Where a version stands or would stand. Raises weights.errors.InvalidName."""
+        """Where a version stands or would stand. Raises weights.format.errors.InvalidName."""
         return self._root / encode_name(name) / encode_name(version)
 
     def verify(self, directory: Path, *, report: Report = silent) -> dict[str, int]:
         """Reads every byte of a version (on disk or in shared memory) and compares it with its manifest.
 
-        Returns {"tensors", "bytes"}. Raises weights.errors.IntegrityError naming file and tensor.
+        Returns {"tensors", "bytes"}. Raises weights.format.errors.IntegrityError naming file and tensor.
         """
         report(0, None, "bytes", f"reading {directory}")
-        manifest = tiers.verify(directory)
+        manifest = copies.verify(directory)
         report(manifest.nbytes, manifest.nbytes, "bytes", "every checksum agrees")
         return {"tensors": len(manifest.tensors), "bytes": manifest.nbytes}
 

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from weights.errors import ChecksumMismatch, IntegrityError, ManifestInvalid
-from weights.manifest import Manifest
-from weights.names import MANIFEST_FILE
+from weights.format.errors import ChecksumMismatch, IntegrityError, ManifestInvalid
+from weights.format.manifest import Manifest
+from weights.format.names import MANIFEST_FILE
 
 _OURS = b'{"manifest_checksum":'  # how Manifest.to_bytes begins; others call other things manifest.json
 _WAY_OUT = "; take the copy anew, or delete manifest.json if it was changed on purpose"

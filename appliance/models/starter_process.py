@@ -21,7 +21,7 @@ def run(
     """A checkpoint in the new directory `out`, its progress passed on; what the pretraining said of it. The process
     dies with this call. Raises StarterFailed."""
     vocabulary = resources.files("appliance") / "demo_data" / "gsm8k_train.jsonl"
-    command = [sys.executable, "-m", "train.starter", "--out", str(out), "--seed", str(seed), "--die-with-parent",
+    command = [sys.executable, "-m", "train.starter.main", "--out", str(out), "--seed", str(seed), "--die-with-parent",
                "--minutes", str(minutes), "--vocabulary-text", str(vocabulary)]  # fmt: skip
     result = None
     # Threads that wait for each other sleep: spinning, two of them were seen to take three times the processor time of

@@ -1,6 +1,6 @@
 """Adapters for engines that do not find them: from whatever tier has them, into shared memory.
 
-What `serve.adapter_source.AdapterServer` asks for; that file says how engines and box talk.
+What `serve.adapters.source.AdapterServer` asks for; that file says how engines and box talk.
 """
 
 from __future__ import annotations
@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from appliance.store import models
 from appliance.store.database import Database
-from appliance.wiring.tier_facts import name_of
-from appliance.wiring.tier_return import TierReturn
-from serve.adapter_source import AdapterServer
-from weights.errors import WeightsError
-from weights.store import Lease, WeightStore
+from appliance.store.objects import models
+from appliance.tiers.facts import name_of
+from appliance.tiers.restore import TierReturn
+from serve.adapters.source import AdapterServer
+from weights.format.errors import WeightsError
+from weights.memory.store import Lease, WeightStore
 
 
 class AdapterSource(AdapterServer):

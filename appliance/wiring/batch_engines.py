@@ -16,18 +16,18 @@ from typing import Any
 import httpx
 import orjson
 
-from appliance.controller.bus import Bus
-from appliance.controller.config import ControllerConfig
-from appliance.controller.mode import mode_in_force
-from appliance.controller.ports import DeviceStatus, EngineAnswer, LineReturned, Room
-from appliance.gateway import errors as gateway_errors
-from appliance.gateway.config import Limits
-from appliance.gateway.request_check import check_body, with_model
-from appliance.gateway.routes import resolve as route_of
-from appliance.store import jobs
+from appliance.controller.batches import share
+from appliance.controller.bus.bus import Bus
+from appliance.controller.devices.mode import mode_in_force
+from appliance.controller.interfaces.config import ControllerConfig
+from appliance.controller.interfaces.ports import DeviceStatus, EngineAnswer, LineReturned, Room
+from appliance.gateway.core import errors as gateway_errors
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.routes import resolve as route_of
+from appliance.gateway.payload.request_check import check_body, with_model
 from appliance.store.database import Database
-from appliance.wiring import batch_share
-from scheduler.workload import Demand
+from appliance.store.objects import jobs
+from scheduler.core.workload import Demand
 
 CONNECT_S = 5.0
 # A dying engine answers 500 before it vanishes; a 404 for a model of the table means it was just given another one.
@@ -35,7 +35,7 @@ _DEAD, _MOVED = "EngineCore", "The model "
 
 
 class SocketEngines:
-    """Implements `appliance.controller.ports.BatchEngines`.
+    """Implements `appliance.controller.interfaces.ports.BatchEngines`.
 
     hosts: the model on whose engines a name is served (its own, but for adapters). circumstances: (policy in force,
     whether jobs want devices, free devices). on_wants: called when `wants` changed, for the scheduler to look again.
@@ -61,7 +61,7 @@ class SocketEngines:
 
     def room(self, model: str) -> Room:
         config = self._config
-        return batch_share.room(
+        return share.room(
             {model, self._hosts(model)}, list(self._open(model)), self._bus.load(),
             lines_per_engine=config.batch_lines_per_engine, busy_inflight=config.batch_busy_inflight,
         )  # fmt: skip
@@ -123,17 +123,17 @@ class SocketEngines:
         if name is None or reported.requests:
             return reported
         policy, jobs_want_devices, free_devices = self._circumstances()
-        others = batch_share.others_asked(self._bus.load(), {host, name})
-        if not batch_share.may_wake(policy, jobs_want_devices, others, free_devices):
+        others = share.others_asked(self._bus.load(), {host, name})
+        if not share.may_wake(policy, jobs_want_devices, others, free_devices):
             return reported
-        return batch_share.with_wish(reported, bool(self._open(name)), time.time())
+        return share.with_wish(reported, bool(self._open(name)), time.time())
 
     async def close(self) -> None:
         for client in self._clients.values():
             await client.aclose()
 
     def _open(self, model: str) -> dict[str, str]:
-        return batch_share.open_engines(self._bus.models.get(model))
+        return share.open_engines(self._bus.models.get(model))
 
     def _least_loaded(self, model: str) -> tuple[str, str]:
         """(replica id, socket) of the engine with the fewest lines. Raises LineReturned."""

@@ -3,7 +3,7 @@
 A cordon is the same that `appliance gpu drain` sets: it is in the store, so it survives restarts, and holders leave the
 device as they would for an operator. `appliance gpu undrain` lifts it, and what was held against the device with it.
 Every cordon, and every node that comes or goes, is a row of the audit log, in the name of the box itself. Devices of a
-lost node stay in view (appliance/controller/lost_nodes.py).
+lost node stay in view (appliance/controller/devices/lost_nodes.py).
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Collection
 from dataclasses import asdict
 
-from appliance.controller import lost_nodes
-from appliance.controller.cordons import CORDONED, FAILING
-from appliance.store import audit, box
+from appliance.controller.devices import lost_nodes
+from appliance.controller.devices.cordons import CORDONED, FAILING
 from appliance.store.database import Database
 from appliance.store.ids import new_id
+from appliance.store.records import audit, box
 from appliance.store.rows import AuditRow
-from scheduler.config import SchedulerConfig
-from scheduler.device_health import Death, Reading, failing
-from scheduler.inventory import Device, NodeChange
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.inventory import Device, NodeChange
+from scheduler.devices.health import Death, Reading, failing
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The host's memory, watched and kept: `scheduler.memory_policy` decides, this reads, carries out and tells.
+"""The host's memory, watched and kept: `scheduler.loop.memory_policy` decides, this reads, carries out and tells.
 
 What can go at once (freed segments, versions that nobody reads, parked ranks) is given back here. Engines and jobs are
 the scheduler loop's: it is told what they have to wait for (`waits_for`, `bounded`, `sleepers`, `admits`) and nudged.
@@ -15,15 +15,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from appliance.store import audit
 from appliance.store.database import Database
 from appliance.store.ids import new_id
+from appliance.store.records import audit
 from appliance.store.rows import AuditRow, JobRow
 from appliance.wiring.host_reading import others_bytes, read_memory
-from scheduler import memory_policy
-from scheduler.memory_policy import Action, Holdings, MemoryReading, MemoryState, gb
-from scheduler.workload import DeploymentView
-from weights.store import WeightStore
+from scheduler.core.workload import DeploymentView
+from scheduler.loop import memory_policy
+from scheduler.loop.memory_policy import Action, Holdings, MemoryReading, MemoryState, gb
+from weights.memory.store import WeightStore
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _AWAKE = ("starting", "ready", "open", "draining")
 
 
 class Parked(Protocol):
-    """Parked ranks; `scheduler.ray_groups`."""
+    """Parked ranks; `scheduler.ray.groups`."""
 
     async def parked(self) -> tuple[str, ...]:
         """Jobs with parked ranks."""

@@ -10,20 +10,21 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from appliance.controller.job_events import JobEvents
-from appliance.controller.naming import resolve
-from appliance.store import deployments, job_records, jobs, models
+from appliance.controller.access.naming import resolve
+from appliance.controller.jobs.events import JobEvents
 from appliance.store.database import Database
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.records import deployments
 from appliance.store.rows import DeploymentRow, JobRow, VersionRow
-from appliance.wiring.tier_facts import name_of, step_of
-from appliance.wiring.tier_return import TierReturn
-from appliance.wiring.tiers import Tiers
-from train.event_log import read_events
-from train.spec import TrainSpec
-from weights.errors import IntegrityError, NotSealed, StoreFull, VersionLeased, VersionNotFound, WeightsError
-from weights.record import Name
-from weights.store import StoredVersion, WeightStore
-from weights.tiers import verify
+from appliance.tiers.facts import name_of, step_of
+from appliance.tiers.restore import TierReturn
+from appliance.tiers.tiers import Tiers
+from train.plan.spec import TrainSpec
+from train.run.event_log import read_events
+from weights.format.errors import IntegrityError, NotSealed, StoreFull, VersionLeased, VersionNotFound, WeightsError
+from weights.memory.store import StoredVersion, WeightStore
+from weights.tiers.copies import verify
+from weights.tiers.record import Name
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ NUDGE_EVERY_S = 30.0
 
 
 class JobRuns:
-    """Implements `scheduler.ray_groups.Jobs`. What a job wrote flows to the other tiers by itself once told of."""
+    """Implements `scheduler.ray.groups.Jobs`. What a job wrote flows to the other tiers by itself once told of."""
 
     def __init__(
         self,

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
-from appliance.store import handovers
 from appliance.store.database import Database
 from appliance.store.errors import RowNotFound
+from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
-from scheduler.journal import HandoverRecord, HandoverState, StepRecord
+from scheduler.handover.journal import HandoverRecord, HandoverState, StepRecord
 
 
 class SqliteJournal:
-    """Implements `scheduler.journal.Journal`. Hand-over numbers are the rows' ids as text.
+    """Implements `scheduler.handover.journal.Journal`. Hand-over numbers are the rows' ids as text.
 
     asked: answers who asked for the hand-over that begins now, as `Asked.now` does.
     """

@@ -8,17 +8,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from appliance.controller.errors import OperationFailed
-from appliance.controller.ports import ModelStats, Progress, Report, VersionPlace
+from appliance.controller.interfaces.errors import OperationFailed
+from appliance.controller.interfaces.ports import ModelStats, Progress, Report, VersionPlace
 from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary, ModelVersion
-from appliance.wiring.tier_check import Checked, check
-from appliance.wiring.tier_flow import TierFlow
-from appliance.wiring.tiers import Tiers
-from weights.errors import VersionLeased, VersionNotFound, WeightsError
-from weights.lease import unpin
-from weights.record import Name
-from weights.store import WeightStore
+from appliance.tiers.check import Checked, check
+from appliance.tiers.flow import TierFlow
+from appliance.tiers.tiers import Tiers
+from weights.format.errors import VersionLeased, VersionNotFound, WeightsError
+from weights.memory.lease import unpin
+from weights.memory.store import WeightStore
+from weights.tiers.record import Name
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,7 @@ READERS_LEAVE_S = 30.0  # an engine that was just told to forget an adapter, a c
 
 
 class LibraryOps:
-    """Implements `appliance.controller.ports.ModelOps`. `let_go` gives up the box's own leases on a model."""
+    """Implements `ModelOps` of the controller's ports. `let_go` gives up the box's own leases on a model."""
 
     def __init__(
         self, library: ModelLibrary, store: WeightStore, tiers: Tiers, flow: TierFlow, let_go: Callable[[str], None]

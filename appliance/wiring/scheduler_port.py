@@ -5,29 +5,29 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from appliance.controller.bus import Bus
-from appliance.controller.errors import OperationFailed, SwapFailed
-from appliance.controller.ports import Mode, SchedulerStatus
-from appliance.store import models
+from appliance.controller.bus.bus import Bus
+from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
+from appliance.controller.interfaces.ports import Mode, SchedulerStatus
 from appliance.store.database import Database
-from appliance.wiring.asked import Asked
-from appliance.wiring.gateways import BusRouting
+from appliance.store.objects import models
+from appliance.wiring.handover_trigger import Asked
 from appliance.wiring.host_memory import HostMemory
 from appliance.wiring.journal import measured_swap
-from scheduler.config import SchedulerConfig
-from scheduler.discovery import host_memory_bytes
-from scheduler.errors import EffectFailed
-from scheduler.journal import Journal
-from scheduler.loop import SchedulerLoop
-from scheduler.ray_effects import RayEffects
-from scheduler.workload import Policy
-from weights.store import WeightStore
+from appliance.wiring.routing_table import BusRouting
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.errors import EffectFailed
+from scheduler.core.workload import Policy
+from scheduler.devices.discovery import host_memory_bytes
+from scheduler.handover.journal import Journal
+from scheduler.loop.loop import SchedulerLoop
+from scheduler.ray.effects import RayEffects
+from weights.memory.store import WeightStore
 
 RSS_EVERY_S = 5.0
 
 
 class LoopPort:
-    """Implements `appliance.controller.ports.SchedulerPort`."""
+    """Implements `appliance.controller.interfaces.ports.SchedulerPort`."""
 
     def __init__(
         self,

@@ -7,26 +7,28 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
-from appliance.controller import job_devices, job_pauses
-from appliance.controller.cordons import CORDONED
-from appliance.controller.job_events import JobEvents
-from appliance.controller.mode import policy_of, read_mode, tidal_windows
-from appliance.store import adapters as adapter_rows
-from appliance.store import box, canaries, deployments, job_records, jobs, models, usage
-from appliance.store.adapters import AdapterRow
+from appliance.controller.devices.cordons import CORDONED
+from appliance.controller.devices.mode import policy_of, read_mode, tidal_windows
+from appliance.controller.jobs import devices as job_devices
+from appliance.controller.jobs import pauses
+from appliance.controller.jobs.events import JobEvents
 from appliance.store.database import Database
+from appliance.store.objects import adapters as adapter_rows
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.objects.adapters import AdapterRow
+from appliance.store.records import box, canaries, deployments, usage
 from appliance.store.rows import CanaryRow, DeploymentRow, JobRow
-from scheduler.discovery import HEAD_NODE
-from scheduler.failures import Trouble
-from scheduler.ports import Outcome
-from scheduler.workload import Demand, DeploymentView, JobView, Workload
-from serve.config import EngineConfig
+from scheduler.core.failures import Trouble
+from scheduler.core.workload import Demand, DeploymentView, JobView, Workload
+from scheduler.devices.discovery import HEAD_NODE
+from scheduler.handover.ports import Outcome
+from serve.core.config import EngineConfig
 
 CHECKPOINT_IDLE_S = 300.0
 
 
 class SqliteStateStore:
-    """Implements `scheduler.ports.StateStore`. Every call is a few short statements on the controller's database."""
+    """Implements `scheduler.handover.ports.StateStore`. Every call is a few short statements on the database."""
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class SqliteStateStore:
         row = self._open(job_id)
         if row is None:
             return
-        reason = job_pauses.reason(self._db, row) or reason
+        reason = pauses.reason(self._db, row) or reason
         if row.snapshot is None:
             jobs.set_phase(self._db, job_id, "queued", reason=reason)
         elif row.phase == "running":

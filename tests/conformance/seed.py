@@ -13,9 +13,10 @@ import shutil
 import time
 from pathlib import Path
 
-from appliance.controller.response_objects import queued
-from appliance.store import batches, files, job_records, jobs, keys, models, responses, uploads
+from appliance.controller.responses.objects import queued
 from appliance.store.database import Database
+from appliance.store.objects import batches, files, job_records, jobs, models, responses, uploads
+from appliance.store.records import keys
 from appliance.store.rows import (
     BatchRow,
     CheckpointRow,
@@ -30,7 +31,7 @@ from appliance.store.rows import (
     UploadRow,
     VersionRow,
 )
-from train.data_check import check_training_file
+from train.data.check import check_training_file
 
 JOB = "ft-AF1WoRqd3aJAHsqc9NY7iL8F"
 TUNABLE = "gpt-4o-mini"

@@ -24,8 +24,8 @@ import openai
 import psutil
 
 from appliance.paths import BoxPaths
-from serve import segments
-from weights.names import encode_name
+from serve.core import segments
+from weights.format.names import encode_name
 
 COMMAND = str(Path(sys.executable).with_name("appliance"))
 SHARED_MEMORY = "/dev/shm/"

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from serve.config import EngineConfig
-from serve.replica import Replica
+from serve.core.config import EngineConfig
+from serve.engine.replica import Replica
 from tests.e2e.engine_support import Box
 from tests.train_support.world import WarmTrain, Workshop
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import httpx
 import openai
 
-from runtime.node import WARM_ENV
-from serve.spec import ReplicaSpec
+from runtime.processes.warm_parents import WARM_ENV
+from serve.core.spec import ReplicaSpec
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 VOCABULARY = 384
@@ -110,8 +110,8 @@ class Box:
         began_s = time.perf_counter()
         self._parent = subprocess.Popen(
             [
-                sys.executable, "-m", "runtime.warm_parent", "--socket", str(self.warm_socket),
-                "--preload", "serve.preload", "--log", str(self.logs / "warm.log"),
+                sys.executable, "-m", "runtime.processes.warm_parent", "--socket", str(self.warm_socket),
+                "--preload", "serve.engine.preload", "--log", str(self.logs / "warm.log"),
             ],
             cwd=REPOSITORY,
             env={**os.environ, **dict(WARM_ENV), "PYTHONPATH": str(REPOSITORY)},

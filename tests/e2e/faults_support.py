@@ -21,7 +21,7 @@ from pathlib import Path
 import openai
 import psutil
 
-from appliance.load import Load, Outcome
+from appliance.demo.load_generator import Load, Outcome
 from tests.e2e.box_support import WholeBox
 
 GB = 1 << 30

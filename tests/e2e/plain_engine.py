@@ -7,10 +7,10 @@ import os
 import tempfile
 from typing import Any
 
-from runtime.child import Child
-from runtime.leash import Leash
-from serve.arguments import engine_environment
-from serve.spec import ReplicaSpec
+from runtime.processes.child import Child
+from runtime.processes.lifeline import Leash
+from serve.core.spec import ReplicaSpec
+from serve.vllm.arguments import engine_environment
 
 
 async def answer_of_plain_engine(warm_socket: str, spec: ReplicaSpec, prompt: list[int], tokens: int,

@@ -15,9 +15,9 @@ import openai
 import pytest
 import transformers
 
-from appliance.load import Load
+from appliance.demo.load_generator import Load
 from tests.e2e.box_support import gsm8k, wait_for, whole_box
-from weights.names import encode_name
+from weights.format.names import encode_name
 
 pytestmark = pytest.mark.timeout(600)
 APPLES = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many apples does he have?"}]

@@ -18,7 +18,7 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from appliance.load import Load
+from appliance.demo.load_generator import Load
 from tests.e2e.box_support import WholeBox, gsm8k, unmapped_segments, wait_for
 from tests.train_support.tiny import make_model_dir
 

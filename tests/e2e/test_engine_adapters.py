@@ -9,10 +9,10 @@ from pathlib import Path
 import openai
 import pytest
 
-from serve.replica import Replica
+from serve.engine.replica import Replica
 from tests.e2e.engine_support import client, greedy, save_model
-from weights import tiers
-from weights.names import encode_name
+from weights.format.names import encode_name
+from weights.tiers import copies
 
 SLOTS, RESIDENT, REGISTERED = 2, 4, 20
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -37,7 +37,7 @@ def save_adapter(root: Path, base: Path, name: str, *, seed: int, rank: int = 8,
     path = root / encode_name(name) / "v1"
     model.save_pretrained(path)
     (path / "README.md").unlink(missing_ok=True)
-    tiers.seal_dir(path, kind="adapter", model=name, version="v1",
+    copies.seal_dir(path, kind="adapter", model=name, version="v1",
                    meta={"base": "starter", "base_version": base.name, **meta})  # fmt: skip
     if merged is not None:
         model.merge_and_unload().save_pretrained(merged)

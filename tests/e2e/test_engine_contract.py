@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import entry_points
 
-from runtime.child import Child
+from runtime.processes.child import Child
 
 
 async def test_vllm_has_what_is_relied_on(engine_box):
@@ -19,4 +19,4 @@ async def test_vllm_has_what_is_relied_on(engine_box):
 
 def test_the_plugin_entry_point_resolves():
     for entry in entry_points(group="vllm.general_plugins"):
-        assert entry.name != "appliance_shm" or entry.value == "serve.vllm_plugin:register"
+        assert entry.name != "appliance_shm" or entry.value == "serve.vllm.plugin:register"

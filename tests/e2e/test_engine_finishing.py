@@ -8,9 +8,9 @@ from pathlib import Path
 
 import httpx
 
-from serve.config import EngineConfig
+from serve.core.config import EngineConfig
 from tests.e2e.engine_support import client
-from weights.locks import DirectoryLock
+from weights.memory.locks import DirectoryLock
 
 # Many times as long as staging takes on a quiet machine: on a busy one the engine decodes on while staging waits.
 TOKENS = 300

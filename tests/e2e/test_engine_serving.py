@@ -13,8 +13,8 @@ import httpx
 import openai
 import pytest
 
-from runtime.process import group_pids
-from serve.errors import EngineStartFailed, WrongState
+from runtime.processes.kernel import group_pids
+from serve.core.errors import EngineStartFailed, WrongState
 from tests.e2e.engine_support import client, greedy, rewrite
 from tests.front.collector import attributes, running_collector
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from serve.errors import VersionMismatch, WrongState
+from serve.core.errors import VersionMismatch, WrongState
 from tests.e2e.engine_support import client, greedy
 
 MIB = 2**20

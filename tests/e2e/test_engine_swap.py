@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from serve.errors import SwapFailed, VersionMismatch, VersionUnreadable, WrongState
-from serve.fingerprint import Fingerprint, FingerprintBook, version_key
+from serve.core.errors import SwapFailed, VersionMismatch, VersionUnreadable, WrongState
+from serve.core.fingerprint import Fingerprint, FingerprintBook, version_key
 from tests.e2e.engine_support import client, edit_config, greedy, rewrite
-from weights.errors import VersionLeased
-from weights.layout import Layout, TensorSpec
-from weights.store import WeightStore
+from weights.format.errors import VersionLeased
+from weights.format.layout import Layout, TensorSpec
+from weights.memory.store import WeightStore
 
 TOKENS = 400
 

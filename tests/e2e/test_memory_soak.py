@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from appliance.load import Load
+from appliance.demo.load_generator import Load
 from tests.e2e.box_support import WholeBox, gsm8k, wait_for, whole_box
 from tests.train_support.tiny import make_model_dir
 

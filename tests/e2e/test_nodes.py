@@ -17,24 +17,24 @@ from ray import cloudpickle
 from ray._private import services
 from ray.cluster_utils import Cluster
 
-from runtime.node import WarmSpec
-from scheduler import ray_groups, ray_replicas
-from scheduler.discovery import logical_devices
-from scheduler.errors import EffectFailed, NodeNameTaken
-from scheduler.inventory import Holder, Lease
-from scheduler.journal import MemoryJournal
-from scheduler.loop import SchedulerLoop
-from scheduler.ports import SystemClock
-from scheduler.ray_effects import RayEffects
-from scheduler.ray_fences import DEVICE_RESOURCE, Fences
-from scheduler.ray_node import Place
-from scheduler.ray_nodes import Nodes, announce
-from scheduler.workload import DeploymentView, JobView, Policy
-from serve.config import EngineConfig
+from runtime.processes.warm_parents import WarmSpec
+from scheduler.core.errors import EffectFailed, NodeNameTaken
+from scheduler.core.inventory import Holder, Lease
+from scheduler.core.workload import DeploymentView, JobView, Policy
+from scheduler.devices.discovery import logical_devices
+from scheduler.handover.journal import MemoryJournal
+from scheduler.handover.ports import SystemClock
+from scheduler.loop.loop import SchedulerLoop
+from scheduler.ray import groups, replicas
+from scheduler.ray.device_reservations import DEVICE_RESOURCE, Fences
+from scheduler.ray.effects import RayEffects
+from scheduler.ray.node import Place
+from scheduler.ray.nodes import Nodes, announce
+from serve.core.config import EngineConfig
 from tests.unit.scheduler.fakes import FakeStore
-from weights.header import TensorSpec
-from weights.layout import Layout
-from weights.store import WeightStore
+from weights.format.header import TensorSpec
+from weights.format.layout import Layout
+from weights.memory.store import WeightStore
 
 pytestmark = pytest.mark.timeout(900)
 START_TIMEOUT_S = 240.0
@@ -42,7 +42,7 @@ NODES = ("n0", "n1", "n2", "n3")
 
 
 class StandInReplica:
-    """What RayEffects asks of serve.replica.Replica, without an engine."""
+    """What RayEffects asks of serve.engine.replica.Replica, without an engine."""
 
     def __init__(self, *_):
         self.state, self.spec = "dead", None
@@ -73,7 +73,7 @@ class StandInReplica:
 
 
 class StandInHost:
-    """What a group asks of train.rank_host.RankHost: ranks that are ready at once and train until they are killed."""
+    """What a group asks of a RankHost: ranks that are ready at once and train until they are killed."""
 
     def __init__(self, *_):
         self.place, self.alive, self.told = {"job_id": "", "rank": 0, "world_size": 0}, False, asyncio.Event()
@@ -143,7 +143,7 @@ class Runs:
     async def prepare(self, job_id): ...
 
     def spec(self, job_id):
-        from train.spec import TrainSpec
+        from train.plan.spec import TrainSpec
 
         folder = self.jobs_dir / job_id
         folder.mkdir(parents=True, exist_ok=True)
@@ -166,8 +166,8 @@ def cluster(monkeypatch):
     import tests.e2e.test_nodes as here
 
     cloudpickle.register_pickle_by_value(here)
-    monkeypatch.setattr(ray_replicas, "Replica", StandInReplica)
-    monkeypatch.setattr(ray_groups, "RankHost", StandInHost)
+    monkeypatch.setattr(replicas, "Replica", StandInReplica)
+    monkeypatch.setattr(groups, "RankHost", StandInHost)
     for name, value in {
         "RAY_AUTH_MODE": "disabled", "RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0",
         "RAY_USAGE_STATS_ENABLED": "0", "RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "3",

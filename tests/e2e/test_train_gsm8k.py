@@ -5,9 +5,9 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.train_support.tiny import gsm8k, make_model_dir
-from train.auto import DatasetStats, ModelStats, resolve
-from train.data_check import convert_to_chat
-from train.spec import TrainSpec
+from train.data.check import convert_to_chat
+from train.plan.auto import DatasetStats, ModelStats, resolve
+from train.plan.spec import TrainSpec
 
 
 async def test_gsm8k_from_upload_to_published_version(shop, tmp_path):

@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runtime.process import group_pids
+from runtime.processes.kernel import group_pids
 from tests.train_support.tiny import make_model_dir
 from tests.train_support.world import ACROSS_SIZES, PATIENT, same
-from train.errors import RankFailed
-from train.group import Group, Watch
+from train.control.group import Group, Watch
+from train.plan.errors import RankFailed
 
 
 @pytest.mark.parametrize(

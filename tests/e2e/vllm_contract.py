@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from runtime.leash import Leash
+from runtime.processes.lifeline import Leash
 
 
 def main(leash: Leash, args: dict[str, Any]) -> int:
@@ -45,8 +45,10 @@ def _claims():
     from vllm.v1.structured_output import StructuredOutputManager
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    from serve import engine, grammar_threads, preload, stream_chunks, vllm_plugin
-    from serve.stream_chunks import chat
+    from serve.engine import main as engine
+    from serve.engine import preload
+    from serve.vllm import grammar_threads, plugin, stream_chunks
+    from serve.vllm.stream_chunks import chat
 
     def has(owner: object, *names: str):
         return [(f"{getattr(owner, '__name__', owner)} has {name}", hasattr(owner, name)) for name in names]
@@ -97,8 +99,8 @@ def _claims():
     yield "the registry shares the list of served names", "base_model_paths=base_model_paths" in inspect.getsource(
         OpenAIServingModels.__init__
     )
-    vllm_plugin.register()
-    vllm_plugin.register()
+    plugin.register()
+    plugin.register()
     from vllm.config.load import LoadConfig
 
     yield "load format shm is registered", type(get_model_loader(LoadConfig(load_format="shm"))).__name__ == (
@@ -142,7 +144,7 @@ def _outlines_gets_nothing() -> bool:
     from vllm.sampling_params import SamplingParams, StructuredOutputsParams
     from vllm.v1.structured_output import backend_outlines
 
-    from serve import grammar_threads
+    from serve.vllm import grammar_threads
 
     grammar_threads.no_outlines(backend_outlines)
     number = {"type": "number", "multipleOf": 2}
@@ -165,7 +167,7 @@ def _fields_judged():
     from vllm.entrypoints.openai.responses.protocol import ResponsesRequest
     from vllm.entrypoints.pooling.embed.protocol import EmbeddingChatRequest, EmbeddingCompletionRequest
 
-    from appliance.gateway.fields import FIELDS
+    from appliance.gateway.payload.fields import FIELDS
 
     for route, model in (
         ("chat.completions", ChatCompletionRequest),

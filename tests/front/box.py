@@ -23,15 +23,15 @@ import uvicorn
 import uvloop
 
 from appliance.controller.app import create_app
-from appliance.controller.bus import Bus, first_generation
-from appliance.controller.config import ControllerConfig
-from appliance.controller.context import ControllerContext
+from appliance.controller.bus.bus import Bus, first_generation
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.config import ControllerConfig
+from appliance.controller.interfaces.peers import FromGateways
 from appliance.controller.main import _listen
-from appliance.controller.peers import FromGateways
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary
-from appliance.store import keys
 from appliance.store.database import Database
+from appliance.store.records import keys
 from appliance.wiring.model_work import LibraryOps
 from tests.front.engine import CannedEngine, Counts
 from tests.simulator.control_plane import SimulatedModelOps, simulated_context

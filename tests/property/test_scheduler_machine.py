@@ -30,12 +30,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from scheduler.config import SchedulerConfig
-from scheduler.errors import Blame, EffectFailed
-from scheduler.journal import MemoryJournal
-from scheduler.loop import SchedulerLoop
-from scheduler.virtual_time import VirtualClock, VirtualLoop
-from scheduler.workload import Demand, DeploymentView, JobView, Policy
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.errors import Blame, EffectFailed
+from scheduler.core.workload import Demand, DeploymentView, JobView, Policy
+from scheduler.handover.journal import MemoryJournal
+from scheduler.loop.loop import SchedulerLoop
+from scheduler.simulator.virtual_time import VirtualClock, VirtualLoop
 from tests.unit.scheduler.fakes import Crash, FakeEffects, FakeStore, World, box_of
 
 CONFIG = SchedulerConfig(

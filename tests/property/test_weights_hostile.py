@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from weights.errors import HeaderInvalid
-from weights.header import DTYPE_BITS, parse_header
-from weights.layout import Layout, TensorSpec
+from weights.format.errors import HeaderInvalid
+from weights.format.header import DTYPE_BITS, parse_header
+from weights.format.layout import Layout, TensorSpec
 
 odd_numbers = st.one_of(
     st.integers(-2, 40), st.sampled_from([2**31, 2**63 - 1, 2**63, 2**64, -(2**63), 1.5, float("nan"), True, None, "8"])

@@ -11,10 +11,9 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weights.header import DTYPE_BITS
-from weights.layout import Layout, TensorSpec
-from weights.segment import forget_mappings
-from weights.slices import (
+from weights.format.header import DTYPE_BITS
+from weights.format.layout import Layout, TensorSpec
+from weights.format.slices import (
     Span,
     bytes_of,
     flat_partition,
@@ -26,7 +25,8 @@ from weights.slices import (
     tensor_parallel,
     uncovered,
 )
-from weights.store import WeightStore
+from weights.memory.segment import forget_mappings
+from weights.memory.store import WeightStore
 
 worlds = st.integers(1, 9)
 multiples = st.sampled_from([1, 2, 3, 8, 64])

@@ -12,10 +12,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
 
-from weights.errors import StoreFull, VersionExists, VersionLeased, VersionNotFound
-from weights.layout import Layout, TensorSpec
-from weights.segment import forget_mappings
-from weights.store import WeightStore
+from weights.format.errors import StoreFull, VersionExists, VersionLeased, VersionNotFound
+from weights.format.layout import Layout, TensorSpec
+from weights.memory.segment import forget_mappings
+from weights.memory.store import WeightStore
 
 SIZES = (70_000, 140_000, 300_000)
 # Manifests and pin files come at commit and are not reserved; they are small and bounded.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weights import codec
-from weights.config import KeepRules
-from weights.retention import HOUR_S, Kept, keep, plan_tier
+from weights.format.config import KeepRules
+from weights.tiers import codec
+from weights.tiers.retention import HOUR_S, Kept, keep, plan_tier
 
 RULES = st.builds(
     KeepRules,

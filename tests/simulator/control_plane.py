@@ -9,15 +9,15 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from appliance.controller.config import ControllerConfig
-from appliance.controller.context import ControllerContext
-from appliance.controller.errors import OperationFailed, SwapFailed
-from appliance.controller.ports import EngineAnswer, Mode, ModelStats, Progress, Report, Room, VersionPlace
-from appliance.store import handovers
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.config import ControllerConfig
+from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
+from appliance.controller.interfaces.ports import EngineAnswer, Mode, ModelStats, Progress, Report, Room, VersionPlace
 from appliance.store.database import Database
 from appliance.store.ids import new_id
+from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
-from scheduler.workload import Policy
+from scheduler.core.workload import Policy
 
 
 class SimulatedScheduler:

@@ -14,18 +14,19 @@ from peft.tuners.lora import LoraLayer
 from torch.distributed import ProcessGroup
 from transformers.core_model_loading import revert_weight_conversion
 
-from runtime.leash import Leash
-from train import adapter, fragments
-from train import publish as publishing
-from train.engine import init_world
-from train.loop import Run
-from train.prepare import continued, prepare
-from train.progress import Progress, Wishes
-from train.publish import publish
-from train.spec import TrainSpec
-from train.stop_point import _RANKS, POINTS_PER_STEP
-from weights.slices import Strided
-from weights.torch_views import as_tensor
+from runtime.processes.lifeline import Leash
+from train.control.progress import Progress, Wishes
+from train.control.stop_point import _RANKS, POINTS_PER_STEP
+from train.model import adapter
+from train.plan.spec import TrainSpec
+from train.run.engine import init_world
+from train.run.loop import Run
+from train.run.prepare import continued, prepare
+from train.state import fragments
+from train.state import publish as publishing
+from train.state.publish import publish
+from weights.format.slices import Strided
+from weights.format.torch_views import as_tensor
 
 
 def compare_publish(leash: Leash, args: dict[str, Any]) -> int:

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from runtime.child import Child
-from runtime.node import WARM_ENV
+from runtime.processes.child import Child
+from runtime.processes.warm_parents import WARM_ENV
 from tests.train_support.tiny import make_model_dir, write_chat_file
-from train.engine import meeting_url
-from train.group import Group, Watch
-from train.rank_host import RankHost
-from train.spec import TrainSpec
-from weights.lease import StoredVersion
-from weights.store import WeightStore
+from train.control.group import Group, Watch
+from train.control.rank_host import RankHost
+from train.plan.spec import TrainSpec
+from train.run.engine import meeting_url
+from weights.memory.lease import StoredVersion
+from weights.memory.store import WeightStore
 
 # Relative. Gradients are reduced and accumulated in fp32 and clipped by a coarse norm, so what is left is the order of
 # a few fp32 sums: one ulp of the loss.
@@ -40,13 +40,14 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 class WarmTrain:
-    """A warm parent with `train.preload` imported, for a module of tests."""
+    """A warm parent with `train.run.preload` imported, for a module of tests."""
 
     def __init__(self) -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="train-"))
         self.socket = self.folder / "warm.sock"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "runtime.warm_parent", "--socket", str(self.socket), "--preload", "train.preload",
+            [sys.executable, "-m", "runtime.processes.warm_parent",
+             "--socket", str(self.socket), "--preload", "train.run.preload",
              "--log", str(self.folder / "warm.log")],
             env={**os.environ, **dict(WARM_ENV), "OMP_NUM_THREADS": "1"},
         )  # fmt: skip

@@ -25,25 +25,26 @@ PACKAGES = tuple(BELOW)
 
 # Library -> the only files that may import it. A name ending in "/" stands for every file below it, * for any text.
 FENCES = {
-    "ray": {"scheduler/ray_*.py", "appliance/controller/main.py"},
-    "torch": {"train/", "serve/", "weights/torch_views.py"},
+    "ray": {"scheduler/ray/", "appliance/controller/main.py"},
+    "torch": {"train/", "serve/", "weights/format/torch_views.py"},
     "vllm": {"serve/"},
     "deepspeed": {"train/"},
     "transformers": {"train/"},
     "peft": {"train/"},
-    "openai": {"appliance/demo.py", "appliance/load.py"},
+    "openai": {"appliance/demo/main.py", "appliance/demo/load_generator.py"},
     "fastapi": {"appliance/controller/"},
     "typer": {"appliance/cli/"},
-    "boto3": {"weights/objects_s3.py"},
-    "botocore": {"weights/objects_s3.py"},
-    "matplotlib": {"scheduler/sim_plot.py"},
-    "opentelemetry": {"appliance/gateway/tracing.py"},
+    "boto3": {"weights/tiers/objects_s3.py"},
+    "botocore": {"weights/tiers/objects_s3.py"},
+    "matplotlib": {"scheduler/simulator/plot.py"},
+    "opentelemetry": {"appliance/gateway/observe/tracing.py"},
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
 WITHOUT_TORCH = (
-    "train/auto.py", "train/data_check.py", "train/data_check_process.py", "train/errors.py", "train/formats.py",
-    "train/group.py", "train/rank_host.py", "train/spec.py", "serve/config.py", "serve/errors.py", "serve/replica.py",
-    "serve/spec.py", "serve/sizing.py",
+    "train/plan/auto.py", "train/plan/errors.py", "train/plan/spec.py", "train/data/check.py",
+    "train/data/check_process.py", "train/data/formats.py", "train/control/group.py", "train/control/rank_host.py",
+    "serve/core/config.py", "serve/core/errors.py", "serve/core/sizing.py", "serve/core/spec.py",
+    "serve/engine/replica.py",
 )  # fmt: skip
 HEAVY = ("torch", "vllm", "ray", "deepspeed", "transformers", "peft")
 
@@ -118,7 +119,7 @@ def test_only_the_effects_of_the_scheduler_know_training_and_serving():
     wrong = {
         f"{name_of(path)} imports {module}"
         for path in files()
-        if name_of(path).startswith("scheduler/") and not path.name.startswith("ray_")
+        if name_of(path).startswith("scheduler/") and not name_of(path).startswith("scheduler/ray/")
         for module in imports(path)
         if top(module) in ("train", "serve", *HEAVY)
     }
@@ -168,8 +169,8 @@ def test_the_command_line_is_a_thin_client():
         and not (path.name == "simulate.py" and top(module) == "scheduler")
     }
     # `up` resolves the configuration before it starts anything.
-    assert wrong == {"appliance/cli/box.py imports appliance.config"} | {
-        f"appliance/cli/box.py imports appliance.config.{name}" for name in ("ConfigError", "load_config")
+    assert wrong == {"appliance/cli/box/box.py imports appliance.config"} | {
+        f"appliance/cli/box/box.py imports appliance.config.{name}" for name in ("ConfigError", "load_config")
     }
 
 
@@ -265,52 +266,52 @@ def test_no_error_is_swallowed():
 
 
 # Every task of the product, by the function that begins it, and why its exception reaches somebody. A task that has to
-# run for as long as its process belongs to `runtime.keeping.Keepers`.
+# run for as long as its process belongs to `runtime.background_tasks.Keepers`.
 AWAITED = "what begins it waits for its end, and so raises what it raises"
 ONE_SHOT = "it has an end of its own, and says in the store or to its caller what became of it"
 FENCED = "whatever it raises, its `finally` tells those who wait for it"
 ENDS_THE_PROCESS = "its exception ends the process, which is started anew"
 TASKS = {
-    "appliance/controller/background_responses.py BackgroundResponses._send_what_may_go": ONE_SHOT,
-    "appliance/controller/batch_work.py BatchWork._send_what_may_go": ONE_SHOT,
-    "appliance/controller/batch_work.py BatchWork._wait": AWAITED,
-    "appliance/controller/bus.py Bus._serve": AWAITED,
+    "appliance/controller/batches/background_responses.py BackgroundResponses._send_what_may_go": ONE_SHOT,
+    "appliance/controller/batches/work.py BatchWork._send_what_may_go": ONE_SHOT,
+    "appliance/controller/batches/work.py BatchWork._wait": AWAITED,
+    "appliance/controller/bus/bus.py Bus._serve": AWAITED,
     "appliance/controller/main.py _run": ENDS_THE_PROCESS,
-    "appliance/controller/operations.py Operations.start": ONE_SHOT,
+    "appliance/controller/context/operations.py Operations.start": ONE_SHOT,
     "appliance/gateway/main.py serve": AWAITED,
-    "appliance/gateway/upstream.py UpstreamPool.connect": ONE_SHOT,
-    "appliance/main.py _run": AWAITED,
-    "appliance/node.py _run": AWAITED,
-    "appliance/supervised.py Supervised.begin": "catches everything that a start raises",
+    "appliance/gateway/http/upstream.py UpstreamPool.connect": ONE_SHOT,
+    "appliance/boot/main.py _run": AWAITED,
+    "appliance/boot/node.py _run": AWAITED,
+    "appliance/boot/supervised_process.py Supervised.begin": "catches everything that a start raises",
     "appliance/wiring/batch_engines.py SocketEngines.send": AWAITED,
     "appliance/wiring/scheduler_port.py LoopPort.set_mode": AWAITED,
-    "appliance/wiring/versions.py VersionShelf.in_memory": AWAITED,
-    "runtime/child.py Child.__init__": FENCED,
-    "runtime/keeping.py Keepers._task": "the keepers themselves",
-    "runtime/node.py NodeAgent._keep": AWAITED,
+    "appliance/wiring/version_provider.py VersionShelf.in_memory": AWAITED,
+    "runtime/processes/child.py Child.__init__": FENCED,
+    "runtime/background_tasks.py Keepers._task": "the keepers themselves",
+    "runtime/processes/warm_parents.py NodeAgent._keep": AWAITED,
     "runtime/relay.py _join": AWAITED,
-    "scheduler/loop.py SchedulerLoop._launch": ENDS_THE_PROCESS,
-    "scheduler/loop.py SchedulerLoop.run": ENDS_THE_PROCESS,
-    "scheduler/ray_away.py Homecoming.__init__": ONE_SHOT,
-    "scheduler/ray_away.py Homecoming.over": AWAITED,
-    "scheduler/ray_groups.py Groups._attend": "suspend_group waits for it; a group without a watcher is seen by a look",
-    "scheduler/ray_replicas.py Replicas._watch": "a dead engine without a watcher is seen by the next look",
-    "scheduler/ray_actors.py Supervisor.__init__": "ends the supervisor by what it hears, or leaves it to Ray's word",
-    "scheduler/ray_actors.py Supervisor._prove": AWAITED,
-    "scheduler/ray_actors.py Supervisor.call": AWAITED,
-    "scheduler/ray_replicas.py Replicas._while_alive": AWAITED,
-    "scheduler/simulate.py run_policy.life": AWAITED,
-    "serve/core_life.py while_alive": AWAITED,
-    "serve/engine.py _serve": AWAITED,
-    "serve/finishing_streams.py FinishingStreams._until_over": AWAITED,
-    "serve/finishing_streams.py FinishingStreams.begin": AWAITED,
-    "train/group.py Group._attend": "each ends the group, well or not, when it ends",
-    "train/group.py Group._fail": ONE_SHOT,
-    "train/group.py Group._fail_after_grace": ONE_SHOT,
-    "train/group.py Group._listen": ONE_SHOT,
-    "train/rank_host.py RankHost._end_later": ONE_SHOT,
-    "train/rank_host.py RankHost.leave_parked": ONE_SHOT,
-    "train/rank_host.py _Events.__init__": "reads a queue that raises nothing, and ends with the rank",
+    "scheduler/loop/loop.py SchedulerLoop._launch": ENDS_THE_PROCESS,
+    "scheduler/loop/loop.py SchedulerLoop.run": ENDS_THE_PROCESS,
+    "scheduler/ray/remote_jobs.py Homecoming.__init__": ONE_SHOT,
+    "scheduler/ray/remote_jobs.py Homecoming.over": AWAITED,
+    "scheduler/ray/groups.py Groups._attend": "suspend_group waits for it; a group without a watcher is seen by a look",
+    "scheduler/ray/replicas.py Replicas._watch": "a dead engine without a watcher is seen by the next look",
+    "scheduler/ray/actors.py Supervisor.__init__": "ends the supervisor by what it hears, or leaves it to Ray's word",
+    "scheduler/ray/actors.py Supervisor._prove": AWAITED,
+    "scheduler/ray/actors.py Supervisor.call": AWAITED,
+    "scheduler/ray/replicas.py Replicas._while_alive": AWAITED,
+    "scheduler/simulator/simulate.py run_policy.life": AWAITED,
+    "serve/engine/core_life.py while_alive": AWAITED,
+    "serve/engine/main.py _serve": AWAITED,
+    "serve/cpu/finishing_streams.py FinishingStreams._until_over": AWAITED,
+    "serve/cpu/finishing_streams.py FinishingStreams.begin": AWAITED,
+    "train/control/group.py Group._attend": "each ends the group, well or not, when it ends",
+    "train/control/group.py Group._fail": ONE_SHOT,
+    "train/control/group.py Group._fail_after_grace": ONE_SHOT,
+    "train/control/group.py Group._listen": ONE_SHOT,
+    "train/control/rank_host.py RankHost._end_later": ONE_SHOT,
+    "train/control/rank_host.py RankHost.leave_parked": ONE_SHOT,
+    "train/control/rank_host.py _Events.__init__": "reads a queue that raises nothing, and ends with the rank",
 }
 
 
@@ -332,5 +333,5 @@ def tasks_begun(path: Path) -> Iterator[str]:
 
 def test_every_task_is_kept_or_somebody_hears_of_its_exception():
     begun = {task for path in files() for task in tasks_begun(path)}
-    assert begun - TASKS.keys() == set(), "keep it (runtime.keeping), or say in TASKS who hears of its exception"
+    assert begun - TASKS.keys() == set(), "keep it (background_tasks), or say in TASKS who hears of its exception"
     assert TASKS.keys() - begun == set(), "these begin no task any more"

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.cli.locate import DEFAULT_DATA_DIR as CLI_DATA_DIR
 from appliance.config import DEFAULT_DATA_DIR, BoxConfig, ConfigError, load_config, load_resolved
-from appliance.gateway.config import GatewayConfig
+from appliance.gateway.core.config import GatewayConfig
 
 
 def load(tmp_path: Path, text: str, environ: dict[str, str] | None = None, **overrides) -> BoxConfig:
@@ -118,7 +118,7 @@ def test_a_resolved_configuration_survives_the_way_to_another_process(tmp_path):
 
 
 def test_the_gateway_takes_what_the_box_hands_it(tmp_path):
-    """`appliance.main` adds four keys to the section; every other one must be the gateway's own, and be passed on."""
+    """`appliance.boot.main` adds four keys to the section; every other one is the gateway's own and is passed on."""
     config = load_config(None, {"data_dir": str(tmp_path)}, {})
     added = {"host": "127.0.0.1", "port": 1, "controller_socket": "/c", "bus_socket": "/b"}
     built = GatewayConfig.from_mapping(config.gateway.model_dump() | added)

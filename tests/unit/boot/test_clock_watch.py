@@ -2,8 +2,8 @@
 
 from types import SimpleNamespace
 
-from appliance.clock_watch import LEAST_S, ClockWatch
-from appliance.main import Box
+from appliance.boot.clock_watch import LEAST_S, ClockWatch
+from appliance.boot.main import Box
 
 
 class Clocks:

@@ -11,11 +11,11 @@ import threading
 
 import pytest
 
-from appliance import endpoint, ray_head
-from appliance.box_state import BoxState
+from appliance.boot import endpoint, ray_head
+from appliance.boot.box_state import BoxState
+from appliance.boot.main import Box, BoxError
 from appliance.config import load_resolved
 from appliance.gateway import main as gateway_main
-from appliance.main import Box, BoxError
 from appliance.paths import BoxPaths
 
 

@@ -14,8 +14,8 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from cryptography import x509
 
-from appliance.authority import NODE_LIFE, Authority, Credentials, Unfit
-from appliance.enrolment import EnrolmentServer, JoinToken, NotEnrolled, Tokens, enrol
+from appliance.nodes.certificate_authority import NODE_LIFE, Authority, Credentials, Unfit
+from appliance.nodes.enrolment import EnrolmentServer, JoinToken, NotEnrolled, Tokens, enrol
 
 RAY_TOKEN = b"0123456789abcdef" * 4
 

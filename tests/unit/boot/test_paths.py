@@ -8,11 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from appliance import main
-from appliance.box_state import BoxState
+from appliance.boot import main
+from appliance.boot.box_state import BoxState
 from appliance.config import BoxConfig
 from appliance.paths import UNIX_PATH_LIMIT_BYTES, BoxPaths, UnsafeFolder
-from train.rank_host import RankHost
+from train.control.rank_host import RankHost
 
 
 def test_the_same_data_directory_always_has_the_same_shared_memory_root(tmp_path):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from appliance import pulse
-from appliance.pulse import HUNG_S, Pulse
+from appliance.boot import liveness
+from appliance.boot.liveness import HUNG_S, Pulse
 
 
 class Process:
@@ -18,7 +18,7 @@ class Process:
 
 
 async def test_only_a_long_silence_kills(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(pulse, "PATIENCE_S", 0.01)
+    monkeypatch.setattr(liveness, "PATIENCE_S", 0.01)
     now_s, said, process = 0.0, [], Process()
     asked = Pulse(process, "http://box", "/", str(tmp_path / "s"), said.append, lambda: now_s)
     await asked.look()  # its life begins to count here
@@ -30,7 +30,7 @@ async def test_only_a_long_silence_kills(tmp_path: Path, monkeypatch):
         writer.write(b"HTTP/1.1 503 x\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
         writer.close()
 
-    monkeypatch.setattr(pulse, "PATIENCE_S", 5)
+    monkeypatch.setattr(liveness, "PATIENCE_S", 5)
     server = await asyncio.start_unix_server(refuses, tmp_path / "s")
     await asked.look()  # a refusal is an answer
     server.close()

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from appliance.box_state import BoxState
+from appliance.boot.box_state import BoxState
+from appliance.boot.main import Box
+from appliance.boot.ray_head import environment
 from appliance.config import BoxConfig
-from appliance.main import Box
 from appliance.paths import BoxPaths
-from appliance.ray_head import environment
 
 RAYLET = Path(importlib.util.find_spec("ray").origin).parent / "core/src/ray/raylet/raylet"
 

@@ -11,9 +11,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from appliance import supervised
-from appliance.supervised import BOX_VARIABLE, Supervised, kill_leftovers
-from runtime.process import group_pids
+from appliance.boot import supervised_process
+from appliance.boot.supervised_process import BOX_VARIABLE, Supervised, kill_leftovers
+from runtime.processes.kernel import group_pids
 
 SLEEPER = "import time; print('up', flush=True); time.sleep(3600)"
 STUBBORN = (
@@ -37,7 +37,7 @@ def starter(code):
 
 
 async def test_a_killed_process_is_started_again_and_said(monkeypatch):
-    monkeypatch.setattr(supervised, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervised_process, "_FIRST_PAUSE_S", 0.0)
     said = []
     one = Supervised("worker", starter(SLEEPER), said.append)
     await one.begin()
@@ -90,7 +90,7 @@ def test_leftovers_of_this_box_and_of_no_other_are_killed():
 
 async def test_one_that_cannot_be_started_again_is_tried_until_it_can(monkeypatch):
     """The keeper used to end with the first start that raised: nobody ever started the process again."""
-    monkeypatch.setattr(supervised, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervised_process, "_FIRST_PAUSE_S", 0.0)
     said, starts, real = [], [], starter(SLEEPER)
 
     async def start():
@@ -111,14 +111,14 @@ async def test_one_that_cannot_be_started_again_is_tried_until_it_can(monkeypatc
     assert said[1:] == ["worker could not be started (OSError: [Errno 12] Cannot allocate memory); starting it again "
                         "in 0.0 s"] * 2  # fmt: skip
     assert one.trouble is not None and (one.trouble["name"], one.trouble["failures"]) == ("worker", 3)
-    monkeypatch.setattr(supervised, "_STEADY_S", 0.0)
+    monkeypatch.setattr(supervised_process, "_STEADY_S", 0.0)
     assert one.trouble is None  # it has run long enough
     await one.end(10)
 
 
 async def test_one_that_never_runs_steadily_is_hopeless_in_the_end(monkeypatch):
-    monkeypatch.setattr(supervised, "_FIRST_PAUSE_S", 0.0)
-    monkeypatch.setattr(supervised, "HOPELESS_S", 0.0)
+    monkeypatch.setattr(supervised_process, "_FIRST_PAUSE_S", 0.0)
+    monkeypatch.setattr(supervised_process, "HOPELESS_S", 0.0)
     told = asyncio.get_running_loop().create_future()
     one = Supervised("worker", starter("print('up')"), lambda _: None, lambda why: told.done() or told.set_result(why))
     await one.begin()
@@ -130,9 +130,10 @@ async def test_one_that_never_runs_steadily_is_hopeless_in_the_end(monkeypatch):
 async def test_a_clock_that_is_set_on_makes_nothing_hopeless(monkeypatch):
     """Two deaths within a minute, the clock set on by an hour between them: the box ended as one that cannot heal."""
     shift_s, hopeless = 0.0, []
-    wall = supervised.time.time
-    monkeypatch.setattr(supervised, "time", SimpleNamespace(time=lambda: wall() + shift_s, monotonic=time.monotonic))
-    monkeypatch.setattr(supervised, "_FIRST_PAUSE_S", 0.0)
+    wall = supervised_process.time.time
+    shifted = SimpleNamespace(time=lambda: wall() + shift_s, monotonic=time.monotonic)
+    monkeypatch.setattr(supervised_process, "time", shifted)
+    monkeypatch.setattr(supervised_process, "_FIRST_PAUSE_S", 0.0)
     one = Supervised("worker", starter(SLEEPER), lambda _: None, hopeless.append)
     await one.begin()
     for restarts in (1, 2):

@@ -22,9 +22,9 @@ from typer.testing import CliRunner, Result
 
 from appliance.cli.main import app
 from appliance.controller.app import create_app
-from appliance.controller.context import ControllerContext
-from appliance.controller.job_events import JobEvents
-from appliance.controller.peers import FromBox
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.peers import FromBox
+from appliance.controller.jobs.events import JobEvents
 from appliance.store.database import Database
 from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import insert_model
@@ -47,10 +47,10 @@ def run(*arguments: str, input: str | None = None) -> Result:
 def main_process(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     """A process that looks like the main process of the box in `box` to the commands, and is none."""
     config = json.dumps({"box": {"data_dir": str(tmp_path / "box")}})
-    arguments = ["appliance.main", "up", "--config-json", config]
+    arguments = ["appliance.boot.main", "up", "--config-json", config]
     process = subprocess.Popen(["/bin/sh", "-c", "read line", *arguments], stdin=subprocess.PIPE)
     # Until the shell has replaced the fork of Python, /proc tells Python's arguments.
-    while b"appliance.main" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+    while b"appliance.boot.main" not in Path(f"/proc/{process.pid}/cmdline").read_bytes():
         time.sleep(0.001)
     yield process
     process.kill()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from appliance.store import keys, models
+from appliance.store.objects import models
+from appliance.store.records import keys
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.controller.conftest import chat_lines
 

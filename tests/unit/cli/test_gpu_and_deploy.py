@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from appliance.controller import lost_nodes
+from appliance.controller.devices import lost_nodes
 from appliance.store.database import Database
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.cli.test_tables_and_json import lines

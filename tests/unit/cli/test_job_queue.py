@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from appliance.store import jobs
+from appliance.store.objects import jobs
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.cli.test_tables_and_json import lines, make_job
 

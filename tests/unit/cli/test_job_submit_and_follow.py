@@ -9,7 +9,7 @@ import time
 import pytest
 
 from appliance.cli import operations
-from appliance.cli.job_follow import event_line
+from appliance.cli.jobs.follow import event_line
 from tests.unit.cli.conftest import openai_error
 from tests.unit.cli.test_tables_and_json import make_job
 

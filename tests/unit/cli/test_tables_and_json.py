@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import time
 
-from appliance.store import deployments, jobs, keys
+from appliance.store.objects import jobs
+from appliance.store.records import deployments, keys
 from appliance.store.rows import DeploymentRow, JobRow
 from tests.unit.cli.conftest import ControlledBox
 from tests.unit.controller.conftest import chat_lines

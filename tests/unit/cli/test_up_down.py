@@ -16,11 +16,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from appliance.cli import box, up
+from appliance.cli.box import box, up
 from tests.unit.cli.conftest import run, write_box_file
 
 PYTHON = sys.executable  # before a fixture replaces it
-# Called as `python -m appliance.main up --config-json JSON`, like the real one, whose announcement and box.json it
+# Called as `python -m appliance.boot.main up --config-json JSON`, like the real one, whose announcement and box.json it
 # writes. What it does is told by a file `script.json` in the data directory.
 STAND_IN = """\
 import json, os, signal, sys, time
@@ -48,7 +48,7 @@ time.sleep(60)
 
 @pytest.fixture
 def data_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A data directory with a stand-in behind `python -m appliance.main`; nothing of it survives the test."""
+    """A data directory with a stand-in behind `python -m appliance.boot.main`; nothing of it survives the test."""
     stand_in = tmp_path / "python"
     stand_in.write_text(f"#!{PYTHON} -I\n{STAND_IN}")
     stand_in.chmod(0o755)

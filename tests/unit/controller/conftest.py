@@ -15,10 +15,11 @@ import pytest
 from fastapi import FastAPI
 
 from appliance.controller.app import create_app
-from appliance.controller.context import ControllerContext
-from appliance.controller.peers import FromBox
-from appliance.store import keys, models
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.peers import FromBox
 from appliance.store.database import Database
+from appliance.store.objects import models
+from appliance.store.records import keys
 from appliance.store.rows import ModelRow, VersionRow
 from tests.simulator.control_plane import RecordingKeySink, SimulatedModelOps, SimulatedScheduler, simulated_context
 

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from appliance.controller.app import _keep_house, create_app
-from appliance.controller.load import Load, Report, parse_report, total
-from appliance.controller.mode import read_mode
-from appliance.store import audit, keys, models, operations
+from appliance.controller.bus.load import Load, Report, parse_report, total
+from appliance.controller.devices.mode import read_mode
+from appliance.store.objects import models
+from appliance.store.records import audit, keys, operations
 from appliance.store.rows import OperationRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, insert_model
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from appliance.controller import cordons, lost_nodes
-from appliance.store import box, deployments
+from appliance.controller.devices import cordons, lost_nodes
+from appliance.store.records import box, deployments
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, insert_model
 from tests.unit.controller.test_admin import actions, ask
 

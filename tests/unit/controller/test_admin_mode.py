@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.mode import mode_in_force, read_mode
-from appliance.store import windows
+from appliance.controller.devices.mode import mode_in_force, read_mode
+from appliance.store.records import windows
 from tests.unit.controller.conftest import SCOPES, Control
 from tests.unit.controller.test_admin import actions, ask
 
@@ -88,7 +88,7 @@ async def test_bad_windows_are_refused_and_change_nothing(control: Control, body
 
 
 async def test_there_is_a_bound_on_windows(control: Control, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("appliance.controller.admin_mode.MAX_WINDOWS", 1)
+    monkeypatch.setattr("appliance.controller.admin.mode.MAX_WINDOWS", 1)
     await ask(control, "POST", "/mode/schedule", json=NIGHT)
     assert (await ask(control, "POST", "/mode/schedule", 409, json=NIGHT))["error"]["code"] == "too_many_windows"
 

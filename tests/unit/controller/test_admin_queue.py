@@ -8,8 +8,10 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller import job_devices, lost_nodes
-from appliance.store import jobs, keys
+from appliance.controller.devices import lost_nodes
+from appliance.controller.jobs import devices
+from appliance.store.objects import jobs
+from appliance.store.records import keys
 from tests.unit.controller.conftest import SCOPES, Control
 from tests.unit.controller.test_admin import actions, ask
 
@@ -193,8 +195,8 @@ async def test_only_admins_change_the_queue(control: Control):
 async def test_bounds_for_the_planner_never_contradict_each_other(control: Control):
     job_id = await control.job(hyperparameters={"batch_size": 8})
     row = jobs.get(control.db, job_id)
-    assert job_devices.bounds(row, 4) == (1, 8, (1, 2, 4, 8)), "it waits for the devices it may have one day"
+    assert devices.bounds(row, 4) == (1, 8, (1, 2, 4, 8)), "it waits for the devices it may have one day"
     jobs.update(control.db, job_id, min_devices=5, max_devices=6)
-    assert job_devices.bounds(jobs.get(control.db, job_id), 4) == (1, 8, (1, 2, 4, 8))
+    assert devices.bounds(jobs.get(control.db, job_id), 4) == (1, 8, (1, 2, 4, 8))
     jobs.update(control.db, job_id, allowed_sizes=None, min_devices=16, max_devices=None)
-    assert job_devices.bounds(jobs.get(control.db, job_id), 4) == (16, 16, ())
+    assert devices.bounds(jobs.get(control.db, job_id), 4) == (16, 16, ())

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.controller.arrivals import Arrivals
-from appliance.controller.load import Arrived, Report, parse_report
+from appliance.controller.bus.arrivals import Arrivals
+from appliance.controller.bus.load import Arrived, Report, parse_report
 
 BEGAN_S = 1000.0
 

@@ -7,11 +7,11 @@ from typing import Any
 import httpx
 from fastapi.routing import APIRoute
 
-from appliance.controller import admin_session_keys
-from appliance.controller.audited import CHANGES, NOT_AUDITED, READS, audited
-from appliance.controller.peers import FromBox
-from appliance.controller.strict_json import StrictRoute
-from appliance.store import audit, keys, usage
+from appliance.controller.admin import session_keys
+from appliance.controller.http.audited import CHANGES, NOT_AUDITED, READS, audited
+from appliance.controller.http.strict_json import StrictRoute
+from appliance.controller.interfaces.peers import FromBox
+from appliance.store.records import audit, keys, usage
 from appliance.store.rows import AuditRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, chat_lines, insert_model
 
@@ -142,7 +142,7 @@ async def test_what_was_refused_leaves_none_and_what_broke_off_says_so(control: 
         raise OSError("disk")
 
     file_id = await control.upload()
-    monkeypatch.setattr("appliance.controller.files.remove", broken)
+    monkeypatch.setattr("appliance.controller.files.routes.remove", broken)
     assert (await control.http.delete(f"/v1/files/{file_id}")).status_code == 500
     (row,) = rows(control)[1:]
     assert (row.action, row.target, row.outcome, row.detail) == (
@@ -168,9 +168,9 @@ async def test_a_command_on_the_box_has_a_key_that_the_log_does_not_tell_of(cont
     assert made["key"] not in control.gateway_keys and len(control.gateway_keys) == 2
 
     now_s = keys.find(control.db, left["id"]).created_s
-    admin_session_keys.keep_house(control.context, now_s + admin_session_keys.KEPT_S + 60)
+    session_keys.keep_house(control.context, now_s + session_keys.KEPT_S + 60)
     assert keys.fingerprint(left["key"]) not in control.gateway_keys
-    admin_session_keys.keep_house(control.context, now_s + 3 * admin_session_keys.KEPT_S)
+    session_keys.keep_house(control.context, now_s + 3 * session_keys.KEPT_S)
     assert [row.name for row in keys.list_all(control.db)] == ["ann"]
     (spent,) = usage.report(control.db, "owner", 0.0, 9000.0)
     assert (spent.name, spent.requests, spent.completion_tokens) == ("the box itself", 1, 3)

@@ -10,10 +10,12 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller import background_responses, response_objects
-from appliance.controller.background_responses import BackgroundResponses
-from appliance.controller.ports import EngineAnswer, LineReturned
-from appliance.store import keys, responses
+from appliance.controller.batches import background_responses
+from appliance.controller.batches.background_responses import BackgroundResponses
+from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
+from appliance.controller.responses import objects
+from appliance.store.objects import responses
+from appliance.store.records import keys
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import Control
 from tests.unit.controller.test_responses import answer, copy, name, send
@@ -148,16 +150,16 @@ async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: 
 
 def test_events_never_change_while_a_response_goes_on():
     call = {"type": "function_call", "id": "fc_1", "call_id": "c", "name": "add", "arguments": "{}"}
-    begun = response_objects.queued("resp_1", {"model": "m", "input": "x"}, 7.0)
-    end = response_objects.answered(begun, answer(1, output=[call, *answer(1)["output"]], status="incomplete"))
-    queued = response_objects.events(begun)
-    going = response_objects.events({**begun, "status": "in_progress"})
-    done = response_objects.events(end)
+    begun = objects.queued("resp_1", {"model": "m", "input": "x"}, 7.0)
+    end = objects.answered(begun, answer(1, output=[call, *answer(1)["output"]], status="incomplete"))
+    queued = objects.events(begun)
+    going = objects.events({**begun, "status": "in_progress"})
+    done = objects.events(end)
     kinds = [json.loads(event.split(b"data: ")[1])["type"] for event in done]
     assert len(queued) == 2 and len(going) == 3
     assert kinds[:3] == [json.loads(event.split(b"data: ")[1])["type"] for event in going]
     assert "response.function_call_arguments.done" in kinds and kinds[-1] == "response.incomplete"
-    assert response_objects.events(response_objects.failed(begun, "server_error", "x"))[-1].startswith(
+    assert objects.events(objects.failed(begun, "server_error", "x"))[-1].startswith(
         b"event: response.failed\n"
     )
 
@@ -223,7 +225,7 @@ async def test_bounds_and_what_is_not_for_here(control: Control, monkeypatch):
         assert refused.status_code == 400 and refused.json()["error"]["message"]
     bad = await control.http.post("/v1/responses", content=b"{", headers={"content-type": "application/json"})
     assert bad.json()["error"]["code"] == "invalid_json"
-    monkeypatch.setattr("appliance.controller.responses.MAX_UNFINISHED", 1)
+    monkeypatch.setattr("appliance.controller.openai.response_routes.MAX_UNFINISHED", 1)
     await asked(control)
     with pytest.raises(openai.RateLimitError):
         await asked(control, "more")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.controller import batch_lines
+from appliance.controller.batches import input_lines
 
 URL = "/v1/chat/completions"
 LINE_BYTES = 1000
@@ -21,10 +21,10 @@ def request(number: int, text: str = "") -> bytes:
 
 @pytest.fixture
 def found(tmp_path: Path):
-    def read(data: bytes, max_lines: int = 10) -> batch_lines.Lines:
+    def read(data: bytes, max_lines: int = 10) -> input_lines.Lines:
         path = tmp_path / "input"
         path.write_bytes(data)
-        return batch_lines.read(path, URL, max_lines, LINE_BYTES)
+        return input_lines.read(path, URL, max_lines, LINE_BYTES)
 
     return read
 
@@ -52,7 +52,7 @@ def test_offsets_are_those_of_the_file(found):
     lines = found(data)
     assert not lines.errors and list(lines.by_id) == ["c1", "c2"]
     for custom_id, line in lines.by_id.items():
-        assert batch_lines.parse(data[line.offset : line.offset + line.size])["custom_id"] == custom_id
+        assert input_lines.parse(data[line.offset : line.offset + line.size])["custom_id"] == custom_id
 
 
 def test_a_file_of_line_ends_is_not_read_to_its_end(found):

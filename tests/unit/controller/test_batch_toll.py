@@ -7,8 +7,8 @@ import time
 from types import SimpleNamespace
 from typing import Any
 
-from appliance.controller.ports import EngineAnswer
-from appliance.store import keys, usage
+from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 from tests.unit.controller.test_batches import begun, content, ended, engines, line, until
 
@@ -104,7 +104,7 @@ async def test_limits_by_the_minute_slow_a_batch_down(control: Control, monkeypa
     clock = [1000.0]
     # Its own clock: asyncio waits by the real one.
     monkeypatch.setattr(
-        "appliance.controller.batch_toll.time", SimpleNamespace(time=time.time, monotonic=lambda: clock[0])
+        "appliance.controller.batches.metering.time", SimpleNamespace(time=time.time, monotonic=lambda: clock[0])
     )
     batch_id = await begun(control, [line(n) for n in range(3)])
     batch = await until(control, batch_id, lambda b: b.waiting_for is not None)

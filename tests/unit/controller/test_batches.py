@@ -11,12 +11,13 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.controller.batch_answers import Answers
-from appliance.controller.batch_files import sweep
-from appliance.controller.batch_runner import BatchRunner
-from appliance.controller.ports import EngineAnswer, LineReturned
-from appliance.store import batches, keys
-from runtime import keeping
+from appliance.controller.batches.answers import Answers
+from appliance.controller.batches.output_files import sweep
+from appliance.controller.batches.runner import BatchRunner
+from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
+from appliance.store.objects import batches
+from appliance.store.records import keys
+from runtime import background_tasks
 from tests.simulator.control_plane import SimulatedEngines
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
@@ -353,7 +354,7 @@ async def test_a_batch_goes_on_when_even_its_failure_could_not_be_written(contro
         real(*arguments, **changes)
 
     monkeypatch.setattr(batches, "update", update)
-    monkeypatch.setattr(keeping, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.01)
     batch_id = await begun(control, [line(n) for n in range(3)])
     batch = await ended(control, batch_id)
     assert not full and batch.status == "completed" and batch.request_counts.completed == 3

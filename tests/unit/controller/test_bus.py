@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.bus import Bus, first_generation
-from appliance.controller.config import ControllerConfig
-from appliance.controller.errors import BusTimeout
-from appliance.controller.load import ModelLoad, ReplicaLoad, parse_report, total
+from appliance.controller.bus.bus import Bus, first_generation
+from appliance.controller.bus.load import ModelLoad, ReplicaLoad, parse_report, total
+from appliance.controller.interfaces.config import ControllerConfig
+from appliance.controller.interfaces.errors import BusTimeout
 from appliance.store.database import Database
-from runtime.keeping import Keepers
+from runtime.background_tasks import Keepers
 
 QUICK = {"gateway_gone_after_s": 0.05, "gateway_expected_s": 0.05}
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from appliance.controller import canaries as canaries_module
-from appliance.controller.load import Load, VersionLoad
-from appliance.gateway.comparison import bucket
-from appliance.store import audit, canaries, deployments, models
+from appliance.controller.bus.load import Load, VersionLoad
+from appliance.controller.models import canaries as canaries_module
+from appliance.gateway.routing.canary_comparison import bucket
+from appliance.store.objects import models
+from appliance.store.records import audit, canaries, deployments
 from appliance.store.rows import CanaryRow, DeploymentRow
 
 from .conftest import ADMIN, Control, insert_model

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from appliance.controller.canary_decision import Side, Watch, chance_of_errors, decide, p95_s
-from appliance.controller.load import VersionLoad
-from appliance.gateway.comparison import bucket
+from appliance.controller.bus.load import VersionLoad
+from appliance.controller.models.canary_decision import Side, Watch, chance_of_errors, decide, p95_s
+from appliance.gateway.routing.canary_comparison import bucket
 
 WATCH = Watch(since_s=100.0, watch_s=600.0, min_requests=50)
 OVER_S = 701.0

@@ -4,15 +4,15 @@ import json
 
 import pytest
 
-from appliance.controller import capacity
-from appliance.controller.capacity import BoxFacts
-from appliance.store import models
-from serve.config import EngineConfig
-from serve.sizing import ModelTooLarge, engine_settings
+from appliance.controller.models import capacity
+from appliance.controller.models.capacity import BoxFacts
+from appliance.store.objects import models
+from serve.core.config import EngineConfig
+from serve.core.sizing import ModelTooLarge, engine_settings
 from tests.unit.controller.conftest import ADMIN
-from train import estimate
-from train.auto import DatasetStats, ModelStats, resolve
-from train.estimate import ModelShape
+from train.plan import estimate
+from train.plan.auto import DatasetStats, ModelStats, resolve
+from train.plan.estimate import ModelShape
 
 GIB = 2**30
 H100S = BoxFacts(8, "cuda", 80 * GIB, 400 * 10**9, 400 * 10**9)

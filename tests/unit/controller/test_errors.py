@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from appliance.controller import views
+from appliance.controller.http import views
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 
 JOBS = "/v1/fine_tuning/jobs"

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from appliance.controller import file_work
-from appliance.controller.file_work import FileWork
+from appliance.controller.context import file_work
+from appliance.controller.context.file_work import FileWork
 from tests.unit.controller.conftest import Control, chat_lines
-from train import data_check_process
-from train.data_check import check_training_file
-from train.data_check_process import check_apart
+from train.data import check_process
+from train.data.check import check_training_file
+from train.data.check_process import check_apart
 
 
 async def test_an_owners_files_take_turns_and_others_do_not_wait_for_them():
@@ -48,7 +48,7 @@ def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(tmp_pat
     source.write_bytes(chat_lines())
     killed.write_text("#!/bin/sh\nkill -KILL $$\n")
     killed.chmod(0o700)
-    monkeypatch.setattr(data_check_process.sys, "executable", str(killed))
+    monkeypatch.setattr(check_process.sys, "executable", str(killed))
     report = check_apart(source)
     assert not report.ok and "ended with signal 9" in report.errors[0][1]
     source.unlink()

@@ -11,8 +11,8 @@ import openai
 import pytest
 from openai.types import FileObject
 
-from appliance.controller import files
 from appliance.controller.app import keep_house
+from appliance.controller.files import routes
 from tests.unit.controller.conftest import Control, chat_lines
 
 BOUNDARY = "xxBOUNDARYxx"
@@ -188,7 +188,7 @@ async def test_the_start_sweeps_what_a_crash_left(control: Control):
     kept = await control.upload(b"x", "a", "assistants")
     (control.context.files_dir / ".incoming-file-1").write_bytes(b"half")
     (control.context.files_dir / "file-without-row").write_bytes(b"whole")
-    assert files.sweep(control.context) == 2
+    assert routes.sweep(control.context) == 2
     assert left_on_disk(control) == [kept]
 
 

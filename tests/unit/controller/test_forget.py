@@ -6,8 +6,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from appliance.controller import admin_forget
-from appliance.store import audit, deployments, jobs, keys, models, responses, usage
+from appliance.controller.admin import forget
+from appliance.store.objects import jobs, models, responses
+from appliance.store.records import audit, deployments, keys, usage
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines, insert_model
 
 NAME, OTHER = "annabel-q7", "benedict-z3"
@@ -129,13 +130,13 @@ async def test_a_job_that_runs_is_waited_for_and_asked_again_it_goes_on(control:
     ann = Person(control, NAME)
     await ann.does_something_of_everything()
     jobs.set_phase(control.db, ann.job, "running")
-    monkeypatch.setattr(admin_forget, "ENDS_WITHIN_S", 0.0)
+    monkeypatch.setattr(forget, "ENDS_WITHIN_S", 0.0)
     await asyncio.sleep(0)
     waiting = await ask(control, cancel=True)
     assert not waiting["done"] and ann.job in waiting["waits_for"]
     assert control.gateway_keys == {} and (control.context.files_dir / ann.file).exists()
     jobs.set_phase(control.db, ann.job, "cancelled")
-    monkeypatch.setattr(admin_forget, "ENDS_WITHIN_S", 20.0)
+    monkeypatch.setattr(forget, "ENDS_WITHIN_S", 20.0)
     assert (await ask(control, cancel=True))["done"] and NAME not in written(control)
 
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from appliance.controller import handover_views, limits
-from appliance.store import box, handovers
+from appliance.controller.admin import handover_views
+from appliance.controller.devices import copy_limit
+from appliance.store.records import box, handovers
 from appliance.store.rows import HandoverRow, HandoverStepRow
 from runtime.limits import memcpy_bytes_per_s
 from tests.unit.controller.conftest import Control
@@ -34,7 +35,7 @@ def seen(verb: str, detail: dict[str, Any], measured: dict[str, Any]) -> tuple[A
         ("wake_replica", IN_PLACE, GPU, (20_000_000_000, 2.0, "host_to_device", 0.1, "in place")),
         ("suspend_group", SNAPSHOT, CPU, (8_000_000_000, 1.0, "memcpy", 0.8, "shared memory")),
         ("suspend_group", {"bytes": 0, "seconds": {}}, CPU, (None, None, None, None, None)),
-        ("swap_replica", STAGED, limits.NONE, (5_000_000_000, 1.0, None, None, "staged")),
+        ("swap_replica", STAGED, copy_limit.NONE, (5_000_000_000, 1.0, None, None, "staged")),
         ("start_group", {"bytes": 60, "seconds": 1.5, "ranks": "forked"}, CPU, (60, None, None, None, "shared memory")),
         ("start_replica", {"bytes": 10, "copied_bytes": 0}, CPU, (10, None, None, None, "shared memory")),
         ("drain_replica", {"model": "m"}, CPU, (None, None, None, None, None)),
@@ -45,7 +46,7 @@ def test_what_a_step_moved(verb: str, detail: dict[str, Any], measured: dict[str
 
 
 async def test_a_hand_over_says_who_asked_and_how_near_the_limit_it_came(control: Control):
-    box.put(control.db, limits.LIMITS, CPU)
+    box.put(control.db, copy_limit.LIMITS, CPU)
     handovers.insert(
         control.db,
         HandoverRow("7", "mode train: …", "done", 10.0, 14.0, {"asked_by": "ops", "asked_for": "mode train"}),
@@ -62,10 +63,10 @@ async def test_a_hand_over_says_who_asked_and_how_near_the_limit_it_came(control
 
 
 async def test_limits_are_measured_once_and_kept(control: Control, monkeypatch: pytest.MonkeyPatch):
-    assert await ask(control, "GET", "/limits") == limits.NONE
+    assert await ask(control, "GET", "/limits") == copy_limit.NONE
     asked: list[bool] = []
     rates = {"memcpy_bytes_per_s": 5.0, "host_to_device_bytes_per_s": None}
-    monkeypatch.setattr(limits, "measured", lambda has_gpu: (asked.append(has_gpu), rates)[1])
+    monkeypatch.setattr(copy_limit, "measured", lambda has_gpu: (asked.append(has_gpu), rates)[1])
     found = await ask(control, "POST", "/limits/measure")
     assert found == {**rates, "measured_s": found["measured_s"]} == await ask(control, "GET", "/limits")
     assert asked == [False] and actions(control) == [("limits.measure", "box", "done")]

@@ -8,9 +8,10 @@ import io
 import openai
 import pytest
 
-from appliance.controller.job_events import JobEvents
-from appliance.store import deployments, job_records, jobs, models
+from appliance.controller.jobs.events import JobEvents
 from appliance.store.errors import RowNotFound
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.records import deployments
 from tests.unit.controller.conftest import ADMIN, Control
 
 

@@ -10,7 +10,8 @@ import openai
 import pytest
 
 from appliance.controller.app import create_app
-from appliance.store import files, jobs, keys
+from appliance.store.objects import files, jobs
+from appliance.store.records import keys
 from tests.unit.controller.conftest import Control, chat_lines, insert_model
 
 

@@ -6,7 +6,8 @@ import time
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.store import handovers, jobs
+from appliance.store.objects import jobs
+from appliance.store.records import handovers
 from appliance.store.rows import HandoverRow
 
 from .conftest import ADMIN, Control

@@ -8,9 +8,9 @@ from urllib.parse import quote
 import openai
 import pytest
 
-from appliance.controller.naming import fine_tuned_name, is_model_name, resolve, root_base
-from appliance.controller.ports import VersionPlace
-from appliance.store import job_records, jobs, models
+from appliance.controller.access.naming import fine_tuned_name, is_model_name, resolve, root_base
+from appliance.controller.interfaces.ports import VersionPlace
+from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import CheckpointRow, JobRow
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 

@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 from fastapi.routing import APIRoute
 
-from appliance.controller import models, stored_responses
-from appliance.controller.job_events import JobEvents
-from appliance.store import jobs, keys
+from appliance.controller.jobs.events import JobEvents
+from appliance.controller.openai import model_routes
+from appliance.controller.responses import stored
+from appliance.store.objects import jobs
+from appliance.store.records import keys
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
 from tests.unit.controller.test_batches import begun, engines, line
 from tests.unit.controller.test_responses import copy, name, send
@@ -141,7 +143,7 @@ class People:
 @pytest.fixture
 async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     # A response that is on its way is waited for; nobody waits here.
-    monkeypatch.setattr(stored_responses, "ARRIVES_WITHIN_S", 0.001)
+    monkeypatch.setattr(stored, "ARRIVES_WITHIN_S", 0.001)
     scopes = ["inference", "fine_tuning"]
     alice, laptop, desktop = (
         keys.create(control.db, key, scopes, owner)[0]
@@ -346,7 +348,7 @@ async def test_nobody_makes_the_gateways_table_longer_and_longer_by_sharing(
     control: Control, people: People, monkeypatch: pytest.MonkeyPatch
 ):
     """A table over the bus's limit reaches no gateway, and no revocation after it does."""
-    monkeypatch.setattr(models, "MAX_SHARED_WITH", 3)
+    monkeypatch.setattr(model_routes, "MAX_SHARED_WITH", 3)
     path = f"/v1/models/{people.objects['model']}/share"
     assert (await call(control, people.bob, "POST", path, json={"owners": ["a", "b"]})).status_code == 200
     more = await call(control, people.bob, "POST", path, json={"owners": ["c", "d"]})

@@ -11,8 +11,8 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
+from appliance.controller.interfaces.peers import FromBox, FromGateways
 from appliance.controller.main import _listen, _server
-from appliance.controller.peers import FromBox, FromGateways
 
 from .conftest import Control
 

@@ -14,12 +14,13 @@ import httpx
 import pytest
 
 from appliance.controller import retention
+from appliance.controller.access.disk import GIB, Disk, floor_of
 from appliance.controller.app import create_app
-from appliance.controller.disk import GIB, Disk, floor_of
-from appliance.controller.errors import ApiError
-from appliance.controller.peers import FromBox
-from appliance.store import keys, responses
+from appliance.controller.interfaces.errors import ApiError
+from appliance.controller.interfaces.peers import FromBox
 from appliance.store.database import Database
+from appliance.store.objects import responses
+from appliance.store.records import keys
 from appliance.store.rows import ResponseRow
 from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines

@@ -11,11 +11,12 @@ import httpx
 import openai
 import pytest
 
-from appliance.controller import response_items
 from appliance.controller.app import create_app
-from appliance.controller.peers import FromGateways
-from appliance.store import keys, responses
+from appliance.controller.interfaces.peers import FromGateways
+from appliance.controller.responses import items as response_items
 from appliance.store.database import Database
+from appliance.store.objects import responses
+from appliance.store.records import keys
 from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import ADMIN, Control
 
@@ -189,7 +190,7 @@ async def test_a_page_parses_the_turns_that_it_is_in_and_no_others(control: Cont
         parsed.append(row.id)
         return seen(row, answered=answered)
 
-    monkeypatch.setattr("appliance.controller.responses.listed", listed)
+    monkeypatch.setattr("appliance.controller.openai.response_routes.listed", listed)
     url = f"/v1/responses/{name(40)}/input_items"
     first = (await control.http.get(url, params={"limit": 3})).json()
     assert parsed == [name(40), name(39), name(38)] and first["has_more"]
@@ -217,7 +218,7 @@ async def test_what_an_answer_goes_on_from_is_put_together_turn_by_turn(
             others += 1
             await asyncio.sleep(0)
 
-    monkeypatch.setattr("appliance.controller.stored_responses.turn_items", turn)
+    monkeypatch.setattr("appliance.controller.responses.stored.turn_items", turn)
     beside = asyncio.create_task(another())
     items = (await context(control, 8)).json()
     beside.cancel()

@@ -6,11 +6,11 @@ import time
 from pathlib import Path
 
 from appliance.controller import retention
-from appliance.controller.config import RetentionSettings
+from appliance.controller.interfaces.config import RetentionSettings
 from appliance.controller.retention import CHUNK, DAY_S
-from appliance.store import audit, batches, files, handovers, job_records, jobs, operations, usage
-from appliance.store import retention as drops
 from appliance.store.database import Database
+from appliance.store.objects import batches, files, job_records, jobs
+from appliance.store.records import audit, handovers, operations, usage
 from appliance.store.rows import (
     AuditRow,
     BatchRow,
@@ -22,6 +22,7 @@ from appliance.store.rows import (
     JobRow,
     OperationRow,
 )
+from appliance.store.upkeep import retention as drops
 from tests.simulator.control_plane import simulated_context
 
 NOW_S = 1_000 * DAY_S

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from appliance.controller import job_pauses
-from appliance.controller.background_responses import KEY_REVOKED
-from appliance.controller.ports import EngineAnswer
-from appliance.store import jobs, keys, responses
+from appliance.controller.batches.background_responses import KEY_REVOKED
+from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.controller.jobs import pauses
+from appliance.store.objects import jobs, responses
+from appliance.store.records import keys
 from tests.unit.controller.conftest import ADMIN, Control
 from tests.unit.controller.test_batches import begun, engines, line, until
 
@@ -30,14 +31,14 @@ async def test_jobs_of_a_revoked_key_are_paused_and_say_why(control: Control):
     assert sorted((await revoke(control, key_id))["stopped"]["jobs"]) == sorted([queued, running])
     for job_id in (queued, running):
         row = jobs.get(control.db, job_id)
-        assert (row.wanted, row.reason) == ("pause", job_pauses.KEY_REVOKED)
+        assert (row.wanted, row.reason) == ("pause", pauses.KEY_REVOKED)
     assert jobs.get(control.db, other).wanted == "run" and jobs.get(control.db, cancelled).wanted == "cancel"
     control.as_key("desktop", owner="alice")
     assert any("was revoked" in text for text in await control.messages(queued))
     place = {"id": queued, "position": 1, "reason": "JobHeldUser", "message": "Paused by request;"}
     control.scheduler.queue = [place]
     shown = (await control.http.get("/admin/v1/queue", headers=ADMIN)).json()["data"][0]
-    assert (shown["id"], shown["message"]) == (queued, job_pauses.KEY_REVOKED)
+    assert (shown["id"], shown["message"]) == (queued, pauses.KEY_REVOKED)
     # Whoever may go on with it does; to revoke the key once more stops nothing again.
     await control.sdk.fine_tuning.jobs.resume(queued)
     assert (await revoke(control, key_id))["stopped"] == {"jobs": [], "batches": [], "responses": []}

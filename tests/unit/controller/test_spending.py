@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from appliance.controller.access import may_use
-from appliance.controller.spending import Spending, spent_until_s
-from appliance.store import keys, usage
+from appliance.controller.access.model_access import may_use
+from appliance.controller.access.spending import Spending, spent_until_s
+from appliance.store.records import keys, usage
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
 
 NOON = float(calendar.timegm((2026, 11, 21, 12, 30, 0)))

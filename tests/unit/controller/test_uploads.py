@@ -9,9 +9,9 @@ import time
 import openai
 import pytest
 
-from appliance.controller import upload_parts
 from appliance.controller.app import keep_house
-from appliance.store import uploads
+from appliance.controller.files import upload_routes
+from appliance.store.objects import uploads
 from tests.unit.controller.conftest import Control, chat_lines
 
 DATA = chat_lines()
@@ -117,7 +117,7 @@ async def test_an_upload_goes_on_after_a_restart(control: Control):
     folder = control.context.uploads_dir / upload_id
     (folder / ".incoming-part_torn").write_bytes(b"half")
     (control.context.uploads_dir / "upload_gone").mkdir()
-    upload_parts.sweep(control.context)
+    upload_routes.sweep(control.context)
     assert [entry.name for entry in folder.iterdir()] == [first] and left(control) == [upload_id]
     rest = [await part(control, upload_id, piece) for piece in PIECES[1:]]
     done = await control.sdk.uploads.complete(upload_id, part_ids=[first, *rest])
@@ -126,7 +126,7 @@ async def test_an_upload_goes_on_after_a_restart(control: Control):
 
 async def test_parts_are_bounded_by_number_however_small_they_are(control: Control, monkeypatch):
     """An empty part costs none of the bytes that were announced; it is a row and a file all the same."""
-    monkeypatch.setattr(upload_parts, "MAX_PARTS", 3)
+    monkeypatch.setattr(upload_routes, "MAX_PARTS", 3)
     upload_id = await begun(control, size=10)
     for data in (b"", b"", b"x"):
         await part(control, upload_id, data)

@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import uvloop
 
-from appliance.gateway.config import GatewayConfig
+from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.gateway import Gateway
-from appliance.gateway.table import cache_salt, parse_table
+from appliance.gateway.routing.table import cache_salt, parse_table
 
 from .upstreams import DummyUpstream, Script, answer_chat
 

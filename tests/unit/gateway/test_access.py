@@ -7,9 +7,9 @@ import json
 
 import pytest
 
-from appliance.gateway.errors import ApiError
-from appliance.gateway.routes import resolve
-from appliance.gateway.server import ClientConnection
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.routes import resolve
+from appliance.gateway.http.server import ClientConnection
 
 from .conftest import Box, Start, chat
 from .upstreams import Reply, UpstreamRequest

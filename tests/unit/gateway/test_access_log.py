@@ -6,8 +6,8 @@ import json
 import time
 from pathlib import Path
 
-from appliance.gateway.logs import AccessLog
-from appliance.gateway.wire import Request
+from appliance.gateway.http.wire import Request
+from appliance.gateway.observe.access_log import AccessLog
 
 
 def test_any_path_and_any_method_make_a_line(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 import orjson
 import pytest
 
-from appliance.gateway.body_weight import check_weight
-from appliance.gateway.config import Limits
-from appliance.gateway.errors import ApiError
-from appliance.gateway.fields import FIELDS
-from appliance.gateway.request_check import check_body
-from appliance.gateway.routes import resolve
-from appliance.gateway.structure import measure_regex
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.routes import resolve
+from appliance.gateway.payload.body_weight import check_weight
+from appliance.gateway.payload.fields import FIELDS
+from appliance.gateway.payload.request_check import check_body
+from appliance.gateway.payload.structure import measure_regex
 
 from .conftest import Box, chat
 

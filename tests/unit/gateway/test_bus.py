@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from appliance.gateway.bus import BusClient
-from appliance.gateway.errors import TableInvalid
-from appliance.gateway.table import parse_table
+from appliance.gateway.core.errors import TableInvalid
+from appliance.gateway.routing.table import parse_table
 
 from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, chat_answer

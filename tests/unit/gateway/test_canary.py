@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.reports import load_report
-from appliance.gateway.router import Canary, Model, Replica, Router
+from appliance.gateway.observe.reports import load_report
+from appliance.gateway.routing.router import Canary, Model, Replica, Router
 
 from .conftest import Box, Start, chat
 from .upstreams import Reply, UpstreamRequest, chat_answer

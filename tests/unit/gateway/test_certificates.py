@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from cryptography import x509
 
-from appliance.gateway.certificates import LOOK_EVERY_S, Certificate
-from appliance.gateway.errors import ConfigInvalid
-from appliance.gateway.reports import load_report
+from appliance.gateway.core.errors import ConfigInvalid
+from appliance.gateway.http.certificates import LOOK_EVERY_S, Certificate
+from appliance.gateway.observe.reports import load_report
 
 from .certificates import self_signed
 from .conftest import Start, request_bytes
@@ -55,7 +55,7 @@ async def test_a_new_pair_is_taken_up_and_old_connections_stay(start_box: Start,
 
 
 async def _metric(gateway: object) -> float:
-    from appliance.gateway.reports import gauges
+    from appliance.gateway.observe.reports import gauges
 
     (row,) = [row for row in gauges(gateway) if row[0] == "appliance_tls_expiry_seconds"]  # type: ignore[arg-type]
     return row[3]

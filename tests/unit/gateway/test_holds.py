@@ -1,4 +1,4 @@
-"""appliance/gateway/holds.py: who may wait, who is next, whose time is up."""
+"""appliance/gateway/routing/holds.py: who may wait, who is next, whose time is up."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from appliance.gateway.holds import Bounds, Holds, Refusal, Ticket
+from appliance.gateway.routing.holds import Bounds, Holds, Refusal, Ticket
 
 BOUNDS = Bounds(requests=6, requests_per_model=4, body_bytes=100)
 

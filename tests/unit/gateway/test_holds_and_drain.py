@@ -7,7 +7,7 @@ import json
 import time
 from typing import Any
 
-from appliance.gateway.reports import load_report
+from appliance.gateway.observe.reports import load_report
 
 from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events

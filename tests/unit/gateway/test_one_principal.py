@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from appliance.gateway.outbox import Outbox
-from appliance.gateway.upstream import CHUNKED, UpstreamConnection, UpstreamPool
+from appliance.gateway.http.outbox import Outbox
+from appliance.gateway.http.upstream import CHUNKED, UpstreamConnection, UpstreamPool
 
 from .conftest import Box, Start, Wire, chat, request_bytes
 from .upstreams import chat_answer

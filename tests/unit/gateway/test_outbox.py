@@ -1,4 +1,4 @@
-"""appliance/gateway/outbox.py: what one turn of the loop writes goes out at its end, in order and in one piece."""
+"""appliance/gateway/http/outbox.py: what one turn of the loop writes goes out at its end, in order and in one piece."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from appliance.gateway import outbox
-from appliance.gateway.outbox import Outbox, Writer
+from appliance.gateway.http import outbox
+from appliance.gateway.http.outbox import Outbox, Writer
 
 
 class Transport:

@@ -18,8 +18,8 @@ from typing import Any
 import openai
 import pytest
 
-from appliance.gateway.config import GatewayConfig, load_config
-from appliance.gateway.errors import ConfigInvalid
+from appliance.gateway.core.config import GatewayConfig, load_config
+from appliance.gateway.core.errors import ConfigInvalid
 
 from .certificates import self_signed
 from .conftest import KEY

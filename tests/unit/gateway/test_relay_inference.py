@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from appliance.gateway.reports import load_report
+from appliance.gateway.observe.reports import load_report
 
 from .conftest import Box, Start, chat, request_bytes, salted
 from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events

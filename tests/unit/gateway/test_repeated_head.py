@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from appliance.gateway import request_parser
+from appliance.gateway.http import request_parser
 
 from .conftest import KEY, Box, chat, request_bytes
 

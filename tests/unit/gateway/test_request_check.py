@@ -7,10 +7,10 @@ from typing import Any
 import orjson
 import pytest
 
-from appliance.gateway.config import Limits
-from appliance.gateway.errors import ApiError
-from appliance.gateway.request_check import Checked, check_body, with_model
-from appliance.gateway.routes import resolve
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.routes import resolve
+from appliance.gateway.payload.request_check import Checked, check_body, with_model
 
 from .conftest import Box, chat
 

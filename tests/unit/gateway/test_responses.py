@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.errors import ApiError
-from appliance.gateway.table import cache_salt
-from appliance.gateway.transcript import Transcript, joined, transcript_of
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.payload.transcript import Transcript, joined, transcript_of
+from appliance.gateway.routing.table import cache_salt
 
 from .conftest import Box, Start, request_bytes
 from .upstreams import Reply, UpstreamRequest

@@ -1,4 +1,4 @@
-"""appliance/gateway/router.py: placement as a pure function of table and outstanding work."""
+"""appliance/gateway/routing/router.py: placement as a pure function of table and outstanding work."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from appliance.gateway.router import AFFINITY_FACTOR, AFFINITY_SLACK_TOKENS, Choice, Model, Replica, Router
+from appliance.gateway.routing.router import AFFINITY_FACTOR, AFFINITY_SLACK_TOKENS, Choice, Model, Replica, Router
 
 
 def _model(name: str = "m", **states: str) -> Model:

@@ -12,14 +12,14 @@ from typing import Any
 import orjson
 import pytest
 
-from appliance.gateway.allowance import Allowance, duration
-from appliance.gateway.config import Limits
-from appliance.gateway.request_check import check_body
-from appliance.gateway.routes import resolve
-from appliance.gateway.spending import Spending
-from appliance.gateway.table import Principal
-from appliance.gateway.usage import Asked, Tokens, with_fingerprint, without_usage_event
-from appliance.gateway.wire import Request
+from appliance.gateway.access.allowance import Allowance, duration
+from appliance.gateway.access.spending import Spending
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.routes import resolve
+from appliance.gateway.http.wire import Request
+from appliance.gateway.payload.request_check import check_body
+from appliance.gateway.payload.usage import Asked, Tokens, with_fingerprint, without_usage_event
+from appliance.gateway.routing.table import Principal
 
 from .conftest import KEY, Box, Start, chat, request_bytes
 from .test_continuation import completion, events, greedy_engine, text_of

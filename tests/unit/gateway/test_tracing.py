@@ -6,8 +6,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from appliance.gateway.config import GatewayConfig
-from appliance.gateway.errors import ConfigInvalid
+from appliance.gateway.core.config import GatewayConfig
+from appliance.gateway.core.errors import ConfigInvalid
 from tests.front.collector import Collector, attributes, running_collector
 
 from .conftest import Box, Start, chat, request_bytes

@@ -1,4 +1,4 @@
-"""appliance/gateway/upstream.py: an answer in chunks means the same wherever its bytes are cut."""
+"""appliance/gateway/http/upstream.py: an answer in chunks means the same wherever its bytes are cut."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from appliance.gateway.engine_framing import whole_chunks
-from appliance.gateway.outbox import Outbox
-from appliance.gateway.upstream import UpstreamConnection, UpstreamPool
+from appliance.gateway.http.engine_framing import whole_chunks
+from appliance.gateway.http.outbox import Outbox
+from appliance.gateway.http.upstream import UpstreamConnection, UpstreamPool
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 BODIES = (b"data: 1\n\n", b"\r\n0\r\n\r\n", b"x" * 20)

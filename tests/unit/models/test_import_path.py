@@ -24,7 +24,7 @@ from appliance.models.errors import (
 )
 from appliance.models.library import ModelLibrary
 from tests.unit.models import checkpoints
-from weights.errors import ChecksumMismatch, HeaderInvalid, IntegrityError
+from weights.format.errors import ChecksumMismatch, HeaderInvalid, IntegrityError
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from runtime.channel import AsyncChannel
 from runtime.errors import ChannelClosed
+from runtime.processes.channel import AsyncChannel
 
 
 @pytest.mark.parametrize("write_first", [False, True], ids=["read", "write-then-read"])

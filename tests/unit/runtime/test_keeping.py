@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from runtime.keeping import LONGEST_PAUSE_S, STEADY_S, Keepers
+from runtime.background_tasks import LONGEST_PAUSE_S, STEADY_S, Keepers
 
 
 class Time:

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.child import Child
 from runtime.errors import ChildDied
 from runtime.logs import IDS, readable
+from runtime.processes.child import Child
 
 from .test_warm_parent import ENTRY, warm  # noqa: F401 - a fixture
 

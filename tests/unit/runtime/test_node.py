@@ -6,9 +6,9 @@ import signal
 
 import pytest
 
-from runtime.child import Child
 from runtime.errors import WarmParentError
-from runtime.node import NodeAgent, WarmSpec
+from runtime.processes.child import Child
+from runtime.processes.warm_parents import NodeAgent, WarmSpec
 
 ENTRY = "tests.unit.runtime.entries"
 
@@ -18,7 +18,7 @@ def spec(folder, preload=ENTRY):
 
 
 async def test_a_killed_warm_parent_comes_back_and_its_child_lives_on(tmp_path, monkeypatch):
-    monkeypatch.setattr("runtime.node.RESTART_PAUSE_S", 0.0)
+    monkeypatch.setattr("runtime.processes.warm_parents.RESTART_PAUSE_S", 0.0)
     agent = NodeAgent([spec(tmp_path)])
     await agent.start()
     await agent.wait_warm("t", 20)

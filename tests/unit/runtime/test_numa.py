@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runtime import numa
-from runtime.child import Child
+from runtime.processes.child import Child
 
 SOCKETS = {0: frozenset(range(4)), 1: frozenset(range(4, 8))}
 ALL = frozenset(range(8))

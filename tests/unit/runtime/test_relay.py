@@ -8,7 +8,7 @@ import ssl
 
 import pytest
 
-from appliance.authority import Authority, Credentials
+from appliance.nodes.certificate_authority import Authority, Credentials
 from runtime.errors import RelayRefused
 from runtime.relay import Relay, Shared, Tunnels, fetch_directory
 

@@ -5,9 +5,9 @@ import sys
 
 import psutil
 
-from runtime import tied
+from runtime.processes import exec_with_parent
 
-TIE = [sys.executable, "-S", tied.__file__]
+TIE = [sys.executable, "-S", exec_with_parent.__file__]
 
 
 def test_a_tied_command_is_the_command_itself():

@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
-from runtime.child import Child
 from runtime.errors import ChildDied, ChildError, ChildTimeout, WarmParentError
-from runtime.process import group_pids, group_rss_bytes
+from runtime.processes.child import Child
+from runtime.processes.kernel import group_pids, group_rss_bytes
 
 ENTRY = "tests.unit.runtime.entries"
 
@@ -23,7 +23,7 @@ def warm(tmp_path_factory):
         [
             sys.executable,
             "-m",
-            "runtime.warm_parent",
+            "runtime.processes.warm_parent",
             "--socket",
             str(socket_path),
             "--preload",
@@ -113,7 +113,7 @@ async def test_an_entry_that_raises_reports_why(warm, tmp_path):
 def test_a_child_dies_with_its_supervisor(warm, tmp_path, entry, grandchild):
     script = (
         "import asyncio, os, sys\n"
-        "from runtime.child import Child\n"
+        "from runtime.processes.child import Child\n"
         "async def go():\n"
         f"    log = {str(tmp_path / 'c.log')!r}\n"
         f"    c = await Child.spawn({str(warm)!r}, '{ENTRY}:{entry}', {{}}, log_path=log, name='c')\n"

@@ -11,7 +11,11 @@ import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from scheduler.effects import (
+from scheduler.core.errors import Blame, EffectFailed
+from scheduler.core.failures import Trouble
+from scheduler.core.inventory import Device, Lease
+from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, Workload
+from scheduler.handover.effects import (
     Event,
     GroupEnded,
     GroupObserved,
@@ -21,10 +25,6 @@ from scheduler.effects import (
     ReplicaObserved,
     ReplicaOrder,
 )
-from scheduler.errors import Blame, EffectFailed
-from scheduler.failures import Trouble
-from scheduler.inventory import Device, Lease
-from scheduler.workload import Demand, DeploymentView, JobView, Policy, Workload
 
 SECONDS = {
     "acquire": 0.01,

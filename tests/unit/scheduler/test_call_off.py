@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 
-from scheduler.allocation import Allocation, ReplicaPlan
-from scheduler.box import Box
-from scheduler.call_off import Drain, as_if_not_begun, to_call_off, worth_asking
-from scheduler.inventory import Holder, Ledger
-from scheduler.view import Moving
-from scheduler.workload import Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
+from scheduler.core.allocation import Allocation, ReplicaPlan
+from scheduler.core.inventory import Holder, Ledger
+from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
+from scheduler.handover.box import Box
+from scheduler.loop.drain_cancellation import Drain, as_if_not_begun, to_call_off, worth_asking
+from scheduler.loop.view import Moving
 from tests.unit.scheduler.fakes import FakeStore
 from tests.unit.scheduler.test_loop import JOB, MODEL, Rig, go
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler import demand as demand_
-from scheduler.config import SchedulerConfig
-from scheduler.workload import Demand, DeploymentView, ModelMemory, ReplicaView
+from scheduler.autoscale import demand as demand_
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import Demand, DeploymentView, ModelMemory, ReplicaView
 
 CONFIG = SchedulerConfig()
 SWITCH_DEVICE_S = 2 * CONFIG.job_pause_s * 7

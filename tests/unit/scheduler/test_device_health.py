@@ -7,10 +7,10 @@ import types
 import pynvml
 import pytest
 
-from scheduler.config import SchedulerConfig
-from scheduler.device_health import Death, Reading, failing
-from scheduler.device_readings import DeviceReadings
-from scheduler.inventory import Device
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.inventory import Device
+from scheduler.devices.health import Death, Reading, failing
+from scheduler.devices.readings import DeviceReadings
 
 CONFIG = SchedulerConfig(device_deaths=2, death_window_s=100, hot_for_s=30)
 

@@ -5,7 +5,7 @@ import types
 import pynvml
 import pytest
 
-from scheduler import discovery
+from scheduler.devices import discovery
 
 
 def test_a_machine_without_a_driver_gets_eight_logical_devices(monkeypatch):

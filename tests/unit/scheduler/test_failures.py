@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler.config import SchedulerConfig
-from scheduler.failures import Failures
-from scheduler.workload import DeploymentView, JobView, Policy, Workload
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.failures import Failures
+from scheduler.core.workload import DeploymentView, JobView, Policy, Workload
 
 
 @pytest.fixture

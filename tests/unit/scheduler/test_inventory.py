@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from scheduler.errors import DeviceHeld, InvalidWorkload, LeaseMismatch, UnknownDevice
-from scheduler.inventory import Holder, Lease, Ledger
+from scheduler.core.errors import DeviceHeld, InvalidWorkload, LeaseMismatch, UnknownDevice
+from scheduler.core.inventory import Holder, Lease, Ledger
 
 R1, R2, J1 = Holder("replica", "r1"), Holder("replica", "r2"), Holder("job", "j1")
 

@@ -8,16 +8,17 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler import handover, virtual_time
-from scheduler.allocation import Allocation, GroupPlan
-from scheduler.box import Box, GroupView
-from scheduler.config import SchedulerConfig
-from scheduler.effects import GroupEnded
-from scheduler.errors import EffectFailed, Stopped
-from scheduler.inventory import Holder, Lease, Ledger
-from scheduler.journal import MemoryJournal
-from scheduler.loop import SchedulerLoop
-from scheduler.workload import Demand, DeploymentView, JobView, Policy, Workload
+from scheduler.core.allocation import Allocation, GroupPlan
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.errors import EffectFailed, Stopped
+from scheduler.core.inventory import Holder, Lease, Ledger
+from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, Workload
+from scheduler.handover import handover
+from scheduler.handover.box import Box, GroupView
+from scheduler.handover.effects import GroupEnded
+from scheduler.handover.journal import MemoryJournal
+from scheduler.loop.loop import SchedulerLoop
+from scheduler.simulator import virtual_time
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from scheduler.memory_policy import (
+from scheduler.loop.memory_policy import (
     CALM_S,
     LONGEST_CALM_S,
     SETTLE_S,

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import RelayRefused
-from scheduler.discovery import logical_devices
-from scheduler.ray_node import Node, Place
-from serve.adapter_source import AdapterServer, AdapterUnavailable, brought_in
+from scheduler.devices.discovery import logical_devices
+from scheduler.ray.node import Node, Place
+from serve.adapters.source import AdapterServer, AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
-from weights.errors import VersionLeased
-from weights.record import Name
-from weights.segment import forget_mappings
-from weights.store import WeightStore
+from weights.format.errors import VersionLeased
+from weights.memory.segment import forget_mappings
+from weights.memory.store import WeightStore
+from weights.tiers.record import Name
 
 BASE, SNAPSHOT, TUNED = Name("version", "m", "v1"), Name("snapshot", "job-1", "step-7"), Name("adapter", "ft:m", "s1")
 

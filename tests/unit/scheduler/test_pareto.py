@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scheduler.simulate import pareto
+from scheduler.simulator.simulate import pareto
 
 
 def point(attainment: float, hours: float) -> dict[str, float]:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from scheduler.inventory import Device
-from scheduler.placement import Pool
+from scheduler.core.inventory import Device
+from scheduler.plan.placement import Pool
 from tests.unit.scheduler.fakes import box_of
 
 

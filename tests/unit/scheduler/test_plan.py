@@ -6,20 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler import queue
-from scheduler.allocation import Allocation
-from scheduler.config import SchedulerConfig
-from scheduler.errors import InvalidWorkload
-from scheduler.plan import plan
-from scheduler.workload import (
-    Demand,
-    DeploymentView,
-    JobView,
-    ModelMemory,
-    Policy,
-    ReplicaView,
-    Snapshot,
-)
+from scheduler.core.allocation import Allocation
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.errors import InvalidWorkload
+from scheduler.core.workload import Demand, DeploymentView, JobView, ModelMemory, Policy, ReplicaView, Snapshot
+from scheduler.plan import queue
+from scheduler.plan.plan import plan
 from tests.unit.scheduler.fakes import box_of
 
 EIGHT = box_of(8)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from scheduler.queue import allot, order, places, urgent_from_s
-from scheduler.workload import JobView
+from scheduler.core.workload import JobView
+from scheduler.plan.queue import allot, order, places, urgent_from_s
 
 
 def job(name: str, submitted_s: float, owner: str = "", **fields) -> JobView:  # noqa: ANN003

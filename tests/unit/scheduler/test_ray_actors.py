@@ -15,12 +15,13 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
 
 from runtime.errors import ChildDied, ChildTimeout, SupervisorDied, WarmParentError
-from runtime.process import life
-from scheduler import ray_actors, virtual_time
-from scheduler.errors import EffectFailed
-from scheduler.ray_actors import Supervisor, ask, blame_of, within
-from serve.errors import EngineOutOfMemory, EngineStartFailed
-from train.errors import RankFailed
+from runtime.processes.kernel import life
+from scheduler.core.errors import EffectFailed
+from scheduler.ray import actors
+from scheduler.ray.actors import Supervisor, ask, blame_of, within
+from scheduler.simulator import virtual_time
+from serve.core.errors import EngineOutOfMemory, EngineStartFailed
+from train.plan.errors import RankFailed
 
 
 class Method:
@@ -65,7 +66,7 @@ def process():
 @pytest.fixture
 def killed(monkeypatch) -> list[Actor]:
     found: list[Actor] = []
-    monkeypatch.setattr(ray_actors.ray, "kill", found.append)
+    monkeypatch.setattr(actors.ray, "kill", found.append)
     return found
 
 
@@ -117,8 +118,8 @@ async def test_one_that_cannot_be_reached_now_may_be_asked_again() -> None:
 
 
 async def test_one_that_does_not_answer_at_all_is_killed(process, killed, monkeypatch) -> None:
-    monkeypatch.setattr(ray_actors, "PROVE_EVERY_S", 0.01)
-    monkeypatch.setattr(ray_actors, "HUNG_S", 0.02)
+    monkeypatch.setattr(actors, "PROVE_EVERY_S", 0.01)
+    monkeypatch.setattr(actors, "HUNG_S", 0.02)
     lives = iter([lambda: {**life(), "pid": process.pid}])
     actor = Actor(work=never, life=lambda: next(lives, never)())
     supervisor = Supervisor(actor, "r")
@@ -140,7 +141,7 @@ def test_one_that_has_not_begun_yet_is_waited_for(killed) -> None:
             return {**life(), "kernel": "another"}
 
         calling = asyncio.create_task(Supervisor(Actor(work=work, life=when_begun), "r").call("work"))
-        await asyncio.sleep(10 * ray_actors.HUNG_S)
+        await asyncio.sleep(10 * actors.HUNG_S)
         begun.set()
         assert await calling == 5 and not killed
 
@@ -148,7 +149,7 @@ def test_one_that_has_not_begun_yet_is_waited_for(killed) -> None:
 
 
 async def test_work_that_takes_long_is_waited_for_while_its_supervisor_lives(killed, monkeypatch) -> None:
-    monkeypatch.setattr(ray_actors, "PROVE_EVERY_S", 0.002)
+    monkeypatch.setattr(actors, "PROVE_EVERY_S", 0.002)
     done, asked = asyncio.Event(), []
 
     async def work() -> int:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from scheduler.errors import EffectFailed
-from scheduler.ray_away import Homecoming, name_at
-from weights.names import version_path
-from weights.record import Name
+from scheduler.core.errors import EffectFailed
+from scheduler.ray.remote_jobs import Homecoming, name_at
+from weights.format.names import version_path
+from weights.tiers.record import Name
 
 THERE = Path("/dev/shm/there")
 SNAPSHOT = {"event": "snapshot", "step": 5, "path": str(version_path(THERE, "snapshot", "job-1", "step-5"))}

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from scheduler import ray_fences
-from scheduler.errors import EffectFailed
-from scheduler.inventory import Holder, Lease
-from scheduler.ray_fences import Fences
+from scheduler.core.errors import EffectFailed
+from scheduler.core.inventory import Holder, Lease
+from scheduler.ray import device_reservations
+from scheduler.ray.device_reservations import Fences
 
 
 @pytest.fixture
@@ -34,9 +34,9 @@ def groups(monkeypatch):
         class util:
             get_placement_group = staticmethod(found)
 
-    monkeypatch.setattr(ray_fences, "_table", table)
-    monkeypatch.setattr(ray_fences, "ray", Freed)
-    monkeypatch.setattr(ray_fences, "remove_placement_group", lambda name: alive.pop(name, None))
+    monkeypatch.setattr(device_reservations, "_table", table)
+    monkeypatch.setattr(device_reservations, "ray", Freed)
+    monkeypatch.setattr(device_reservations, "remove_placement_group", lambda name: alive.pop(name, None))
     return alive
 
 
@@ -54,6 +54,6 @@ async def test_a_node_lost_while_its_devices_are_waited_for_fails_the_step_and_n
         def wait(timeout_s):
             raise Exception("Placement group PlacementGroupID(03) does not exist.")  # noqa: TRY002 (as Ray does)
 
-    monkeypatch.setattr(ray_fences, "placement_group", lambda *_, **__: Group)
+    monkeypatch.setattr(device_reservations, "placement_group", lambda *_, **__: Group)
     with pytest.raises(EffectFailed, match="does not exist"):
         await Fences().acquire(Lease("2:job:k", Holder("job", "k"), ("n1/0",)))

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, OutOfMemoryError
 
-from scheduler import ray_groups
-from scheduler.errors import EffectFailed
-from scheduler.inventory import Device, Holder, Lease
-from scheduler.ray_groups import ACTOR, Groups, is_whole
-from scheduler.ray_node import stored_bytes
+from scheduler.core.errors import EffectFailed
+from scheduler.core.inventory import Device, Holder, Lease
+from scheduler.ray import groups
+from scheduler.ray.groups import ACTOR, Groups, is_whole
+from scheduler.ray.node import stored_bytes
 
 LEASE = Lease("l1:job:j", Holder("job", "j"), ("n0/0", "n0/1"))
 IDLE = {"alive": False, "done": False, "job_id": "", "rank": 0, "world_size": 0, "pid": None, "parked": ""}
@@ -116,11 +116,11 @@ class Box:
             catch_up=lambda job: None, prepare=self.nothing, spec=lambda job: spec, newest_snapshot=lambda job: None,
             may_continue=lambda job: True, on_event=lambda job, event: None, on_stopped=lambda job: None,
         )  # fmt: skip
-        monkeypatch.setattr("train.group.asdict", lambda spec: {"job_id": "j"})
-        monkeypatch.setattr("train.group._OWN_RANK_GRACE_S", 0.0)
-        monkeypatch.setattr(ray_groups, "FRESH_EVERY_S", 0.0)
-        monkeypatch.setattr(ray_groups, "actor_names", self.names)
-        monkeypatch.setattr(ray_groups, "find_actor", lambda name: self.alive.get(name))
+        monkeypatch.setattr("train.control.group.asdict", lambda spec: {"job_id": "j"})
+        monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0.0)
+        monkeypatch.setattr(groups, "FRESH_EVERY_S", 0.0)
+        monkeypatch.setattr(groups, "actor_names", self.names)
+        monkeypatch.setattr(groups, "find_actor", lambda name: self.alive.get(name))
         self.groups = Groups(nodes, jobs, self.told.append)
 
     async def nothing(self, *_: Any) -> None: ...
@@ -179,7 +179,7 @@ async def test_a_handle_whose_actor_died_while_nobody_asked_it_is_not_used(box):
 
 
 async def test_supervisors_that_never_come_are_not_the_jobs_fault(box, monkeypatch):
-    monkeypatch.setattr(ray_groups, "FRESH_S", 0.01)
+    monkeypatch.setattr(groups, "FRESH_S", 0.01)
     made = RankHost()
     made.dead = ActorDiedError()
     box.find_or_make = box.groups._nodes.here = lambda *_: made

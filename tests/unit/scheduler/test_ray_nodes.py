@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from ray.exceptions import ActorUnschedulableError
 
-from scheduler import ray_nodes
-from scheduler.discovery import logical_devices
-from scheduler.inventory import Device
-from scheduler.ray_node import Place
-from scheduler.ray_nodes import Nodes
+from scheduler.core.inventory import Device
+from scheduler.devices.discovery import logical_devices
+from scheduler.ray import nodes as ray_nodes
+from scheduler.ray.node import Place
+from scheduler.ray.nodes import Nodes
 
 
 class Agent:

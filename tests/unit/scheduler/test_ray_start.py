@@ -1,4 +1,4 @@
-"""What `scheduler.ray_start` leaves out of Ray can be spared and stands where it is looked for; what it adds, too."""
+"""What `scheduler.ray.start` leaves out of Ray can be spared and stands where it is looked for; what it adds, too."""
 
 import inspect
 import subprocess
@@ -10,8 +10,8 @@ import pytest
 from ray._private import node, services
 from ray._private.node import Node
 
-from runtime import tied
-from scheduler.ray_start import (
+from runtime.processes import exec_with_parent
+from scheduler.ray.start import (
     COMMANDS_OF_A_RAYLET,
     _logging_to,
     _private_folder,
@@ -78,7 +78,7 @@ def test_who_asks_for_the_dashboard_is_told_that_there_is_none():
 
 def test_what_a_raylet_starts_is_tied_to_it():
     given = ["raylet", "--python_worker_command=python worker.py --x=1", "--java_worker_command=", "--node_id=7"]
-    tie = f"{sys.executable} -S {tied.__file__}"
+    tie = f"{sys.executable} -S {exec_with_parent.__file__}"
     assert tied_commands(given) == [given[0], f"--python_worker_command={tie} python worker.py --x=1", *given[2:]]
 
 

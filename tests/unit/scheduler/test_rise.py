@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler import demand as demand_
-from scheduler.config import SchedulerConfig
-from scheduler.rise import KNOWN_REQUESTS, LEAST_S, WINDOW_S, Rise
-from scheduler.workload import Demand, DeploymentView, ModelMemory
+from scheduler.autoscale import demand as demand_
+from scheduler.autoscale.forecast import KNOWN_REQUESTS, LEAST_S, WINDOW_S, Rise
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import Demand, DeploymentView, ModelMemory
 
 REPORT_S, AHEAD_S = 0.25, 4.0
 CONFIG = SchedulerConfig()

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from scheduler import oracle
-from scheduler.config import SchedulerConfig
-from scheduler.errors import InvalidWorkload, TraceError
-from scheduler.sim_cluster import Cluster
-from scheduler.sim_engine import EngineModel
-from scheduler.sim_trace import Requests, TraceJob, read_jobs, read_requests
-from scheduler.sim_world import VerbTimes
-from scheduler.simulate import Setup, run_policy, simulate
-from scheduler.workload import Policy
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.errors import InvalidWorkload, TraceError
+from scheduler.core.workload import Policy
+from scheduler.simulator import oracle
+from scheduler.simulator.cluster import Cluster
+from scheduler.simulator.engine import EngineModel
+from scheduler.simulator.simulate import Setup, run_policy, simulate
+from scheduler.simulator.trace import Requests, TraceJob, read_jobs, read_requests
+from scheduler.simulator.world import VerbTimes
 
 DATA = Path(os.environ.get("APPLIANCE_TEST_DATA") or Path(__file__).parents[4] / "shared" / "data")
 
@@ -363,7 +363,7 @@ def test_several_nodes() -> None:
 
 def test_the_plot(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from scheduler.sim_plot import plot
+    from scheduler.simulator.plot import plot
 
     setup = Setup(replace(steady(1, 300), began_s=1.7e9))
     figures = run_policy(setup, Policy("auto"))

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from scheduler import demand as demand_
-from scheduler.config import SchedulerConfig
-from scheduler.standby import Standby, StandbyLearner, levels, standby_costs
-from scheduler.workload import Demand, DeploymentView, ModelMemory
+from scheduler.autoscale import demand as demand_
+from scheduler.autoscale.standby import Standby, StandbyLearner, levels, standby_costs
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import Demand, DeploymentView, ModelMemory
 
 CONFIG = SchedulerConfig()
 LOOK_S = 0.25

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from scheduler import handover
-from scheduler.allocation import ReplicaPlan
-from scheduler.box import Box, GroupView
-from scheduler.inventory import Holder, Lease, Ledger
-from scheduler.step_rules import refusal
-from scheduler.workload import ReplicaView
+from scheduler.core.allocation import ReplicaPlan
+from scheduler.core.inventory import Holder, Lease, Ledger
+from scheduler.core.workload import ReplicaView
+from scheduler.handover import handover
+from scheduler.handover.box import Box, GroupView
+from scheduler.handover.step_rules import refusal
 from tests.unit.scheduler.fakes import box_of
 
 DEVICES = box_of(3)

@@ -8,12 +8,12 @@ from zoneinfo import ZoneInfo
 
 import pytest
 
-from scheduler import virtual_time
-from scheduler.errors import InvalidSchedule
-from scheduler.journal import MemoryJournal
-from scheduler.loop import SchedulerLoop
-from scheduler.tidal import InForce, Window, in_force, preview
-from scheduler.workload import DeploymentView, JobView, Policy, Workload
+from scheduler.core.errors import InvalidSchedule
+from scheduler.core.workload import DeploymentView, JobView, Policy, Workload
+from scheduler.handover.journal import MemoryJournal
+from scheduler.loop.loop import SchedulerLoop
+from scheduler.loop.mode_schedule import InForce, Window, in_force, preview
+from scheduler.simulator import virtual_time
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of
 
 TRAIN, SERVE, AUTO = Policy("train"), Policy("serve"), Policy("auto")

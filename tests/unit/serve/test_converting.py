@@ -9,7 +9,7 @@ import threading
 import pytest
 import torch
 
-from serve.converting import Converting
+from serve.load.converting import Converting
 
 
 def test_alone_the_owner_converts_all_in_order_and_only_as_far_as_it_waits():

@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from serve.core_life import while_alive
-from serve.errors import EngineFailed
+from serve.core.errors import EngineFailed
+from serve.engine.core_life import while_alive
 
 
 async def answer(after: asyncio.Event) -> int:

@@ -4,10 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve.errors import FingerprintMismatch
-from serve.fingerprint import PROMPT_TOKENS, Fingerprint, FingerprintBook, canary_prompt, version_key
-from weights.layout import Layout, TensorSpec
-from weights.store import WeightStore
+from serve.core.errors import FingerprintMismatch
+from serve.core.fingerprint import PROMPT_TOKENS, Fingerprint, FingerprintBook, canary_prompt, version_key
+from weights.format.layout import Layout, TensorSpec
+from weights.memory.store import WeightStore
 
 ANSWER = {"tokens": list(range(16)), "logprobs": [-float(i) / 4 for i in range(16)]}
 

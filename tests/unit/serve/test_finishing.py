@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from serve.finishing import LOW_MEMORY_FRACTION, Weights, answer_of, next_turn, why_move
-from serve.swap_path import choose_path
+from serve.cpu.finishing import LOW_MEMORY_FRACTION, Weights, answer_of, next_turn, why_move
+from serve.load.swap_path import choose_path
 
 OLD, NEW = Weights.OLD, Weights.NEW
 

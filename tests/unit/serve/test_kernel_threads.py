@@ -8,8 +8,8 @@ import sys
 PROGRAM = """
 import os, sys, threading
 import torch
-from serve.converting import Converting
-from serve.kernel_threads import renew_pool
+from serve.load.converting import Converting
+from serve.load.kernel_threads import renew_pool
 
 torch.set_num_threads(8)    # an engine sets its number, and computes or asks for it, before it forks its core
 torch.get_num_threads()

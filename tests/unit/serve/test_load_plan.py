@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from serve.errors import VersionMismatch, VersionUnreadable
-from serve.load_plan import Gather, LoadRecorder, Region
-from serve.shm_source import PageLock, VersionSource, page_runs
+from serve.core.errors import VersionMismatch, VersionUnreadable
+from serve.load.load_plan import Gather, LoadRecorder, Region
+from serve.load.shm_source import PageLock, VersionSource, page_runs
 
 
 class Fused(torch.nn.Module):

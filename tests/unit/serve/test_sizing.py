@@ -2,8 +2,8 @@
 
 import pytest
 
-from serve.config import EngineConfig
-from serve.sizing import CPU_KV_BYTES, GPU_RESERVE_BYTES, ModelTooLarge, engine_settings
+from serve.core.config import EngineConfig
+from serve.core.sizing import CPU_KV_BYTES, GPU_RESERVE_BYTES, ModelTooLarge, engine_settings
 
 GIB = 2**30
 

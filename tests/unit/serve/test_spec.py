@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from serve import segments
-from serve.arguments import engine_arguments, engine_environment, tool_parser
-from serve.errors import InvalidReplicaSpec
-from serve.spec import ReplicaSpec
+from serve.core import segments
+from serve.core.errors import InvalidReplicaSpec
+from serve.core.spec import ReplicaSpec
+from serve.vllm.arguments import engine_arguments, engine_environment, tool_parser
 
 GOOD = {
     "replica_id": "r1",
@@ -90,7 +90,7 @@ def pairs(args):
 
 def test_a_cpu_engine_gets_the_sleeping_worker_and_explicit_memory():
     flags = pairs(engine_arguments(ReplicaSpec.from_json(GOOD), {"model_type": "llama"}, None))
-    assert flags["--worker-cls"] == "serve.cpu_worker.ShmCPUWorker"
+    assert flags["--worker-cls"] == "serve.cpu.worker.ShmCPUWorker"
     assert flags["--kv-cache-memory-bytes"] == str(1 << 20)
     assert flags["--load-format"] == "shm" and json.loads(flags["--weight-transfer-config"]) == {"backend": "shm"}
     assert "--enforce-eager" in flags and "--enable-sleep-mode" not in flags

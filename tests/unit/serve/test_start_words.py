@@ -7,7 +7,7 @@ import re
 import pytest
 
 from appliance.config import BoxConfig
-from serve.start_words import in_our_words
+from serve.engine.start_errors import in_our_words
 
 KV = (
     "ValueError: To serve at least one request with the model's max seq len (8192), (0.35 GiB KV cache is needed, "

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from serve.errors import VersionMismatch, VersionUnreadable
-from serve.version_check import ModelIdentity, check_same_model, read_chat_template, read_config
+from serve.core.errors import VersionMismatch, VersionUnreadable
+from serve.load.version_check import ModelIdentity, check_same_model, read_chat_template, read_config
 
 
 @pytest.fixture

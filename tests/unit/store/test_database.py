@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from appliance.store import box, files, jobs, migrator
+from appliance.store import migrator
 from appliance.store.database import Database
 from appliance.store.errors import (
     DatabaseUnusable,
@@ -21,6 +21,8 @@ from appliance.store.errors import (
     UnknownCursor,
 )
 from appliance.store.migrator import migrations
+from appliance.store.objects import files, jobs
+from appliance.store.records import box
 from appliance.store.rows import FileRow, JobRow
 
 

@@ -8,13 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from appliance.store import job_records, jobs
 from appliance.store.database import Database
+from appliance.store.objects import job_records, jobs
 
 WRITER = """
 import sys
 from pathlib import Path
-from appliance.controller.job_events import add_message
+from appliance.controller.jobs.events import add_message
 from appliance.store import jobs
 from appliance.store.database import Database
 from appliance.store.rows import JobRow

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from appliance.store import keys
 from appliance.store.database import Database
+from appliance.store.records import keys
 from appliance.store.reserve import MIB, WAL_BYTES, Reserve
 
 

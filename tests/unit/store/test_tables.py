@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from appliance.store import handovers, idempotency, job_records, jobs, keys, models, operations
 from appliance.store.database import Database
 from appliance.store.errors import DuplicateRow, IllegalTransition, RowNotFound
+from appliance.store.objects import idempotency, job_records, jobs, models
+from appliance.store.records import handovers, keys, operations
 from appliance.store.rows import (
     CheckpointRow,
     HandoverRow,

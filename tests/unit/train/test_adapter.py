@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from tests.train_support.tiny import make_model_dir
-from train import adapter
-from train.errors import InvalidSpec, UnsupportedModel
-from train.model import load_model
-from train.spec import TrainSpec
+from train.model import adapter
+from train.model.model import load_model
+from train.plan.errors import InvalidSpec, UnsupportedModel
+from train.plan.spec import TrainSpec
 
 
 @pytest.fixture

@@ -1,9 +1,9 @@
 """A draft reserved while a step goes on is there at its end, or every rank hears that it is not."""
 
-from train.ahead import Ahead, draft_name
-from weights.errors import StoreFull
-from weights.layout import Layout, TensorSpec
-from weights.store import WeightStore
+from train.state.snapshot_reservation import Ahead, draft_name
+from weights.format.errors import StoreFull
+from weights.format.layout import Layout, TensorSpec
+from weights.memory.store import WeightStore
 
 LAYOUT = Layout.plan([TensorSpec("a", "F32", (4, 4))])
 

@@ -4,9 +4,9 @@ import dataclasses
 
 import pytest
 
-from train.auto import DatasetStats, ModelStats, allowed_sizes, resolve
-from train.errors import InvalidHyperparameter, InvalidSpec
-from train.spec import TrainSpec
+from train.plan.auto import DatasetStats, ModelStats, allowed_sizes, resolve
+from train.plan.errors import InvalidHyperparameter, InvalidSpec
+from train.plan.spec import TrainSpec
 
 GSM8K = DatasetStats(7473, 1_200_000, 480)
 SMALL, LARGE = ModelStats(5_000_000, 2048), ModelStats(7_000_000_000, 32768, "cuda")

@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from tests.train_support.tiny import make_model_dir
-from train.group import is_same_world
-from train.model import load_model
-from train.prepare import hold_base
-from train.spec import TrainSpec
-from weights.errors import VersionNotFound
-from weights.layout import Layout, TensorSpec
-from weights.segment import forget_mappings
-from weights.store import WeightStore
+from train.control.group import is_same_world
+from train.model.model import load_model
+from train.plan.spec import TrainSpec
+from train.run.prepare import hold_base
+from weights.format.errors import VersionNotFound
+from weights.format.layout import Layout, TensorSpec
+from weights.memory.segment import forget_mappings
+from weights.memory.store import WeightStore
 
 
 def spec_of(path, tmp_path) -> TrainSpec:

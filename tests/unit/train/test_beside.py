@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.unit.train.test_deepspeed_contract import engine_of, steps, world_of_one  # noqa: F401
-from train import fragments, snapshot
-from train.spec import TrainSpec
-from weights.store import WeightStore
-from weights.torch_views import as_tensor
+from train.plan.spec import TrainSpec
+from train.state import fragments, snapshot
+from weights.format.torch_views import as_tensor
+from weights.memory.store import WeightStore
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -43,7 +43,7 @@ def test_a_snapshot_begun_before_a_step_holds_the_state_before_it(tmp_path, stag
 
 
 def test_what_goes_wrong_on_the_thread_is_raised_by_finish():
-    from train.beside import Writing
+    from train.state.async_checkpoint import Writing
 
     def fill():
         yield 1

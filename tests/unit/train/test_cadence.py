@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from train import cadence
-from train.cadence import Cadence, every_s
-from train.errors import InvalidHyperparameter, InvalidSpec
-from train.spec import TrainSpec
+from train.plan.errors import InvalidHyperparameter, InvalidSpec
+from train.plan.spec import TrainSpec
+from train.state import cadence
+from train.state.cadence import Cadence, every_s
 
 
 class Clock:
@@ -118,7 +118,7 @@ def test_a_spec_takes_automatic_and_numbers():
 
 
 def test_the_hyperparameter_is_automatic_or_a_number():
-    from train.auto import _Given
+    from train.plan.auto import _Given
 
     assert _Given({}).maybe_number("snapshot_every_s", 0, 9) is None
     assert _Given({"snapshot_every_s": "auto"}).maybe_number("snapshot_every_s", 0, 9) is None

@@ -3,9 +3,9 @@
 import pytest
 
 from tests.train_support.tiny import CHATML, tokenizer
-from train.chat import ChatEncoder
-from train.errors import UnsupportedModel
-from train.formats import BadRecord
+from train.data.chat import ChatEncoder
+from train.data.formats import BadRecord
+from train.plan.errors import UnsupportedModel
 
 TALK = {
     "messages": [

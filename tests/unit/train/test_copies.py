@@ -2,11 +2,11 @@
 
 import torch
 
-from train.copies import CopyPlan
-from weights.layout import Layout, TensorSpec
-from weights.slices import Strided, narrow, part
-from weights.store import WeightStore
-from weights.torch_views import as_tensor
+from train.state.copies import CopyPlan
+from weights.format.layout import Layout, TensorSpec
+from weights.format.slices import Strided, narrow, part
+from weights.format.torch_views import as_tensor
+from weights.memory.store import WeightStore
 
 
 def written(tmp_path, layout, pieces):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.train_support.tiny import gsm8k
-from train.data_check import (
+from train.data.check import (
     MAX_COUNTED_ERRORS,
     MAX_LISTED_ERRORS,
     MAX_REASON_CHARACTERS,
@@ -182,7 +182,7 @@ def test_what_is_slow_to_parse_is_never_parsed(tmp_path, monkeypatch, record, sa
         assert len(raw) < 1000
         return parse(raw)
 
-    monkeypatch.setattr("train.data_check.orjson.loads", only_small)
+    monkeypatch.setattr("train.data.check.orjson.loads", only_small)
     monkeypatch.setattr("train.formats.json.loads", only_small)
     report = check_training_file(source)
     assert report.n_errors == 1 and f"{said}; the limit for one example is" in report.errors[0][1]

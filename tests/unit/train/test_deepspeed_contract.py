@@ -1,4 +1,4 @@
-"""What `train.fragments` and `train.engine` take from inside DeepSpeed is still there, and means what we think."""
+"""What `train.state.fragments` and `train.run.engine` take from DeepSpeed's inside is there and means what we think."""
 
 import inspect
 import os
@@ -13,8 +13,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.zero import partition_parameters
 from torch import nn
 
-from train import fragments
-from train.engine import init_world, meeting_url, place_buffers
+from train.run.engine import init_world, meeting_url, place_buffers
+from train.state import fragments
 
 
 @pytest.fixture(scope="module", autouse=True)

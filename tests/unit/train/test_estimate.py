@@ -5,11 +5,11 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen2MoeConfig
 from transformers.utils import logging as transformers_logging
 
-from train import estimate
-from train.auto import DatasetStats, ModelStats, resolve
-from train.estimate import ModelShape
-from train.model import add_lora
-from train.spec import TrainSpec
+from train.model.model import add_lora
+from train.plan import estimate
+from train.plan.auto import DatasetStats, ModelStats, resolve
+from train.plan.estimate import ModelShape
+from train.plan.spec import TrainSpec
 
 transformers_logging.set_verbosity_error()
 LLAMA_8B = ModelShape.from_config(

@@ -10,15 +10,16 @@ import torch
 from deepspeed import comm
 
 from tests.train_support.tiny import make_model_dir, write_chat_file
-from train import estimate, fragments
-from train.engine import build_engine, init_world, meeting_url
-from train.estimate import ModelShape
-from train.model import load_model
-from train.objectives import SupervisedObjective
-from train.publish import publish
-from train.snapshot import begin_snapshot, snapshot_layout
-from train.spec import TrainSpec
-from weights.store import WeightStore
+from train.model.model import load_model
+from train.model.objectives import SupervisedObjective
+from train.plan import estimate
+from train.plan.estimate import ModelShape
+from train.plan.spec import TrainSpec
+from train.run.engine import build_engine, init_world, meeting_url
+from train.state import fragments
+from train.state.publish import publish
+from train.state.snapshot import begin_snapshot, snapshot_layout
+from weights.memory.store import WeightStore
 
 HEADERS_BYTES = 32 * 1024  # names and offsets, manifest, config and tokenizer
 

@@ -9,13 +9,13 @@ from types import SimpleNamespace
 import pytest
 
 from tests.unit.train.test_deepspeed_contract import engine_of, steps, world_of_one  # noqa: F401
-from train import snapshot
-from train.cadence import Cadence
-from train.saving import Saving
-from train.spec import TrainSpec
-from weights import draft
-from weights.errors import StoreFull
-from weights.store import WeightStore
+from train.plan.spec import TrainSpec
+from train.state import snapshot
+from train.state.cadence import Cadence
+from train.state.saving import Saving
+from weights.format.errors import StoreFull
+from weights.memory import draft
+from weights.memory.store import WeightStore
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from train.leave_step import Leaving, StepLeft, layers_of
-from train.stop_point import POINTS_PER_STEP, StopPoint
+from train.control.stop_point import POINTS_PER_STEP, StopPoint
+from train.run.leave_step import Leaving, StepLeft, layers_of
 
 
 @settings(max_examples=60, deadline=None)

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.train_support.tiny import make_model_dir
-from train.model import load_model
-from train.spec import TrainSpec
+from train.model.model import load_model
+from train.plan.spec import TrainSpec
 
 
 @pytest.mark.parametrize("family, tied", [("llama", False), ("qwen2", True)])

@@ -6,12 +6,12 @@ import torch
 from torch.nn import functional
 
 from tests.train_support.tiny import make_model_dir
-from train import objectives
-from train.errors import UnsupportedModel
-from train.model import linear_layers, load_model
-from train.objectives import SupervisedObjective, to_batch
-from train.packing import build_row
-from train.spec import TrainSpec
+from train.data.packing import build_row
+from train.model import objectives
+from train.model.model import linear_layers, load_model
+from train.model.objectives import SupervisedObjective, to_batch
+from train.plan.errors import UnsupportedModel
+from train.plan.spec import TrainSpec
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen2-tied", "sliding"])

@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from runtime.errors import ChildDied, SupervisorDied
-from train.group import Group, Watch
-from train.rank_host import RankHost
+from train.control.group import Group, Watch
+from train.control.rank_host import RankHost
 
 
 class Child:
@@ -47,7 +47,7 @@ def host(monkeypatch, tmp_path, **fields):
         made[-1].env, made[-1].numa_nodes = env, numa_nodes
         return made[-1]
 
-    monkeypatch.setattr("train.rank_host.Child.spawn", spawn)
+    monkeypatch.setattr("train.control.rank_host.Child.spawn", spawn)
     return RankHost(str(tmp_path / "warm.sock"), str(tmp_path), **fields), made
 
 
@@ -154,7 +154,7 @@ async def test_a_rank_that_lingers_after_its_jobs_end_does_not_make_it_a_failure
 
 
 async def test_what_a_dead_rank_said_last_is_heard_before_another_is_blamed(monkeypatch, tmp_path):
-    monkeypatch.setattr("train.group._OWN_RANK_GRACE_S", 0)
+    monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0)
     hosts, children = [], []
     for folder in ("r0", "r1"):
         one, (child,) = await started(monkeypatch, tmp_path / folder)
@@ -240,7 +240,7 @@ async def test_a_host_that_cannot_be_asked_to_kill_does_not_keep_the_end_from_be
     ],
 )
 async def test_a_rank_that_was_killed_is_not_the_jobs_fault(monkeypatch, tmp_path, death, blame, says):
-    monkeypatch.setattr("train.group._OWN_RANK_GRACE_S", 0)
+    monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0)
     one, (child,) = await started(monkeypatch, tmp_path)
 
     async def ping(*_, **__):

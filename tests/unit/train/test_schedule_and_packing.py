@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from train.packing import StepPlan, build_row, plan_packs
-from train.schedule import FLOOR_RATIO, learning_rate
+from train.data.packing import StepPlan, build_row, plan_packs
+from train.model.learning_rate import FLOOR_RATIO, learning_rate
 
 
 def test_warm_up_then_cosine_to_the_floor():

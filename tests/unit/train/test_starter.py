@@ -12,16 +12,16 @@ from tokenizers import Tokenizer
 from torch.optim import _muon
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from train.starter import least_steps, main, orthogonal, rate_scale, vocabulary_texts
-from train.starter_model import ChunkedCrossEntropy, Shape, StarterNet
-from train.starter_tokenizer import render
+from train.starter.main import least_steps, main, orthogonal, rate_scale, vocabulary_texts
+from train.starter.model import ChunkedCrossEntropy, Shape, StarterNet
+from train.starter.tokenizer import render
 
 STEPS = 6
 
 
 def make(out: Path, *options: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-m", "train.starter", "--out", str(out), *options],
+        [sys.executable, "-m", "train.starter.main", "--out", str(out), *options],
         capture_output=True,
         text=True,
         timeout=250,

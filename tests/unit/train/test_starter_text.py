@@ -3,8 +3,8 @@
 import itertools
 import re
 
-from train.starter_stories import PLACES, story
-from train.starter_text import CAPITALS, conversation, documents
+from train.starter.stories import PLACES, story
+from train.starter.text import CAPITALS, conversation, documents
 
 
 def _some(seed: int, count: int):

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import Concatenate, MergeModulelist, Transpose, WeightConverter
 
 from tests.train_support.tiny import FAMILIES, make_model_dir
-from train.errors import UnsupportedModel
-from train.stored_names import match, stored_names
+from train.plan.errors import UnsupportedModel
+from train.state.stored_names import match, stored_names
 
 
 def load(path):

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 
 import train
-from weights import errors
-from weights.errors import StoreFull, WeightsError, error_as_json, error_from_json
+from weights.format import errors
+from weights.format.errors import StoreFull, WeightsError, error_as_json, error_from_json
 
 
 def test_no_collective_of_ours_pickles():
     found = [
         f"{path.name}:{node.lineno} {node.attr}"
-        for path in Path(train.__file__).parent.glob("*.py")
+        for path in Path(train.__file__).parent.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and node.attr.endswith(("_object", "_object_list", "_objects"))
     ]

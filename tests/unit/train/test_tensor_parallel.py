@@ -7,13 +7,13 @@ from deepspeed.module_inject.autotp_config import AutoTPConfig, PartitionType
 from transformers import AutoModelForCausalLM
 
 from tests.train_support.tiny import FAMILIES
-from train import estimate
-from train.errors import UnsupportedModel
-from train.fragments import Fragment
-from train.packing import StepPlan
-from train.tensor_parallel import Grid, partition_config
-from weights.slices import narrow
-from weights.torch_views import runs_view
+from train.data.packing import StepPlan
+from train.model.tensor_parallel import Grid, partition_config
+from train.plan import estimate
+from train.plan.errors import UnsupportedModel
+from train.state.fragments import Fragment
+from weights.format.slices import narrow
+from weights.format.torch_views import runs_view
 
 SIZES = {"vocab_size": 384, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2,
          "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from tests.train_support.tiny import make_model_dir, write_chat_file
-from train.chat import ChatEncoder
-from train.data import open_token_set
-from train.model import load_tokenizer
-from train.packing import plan_packs
+from train.data.chat import ChatEncoder
+from train.data.packing import plan_packs
+from train.data.token_set import open_token_set
+from train.model.model import load_tokenizer
 
 
 def refused():

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from weights.layout import Layout, TensorSpec
-from weights.segment import forget_mappings
-from weights.store import WeightStore
+from weights.format.layout import Layout, TensorSpec
+from weights.memory.segment import forget_mappings
+from weights.memory.store import WeightStore
 
 SPECS = (
     TensorSpec("model.embed_tokens.weight", "BF16", (320, 64)),

@@ -6,8 +6,8 @@ import pickle
 
 import pytest
 
-from weights import errors
-from weights.errors import HeaderInvalid, IntegrityError, StoreFull, UnknownTensor, VersionExists, WeightsError
+from weights.format import errors
+from weights.format.errors import HeaderInvalid, IntegrityError, StoreFull, UnknownTensor, VersionExists, WeightsError
 
 NAMED = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, WeightsError)]
 

@@ -10,8 +10,7 @@ import struct
 import pytest
 
 from tests.unit.weights.conftest import check, write
-from weights import segment
-from weights.errors import (
+from weights.format.errors import (
     ChecksumMismatch,
     HeaderInvalid,
     IntegrityError,
@@ -20,10 +19,11 @@ from weights.errors import (
     NotSealed,
     UnsafeFile,
 )
-from weights.layout import Layout, TensorSpec
-from weights.manifest import Manifest
-from weights.names import decode_name, encode_name
-from weights.tiers import verify
+from weights.format.layout import Layout, TensorSpec
+from weights.format.manifest import Manifest
+from weights.format.names import decode_name, encode_name
+from weights.memory import segment
+from weights.tiers.copies import verify
 
 
 def entry(dtype="F32", shape=(2,), offsets=(0, 8)):

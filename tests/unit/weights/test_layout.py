@@ -9,10 +9,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from weights.errors import InvalidLayout, ManifestInvalid, UnknownTensor
-from weights.header import DTYPE_BITS
-from weights.layout import Layout, TensorSpec
-from weights.torch_views import CODES, TORCH_DTYPES, as_tensor, dtype_code, torch_dtype
+from weights.format.errors import InvalidLayout, ManifestInvalid, UnknownTensor
+from weights.format.header import DTYPE_BITS
+from weights.format.layout import Layout, TensorSpec
+from weights.format.torch_views import CODES, TORCH_DTYPES, as_tensor, dtype_code, torch_dtype
 
 
 def lay_down(layout: Layout, directory) -> None:

@@ -8,11 +8,11 @@ import pytest
 from moto.server import ThreadedMotoServer
 
 from tests.unit.weights.conftest import check, write
-from weights.errors import ObjectDamaged, TierUnavailable
-from weights.objects import DirectoryObjects
-from weights.objects_s3 import S3Objects
-from weights.packed import PackedTier
-from weights.record import Name
+from weights.format.errors import ObjectDamaged, TierUnavailable
+from weights.tiers.objects import DirectoryObjects
+from weights.tiers.objects_s3 import S3Objects
+from weights.tiers.packed import PackedTier
+from weights.tiers.record import Name
 
 SECRET = "wJalrXUtnFEMIK7MDENGbPxRfiCYEXAMPLEKEY"
 

@@ -11,14 +11,21 @@ import numpy as np
 import pytest
 
 from tests.unit.weights.conftest import SPECS, check, content, write
-from weights import codec
-from weights.errors import ChecksumMismatch, IntegrityError, ObjectDamaged, TierFull, TierUnavailable, VersionNotFound
-from weights.layout import Layout, TensorSpec
-from weights.manifest import KINDS
-from weights.objects import DirectoryObjects
-from weights.packed import PackedTier, moment_codecs
-from weights.record import Name
-from weights.store import WeightStore
+from weights.format.errors import (
+    ChecksumMismatch,
+    IntegrityError,
+    ObjectDamaged,
+    TierFull,
+    TierUnavailable,
+    VersionNotFound,
+)
+from weights.format.layout import Layout, TensorSpec
+from weights.format.manifest import KINDS
+from weights.memory.store import WeightStore
+from weights.tiers import codec
+from weights.tiers.objects import DirectoryObjects
+from weights.tiers.packed import PackedTier, moment_codecs
+from weights.tiers.record import Name
 
 
 @pytest.fixture
@@ -119,7 +126,7 @@ def test_a_put_that_was_done_before_writes_nothing_but_its_record(store, tier, h
 
 
 def test_big_tensors_are_cut_into_objects(store, tier, home, monkeypatch):
-    monkeypatch.setattr("weights.packer.OBJECT_BYTES", 5000)
+    monkeypatch.setattr("weights.tiers.packer.OBJECT_BYTES", 5000)
     stored = write(store)
     tier.put(stored.path)
     assert len(objects(home)) > 10

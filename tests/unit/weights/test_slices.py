@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from weights.errors import InvalidSlice
-from weights.slices import (
+from weights.format.errors import InvalidSlice
+from weights.format.slices import (
     Copy,
     Span,
     Strided,

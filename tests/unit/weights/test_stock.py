@@ -1,8 +1,8 @@
 """Room made ahead: pages are there and mapped when a reservation comes, and nobody else pays for it."""
 
-from weights import segment
-from weights.layout import Layout, TensorSpec
-from weights.store import WeightStore
+from weights.format.layout import Layout, TensorSpec
+from weights.memory import segment
+from weights.memory.store import WeightStore
 
 LAYOUT = Layout.plan([TensorSpec("a", "F32", (64, 1024)), TensorSpec("b", "F32", (3, 1024))])
 

@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from tests.unit.weights.conftest import AUX, SPECS, check, content, fill, write
-from weights import keeper, locks, segment
-from weights.errors import (
+from weights.format.errors import (
     ChecksumMismatch,
     DraftNotFound,
     HandleClosed,
@@ -28,11 +27,12 @@ from weights.errors import (
     VersionLeased,
     VersionNotFound,
 )
-from weights.layout import Layout, TensorSpec
-from weights.lease import StoredVersion
-from weights.locks import DirectoryLock
-from weights.store import WeightStore
-from weights.torch_views import as_tensor
+from weights.format.layout import Layout, TensorSpec
+from weights.format.torch_views import as_tensor
+from weights.memory import evictor, locks, segment
+from weights.memory.lease import StoredVersion
+from weights.memory.locks import DirectoryLock
+from weights.memory.store import WeightStore
 
 LAYOUT = Layout.plan(SPECS)
 MIB = 1 << 20
@@ -393,14 +393,14 @@ def test_what_is_pinned_between_the_choice_and_the_lock_stays(root, monkeypatch)
     put(store, "a")
     put(store, "b")
     os.utime(store.find("version", "m", "a").path, ns=(1, 1))
-    choose = keeper.choose_evictions
+    choose = evictor.choose_evictions
 
     def pinned_meanwhile(candidates, excess_bytes):
         chosen = choose(candidates, excess_bytes)
         store.pin(store.find("version", "m", "a"))
         return chosen
 
-    monkeypatch.setattr(keeper, "choose_evictions", pinned_meanwhile)
+    monkeypatch.setattr(evictor, "choose_evictions", pinned_meanwhile)
     assert store.evict(1) > 0 and names(store) == {"a"}
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.weights.conftest import SPECS, check, content, fill, write
-from weights.errors import HandleClosed, StoreFull, VersionLeased
-from weights.layout import Layout, TensorSpec
-from weights.store import WeightStore
+from weights.format.errors import HandleClosed, StoreFull, VersionLeased
+from weights.format.layout import Layout, TensorSpec
+from weights.memory.store import WeightStore
 
 LAYOUT = Layout.plan(SPECS)
 REPOSITORY = Path(__file__).parents[3]

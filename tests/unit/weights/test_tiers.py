@@ -12,14 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.unit.weights.conftest import AUX, SPECS, check, write
-from weights import tiers
-from weights.config import WeightsConfig
-from weights.directory_tier import DirectoryTier
-from weights.errors import ChecksumMismatch, InvalidName, ManifestInvalid, NotSealed, TierExists, VersionLeased
-from weights.layout import Layout
-from weights.locks import DirectoryLock
-from weights.record import Name
-from weights.store import WeightStore
+from weights.format.config import WeightsConfig
+from weights.format.errors import ChecksumMismatch, InvalidName, ManifestInvalid, NotSealed, TierExists, VersionLeased
+from weights.format.layout import Layout
+from weights.memory.locks import DirectoryLock
+from weights.memory.store import WeightStore
+from weights.tiers import copies
+from weights.tiers.directory import DirectoryTier
+from weights.tiers.record import Name
 
 
 def flip(path, position: int) -> None:
@@ -34,18 +34,18 @@ def flip(path, position: int) -> None:
 def test_a_copy_is_the_same_bytes_and_comes_back(store, tmp_path, sealed):
     stored = write(store, checksums=sealed)
     progress = []
-    copy = tiers.persist(
+    copy = copies.persist(
         stored, tmp_path / "models" / "1", on_progress=lambda done, total: progress.append((done, total))
     )
     assert sorted(os.listdir(copy.path)) == ["config.json", "manifest.json", "model.safetensors", "tokenizer.json"]
     for name in ("model.safetensors", *AUX):
         assert (copy.path / name).read_bytes() == (stored.path / name).read_bytes()
-    assert copy.manifest.sealed and tiers.verify(copy.path) == copy.manifest
+    assert copy.manifest.sealed and copies.verify(copy.path) == copy.manifest
     assert copy.manifest.meta == {"step": 3} and copy.nbytes == stored.nbytes
     assert progress[-1] == (stored.nbytes, stored.nbytes)
     assert os.listdir(copy.path.parent) == ["1"]
     store.remove(stored)
-    restored = tiers.restore(store, copy.path)
+    restored = copies.restore(store, copy.path)
     assert (restored.kind, restored.model, restored.version) == ("version", "starter", "1")
     assert restored.manifest.tensors == copy.manifest.tensors and restored.manifest.meta == {"step": 3}
     check(store, restored)
@@ -54,39 +54,39 @@ def test_a_copy_is_the_same_bytes_and_comes_back(store, tmp_path, sealed):
 def test_eviction_takes_a_version_only_after_another_tier_has_it(store, tmp_path):
     stored = write(store)
     assert stored.pinned and store.evict(1 << 40) == 0
-    tiers.persist(stored, tmp_path / "kept", keep_pinned=True)
+    copies.persist(stored, tmp_path / "kept", keep_pinned=True)
     assert stored.pinned
-    tiers.persist(stored, tmp_path / "released")
+    copies.persist(stored, tmp_path / "released")
     assert not stored.pinned and store.evict(1 << 40) > 0
     assert store.find("version", "starter", "1") is None
-    restored = tiers.restore(store, tmp_path / "released")
+    restored = copies.restore(store, tmp_path / "released")
     assert not restored.pinned, "its source is another tier"
 
 
 def test_a_copy_is_never_written_over_another(store, tmp_path):
-    tiers.persist(write(store), tmp_path / "1")
+    copies.persist(write(store), tmp_path / "1")
     (tmp_path / "2").mkdir()
     with pytest.raises(TierExists):
-        tiers.persist(write(store, "2"), tmp_path / "1")
+        copies.persist(write(store, "2"), tmp_path / "1")
     with pytest.raises(TierExists):
-        tiers.persist(store.find("version", "starter", "2"), tmp_path / "2")
+        copies.persist(store.find("version", "starter", "2"), tmp_path / "2")
     assert store.find("version", "starter", "2").pinned
-    tiers.verify(tmp_path / "1")
+    copies.verify(tmp_path / "1")
 
 
 def test_persisting_again_finishes_what_a_crash_left_undone(store, tmp_path):
     stored = write(store)
-    tiers.persist(stored, tmp_path / "1", keep_pinned=True)  # killed before the unpinning
-    again = tiers.persist(stored, tmp_path / "1")
+    copies.persist(stored, tmp_path / "1", keep_pinned=True)  # killed before the unpinning
+    again = copies.persist(stored, tmp_path / "1")
     assert again.nbytes == 0 and again.path == tmp_path / "1" and not stored.pinned
-    tiers.verify(again.path)
+    copies.verify(again.path)
 
 
 def test_damage_in_shared_memory_does_not_reach_the_disk(store, tmp_path):
     stored = write(store)
     flip(stored.path / "model.safetensors", Layout.read(stored.path).find("counter").start)
     with pytest.raises(ChecksumMismatch, match="counter"):
-        tiers.persist(stored, tmp_path / "copies" / "1")
+        copies.persist(stored, tmp_path / "copies" / "1")
     assert os.listdir(tmp_path / "copies") == []
     assert stored.pinned
 
@@ -95,17 +95,17 @@ def test_a_damaged_configuration_does_not_reach_the_disk_either(store, tmp_path)
     stored = write(store)
     (stored.path / "config.json").write_bytes(b'{"model_type":"other"}')
     with pytest.raises(ChecksumMismatch, match="config.json"):
-        tiers.persist(stored, tmp_path / "1")
+        copies.persist(stored, tmp_path / "1")
     assert os.listdir(tmp_path) == ["store"] and stored.pinned
 
 
 def test_damage_on_disk_does_not_reach_shared_memory(store, tmp_path):
     stored = write(store)
-    copy = tiers.persist(stored, tmp_path / "1")
+    copy = copies.persist(stored, tmp_path / "1")
     store.remove(stored)
     flip(copy.path / "model.safetensors", copy.manifest.tensors["model.norm.weight"].start)
     with pytest.raises(ChecksumMismatch) as caught:
-        tiers.restore(store, copy.path)
+        copies.restore(store, copy.path)
     assert caught.value.tensor == "model.norm.weight"
     assert store.list("version") == [] and os.listdir(store.root / "staging") == []
 
@@ -132,7 +132,7 @@ def test_a_full_disk_leaves_nothing_behind(store, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space"):
-        tiers.persist(stored, tmp_path / "copies" / "1")
+        copies.persist(stored, tmp_path / "copies" / "1")
     assert os.listdir(tmp_path / "copies") == [] and stored.pinned
 
 
@@ -142,7 +142,7 @@ def test_a_crash_leaves_a_hidden_partial_that_the_next_copy_removes(store, tmp_p
     if pid == 0:
         os.fsync = lambda fd: os.kill(os.getpid(), signal.SIGKILL)
         try:
-            tiers.persist(stored, tmp_path / "copies" / "1")
+            copies.persist(stored, tmp_path / "copies" / "1")
         finally:
             os._exit(0)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
@@ -151,10 +151,10 @@ def test_a_crash_leaves_a_hidden_partial_that_the_next_copy_removes(store, tmp_p
     alive = tmp_path / "copies" / ".1.partial-alive"
     alive.mkdir()
     lock = DirectoryLock.try_shared(alive)
-    copy = tiers.persist(stored, tmp_path / "copies" / "1")
+    copy = copies.persist(stored, tmp_path / "copies" / "1")
     assert sorted(os.listdir(tmp_path / "copies")) == [alive.name, "1"]
     lock.close()
-    tiers.verify(copy.path)
+    copies.verify(copy.path)
 
 
 def test_a_version_stays_while_it_is_copied(store, tmp_path):
@@ -167,7 +167,7 @@ def test_a_version_stays_while_it_is_copied(store, tmp_path):
                 store.remove(stored)
             seen.append(done)
 
-    tiers.persist(stored, tmp_path / "1", on_progress=progress)
+    copies.persist(stored, tmp_path / "1", on_progress=progress)
     assert seen
 
 
@@ -181,17 +181,17 @@ def test_the_rate_is_kept_by_sleeping(store, tmp_path, monkeypatch):
 
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])
     monkeypatch.setattr(time, "sleep", sleep)
-    tiers.persist(stored, tmp_path / "1", rate_bytes_s=1000)
+    copies.persist(stored, tmp_path / "1", rate_bytes_s=1000)
     assert sum(slept) == pytest.approx(stored.nbytes / 1000)
     with pytest.raises(ValueError, match="rate_bytes_s"):
-        tiers.persist(stored, tmp_path / "2", rate_bytes_s=0)
+        copies.persist(stored, tmp_path / "2", rate_bytes_s=0)
 
 
 @pytest.mark.parametrize("name", [".hidden", ".."])
 def test_hidden_destinations_are_refused(store, tmp_path, name):
     (tmp_path / "x").mkdir()
     with pytest.raises((InvalidName, TierExists)):
-        tiers.persist(write(store), tmp_path / "x" / name)
+        copies.persist(write(store), tmp_path / "x" / name)
 
 
 def test_a_foreign_checkpoint_is_sealed_and_imported(store, tmp_path):
@@ -201,11 +201,11 @@ def test_a_foreign_checkpoint_is_sealed_and_imported(store, tmp_path):
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     (source / "config.json").write_bytes(b"{}")
     with pytest.raises(ManifestInvalid, match="missing"):
-        tiers.verify(source)
-    manifest = tiers.seal_dir(source, kind="version", model="org/m", version="main", meta={"source": "hub"})
-    assert tiers.verify(source) == manifest and set(manifest.aux_files) == {"config.json"}
-    assert tiers.seal_dir(source, kind="version", model="org/m", version="main").tensors == manifest.tensors
-    stored = tiers.restore(store, source)
+        copies.verify(source)
+    manifest = copies.seal_dir(source, kind="version", model="org/m", version="main", meta={"source": "hub"})
+    assert copies.verify(source) == manifest and set(manifest.aux_files) == {"config.json"}
+    assert copies.seal_dir(source, kind="version", model="org/m", version="main").tensors == manifest.tensors
+    stored = copies.restore(store, source)
     assert (stored.model, stored.version) == ("org/m", "main")
     assert (stored.path / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     loaded = load_file(stored.path / "model.safetensors")
@@ -213,7 +213,7 @@ def test_a_foreign_checkpoint_is_sealed_and_imported(store, tmp_path):
 
 
 def test_importing_can_defer_the_checksums(store, tmp_path):
-    copy = tiers.persist(write(store), tmp_path / "1")
+    copy = copies.persist(write(store), tmp_path / "1")
     stored = store.import_dir(copy.path, model="other", version="9", checksums=False, meta={"from": "disk"})
     assert not stored.sealed and stored.manifest.meta == {"from": "disk"}
     sealed = store.seal(stored, threads=2)
@@ -226,8 +226,8 @@ def test_an_unsealed_directory_is_not_restored_unverified(store, tmp_path):
     stored = write(store, checksums=False)
     other = WeightStore(tmp_path / "other", budget_bytes=None)
     with pytest.raises(NotSealed):
-        tiers.restore(other, stored.path)
-    assert tiers.restore(other, stored.path, verify_checksums=False).model == "starter"
+        copies.restore(other, stored.path)
+    assert copies.restore(other, stored.path, verify_checksums=False).model == "starter"
 
 
 def test_config_gives_the_budget():

@@ -4,18 +4,19 @@ import time
 
 import pytest
 
-from appliance.controller.job_events import JobEvents
+from appliance.controller.jobs.events import JobEvents
 from appliance.paths import BoxPaths
-from appliance.store import deployments, jobs, models
 from appliance.store.database import Database
+from appliance.store.objects import jobs, models
+from appliance.store.records import deployments
 from appliance.store.rows import DeploymentRow, JobRow, ModelRow, VersionRow
-from appliance.wiring.tier_flow import TierFlow
-from appliance.wiring.tier_levels import make_levels
-from appliance.wiring.tier_return import TierReturn
-from appliance.wiring.tiers import Tiers
-from weights.config import WeightsConfig
-from weights.segment import forget_mappings
-from weights.store import WeightStore
+from appliance.tiers.flow import TierFlow
+from appliance.tiers.levels import make_levels
+from appliance.tiers.restore import TierReturn
+from appliance.tiers.tiers import Tiers
+from weights.format.config import WeightsConfig
+from weights.memory.segment import forget_mappings
+from weights.memory.store import WeightStore
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ import shutil
 import pytest
 
 from appliance.wiring.adapter_source import AdapterSource
-from serve.adapter_source import AdapterUnavailable, brought_in
+from serve.adapters.source import AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
-from weights.errors import VersionLeased
-from weights.record import Name
+from weights.format.errors import VersionLeased
+from weights.tiers.record import Name
 
 TUNED = Name("adapter", "ft:x", "step-2")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from appliance.store.database import Database
-from appliance.wiring.asked import Asked
+from appliance.wiring.handover_trigger import Asked
 from appliance.wiring.journal import SqliteJournal
-from scheduler.journal import HandoverRecord
+from scheduler.handover.journal import HandoverRecord
 
 BY_HAND = {"schedule": None, "since_s": 1.0, "window": None, "kind": "auto"}
 NIGHT = {"schedule": "0 22 * * *", "since_s": 9.0, "window": "win_1", "kind": "train"}

@@ -7,14 +7,14 @@ import contextlib
 
 import pytest
 
-from appliance.controller.bus import Bus
-from appliance.controller.config import ControllerConfig
-from appliance.controller.load import Load, ModelLoad, ReplicaLoad
-from appliance.controller.ports import LineReturned
-from appliance.gateway.config import Limits
-from appliance.wiring import batch_share
+from appliance.controller.batches import share
+from appliance.controller.bus.bus import Bus
+from appliance.controller.bus.load import Load, ModelLoad, ReplicaLoad
+from appliance.controller.interfaces.config import ControllerConfig
+from appliance.controller.interfaces.ports import LineReturned
+from appliance.gateway.core.config import Limits
 from appliance.wiring.batch_engines import SocketEngines
-from scheduler.workload import Demand
+from scheduler.core.workload import Demand
 from tests.unit.gateway.upstreams import DummyUpstream
 
 URL = "/v1/chat/completions"
@@ -57,12 +57,12 @@ async def lines(tmp_path):
     ],
 )
 def test_lines_take_what_interactive_requests_leave(load, expected):
-    room = batch_share.room({"starter"}, ["r1", "r2"], load, lines_per_engine=16, busy_inflight=4)
+    room = share.room({"starter"}, ["r1", "r2"], load, lines_per_engine=16, busy_inflight=4)
     assert room.lines == expected and bool(room.why) == (expected == 0)
 
 
 def test_without_an_awake_engine_there_is_no_room():
-    room = batch_share.room({"starter"}, [], Load(), lines_per_engine=16, busy_inflight=4)
+    room = share.room({"starter"}, [], Load(), lines_per_engine=16, busy_inflight=4)
     assert room.lines == 0 and "awake" in room.why
 
 
@@ -78,7 +78,7 @@ def test_without_an_awake_engine_there_is_no_room():
     ],
 )
 def test_a_batch_wakes_a_model_only_where_nobody_is_in_the_way(policy, jobs, others, free, expected):
-    assert batch_share.may_wake(policy, jobs, others, free) is expected
+    assert share.may_wake(policy, jobs, others, free) is expected
 
 
 async def test_the_wish_of_a_batch(lines):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.controller import lost_nodes
-from appliance.controller.cordons import CORDONED, FAILING
-from appliance.store import audit, box
+from appliance.controller.devices import lost_nodes
+from appliance.controller.devices.cordons import CORDONED, FAILING
+from appliance.store.records import audit, box
 from appliance.wiring.device_watch import DeviceWatch
-from scheduler.config import SchedulerConfig
-from scheduler.discovery import logical_devices
+from scheduler.core.config import SchedulerConfig
+from scheduler.devices.discovery import logical_devices
 
 
 @pytest.fixture

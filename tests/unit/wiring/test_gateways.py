@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.controller.load import Arrived, Load, ModelLoad, ReplicaLoad
-from appliance.store import canaries, job_records, jobs, models
+from appliance.controller.bus.load import Arrived, Load, ModelLoad, ReplicaLoad
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.records import canaries
 from appliance.store.rows import CanaryRow, CheckpointRow, JobRow, VersionRow
-from appliance.wiring.gateways import BusRouting
-from scheduler.failures import Trouble
+from appliance.wiring.routing_table import BusRouting
+from scheduler.core.failures import Trouble
 
 SOCKET = "/run/r1.sock"
 

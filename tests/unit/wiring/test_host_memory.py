@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from appliance.store import audit, jobs
+from appliance.store.objects import jobs
+from appliance.store.records import audit
 from appliance.wiring.host_memory import STARTING_FOR_S, WANTED_FOR_S, HostMemory, Means, both
 from appliance.wiring.host_reading import read_memory
-from scheduler.memory_policy import MemoryReading
-from scheduler.workload import DeploymentView
+from scheduler.core.workload import DeploymentView
+from scheduler.loop.memory_policy import MemoryReading
 from tests.unit.weights.conftest import write
 
 GB = 10**9
@@ -188,7 +189,7 @@ async def test_versions_that_nobody_reads_go_before_anybody_has_to_wait(host, wo
     store.unpin(stored)
     made = host._stored()[1]
     assert made > 0
-    host_least = "scheduler.memory_policy.LEAST_BYTES"
+    host_least = "scheduler.loop.memory_policy.LEAST_BYTES"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(host_least, 1)
         done = await looks(host, world, GB // 2, 2)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.controller.capacity import BoxFacts
-from appliance.store import jobs
-from appliance.wiring.job_room import JobRoom
+from appliance.controller.models.capacity import BoxFacts
+from appliance.store.objects import jobs
+from appliance.wiring.job_admission import JobRoom
 from appliance.wiring.state_store import SqliteStateStore
-from scheduler.queue import allot
-from scheduler.workload import Demand
-from serve.config import EngineConfig
-from train.auto import DatasetStats, ModelStats, resolve
-from weights.layout import Layout, TensorSpec
-from weights.store import WeightStore
+from scheduler.core.workload import Demand
+from scheduler.plan.queue import allot
+from serve.core.config import EngineConfig
+from train.plan.auto import DatasetStats, ModelStats, resolve
+from weights.format.layout import Layout, TensorSpec
+from weights.memory.store import WeightStore
 
 MB = 10**6
 RESOLVED = resolve({"full": True}, DatasetStats(100, 9000, 100), ModelStats(1_000_000, 2048), 8)

@@ -6,15 +6,15 @@ import shutil
 
 import pytest
 
-from appliance.store import job_records, jobs, models
+from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import VersionRow
 from appliance.wiring.job_runs import JobRuns
 from tests.unit.weights.conftest import check, write
 from tests.unit.wiring.test_tier_flow import damage
-from train.event_log import EventLog, read_events
-from weights.layout import Layout, TensorSpec
-from weights.lease import StoredVersion
-from weights.record import Name
+from train.run.event_log import EventLog, read_events
+from weights.format.layout import Layout, TensorSpec
+from weights.memory.lease import StoredVersion
+from weights.tiers.record import Name
 
 
 @pytest.fixture

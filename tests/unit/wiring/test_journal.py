@@ -8,7 +8,7 @@ import pytest
 
 from appliance.store.database import Database
 from appliance.wiring.journal import SqliteJournal, measured_swap
-from scheduler.journal import HandoverRecord, StepRecord
+from scheduler.handover.journal import HandoverRecord, StepRecord
 
 RECORD = HandoverRecord(
     3, "mode train", "running", 10.0,

@@ -4,9 +4,9 @@ from pathlib import Path
 
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
-from appliance.wiring.places import device_environment, place_of
-from scheduler.discovery import logical_devices
-from scheduler.inventory import Device
+from appliance.wiring.node_config import device_environment, place_of
+from scheduler.core.inventory import Device
+from scheduler.devices.discovery import logical_devices
 
 
 def test_compiled_kernels_are_kept_in_the_boxs_own_folder(tmp_path):

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 from types import SimpleNamespace
 
-from appliance.controller import cordons
-from appliance.controller.mode import write_mode
-from appliance.controller.ports import Mode
-from appliance.store import deployments, handovers
-from appliance.wiring.asked import Asked
+from appliance.controller.devices import cordons
+from appliance.controller.devices.mode import write_mode
+from appliance.controller.interfaces.ports import Mode
+from appliance.store.records import deployments, handovers
+from appliance.wiring.handover_trigger import Asked
 from appliance.wiring.journal import SqliteJournal
 from appliance.wiring.scheduler_port import LoopPort
 from appliance.wiring.state_store import SqliteStateStore
-from scheduler.config import SchedulerConfig
-from scheduler.loop import SchedulerLoop
-from scheduler.ports import SystemClock
-from scheduler.workload import Demand, Policy
-from serve.config import EngineConfig
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import Demand, Policy
+from scheduler.handover.ports import SystemClock
+from scheduler.loop.loop import SchedulerLoop
+from serve.core.config import EngineConfig
 from tests.unit.scheduler.fakes import FakeEffects, World, box_of
 
 

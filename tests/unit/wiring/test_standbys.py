@@ -6,15 +6,15 @@ import random
 
 import pytest
 
-from appliance.controller.arrivals import Arrivals
-from appliance.controller.load import Load, Report, parse_report, total
-from appliance.store import deployments
-from appliance.wiring.gateways import BusRouting
-from appliance.wiring.standbys import LOOK_S, Standbys
+from appliance.controller.bus.arrivals import Arrivals
+from appliance.controller.bus.load import Load, Report, parse_report, total
+from appliance.store.records import deployments
+from appliance.wiring.demand_learning import LOOK_S, Standbys
+from appliance.wiring.routing_table import BusRouting
 from appliance.wiring.state_store import SqliteStateStore
-from scheduler.config import SchedulerConfig
-from scheduler.workload import DeploymentView
-from serve.config import EngineConfig
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import DeploymentView
+from serve.core.config import EngineConfig
 
 RATE = 1000.0
 PROMPT_TOKENS = 50  # 0.05 replica-seconds
@@ -119,7 +119,8 @@ def test_each_request_is_learned_once_however_many_report_and_ask(box, monkeypat
     box.seen()  # as the controller does before any gateway has come
     fed = []
     monkeypatch.setattr(
-        "scheduler.standby.StandbyLearner.seen", lambda self, now_s, work_s, requests, asked: fed.append(requests)
+        "scheduler.autoscale.standby.StandbyLearner.seen",
+        lambda self, now_s, work_s, requests, asked: fed.append(requests),
     )
     box.arrive("g-0", 3)
     box.arrive("g-1", 4)

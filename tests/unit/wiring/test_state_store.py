@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.controller.mode import write_mode
-from appliance.controller.ports import Mode
-from appliance.store import box, canaries, deployments, job_records, jobs, models, windows
+from appliance.controller.devices.mode import write_mode
+from appliance.controller.interfaces.ports import Mode
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.records import box, canaries, deployments, windows
 from appliance.store.rows import CanaryRow, CheckpointRow, VersionRow, WindowRow
 from appliance.wiring.state_store import CORDONED, SqliteStateStore
-from scheduler.failures import Trouble
-from scheduler.tidal import Window
-from scheduler.workload import Demand, Policy
-from serve.config import EngineConfig
+from scheduler.core.failures import Trouble
+from scheduler.core.workload import Demand, Policy
+from scheduler.loop.mode_schedule import Window
+from serve.core.config import EngineConfig
 
 PUBLISHED = {"event": "published", "version": "step-5", "step": 5, "path": "/p", "bytes": 9, "seconds": 0.1, "epoch": 1}
 

@@ -6,16 +6,16 @@ import asyncio
 
 import pytest
 
-from appliance.controller.errors import OperationFailed
-from appliance.controller.models import place
-from appliance.controller.ports import VersionPlace
-from appliance.store import models
+from appliance.controller.interfaces.errors import OperationFailed
+from appliance.controller.interfaces.ports import VersionPlace
+from appliance.controller.openai.model_routes import place
+from appliance.store.objects import models
 from appliance.wiring import model_work
 from appliance.wiring.model_work import LibraryOps
 from tests.unit.weights.conftest import check, write
 from tests.unit.wiring.test_tier_flow import damage, snapshot
-from weights.lease import take_lease
-from weights.record import Name
+from weights.memory.lease import take_lease
+from weights.tiers.record import Name
 
 
 @pytest.fixture

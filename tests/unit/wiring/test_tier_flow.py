@@ -9,18 +9,19 @@ import sqlite3
 
 import pytest
 
-from appliance.store import jobs, models, tier_removals
+from appliance.store.objects import jobs, models
+from appliance.store.records import tier_removals
 from appliance.store.rows import VersionRow
-from appliance.wiring.tier_flow import TierFlow
-from appliance.wiring.tiers import Level, Tiers
-from appliance.wiring.versions import VersionShelf
-from runtime import keeping
+from appliance.tiers.flow import TierFlow
+from appliance.tiers.tiers import Level, Tiers
+from appliance.wiring.version_provider import VersionShelf
+from runtime import background_tasks
 from tests.unit.weights.conftest import check, write
-from weights.config import KeepRules
-from weights.errors import ManifestInvalid, StoreFull, TierUnavailable
-from weights.layout import Layout, TensorSpec
-from weights.record import Name
-from weights.store import WeightStore
+from weights.format.config import KeepRules
+from weights.format.errors import ManifestInvalid, StoreFull, TierUnavailable
+from weights.format.layout import Layout, TensorSpec
+from weights.memory.store import WeightStore
+from weights.tiers.record import Name
 
 V1 = Name("version", "starter", "v1")
 
@@ -340,8 +341,8 @@ def test_an_unreachable_tier_is_named_when_nothing_else_has_the_bytes(publish, m
 
 async def test_a_tier_that_stumbles_holds_up_neither_itself_nor_another(db, tiers, monkeypatch):
     """An error that was none of the expected ones ended the flow, and the controller with it."""
-    monkeypatch.setattr(keeping, "FIRST_PAUSE_S", 0.01)
-    keepers = keeping.Keepers()
+    monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.01)
+    keepers = background_tasks.Keepers()
     flow = TierFlow(db, tiers, owner="box", keepers=keepers)
     passes, both = [], asyncio.Event()
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 
 from appliance.config import BoxConfig
-from appliance.store import models
+from appliance.store.objects import models
 from appliance.store.rows import ModelRow, VersionRow
-from appliance.wiring.versions import VersionShelf
+from appliance.wiring.version_provider import VersionShelf
 from tests.unit.weights.conftest import check, write
-from weights.lease import take_lease
-from weights.record import Name
-from weights.store import WeightStore
+from weights.memory.lease import take_lease
+from weights.memory.store import WeightStore
+from weights.tiers.record import Name
 
 GB = 10**9
 

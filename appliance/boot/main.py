@@ -1,0 +1,355 @@
+"""The box's main process: boot, watch, end in order.
+
+    python -m appliance.boot.main up --config-json JSON
+
+Story: lock the data directory, clear what a killed run left, start Ray, the controller and the gateway, print the
+endpoint, and keep all three running until told to stop. Ending goes the other way: the gateway finishes its
+requests, the controller suspends jobs and writes what only memory holds to disk, Ray ends, shared memory is given back.
+Every process below has asked the kernel to be killed with this one, so `kill -9` of it leaves nothing behind but the
+versions and snapshots in shared memory, which the next `up` finds again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import secrets
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import httpx
+
+from appliance.boot import endpoint, ray_head
+from appliance.boot.box_state import BoxState
+from appliance.boot.clock_watch import EVERY_S as CLOCK_EVERY_S
+from appliance.boot.clock_watch import ClockWatch
+from appliance.boot.liveness import Pulse
+from appliance.boot.log_rotation import keep_logs_short
+from appliance.boot.supervised_process import BOX_VARIABLE, Supervised, kill_leftovers
+from appliance.config import BoxConfig, load_resolved
+from appliance.nodes.certificate_authority import Authority, Unfit
+from appliance.nodes.enrolment import EnrolmentServer, Tokens, port_of
+from appliance.paths import BoxPaths, UnsafeFolder, write_secret
+from runtime.background_tasks import Keepers
+from runtime.logs import configure_logging
+from runtime.processes.kernel import die_with_parent, tail
+from scheduler.devices.discovery import HEAD_NODE, discover_devices
+from serve.core import segments
+
+log = logging.getLogger("appliance.boot.main")
+
+TROUBLES_EVERY_S = 2.0
+GATEWAY_GRACE_S, CONTROLLER_END_S, RAY_END_S = 5.0, 120.0, 20.0
+
+
+class BoxError(RuntimeError):
+    """The box could not start; the message says why and what to do."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="appliance.boot.main", description=__doc__)
+    parser.add_argument("command", choices=["up"])
+    parser.add_argument("--config-json", required=True, help="the resolved configuration, JSON")
+    options = parser.parse_args(argv)
+    config = load_resolved(options.config_json)
+    paths = BoxPaths.of(Path(config.box.data_dir))
+    # Whatever this process and those below it create is the owner's alone, logs and locks too; some libraries make
+    # their files open to all.
+    os.umask(0o077)
+    configure_logging("main")
+    state = BoxState(paths.state_file)
+    try:
+        paths.create()
+    except UnsafeFolder as error:
+        state.update(state="failed", message=str(error))
+        log.error("the box did not start: %s", error)
+        return 1
+    with open(paths.lock_file, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.error("a box already runs on %s; `appliance down` stops it", paths.data_dir)
+            return 5
+        try:
+            return asyncio.run(_run(config, paths, state))
+        except (BoxError, ray_head.RayStartError, Unfit) as error:
+            state.update(state="failed", message=str(error))
+            log.error("the box did not start: %s", error)
+            return 1
+
+
+async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, lambda: _ask_to_stop(stop, state))
+
+    state.begin(pid=os.getpid(), url=local_url(config), controller_socket=str(paths.controller_socket))
+    box = Box(config, paths, state, stop.set)
+    fault = ""
+    try:
+        rotating = asyncio.create_task(keep_logs_short(paths.logs, config.observability), name="rotation of logs")
+        starting = asyncio.create_task(box.start())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait([starting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            await stopping
+        else:
+            starting.cancel()
+            await asyncio.gather(starting, return_exceptions=True)
+    finally:
+        fault = await box.end()
+        if box.hopeless:
+            fault = f"the box ended because {box.hopeless}{f'; {fault}' if fault else ''}"
+            log.error("%s; what supervises it is to start it anew", fault)
+        rotating.cancel()
+        state.end(fault)
+    return 1 if fault else 0
+
+
+def _ask_to_stop(stop: asyncio.Event, state: BoxState) -> None:
+    if stop.is_set():
+        # Asked twice: the person does not want to wait. The kernel ends everything below with this process.
+        state.update(state="killed", message="killed by a second signal; `appliance up` continues from here")
+        os.kill(os.getpid(), signal.SIGKILL)
+    stop.set()
+
+
+def local_url(config: BoxConfig) -> str:
+    """The endpoint as this machine reaches it."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(config.box.host, config.box.host)
+    scheme = "https" if config.gateway.tls_cert_path else "http"
+    return f"{scheme}://{host}:{config.box.port}"
+
+
+class Box:
+    """Ray, the controller and the gateway of one box, each a supervised process. `stop` is called when one of them
+    cannot be kept running; `hopeless` then says why."""
+
+    def __init__(self, config: BoxConfig, paths: BoxPaths, state: BoxState, stop: Callable[[], None] = lambda: None):
+        self._config, self._paths, self._state, self._stop = config, paths, state, stop
+        self._boot = secrets.token_hex(8)
+        self._enrolment, certificate = None, None
+        if config.box.node_address is not None:
+            authority = Authority(paths.certificates)
+            certificate = authority.prepare(HEAD_NODE, config.box.node_address).files
+            self._enrolment = EnrolmentServer(authority, Tokens(paths.join_tokens), paths.ray_token.read_bytes())
+        self._environment = {
+            **os.environ, **ray_head.environment(paths, config.box.start_timeout_s, certificate),
+            BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1",
+        }  # fmt: skip
+        self._keepers = Keepers()
+        self._clock = ClockWatch()
+        self.hopeless = ""
+        self._ray_address = ""
+        self._ray = Supervised("ray", self._start_ray, self._on_ray_change, self._give_up)
+        self._controller = Supervised("controller", self._start_controller, self._say, self._give_up)
+        self._gateway = Supervised("gateway", self._start_gateway, self._say, self._give_up)
+
+    async def start(self) -> None:
+        """Returns when the endpoint answers. Raises BoxError or RayStartError."""
+        left = kill_leftovers(self._paths.box_id)
+        segments.remove_below(self._paths.replica_sockets)
+        shutil.rmtree(self._paths.worlds, ignore_errors=True)
+        if left:
+            self._say(f"ended {len(left)} processes that an earlier run left behind")
+        # Before anything is started: what the box is for cannot be had, and whoever has the port might answer for us.
+        if reason := endpoint.why_not(self._config.box.host, self._config.box.port):
+            raise BoxError(reason)
+        self._paths.renew_gateway_token()
+        self._say("starting Ray")
+        await self._ray.begin()
+        await self._let_nodes_enrol()
+        self._say("starting the controller")
+        await self._controller.begin()
+        await self._wait_for(self._controller, "http://box", "/admin/v1/mode", str(self._paths.controller_socket))
+        try:
+            has_first_key = await self._first_key()
+        except OSError as error:
+            raise BoxError(f"the first key cannot be written to {self._paths.first_key}: {error.strerror}") from error
+        except httpx.HTTPError as error:
+            path = self._paths.logs / "controller.log"
+            raise BoxError(f"the controller broke off ({error!r}); {path} ends with:\n{tail(path)}") from error
+        self._say("starting the gateway")
+        await self._gateway.begin()
+        await self._wait_for(self._gateway, local_url(self._config), "/health", boot=self._boot)
+        self._state.update(state="ready", message="ready")
+        self._announce(has_first_key)
+        self._keepers.keep("pulse of the controller", self._pulse_of_controller().watch)
+        self._keepers.keep("pulse of the gateway", self._pulse_of_gateway().watch)
+        self._keepers.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
+        self._keepers.keep_every("watch of the clock", self._look_at_clock, CLOCK_EVERY_S)
+
+    async def _let_nodes_enrol(self) -> None:
+        if self._enrolment is None:
+            return
+        address, port = self._config.box.node_address, port_of(self._config.box.node_port)
+        try:
+            await self._enrolment.start(address, port)
+        except OSError as error:
+            raise BoxError(
+                f"nodes are enrolled at {address}:{port}, the port after node_port, and it cannot be opened ({error}); "
+                "free it, or set another node_port"
+            ) from error
+
+    async def end(self) -> str:
+        """Stop everything in order and give shared memory back; what went wrong with that, "" if nothing."""
+        await self._keepers.stop()
+        self._state.update(state="stopping", message="finishing requests")
+        if self._enrolment is not None:
+            await self._enrolment.stop()
+        well = await self._gateway.end(self._config.gateway.shutdown_s + GATEWAY_GRACE_S)
+        self._state.update(state="stopping", message="suspending jobs and saving what only memory holds")
+        saved = await self._controller.end(CONTROLLER_END_S)
+        self._state.update(state="stopping", message="stopping Ray")
+        await self._ray.end(RAY_END_S)
+        kill_leftovers(self._paths.box_id)
+        segments.remove_below(self._paths.replica_sockets)
+        ray_head.remove_files(self._paths)
+        if saved:
+            shutil.rmtree(self._paths.shm_root, ignore_errors=True)
+            return "" if well else "something had to be forced; see the logs"
+        shutil.rmtree(self._paths.run, ignore_errors=True)
+        fault = (
+            f"not all that only shared memory holds was saved ({self._paths.logs / 'controller.log'} says why): "
+            f"{self._paths.shm_root} is kept for the next `appliance up`, and would be lost in a reboot"
+        )
+        log.error(fault)
+        return fault
+
+    async def _start_ray(self) -> asyncio.subprocess.Process:
+        devices = discover_devices(self._config.box.devices)
+        process, self._ray_address = await ray_head.start(
+            self._paths,
+            [device.id for device in devices],
+            self._paths.logs / "ray.log",
+            self._environment,
+            self._config.box.start_timeout_s,
+            self._config.box.node_address,
+            self._config.box.node_port,
+        )
+        return process
+
+    async def _start_controller(self) -> asyncio.subprocess.Process:
+        return await self._python("controller", "-m", "appliance.controller.main",
+                                  "--config-json", self._config.model_dump_json(),
+                                  "--ray-address", self._ray_address)  # fmt: skip
+
+    async def _start_gateway(self) -> asyncio.subprocess.Process:
+        gateway = self._config.gateway.model_dump() | {
+            "host": self._config.box.host,
+            "port": self._config.box.port,
+            "boot": self._boot,
+            "controller_socket": str(self._paths.gateway_socket),
+            "token_path": str(self._paths.gateway_token),
+            "bus_socket": str(self._paths.bus_socket),
+            "log_path": str(self._paths.logs / "access.log"),
+            "otlp_endpoint": self._config.observability.otlp_endpoint,
+            "stores_responses": self._config.controller.responses_kept_days > 0,
+        }
+        return await self._python("gateway", "-m", "appliance.gateway.main", "--config-json", json.dumps(gateway))
+
+    async def _python(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
+        with open(self._paths.logs / f"{name}.log", "ab") as output:
+            return await asyncio.create_subprocess_exec(
+                sys.executable, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
+                env=self._environment, start_new_session=True, preexec_fn=die_with_parent,
+            )  # fmt: skip
+
+    def _pulse_of_controller(self) -> Pulse:
+        return Pulse(self._controller, "http://box", "/admin/v1/mode", str(self._paths.controller_socket), self._say)
+
+    def _pulse_of_gateway(self) -> Pulse:
+        return Pulse(self._gateway, local_url(self._config), "/health", None, self._say)
+
+    async def _look_at_clock(self) -> None:
+        if back_s := self._clock.set_back_s():
+            why = f"the clock was set back by {back_s:.0f} s"
+            self._say(f"{why}: the controller starts anew, or it would wait for that")
+            self._controller.restart()
+
+    async def _tell_troubles(self) -> None:
+        kept = [process.trouble for process in (self._ray, self._controller, self._gateway)]
+        self._state.troubles([*self._keepers.degraded(), *(trouble for trouble in kept if trouble is not None)])
+
+    def _give_up(self, why: str) -> None:
+        self.hopeless = self.hopeless or why
+        self._stop()
+
+    def _on_ray_change(self, message: str) -> None:
+        # The actors died with Ray; the controller starts again from the database, as after any crash.
+        self._say(message)
+        self._controller.restart()
+
+    async def _wait_for(
+        self, process: Supervised, base_url: str, path: str, socket_path: str | None = None, *, boot: str | None = None
+    ) -> None:
+        """Until it answers there with 200, and with `boot` as its own: another program may have the port."""
+        timeout_s = self._config.box.start_timeout_s
+        # Not verified: it is our own process we look for, and its certificate names the box, not loopback.
+        transport = httpx.AsyncHTTPTransport(uds=socket_path, verify=False)
+        async with httpx.AsyncClient(transport=transport, base_url=base_url) as client:
+            deadline = time.monotonic() + timeout_s
+            while True:
+                try:
+                    answer = await client.get(path, timeout=5)
+                    if answer.status_code == 200 and (boot is None or endpoint.is_ours(answer.content, boot)):
+                        return
+                except httpx.HTTPError:
+                    pass  # not listening yet, or somebody who does not speak HTTP
+                late = time.monotonic() > deadline
+                if late or process.restarts >= 3:
+                    log_path = self._paths.logs / f"{process.name}.log"
+                    what = (
+                        f"did not come up within {timeout_s:.0f} s ([box] start_timeout_s; a slow machine needs more)"
+                        if late
+                        else "ended three times while it started"
+                    )
+                    if not late and boot is not None:  # nothing of ours holds the port
+                        reason = endpoint.why_not(self._config.box.host, self._config.box.port)
+                        what += f" ({reason})" if reason else ""
+                    raise BoxError(f"the {process.name} {what}; {log_path} ends with:\n{tail(log_path)}")
+                await asyncio.sleep(0.05)
+
+    async def _first_key(self) -> bool:
+        """The first key of a box that has none, into its file; whether there was none. Raises OSError.
+
+        It goes nowhere else: what this process prints may end in a journal.
+        """
+        transport = httpx.AsyncHTTPTransport(uds=str(self._paths.controller_socket))
+        async with httpx.AsyncClient(transport=transport, base_url="http://box", timeout=30) as client:
+            keys = (await client.get("/admin/v1/keys")).raise_for_status().json()["data"]
+            if keys:
+                return False
+            path = self._paths.first_key
+            path.unlink(missing_ok=True)  # of a box that was here before
+            write_secret(path, "")  # a disk that has no room for it says so before there is a key that nobody knows
+            made = await client.post(
+                "/admin/v1/keys", json={"name": "first", "scopes": ["inference", "fine_tuning", "admin"]}
+            )
+            key = made.raise_for_status().json()["key"]
+            path.unlink()
+            write_secret(path, key + "\n")
+            return True
+
+    def _announce(self, has_first_key: bool) -> None:
+        file = str(self._paths.first_key) if has_first_key else None
+        ready = {"state": "ready", "url": f"{local_url(self._config)}/v1", "first_key_file": file}
+        print(json.dumps(ready), flush=True)
+
+    def _say(self, message: str) -> None:
+        self._state.update(message=message)
+        log.info(message)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""A further node of a box: Ray joined to the box's head, this node's devices and memory announced, until told to stop.
+
+    python -m appliance.boot.node --config-json JSON --head HOST:PORT --name NAME [--token-path FILE]
+
+`--token-path`: a one-time token of the box, or its `ray.token`; not needed where this node has its certificate already.
+
+Nothing decides here: the controller at home starts engines through Ray's actors on this node. When this process ends,
+however, everything below it ends with it, and the box goes on with the devices it has left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from appliance.boot import ray_head
+from appliance.boot.log_rotation import keep_logs_short
+from appliance.boot.supervised_process import BOX_VARIABLE, kill_leftovers
+from appliance.config import BoxConfig, load_resolved
+from appliance.nodes.certificate_authority import Credentials, Unfit
+from appliance.nodes.enrolment import NotEnrolled, enrol, port_of
+from appliance.paths import BoxPaths, UnsafeFolder
+from appliance.wiring.node_config import place_of
+from runtime.logs import configure_logging
+from runtime.processes.kernel import kill_group
+from runtime.relay import NodeCertificate
+from scheduler.core.errors import NodeNameTaken
+from scheduler.devices.discovery import discover_devices
+from serve.core import segments
+
+log = logging.getLogger("appliance.boot.node")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="appliance.boot.node", description=__doc__)
+    parser.add_argument("--config-json", required=True)
+    parser.add_argument("--head", required=True)
+    parser.add_argument("--token-path", type=Path)
+    parser.add_argument("--name", required=True)
+    options = parser.parse_args(argv)
+    config = load_resolved(options.config_json)
+    paths = BoxPaths.of(Path(config.box.data_dir))
+    # Whatever this process and those below it create is the owner's alone, logs and locks too; some libraries make
+    # their files open to all.
+    os.umask(0o077)
+    configure_logging("node", node=options.name)
+    try:
+        paths.create()
+    except UnsafeFolder as error:
+        log.error("this node did not join: %s", error)
+        return 1
+    os.chdir(paths.data_dir)  # what is started from here looks for modules in the working directory first
+    with open(paths.lock_file, "a") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            log.error("a box or node already runs on %s; give this one another --data-dir", paths.data_dir)
+            return 5
+        try:
+            certificate = _enrolled(paths, options.head, options.token_path, options.name, config.box.node_address)
+            return asyncio.run(_run(config, paths, options.head, options.name, certificate))
+        except (ray_head.RayStartError, NodeNameTaken, NotEnrolled, Unfit) as error:
+            log.error("this node did not join: %s", error)
+            shutil.rmtree(paths.shm_root, ignore_errors=True)
+            return 1
+
+
+def _enrolled(paths: BoxPaths, head: str, token_path: Path | None, name: str, address: str) -> NodeCertificate:
+    """This node's certificate: the one that it has, or what the box gives for the token. Raises NotEnrolled, Unfit."""
+    credentials = Credentials(paths.certificates)
+    if token_path is None:
+        why = credentials.fit(name, address)
+        if why:
+            raise NotEnrolled(f"{why}; `appliance node token` on the box prints a token for --token")
+        return credentials.files
+    host, _, port = head.rpartition(":")
+    token = token_path.read_text().strip()
+    ray_token = asyncio.run(enrol(credentials, (host.strip("[]"), port_of(int(port))), token, name, address))
+    with os.fdopen(os.open(paths.ray_token, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(ray_token)
+    return credentials.files
+
+
+async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certificate: NodeCertificate) -> int:
+    stop, hurry = asyncio.Event(), asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, lambda: (hurry if stop.is_set() else stop).set())
+    kill_leftovers(paths.box_id)
+    segments.remove_below(paths.replica_sockets)
+    shutil.rmtree(paths.worlds, ignore_errors=True)
+    shutil.rmtree(paths.away_jobs, ignore_errors=True)
+    devices = discover_devices(config.box.devices, name)
+    timeout_s = config.box.start_timeout_s
+    environment = {
+        **os.environ, **ray_head.environment(paths, timeout_s, certificate), BOX_VARIABLE: paths.box_id,
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    os.environ.update(environment)
+    # Ray reads how it is to authenticate when it is imported: imported above, it would not show the token.
+    from scheduler.ray.nodes import announced_from, emptied
+
+    place = place_of(config, paths, devices)
+    ray = await ray_head.join(
+        paths, head, place.address, [device.id for device in devices], paths.logs / "ray.log", environment, timeout_s
+    )
+    rotating = asyncio.create_task(keep_logs_short(paths.logs, config.observability), name="rotation of logs")
+    try:
+        await announced_from(place, head)
+        print(f"{name} joined the box at {head} with {len(devices)} devices; Ctrl-C takes it out again", flush=True)
+        ended = asyncio.create_task(ray.wait())
+        stopping = asyncio.create_task(stop.wait())
+        await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            return 1
+        print("leaving: the box moves what runs here elsewhere first; Ctrl-C again ends it at once", flush=True)
+        leaving, hurrying = asyncio.create_task(emptied(place, head)), asyncio.create_task(hurry.wait())
+        await asyncio.wait(
+            {leaving, hurrying, ended}, timeout=config.scheduler.drain_timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not leaving.done():
+            log.warning("what still runs here is ended with this node")
+            leaving.cancel()
+        return 0
+    finally:
+        rotating.cancel()
+        if ray.returncode is None:
+            ray.terminate()
+            await ray.wait()
+        kill_group(ray.pid)
+        kill_leftovers(paths.box_id)
+        segments.remove_below(paths.replica_sockets)
+        ray_head.remove_files(paths)
+        for folder in (paths.shm_root, paths.away_jobs):
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,300 @@
+"""`appliance up`, `down` and `status`."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import formats, output
+from appliance.cli.box.gpu import health, holder
+from appliance.cli.command import DATA_DIR, EVERY, OUTPUT, WATCH, Session, examples, for_box, group
+from appliance.cli.errors import BadUsage, CommandFailed
+from appliance.cli.jobs.job import jobs_table
+from appliance.cli.locate import BoxFile
+from appliance.cli.mode.history import handover_steps
+
+_STOP_S = 300.0
+
+
+app = group("The box itself.")
+
+
+@app.command(
+    epilog=examples(
+        "appliance up                              in the foreground; Ctrl-C stops it in order",
+        "appliance up --detach                     in the background; returns when it answers",
+        "appliance up --data-dir /srv/box --port 9000 --devices 4",
+        "appliance up --config box.toml            see docs/operations.md for every key",
+        "",
+        "After a crash, the same command brings back jobs, models, keys and mode and continues the work.",
+    )
+)
+def up(
+    detach: Annotated[bool, typer.Option("--detach", "-d", help="Leave it running in the background.")] = False,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            envvar="APPLIANCE_CONFIG",
+            exists=True,
+            dir_okay=False,
+            readable=True,
+            help="Default: appliance.toml in the data directory, if there is one.",
+        ),
+    ] = None,
+    data_dir: DATA_DIR = None,
+    host: Annotated[
+        str | None, typer.Option("--host", help="Default: 127.0.0.1. Wider ones open once a key exists.")
+    ] = None,
+    port: Annotated[int | None, typer.Option("--port", min=1, max=65535, help="Default: 8000.")] = None,
+    devices: Annotated[
+        str | None,
+        typer.Option(
+            "--devices", metavar="auto|N", help="auto: every GPU, else 8 CPU devices; N: so many CPU devices."
+        ),
+    ] = None,
+    output_format: OUTPUT = "table",
+) -> None:
+    """Start the box on this machine.
+
+    Starts Ray, the scheduler and the gateway; shows the endpoint and, once, a first API key. Without a terminal it
+    names the file that has the key (`first-key` in the data directory, yours alone).
+    """
+    # Fenced: pydantic and the configuration would double the time of `--help`.
+    from appliance.cli.box.up import MainProcess
+    from appliance.config import ConfigError, load_config
+
+    asked = {"data_dir": data_dir, "host": host, "port": port, "devices": _devices(devices)}
+    try:
+        resolved = load_config(config, asked)
+    except ConfigError as error:
+        raise BadUsage(str(error)) from error
+    folder = Path(resolved.box.data_dir)
+    process = MainProcess(resolved.model_dump_json(), folder, detach=detach)
+    asked_to_stop = [] if detach else _forward_signals(process)
+    try:
+        with output.progress("starting the box") if detach else output.quiet() as meter:
+            announced = process.wait_until_ready(meter.update)
+    except KeyboardInterrupt:
+        process.stop()
+        process.wait()
+        raise
+    except CommandFailed as error:
+        if asked_to_stop:
+            raise typer.Exit(130) from error
+        raise
+    file = announced.get("first_key_file")
+    answer = {"url": announced["url"], "data_dir": str(folder), "first_key": _first_key(file), "first_key_file": file}
+    if output_format == "json":
+        output.print_json(answer)
+    else:
+        output.draw(_ready(answer, detach))
+    if not detach:
+        _stay(process)
+
+
+@app.command(
+    epilog=examples(
+        "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6 --token join-AbC...",
+        "appliance join 10.0.0.5:6380 --name n1 --address 10.0.0.6        again, with the certificate it has",
+        "",
+        "On the box: set node_address in [box], start it with `appliance up`, and call `appliance node token`.",
+        "All that nodes say to each other is encrypted, and each shows the certificate that it got for its token.",
+        "Ctrl-C: the box moves what runs here elsewhere, then this machine leaves; a second one ends it at once.",
+    )
+)
+def join(
+    head: Annotated[str, typer.Argument(metavar="HOST:PORT", help="node_address:node_port of the box.")],
+    name: Annotated[str, typer.Option("--name", help="Its devices are then called NAME/0, NAME/1, ...")],
+    address: Annotated[str, typer.Option("--address", help="This machine's own on the network of the nodes.")],
+    token: Annotated[
+        str | None,
+        typer.Option("--token", envvar="APPLIANCE_JOIN_TOKEN", help="What `appliance node token` on the box printed."),
+    ] = None,
+    token_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--token-file", exists=True, dir_okay=False, readable=True,
+            help="A file with it, or a copy of <data dir>/ray.token of the box.",
+        ),
+    ] = None,
+    data_dir: DATA_DIR = None,
+    devices: Annotated[str | None, typer.Option("--devices", metavar="auto|N")] = None,
+) -> None:
+    """Give this machine's devices to a box that runs on another machine; in the foreground until Ctrl-C."""
+    from appliance.config import ConfigError, load_config
+
+    if not re.fullmatch(r"[a-z][a-z0-9-]{0,30}", name) or name == "n0":
+        raise BadUsage(f"--name is {name!r}; expected small letters, digits and dashes, and not n0, the box itself")
+    if not re.fullmatch(r".+:[0-9]{1,5}", head):
+        raise BadUsage(f"the box's address is {head!r}; expected HOST:PORT, its node_address and node_port")
+    try:
+        asked = {"data_dir": data_dir, "devices": _devices(devices), "node_address": address}
+        resolved = load_config(None, asked)
+    except ConfigError as error:
+        raise BadUsage(str(error)) from error
+    if token is not None and token_file is not None:
+        raise BadUsage("--token and --token-file say the same thing; give one of them")
+    if token is not None:
+        # Not as an argument: every user of this machine could read it there.
+        token_file = _kept(Path(resolved.box.data_dir), token)
+    # -P: a folder here that is called `train` or `serve` must not hide ours.
+    os.execv(sys.executable, [
+        sys.executable, "-P", "-m", "appliance.boot.node", "--config-json", resolved.model_dump_json(), "--head", head,
+        "--name", name, *(() if token_file is None else ("--token-path", str(token_file.resolve()))),
+    ])  # fmt: skip
+
+
+def _kept(data_dir: Path, token: str) -> Path:
+    data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = data_dir / "join.token"
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(token)
+    return path
+
+
+@app.command(epilog=examples("appliance down", "appliance down --data-dir /srv/box"))
+def down(
+    data_dir: DATA_DIR = None,
+    timeout: Annotated[
+        float, typer.Option("--timeout", metavar="SECONDS", min=0, help="Then exit code 124.")
+    ] = _STOP_S,
+    force: Annotated[
+        bool, typer.Option("--force", help="Kill it; the next `up` continues from what was saved.")
+    ] = False,
+) -> None:
+    """Stop the box on this machine.
+
+    Requests finish, jobs are suspended, and what only memory holds is saved. Without a box it does nothing.
+    """
+    from appliance.cli.box.up import stop_box
+
+    box = BoxFile.read(data_dir)
+    with output.progress("stopping the box") as meter:
+        ran = stop_box(box, timeout_s=timeout, kill=force, on_message=meter.update)
+    if not ran:
+        print(f"no box runs on {box.data_dir}")
+        return
+    left = BoxFile.read(box.data_dir)
+    print(f"the box on {box.data_dir} {'was killed' if force else 'has stopped'}")
+    if not force and left.message:
+        output.say(f"note: {left.message}")
+
+
+@app.command(epilog=examples("appliance status", "appliance status --watch", "appliance status -o json"))
+@for_box
+def status(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
+    """The box at a glance.
+
+    Mode, devices, replicas, jobs, memory, and the hand-over that is going on.
+    """
+    session.follow(lambda: session.client.get("/admin/v1/status"), _status, watch, every)
+
+
+def _devices(text: str | None) -> str | int | None:
+    if text is None or text == "auto":
+        return text
+    if not (text.isascii() and text.isdigit()):
+        raise BadUsage(f"--devices is {text!r}; expected auto or a number of logical CPU devices")
+    return int(text)
+
+
+def _forward_signals(process: Any) -> list[int]:
+    """Every signal that would end us ends the box instead, in order; a second one kills it. Returns a list of those
+    that came."""
+    came: list[int] = []
+
+    def forward(number: int, _frame: Any) -> None:
+        came.append(number)
+        process.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, forward)
+    return came
+
+
+def _stay(process: Any) -> None:
+    """Until the box ends."""
+    code = process.wait()
+    if code != 0:
+        how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
+        raise CommandFailed(f"the box {how}; `appliance up` continues its work")
+
+
+def _first_key(file: str | None) -> str | None:
+    """Shown to a person at a terminal; anything else that reads what we print may be a journal, which keeps it."""
+    if file is None or not sys.stdout.isatty():
+        return None
+    try:
+        return Path(file).read_text().strip()
+    except OSError:
+        return None  # its file is named in any case
+
+
+def _ready(answer: dict[str, Any], detached: bool) -> Any:
+    shown = [("endpoint", answer["url"]), ("data", answer["data_dir"])]
+    if answer["first_key"]:
+        shown.append(("API key", f"{answer['first_key']}   (also in {answer['first_key_file']})"))
+    elif answer["first_key_file"]:
+        shown.append(("API key", f"in {answer['first_key_file']}"))
+    shown.append(("stop", "appliance down" if detached else "Ctrl-C"))
+    return output.above("The box is ready.", output.fields(shown))
+
+
+def _status(now: dict[str, Any]) -> Any:
+    box, mode, memory = now["box"], now["mode"], now["memory"]
+    split = mode["train_devices"]
+    lost = sum(device["health"] == "lost" for device in now["devices"])
+    busy = sum(device["holder"] is not None for device in now["devices"])
+    about = output.fields([
+        ("box", f"{box['id']}, version {box['version']}, up for {formats.duration(time.time() - box['started_s'])}"),
+        ("endpoint", box["url"]),
+        ("data", box["data_dir"]),
+        ("mode", mode["policy"] + ("" if split is None else f", {split} devices for training at most")),
+        ("devices", f"{busy} of {len(now['devices']) - lost} held{f', {lost} lost' if lost else ''}"),
+        ("weights", f"{formats.size(memory['used_bytes'])} in shared memory, at most {_budget(memory)}"),
+    ])  # fmt: skip
+    devices = output.table(
+        ("DEVICE", "KIND", "HEALTH", "HOLDER"),
+        ((d["id"], d["kind"], health(d), holder(d)) for d in now["devices"]),
+        empty="no devices",
+    )
+    replicas = output.table(
+        ("REPLICA", "MODEL", "VERSION", "STATE", ">DEVICES", ">REQUESTS", ">MEMORY"),
+        (
+            (
+                r["id"],
+                r["model"],
+                r["version"],
+                r["state"],
+                len(r["devices"]),
+                r["inflight"],
+                formats.size(r["rss_bytes"]),
+            )
+            for r in now["replicas"]
+        ),
+        empty=f"no replicas: {'see below' if now.get('troubles') else 'a model starts when it is asked for'}",
+    )
+    jobs = jobs_table({"data": now["jobs"]}) if now["jobs"] else "no unfinished jobs"
+    handover = handover_steps(now["handover"]) if now["handover"] else None
+    notes = [*map(_trouble, now.get("degraded") or ()), *(now.get("notes") or ())]
+    return output.stack(about, devices, replicas, jobs, handover, output.notes(notes))
+
+
+def _trouble(degraded: dict[str, Any]) -> str:
+    """One thing that the box cannot do now, and goes on trying."""
+    since = formats.duration(max(0.0, time.time() - degraded["since_s"]))
+    tries = f"{degraded['failures']} time{'s' * (degraded['failures'] != 1)}"
+    return f"degraded: {degraded['name']} failed {tries} since {since} ago ({degraded['why']}); it is tried again"
+
+
+def _budget(memory: dict[str, Any]) -> str:
+    return "what is free" if memory["budget_bytes"] is None else formats.size(memory["budget_bytes"])

@@ -1,0 +1,139 @@
+"""`appliance batch`: many inference requests from a file, answered by engines that would be idle."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import formats, output, paths
+from appliance.cli.command import Session, examples, for_box, group
+from appliance.cli.errors import CommandFailed, WaitTimedOut
+from appliance.cli.jobs.file import send
+from appliance.cli.operations import TIMEOUT, Patience
+
+app = group("Batches: many requests from a file, answered while engines are idle.")
+FINISHED = frozenset({"completed", "failed", "expired", "cancelled"})
+BATCH = Annotated[str, typer.Argument(metavar="BATCH_ID")]
+_LOOK_EVERY_S = 0.5
+_ERRORS_SHOWN = 20
+
+
+@app.command(
+    epilog=examples(
+        "appliance batch create requests.jsonl",
+        "appliance batch create requests.jsonl --wait && appliance batch list",
+        "appliance batch create requests.jsonl --endpoint /v1/embeddings",
+        "",
+        'A line of requests.jsonl: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",',
+        '                           "body": {"model": "starter", "messages": [{"role": "user", "content": "Hi"}]}}',
+    )
+)
+@for_box
+def create(
+    session: Session,
+    path: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, readable=True)],
+    endpoint: Annotated[str, typer.Option("--endpoint", help="What the lines ask.")] = "/v1/chat/completions",
+    wait: Annotated[bool, typer.Option("--wait", help="Return when it has ended; exit code 1 if badly.")] = False,
+    timeout: TIMEOUT = None,
+) -> None:
+    """Upload FILE and start a batch of its lines, which is done within 24 hours or expires."""
+    file = send(session, path, "batch")
+    made = session.client.post(
+        "/v1/batches", {"input_file_id": file["id"], "endpoint": endpoint, "completion_window": "24h"}
+    )
+    if wait:
+        made = _wait(session, made, timeout)
+    session.show(made, _fields)
+    if wait:
+        _refuse_bad(made)
+
+
+@app.command("list", epilog=examples("appliance batch list", "appliance batch list -o json | jq -r .data[0].id"))
+@for_box
+def list_batches(session: Session) -> None:
+    """Every batch, the newest first."""
+    session.show(session.client.get("/v1/batches", limit=100), _table)
+
+
+@app.command(epilog=examples("appliance batch show batch_abc123"))
+@for_box
+def show(session: Session, batch_id: BATCH) -> None:
+    """How far a batch is, what it waits for, and which files it left."""
+    session.show(session.client.get(paths.batch(batch_id)), _fields)
+
+
+@app.command(epilog=examples("appliance batch cancel batch_abc123"))
+@for_box
+def cancel(session: Session, batch_id: BATCH) -> None:
+    """End a batch. What was answered until now is kept in its output file."""
+    session.show(session.client.post(f"{paths.batch(batch_id)}/cancel"), _fields)
+
+
+def _wait(session: Session, batch: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
+    """The batch once it has ended. Raises WaitTimedOut."""
+    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+    patience = Patience()
+    with output.progress(batch["id"]) as meter:
+        while batch["status"] not in FINISHED:
+            if deadline_s is not None and time.monotonic() >= deadline_s:
+                raise WaitTimedOut(f"{batch['id']} is {batch['status']} after {timeout_s:g} s; it goes on")
+            time.sleep(_LOOK_EVERY_S)
+            batch = patience.get(session, paths.batch(batch["id"])) or batch
+            counts = batch["request_counts"]
+            waits = f", waits: {batch['waiting_for']}" if batch.get("waiting_for") else ""
+            meter.update(f"{batch['id']} {batch['status']}{waits}", done=counts["completed"] + counts["failed"],
+                         total=counts["total"] or None)  # fmt: skip
+    return batch
+
+
+def _refuse_bad(batch: dict[str, Any]) -> None:
+    """Raises CommandFailed unless every line was answered well."""
+    errors = (batch.get("errors") or {}).get("data") or []
+    if batch["status"] != "completed":
+        reasons = "".join(f"\n  {_reason(error)}" for error in errors[:_ERRORS_SHOWN])
+        raise CommandFailed(f"{batch['id']} is {batch['status']}{':' if reasons else ''}{reasons}")
+    if batch["request_counts"]["failed"]:
+        raise CommandFailed(f"{batch['request_counts']['failed']} lines failed; `appliance file get "
+                            f"{batch['error_file_id']} --save -` shows why")  # fmt: skip
+
+
+def _reason(error: dict[str, Any]) -> str:
+    return f"line {error['line']}: {error['message']}" if error.get("line") else error["message"]
+
+
+def _fields(batch: dict[str, Any]) -> Any:
+    errors = (batch.get("errors") or {}).get("data") or []
+    return output.fields([
+        ("id", batch["id"]),
+        ("status", batch["status"]),
+        ("requests", _counts(batch)),
+        ("waits for", formats.or_dash(batch.get("waiting_for"))),
+        ("model", formats.or_dash(batch.get("model"))),
+        ("endpoint", batch["endpoint"]),
+        ("created", formats.moment(batch["created_at"])),
+        ("expires", formats.moment(batch["expires_at"])),
+        ("input file", batch["input_file_id"]),
+        ("output file", formats.or_dash(batch["output_file_id"])),
+        ("error file", formats.or_dash(batch["error_file_id"])),
+        *(("error", _reason(error)) for error in errors[:_ERRORS_SHOWN]),
+    ])  # fmt: skip
+
+
+def _counts(batch: dict[str, Any]) -> str:
+    counts = batch["request_counts"]
+    return f"{counts['completed']} answered, {counts['failed']} failed of {counts['total']}"
+
+
+def _table(answer: dict[str, Any]) -> Any:
+    return output.table(
+        ("ID", "STATUS", ">ANSWERED", ">FAILED", ">TOTAL", "CREATED", "WAITS FOR"),
+        (
+            (b["id"], b["status"], *(str(b["request_counts"][name]) for name in ("completed", "failed", "total")),
+             formats.moment(b["created_at"]), formats.or_dash(b.get("waiting_for")))
+            for b in answer["data"]
+        ),
+        empty="no batches; `appliance batch create FILE` starts one",
+    )  # fmt: skip

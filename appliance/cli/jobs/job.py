@@ -1,0 +1,167 @@
+"""`appliance job`: fine-tuning jobs."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import formats, output, paths
+from appliance.cli.command import EVERY, WATCH, Session, examples, for_box, group
+from appliance.cli.complete import jobs as complete_jobs
+from appliance.cli.jobs.follow import end_well, print_logs, wait_for_end
+from appliance.cli.jobs.queue import (
+    HOLD_EPILOG,
+    QUEUE_EPILOG,
+    RELEASE_EPILOG,
+    UPDATE_EPILOG,
+    hold,
+    queue,
+    release,
+    update,
+)
+from appliance.cli.jobs.submit import EPILOG, submit
+
+app = group("Fine-tuning jobs.")
+app.command("submit", epilog=EPILOG)(submit)
+app.command("queue", epilog=QUEUE_EPILOG)(for_box(queue))
+app.command("update", epilog=UPDATE_EPILOG)(for_box(update))
+app.command("hold", epilog=HOLD_EPILOG)(for_box(hold))
+app.command("release", epilog=RELEASE_EPILOG)(for_box(release))
+JOB = Annotated[str, typer.Argument(metavar="JOB_ID", autocompletion=complete_jobs)]
+
+
+@app.command("list", epilog=examples("appliance job list", "appliance job list --watch", "appliance job list -o json"))
+@for_box
+def list_jobs(
+    session: Session,
+    limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="So many, the newest first.")] = 100,
+    watch: WATCH = False,
+    every: EVERY = 2.0,
+) -> None:
+    """Every job: how far it is, which devices it holds, and what it waits for."""
+    session.follow(lambda: session.client.get("/admin/v1/jobs", limit=limit), jobs_table, watch, every)
+
+
+@app.command(epilog=examples("appliance job get ftjob-abc123", "appliance job get ftjob-abc123 -o json | jq .loss"))
+@for_box
+def get(session: Session, job_id: JOB, watch: WATCH = False, every: EVERY = 2.0) -> None:
+    """One job with everything the box knows of it."""
+    session.follow(lambda: session.client.get(paths.admin_job(job_id)), _one, watch, every)
+
+
+@app.command(
+    epilog=examples(
+        "appliance job logs ftjob-abc123",
+        "appliance job logs -f ftjob-abc123             until it ends; Ctrl-C leaves the job alone",
+        "appliance job logs -f ftjob-abc123 -o json     one event per line",
+    )
+)
+@for_box
+def logs(
+    session: Session,
+    job_id: JOB,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Until the job ends.")] = False,
+) -> None:
+    """Events and metrics: loss, tokens/s, devices, time to finish.
+
+    With -f the exit code is 0 if the job succeeded and 1 if it did not.
+    """
+    print_logs(session, job_id, follow)
+
+
+@app.command(
+    epilog=examples(
+        "appliance job wait ftjob-abc123",
+        "appliance job wait ftjob-abc123 --timeout 600 || echo not yet",
+        "appliance job wait ftjob-abc123 -o json | jq -r .fine_tuned_model",
+    )
+)
+@for_box
+def wait(
+    session: Session,
+    job_id: JOB,
+    timeout: Annotated[
+        float | None, typer.Option("--timeout", metavar="SECONDS", min=0, help="Then exit code 124; the job goes on.")
+    ] = None,
+) -> None:
+    """Return when the job has ended: exit code 0 if it succeeded, 1 if it failed or was cancelled."""
+    job = wait_for_end(session, job_id, timeout)
+    if session.as_json:
+        output.print_json(job)
+    end_well(job)
+
+
+@app.command(epilog=examples("appliance job pause ftjob-abc123"))
+@for_box
+def pause(session: Session, job_id: JOB) -> None:
+    """Suspend a job at its next step; it gives its devices back and keeps its state."""
+    _ask(session, job_id, "pause")
+
+
+@app.command(epilog=examples("appliance job resume ftjob-abc123"))
+@for_box
+def resume(session: Session, job_id: JOB) -> None:
+    """Let a paused job go on, from the step it left off, on the devices there are."""
+    _ask(session, job_id, "resume")
+
+
+@app.command(epilog=examples("appliance job cancel ftjob-abc123"))
+@for_box
+def cancel(session: Session, job_id: JOB) -> None:
+    """End a job for good. Exit code 5 if it has ended already."""
+    _ask(session, job_id, "cancel")
+
+
+def jobs_table(answer: dict[str, Any]) -> Any:
+    return output.table(
+        ("JOB", "STATUS", "PHASE", "MODEL", ">DEVICES", ">STEP", ">LOSS", ">TOKENS/S", ">ETA", "REASON"),
+        (
+            (j["id"], j["status"], j["phase"], j["fine_tuned_model"] or j["model"], len(j["devices"]), _step(j),
+             formats.loss(j["loss"]), formats.count(j["tokens_per_s"]), _eta(j), formats.or_dash(j["reason"]))
+            for j in answer["data"]
+        ),
+        empty="no jobs; `appliance job submit --help` shows how to make one",
+    )  # fmt: skip
+
+
+def _ask(session: Session, job_id: str, verb: str) -> None:
+    answer = session.client.post(f"{paths.job(job_id)}/{verb}")
+    session.show(answer, lambda job: f"{job['id']}: {verb} accepted, status {job['status']}")
+
+
+def _one(job: dict[str, Any]) -> Any:
+    error = job.get("error") or {}
+    shown = [
+        ("job", job["id"]),
+        ("status", f"{job['status']} ({job['phase']})"),
+        ("reason", formats.or_dash(job["reason"])),
+        ("model", job["model"]),
+        ("fine-tuned model", formats.or_dash(job["fine_tuned_model"])),
+        ("devices", formats.or_dash(job["devices"])),
+        ("owner", formats.or_dash(job["owner"])),
+        ("priority", f"{job['priority']}{'' if job['preemptible'] else ', not preemptible'}"),
+        ("deadline", formats.moment(job["deadline_s"])),
+        ("step", _step(job)),
+        ("loss", formats.loss(job["loss"])),
+        ("validation loss", formats.loss(job.get("valid_loss"))),
+        ("tokens/s", formats.count(job["tokens_per_s"])),
+        ("time to finish", _eta(job)),
+        ("created", formats.moment(job["created_s"])),
+        ("started", formats.moment(job.get("started_s"))),
+        ("finished", formats.moment(job.get("finished_s"))),
+        ("training file", formats.or_dash(job.get("training_file"))),
+        ("validation file", formats.or_dash(job.get("validation_file"))),
+        ("error", formats.or_dash(error.get("message"))),
+    ]
+    settings = job.get("resolved") or job.get("hyperparameters") or {}
+    table = output.table(("HYPERPARAMETER", "VALUE"), sorted(settings.items()), empty="") if settings else None
+    return output.stack(output.fields(shown), table)
+
+
+def _step(job: dict[str, Any]) -> str:
+    return f"{job['step']}/{job['total_steps']}" if job.get("total_steps") else formats.or_dash(job["step"] or None)
+
+
+def _eta(job: dict[str, Any]) -> str:
+    return formats.duration(job["eta_s"]) if job["phase"] == "running" else "-"

@@ -1,0 +1,94 @@
+"""`appliance job queue|update|hold|release`: who comes next and why not yet, and what an operator changes of it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import formats, output, paths
+from appliance.cli.command import EVERY, WATCH, Session, examples
+from appliance.cli.complete import jobs as complete_jobs
+from appliance.cli.errors import BadUsage
+from appliance.cli.jobs.request import DEADLINE, MAX_DEVICES, MIN_DEVICES, PREEMPTIBLE, PRIORITY, SIZES, device_fields
+
+JOB = Annotated[str, typer.Argument(metavar="JOB_ID", autocompletion=complete_jobs)]
+QUEUE_EPILOG = examples("appliance job queue", "appliance job queue --watch", "appliance job queue -o json")
+UPDATE_EPILOG = examples(
+    "appliance job update ftjob-abc123 --priority 10",
+    "appliance job update ftjob-abc123 --deadline 2026-11-22T06:00 --max-devices 4",
+    "appliance job update ftjob-abc123 --deadline none --sizes none     takes both away",
+)
+HOLD_EPILOG = examples("appliance job hold ftjob-abc123")
+RELEASE_EPILOG = examples("appliance job release ftjob-abc123")
+_NONE = ("none", "any")
+
+
+def queue(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
+    """The jobs in the order in which they get devices, with why each of them waits, as Slurm shows it."""
+    session.follow(lambda: session.client.get("/admin/v1/queue"), queue_table, watch, every)
+
+
+def update(
+    session: Session,
+    job_id: JOB,
+    min_devices: MIN_DEVICES = None,
+    max_devices: MAX_DEVICES = None,
+    sizes: SIZES = None,
+    priority: PRIORITY = None,
+    deadline: DEADLINE = None,
+    preemptible: PREEMPTIBLE = None,
+) -> None:
+    """Change how a job that is not over may use the devices; it takes effect at once."""
+    cleared = {
+        field: None for field, text in (("allowed_sizes", sizes), ("deadline_s", deadline)) if text in _NONE
+    }
+    fields = device_fields(
+        None if sizes in _NONE else sizes, priority, None if deadline in _NONE else deadline, preemptible
+    )
+    fields |= {"min_devices": min_devices, "max_devices": max_devices}
+    body = {name: value for name, value in fields.items() if value is not None} | cleared
+    if not body:
+        raise BadUsage("nothing to change was given; `appliance job update --help` shows what can be")
+    answer = session.client.send("PATCH", paths.admin_job(job_id), body=body)
+    session.show(answer, lambda job: f"{job['id']}: changed {', '.join(sorted(body))}")
+
+
+def hold(session: Session, job_id: JOB) -> None:
+    """Keep a job in the queue: it gets no devices, and one that runs is suspended at its next step."""
+    _set_held(session, job_id, "hold", "is held")
+
+
+def release(session: Session, job_id: JOB) -> None:
+    """Let a job that was held have devices again, in its turn."""
+    _set_held(session, job_id, "release", "is released")
+
+
+def _set_held(session: Session, job_id: str, verb: str, said: str) -> None:
+    session.show(session.client.post(f"{paths.admin_job(job_id)}/{verb}"), lambda job: f"{job['id']} {said}")
+
+
+def queue_table(answer: dict[str, Any]) -> Any:
+    jobs = output.table(
+        (">#", "JOB", "OWNER", ">PRIORITY", "PHASE", ">DEVICES", "MAY USE", "DEADLINE", "REASON", ""),
+        (
+            (j["position"], j["id"], formats.or_dash(j["owner"]), j["priority"], j["phase"], len(j["devices"]),
+             _may_use(j), formats.moment(j["deadline_s"]), formats.or_dash(j["reason"]), j["message"])
+            for j in answer["data"]
+        ),
+        empty="no job waits or runs",
+    )  # fmt: skip
+    if not answer["data"]:
+        return jobs
+    owners = output.table(
+        ("OWNER", ">RUNNING", ">WAITING", ">DEVICES"),
+        ((formats.or_dash(o["owner"]), o["running"], o["waiting"], o["devices"]) for o in answer["owners"]),
+        empty="",
+    )
+    return output.stack(jobs, owners)
+
+
+def _may_use(job: dict[str, Any]) -> str:
+    if job["allowed_sizes"]:
+        return ",".join(map(str, job["allowed_sizes"]))
+    return f"{job['min_devices'] or 1} to {job['max_devices'] or 'all'}"

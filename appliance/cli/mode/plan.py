@@ -1,0 +1,46 @@
+"""`appliance mode plan`: what a mode would do, and why, without doing it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import typer
+
+from appliance.cli import output
+from appliance.cli.command import Session, examples
+from appliance.cli.mode.request import FLOOR, TRAIN, wanted
+
+EPILOG = examples(
+    "appliance mode plan --dry-run                    what the scheduler would do right now, in the mode that holds",
+    "appliance mode plan --dry-run train --floor 1    what `mode set train --floor 1` would do",
+    "appliance mode plan --dry-run split --train 6 -o json",
+)
+
+
+def plan(
+    session: Session,
+    policy: Annotated[
+        Literal["serve", "train", "split", "auto"] | None, typer.Argument(metavar="[serve|train|split|auto]")
+    ] = None,
+    train: TRAIN = None,
+    floor: FLOOR = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Always so: nothing is done.")] = True,
+) -> None:
+    """What a mode would do now and why, in one sentence per step. Nothing is done."""
+    body = None if policy is None else wanted(policy, train, floor)
+    session.show(session.client.post("/admin/v1/mode/plan", body), _plan)
+
+
+def _plan(told: dict[str, Any]) -> Any:
+    steps = [f"{number}. {text}" for number, text in enumerate(told["steps"], 1)]
+    waiting = [(f"job {job_id}", text) for job_id, text in sorted(told["waiting"].items())]
+    short = [(f"model {model}", text) for model, text in sorted(told["notes"].items())]
+    standby = [(f"model {model}", text) for model, text in sorted(told["standby"].items())]
+    left = output.fields([*waiting, *short]) if waiting or short else None
+    split = f" {told['train_devices']}" if told["policy"] == "split" else ""
+    title = f"mode {told['policy']}{split}, serving floor {told['serving_floor']}:"
+    return output.stack(
+        "\n".join([title, *(steps or ["Nothing would move."])]),
+        output.above("Would wait:", left) if left is not None else None,
+        output.above("Learned:", output.fields(standby)) if standby else None,
+    )

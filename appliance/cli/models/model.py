@@ -1,0 +1,251 @@
+"""`appliance model`: bring models in, look at them, roll back, remove."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from appliance.cli import formats, output, paths
+from appliance.cli.command import EVERY, WATCH, Session, examples, for_box, group
+from appliance.cli.complete import models as complete_models
+from appliance.cli.models.canary import EPILOG as CANARY_EPILOG
+from appliance.cli.models.canary import PROMOTE_EPILOG, canary, promote
+from appliance.cli.models.canary import fields as canary_fields
+from appliance.cli.models.deploy import EPILOG as DEPLOY_EPILOG
+from appliance.cli.models.deploy import deploy
+from appliance.cli.operations import TIMEOUT, WAIT, finish
+
+app = group("Models: base models, fine-tuned ones, and their versions.")
+app.command("deploy", epilog=DEPLOY_EPILOG)(for_box(deploy))
+app.command("canary", epilog=CANARY_EPILOG)(for_box(canary))
+app.command("promote", epilog=PROMOTE_EPILOG)(for_box(promote))
+MODEL = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)]
+
+
+@app.command(
+    "import",
+    epilog=examples(
+        "appliance model import ./Llama-3.2-1B-Instruct --name llama-1b",
+        "appliance model import Qwen/Qwen3-0.6B             from a hub, where the box may go online",
+        "",
+        "A directory needs config.json, tokenizer files and *.safetensors. A box is offline unless its configuration",
+        "says hub_offline = false.",
+    ),
+)
+@for_box
+def import_model(
+    session: Session,
+    source: Annotated[str, typer.Argument(metavar="DIRECTORY_OR_HUB_ID")],
+    name: Annotated[str | None, typer.Option("--name", help="What clients call it. Default: from the source.")] = None,
+    revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
+    wait: WAIT = True,
+    timeout: TIMEOUT = None,
+) -> None:
+    """Copy a model in, checked tensor by tensor; it can be called and fine-tuned from then on."""
+    if session.client.address.is_local and Path(source).expanduser().exists():
+        source = str(Path(source).expanduser().resolve())
+    body = {"source": source, "name": name, "revision": revision}
+    started = session.client.post("/admin/v1/models/import", {k: v for k, v in body.items() if v is not None})
+    session.show(finish(session, started, wait, timeout), _operation)
+
+
+@app.command(epilog=examples("appliance model starter", "appliance model starter --minutes 5"))
+@for_box
+def starter(
+    session: Session,
+    minutes: Annotated[
+        float | None, typer.Option("--minutes", min=0.05, max=1440, help="How long it is pretrained.")
+    ] = None,
+    wait: WAIT = True,
+    timeout: TIMEOUT = None,
+) -> None:
+    """Make the small model `starter` on this box, without any download.
+
+    It speaks in short simple sentences and knows next to nothing: a model to try everything with.
+    """
+    started = session.client.post("/admin/v1/models/starter", {} if minutes is None else {"minutes": minutes})
+    session.show(finish(session, started, wait, timeout), _operation)
+
+
+@app.command("list", epilog=examples("appliance model list", "appliance model list -o json | jq -r '.data[].name'"))
+@for_box
+def list_models(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
+    """Every model with its active version and whether it is awake."""
+    session.follow(lambda: session.client.get("/admin/v1/models"), _table, watch, every)
+
+
+@app.command(epilog=examples("appliance model show starter", "appliance model show ft:starter:local:gsm8k:a1b2c3d4"))
+@for_box
+def show(session: Session, model: MODEL) -> None:
+    """One model with all its versions and the tiers that each is in."""
+    session.show(session.client.get(paths.model(model)), _one)
+
+
+@app.command(epilog=examples("appliance model rm ft:starter:local:gsm8k:a1b2c3d4"))
+@for_box
+def rm(session: Session, model: MODEL) -> None:
+    """Delete a model with all its versions. Exit code 5 if a job uses it."""
+    session.show(session.client.delete(paths.model(model)), lambda answer: f"deleted {answer['name']}")
+
+
+@app.command(epilog=examples("appliance model verify starter", "appliance model verify starter -o json"))
+@for_box
+def verify(session: Session, model: MODEL, wait: WAIT = True, timeout: TIMEOUT = None) -> None:
+    """Compare every tensor of every version with its checksum. Exit code 1 names what is damaged."""
+    started = session.client.post(f"{paths.model(model)}/verify")
+    session.show(finish(session, started, wait, timeout), _operation)
+
+
+@app.command(
+    epilog=examples(
+        "appliance model rollback ft:starter:local:gsm8k:a1b2c3d4",
+        "appliance model rollback ft:starter:local:gsm8k:a1b2c3d4 --version step-120",
+    )
+)
+@for_box
+def rollback(
+    session: Session,
+    model: MODEL,
+    version: Annotated[str | None, typer.Option("--version", help="To this one. Default: the one before.")] = None,
+) -> None:
+    """Serve an older version, swapped in under running requests; a model that has a canary loses that instead."""
+    answer = session.client.send(
+        "POST", f"{paths.model(model)}/rollback", body={"version": version} if version else {}, timeout_s=600
+    )
+    session.show(answer, _rolled_back)
+
+
+def _rolled_back(done: dict[str, Any]) -> str:
+    swap, told = done["swap"], f"{done['model']}: {done['from']} -> {done['to']}"
+    if swap.get("how") is None:
+        return told
+    return (
+        f"{told}, {swap['how']}: {formats.size(swap['bytes'])} in {formats.duration(swap['seconds'])}, "
+        f"streams paused {formats.duration(swap['pause_s'])}"
+        + (f", {swap['finishing']} requests finish on {done['from']}" if swap.get("finishing") else "")
+    )
+
+
+@app.command(
+    epilog=examples(
+        "appliance model pin ft:starter:local:gsm8k:a1b2c3d4 step-120",
+        "appliance model pin ft:starter:local:gsm8k:a1b2c3d4 step-120 --off",
+    )
+)
+@for_box
+def pin(
+    session: Session,
+    model: MODEL,
+    version: Annotated[str, typer.Argument(metavar="VERSION")],
+    off: Annotated[bool, typer.Option("--off", help="Leave it to the retention rules again.")] = False,
+) -> None:
+    """Keep a version in every tier, whatever the retention rules say."""
+    answer = session.client.post(f"{paths.model(model)}/pin", {"version": version, "pinned": not off})
+    session.show(answer, lambda done: f"{done['model']} {done['version']} is {'' if done['pinned'] else 'not '}pinned")
+
+
+@app.command(
+    epilog=examples(
+        "appliance model share ft:starter:local:gsm8k:a1b2c3d4 --with bob",
+        "appliance model share ft:starter:local:gsm8k:a1b2c3d4 --with all",
+        "appliance model share starter --with all --stop               for its owner and operators alone from now on",
+        "",
+        "A model that a job makes is for the owner of its key alone; one that was imported is for everybody. With a",
+        "key of the scope fine_tuning an owner shares his own models, an operator any.",
+    )
+)
+@for_box
+def share(
+    session: Session,
+    model: MODEL,
+    with_: Annotated[list[str], typer.Option("--with", metavar="OWNER|all", help="Of keys; repeatable.")],
+    stop: Annotated[bool, typer.Option("--stop", help="No longer with them.")] = False,
+) -> None:
+    """Let other owners use a model, its versions and checkpoints; `model show` says whom it is shared with."""
+    body = {"owners": [owner for owner in with_ if owner != "all"], "everybody": "all" in with_, "stop": stop}
+    answer = session.client.post(f"/v1/models/{paths.segment(model)}/share", body)
+    session.show(answer, lambda made: f"{made['id']} is for {_audience(made)}")
+
+
+def _audience(made: dict[str, Any]) -> str:
+    if made["shared_with_everybody"]:
+        return "everybody"
+    names = [name for name in (made["owner"], *made["shared_with"]) if name]
+    return f"{', '.join(names)} and operators" if names else "operators alone"
+
+
+def _operation(operation: dict[str, Any]) -> Any:
+    result = operation.get("result") or {}
+    rows: list[tuple[str, object]] = [("operation", operation["id"]), ("state", operation["state"])]
+    checked = None
+    for name, value in result.items():
+        if name == "versions" and value and isinstance(value[0], dict):
+            checked = output.table(
+                ("VERSION", ">TENSORS", ">SIZE", "PLACE"),
+                ((v["version"], v["tensors"], formats.size(v["bytes"]), v["path"]) for v in value),
+                empty="",
+            )
+        elif name == "bytes":
+            rows.append(("size", formats.size(value)))
+        elif name == "params":
+            rows.append(("parameters", formats.count(value)))
+        else:
+            rows.append((name, formats.or_dash(value)))
+    return output.stack(output.fields(rows), checked)
+
+
+def _table(answer: dict[str, Any]) -> Any:
+    troubles = [f"{m['name']}: {m['message']}" for m in answer["data"] if m.get("message")]
+    table = output.table(
+        ("MODEL", "KIND", "ARCHITECTURE", ">PARAMS", ">SIZE", "VERSION", "STATE"),
+        (
+            (m["name"], _kind(m), m["arch"], formats.count(m["params"]), formats.size(m["bytes"]),
+             formats.or_dash(m["active_version"]), m["state"])
+            for m in answer["data"]
+        ),
+        empty="no models; `appliance model starter` makes a small one, `appliance model import` brings a real one",
+    )  # fmt: skip
+    return output.stack(table, output.notes(troubles))
+
+
+def _kind(model: dict[str, Any]) -> str:
+    adapter = model.get("adapter")
+    return f"adapter of {adapter['base']}" if adapter else model["kind"]
+
+
+def _one(model: dict[str, Any]) -> Any:
+    adapter = model.get("adapter")
+    about = output.fields([
+        ("model", model["name"]),
+        ("kind", f"adapter of {adapter['base']} {adapter['base_version']}, rank {adapter['rank']}" if adapter
+         else model["kind"] + (f" of {model['base']}" if model.get("base") else "")),
+        ("architecture", model["arch"]),
+        ("parameters", formats.count(model["params"])),
+        ("size", formats.size(model["bytes"])),
+        ("context", f"{formats.or_dash(model.get('max_model_len'))} tokens"),
+        ("source", formats.or_dash(model.get("source"))),
+        ("for", _for_whom(model)),
+        ("state", model["state"] + (f": {model['message']}" if model.get("message") else "")),
+    ])  # fmt: skip
+    versions = output.table(
+        ("VERSION", "CREATED", ">SIZE", "IN", "PINNED", "SOURCE"),
+        (
+            (v["version"] + (" *" if v["version"] == model["active_version"] else ""), formats.moment(v["created_s"]),
+             formats.size(v["bytes"]), _places(v), "yes" if v["pinned"] else "-", formats.or_dash(v["source"]))
+            for v in model["versions"]
+        ),
+        empty="no versions",
+    )  # fmt: skip
+    last = model.get("canary")
+    return output.stack(about, versions, canary_fields(last) if last else None)
+
+
+def _for_whom(model: dict[str, Any]) -> str:
+    shares = model["shared_with"]
+    return _audience({**model, "shared_with": shares, "shared_with_everybody": "*" in shares})
+
+
+def _places(version: dict[str, Any]) -> str:
+    return " + ".join(version["tiers"]) or "-"

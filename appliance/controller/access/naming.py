@@ -1,0 +1,103 @@
+"""Names of models: what is allowed, how fine-tuned ones are called, and which version a name means."""
+
+from __future__ import annotations
+
+import re
+import string
+from dataclasses import dataclass
+from typing import Annotated
+
+from pydantic import StringConstraints
+
+from appliance.store.database import Database
+from appliance.store.ids import new_id
+from appliance.store.objects import job_records, models
+from appliance.store.rows import CheckpointRow, ModelRow, VersionRow
+
+# Printable ASCII without blanks: names travel in header lines and paths. No leading dot or slash, no "@" (it separates
+# a version).
+_MODEL_NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._:/-]{0,254}[A-Za-z0-9._:-])?\Z")
+_SUFFIX = re.compile(r"[A-Za-z0-9._-]{1,64}\Z")
+SUFFIX_RULE = "1 to 64 letters, digits, '.', '_' or '-'"
+MODEL_NAME_RULE = "letters, digits, '.', '_', ':', '-' and '/', at most 256, beginning with a letter or digit"
+
+
+# Whose a key is, and what it is called: in header lines, tables and lists. Not models.EVERYBODY.
+OWNER_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._ @-]{0,63}$"
+OwnerName = Annotated[str, StringConstraints(pattern=OWNER_PATTERN)]
+# A name that a client calls a model by, a checkpoint's and `MODEL@VERSION` too: it travels in the gateways' table and
+# in header lines. One rule for whatever is stored from outside; `is_printable` is what the table asks of stored rows.
+CallableName = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,512}$")]
+
+
+def is_printable(text: str) -> bool:
+    """What the gateways take as a name: anything else in their table would end in header lines, or stop them."""
+    return text.isascii() and text.isprintable()
+
+
+def is_model_name(name: str) -> bool:
+    return bool(_MODEL_NAME.match(name)) and ".." not in name and "//" not in name
+
+
+def is_suffix(suffix: str) -> bool:
+    return bool(_SUFFIX.match(suffix))
+
+
+def fine_tuned_name(base: str, organization: str, suffix: str | None) -> str:
+    """`ft:{base}:{organization}:{suffix}:{8 characters}`, as OpenAI names them; the suffix may be empty."""
+    assert set(organization) <= set(string.ascii_lowercase + string.digits + "-")
+    return f"ft:{base}:{organization}:{suffix or ''}:{new_id('', 8)}"
+
+
+def checkpoint_name(output_model: str, step: int) -> str:
+    return f"{output_model}:ckpt-step-{step}"
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """What a public name means. `checkpoint` is set when it is a checkpoint's name, `pinned` when it is
+    `MODEL@VERSION`; otherwise it is the model itself and `version` its active one."""
+
+    name: str
+    model: ModelRow
+    version: VersionRow
+    checkpoint: CheckpointRow | None = None
+    pinned: bool = False
+
+
+def resolve(db: Database, name: str) -> Resolved | None:
+    """None for an unknown name, and for a model of which no version is active yet."""
+    model = models.find(db, name)
+    if model is not None:
+        version = models.find_version(db, name, model.active_version) if model.active_version else None
+        return Resolved(name, model, version) if version else None
+    checkpoint = job_records.find_checkpoint(db, name)
+    if checkpoint is not None:
+        model = models.find(db, checkpoint.model)
+        version = models.find_version(db, checkpoint.model, checkpoint.version)
+        return Resolved(name, model, version, checkpoint=checkpoint) if model and version else None
+    model_name, at, version_name = name.rpartition("@")
+    if at:
+        model, version = models.find(db, model_name), models.find_version(db, model_name, version_name)
+        return Resolved(name, model, version, pinned=True) if model and version else None
+    return None
+
+
+def model_of(db: Database, name: str) -> str:
+    """The model that a public name is about, whether there is one or not."""
+    if models.find(db, name) is not None:
+        return name
+    checkpoint = job_records.find_checkpoint(db, name)
+    return checkpoint.model if checkpoint is not None else name.rpartition("@")[0] or name
+
+
+def root_base(db: Database, model: ModelRow) -> str:
+    """The base model under a chain of fine-tuned ones: tuning `ft:starter:…` again makes another `ft:starter:…`."""
+    seen = {model.id}
+    while model.base is not None and model.base not in seen:
+        seen.add(model.base)
+        below = models.find(db, model.base)
+        if below is None:
+            return model.base
+        model = below
+    return model.id

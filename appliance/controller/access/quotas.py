@@ -1,0 +1,154 @@
+"""What one owner may keep and have under way: each kind of thing is counted before another one is let in.
+
+Bounds are of the owner, not of the key: whoever has ten keys has no ten times as much. Admins and the box itself are
+not bounded. What is still arriving counts as if it were there: of ten uploads at once none gets past the bound.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from appliance.controller.access.disk import Disk
+from appliance.controller.interfaces.config import ControllerConfig, OwnerBounds
+from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError
+from appliance.controller.interfaces.principal import ADMIN, Principal
+from appliance.store.database import Database
+from appliance.store.records import keys
+from appliance.store.upkeep import holdings
+
+Took = Callable[[int], None]
+
+
+class Quotas:
+    """Checks raise ApiError: 429 for a number, 413 for bytes, 507 where the disk is short whoever asks."""
+
+    def __init__(self, db: Database, config: ControllerConfig, disk: Disk):
+        self._db, self._config, self.disk = db, config, disk
+        self._arriving_bytes: Counter[str] = Counter()
+        self._arriving: Counter[str] = Counter()
+
+    def bounds(self, key_id: str) -> OwnerBounds:
+        """Of this key: the box's own, but for those that the key has of its own."""
+        row = keys.find(self._db, key_id)
+        return self._config.bounds.model_copy(update=row.bounds) if row and row.bounds else self._config.bounds
+
+    # --- one more of a kind
+
+    def check_upload(self, caller: Principal, announced_bytes: int) -> None:
+        """One more upload in parts. It counts twice: until it is complete, the disk holds its parts and the file."""
+        self.disk.check(2 * announced_bytes)
+        if (key_id := _bounded(caller)) is None:
+            return
+        bounds = self.bounds(key_id)
+        _number("uploads", "uploads in progress", holdings.uploads(self._db, key_id)[0], bounds.uploads,
+                "Complete or cancel one first.")  # fmt: skip
+        self._files(key_id, bounds)
+        self._bytes(key_id, bounds, 2 * announced_bytes)
+
+    def check_batch(self, caller: Principal) -> None:
+        self.disk.check()
+        if (key_id := _bounded(caller)) is not None:
+            _number("batches", "batches in progress", holdings.batches(self._db, key_id),
+                    self.bounds(key_id).batches, "Wait for the end of one or cancel it.", retry=True)  # fmt: skip
+
+    def check_job(self, caller: Principal) -> None:
+        self.disk.check()
+        if (key_id := _bounded(caller)) is not None:
+            _number("jobs", "fine-tuning jobs that have not ended", holdings.jobs(self._db, key_id),
+                    self.bounds(key_id).jobs, "Wait for the end of one or cancel it.", retry=True)  # fmt: skip
+
+    def check_job_data(self, caller: Principal, held: int, more: int) -> None:
+        """One more job, beside those whose copies of their files take `held` bytes; its own will take `more`."""
+        self.disk.check(more)
+        if (key_id := _bounded(caller)) is None:
+            return
+        limit = self.bounds(key_id).file_bytes
+        if held + more > limit:
+            raise ApiError(
+                413, f"Jobs of your keys that have not ended hold copies of {held} of at most {limit} bytes; {more} "
+                f"more do not fit. Wait for the end of one or cancel it. {_ASK.format('file_bytes')}",
+                code="limit_reached", param="file_bytes", headers=dict(NEVER_RETRY),
+            )  # fmt: skip
+
+    def check_background(self, caller: Principal, size: int) -> None:
+        self.disk.check(size)
+        if (key_id := _bounded(caller)) is None:
+            return
+        bounds, (number, used) = self.bounds(key_id), holdings.background(self._db, key_id)
+        _number("background", "responses in background that have not ended", number, bounds.background,
+                "Wait for the end of one or cancel it.", retry=True)  # fmt: skip
+        if used + size > bounds.responses_bytes:
+            raise ApiError(
+                429, f"Your keys' responses in background that have not ended hold {used} of at most "
+                f"{bounds.responses_bytes} bytes; {size} more do not fit. Wait for the end of one or cancel it. "
+                f"{_ASK.format('responses_bytes')}", kind="insufficient_quota", code="limit_reached",
+                param="responses_bytes", headers={"retry-after": "30"},
+            )  # fmt: skip
+
+    # --- bytes
+
+    @contextmanager
+    def receiving(self, caller: Principal) -> Iterator[Took]:
+        """A file on its way: call what it gives with the number of bytes that came, before they are written."""
+        self.disk.check()
+        key_id = _bounded(caller)
+        if key_id is None:
+            yield self.disk.check
+            return
+        bounds, owner = self.bounds(key_id), self._owner(key_id)
+        self._files(key_id, bounds)
+        mine = 0
+
+        def took(count: int) -> None:
+            nonlocal mine
+            self.disk.check(count)
+            self._bytes(key_id, bounds, count)
+            mine += count
+            self._arriving_bytes[owner] += count
+
+        self._arriving[owner] += 1
+        try:
+            yield took
+        finally:
+            self._arriving[owner] -= 1
+            self._arriving_bytes[owner] -= mine
+            if not self._arriving[owner]:
+                del self._arriving[owner], self._arriving_bytes[owner]
+
+    def _files(self, key_id: str, bounds: OwnerBounds) -> None:
+        there = holdings.files(self._db, key_id)[0] + holdings.uploads(self._db, key_id)[0]
+        _number("files", "files", there + self._arriving[self._owner(key_id)], bounds.files,
+                "Delete some first.")  # fmt: skip
+
+    def _bytes(self, key_id: str, bounds: OwnerBounds, more: int) -> None:
+        used = holdings.files(self._db, key_id)[1] + 2 * holdings.uploads(self._db, key_id)[1]
+        used += self._arriving_bytes[self._owner(key_id)]
+        if used + more > bounds.file_bytes:
+            raise ApiError(
+                413, f"Files of your keys have {used} of at most {bounds.file_bytes} bytes, uploads in progress "
+                f"included; {more} more do not fit. Delete files first. {_ASK.format('file_bytes')}",
+                code="limit_reached", param="file_bytes", headers=dict(NEVER_RETRY),
+            )  # fmt: skip
+
+    def _owner(self, key_id: str) -> str:
+        row = keys.find(self._db, key_id)
+        return row.owner if row else key_id
+
+
+_ASK = "An admin can give a key a higher bound `{}`."
+
+
+def _number(bound: str, what: str, used: int, limit: int, advice: str, *, retry: bool = False) -> None:
+    if used >= limit:
+        raise ApiError(
+            429, f"Your keys have {used} {what} of at most {limit}. {advice} {_ASK.format(bound)}",
+            kind="insufficient_quota", code="limit_reached", param=bound,
+            headers={"retry-after": "30"} if retry else dict(NEVER_RETRY),
+        )  # fmt: skip
+
+
+def _bounded(caller: Principal) -> str | None:
+    """The key whose owner is bounded; None: nobody is."""
+    return None if ADMIN in caller.scopes else caller.key_id

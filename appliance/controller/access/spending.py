@@ -1,0 +1,115 @@
+"""What keys may spend and have spent: the gateways' sums go into the store, used-up quotas to the gateways."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from appliance.controller.access.model_access import allowed_models
+from appliance.controller.access.naming import is_printable
+from appliance.store.database import Database
+from appliance.store.records import keys, usage
+from appliance.store.rows import KeyRow
+
+log = logging.getLogger("appliance.controller")
+
+USAGE_EVERY_S = 5.0
+_TEXT = ("key", "model", "version")
+_NUMBERS = ("requests", "errors", "prompt_tokens", "completion_tokens")
+
+
+class Spending:
+    """Takes the "usage" messages of the bus. `changed` publishes the keys anew when a quota was used up.
+
+    The gateways count from zero once they have sent: what cannot be written now (a full disk) is kept here, as sums,
+    until it can."""
+
+    def __init__(self, db: Database, changed: Callable[[], None]):
+        self._db, self._changed = db, changed
+        self._unwritten: dict[tuple[str, ...], dict[str, Any]] = {}
+
+    def take(self, rows: list[dict[str, Any]]) -> None:
+        """Raises ValueError for rows of another shape, before any is taken; sqlite3.Error when they cannot be written
+        now, which are then kept for the next `write`."""
+        for row in rows:
+            if not isinstance(row, dict) or not all(isinstance(row.get(name), str) for name in _TEXT):
+                raise ValueError(f"usage: {row!r} given, expected an object with {', '.join(_TEXT)}")
+            if not all(type(row.get(name)) is int and row[name] >= 0 for name in _NUMBERS):
+                raise ValueError(f"usage: {row!r} given, expected counts {', '.join(_NUMBERS)}")
+            refused = row.get("refused", 0)
+            if type(refused) is not int or refused < 0:
+                raise ValueError(f"usage: {row!r} given, expected a count as refused")
+        for row in rows:
+            name = tuple(row[part] for part in _TEXT)
+            self._unwritten[name] = _summed(self._unwritten[name], row) if name in self._unwritten else row
+        self.write()
+
+    async def flush(self) -> None:
+        """What an earlier `take` could not write; called every `USAGE_EVERY_S`."""
+        self.write()
+
+    def write(self) -> None:
+        """All that was taken and is not in the store yet. Raises sqlite3.Error."""
+        rows, now_s = list(self._unwritten.values()), time.time()
+        if not rows:
+            return
+        before = {row["key"]: self._spent(row["key"], now_s) for row in rows}
+        usage.add(self._db, rows, now_s)
+        self._unwritten.clear()
+        if any(self._spent(key, now_s) != was for key, was in before.items()):
+            self._changed()
+
+    def _spent(self, key_id: str, now_s: float) -> float | None:
+        row = keys.find(self._db, key_id)
+        return None if row is None else spent_until_s(self._db, row, now_s)
+
+
+def _summed(row: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Two rows of one key, model and version."""
+    return {**row, **{name: row.get(name, 0) + count for name, count in other.items() if type(count) is int}}
+
+
+def spent_until_s(db: Database, row: KeyRow, now_s: float) -> float | None:
+    """Unix time at which the quota that this key has used up is renewed, None: some is left.
+
+    Days and months are those of UTC."""
+    now = datetime.datetime.fromtimestamp(now_s, datetime.UTC)
+    day = now.replace(hour=0, minute=0, second=0, microsecond=0)
+    month = day.replace(day=1)
+    next_month = (month + datetime.timedelta(days=32)).replace(day=1)
+    until = [
+        end.timestamp()
+        for limit, begin, end in (
+            (row.tokens_per_day, day, day + datetime.timedelta(days=1)),
+            (row.tokens_per_month, month, next_month),
+        )
+        if limit is not None and usage.tokens_since(db, row.id, begin.timestamp()) >= limit
+    ]
+    return max(until, default=None)
+
+
+def key_table(db: Database, now_s: float) -> dict[str, dict[str, Any]]:
+    """The live keys as the gateways' table has them, by SHA-256; what does not bind is left out."""
+    return {row.sha256: _key(db, row, now_s) for row in keys.list_live(db)}
+
+
+def _key(db: Database, row: KeyRow, now_s: float) -> dict[str, Any]:
+    limits = {
+        "models": None if row.models is None else _printable(row, allowed_models(db, row)),
+        "requests_per_minute": row.requests_per_minute,
+        "tokens_per_minute": row.tokens_per_minute,
+        "spent_until_s": spent_until_s(db, row, now_s),
+    }
+    given = {name: value for name, value in limits.items() if value is not None}
+    return {"id": row.id, "name": row.name, "owner": row.owner or row.id, "scopes": row.scopes} | given
+
+
+def _printable(row: KeyRow, names: list[str]) -> list[str]:
+    """Names that the gateways take. The routes let no other in; one that is stored all the same stops no other."""
+    odd = [name for name in names if not is_printable(name)]
+    if odd:
+        log.error("the key %s names %r, which is no model's name: expected printable ASCII", row.name, odd[0])
+    return [name for name in names if is_printable(name)] if odd else names

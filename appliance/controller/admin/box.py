@@ -1,0 +1,125 @@
+"""/admin/v1: status, devices, hand-overs, jobs, audit: what runs the box as a whole."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Query
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
+from starlette.responses import PlainTextResponse
+
+from appliance.controller.admin import handover_views, views
+from appliance.controller.admin.metrics import registry_of
+from appliance.controller.context.audit import record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import copy_limit, lost_nodes
+from appliance.controller.devices.mode import floor_notes, mode_in_force
+from appliance.controller.http.paging import After, list_object
+from appliance.controller.interfaces.errors import NotFound, shown
+from appliance.controller.interfaces.principal import ADMIN, Caller, needs
+from appliance.controller.openai.job_routes import unknown_job
+from appliance.store.objects import job_records, jobs
+from appliance.store.records import audit, handovers, keys
+from appliance.store.rows import JobRow
+
+RecentLimit = Annotated[int, Query(ge=1, le=1000)]
+
+
+def routes(context: ControllerContext, router: APIRouter) -> None:
+    """Add the routes to the admin router."""
+    db = context.db
+    registry = registry_of(context)
+
+    def handover_view(handover_id: str | None) -> dict[str, Any] | None:
+        row = handovers.find(db, handover_id) if handover_id else None
+        return handover_views.handover(db, row, copy_limit.read(db)) if row else None
+
+    def _known_job(job_id: str) -> JobRow:
+        # Who looks after the box, with `read` alone too, sees that every job is there, and how far it is.
+        row = jobs.find(db, job_id)
+        if row is None:
+            raise unknown_job(job_id)
+        return row
+
+    @router.get("/status")
+    async def status() -> dict[str, Any]:
+        now, load = context.scheduler.status(), context.load()
+        holds = mode_in_force(db, now["serving_floor"], time.time()).policy
+        return {
+            "box": {
+                **context.box, "started_s": context.started_s, "certificate_expires_s": load.certificate_expires_s,
+            },
+            "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
+            "devices": lost_nodes.in_view(db, now["devices"]),
+            "replicas": now["replicas"],
+            "jobs": [views.job(row) for row in jobs.list_unfinished(db)],
+            "memory": now["memory"],
+            "handover": handover_view(now["handover"]),
+            "degraded": [*context.keepers.degraded(), *context.main_troubles()],
+            "troubles": now["troubles"],
+            "notes": [*now["notes"], *floor_notes(holds, len(now["devices"])), *load.notes],
+        }
+
+    # Not by `response_class`: the document would then say that refusals are plain text too.
+    @router.get("/metrics", responses={200: {"content": {"text/plain": {"schema": {"type": "string"}}}}})
+    async def prometheus_metrics() -> PlainTextResponse:
+        """The controller's own series in Prometheus' text format; the gateway's /metrics joins them to its own."""
+        return PlainTextResponse(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/tiers")
+    async def tiers() -> dict[str, Any]:
+        return {"object": "list", "data": context.tiers.status()}
+
+    @router.get("/handovers")
+    async def list_handovers(limit: RecentLimit = 20) -> dict[str, Any]:
+        rows = handovers.list_recent(db, limit)
+        measured = copy_limit.read(db)
+        return {"object": "list", "data": [handover_views.handover(db, row, measured) for row in rows]}
+
+    @router.get("/handovers/{handover_id}")
+    async def show_handover(handover_id: str) -> dict[str, Any]:
+        found = handover_view(handover_id)
+        if found is None:
+            raise NotFound(f"No hand-over {shown(handover_id)}; `appliance mode history` lists the newest.",
+                           param="handover_id", code="handover_not_found")  # fmt: skip
+        return found
+
+    @router.get("/limits")
+    async def show_limits() -> dict[str, Any]:
+        """The measured rates of the hardware that hand-overs are compared with."""
+        return copy_limit.read(db)
+
+    @router.post("/limits/measure")
+    async def measure_limits(caller: Caller) -> dict[str, Any]:
+        """Measure them again; best on a quiet box."""
+        devices = context.scheduler.status()["devices"]
+        found = await copy_limit.measure(db, any(device["kind"] == "cuda" for device in devices))
+        record(context, caller, "limits.measure", "box", **found)
+        return found
+
+    @router.get("/jobs")
+    async def list_jobs(limit: RecentLimit = 100) -> dict[str, Any]:
+        return {"object": "list", "data": [views.job(row) for row in jobs.list_recent(db, limit)]}
+
+    @router.get("/jobs/{job_id}")
+    async def show_job(job_id: str) -> dict[str, Any]:
+        return views.job(_known_job(job_id))
+
+    @router.get("/jobs/{job_id}/metrics")
+    async def metrics(
+        job_id: str,
+        after_step: Annotated[int, Query(ge=-1, lt=2**62)] = -1,
+        limit: Annotated[int, Query(ge=1, le=10_000)] = 1000,
+    ) -> dict[str, Any]:
+        _known_job(job_id)
+        rows = job_records.list_metrics(db, job_id, after_step=after_step, limit=limit + 1)
+        data = [asdict(row) for row in rows[:limit]]
+        return {"object": "list", "data": data, "has_more": len(rows) > limit}
+
+    @router.get("/audit", dependencies=[Depends(needs(ADMIN))])
+    async def list_audit(after: After = None, limit: RecentLimit = 100) -> dict[str, Any]:
+        names = {row.id: row.name for row in keys.list_all(db)}
+        page = audit.page(db, after=after, limit=limit)
+        return list_object(page, lambda row: views.audit(row, names.get(row.key_id, row.key_id or "box")))

@@ -1,0 +1,90 @@
+"""/admin/v1/models/{name}/deployment: how a model is to be served."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field
+
+from appliance.controller.admin import views
+from appliance.controller.context.audit import name_of, record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import node_sizes
+from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
+from appliance.controller.interfaces.principal import Caller
+from appliance.store.objects import models
+from appliance.store.records import deployments
+from appliance.store.rows import DeploymentRow
+
+Replicas = Annotated[int, Field(ge=0, le=65536)]
+
+
+class Deploy(BaseModel):
+    """Only what is given changes; null takes a target, the idle time or the bound on replicas away."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    min_replicas: Replicas | None = None
+    max_replicas: Replicas | None = None
+    tensor_parallel: Annotated[int, Field(ge=1, le=1024)] | None = None
+    ttft_p95_s: Annotated[float, Field(gt=0, le=3600)] | None = None
+    tpot_p95_ms: Annotated[float, Field(gt=0, le=3.6e6)] | None = None
+    idle_sleep_s: Annotated[float, Field(gt=0, le=1e9)] | None = None
+    pinned: bool | None = None
+
+
+_NEVER_NULL = ("min_replicas", "tensor_parallel", "pinned")
+
+
+def routes(context: ControllerContext, router: APIRouter) -> None:
+    """Add the routes to the admin router; before those of models, whose names may hold slashes."""
+    db = context.db
+
+    def known(name: str) -> DeploymentRow:
+        if models.find(db, name) is None:
+            raise NotFound(f"The model {shown(name)} does not exist on this box.", param="model",
+                           code="model_not_found")  # fmt: skip
+        return deployments.find(db, name) or DeploymentRow(model=name, created_s=time.time())
+
+    @router.get("/models/{name:path}/deployment")
+    async def show_deployment(name: str) -> dict[str, Any]:
+        return views.deployment(known(name), context.scheduler.status())
+
+    @router.patch("/models/{name:path}/deployment")
+    async def deploy(name: str, body: Deploy, caller: Caller) -> dict[str, Any]:
+        row = known(name)
+        changes = {field: getattr(body, field) for field in body.model_fields_set}
+        for field in _NEVER_NULL:
+            if field in changes and changes[field] is None:
+                raise BadRequest(f"{field} cannot be null.", param=field, code="invalid_value")
+        told = dict(changes)
+        if "pinned" in changes:
+            changes["pinned"] = int(changes["pinned"])
+        wanted = replace(row, **changes)
+        _check(context, wanted, changes.keys())
+        with db.transaction():
+            if deployments.find(db, name) is None:
+                deployments.insert(db, wanted)
+            else:
+                deployments.update(db, name, **changes)
+            record(context, caller, "model.deploy", name, **told)
+        context.scheduler.forgive(name)  # what failed with the old settings may work with the new ones
+        context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
+        return views.deployment(wanted, context.scheduler.status())
+
+
+def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[str]) -> None:
+    """Raises BadRequest. What was set before a node left stays as it is while other things change."""
+    if row.max_replicas is not None and row.max_replicas < max(row.min_replicas, row.pinned):
+        least = f"min_replicas is {row.min_replicas}" if row.min_replicas else "a pinned model has at least one replica"
+        raise BadRequest(f"max_replicas is {row.max_replicas} and {least}; expected min <= max.",
+                         param="max_replicas", code="invalid_value")  # fmt: skip
+    nodes = node_sizes.known(context)
+    if "tensor_parallel" in changed:
+        nodes.refuse_more("tensor_parallel", row.tensor_parallel)
+    if "tensor_parallel" in changed or "min_replicas" in changed:
+        nodes.refuse_more_replicas("min_replicas", row.min_replicas, row.tensor_parallel)

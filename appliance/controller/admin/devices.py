@@ -1,0 +1,80 @@
+"""/admin/v1/devices: which there are, who holds them, taking one out of use; /admin/v1/nodes: forgetting a lost one."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, StringConstraints
+
+from appliance.controller.context.audit import name_of, record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import cordons, lost_nodes
+from appliance.controller.interfaces.errors import NotFound, shown
+from appliance.controller.interfaces.principal import Caller
+from appliance.controller.jobs.events import add_message
+from appliance.store.objects import jobs
+
+
+class Drain(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    reason: Annotated[str, StringConstraints(max_length=512)] = ""
+
+
+def routes(context: ControllerContext, router: APIRouter) -> None:
+    """Add the routes to the admin router."""
+    db = context.db
+
+    def in_view() -> list[dict[str, Any]]:
+        return lost_nodes.in_view(db, context.scheduler.status()["devices"])
+
+    def known(device_id: str) -> dict[str, Any]:
+        for device in in_view():
+            if device["id"] == device_id:
+                return device
+        raise NotFound(f"The box has no device {shown(device_id)}; `appliance gpu list` shows them.",
+                       param="device_id", code="device_not_found")  # fmt: skip
+
+    @router.get("/devices")
+    async def devices() -> dict[str, Any]:
+        return {"object": "list", "data": in_view()}
+
+    @router.post("/devices/{device_id:path}/drain")
+    async def drain(device_id: str, caller: Caller, body: Drain | None = None) -> dict[str, Any]:
+        """Its holder moves elsewhere, and nobody gets it until `undrain`. Idempotent; GET /devices shows when it is
+        free."""
+        device, reason = known(device_id), body.reason if body else ""
+        by = name_of(context, caller)
+        with db.transaction():
+            fresh = cordons.drain(db, device_id, reason, by, time.time())
+            record(context, caller, "device.drain", device_id, reason=reason, holder=device["holder"])
+            holder = device["holder"]
+            if fresh and holder and holder["kind"] == "job" and jobs.find(db, holder["id"]):
+                told = f"Device {device_id} is drained by {by}{': ' + reason if reason else ''}; the job moves off it."
+                add_message(db, holder["id"], told, level="warn", data={"device": device_id, "reason": reason})
+        context.scheduler.nudge(f"drain of {device_id}", by)
+        return known(device_id)
+
+    @router.post("/devices/{device_id:path}/undrain")
+    async def undrain(device_id: str, caller: Caller) -> dict[str, Any]:
+        """Let it be used again. Idempotent."""
+        known(device_id)
+        with db.transaction():
+            cordons.undrain(db, device_id)
+            record(context, caller, "device.undrain", device_id)
+        context.scheduler.nudge(f"undrain of {device_id}", name_of(context, caller))
+        return known(device_id)
+
+    @router.delete("/nodes/{name}")
+    async def forget_node(name: str, caller: Caller) -> dict[str, Any]:
+        """The devices of a lost node are not shown any more. It may join again all the same."""
+        with db.transaction():
+            devices = lost_nodes.forget(db, name)
+            if devices is None:
+                raise NotFound(f"The box has lost no node {shown(name)}; `appliance gpu list` shows those of "
+                               "lost ones. A node that is there leaves with Ctrl-C or SIGTERM.",
+                               param="name", code="node_not_lost")  # fmt: skip
+            record(context, caller, "node.forget", name, devices=devices)
+        return {"id": name, "deleted": True, "devices": devices}

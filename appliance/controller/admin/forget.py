@@ -1,0 +1,139 @@
+"""/admin/v1/forget: a person leaves, and with them what is theirs.
+
+Deleted: files, uploads, stored responses, batches, job folders and events. Kept without the name: usage, the audit log,
+jobs. Revoked: the keys. Models that were trained on their files are listed, and deleted only when that is asked for.
+Asked again it goes on where it was; once all is done there is nothing left to find by that name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import time
+from typing import Annotated, Any
+
+from anyio import to_thread
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, StringConstraints
+
+from appliance.controller.batches.background_responses import BackgroundResponses
+from appliance.controller.batches.runner import BatchRunner
+from appliance.controller.context.audit import record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.files import routes as files
+from appliance.controller.interfaces.errors import BadRequest, Conflict
+from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.openai import model_routes as models
+from appliance.controller.openai.job_routes import ask
+from appliance.store.objects import batches, responses
+from appliance.store.objects import files as file_rows
+from appliance.store.records import keys
+from appliance.store.records.session_keys import OWNER as BOX_ITSELF
+from appliance.store.upkeep import forgotten
+
+ENDS_WITHIN_S = 20.0
+_LOOK_EVERY_S = 0.05
+_CHUNK = 200
+_SHOWN = 10
+
+
+class Forget(BaseModel):
+    """owner: as keys have it. cancel: what has not ended is cancelled; without it,
+    nothing is done while there is such a thing. models: those trained on the owner's files go too."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    owner: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    cancel: bool = False
+    models: bool = False
+
+
+def routes(
+    context: ControllerContext, router: APIRouter, runner: BatchRunner, background: BackgroundResponses
+) -> None:
+    """Add the routes to the admin router."""
+    db = context.db
+
+    def found(owner: str) -> dict[str, Any]:
+        return {
+            "keys": [row.name for row in forgotten.keys_of(db, owner)], "models": forgotten.models_made(db, owner),
+            "unfinished": forgotten.unfinished(db, owner),
+            **{kind: len(forgotten.ids(db, kind, owner)) for kind in ("files", "uploads", "batches", "jobs")},
+            "responses": len(forgotten.ids(db, "responses", owner)),
+        }  # fmt: skip
+
+    @router.get("/forget")
+    async def show(owner: Annotated[str, Query(min_length=1, max_length=256)]) -> dict[str, Any]:
+        """What there is of this owner. Nothing is done."""
+        return {"owner": owner, "done": False, "waits_for": [], **found(owner)}
+
+    @router.post("/forget")
+    async def forget(body: Forget, caller: Caller) -> dict[str, Any]:
+        """`done` false: what `waits_for` names has not ended yet; ask again."""
+        owner = body.owner
+        if owner == BOX_ITSELF:
+            raise BadRequest("The box itself cannot be forgotten.", param="owner", code="invalid_value")
+        there = found(owner)
+        if there["unfinished"] and not body.cancel:
+            raise Conflict(
+                f"{len(there['unfinished'])} jobs, batches or responses of this owner have not ended: "
+                f"{', '.join(there['unfinished'][:_SHOWN])}. Wait for their end, or ask with cancel (`--cancel`).",
+                param="owner", code="owner_busy",
+            )  # fmt: skip
+        for row in forgotten.keys_of(db, owner):
+            keys.revoke(db, row.id)
+        context.publish_keys()
+        if left := await _ended(owner, caller):
+            record(context, caller, "owner.forget", "", outcome="failed", waits_for=left)
+            return {"owner": owner, "done": False, "waits_for": left, **there}
+        deleted = await _delete_models(there["models"], caller) if body.models else []
+        await _delete(owner)
+        pseudonym = f"forgotten-{secrets.token_hex(4)}"
+        forgotten.pseudonymise(db, owner, pseudonym)
+        context.publish_keys()
+        told = {kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs")}
+        record(context, caller, "owner.forget", pseudonym, keys=len(there["keys"]), **told, models_deleted=deleted,
+               models_left=[name for name in there["models"] if name not in deleted])  # fmt: skip
+        return {
+            "owner": owner, "done": True, "waits_for": [], "pseudonym": pseudonym, "models_deleted": deleted, **there,
+        }  # fmt: skip
+
+    async def _ended(owner: str, caller: Principal) -> list[str]:
+        """Cancel what has not ended and wait for it a while; what has not ended then."""
+        for job in forgotten.jobs_of(db, owner):
+            if not job.finished:
+                ask(context, job.id, "cancel", caller)
+        for batch_id in forgotten.ids(db, "batches", owner, "status IN ('validating', 'in_progress')"):
+            batches.update(db, batch_id, status="cancelling", cancelling_s=time.time())
+            runner.poke(batch_id)
+        for response_id in forgotten.ids(db, "responses", owner, "status IN ('queued', 'in_progress')"):
+            if (row := responses.find(db, response_id)) is not None:
+                background.cancel(row)
+        deadline_s = time.monotonic() + ENDS_WITHIN_S
+        while (left := forgotten.unfinished(db, owner)) and time.monotonic() < deadline_s:
+            await asyncio.sleep(_LOOK_EVERY_S)
+        return left
+
+    async def _delete(owner: str) -> None:
+        for job in forgotten.jobs_of(db, owner):
+            for file_id in job.result_files:
+                if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
+                    files.remove(context, row)
+            await to_thread.run_sync(shutil.rmtree, context.jobs_dir / job.id, True)
+        for file_id in forgotten.ids(db, "files", owner):
+            if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
+                files.remove(context, row)
+            await asyncio.sleep(0)
+        for upload_id in forgotten.ids(db, "uploads", owner):
+            await to_thread.run_sync(shutil.rmtree, context.uploads_dir / upload_id, True)
+        for table in ("uploads", "batches", "responses", "idempotency"):
+            while forgotten.delete(db, owner, table, _CHUNK) == _CHUNK:
+                await asyncio.sleep(0)
+
+    async def _delete_models(names: list[str], caller: Principal) -> list[str]:
+        deleted = []
+        for name in names:
+            await models.remove(context, models.known_model(context, name), caller)
+            deleted.append(name)
+        return deleted

@@ -1,0 +1,70 @@
+"""Hand-overs as the admin API shows them: phase by phase, with bytes, seconds and the share of the hardware's limit.
+
+Pure: rows and the measured limits in, plain values out. The CLI and scripts rely on these keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from appliance.store.database import Database
+from appliance.store.records import handovers
+from appliance.store.rows import HandoverRow, HandoverStepRow
+
+
+def handover(db: Database, row: HandoverRow, limits: dict[str, Any]) -> dict[str, Any]:
+    """`bytes` of all steps together; `asked_by` a key's name, "box" (a command on it), "window ID" or "scheduler"."""
+    steps = [step(found, limits) for found in handovers.steps(db, row.id)]
+    return {
+        "id": row.id, "reason": row.reason, "state": row.state, "started_s": row.started_s, "ended_s": row.ended_s,
+        "seconds": None if row.ended_s is None else row.ended_s - row.started_s,
+        "bytes": sum(s["bytes"] or 0 for s in steps),
+        "asked_by": row.detail.get("asked_by"), "asked_for": row.detail.get("asked_for"),
+        "error": row.detail.get("error"), "detail": row.detail, "steps": steps,
+    }  # fmt: skip
+
+
+def step(row: HandoverStepRow, limits: dict[str, Any]) -> dict[str, Any]:
+    """`seconds` of the whole step; `bytes` that it moved in `moved_s` seconds of it, and the share of the hardware's
+    limit that this is; `path` how weights came in ("staged", "in place"), or that they or a snapshot lie in shared
+    memory. None where a step moves nothing."""
+    count, moved_s, workers, path = _moved(row.verb, row.detail)
+    rate = count / moved_s if count and moved_s else None
+    limit, name = _limit(row.verb, limits, workers)
+    return {
+        "verb": row.verb, "target": row.target, "state": row.state, "started_s": row.started_s,
+        "ended_s": row.ended_s,
+        "seconds": None if row.started_s is None or row.ended_s is None else row.ended_s - row.started_s,
+        "bytes": count, "moved_s": moved_s, "bytes_per_s": rate,
+        "limit": name if rate and limit else None,
+        "limit_fraction": rate / limit if rate and limit else None,
+        "path": path, "undoes": row.arguments.get("undoes"), "detail": row.detail,
+    }  # fmt: skip
+
+
+def _moved(verb: str, detail: dict[str, Any]) -> tuple[int | None, float | None, int, str | None]:
+    """(bytes, seconds in which they moved, processes that moved them side by side, path)."""
+    if verb in ("swap_replica", "wake_replica"):
+        read = detail.get("bytes_read") or []
+        how = detail.get("how")
+        # A staged version is copied beside the serving one, and only exchanged while requests pause.
+        seconds = detail.get("stage_s") if how == "staged" else detail.get("load_s")
+        return (sum(read) if read else detail.get("bytes")), seconds, max(1, len(read)), _words(how)
+    if verb == "suspend_group" and detail.get("bytes"):
+        return detail["bytes"], (detail.get("seconds") or {}).get("snapshot"), 1, "shared memory"
+    if verb in ("start_group", "start_replica"):
+        # Read while processes come up: most of the step is not copying, so no rate is made of it.
+        return detail.get("bytes"), None, 1, "shared memory" if detail.get("bytes") else None
+    return None, None, 1, None
+
+
+def _words(how: str | None) -> str | None:
+    return how.replace("-", " ") if how else None
+
+
+def _limit(verb: str, limits: dict[str, Any], workers: int) -> tuple[float | None, str]:
+    """A GPU's weights come over its own bus; host memory is one limit for all."""
+    per_gpu = limits.get("host_to_device_bytes_per_s")
+    if per_gpu:
+        return per_gpu * workers, "host_to_device"
+    return limits.get("memcpy_bytes_per_s"), "memcpy"

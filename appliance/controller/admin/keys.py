@@ -1,0 +1,163 @@
+"""/admin/v1/keys: create, list, revoke. A new key is shown once; revoking reaches the gateways at once."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict, Field
+
+from appliance.controller.access.naming import CallableName, OwnerName
+from appliance.controller.admin import views
+from appliance.controller.batches.background_responses import BackgroundResponses
+from appliance.controller.batches.runner import BatchRunner
+from appliance.controller.context.audit import record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
+from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, Caller, needs
+from appliance.controller.jobs import claims, pauses
+from appliance.controller.jobs.events import add_message
+from appliance.controller.jobs.requests import Priority
+from appliance.store.errors import DuplicateRow
+from appliance.store.objects import batches, jobs
+from appliance.store.records import keys, session_keys
+from appliance.store.rows import KeyRow
+
+DEFAULT_SCOPES = [INFERENCE, FINE_TUNING]
+
+
+# `model share --with all` means everybody; commands on the box itself have keys of their own (`session_keys`).
+RESERVED_OWNERS = ("all", session_keys.OWNER)
+Limit = Annotated[int, Field(ge=1, le=10**15)]
+Amount = Annotated[int, Field(ge=0, le=10**15)]
+Jobs = Annotated[int, Field(ge=0, le=10**6)]
+_LIMITS_OF_NEW = {field.name: field.default for field in fields(KeyRow) if field.name in claims.LIMITS}
+
+
+class KeyBounds(BaseModel):
+    """Of what the key's owner may keep, where they are not the box's own (`[controller.bounds]`)."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    files: Amount | None = None
+    file_bytes: Amount | None = None
+    uploads: Amount | None = None
+    batches: Amount | None = None
+    jobs: Amount | None = None
+    background: Amount | None = None
+    responses: Amount | None = None
+    responses_bytes: Amount | None = None
+
+
+class KeyLimits(BaseModel):
+    """What a key may use and spend; null lifts a limit. models: names of models, beside what its owner's jobs make.
+    The quotas of tokens count prompts and completions; days and months are those of UTC. max_priority: of its jobs;
+    max_non_preemptible, max_deadlines, max_held: how many of its unfinished jobs may be so; null: as a new key has it.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    models: Annotated[list[CallableName], Field(max_length=1000)] | None = None
+    requests_per_minute: Limit | None = None
+    tokens_per_minute: Limit | None = None
+    tokens_per_day: Limit | None = None
+    tokens_per_month: Limit | None = None
+    max_priority: Priority | None = None
+    max_non_preemptible: Jobs | None = None
+    max_deadlines: Jobs | None = None
+    max_held: Jobs | None = None
+    bounds: KeyBounds | None = None
+
+    def columns(self) -> dict[str, Any]:
+        """Of what was given."""
+        given = self.model_dump(exclude_unset=True, include=KeyLimits.model_fields.keys())
+        if self.bounds is not None:
+            given["bounds"] = self.bounds.model_dump(exclude_none=True) or None
+        return {name: _LIMITS_OF_NEW.get(name) if value is None else value for name, value in given.items()}
+
+
+class KeyCreate(KeyLimits):
+    """owner: whose is what is made with it, and whose share of the devices its jobs count towards; left out, the key's
+    own name."""
+
+    name: OwnerName
+    scopes: Annotated[list[str], Field(min_length=1, max_length=8)] | None = None
+    owner: OwnerName | None = None
+
+
+def routes(
+    context: ControllerContext, router: APIRouter, runner: BatchRunner, background: BackgroundResponses
+) -> None:
+    """Add the routes to the admin router."""
+    db = context.db
+
+    @router.get("/keys", dependencies=[Depends(needs(ADMIN))])
+    async def list_keys() -> dict[str, Any]:
+        return {"object": "list", "data": [views.key(row) for row in keys.list_all(db) if not row.session]}
+
+    @router.post("/keys")
+    async def create(body: KeyCreate, caller: Caller) -> dict[str, Any]:
+        scopes = body.scopes or DEFAULT_SCOPES
+        unknown = [scope for scope in scopes if scope not in keys.SCOPES]
+        if unknown:
+            raise BadRequest(f"Unknown scope {shown(unknown[0])}; the scopes are {', '.join(keys.SCOPES)}.",
+                             param="scopes", code="invalid_value")  # fmt: skip
+        if (owner := body.owner or body.name) in RESERVED_OWNERS:
+            raise BadRequest(f"No owner is called {owner!r}: the box means something else by it. Choose another name.",
+                             param="owner" if body.owner else "name", code="invalid_value")  # fmt: skip
+        limits = body.columns()
+        try:
+            with db.transaction():
+                row, key = keys.create(db, body.name, list(dict.fromkeys(scopes)), body.owner, **limits)
+                record(context, caller, "key.create", row.id, name=row.name, scopes=row.scopes, owner=row.owner,
+                       **limits)  # fmt: skip
+        except DuplicateRow as error:
+            raise Conflict(f"A key named {shown(body.name)} exists; revoke it first or choose another name.",
+                           param="name", code="key_exists") from error  # fmt: skip
+        context.publish_keys()
+        return views.key(row) | {"key": key}
+
+    @router.patch("/keys/{id_or_name}")
+    async def limit(id_or_name: str, body: KeyLimits, caller: Caller) -> dict[str, Any]:
+        row = keys.find(db, id_or_name)
+        if row is None or row.revoked_s is not None:
+            raise NotFound(f"No live key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
+        limits = body.columns()
+        with db.transaction():
+            keys.update(db, row.id, **limits)
+            record(context, caller, "key.limit", row.id, name=row.name, **limits)
+        context.publish_keys()
+        return views.key(keys.find(db, row.id) or row)
+
+    @router.delete("/keys/{id_or_name}")
+    async def revoke(id_or_name: str, caller: Caller) -> dict[str, Any]:
+        """What was asked with it ends, or waits: its responses in background and its batches fail, its jobs are
+        paused. One that was revoked before stops nothing any more."""
+        before = keys.find(db, id_or_name)
+        if before is None:
+            raise NotFound(f"No key with the id or name {shown(id_or_name)}.", param="id", code="key_not_found")
+        stopped: dict[str, list[str]] = {"jobs": [], "batches": [], "responses": []}
+        with db.transaction():
+            row = keys.revoke(db, before.id)
+            if before.revoked_s is None:
+                stopped["jobs"] = _pause_jobs(context, row)
+                stopped["batches"] = [batch.id for batch in batches.list_unfinished(db, key_id=row.id)]
+                stopped["responses"] = background.revoke(row.id)
+            record(context, caller, "key.revoke", row.id, name=row.name,
+                   **{kind: ids for kind, ids in stopped.items() if ids})  # fmt: skip
+        context.publish_keys()
+        for batch_id in stopped["batches"]:
+            runner.poke(batch_id)  # it sees for itself that its key is revoked
+        context.scheduler.nudge(f"{row.id} was revoked")
+        return views.key(row) | {"stopped": stopped}
+
+
+def _pause_jobs(context: ControllerContext, key: KeyRow) -> list[str]:
+    """Not cancelled: what they have computed may be wanted, by the owner with another key or by whoever follows him."""
+    paused = [job.id for job in jobs.list_unfinished_of(context.db, key.id) if job.wanted == "run"]
+    for job_id in paused:
+        jobs.set_wanted(context.db, job_id, "pause")
+        jobs.update(context.db, job_id, reason=pauses.KEY_REVOKED)
+        add_message(context.db, job_id, f"Fine-tuning job paused: {pauses.KEY_REVOKED}", level="warn")
+    return paused

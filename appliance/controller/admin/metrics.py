@@ -1,0 +1,144 @@
+"""The controller's series for Prometheus, read from the store and the scheduler at each scrape.
+
+Nothing is counted here: what grows is counted in the store, so it goes on over restarts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, ProcessCollector
+from prometheus_client.core import GaugeMetricFamily, Metric, SummaryMetricFamily
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import lost_nodes
+from appliance.controller.devices.mode import mode_in_force
+from appliance.controller.http.views import job_phase
+from appliance.controller.interfaces.ports import SchedulerStatus
+from appliance.store.objects import jobs, responses
+from appliance.store.records import handovers
+from appliance.store.rows import JobRow
+
+POLICIES = ("serve", "train", "split", "auto")
+
+
+def registry_of(context: ControllerContext) -> CollectorRegistry:
+    """A registry of this context's own, with the process' memory, CPU time and descriptors."""
+    registry = CollectorRegistry()
+    registry.register(ControllerCollector(context))
+    ProcessCollector(namespace="appliance_controller", registry=registry)
+    return registry
+
+
+class ControllerCollector:
+    """Implements `prometheus_client.registry.Collector`."""
+
+    def __init__(self, context: ControllerContext):
+        self._context = context
+
+    def describe(self) -> list[Metric]:
+        # Without this the registry would collect once at registration, before the scheduler runs.
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        now = self._context.scheduler.status()
+        yield from self._scheduler(now)
+        yield from self._devices(now)
+        yield from self._training()
+        yield from self._weights(now)
+        yield from self._responses()
+
+    def _scheduler(self, now: SchedulerStatus) -> Iterator[Metric]:
+        holds = mode_in_force(self._context.db, now["serving_floor"], time.time()).policy.kind
+        mode = GaugeMetricFamily("appliance_mode", "1 for the mode in force.", labels=["policy"])
+        for policy in POLICIES:
+            mode.add_metric([policy], float(policy == holds))
+        yield mode
+        ended = SummaryMetricFamily("appliance_handover_seconds", "Ended hand-overs, by outcome.", labels=["outcome"])
+        for total in handovers.totals(self._context.db):
+            ended.add_metric([total.state], total.count, total.seconds)
+        yield ended
+        running = float(len(handovers.list_open(self._context.db)))
+        yield GaugeMetricFamily("appliance_handovers_running", "Hand-overs under way.", running)
+        yield GaugeMetricFamily("appliance_scheduler_plan_seconds", "How long the last plan took.", now["plan_s"])
+        replicas = GaugeMetricFamily("appliance_replicas", "Replicas by model, version and state.",
+                                     labels=["model", "version", "state"])  # fmt: skip
+        counted = Counter((r["model"], r["version"], r["state"]) for r in now["replicas"])
+        for labels, count in sorted(counted.items()):
+            replicas.add_metric(list(labels), count)
+        yield replicas
+        memory = GaugeMetricFamily("appliance_replica_resident_bytes", "Resident memory of a replica's processes.",
+                                   labels=["replica", "model"])  # fmt: skip
+        for replica in now["replicas"]:
+            memory.add_metric([replica["id"], replica["model"]], replica["rss_bytes"])
+        yield memory
+
+    def _devices(self, now: SchedulerStatus) -> Iterator[Metric]:
+        shown = lost_nodes.in_view(self._context.db, now["devices"])
+        held = GaugeMetricFamily("appliance_devices", "Devices by who holds them (job, replica, none) and health.",
+                                 labels=["holder", "health"])  # fmt: skip
+        counted = Counter((d["holder"]["kind"] if d["holder"] else "none", d["health"]) for d in shown)
+        for labels, count in sorted(counted.items()):
+            held.add_metric(list(labels), count)
+        yield held
+        health = GaugeMetricFamily("appliance_device_healthy", "1 while a device may get new work.",
+                                   labels=["device", "kind"])  # fmt: skip
+        memory = GaugeMetricFamily("appliance_device_memory_bytes", "Memory of a device.", labels=["device", "kind"])
+        for device in shown:
+            health.add_metric([device["id"], device["kind"]], float(device["health"] == "ok"))
+            memory.add_metric([device["id"], device["kind"]], device["memory_bytes"])
+        yield health
+        yield memory
+
+    def _training(self) -> Iterator[Metric]:
+        rows = jobs.list_unfinished(self._context.db)
+        phases = GaugeMetricFamily("appliance_jobs", "Unfinished jobs by phase.", labels=["phase"])
+        for phase, count in sorted(Counter(job_phase(row) for row in rows).items()):
+            phases.add_metric([phase], count)
+        yield phases
+        waiting = float(sum(row.phase != "running" for row in rows))
+        yield GaugeMetricFamily("appliance_job_queue_length", "Unfinished jobs that hold no devices.", waiting)
+        running = [row for row in rows if row.phase == "running"]
+        for name, text, value in (
+            ("appliance_job_loss", "Training loss at the last step of a running job.", lambda row: row.loss),
+            ("appliance_job_tokens_per_second", "Tokens that a running job trains on.", lambda row: row.tokens_per_s),
+            ("appliance_job_step", "Last optimizer step of a running job.", lambda row: row.step),
+            ("appliance_job_steps", "Optimizer steps that a running job will make.", lambda row: row.total_steps),
+            ("appliance_job_devices", "Devices that a running job holds.", lambda row: len(row.devices)),
+        ):
+            yield _by_job(name, text, [(row, value(row)) for row in running])
+
+    def _responses(self) -> Iterator[Metric]:
+        number, size = responses.totals(self._context.db)
+        yield GaugeMetricFamily("appliance_stored_responses", "Answers of /v1/responses that are kept.", number)
+        yield GaugeMetricFamily("appliance_stored_response_bytes", "Bytes of these.", size)
+
+    def _weights(self, now: SchedulerStatus) -> Iterator[Metric]:
+        used = GaugeMetricFamily("appliance_weight_store_bytes", "Shared memory of the weight store.", labels=["what"])
+        for what in ("used", "budget", "room"):
+            value = now["memory"].get(f"{what}_bytes")
+            if value is not None:
+                used.add_metric([what], value)
+        yield used
+        tiers = self._context.tiers.status()
+        for name, key, text in (
+            ("appliance_tier_bytes", "bytes", "Bytes of versions and snapshots in a tier."),
+            ("appliance_tier_limit_bytes", "limit_bytes", "What a tier may hold."),
+            ("appliance_tier_backlog_bytes", "backlog_bytes", "Bytes still to be copied into a tier."),
+            ("appliance_tier_damaged", "damaged", "Damaged copies found in a tier."),
+        ):
+            family = GaugeMetricFamily(name, text, labels=["tier"])
+            for tier in tiers:
+                if tier[key] is not None:
+                    family.add_metric([tier["name"]], tier[key])
+            yield family
+
+
+def _by_job(name: str, text: str, rows: list[tuple[JobRow, float | None]]) -> Metric:
+    family = GaugeMetricFamily(name, text, labels=["job", "model"])
+    for row, value in rows:
+        if value is not None:
+            family.add_metric([row.id, row.model], value)
+    return family

@@ -1,0 +1,227 @@
+"""/admin/v1/mode: who the devices belong to, by hand and by the clock, and what a mode would do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import asdict
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from appliance.controller.admin import handover_views
+from appliance.controller.context.audit import name_of, record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import copy_limit
+from appliance.controller.devices.mode import (
+    floor_notes,
+    mode_in_force,
+    policy_of,
+    read_mode,
+    tidal_windows,
+    window_of,
+    write_mode,
+)
+from appliance.controller.interfaces.errors import ApiError, BadRequest, Conflict, NotFound, shown
+from appliance.controller.interfaces.ports import Mode
+from appliance.controller.interfaces.principal import Caller
+from appliance.store.errors import RowNotFound
+from appliance.store.ids import new_id
+from appliance.store.records import handovers, windows
+from appliance.store.rows import WindowRow
+from scheduler.core.errors import InvalidSchedule
+from scheduler.loop.mode_schedule import InForce, Window, preview
+
+MAX_WINDOWS = 64
+Cron = Annotated[str, StringConstraints(min_length=1, max_length=128)]
+
+
+class ModeSet(BaseModel):
+    """serving_floor: devices that serving keeps; left out, the box's own number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    policy: Literal["serve", "train", "split", "auto"]
+    train_devices: Annotated[int, Field(ge=0)] | None = None
+    serving_floor: Annotated[int, Field(ge=0)] | None = None
+
+
+class WindowCreate(ModeSet):
+    """A window begins when `cron` fires; it ends when `until` fires, or after `for_s`, or when another begins."""
+
+    cron: Cron
+    tz: Annotated[str, StringConstraints(min_length=1, max_length=64)] = "UTC"
+    until: Cron | None = None
+    for_s: float | None = None
+
+
+def routes(context: ControllerContext, router: APIRouter) -> None:
+    """Add the routes to the admin router."""
+    db = context.db
+
+    def floor() -> int:
+        return context.scheduler.status()["serving_floor"]
+
+    def mode_view() -> dict[str, Any]:
+        now = context.scheduler.status()
+        holds, by_hand = mode_in_force(db, now["serving_floor"], time.time()), read_mode(db)
+        return {
+            **_policy(holds),
+            "since_s": holds.since_s,
+            "until_s": holds.until_s,
+            "set_by": "window" if holds.window else "hand",
+            "window": _window(holds.window),
+            "overridden": _window(holds.overridden),
+            "by_hand": asdict(by_hand),
+            "bounds": now["bounds"],
+            "notes": floor_notes(holds.policy, len(now["devices"])),
+        }
+
+    @router.get("/mode")
+    async def get_mode() -> dict[str, Any]:
+        return mode_view()
+
+    @router.put("/mode")
+    async def set_mode(
+        body: ModeSet,
+        caller: Caller,
+        wait: bool = False,
+        timeout_s: Annotated[float | None, Query(gt=0)] = None,
+    ) -> dict[str, Any]:
+        _check(context, body)
+        by = name_of(context, caller)
+        with db.transaction():
+            wanted = write_mode(db, Mode(body.policy, body.train_devices, 0.0, body.serving_floor, by))
+            record(context, caller, "mode.set", body.policy, train_devices=body.train_devices,
+                   serving_floor=body.serving_floor)  # fmt: skip
+        limit_s = min(timeout_s or context.config.mode_wait_s, context.config.mode_wait_s)
+        handover_id = None
+        try:
+            async with asyncio.timeout(limit_s):
+                handover_id = await context.scheduler.set_mode(wanted)
+                if wait and handover_id is not None:
+                    await context.scheduler.wait_handover(handover_id)
+        except TimeoutError as error:
+            raise ApiError(
+                504,
+                f"The mode is set, but the hand-over to it did not end within {limit_s:.0f} s; it goes on. "
+                "`appliance mode history` shows how far it is.",
+                kind="server_error",
+                code="wait_timeout",
+                headers={"x-should-retry": "false"},
+            ) from error
+        row = handovers.find(db, handover_id) if handover_id else None
+        return mode_view() | {"handover": handover_views.handover(db, row, copy_limit.read(db)) if row else None}
+
+    @router.post("/mode/plan")
+    async def plan(body: ModeSet | None = None) -> dict[str, Any]:
+        """What this mode would do now (without a body: the one that holds), and why. Nothing is done."""
+        if body is None:
+            return context.scheduler.explain(None)
+        _check(context, body)
+        wanted = Mode(body.policy, body.train_devices, 0.0, body.serving_floor)
+        return context.scheduler.explain(policy_of(wanted, floor()))
+
+    @router.get("/mode/schedule")
+    async def list_windows() -> dict[str, Any]:
+        now_s, data = time.time(), []
+        for row in windows.list_all(db):
+            window = window_of(row, floor())
+            data.append({**_window_row(row, window), "next_s": window.next_s(now_s)})
+        return {"object": "list", "data": data}
+
+    @router.post("/mode/schedule")
+    async def add_window(body: WindowCreate, caller: Caller) -> dict[str, Any]:
+        _check(context, body)
+        now_s = time.time()
+        row = WindowRow(
+            new_id("win_", 8), body.cron, body.tz, body.policy, now_s, body.until, body.for_s, body.train_devices,
+            body.serving_floor,
+        )  # fmt: skip
+        if len(windows.list_all(db)) >= MAX_WINDOWS:
+            raise Conflict(f"The box has {MAX_WINDOWS} windows; remove one first.", code="too_many_windows")
+        try:
+            window = window_of(row, floor())
+        except InvalidSchedule as error:
+            raise BadRequest(f"{error}.", param=error.param, code="invalid_schedule") from error
+        with db.transaction():
+            windows.insert(db, row)
+            record(context, caller, "mode.schedule.add", row.id, cron=row.cron, tz=row.tz, until=row.until,
+                   for_s=row.for_s, policy=row.policy, train_devices=row.train_devices,
+                   serving_floor=row.serving_floor)  # fmt: skip
+        context.scheduler.nudge(f"window {row.id} was added", name_of(context, caller))
+        return {**_window_row(row, window), "next_s": window.next_s(now_s)}
+
+    @router.get("/mode/schedule/preview")
+    async def show_preview(hours: Annotated[float, Query(gt=0, le=24 * 31)] = 24.0) -> dict[str, Any]:
+        """What holds over the coming hours, one entry per change."""
+        mode = read_mode(db)
+        segments = preview(
+            tidal_windows(db, floor()), policy_of(mode, floor()), mode.since_s, time.time(), hours=hours
+        )
+        return {
+            "object": "list",
+            "data": [
+                {
+                    "from_s": holds.since_s,
+                    "to_s": holds.until_s,
+                    **_policy(holds),
+                    "window": holds.window.id if holds.window else None,
+                    "overridden": holds.overridden.id if holds.overridden else None,
+                }
+                for holds in segments
+            ],
+        }
+
+    @router.delete("/mode/schedule/{window_id}")
+    async def remove_window(window_id: str, caller: Caller) -> dict[str, Any]:
+        try:
+            with db.transaction():
+                windows.delete(db, window_id)
+                record(context, caller, "mode.schedule.remove", window_id)
+        except RowNotFound as error:
+            raise NotFound(f"No window {shown(window_id)}; `appliance mode schedule list` shows all.",
+                           param="window_id", code="window_not_found") from error  # fmt: skip
+        context.scheduler.nudge(f"window {window_id} was removed", name_of(context, caller))
+        return {"id": window_id, "deleted": True}
+
+
+def _policy(holds: InForce) -> dict[str, Any]:
+    policy = holds.policy
+    return {
+        "policy": policy.kind, "train_devices": policy.train_devices, "serving_floor": policy.serving_floor,
+    }  # fmt: skip
+
+
+def _window(window: Window | None) -> dict[str, Any] | None:
+    if window is None:
+        return None
+    return {
+        "id": window.id, "cron": window.cron, "tz": window.tz, "until": window.until, "for_s": window.for_s,
+        "policy": window.policy.kind, "train_devices": window.policy.train_devices,
+        "serving_floor": window.policy.serving_floor,
+    }  # fmt: skip
+
+
+def _window_row(row: WindowRow, window: Window) -> dict[str, Any]:
+    shown_window = _window(window)
+    assert shown_window is not None
+    return {**shown_window, "created_s": row.created_s}
+
+
+def _check(context: ControllerContext, body: ModeSet) -> None:
+    device_count = len(context.scheduler.status()["devices"])
+    if body.serving_floor is not None and body.serving_floor > device_count:
+        raise BadRequest(f"serving_floor is {body.serving_floor}, the box has {device_count} devices.",
+                         param="serving_floor", code="invalid_value")  # fmt: skip
+    if body.policy == "split":
+        if body.train_devices is None:
+            raise BadRequest("The mode 'split' needs train_devices: how many devices training may have at most.",
+                             param="train_devices", code="missing_required_parameter")  # fmt: skip
+        if body.train_devices > device_count:
+            raise BadRequest(f"train_devices is {body.train_devices}, the box has {device_count} devices.",
+                             param="train_devices", code="invalid_value")  # fmt: skip
+    elif body.train_devices is not None:
+        raise BadRequest(f"train_devices belongs to the mode 'split', not to '{body.policy}'.",
+                         param="train_devices", code="invalid_value")  # fmt: skip

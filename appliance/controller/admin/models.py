@@ -1,0 +1,235 @@
+"""/admin/v1/models and /admin/v1/operations: bring models in, look at them, verify, roll back, delete.
+
+Names hold ":" and may hold "/": they come percent-encoded in one segment or plain, hence `{name:path}`.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from appliance.controller.access.naming import MODEL_NAME_RULE, is_model_name
+from appliance.controller.admin import views
+from appliance.controller.context import operations
+from appliance.controller.context.audit import record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.context.operations import Operations
+from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, SwapFailed, shown
+from appliance.controller.interfaces.model_states import ModelStates
+from appliance.controller.interfaces.ports import ModelStats, Report
+from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.models.activation import switch
+from appliance.controller.models.canaries import Canaries
+from appliance.controller.openai.model_routes import known_model, place, remove
+from appliance.store.database import Database
+from appliance.store.objects import models
+from appliance.store.records import canaries, deployments
+from appliance.store.records import operations as operation_rows
+from appliance.store.rows import DeploymentRow, ModelRow, OperationRow, VersionRow
+
+Text = Annotated[str, StringConstraints(min_length=1, max_length=4096)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class Import(_Strict):
+    source: Text
+    name: Text | None = None
+    revision: Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._/-]{1,255}$")] | None = None
+
+
+class Starter(_Strict):
+    minutes: Annotated[float, Field(gt=0, le=24 * 60)] | None = None
+
+
+class Pin(_Strict):
+    version: Text
+    pinned: bool
+
+
+class Rollback(_Strict):
+    version: Text | None = None
+
+
+def routes(context: ControllerContext, router: APIRouter, running: Operations, compared: Canaries) -> None:
+    """Add the routes to the admin router."""
+    db = context.db
+
+    def known(name: str) -> ModelRow:
+        row = models.find(db, name)
+        if row is None:
+            raise NotFound(f"The model {shown(name)} does not exist on this box.", param="model",
+                           code="model_not_found")  # fmt: skip
+        return row
+
+    def start(kind: str, target: str, work: operations.Work) -> JSONResponse:
+        twin = running.running(kind, target)
+        if twin is not None:
+            raise Conflict(f"{kind} of {shown(target)} runs already as operation {twin.id}.",
+                           param=None, code="operation_running")  # fmt: skip
+        return _accepted(running.start(kind, target, work))
+
+    @router.get("/models")
+    async def list_models() -> dict[str, Any]:
+        status = context.scheduler.status()
+        states = ModelStates(db, status)
+        data = [views.model(db, row, status, states, context.tiers) for row in models.list_all(db)]
+        return {"object": "list", "data": data}
+
+    @router.post("/models/import", status_code=202)
+    async def import_model(body: Import, caller: Caller) -> JSONResponse:
+        if "\0" in body.source or not body.source.isprintable():
+            raise BadRequest("The source contains control characters.", param="source", code="invalid_value")
+        if body.name is not None:
+            _check_new_name(db, body.name)
+
+        async def work(report: Report) -> dict[str, Any]:
+            stats = await context.model_ops.import_model(
+                body.source, name=body.name, revision=body.revision, report=report
+            )
+            return _register(context, stats, caller)
+
+        answer = start("import", body.name or body.source, work)
+        record(context, caller, "model.import", body.name or body.source, source=body.source, revision=body.revision)
+        return answer
+
+    @router.post("/models/starter", status_code=202)
+    async def make_starter(caller: Caller, body: Starter | None = None) -> JSONResponse:
+        minutes = body.minutes if body else None
+
+        async def work(report: Report) -> dict[str, Any]:
+            return _register(context, await context.model_ops.make_starter(minutes=minutes, report=report), caller)
+
+        answer = start("starter", "starter", work)
+        record(context, caller, "model.starter", "starter", minutes=minutes)
+        return answer
+
+    @router.post("/models/{name:path}/verify", status_code=202)
+    async def verify(name: str, caller: Caller) -> JSONResponse:
+        row = known(name)
+        places = [place(version) for version in models.list_versions(db, row.id)]
+
+        async def work(report: Report) -> dict[str, Any]:
+            return await context.model_ops.verify(row.id, places, report)
+
+        answer = start("verify", row.id, work)
+        record(context, caller, "model.verify", row.id)
+        return answer
+
+    @router.post("/tiers/verify", status_code=202)
+    async def verify_tiers(caller: Caller) -> JSONResponse:
+        answer = start("verify", "tiers", context.model_ops.verify_tiers)
+        record(context, caller, "tiers.verify", "box")
+        return answer
+
+    @router.post("/models/{name:path}/rollback")
+    async def rollback(name: str, caller: Caller, body: Rollback | None = None) -> dict[str, Any]:
+        row, asked = known(name), body.version if body else None
+        if asked is None and canaries.find_running(db, row.id) is not None:
+            return await compared.roll_back(row.id, caller)
+        before, target = row.active_version, _rollback_target(db, row, asked)
+        try:
+            measured = await switch(context, row, target, f"{row.id} rolls back to {target}")
+        except SwapFailed as error:
+            record(context, caller, "model.rollback", row.id, outcome="failed", to=target, error=str(error))
+            raise Conflict(f"The roll back did not happen: {error}", param="version", code="swap_failed") from error
+        record(context, caller, "model.rollback", row.id, before=before, to=target)
+        return {"model": row.id, "from": before, "to": target, "swap": measured}
+
+    @router.post("/models/{name:path}/pin")
+    async def pin(name: str, body: Pin, caller: Caller) -> dict[str, Any]:
+        row = known(name)
+        if models.find_version(db, row.id, body.version) is None:
+            raise _no_version(db, row, body.version)
+        models.update_version(db, row.id, body.version, pinned=int(body.pinned))
+        context.tiers.nudge()
+        record(context, caller, "model.pin", row.id, version=body.version, pinned=body.pinned)
+        return {"model": row.id, "version": body.version, "pinned": body.pinned}
+
+    @router.get("/models/{name:path}")
+    async def show(name: str) -> dict[str, Any]:
+        """`canary`: its last one, running or ended."""
+        last = canaries.find(db, name)
+        shown_canary = compared.view(last, time.time()) if last else None
+        status = context.scheduler.status()
+        shown_model = views.model(db, known(name), status, ModelStates(db, status), context.tiers)
+        return shown_model | {"canary": shown_canary}
+
+    @router.delete("/models/{name:path}")
+    async def delete(name: str, caller: Caller) -> dict[str, Any]:
+        await remove(context, known_model(context, name), caller)
+        record(context, caller, "model.delete", name)
+        return {"name": name, "deleted": True}
+
+    @router.get("/operations")
+    async def list_operations() -> dict[str, Any]:
+        return {"object": "list", "data": [operations.view(row) for row in operation_rows.list_recent(db, 100)]}
+
+    @router.get("/operations/{operation_id}")
+    async def operation(operation_id: str) -> dict[str, Any]:
+        row = operation_rows.find(db, operation_id)
+        if row is None:
+            raise NotFound(f"No operation {shown(operation_id)}.", param="id", code="operation_not_found")
+        return {"operation": operations.view(row)}
+
+
+def _accepted(row: OperationRow) -> JSONResponse:
+    return JSONResponse({"operation": operations.view(row)}, 202)
+
+
+def _check_new_name(db: Database, name: str) -> None:
+    if not is_model_name(name):
+        raise BadRequest(f"Invalid model name {shown(name)}: expected {MODEL_NAME_RULE}.", param="name",
+                         code="invalid_value")  # fmt: skip
+    if name.startswith("ft:"):
+        raise BadRequest("Names that begin with 'ft:' belong to fine-tuned models.", param="name",
+                         code="invalid_value")  # fmt: skip
+    if models.find(db, name) is not None:
+        raise Conflict(f"The model {shown(name)} exists; delete it first or choose another name.", param="name",
+                       code="model_exists")  # fmt: skip
+
+
+def _register(context: ControllerContext, stats: ModelStats, caller: Principal) -> dict[str, Any]:
+    """Rows of a model whose bytes are in place: the model or a new version of it, active, and its deployment."""
+    db, now_s = context.db, time.time()
+    with db.transaction():
+        if models.find(db, stats.name) is None:
+            models.insert(db, ModelRow(
+                id=stats.name, kind="base", arch=stats.arch, params=stats.params, bytes=stats.bytes, task=stats.task,
+                owned_by=f"org-{context.config.organization}", source=stats.source, created_s=now_s,
+                max_model_len=stats.max_model_len, info=stats.info, owner=caller.owner,
+            ))  # fmt: skip
+        if models.find_version(db, stats.name, stats.version) is None:
+            models.insert_version(db, VersionRow(
+                model=stats.name, version=stats.version, source=stats.source, bytes=stats.bytes, created_s=now_s,
+                disk_path=stats.disk_path, shm_path=stats.shm_path, fingerprint=stats.fingerprint,
+            ))  # fmt: skip
+        models.activate(db, stats.name, stats.version)
+        if deployments.find(db, stats.name) is None:
+            deployments.insert(db, DeploymentRow(model=stats.name, created_s=now_s))
+    context.scheduler.nudge(f"model {stats.name} version {stats.version} is ready")
+    return {"name": stats.name, "version": stats.version, "params": stats.params, "bytes": stats.bytes}
+
+
+def _rollback_target(db: Database, row: ModelRow, asked: str | None) -> str:
+    if asked is not None:
+        if models.find_version(db, row.id, asked) is None:
+            raise _no_version(db, row, asked)
+        return asked
+    older = models.version_before(db, row.id, row.active_version) if row.active_version else None
+    if older is None:
+        raise Conflict(f"{row.id} has no version before {row.active_version}.", param="version",
+                       code="no_older_version")  # fmt: skip
+    return older.version
+
+
+def _no_version(db: Database, row: ModelRow, asked: str) -> NotFound:
+    have = ", ".join(version.version for version in models.list_versions(db, row.id))
+    return NotFound(f"{row.id} has no version {shown(asked)}; it has {have}.", param="version",
+                    code="version_not_found")  # fmt: skip

@@ -1,0 +1,149 @@
+"""/admin/v1/queue and what an operator changes about jobs: order, bounds, hold and release."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict
+
+from appliance.controller.admin import views
+from appliance.controller.context.audit import name_of, record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import node_sizes
+from appliance.controller.http.views import job_phase
+from appliance.controller.interfaces.errors import BadRequest, Conflict
+from appliance.controller.interfaces.principal import Caller, Principal
+from appliance.controller.jobs import devices, pauses
+from appliance.controller.jobs.events import add_message
+from appliance.controller.jobs.requests import Devices, Moment, Priority, Sizes
+from appliance.controller.openai.job_routes import known_job
+from appliance.store.objects import jobs
+from appliance.store.rows import JobRow
+
+# Slurm's words (https://slurm.schedmd.com/job_reason_codes.html); the sentence beside them is the box's own.
+VALIDATING = ("Dependency", "Its training file is being checked.")
+SUBMITTED = ("Priority", "The scheduler has not looked at it yet.")
+
+
+class JobUpdate(BaseModel):
+    """Only what is given changes; null takes a bound, the sizes or the deadline away."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    priority: Priority | None = None
+    deadline_s: Moment | None = None
+    preemptible: bool | None = None
+    min_devices: Devices | None = None
+    max_devices: Devices | None = None
+    allowed_sizes: Sizes | None = None
+
+
+def routes(context: ControllerContext, router: APIRouter) -> None:
+    """Add the routes to the admin router."""
+    db = context.db
+
+    @router.get("/queue")
+    async def show_queue() -> dict[str, Any]:
+        """Every job that is not over, in the order in which the planner serves them, and what each owner has."""
+        placed = {place["id"]: place for place in context.scheduler.status()["queue"]}
+        rows = sorted(
+            (row for row in jobs.list_unfinished(db) if row.wanted != "cancel"),
+            key=lambda row: (row.id not in placed, placed[row.id]["position"] if row.id in placed else row.created_s),
+        )
+        data = [
+            _entry(row, position, placed.get(row.id), pauses.reason(db, row))
+            for position, row in enumerate(rows, 1)
+        ]
+        return {"object": "list", "data": data, "owners": _owners(data)}
+
+    @router.patch("/jobs/{job_id}")
+    async def update(job_id: str, body: JobUpdate, caller: Caller) -> dict[str, Any]:
+        row = _unfinished(context, caller, job_id, "changed")
+        changes = _changes(context, row, body)
+        with db.transaction():
+            jobs.update(db, job_id, **changes)
+            told = {name: value for name, value in body.model_dump().items() if name in body.model_fields_set}
+            said = ", ".join(f"{name} {'none' if value is None else value}" for name, value in told.items())
+            add_message(db, job_id, f"Changed by an operator: {said}.")
+            record(context, caller, "job.update", job_id, **told)
+        context.scheduler.nudge(f"update of {job_id}", name_of(context, caller))
+        return views.job(jobs.get(db, job_id))
+
+    @router.post("/jobs/{job_id}/hold")
+    async def hold(job_id: str, caller: Caller) -> dict[str, Any]:
+        return _set_held(context, caller, job_id, True)
+
+    @router.post("/jobs/{job_id}/release")
+    async def release(job_id: str, caller: Caller) -> dict[str, Any]:
+        return _set_held(context, caller, job_id, False)
+
+
+def _set_held(context: ControllerContext, caller: Principal, job_id: str, held: bool) -> dict[str, Any]:
+    """Idempotent. Raises NotFound and Conflict."""
+    row = _unfinished(context, caller, job_id, "held" if held else "released")
+    with context.db.transaction():
+        if bool(row.held) != held:
+            jobs.update(context.db, job_id, held=int(held))
+            add_message(context.db, job_id, "Held by an operator; it keeps its state and waits." if held else
+                        "Released by an operator.")  # fmt: skip
+        record(context, caller, "job.hold" if held else "job.release", job_id)
+    context.scheduler.nudge(f"{'hold' if held else 'release'} of {job_id}", name_of(context, caller))
+    return views.job(jobs.get(context.db, job_id))
+
+
+def _unfinished(context: ControllerContext, caller: Principal, job_id: str, verb: str) -> JobRow:
+    row = known_job(context, job_id, caller)
+    if row.finished or row.wanted == "cancel":
+        raise Conflict(f"The fine-tuning job {job_id} is {job_phase(row)}; it cannot be {verb} any more.",
+                       param="fine_tune_id", code="invalid_job_state")  # fmt: skip
+    return row
+
+
+def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[str, Any]:
+    """Columns to write. Raises BadRequest."""
+    given = body.model_fields_set
+    if not given:
+        raise BadRequest("Nothing to change was given.", code="missing_required_parameter")
+    for name in ("priority", "preemptible"):
+        if name in given and getattr(body, name) is None:
+            raise BadRequest(f"{name} cannot be null.", param=name, code="invalid_value")
+    changes = {name: getattr(body, name) for name in ("priority", "deadline_s", "min_devices", "max_devices")
+               if name in given}  # fmt: skip
+    if "preemptible" in given:
+        changes["preemptible"] = int(body.preemptible)
+    if "allowed_sizes" in given:
+        changes["asked_sizes"] = sorted(set(body.allowed_sizes)) if body.allowed_sizes else None
+    asked = {name: changes.get(name, getattr(row, name)) for name in ("min_devices", "max_devices", "asked_sizes")}
+    devices.check(*asked.values())
+    nodes = node_sizes.known(context)
+    if not given.isdisjoint(("min_devices", "allowed_sizes")):  # what was asked for before stays as it is
+        devices.check_room(asked["min_devices"], asked["asked_sizes"], nodes)
+    if row.resolved and not given.isdisjoint(("min_devices", "max_devices", "allowed_sizes")):
+        changes["allowed_sizes"] = devices.check_sizes(replace(row, **asked), row.resolved, nodes)
+    return changes
+
+
+def _entry(row: JobRow, position: int, place: dict[str, Any] | None, paused: str | None) -> dict[str, Any]:
+    if place is not None:
+        reason, message = place["reason"], paused or place["message"]
+    else:
+        reason, message = VALIDATING if row.phase == "validating" else SUBMITTED
+    return {
+        "position": position, "id": row.id, "owner": row.owner or None, "priority": row.priority,
+        "phase": job_phase(row), "devices": row.devices, "min_devices": row.min_devices,
+        "max_devices": row.max_devices, "allowed_sizes": row.allowed_sizes, "preemptible": bool(row.preemptible),
+        "deadline_s": row.deadline_s, "held": bool(row.held), "reason": reason, "message": message,
+        "created_s": row.created_s,
+    }  # fmt: skip
+
+
+def _owners(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What each owner has: everybody's first job comes before anybody's second of the same priority."""
+    found: dict[str | None, dict[str, Any]] = {}
+    for entry in entries:
+        shares = found.setdefault(entry["owner"], {"owner": entry["owner"], "running": 0, "waiting": 0, "devices": 0})
+        shares["running" if entry["devices"] else "waiting"] += 1
+        shares["devices"] += len(entry["devices"])
+    return list(found.values())

@@ -1,0 +1,54 @@
+"""/admin/v1/session-keys: keys for one command on the box itself, which asks the endpoint as a client would.
+
+They may do inference alone, are of the box itself, and are gone when the command ends; one whose command was killed is
+revoked a day later. The audit log has none of them: whoever asks here may do everything anyway.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import APIRouter
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.errors import ApiError, NotFound, shown
+from appliance.controller.interfaces.principal import INFERENCE, Caller
+from appliance.store.records import keys, session_keys
+
+KEPT_S = 24 * 3600.0
+MAX_LIVE = 1000
+
+
+def routes(context: ControllerContext, router: APIRouter) -> None:
+    """Add the routes to the admin router."""
+    db = context.db
+
+    @router.post("/session-keys")
+    async def create(caller: Caller) -> dict[str, Any]:
+        """Only on the box itself: over the network there is a key already."""
+        if caller.key_id is not None:
+            raise ApiError(403, "Keys for one command are made on the box itself alone; use the key that you have.",
+                           code="insufficient_permissions")  # fmt: skip
+        if session_keys.count_live(db) >= MAX_LIVE:
+            raise ApiError(429, f"{MAX_LIVE} commands on the box have a key. Please retry.", kind="requests",
+                           code="rate_limit_exceeded", headers={"retry-after": "10"})  # fmt: skip
+        row, key = keys.create(db, f"session-{time.time_ns():x}", [INFERENCE], session_keys.OWNER, session=1)
+        context.publish_keys()
+        return {"id": row.id, "key": key}
+
+    @router.delete("/session-keys/{key_id}")
+    async def end(key_id: str) -> dict[str, Any]:
+        row = keys.find(db, key_id)
+        if row is None or not row.session or row.id != key_id:
+            raise NotFound(f"No key of a command with the id {shown(key_id)}.", param="key_id", code="key_not_found")
+        keys.revoke(db, row.id)
+        context.publish_keys()
+        return {"id": row.id, "deleted": True}
+
+
+def keep_house(context: ControllerContext, now_s: float) -> None:
+    """Revoke those whose command did not live to do it, and forget the ones that ended: their usage is the box's."""
+    if session_keys.revoke_before(context.db, now_s - KEPT_S):
+        context.publish_keys()
+    session_keys.forget(context.db, now_s - KEPT_S)

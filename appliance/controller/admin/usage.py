@@ -1,0 +1,26 @@
+"""/admin/v1/usage: who spent what."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+
+from appliance.controller.context.context import ControllerContext
+from appliance.store.records import usage
+
+
+def routes(context: ControllerContext, router: APIRouter) -> None:
+    """Add the routes to the admin router."""
+
+    @router.get("/usage")
+    async def report(
+        by: Literal["key", "owner", "model", "version", "hour"] = "key",
+        since_s: Annotated[float, Query(ge=0, le=1e11, description="Unix time; its hour counts whole")] = 0.0,
+    ) -> dict[str, Any]:
+        """Requests and tokens of inference, and device-hours of training: what is known up to a second ago."""
+        now_s = time.time()
+        rows = [dataclasses.asdict(row) for row in usage.report(context.db, by, since_s, now_s)]
+        return {"object": "list", "by": by, "since_s": since_s, "until_s": now_s, "data": rows}

@@ -1,0 +1,222 @@
+"""Responses in background: asked of engines as lines of batches are, on what interactive requests leave idle.
+
+What has to outlive the controller is in the response's row: while it is unfinished, what was asked. A start asks all
+unfinished ones again. One that waits for room for a day, or that three engines died of, fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+
+from appliance.controller.access.model_access import may_use, viewer_of
+from appliance.controller.batches.metering import Charge, Toll
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.errors import ApiError
+from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
+from appliance.controller.openai.model_routes import unknown_model
+from appliance.controller.responses import objects
+from appliance.controller.responses.items import items_of, salted
+from appliance.controller.responses.stored import DAY_S, StoredResponses
+from appliance.store.ids import new_id
+from appliance.store.objects import responses
+from appliance.store.records import keys
+from appliance.store.rows import ResponseRow
+
+log = logging.getLogger("appliance.controller")
+
+URL = "/v1/responses"
+ASKER = "background responses"
+MAX_UNFINISHED = 1000
+LOOK_EVERY_S = 0.5
+COMMENT_EVERY_S = 15.0
+KEY_REVOKED = "The API key of this response was revoked."
+_MAX_DEATHS = 3
+
+
+class BackgroundResponses:
+    """`start` begins with what the store holds; `begin` takes up a new one. Invariant: an id is in `_waiting` or in
+    `_flying`, or its response has ended."""
+
+    def __init__(self, context: ControllerContext, stored: StoredResponses):
+        self._context, self._db, self._stored = context, context.db, stored
+        self._toll = Toll(context.db, context.publish_keys)
+        self._waiting: dict[str, str] = {}  # model by id, in the order of their coming
+        self._flying: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        self._deaths: Counter[str] = Counter()
+        self._wake = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        for row in responses.list_unfinished(self._db):
+            self._waiting[row.id] = _model(row)
+        self._task = self._context.keepers.keep("background responses", self._run)
+
+    async def stop(self) -> None:
+        tasks = [task for _, task in self._flying.values()] + ([self._task] if self._task else [])
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def unfinished(self) -> int:
+        return len(self._waiting) + len(self._flying)
+
+    def begin(self, row: ResponseRow) -> None:
+        self._waiting[row.id] = _model(row)
+        self._tell_wants()
+        self._wake.set()
+
+    def forget(self, response_id: str) -> None:
+        """It is cancelled or deleted: an engine that is at it stops."""
+        self._waiting.pop(response_id, None)
+        _, task = self._flying.pop(response_id, ("", None))
+        if task is not None:
+            task.cancel()
+        self._deaths.pop(response_id, None)
+        self._tell_wants()
+
+    def cancel(self, row: ResponseRow) -> ResponseRow:
+        """The row as it is then; one that has ended stays as it is."""
+        if not row.finished:
+            self.forget(row.id)
+            self._end(row, {**orjson.loads(row.response), "status": "cancelled"})
+        return responses.find(self._db, row.id) or row
+
+    def revoke(self, key_id: str) -> list[str]:
+        """What a revoked key asked for fails; returns the ids. In the transaction that revokes it."""
+        rows = responses.list_unfinished(self._db, key_id=key_id)
+        for row in rows:
+            self.forget(row.id)
+            self._fail(row, "invalid_prompt", KEY_REVOKED)
+        return [row.id for row in rows]
+
+    async def follow(self, response_id: str, after: int) -> AsyncIterator[bytes]:
+        """Events of its stream behind the one of this number, until it has ended."""
+        while (row := responses.find(self._db, response_id)) is not None:
+            made = objects.events(orjson.loads(row.response))
+            if made[after + 1 :]:
+                yield b"".join(made[after + 1 :])
+                after = len(made) - 1  # and look again: it may have changed meanwhile
+            elif row.finished:
+                return
+            elif not await self._stored.news(response_id, COMMENT_EVERY_S):
+                yield b": waiting\n\n"
+
+    def keep_house(self, now_s: float) -> None:
+        """End what waited too long, or whose row went with its key."""
+        for response_id in [*self._waiting, *self._flying]:
+            row = responses.find(self._db, response_id)
+            if row is None:
+                self.forget(response_id)
+            elif row.created_s + DAY_S < now_s:
+                self.forget(response_id)
+                self._fail(row, "server_error", "No engine had room for this response within 24 hours.")
+
+    # --- sending
+
+    async def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            self._send_what_may_go()
+            if self._waiting:
+                await self._context.batch_engines.changed(LOOK_EVERY_S)
+            else:
+                await self._wake.wait()
+
+    def _send_what_may_go(self) -> None:
+        # Lines of batches take the same room: one of these may go beside them, or a long batch would keep it for hours.
+        flying = Counter(model for model, _ in self._flying.values())
+        for model in dict.fromkeys(self._waiting.values()):
+            room = self._context.batch_engines.room(model).lines - flying[model]
+            for response_id in [one for one, asked in self._waiting.items() if asked == model][: max(room, 0)]:
+                del self._waiting[response_id]
+                task = asyncio.create_task(self._answer(response_id, model), name=f"response {response_id}")
+                self._flying[response_id] = (model, task)
+
+    async def _answer(self, response_id: str, model: str) -> None:
+        row = responses.find(self._db, response_id)
+        if row is None:
+            self.forget(response_id)
+            return
+        try:
+            answer = await self._asked(row, model)
+        except LineReturned as error:
+            self._flying.pop(response_id, None)
+            self._deaths[response_id] += not error.yielded
+            if self._deaths[response_id] < _MAX_DEATHS:
+                self._waiting = {response_id: model, **self._waiting}
+                self._wake.set()
+                return
+            self._fail(row, "server_error", f"The engine serving this model failed while answering: {error}.")
+        except ApiError as error:
+            self._flying.pop(response_id, None)
+            self._fail(row, "invalid_prompt", error.message)
+        except Exception as error:
+            # A bug; without this the response would be in progress for ever, with the reason in a log.
+            self._flying.pop(response_id, None)
+            self._fail(row, "server_error", f"The response failed: {type(error).__name__}: {error}.")
+            raise
+        else:
+            self._flying.pop(response_id, None)
+            self._take(row, model, answer)
+        self._deaths.pop(response_id, None)
+        self._tell_wants()
+        self._wake.set()
+
+    async def _asked(self, row: ResponseRow, model: str) -> EngineAnswer:
+        """Raises LineReturned; ApiError where the earlier turns are gone."""
+        if row.key_id and keys.is_revoked(self._db, row.key_id):
+            raise ApiError(401, KEY_REVOKED)
+        if not may_use(self._db, row.key_id or None, model):  # it was deleted, or is not shared any more
+            raise unknown_model(model)
+        request = orjson.loads(row.request or "{}")
+        items = None
+        if row.previous_id is not None:
+            earlier = await self._stored.before(row.previous_id, viewer_of(self._db, row.key_id or None))
+            items = [item async for turn in self._stored.items(earlier) for item in turn] + items_of(request["input"])
+        self._set(row, {**orjson.loads(row.response), "status": "in_progress"}, status="in_progress")
+        key = keys.find(self._db, row.key_id) if row.key_id else None
+        body = salted(objects.engine_body(request, items), key.owner if key is not None else "")
+        return await self._context.batch_engines.send(model, URL, body, new_id("req_"))
+
+    def _take(self, row: ResponseRow, model: str, answer: EngineAnswer) -> None:
+        key = keys.find(self._db, row.key_id) if row.key_id else None
+        self._toll.charge(key, model, [Charge(row.id, answer.version, answer.status, answer.body, 0)])
+        before = orjson.loads(row.response)
+        if answer.status == 200:
+            self._end(row, objects.answered(before, answer.body))
+        else:
+            error = answer.body.get("error") or {}
+            code = "server_error" if answer.status >= 500 else "invalid_prompt"
+            self._fail(row, code, str(error.get("message") or f"The request failed with status {answer.status}."))
+
+    # --- the row
+
+    def _fail(self, row: ResponseRow, code: str, message: str) -> None:
+        self._end(row, objects.failed(orjson.loads(row.response), code, message))
+
+    def _end(self, row: ResponseRow, response: dict[str, Any]) -> None:
+        # An engine's word for it may be newer than what a row can say.
+        known = ("completed", "incomplete", "failed", "cancelled")
+        status = response["status"] if response.get("status") in known else "completed"
+        self._set(row, {**response, "status": status}, status=status, request=None)
+
+    def _set(self, row: ResponseRow, response: dict[str, Any], **changes: Any) -> None:
+        text = orjson.dumps(response).decode()
+        size = len(row.input) + len(text) + (len(row.request or "") if "request" not in changes else 0)
+        responses.update(self._db, row.id, response=text, bytes=size, **changes)
+        self._stored.tell(row.id)
+
+    def _tell_wants(self) -> None:
+        flying = [model for model, _ in self._flying.values()]
+        self._context.batch_engines.wants(list(dict.fromkeys([*flying, *self._waiting.values()])), ASKER)
+
+
+def _model(row: ResponseRow) -> str:
+    return orjson.loads(row.request or "{}").get("model", "")

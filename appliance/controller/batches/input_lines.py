@@ -1,0 +1,142 @@
+"""The input file of a batch, checked line by line before anything runs. Pure but for reading the file.
+
+A line is {"custom_id": text, "method": "POST", "url": the batch's endpoint, "body": {"model": …, …}}
+(https://platform.openai.com/docs/api-reference/batch/request-input). What a body may ask for beyond its model is
+checked when it runs, as for any request: then one line fails and the others go on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from appliance.controller.http.strict_json import check_values
+from appliance.controller.interfaces.errors import BadRequest, shown
+
+ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
+_MAX_CUSTOM_ID = 512
+_MAX_ERRORS = 100
+# Beside those with requests. Nobody is held up by a file of 8 GiB of line ends.
+_MAX_BLANK_LINES = 100_000
+_SKIPPED_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """Where a request stands in the input file, in bytes."""
+
+    offset: int
+    size: int
+
+
+@dataclass
+class Lines:
+    """The requests by custom_id in the order of the file, the one model they ask, and what is wrong (at most 100
+    errors {"code", "line", "message", "param"}; lines count from 1)."""
+
+    by_id: dict[str, Line] = field(default_factory=dict)
+    model: str | None = None
+    errors: list[dict[str, Any]] = field(default_factory=list)
+
+    def add_error(self, code: str, message: str, line: int | None = None, param: str | None = None) -> None:
+        self.errors.append({"code": code, "line": line, "message": message, "param": param})
+
+
+class BadLine(Exception):
+    def __init__(self, code: str, message: str, param: str | None = None):
+        super().__init__(message)
+        self.code, self.param = code, param
+
+
+def read(path: Path, endpoint: str, max_lines: int, line_bytes: int) -> Lines:
+    """Check the whole file. Raises OSError."""
+    with open(path, "rb") as source:
+        return check(_bounded(source, line_bytes), endpoint, max_lines, line_bytes)
+
+
+def check(source: Iterable[bytes], endpoint: str, max_lines: int, line_bytes: int) -> Lines:
+    lines = Lines()
+    for number, offset, raw in _numbered(source):
+        if len(lines.errors) >= _MAX_ERRORS:
+            break
+        if number > max_lines + _MAX_BLANK_LINES:
+            lines.add_error("too_many_lines", f"The file has more than {_MAX_BLANK_LINES} lines without a request.",
+                            number)  # fmt: skip
+            break
+        if not raw.strip():
+            continue
+        if len(lines.by_id) >= max_lines:
+            lines.add_error("too_many_requests", f"The file holds more than {max_lines} requests.", number)
+            break
+        try:
+            custom_id, model = _checked(raw, endpoint, line_bytes)
+            if custom_id in lines.by_id:
+                raise BadLine("duplicate_custom_id", f"The custom_id {shown(custom_id)} is used twice.", "custom_id")
+            lines.model = lines.model or model
+            if model != lines.model:
+                raise BadLine("mismatched_model", f"All requests of a batch ask one model: {shown(model)} was given "
+                              f"after {shown(lines.model)}.", "body.model")  # fmt: skip
+            lines.by_id[custom_id] = Line(offset, len(raw))
+        except BadLine as error:
+            lines.add_error(error.code, str(error), number, error.param)
+    if not lines.by_id and not lines.errors:
+        lines.add_error("empty_file", "The input file holds no requests.")
+    return lines
+
+
+def parse(raw: bytes) -> dict[str, Any]:
+    """A line that was checked before."""
+    return orjson.loads(raw)
+
+
+def _bounded(source: BinaryIO, line_bytes: int) -> Iterator[bytes]:
+    """Lines; of one that is too long no more than tells that it is: a file may be one line of 8 GiB."""
+    while raw := source.readline(line_bytes + 1):
+        yield raw
+        while raw and not raw.endswith(b"\n"):
+            raw = source.readline(_SKIPPED_BYTES)
+
+
+def _numbered(source: Iterable[bytes]) -> Iterator[tuple[int, int, bytes]]:
+    offset = 0
+    for number, raw in enumerate(source, 1):
+        yield number, offset, raw
+        offset += len(raw)
+
+
+def _checked(raw: bytes, endpoint: str, line_bytes: int) -> tuple[str, str]:
+    """(custom_id, model). Raises BadLine."""
+    if len(raw) > line_bytes:
+        raise BadLine("line_too_long", f"The line has more than {line_bytes} bytes.")
+    try:
+        check_values(raw)
+        data = orjson.loads(raw)
+    except BadRequest as error:
+        raise BadLine("too_many_values", error.message) from None
+    except orjson.JSONDecodeError as error:
+        raise BadLine("invalid_json_line", f"This line is not parseable as valid JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise BadLine("invalid_json_line", "This line is not a JSON object.")
+    for name in ("custom_id", "method", "url", "body"):
+        if name not in data:
+            raise BadLine("missing_required_parameter", f"Missing required parameter: '{name}'.", name)
+    custom_id, body = data["custom_id"], data["body"]
+    if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= _MAX_CUSTOM_ID:
+        raise BadLine("invalid_custom_id", f"custom_id is {shown(custom_id)}; expected 1 to {_MAX_CUSTOM_ID} "
+                      "characters.", "custom_id")  # fmt: skip
+    if data["method"] != "POST":
+        raise BadLine("invalid_method", f"method is {shown(data['method'])}; expected 'POST'.", "method")
+    if data["url"] != endpoint:
+        raise BadLine("mismatched_endpoint", f"url is {shown(data['url'])}; the batch was created for {endpoint}.",
+                      "url")  # fmt: skip
+    if not isinstance(body, dict):
+        raise BadLine("invalid_body", "body is not a JSON object.", "body")
+    if not isinstance(body.get("model"), str) or not body["model"]:
+        raise BadLine("missing_required_parameter", "Missing required parameter: 'body.model'.", "body.model")
+    if body.get("stream"):
+        raise BadLine("unsupported_parameter", "Requests of a batch cannot stream.", "body.stream")
+    return custom_id, body["model"]

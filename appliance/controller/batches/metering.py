@@ -1,0 +1,98 @@
+"""What a key's rules mean for its batches: models, quota and limits by the minute hold as for a direct request.
+
+A direct request over a limit is refused, because its client can wait and ask again; a line waits here, as long as its
+batch has time. The buckets of lines are their own: a batch does not slow down the same key's direct requests.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+
+from appliance.controller.access.model_access import may_use
+from appliance.controller.access.spending import Spending, spent_until_s
+from appliance.controller.batches.answers import tokens_of
+from appliance.controller.interfaces.ports import EngineAnswer
+from appliance.gateway.access.allowance import Allowance
+from appliance.gateway.core import errors as gateway_errors
+from appliance.store.database import Database
+from appliance.store.records import keys
+from appliance.store.rows import BatchRow, KeyRow
+
+
+@dataclass(frozen=True, slots=True)
+class Charge:
+    """One line that an engine has answered. estimated: tokens that its key's allowance was charged when it was sent."""
+
+    custom_id: str
+    version: str
+    status: int
+    body: Any
+    estimated: int
+
+
+class Toll:
+    """Of all batches. `changed` publishes the keys anew when a quota was used up."""
+
+    def __init__(self, db: Database, changed: Callable[[], None]):
+        self._db, self._spending = db, Spending(db, changed)
+        self._allowances: dict[str, Allowance] = {}
+
+    def key_of(self, batch: BatchRow) -> KeyRow | None:
+        """None for a batch of the box itself, which is bound by nothing."""
+        return keys.find(self._db, batch.key_id) if batch.key_id is not None else None
+
+    def refusal(self, key: KeyRow | None, model: str, batch: BatchRow) -> EngineAnswer | None:
+        """What the batch's next lines get instead of an answer; None: they may be sent."""
+        if key is None:
+            return None
+        if not may_use(self._db, key.id, model):
+            return _answer(gateway_errors.model_not_found(model))
+        until_s = spent_until_s(self._db, key, time.time())
+        if until_s is not None and until_s >= batch.expires_s:
+            return _answer(gateway_errors.quota_spent(_moment(until_s)))
+        return None
+
+    def waits_for(self, key: KeyRow | None, tokens: int) -> str:
+        """Why a line of so many tokens may not go now; empty if it may, and then it is charged to the allowance."""
+        if key is None:
+            return ""
+        until_s = spent_until_s(self._db, key, time.time())
+        if until_s is not None:
+            return f"the quota of tokens of its key is used up until {_moment(until_s)}"
+        refused = self._allowance(key).take(tokens, time.monotonic())
+        return f"its key may spend {refused.limit} {refused.what} per minute" if refused else ""
+
+    def charge(self, key: KeyRow | None, model: str, answered: list[Charge]) -> None:
+        """Count answers as the gateways count theirs: by key, model and version."""
+        rows = []
+        for charge in answered:
+            used = tokens_of(charge.body)
+            prompt, completion = used.get("input_tokens", 0), used.get("output_tokens", 0)
+            if key is not None:
+                self._allowance(key).correct(charge.estimated, prompt + completion)
+            rows.append({
+                "key": key.id if key is not None else "", "model": model, "version": charge.version, "requests": 1,
+                "errors": int(charge.status >= 500), "prompt_tokens": prompt, "completion_tokens": completion,
+            })  # fmt: skip
+        if rows:
+            self._spending.take(rows)
+
+    def _allowance(self, key: KeyRow) -> Allowance:
+        limits = (key.requests_per_minute, key.tokens_per_minute)
+        found = self._allowances.get(key.id)
+        if found is None or found.limits != limits:
+            found = self._allowances[key.id] = Allowance(*limits, time.monotonic())
+        return found
+
+
+def _answer(error: gateway_errors.ApiError) -> EngineAnswer:
+    return EngineAnswer(error.status, orjson.loads(error.body()))
+
+
+def _moment(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s))

@@ -1,0 +1,37 @@
+"""The files of a batch: what its answers become when it ends, and what a crash leaves of them."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.files import routes
+from appliance.store.ids import new_id
+from appliance.store.objects import batches
+from appliance.store.rows import BatchRow, FileRow
+
+
+def linked(context: ControllerContext, path: Path, filename: str, row: BatchRow) -> FileRow:
+    """A second name in `files/` for the bytes: until the rows are in, a crash loses nothing and leaves nothing."""
+    file_id, now_s = new_id("file-"), time.time()
+    os.link(path, context.files_dir / file_id)
+    return FileRow(
+        id=file_id, filename=filename, purpose="batch_output", bytes=path.stat().st_size,
+        sha256=routes.sha256_of(path), status="processed", created_s=now_s, key_id=row.key_id, owner=row.owner,
+        expires_s=None if row.output_keep_s is None else now_s + row.output_keep_s,
+    )  # fmt: skip
+
+
+def remove_bytes(folder: Path, batch_id: str) -> None:
+    for kind in ("output", "error"):
+        (folder / f"{batch_id}.{kind}.jsonl").unlink(missing_ok=True)
+
+
+def sweep(context: ControllerContext) -> None:
+    """Delete what a crash left of batches that have ended. Call at start."""
+    unfinished = {row.id for row in batches.list_unfinished(context.db)}
+    for entry in context.batches_dir.iterdir():
+        if entry.name.partition(".")[0] not in unfinished:
+            entry.unlink(missing_ok=True)

@@ -1,0 +1,98 @@
+"""All unfinished batches: taken up when the box starts, and in which order they get engines.
+
+One task per batch, all on the controller's loop. Lines are sent as long as the engines have room
+(`ports.BatchEngines`), the oldest batch of a model first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from appliance.controller.batches.metering import Toll
+from appliance.controller.batches.work import BatchWork
+from appliance.controller.context.context import ControllerContext
+from appliance.store.objects import batches
+
+
+class BatchRunner:
+    """`start` begins with what the store holds; `begin` takes up a new batch; `poke` after a cancellation."""
+
+    def __init__(self, context: ControllerContext):
+        self._context = context
+        self.toll = Toll(context.db, context.publish_keys)
+        self._works: dict[str, BatchWork] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def start(self) -> None:
+        for row in batches.list_unfinished(self._context.db):
+            self.begin(row.id)
+
+    def begin(self, batch_id: str) -> None:
+        self._works[batch_id] = BatchWork(self._context, batch_id, self)
+        task = self._tasks[batch_id] = self._context.keepers.keep(f"batch: {batch_id}", partial(self._run, batch_id))
+        task.add_done_callback(lambda _: self._ended(batch_id))
+
+    async def _run(self, batch_id: str) -> None:
+        """The batch, or what is left of it where even its failure could not be written (a full disk)."""
+        work = self._works[batch_id]
+        if work.begun:
+            row = batches.find(self._context.db, batch_id, viewer=None)
+            if row is None or row.finished:
+                return
+            work = self._works[batch_id] = BatchWork(self._context, batch_id, self)
+        await work.run()
+
+    def poke(self, batch_id: str) -> None:
+        if (work := self._works.get(batch_id)) is not None:
+            work.wake.set()
+
+    async def idle(self) -> None:
+        """Returns when no batch is unfinished."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+
+    async def stop(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    def progress(self, batch_id: str) -> tuple[int, int] | None:
+        """(completed, failed) now; None for a batch that does not run."""
+        work = self._works.get(batch_id)
+        return (work.answers.completed, work.answers.failed) if work and work.opened else None
+
+    def waits_for(self, batch_id: str) -> str | None:
+        """Why none of its lines is at an engine although some are left; None when that is not so."""
+        work = self._works.get(batch_id)
+        if work is None or not work.left or work.flying:
+            return None
+        if work.stopped_by:
+            return work.stopped_by
+        if self._older(work):
+            return "an older batch of the same model goes first"
+        return self._context.batch_engines.room(work.model).why or None
+
+    def room(self, asking: BatchWork) -> int:
+        """Lines that this batch may start now: what the engines have left, unless an older batch wants it."""
+        if self._older(asking):
+            return 0
+        flying = sum(len(work.flying) for work in self._works.values() if work.model == asking.model)
+        return max(0, self._context.batch_engines.room(asking.model).lines - flying)
+
+    def _older(self, asking: BatchWork) -> list[BatchWork]:
+        """Batches of its model that go before it; not those whose own key keeps them back."""
+        same = [work for work in self._works.values() if work.model == asking.model]
+        return [work for work in same[: same.index(asking)] if work.left and not work.stopped_by]
+
+    def tell_wants(self) -> None:
+        self._context.batch_engines.wants(
+            list(dict.fromkeys(work.model for work in self._works.values() if work.left or work.flying))
+        )
+
+    def _ended(self, batch_id: str) -> None:
+        self._works.pop(batch_id, None)
+        self._tasks.pop(batch_id, None)
+        self.tell_wants()
+        for work in self._works.values():
+            work.wake.set()

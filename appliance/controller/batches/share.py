@@ -1,0 +1,61 @@
+"""What batches may take. Pure: a batch yields to interactive requests and to training, always.
+
+An awake engine takes lines as far as interactive requests leave it idle, in every mode: it holds its devices anyway. A
+model without an awake engine is woken for a batch only where that takes nothing from anybody:
+
+- mode serve and split: the devices are serving's; while no other model is being asked, or a device is free;
+- mode auto: the same, but only while no job wants devices;
+- mode train: never. A batch waits for another mode, or for an engine that is woken by an interactive request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+
+from appliance.controller.bus.load import Load
+from appliance.controller.interfaces.ports import Room
+from scheduler.core.workload import Demand
+
+
+def room(names: Iterable[str], engines: Sequence[str], load: Load, *, lines_per_engine: int,
+         busy_inflight: int) -> Room:  # fmt: skip
+    """Lines that the open `engines` (replica ids) of a model may work on, all batches together.
+
+    names: under which the engines are asked: the model's, and that of an adapter on them.
+    """
+    if not engines:
+        return Room(0, "no engine of the model is awake")
+    if any(load.models[name].held for name in names if name in load.models):
+        return Room(0, "interactive requests of the model are waiting")
+    lines = 0
+    for engine in engines:
+        inflight = load.replicas[engine].inflight if engine in load.replicas else 0
+        lines += lines_per_engine * max(0, busy_inflight - inflight) // busy_inflight
+    return Room(lines, "" if lines else "the engines of the model are busy with interactive requests")
+
+
+def may_wake(policy: str, jobs_want_devices: bool, others_asked: bool, free_devices: int) -> bool:
+    """Whether a model may be woken, or kept awake, for a batch. others_asked: another model has requests."""
+    if policy == "train" or (policy == "auto" and jobs_want_devices):
+        return False
+    return not others_asked or free_devices > 0
+
+
+def with_wish(demand: Demand, awake: bool, now_s: float) -> Demand:
+    """Demand of a model that a batch may wake: asleep, one request more; awake, it was used just now, which keeps it
+    from sleeping of idleness but claims nothing."""
+    if awake:
+        return replace(demand, last_request_s=now_s)
+    return replace(demand, held=demand.held + 1)
+
+
+def others_asked(load: Load, names: set[str]) -> bool:
+    """Whether a model other than `names` has requests."""
+    return any(row.inflight or row.held for name, row in load.models.items() if name not in names)
+
+
+def open_engines(table_row: Mapping | None) -> dict[str, str]:
+    """Replica id to socket of those that take requests, of a model's row of the routing table."""
+    replicas = table_row.get("replicas", ()) if table_row else ()
+    return {replica["id"]: replica["socket"] for replica in replicas if replica["state"] == "open"}

@@ -1,0 +1,305 @@
+"""One batch on its way: validating, in progress, finalizing, and one of five ends.
+
+What has to outlive the controller is in the batch's row (its status) and in its answers on disk (`batch_answers`); a
+start takes it up where it was, and repeats at most the lines that were in flight. An engine that is wanted for
+something else returns its lines; they wait for the next room. A line that three engines died of is answered with an
+error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from anyio import to_thread
+
+from appliance.controller.access.model_access import viewer_of
+from appliance.controller.access.naming import resolve
+from appliance.controller.batches import input_lines
+from appliance.controller.batches.answers import Answers
+from appliance.controller.batches.input_lines import Line, Lines
+from appliance.controller.batches.metering import Charge
+from appliance.controller.batches.output_files import linked, remove_bytes
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.errors import error_object
+from appliance.controller.interfaces.ports import LineReturned
+from appliance.controller.responses.items import salted
+from appliance.store.ids import new_id
+from appliance.store.objects import batches, models
+from appliance.store.objects import files as file_rows
+from appliance.store.records import canaries, keys
+from appliance.store.rows import BatchRow, ModelRow
+
+if TYPE_CHECKING:
+    from appliance.controller.batches.runner import BatchRunner
+
+log = logging.getLogger("appliance.controller")
+
+LOOK_EVERY_S = 0.5
+_MAX_DEATHS = 3
+_REFUSED_AT_ONCE = 1000
+# Of a line, to estimate what it will cost before an engine says so.
+_BYTES_PER_TOKEN = 4
+_TASK_OF = {"/v1/embeddings": "embed"}
+_EXPIRED = {"code": "batch_expired",
+            "message": "This request could not be executed before the completion window expired."}  # fmt: skip
+
+
+class BatchWork:
+    """One batch. `left`: custom_ids not yet sent (or returned), in order; `flying`: tasks of those at engines;
+    `stopped_by`: what of its key's limits keeps the next line back, empty if nothing does."""
+
+    def __init__(self, context: ControllerContext, batch_id: str, runner: BatchRunner):
+        self._context, self._db, self.batch_id, self._runner = context, context.db, batch_id, runner
+        self.model = ""
+        self.answers = Answers(context.batches_dir, batch_id)
+        self.opened = False
+        self.left: deque[str] = deque()
+        self.flying: dict[str, asyncio.Task[None]] = {}
+        self.stopped_by = ""
+        self.begun = False
+        self.wake = asyncio.Event()
+        self._by_id: dict[str, Line] = {}
+        self._deaths: dict[str, int] = {}
+        self._ready: list[dict[str, Any]] = []
+        self._charges: list[Charge] = []
+        self._written_s = 0.0
+
+    async def run(self) -> None:
+        self.begun = True
+        try:
+            await self._run()
+        except (OSError, _Gone) as error:
+            self._fail("file_unreadable", f"The files of the batch could not be read or written: {error}.")
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            # A bug; without this the batch would wait for ever, with the reason in a log that nobody reads.
+            self._fail("internal_error", f"The batch failed: {type(error).__name__}: {error}.")
+            raise
+        finally:
+            for task in self.flying.values():
+                task.cancel()
+            await asyncio.gather(*self.flying.values(), return_exceptions=True)
+            self.answers.close()
+
+    async def _run(self) -> None:
+        row = self._row()
+        if row.status == "finalizing":
+            await to_thread.run_sync(self.answers.open)
+            self.opened = True
+            await self._finish("completed")
+            return
+        lines = await self._context.file_work.run(row.owner, self._read, self._input_path(row), row.endpoint)
+        row = self._row()
+        if row.status == "validating":
+            self._check_model(lines, row)
+            if lines.errors:
+                self._set(status="failed", failed_s=time.time(), errors=lines.errors, total=len(lines.by_id))
+                return
+            self._set(status="in_progress", in_progress_s=time.time(), model=lines.model, total=len(lines.by_id))
+        await to_thread.run_sync(self.answers.open)
+        self.opened = True
+        self.model, self._by_id = lines.model or "", lines.by_id
+        self.left.extend(custom_id for custom_id in lines.by_id if custom_id not in self.answers.answered)
+        self._runner.tell_wants()
+        await self._finish(await self._answer_lines())
+
+    # --- validating
+
+    def _read(self, path: Path, endpoint: str) -> Lines:
+        config = self._context.config
+        return input_lines.read(path, endpoint, config.batch_max_lines, config.json_body_bytes)
+
+    def _check_model(self, lines: Lines, row: BatchRow) -> None:
+        if lines.errors or lines.model is None:
+            return
+        found = resolve(self._db, lines.model)
+        if found is None or not models.is_visible(self._db, found.model.id, viewer_of(self._db, row.key_id)):
+            lines.add_error("model_not_found", f"The model `{lines.model}` does not exist or you do not have access "
+                            "to it.", 1, "body.model")  # fmt: skip
+        elif found.model.task != _TASK_OF.get(row.endpoint, "generate"):
+            lines.add_error("model_not_supported", f"The model `{lines.model}` does not support {row.endpoint}.", 1,
+                            "body.model")  # fmt: skip
+        elif found.pinned and found.version.version not in self._served(found.model):
+            # Nothing would ever serve it for a batch, which would wait until it expires.
+            lines.add_error("model_version_not_served", f"The version of `{lines.model}` is not served; "
+                            f"`{found.model.active_version}` of the model is. `appliance model rollback` or `appliance "
+                            "model canary` serve another.", 1, "body.model")  # fmt: skip
+
+    def _served(self, model: ModelRow) -> set[str | None]:
+        canary = canaries.find_running(self._db, model.id)
+        return {model.active_version, canary.version if canary is not None else None}
+
+    # --- in progress
+
+    async def _answer_lines(self) -> str:
+        """Send lines until all are answered, or the batch ends before; returns the status that it is to end with."""
+        with open(self._input_path(self._row()), "rb") as source:
+            while self.left or self.flying or self._ready:
+                self.wake.clear()
+                end = self._early_end()
+                if end is not None:
+                    await self._call_back()
+                    return end
+                if self._ready:
+                    await self._store_answers()  # first, so that what they cost counts for the next
+                self._send_what_may_go(source)
+                if not self._ready:
+                    await self._wait()
+        return "completed"
+
+    def _early_end(self) -> str | None:
+        row = self._row()
+        if row.status == "cancelling":
+            return "cancelled"
+        if row.expires_s <= time.time():
+            return "expired"
+        if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
+            # What was asked with a revoked key stops, as it does at the gateways.
+            self._set(errors=[{"code": "invalid_api_key", "line": None, "param": None,
+                               "message": "The API key of this batch was revoked."}])  # fmt: skip
+            return "failed"
+        return None
+
+    async def _call_back(self) -> None:
+        """Take the lines back from the engines, and keep what was answered until now."""
+        for task in self.flying.values():
+            task.cancel()
+        await asyncio.gather(*self.flying.values(), return_exceptions=True)
+        self.flying.clear()
+        await self._store_answers()
+
+    async def _wait(self) -> None:
+        """Until an answer is here, the batch was poked, or the engines may have room."""
+        waits = [asyncio.ensure_future(self.wake.wait())]
+        if self.left:
+            waits.append(asyncio.ensure_future(self._context.batch_engines.changed(LOOK_EVERY_S)))
+        try:
+            await asyncio.wait(waits, timeout=LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    def _send_what_may_go(self, source: Any) -> None:
+        """As many lines as engines have room for and the key's limits allow; lines it may not ask are answered here."""
+        row, toll = self._row(), self._runner.toll
+        key = toll.key_of(row)
+        refusal = toll.refusal(key, self.model, row)
+        if refusal is not None:
+            for _ in range(min(len(self.left), _REFUSED_AT_ONCE)):
+                self._answered(self.left.popleft(), new_id("req_"), refusal.status, refusal.body)
+            return
+        self.stopped_by = ""
+        for _ in range(min(len(self.left), self._runner.room(self))):
+            line = self._by_id[self.left[0]]
+            self.stopped_by = toll.waits_for(key, line.size // _BYTES_PER_TOKEN)
+            if self.stopped_by:
+                return
+            custom_id = self.left.popleft()
+            source.seek(line.offset)
+            request = input_lines.parse(source.read(line.size))
+            request["body"] = salted(request["body"], key.owner if key is not None else "")
+            self.flying[custom_id] = asyncio.create_task(
+                self._send(custom_id, request), name=f"line of {self.batch_id}"
+            )
+
+    async def _send(self, custom_id: str, request: dict[str, Any]) -> None:
+        request_id = new_id("req_")
+        try:
+            answer = await self._context.batch_engines.send(self.model, request["url"], request["body"], request_id)
+            status, body, version = answer.status, answer.body, answer.version
+        except LineReturned as error:
+            deaths = self._deaths[custom_id] = self._deaths.get(custom_id, 0) + (not error.yielded)
+            if deaths < _MAX_DEATHS:
+                self.left.appendleft(custom_id)
+                return
+            message = f"The engine serving this model failed while answering: {error}."
+            status, body, version = 502, error_object(message, "server_error", None, "engine_failed"), ""
+        finally:
+            self.flying.pop(custom_id, None)
+            self.wake.set()
+        estimated = self._by_id[custom_id].size // _BYTES_PER_TOKEN
+        self._charges.append(Charge(custom_id, version, status, body, estimated))
+        self._answered(custom_id, request_id, status, body)
+
+    def _answered(self, custom_id: str, request_id: str, status: int, body: Any) -> None:
+        self._ready.append({
+            "id": new_id("batch_req_"), "custom_id": custom_id, "error": None,
+            "response": {"status_code": status, "request_id": request_id, "body": body},
+        })  # fmt: skip
+
+    async def _store_answers(self) -> None:
+        ready, self._ready = self._ready, []
+        charges, self._charges = self._charges, []
+        if ready:
+            await to_thread.run_sync(self.answers.append, ready)
+            # After they are stored: what a crash loses is asked again, and nothing is charged twice.
+            stored = [charge for charge in charges if charge.custom_id in self.answers.answered]
+            self._runner.toll.charge(self._runner.toll.key_of(self._row()), self.model, stored)
+        now_s = time.monotonic()
+        if now_s - self._written_s >= self._context.config.progress_every_s:
+            self._written_s = now_s
+            self._set(completed=self.answers.completed, failed=self.answers.failed)
+
+    # --- finalizing
+
+    async def _finish(self, end: str) -> None:
+        row = self._row()
+        if end == "expired":
+            unanswered = [
+                {"id": new_id("batch_req_"), "custom_id": custom_id, "response": None, "error": _EXPIRED}
+                for custom_id in self._by_id
+                if custom_id not in self.answers.answered
+            ]
+            await to_thread.run_sync(self.answers.append, unanswered)
+            self.left.clear()
+        if end == "completed" and row.status == "cancelling":
+            end = "cancelled"  # asked for as the last answer came
+        if end == "completed" and row.status != "finalizing":
+            self._set(status="finalizing", finalizing_s=time.time())
+        self.answers.close()
+        made = {}
+        for kind, path in (("output", self.answers.output_path), ("error", self.answers.error_path)):
+            if path.exists() and path.stat().st_size:
+                made[kind] = await to_thread.run_sync(linked, self._context, path, f"{row.id}_{kind}.jsonl", row)
+        with self._db.transaction():
+            for file in made.values():
+                file_rows.insert(self._db, file)
+            self._set(
+                status=end, completed=self.answers.completed, failed=self.answers.failed,
+                usage=self.answers.usage_object(), **{f"{end}_s": time.time()},
+                **{f"{kind}_file_id": file.id for kind, file in made.items()},
+            )  # fmt: skip
+        remove_bytes(self._context.batches_dir, row.id)
+
+    # --- the row
+
+    def _row(self) -> BatchRow:
+        row = batches.find(self._db, self.batch_id, viewer=None)
+        if row is None:
+            raise _Gone("the batch was deleted")
+        return row
+
+    def _set(self, **changes: Any) -> None:
+        batches.update(self._db, self.batch_id, **changes)
+
+    def _fail(self, code: str, message: str) -> None:
+        log.error("it fails: %s", message, extra={"batch_id": self.batch_id})
+        if batches.find(self._db, self.batch_id, viewer=None) is not None:
+            error = {"code": code, "line": None, "message": message, "param": None}
+            self._set(status="failed", failed_s=time.time(), errors=[error])
+
+    def _input_path(self, row: BatchRow) -> Path:
+        # Without a look at the expiry: what was valid when the batch was made stays so while its bytes are here.
+        if file_rows.find(self._db, row.input_file_id, viewer=None, now_s=0) is None:
+            raise _Gone(f"the file {row.input_file_id} was deleted")
+        return self._context.files_dir / row.input_file_id
+
+
+class _Gone(Exception):
+    """Something that the batch needs is not there any more."""

@@ -1,0 +1,51 @@
+"""Requests that arrived, added up over gateway processes that come, go and start again. Pure: no sockets, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from appliance.controller.bus.load import Arrived, Report
+
+
+@dataclass(slots=True)
+class _Process:
+    """What one gateway process has said last. started_s: tells it from an earlier one of the same name."""
+
+    started_s: float
+    counts: dict[str, Arrived]
+
+
+class Arrivals:
+    """Totals by model since `since_s` (Unix time), from reports that count since each gateway's start.
+
+    A total never falls. What a gateway counted before we listened is left out, or a controller that starts anew would
+    take days of traffic for one burst. A report may come twice or late (two connections of one gateway): no count
+    goes back within one process, so the largest is the newest.
+    """
+
+    def __init__(self, since_s: float):
+        self._since_s = since_s
+        self._processes: dict[str, _Process] = {}
+        self._totals: dict[str, Arrived] = {}
+
+    @property
+    def totals(self) -> Mapping[str, Arrived]:
+        return self._totals
+
+    def heard(self, report: Report) -> None:
+        process = self._processes.get(report.gateway)
+        if process is not None and process.started_s > report.started_s:
+            return  # the last words of a process that another one has replaced
+        if process is None or process.started_s < report.started_s:
+            before = {} if report.started_s >= self._since_s else dict(report.arrived)
+            process = self._processes[report.gateway] = _Process(report.started_s, before)
+        for name, now in report.arrived.items():
+            before_ = process.counts.get(name, Arrived())
+            if now.requests > before_.requests:
+                process.counts[name] = now
+                total = self._totals.get(name, Arrived())
+                self._totals[name] = Arrived(
+                    total.requests + now.requests - before_.requests,
+                    total.prompt_tokens + now.prompt_tokens - before_.prompt_tokens,
+                )

@@ -1,0 +1,336 @@
+"""The bus between the controller and its gateways: JSON lines over a Unix socket (0600).
+
+Down goes the routing table, whole, with a generation that only grows; up come load reports that say which generation
+a gateway has applied and what it carries. Three rules make a drain trustworthy:
+
+1. A report counts only if it names the newest generation: a gateway that has not yet heard of a drain may still be
+   sending requests.
+2. A gateway whose connection closed counts for `gateway_gone_after_s` more as what it last said, then as nothing: its
+   connection ends with its process, and so do its requests; but it may just be reconnecting.
+3. After the bus opened, nothing is believed drained until a gateway reported or `gateway_expected_s` have passed:
+   gateways outlive a controller and carry streams that the next one does not know of.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from appliance.controller.bus.arrivals import Arrivals
+from appliance.controller.bus.load import Load, Report, parse_report, total
+from appliance.controller.interfaces.config import ControllerConfig
+from appliance.controller.interfaces.errors import BusTimeout
+from appliance.store.database import Database
+from appliance.store.records import box
+from runtime.background_tasks import Keepers
+from runtime.sockets import owner_only
+
+log = logging.getLogger("appliance.controller")
+
+
+_GENERATIONS_PER_START = 10**9
+
+
+def first_generation(db: Database) -> int:
+    """A number beyond every generation that earlier controllers of this box have published."""
+    return box.increment(db, "bus_starts") * _GENERATIONS_PER_START
+
+
+class _Gateway:
+    """One connection. `report` is its last load report, None before the first."""
+
+    def __init__(self, writer: asyncio.StreamWriter):
+        self.writer = writer
+        self.report: Report | None = None
+        self.sent_generation = -1
+        self.sent_degraded: list[str] = []
+        self.wake = asyncio.Event()
+        self.lost_at_s: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.report.gateway if self.report else "(not introduced)"
+
+
+class Bus:
+    """Serves gateways from `start` to `stop`; all methods belong to one event loop.
+
+    `on_load` is called after every report (for the scheduler's nudge), `on_table` when the models of the table have
+    changed, `on_usage` with the rows of every message about what requests have cost (it raises ValueError for others);
+    they must not block. What else they raise is held against them in `keepers`, and breaks no connection.
+    `first_generation`: larger than any of an earlier controller's (see `first_generation`), or the report of a gateway
+    that still routes by an old table would count for a new one.
+    """
+
+    def __init__(self, path: Path, config: ControllerConfig, *, first_generation: int,
+                 on_load: Callable[[Load], None] | None = None,
+                 on_table: Callable[[], None] | None = None,
+                 on_usage: Callable[[list[dict[str, Any]]], None] | None = None,
+                 keepers: Keepers | None = None):  # fmt: skip
+        self._path, self._config, self._keepers = path, config, keepers or Keepers()
+        self._on_load, self._on_table, self._on_usage = on_load, on_table, on_usage
+        self._generation = first_generation
+        self._models: dict[str, Any] = {}
+        self._keys: dict[str, Any] = {}
+        self._limits: dict[str, Any] = {}
+        self._degraded: list[str] = []
+        self._line = b""
+        self._gateways: set[_Gateway] = set()
+        self._changed = asyncio.Event()
+        self._server: asyncio.Server | None = None
+        self._opened_s = 0.0
+        self._ever_reported = False
+        self._arrivals = Arrivals(time.time())
+        self._encode()
+
+    async def start(self) -> None:
+        """Listen. A socket file that a killed controller left is replaced."""
+        self._path.unlink(missing_ok=True)
+        self._opened_s = self._now_s()
+        with owner_only():
+            self._server = await asyncio.start_unix_server(
+                self._serve, self._path, limit=self._config.bus_line_bytes
+            )
+
+    async def stop(self) -> None:
+        if self._server is None:
+            return
+        self._server.close()
+        for gateway in list(self._gateways):
+            gateway.writer.close()
+        await self._server.wait_closed()
+        self._path.unlink(missing_ok=True)
+
+    # --- publishing
+
+    @property
+    def models(self) -> dict[str, Any]:
+        """The models of the table as published last."""
+        return self._models
+
+    @property
+    def generation(self) -> int:
+        return self._generation
+
+    def set_models(self, models: dict[str, Any]) -> int:
+        """Publish the table's models (appliance.gateway.routing.table). Returns the generation that carries them."""
+        if models != self._models:
+            self._models = models
+            self._next_generation()
+            if self._on_table is not None:
+                self._on_table()
+        return self._generation
+
+    def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
+        if keys != self._keys:
+            self._keys = keys
+            self._next_generation()
+
+    def set_limits(self, limits: dict[str, Any]) -> None:
+        if limits != self._limits:
+            self._limits = limits
+            self._next_generation()
+
+    def set_degraded(self, names: list[str]) -> None:
+        """What the box cannot do now, for the gateways' /health."""
+        if names != self._degraded:
+            self._degraded = names
+            self._wake_all()
+
+    # --- listening
+
+    def load(self) -> Load:
+        """Summed over all gateways that are connected, or lost only just now."""
+        self._forget_gone()
+        reports = [gateway.report for gateway in self._gateways if gateway.report]
+        return total(reports, self._arrivals.totals)
+
+    def connected(self) -> list[str]:
+        return sorted(gateway.name for gateway in self._gateways if gateway.lost_at_s is None)
+
+    def inflight(self, replica_id: str) -> int:
+        found = self.load().replicas.get(replica_id)
+        return found.inflight if found else 0
+
+    async def wait_applied(self, generation: int, timeout_s: float | None = None) -> None:
+        """Returns when every gateway routes by a table at least as new. Raises BusTimeout naming those that do not."""
+        await self._wait(lambda: self._behind(generation), f"to apply table {generation}", timeout_s)
+
+    async def wait_drained(self, replica_id: str, timeout_s: float | None = None) -> None:
+        """Returns when no gateway has a request at this replica and none can start one.
+
+        The replica must be "draining" in the table, or gone from it: an open one never counts as drained. Raises
+        BusTimeout naming who still has requests there.
+        """
+        await self._wait(lambda: self._undrained(replica_id), f"to drain {replica_id}", timeout_s)
+
+    def _behind(self, generation: int) -> list[str]:
+        """Who is not yet at this generation, as text; empty when all are."""
+        if self._too_early():
+            return ["gateways that have not yet connected"]
+        return [
+            f"{gateway.name} (at {gateway.report.generation if gateway.report else 'no table yet'})"
+            for gateway in self._gateways
+            # One that is gone cannot apply anything, and starts nothing either.
+            if gateway.lost_at_s is None and (gateway.report is None or gateway.report.generation < generation)
+        ]
+
+    def _undrained(self, replica_id: str) -> list[str]:
+        if replica_id in _open_replicas(self._models):
+            return ["the table, in which it is open"]
+        if self._too_early():
+            return ["gateways that have not yet connected"]
+        found = []
+        for gateway in self._gateways:
+            report = gateway.report
+            # The newest table, not just the one that closed the replica: one rule, and gateways are never far behind.
+            if report is None or report.generation < self._generation:
+                found.append(f"{gateway.name}, which has not applied the drain")
+            elif count := int(report.replicas.get(replica_id, {}).get("inflight", 0)):
+                found.append(f"{gateway.name} with {count} request(s)")
+        return found
+
+    def _too_early(self) -> bool:
+        return not self._ever_reported and self._now_s() - self._opened_s < self._config.gateway_expected_s
+
+    async def _wait(self, missing: Callable[[], list[str]], what: str, timeout_s: float | None) -> None:
+        deadline_s = None if timeout_s is None else self._now_s() + timeout_s
+        while True:
+            # Cleared before the look: a report that arrives after it sets the event again.
+            self._changed.clear()
+            self._forget_gone()
+            left = missing()
+            if not left:
+                return
+            now_s = self._now_s()
+            if deadline_s is not None and now_s >= deadline_s:
+                raise BusTimeout(f"waited {timeout_s:.0f} s for gateways {what}; still missing: {', '.join(left)}")
+            try:
+                async with asyncio.timeout_at(self._next_look_s(now_s, deadline_s)):
+                    await self._changed.wait()
+            except TimeoutError:
+                continue
+
+    def _next_look_s(self, now_s: float, deadline_s: float | None) -> float | None:
+        """When something changes by mere time: a lost gateway is given up, the start is over, the deadline."""
+        moments = [gateway.lost_at_s + self._config.gateway_gone_after_s
+                   for gateway in self._gateways if gateway.lost_at_s is not None]  # fmt: skip
+        if self._too_early():
+            moments.append(self._opened_s + self._config.gateway_expected_s)
+        if deadline_s is not None:
+            moments.append(deadline_s)
+        return min(moments, default=None)
+
+    def _forget_gone(self) -> None:
+        limit_s = self._now_s() - self._config.gateway_gone_after_s
+        for gateway in [g for g in self._gateways if g.lost_at_s is not None and g.lost_at_s <= limit_s]:
+            self._gateways.discard(gateway)
+
+    # --- connections
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        gateway = _Gateway(writer)
+        self._gateways.add(gateway)
+        sender = asyncio.create_task(self._send_tables(gateway), name="bus sender")
+        try:
+            while line := await reader.readline():
+                self._take(gateway, line)
+        except ValueError as error:
+            log.warning("bus: %s sent a line that is no load report, connection closed: %s", gateway.name, error)
+        except OSError as error:
+            log.info("bus: connection of %s broke: %s", gateway.name, error)
+        finally:
+            sender.cancel()
+            await asyncio.gather(sender, return_exceptions=True)
+            self._lost(gateway)
+            writer.close()
+
+    def _take(self, gateway: _Gateway, line: bytes) -> None:
+        message = orjson.loads(line)
+        if isinstance(message, dict) and message.get("type") == "usage" and isinstance(message.get("rows"), list):
+            if self._on_usage is not None:
+                self._tell("usage", self._on_usage, message["rows"])
+            return
+        if not isinstance(message, dict) or message.get("type") != "load":
+            raise ValueError(f"expected an object of type 'load' or 'usage', got {line[:80]!r}")
+        report = parse_report(message)
+        if gateway.report is None:
+            # The same gateway back on a new connection: what the lost one last said is superseded.
+            for old in [g for g in self._gateways if g.lost_at_s is not None and g.name == report.gateway]:
+                self._gateways.discard(old)
+        gateway.report = report
+        self._arrivals.heard(report)
+        self._ever_reported = True
+        self._changed.set()
+        if self._on_load is not None:
+            self._tell("what load reports set off", self._on_load, self.load())
+
+    def _tell(self, name: str, told: Callable[[Any], None], what: Any) -> None:
+        """A fault of ours, a full disk among them, is held against `name`; the gateway has done nothing wrong, and its
+        connection stays. One of the message is the gateway's."""
+        refused: list[ValueError] = []
+        with self._keepers.guard(name):
+            try:
+                told(what)
+            except ValueError as error:
+                refused.append(error)
+        if refused:
+            raise refused[0]
+
+    def _lost(self, gateway: _Gateway) -> None:
+        if gateway.report is None:
+            self._gateways.discard(gateway)
+        else:
+            gateway.lost_at_s = self._now_s()
+        self._changed.set()
+
+    async def _send_tables(self, gateway: _Gateway) -> None:
+        """Only the newest table is worth sending: a slow gateway skips those in between."""
+        try:
+            while True:
+                gateway.wake.clear()
+                if gateway.sent_generation < self._generation:
+                    gateway.sent_generation = self._generation
+                    gateway.writer.write(self._line)
+                    await gateway.writer.drain()
+                elif gateway.sent_degraded != self._degraded:
+                    gateway.sent_degraded = self._degraded
+                    message = {"type": "degraded", "names": self._degraded}
+                    gateway.writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))
+                    await gateway.writer.drain()
+                else:
+                    await gateway.wake.wait()
+        except OSError:
+            return  # the reading side sees the same end and does what is to be done
+
+    def _next_generation(self) -> None:
+        self._generation += 1
+        self._encode()
+        self._wake_all()
+
+    def _wake_all(self) -> None:
+        for gateway in self._gateways:
+            gateway.wake.set()
+
+    def _encode(self) -> None:
+        table = {
+            "type": "table", "generation": self._generation, "models": self._models, "keys": self._keys,
+            "limits": self._limits,
+        }  # fmt: skip
+        self._line = orjson.dumps(table, option=orjson.OPT_APPEND_NEWLINE)
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
+
+
+def _open_replicas(models: dict[str, Any]) -> set[str]:
+    return {
+        replica["id"] for model in models.values() for replica in model.get("replicas", [])
+        if replica.get("state") == "open"
+    }  # fmt: skip

@@ -1,0 +1,192 @@
+"""What the gateways carry right now, summed over all of them. Pure: no sockets, no clock of its own."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+_SUMMED_REPLICA = ("inflight", "streams", "waiting_tokens")
+_SUMMED_MODEL = ("inflight", "held", "waiting_prompt_tokens")
+_LATEST_MODEL = ("last_request_s",)
+_WORST_MODEL = ("ttft_p95_s", "tpot_p95_s")
+_SLOWEST_MODEL = ("prefill_tokens_per_s",)
+_MAX_NOTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaLoad:
+    """Requests at one replica. waiting_tokens: prompt and output tokens not yet worked off, as far as known."""
+
+    inflight: int = 0
+    streams: int = 0
+    waiting_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelLoad:
+    """Requests for one model. held: waiting at gateways for a replica. ttft_p95_s, tpot_p95_s: the worst
+    gateway's. waiting_prompt_tokens: of requests that are known to have no first token yet. prefill_tokens_per_s: of
+    one replica, by the gateway that measured the least; None where no gateway could tell."""
+
+    inflight: int = 0
+    held: int = 0
+    last_request_s: float | None = None
+    ttft_p95_s: float | None = None
+    tpot_p95_s: float | None = None
+    waiting_prompt_tokens: int = 0
+    prefill_tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Requests that came for one model, and the tokens of their prompts as routing estimates them."""
+
+    requests: int = 0
+    prompt_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class VersionLoad:
+    """What was counted of one version since a canary began. first_byte, duration: requests by bucket of their time
+    (`appliance.gateway.routing.canary_comparison`)."""
+
+    requests: int = 0
+    errors: int = 0
+    first_byte: Mapping[int, int] = field(default_factory=dict)
+    duration: Mapping[int, int] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """canaries: by model and the moment at which its canary began, then by version. arrived: by model, since the bus
+    listens (`appliance.controller.bus.arrivals`). notes: what gateways have to say to people. certificate_expires_s:
+    the
+    first of the endpoint's, None without TLS."""
+
+    replicas: Mapping[str, ReplicaLoad] = field(default_factory=dict)
+    models: Mapping[str, ModelLoad] = field(default_factory=dict)
+    canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = field(default_factory=dict)
+    arrived: Mapping[str, Arrived] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+    certificate_expires_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """The last "load" message of one gateway, checked. generation: of the table it has applied. started_s: when its
+    process began, Unix time; `arrived` counts since then."""
+
+    gateway: str
+    generation: int
+    replicas: Mapping[str, Mapping[str, float]]
+    models: Mapping[str, Mapping[str, float]]
+    canaries: Mapping[tuple[str, float], Mapping[str, VersionLoad]] = field(default_factory=dict)
+    started_s: float = 0.0
+    notes: tuple[str, ...] = ()
+    certificate_expires_s: float | None = None
+
+    @property
+    def arrived(self) -> dict[str, Arrived]:
+        return {
+            name: Arrived(int(row["arrived_requests"]), int(row.get("arrived_prompt_tokens", 0)))
+            for name, row in self.models.items()
+            if "arrived_requests" in row
+        }
+
+
+def parse_report(message: Mapping[str, Any]) -> Report:
+    """Raises ValueError naming what is wrong."""
+    gateway, generation = message.get("gateway"), message.get("generation")
+    if not isinstance(gateway, str) or not 1 <= len(gateway) <= 128:
+        raise ValueError(f"gateway: {gateway!r} given, expected a name")
+    if not isinstance(generation, int) or isinstance(generation, bool):
+        raise ValueError(f"generation: {generation!r} given, expected a whole number")
+    started_s = message.get("started_s", 0.0)
+    if not isinstance(started_s, int | float) or isinstance(started_s, bool):
+        raise ValueError(f"started_s: {started_s!r} given, expected seconds since 1970")
+    expires_s = message.get("certificate_expires_s")
+    if expires_s is not None and (not isinstance(expires_s, int | float) or isinstance(expires_s, bool)):
+        raise ValueError(f"certificate_expires_s: {expires_s!r} given, expected seconds since 1970 or null")
+    return Report(gateway, generation, _rows(message, "replicas"), _rows(message, "models"),
+                  _canaries(message.get("canaries", {})), float(started_s), _notes(message.get("notes", [])),
+                  None if expires_s is None else float(expires_s))  # fmt: skip
+
+
+def _notes(given: Any) -> tuple[str, ...]:
+    if not isinstance(given, list) or not all(isinstance(text, str) for text in given):
+        raise ValueError(f"notes: {given!r:.80} given, expected texts")
+    return tuple(given[:_MAX_NOTES])
+
+
+def _rows(message: Mapping[str, Any], name: str) -> dict[str, dict[str, float]]:
+    given = message.get(name, {})
+    if not isinstance(given, dict) or not all(isinstance(row, dict) for row in given.values()):
+        raise ValueError(f"{name}: expected an object of objects")
+    return {
+        key: {k: v for k, v in row.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+        for key, row in given.items()
+    }
+
+
+def _canaries(given: Any) -> dict[tuple[str, float], dict[str, VersionLoad]]:
+    try:
+        return {
+            (name, float(row["since_s"])): {version: _version(counts) for version, counts in row["versions"].items()}
+            for name, row in given.items()
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"canaries: expected counts by model and version ({error!r})") from error
+
+
+def _version(row: Mapping[str, Any]) -> VersionLoad:
+    first_byte, duration = (
+        {int(bucket): int(number) for bucket, number in row[name].items()} for name in ("first_byte", "duration")
+    )
+    return VersionLoad(int(row["requests"]), int(row["errors"]), first_byte, duration)
+
+
+def total(reports: list[Report], arrived: Mapping[str, Arrived] | None = None) -> Load:
+    replicas: dict[str, dict[str, Any]] = {}
+    models: dict[str, dict[str, Any]] = {}
+    for report in reports:
+        for name, row in report.replicas.items():
+            _add(replicas.setdefault(name, {}), row, _SUMMED_REPLICA)
+        for name, row in report.models.items():
+            sums = models.setdefault(name, {})
+            _add(sums, row, _SUMMED_MODEL)
+            for key in (*_LATEST_MODEL, *_WORST_MODEL):
+                if key in row:
+                    sums[key] = max(row[key], sums.get(key, row[key]))
+            for key in _SLOWEST_MODEL:
+                if key in row:
+                    sums[key] = min(row[key], sums.get(key, row[key]))
+    canaries: dict[tuple[str, float], dict[str, VersionLoad]] = {}
+    for report in reports:
+        for key, versions in report.canaries.items():
+            sums_of = canaries.setdefault(key, {})
+            for version, counts in versions.items():
+                sums_of[version] = _sum(sums_of.get(version, VersionLoad()), counts)
+    return Load(
+        {name: ReplicaLoad(**row) for name, row in replicas.items()},
+        {name: ModelLoad(**row) for name, row in models.items()},
+        canaries,
+        dict(arrived or {}),
+        tuple(dict.fromkeys(text for report in reports for text in report.notes)),
+        min((r.certificate_expires_s for r in reports if r.certificate_expires_s is not None), default=None),
+    )
+
+
+def _sum(a: VersionLoad, b: VersionLoad) -> VersionLoad:
+    return VersionLoad(
+        a.requests + b.requests,
+        a.errors + b.errors,
+        Counter(a.first_byte) + Counter(b.first_byte),
+        Counter(a.duration) + Counter(b.duration),
+    )
+
+
+def _add(sums: dict[str, Any], row: Mapping[str, float], keys: tuple[str, ...]) -> None:
+    for key in keys:
+        sums[key] = sums.get(key, 0) + int(row.get(key, 0))

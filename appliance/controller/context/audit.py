@@ -1,0 +1,49 @@
+"""The audit log: one row for every change, by whom, failed ones too. What a gateway refuses is in its access log.
+
+`appliance.controller.http.audited` sees to it that no route leaves none.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Literal
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.principal import Principal
+from appliance.store.ids import new_id
+from appliance.store.records import audit, keys
+from appliance.store.rows import AuditRow
+
+# Actions recorded while a request is handled; None outside of one.
+_RECORDED: ContextVar[list[str] | None] = ContextVar("recorded", default=None)
+
+
+@contextmanager
+def watched() -> Iterator[list[str]]:
+    """Gives the list to which `record` adds the action of each row meanwhile."""
+    recorded: list[str] = []
+    token = _RECORDED.set(recorded)
+    try:
+        yield recorded
+    finally:
+        _RECORDED.reset(token)
+
+
+def name_of(context: ControllerContext, caller: Principal) -> str:
+    """The name of the caller's key; "box" for a command on the box itself, which needs none."""
+    row = keys.find(context.db, caller.key_id) if caller.key_id else None
+    return row.name if row else caller.key_id or "box"
+
+
+def record(context: ControllerContext, caller: Principal, action: str, target: str, *,
+           outcome: Literal["done", "refused", "failed"] = "done", **detail: Any) -> None:  # fmt: skip
+    """action: "noun.verb", for example "key.create". detail: what was asked for; never a secret."""
+    if (recorded := _RECORDED.get()) is not None:
+        recorded.append(action)
+    audit.insert(context.db, AuditRow(
+        id=new_id("audit_"), key_id=caller.key_id, action=action, target=target, outcome=outcome,
+        request_id=caller.request_id, created_s=time.time(), detail=detail,
+    ))  # fmt: skip

@@ -1,0 +1,56 @@
+"""Everything a route needs, made once at start."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from appliance.controller.access.disk import Disk
+from appliance.controller.access.quotas import Quotas
+from appliance.controller.access.spending import key_table
+from appliance.controller.bus.load import Load
+from appliance.controller.context.file_work import FileWork
+from appliance.controller.interfaces.config import ControllerConfig
+from appliance.controller.interfaces.ports import BatchEngines, KeySink, ModelOps, SchedulerPort, TierPort
+from appliance.store.database import Database
+from appliance.store.rows import ModelRow
+from runtime.background_tasks import Keepers
+
+
+@dataclass
+class ControllerContext:
+    """files_dir: bytes of files by id. jobs_dir: one folder per job. batches_dir: answers of
+    unfinished batches. uploads_dir: parts by upload. box: {"id",
+    "version", "url", "data_dir"} as `/admin/v1/status` shows it. adapter_rank_limit: the largest LoRA rank that
+    engines of a model take, 0: none. load: what the gateways report. models_shared: whom a model exists for has
+    changed; the gateways are to know. keepers: of this process. main_troubles: of the processes that the main process
+    keeps, as `Keepers.degraded` has them."""
+
+    db: Database
+    files_dir: Path
+    jobs_dir: Path
+    batches_dir: Path
+    uploads_dir: Path
+    scheduler: SchedulerPort
+    model_ops: ModelOps
+    key_sink: KeySink
+    tiers: TierPort
+    batch_engines: BatchEngines
+    adapter_rank_limit: Callable[[ModelRow], int] = lambda _: 0
+    load: Callable[[], Load] = Load
+    config: ControllerConfig = field(default_factory=ControllerConfig)
+    models_shared: Callable[[], None] = lambda: None
+    box: dict[str, str] = field(default_factory=dict)
+    started_s: float = field(default_factory=time.time)
+    keepers: Keepers = field(default_factory=Keepers)
+    main_troubles: Callable[[], list[dict[str, Any]]] = list
+    file_work: FileWork = field(default_factory=FileWork)
+
+    def __post_init__(self) -> None:
+        self.quotas = Quotas(self.db, self.config, Disk(self.files_dir, self.config.disk_floor_bytes))
+
+    def publish_keys(self) -> None:
+        self.key_sink.keys_changed(key_table(self.db, time.time()))

@@ -1,0 +1,44 @@
+"""Work on whole files of clients, which may take minutes: one piece at a time for each owner, on threads of their own.
+
+The pool that all requests write and read with has forty threads: forty large files of one owner would have kept
+everybody's uploads and downloads waiting.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+
+from train.data.check import DataReport, check_training_file
+from train.data.check_process import check_apart
+
+# A smaller file is checked faster than a process starts, and holds up other threads no longer than a request may.
+APART_FROM_BYTES = 1 << 20
+P, T = ParamSpec("P"), TypeVar("T")
+
+
+class FileWork:
+    def __init__(self) -> None:
+        self._turns: dict[str, CapacityLimiter] = {}
+        self._waiting: Counter[str] = Counter()
+
+    async def run(self, owner: str, work: Callable[P, T], *args: P.args, **named: P.kwargs) -> T:
+        """`work(...)` when it is the turn of this piece among those of its owner."""
+        turn = self._turns.setdefault(owner, CapacityLimiter(1))
+        self._waiting[owner] += 1
+        try:
+            return await to_thread.run_sync(lambda: work(*args, **named), limiter=turn)
+        finally:
+            self._waiting[owner] -= 1
+            if not self._waiting[owner]:
+                del self._waiting[owner], self._turns[owner]
+
+    async def check(self, owner: str, path: Path, chat_path: Path | None = None) -> DataReport:
+        """What is in a training file; with `chat_path`, also written there as chat JSONL. Raises OSError."""
+        if path.stat().st_size >= APART_FROM_BYTES:
+            return await self.run(owner, check_apart, path, chat_path)
+        return await self.run(owner, check_training_file, path, chat_path=chat_path)

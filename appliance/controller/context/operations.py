@@ -1,0 +1,126 @@
+"""Long work behind the admin API: started at once, followed by its row in the store.
+
+An operation lives in the controller's process; one that a restart interrupted is marked failed, and asking again
+starts over from what the disk holds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.errors import OperationFailed
+from appliance.controller.interfaces.ports import Progress, Report
+from appliance.store.ids import new_id
+from appliance.store.records import operations
+from appliance.store.rows import OperationRow
+
+log = logging.getLogger("appliance.controller")
+Work = Callable[[Report], Awaitable[dict[str, Any]]]
+
+
+class Operations:
+    """Starts work as tasks of the controller's loop and writes its progress, at most every `progress_every_s`."""
+
+    def __init__(self, context: ControllerContext):
+        self._context = context
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    def fail_interrupted(self) -> None:
+        """At start: what still says "running" died with the controller before."""
+        for row in operations.list_running(self._context.db):
+            operations.fail(self._context.db, row.id, {
+                "code": "interrupted", "message": "The controller restarted before this was done; ask again.",
+                "param": None,
+            })  # fmt: skip
+
+    def running(self, kind: str, target: str) -> OperationRow | None:
+        rows = operations.list_running(self._context.db)
+        return next((row for row in rows if row.kind == kind and row.target == target), None)
+
+    def start(self, kind: str, target: str, work: Work) -> OperationRow:
+        """`work` gets a `report` function (any thread may call it) and returns the result as a JSON object."""
+        row = OperationRow(
+            id=new_id("op_"), kind=kind, target=target, state="running", created_s=time.time(),
+            progress=asdict(Progress(0, None, "", "starting")),
+        )  # fmt: skip
+        operations.insert(self._context.db, row)
+        task = asyncio.create_task(self._run(row.id, work), name=f"{kind} {target}")
+        self._tasks[row.id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(row.id, None))
+        return row
+
+    async def stop(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _run(self, operation_id: str, work: Work) -> None:
+        db = self._context.db
+        progress = _Progress(self._context, operation_id)
+        try:
+            result = await work(progress.report)
+            await asyncio.sleep(0)  # reports made just now are on their way through the loop
+        except OperationFailed as error:
+            progress.end()
+            operations.fail(db, operation_id, {"code": error.code, "message": str(error), "param": error.param})
+        except asyncio.CancelledError:
+            progress.end()
+            operations.fail(db, operation_id, {
+                "code": "interrupted", "message": "The controller was stopped before this was done; ask again.",
+                "param": None,
+            })  # fmt: skip
+            raise
+        except Exception as error:
+            # The task's own exception would only be logged when it is collected: the person asking must see it end.
+            progress.end()
+            operations.fail(db, operation_id, {
+                "code": "internal_error", "message": f"{type(error).__name__}: {error}", "param": None,
+            })  # fmt: skip
+            raise
+        else:
+            progress.end()
+            operations.succeed(db, operation_id, result)
+
+
+class _Progress:
+    """Brings reports from any thread to the loop's thread, thinned out."""
+
+    def __init__(self, context: ControllerContext, operation_id: str):
+        self._context, self._id = context, operation_id
+        self._loop = asyncio.get_running_loop()
+        self._last: Progress | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._ended = False
+
+    def report(self, progress: Progress) -> None:
+        self._loop.call_soon_threadsafe(self._take, progress)
+
+    def end(self) -> None:
+        self._write()
+        self._ended = True
+
+    def _take(self, progress: Progress) -> None:
+        self._last = progress
+        if self._timer is None and not self._ended:
+            self._timer = self._loop.call_later(self._context.config.progress_every_s, self._write)
+
+    def _write(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._last is not None and not self._ended:
+            operations.set_progress(self._context.db, self._id, asdict(self._last))
+            self._last = None
+
+
+def view(row: OperationRow) -> dict[str, Any]:
+    return {
+        "id": row.id, "kind": row.kind, "target": row.target, "state": row.state, "progress": row.progress,
+        "error": row.error, "result": row.result, "created_s": row.created_s, "ended_s": row.ended_s,
+    }  # fmt: skip

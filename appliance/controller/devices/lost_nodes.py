@@ -1,0 +1,78 @@
+"""Nodes that joined the box, as the store remembers them.
+
+The devices of one that was lost stay in view, with since when and why, until it is back or an admin forgets it. The
+scheduler never sees them: it plans with the devices that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from appliance.controller.devices import cordons
+from appliance.store.database import Database
+from appliance.store.records import box
+
+NODES = "joined_nodes"
+_SHOWN = ("id", "node", "index", "kind", "name", "memory_bytes")
+
+
+def joined(db: Database, node: str, devices: Sequence[dict[str, Any]]) -> bool:
+    """It is there. False when that was known: a new controller meets the nodes of the one before.
+
+    devices: with the keys of `ports.DeviceStatus`.
+    """
+    with db.transaction():
+        known = box.get(db, NODES, {})
+        news = node not in known or known[node]["lost"] is not None
+        row = {"devices": [{name: device[name] for name in _SHOWN} for device in devices], "lost": None}
+        box.put(db, NODES, {**known, node: row})
+        return news
+
+
+def left(db: Database, node: str) -> None:
+    """It left in order: nothing of it is missed."""
+    with db.transaction():
+        box.put(db, NODES, {name: row for name, row in box.get(db, NODES, {}).items() if name != node})
+
+
+def lost(db: Database, node: str, reason: str, now_s: float) -> None:
+    """It is gone without having said so. Unix time."""
+    with db.transaction():
+        known = box.get(db, NODES, {})
+        if node in known:
+            box.put(db, NODES, {**known, node: {**known[node], "lost": {"since_s": now_s, "reason": reason}}})
+
+
+def missed(db: Database, present: Collection[str]) -> list[str]:
+    """Nodes that should be there, are not among `present`, and are not known to be lost."""
+    return [name for name, row in box.get(db, NODES, {}).items() if row["lost"] is None and name not in present]
+
+
+def forget(db: Database, node: str) -> list[str] | None:
+    """Take a lost node's devices out of view, and the cordons on them. Their ids; None when the node is not lost."""
+    with db.transaction():
+        row = box.get(db, NODES, {}).get(node)
+        if row is None or row["lost"] is None:
+            return None
+        ids = [device["id"] for device in row["devices"]]
+        for device_id in ids:
+            cordons.undrain(db, device_id)
+        left(db, node)
+        return ids
+
+
+def in_view(db: Database, there: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Every device as people see it: those that are there, with their cordons, then those of lost nodes.
+
+    `lost`: {"reason", "since_s"} or None; `health` is "lost" where it is not None.
+    """
+    lost_rows = {name: row for name, row in box.get(db, NODES, {}).items() if row["lost"] is not None}
+    held_back = cordons.read(db)
+    found = [{**held_back.shown(dict(device)), "lost": None} for device in there if device["node"] not in lost_rows]
+    for name in sorted(lost_rows):
+        row = lost_rows[name]
+        for device in row["devices"]:
+            told = {"health": "lost", "health_reason": row["lost"]["reason"], "holder": None, "lost": row["lost"]}
+            found.append({**device, **told, "drain": held_back.drains.get(device["id"])})
+    return found

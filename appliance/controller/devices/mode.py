@@ -1,0 +1,70 @@
+"""The mode of the box: what a person set last, the tidal windows, and which of them holds now."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from functools import lru_cache
+
+from appliance.controller.interfaces.ports import Mode
+from appliance.store.database import Database
+from appliance.store.records import box, windows
+from appliance.store.rows import WindowRow
+from scheduler.core.workload import Policy
+from scheduler.loop.mode_schedule import InForce, Window, in_force
+
+
+def read_mode(db: Database) -> Mode:
+    """The mode a person set last; a box on which none was ever set is in `auto`."""
+    stored = box.get(db, "mode")
+    return Mode("auto") if stored is None else Mode(**stored)
+
+
+def write_mode(db: Database, wanted: Mode, now_s: float | None = None) -> Mode:
+    """`since_s` moves only when something changes: setting the mode that holds again is no change.
+
+    While a window holds it does change something: what a person set then holds until the next edge.
+    """
+    now_s = time.time() if now_s is None else now_s
+    before = read_mode(db)
+    same = (before.policy, before.train_devices, before.serving_floor) == (
+        wanted.policy, wanted.train_devices, wanted.serving_floor,
+    )  # fmt: skip
+    if same and box.get(db, "mode") is not None and mode_in_force(db, 0, now_s).window is None:
+        return before
+    mode = Mode(wanted.policy, wanted.train_devices, now_s, wanted.serving_floor, wanted.by)
+    box.put(db, "mode", asdict(mode))
+    return mode
+
+
+def policy_of(mode: Mode, box_floor: int) -> Policy:
+    """box_floor: devices that serving keeps where the mode says nothing of it."""
+    floor = box_floor if mode.serving_floor is None else mode.serving_floor
+    return Policy(mode.policy, mode.train_devices, floor)
+
+
+def floor_notes(policy: Policy, device_count: int) -> list[str]:
+    """What a person should know of a floor that leaves training nothing. A floor beyond the devices that are there is
+    no error where it was set before: the box keeps what it has, and more once a node has joined."""
+    if policy.kind == "serve" or not device_count or policy.serving_floor < device_count:
+        return []
+    have = "all" if policy.serving_floor == device_count else "all there are,"
+    return [f"The serving floor of {policy.serving_floor} keeps {have} {device_count} devices: training gets none."]
+
+
+def tidal_windows(db: Database, box_floor: int) -> tuple[Window, ...]:
+    return tuple(window_of(row, box_floor) for row in windows.list_all(db))
+
+
+@lru_cache(maxsize=256)
+def window_of(row: WindowRow, box_floor: int) -> Window:
+    """Raises InvalidSchedule and InvalidWorkload for what cannot be a window. Cached: the scheduler asks every round,
+    and a check of a cron expression costs as much as a round."""
+    floor = box_floor if row.serving_floor is None else row.serving_floor
+    policy = Policy(row.policy, row.train_devices, floor)
+    return Window(row.cron, policy, row.tz, row.until, row.for_s, row.id)
+
+
+def mode_in_force(db: Database, box_floor: int, now_s: float) -> InForce:
+    mode = read_mode(db)
+    return in_force(tidal_windows(db, box_floor), policy_of(mode, box_floor), mode.since_s, now_s)

@@ -1,0 +1,64 @@
+"""How many devices one node has: the most that a job, or an engine with tensor parallelism, can ever have, for neither
+spans nodes.
+
+Judged on what is known now: the nodes that are there, cordoned devices included, and those that are lost, which the box
+waits for. A node that has yet to join is not known; what only it could satisfy is refused until it has joined.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import lost_nodes
+from appliance.controller.interfaces.errors import BadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSizes:
+    """counts: devices of each node, of the kind that the box itself has. Empty before the first look at them: then
+    nothing is refused."""
+
+    counts: tuple[int, ...]
+
+    @property
+    def largest(self) -> int:
+        return max(self.counts, default=0)
+
+    def replicas(self, tensor_parallel: int) -> int:
+        """How many engines, over so many devices each, fit on all nodes."""
+        return sum(count // tensor_parallel for count in self.counts)
+
+    def refuse_more(self, name: str, given: int, asked: str = "") -> None:
+        """Raises BadRequest where no node has `given` devices. name: the field at fault, whose value is `asked`."""
+        if self.counts and given > self.largest:
+            raise BadRequest(
+                f"{name} is {asked or given}; expected at most {self.largest}, which is all that {self._owner()} has. "
+                "Ask for less, or join a node with more devices first (`appliance join`).",
+                param=name,
+                code="insufficient_devices",
+            )
+
+    def refuse_more_replicas(self, name: str, given: int, tensor_parallel: int) -> None:
+        """Raises BadRequest where the nodes do not hold `given` engines over so many devices each."""
+        most = self.replicas(tensor_parallel)
+        if self.counts and given > most:
+            each = "one device" if tensor_parallel == 1 else f"{tensor_parallel} devices side by side"
+            raise BadRequest(
+                f"{name} is {given}; expected at most {most}: each replica takes {each}, and the box has "
+                f"{sum(self.counts)}. Ask for fewer, or join a node first (`appliance join`).",
+                param=name,
+                code="insufficient_devices",
+            )
+
+    def _owner(self) -> str:
+        return "the box" if len(self.counts) == 1 else "the largest node of the box"
+
+
+def known(context: ControllerContext) -> NodeSizes:
+    devices = lost_nodes.in_view(context.db, context.scheduler.status()["devices"])
+    if not devices:
+        return NodeSizes(())
+    # Home's devices come first: what runs on other nodes was prepared there, for devices of its kind.
+    return NodeSizes(tuple(Counter(d["node"] for d in devices if d["kind"] == devices[0]["kind"]).values()))

@@ -1,0 +1,268 @@
+"""/v1/uploads: a large file in parts (https://platform.openai.com/docs/api-reference/uploads).
+
+Parts may come at once and in any order; `complete` names them in the order of the file. Each part is synced before its
+row is written, so an upload goes on after a restart with what it had. Completing copies the parts into one file, which
+is then like one of `/v1/files`; until then the disk holds both.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import shutil
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from anyio import to_thread
+from fastapi import APIRouter, Request
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from appliance.controller.access.disk import insufficient_storage
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.files import multipart
+from appliance.controller.files import routes as files
+from appliance.controller.http import views
+from appliance.controller.http.routers import make_router
+from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
+from appliance.store.ids import new_id
+from appliance.store.objects import files as file_rows
+from appliance.store.objects import uploads as upload_rows
+from appliance.store.rows import UploadPartRow, UploadRow
+
+MAX_PARTS = 10_000
+_COPY_BYTES = 2**20
+_MD5 = re.compile(r"[0-9a-fA-F]{32}\Z")
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ExpiresAfter(_Strict):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=files.EXPIRY_S.start, lt=files.EXPIRY_S.stop)]
+
+
+class UploadCreate(_Strict):
+    bytes: Annotated[int, Field(ge=0)]
+    filename: Annotated[str, StringConstraints(max_length=1024)]
+    mime_type: Annotated[str, StringConstraints(min_length=1, max_length=255)]
+    purpose: Annotated[str, StringConstraints(max_length=64)]
+    expires_after: ExpiresAfter | None = None
+
+
+class UploadComplete(_Strict):
+    part_ids: Annotated[list[Annotated[str, StringConstraints(max_length=256)]], Field(max_length=MAX_PARTS)]
+    md5: Annotated[str, StringConstraints(max_length=64)] | None = None
+
+
+def routes(context: ControllerContext) -> APIRouter:
+    router = make_router("/v1/uploads", FINE_TUNING)
+    db, config = context.db, context.config
+    completing: set[str] = set()
+    arriving: Counter[str] = Counter()  # bytes of parts by upload that are not in the store yet
+    coming: Counter[str] = Counter()  # and how many parts they are: an empty one takes a row and a file, too
+
+    @router.post("")
+    async def create(body: UploadCreate, caller: Caller) -> dict[str, Any]:
+        if body.bytes > config.upload_total_bytes:
+            raise BadRequest(f"An upload of {body.bytes} bytes is over the limit of {config.upload_total_bytes}.",
+                             param="bytes", code="upload_too_large")  # fmt: skip
+        context.quotas.check_upload(caller, body.bytes)
+        now_s = time.time()
+        row = UploadRow(
+            id=new_id("upload_"), filename=multipart.checked_filename(body.filename.encode(), "filename"),
+            purpose=files.checked_purpose(body.purpose), mime_type=body.mime_type, bytes=body.bytes, created_s=now_s,
+            expires_s=now_s + config.upload_open_s, key_id=caller.key_id, owner=caller.owner,
+            file_keep_s=body.expires_after.seconds if body.expires_after else None,
+        )  # fmt: skip
+        upload_rows.insert(db, row)
+        return _view(context, row, caller)
+
+    @router.post("/{upload_id}/parts")
+    async def add_part(upload_id: str, request: Request, caller: Caller) -> dict[str, Any]:
+        row = _pending(context, upload_id, caller)
+        if upload_rows.stored(db, row.id)[0] + coming[row.id] >= MAX_PARTS:
+            raise BadRequest(f"The upload {row.id} has {MAX_PARTS} parts, the most that it may; send larger ones.",
+                             param="data", code="too_many_parts")  # fmt: skip
+        context.quotas.disk.check()
+        mine = 0
+
+        def took(count: int) -> None:
+            nonlocal mine
+            stored = upload_rows.stored(db, row.id)[1]
+            if stored + arriving[row.id] + count > 2 * row.bytes:
+                raise BadRequest(
+                    f"The parts of {row.id} would hold more than twice the {row.bytes} bytes that were announced (a "
+                    "part may be sent a second time); create an upload with the file's size.",
+                    param="data", code="upload_too_large",
+                )  # fmt: skip
+            context.quotas.disk.check(count)
+            mine += count
+            arriving[row.id] += count
+
+        part_id = new_id("part_")
+        folder = _folder(context, row.id)
+        folder.mkdir(mode=0o700, exist_ok=True)
+        incoming = folder / f"{multipart.INCOMING_PREFIX}{part_id}"
+        coming[row.id] += 1
+        try:
+            part = await multipart.receive(
+                request.stream(), request.headers.get("content-type", ""), incoming, config.upload_part_bytes, took,
+                "data",
+            )  # fmt: skip
+            _pending(context, upload_id, caller)  # it may have ended while its bytes came
+            os.rename(incoming, folder / part_id)
+            made = UploadPartRow(part_id, row.id, part.size, time.time())
+            upload_rows.insert_part(db, made)
+        finally:
+            arriving[row.id] -= mine
+            coming[row.id] -= 1
+            if not coming[row.id]:
+                del arriving[row.id], coming[row.id]
+            incoming.unlink(missing_ok=True)
+        return {"id": part_id, "object": "upload.part", "created_at": int(made.created_s), "upload_id": row.id}
+
+    @router.post("/{upload_id}/complete")
+    async def complete(upload_id: str, body: UploadComplete, caller: Caller) -> dict[str, Any]:
+        row = _known(context, upload_id, caller)
+        if row.status == "completed":
+            return _view(context, row, caller)  # the SDK asks again when the first answer was lost
+        row = _pending(context, upload_id, caller)
+        paths = _chosen(context, row, body)
+        if row.id in completing:
+            raise Conflict(f"The upload {row.id} is being completed by another request.", code="upload_busy")
+        context.quotas.disk.check(row.bytes)
+        completing.add(row.id)
+        file_id = new_id("file-")
+        incoming = context.files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
+        try:
+            sha256, md5 = await context.file_work.run(row.owner, _join, paths, incoming)
+            if body.md5 is not None and body.md5.lower() != md5:
+                raise BadRequest(f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected.",
+                                 param="md5", code="checksum_mismatch")  # fmt: skip
+            made = await files.described(
+                context, file_id, incoming, filename=row.filename, size=row.bytes, sha256=sha256, purpose=row.purpose,
+                keep_s=row.file_keep_s, caller=caller,
+            )  # fmt: skip
+            # An admin may complete another's upload, which stays another's.
+            made = replace(made, key_id=row.key_id, owner=row.owner)
+            _pending(context, upload_id, caller)
+            with db.transaction():
+                os.rename(incoming, context.files_dir / file_id)
+                file_rows.insert(db, made)
+                upload_rows.update(db, row.id, status="completed", file_id=file_id)
+        finally:
+            completing.discard(row.id)
+            incoming.unlink(missing_ok=True)
+        await to_thread.run_sync(_remove_bytes, context, row.id)
+        return _view(context, _known(context, upload_id, caller), caller)
+
+    @router.post("/{upload_id}/cancel")
+    async def cancel(upload_id: str, caller: Caller) -> dict[str, Any]:
+        row = _known(context, upload_id, caller)
+        if row.status != "cancelled":
+            row = _pending(context, upload_id, caller)
+            upload_rows.update(db, row.id, status="cancelled")
+            await to_thread.run_sync(_remove_bytes, context, row.id)
+        return _view(context, _known(context, upload_id, caller), caller)
+
+    return router
+
+
+def keep_house(context: ControllerContext, now_s: float) -> None:
+    """End uploads whose time has passed, and forget those that ended long ago."""
+    for row in upload_rows.overdue(context.db, now_s=now_s):
+        upload_rows.update(context.db, row.id, status="expired")
+        _remove_bytes(context, row.id)
+    upload_rows.forget_before(context.db, now_s - context.config.idempotency_keep_s - context.config.upload_open_s)
+
+
+def sweep(context: ControllerContext) -> None:
+    """Delete what a crash left: bytes of uploads that ended, and of parts that never became whole. Call at start."""
+    pending = upload_rows.pending_ids(context.db)
+    for folder in context.uploads_dir.iterdir():
+        if folder.name not in pending:
+            shutil.rmtree(folder, ignore_errors=True)
+            continue
+        known = upload_rows.parts(context.db, folder.name)
+        for entry in folder.iterdir():
+            if entry.name not in known:
+                entry.unlink(missing_ok=True)
+
+
+def _known(context: ControllerContext, upload_id: str, caller: Principal) -> UploadRow:
+    row = upload_rows.find(context.db, upload_id, viewer=caller.viewer)
+    if row is None:
+        raise NotFound(f"No such Upload object: {shown(upload_id)}", param="upload_id", code="upload_not_found")
+    return row
+
+
+def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> UploadRow:
+    row = _known(context, upload_id, caller)
+    status = "expired" if row.status == "pending" and row.expires_s <= time.time() else row.status
+    if status != "pending":
+        raise BadRequest(f"The upload {row.id} is {status}; only a pending one can be changed. Create a new one.",
+                         param="upload_id", code="upload_not_pending")  # fmt: skip
+    return row
+
+
+def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete) -> list[Path]:
+    """The parts in the order of the file. Raises BadRequest."""
+    if body.md5 is not None and not _MD5.match(body.md5):
+        raise BadRequest(f"Invalid value for 'md5': {shown(body.md5)} was given, expected 32 hexadecimal digits.",
+                         param="md5", code="invalid_value")  # fmt: skip
+    known = upload_rows.parts(context.db, row.id)
+    unknown = next((part_id for part_id in body.part_ids if part_id not in known), None)
+    if unknown is not None:
+        raise BadRequest(f"{shown(unknown)} is no part of {row.id}.", param="part_ids", code="part_not_found")
+    if len(set(body.part_ids)) != len(body.part_ids):
+        raise BadRequest("A part is named twice in 'part_ids'.", param="part_ids", code="duplicate_part")
+    size = sum(known[part_id].bytes for part_id in body.part_ids)
+    if size != row.bytes:
+        raise BadRequest(f"The parts named hold {size} bytes together; {row.bytes} were announced.",
+                         param="part_ids", code="upload_size_mismatch")  # fmt: skip
+    folder = _folder(context, row.id)
+    return [folder / part_id for part_id in body.part_ids]
+
+
+def _join(parts: list[Path], target: Path) -> tuple[str, str]:
+    """SHA-256 and MD5 in hex of the parts' bytes, which are synced at `target` on return."""
+    sha256, md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
+    try:
+        with os.fdopen(os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb", buffering=0) as out:
+            for path in parts:
+                with open(path, "rb", buffering=0) as part:
+                    while piece := part.read(_COPY_BYTES):
+                        sha256.update(piece)
+                        md5.update(piece)
+                        out.write(piece)
+            os.fsync(out.fileno())
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise insufficient_storage("The disk of the box is full") from error
+        raise
+    return sha256.hexdigest(), md5.hexdigest()
+
+
+def _folder(context: ControllerContext, upload_id: str) -> Path:
+    return context.uploads_dir / upload_id
+
+
+def _remove_bytes(context: ControllerContext, upload_id: str) -> None:
+    shutil.rmtree(_folder(context, upload_id), ignore_errors=True)
+
+
+def _view(context: ControllerContext, row: UploadRow, caller: Principal) -> dict[str, Any]:
+    made = file_rows.find(context.db, row.file_id, viewer=None, now_s=time.time()) if row.file_id else None
+    return {
+        "id": row.id, "object": "upload", "bytes": row.bytes, "created_at": int(row.created_s),
+        "expires_at": int(row.expires_s), "filename": row.filename, "purpose": row.purpose, "status": row.status,
+        "file": views.file_object(made, caller) if made else None,
+    } | views.whose(row, caller)  # fmt: skip

@@ -1,0 +1,111 @@
+"""Every request that changes something leaves a row in the audit log, whichever route it takes.
+
+Not a call in each route, which a new one would forget: all routes but reading ones pass through `audited`. A handler
+that has more to tell records its own row (`audit.record`), and then none is added. What is left out is listed with its
+reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from fastapi import Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+from appliance.controller.context import audit
+from appliance.controller.interfaces.principal import read_principal
+from appliance.store.errors import UnknownCursor
+
+_REFUSALS = (HTTPException, RequestValidationError, UnknownCursor)
+READS = frozenset({"GET", "HEAD", "OPTIONS"})
+_PARSED_BYTES = 256 * 1024
+Route = tuple[str, str]
+
+NOT_AUDITED: Mapping[Route, str] = {
+    ("POST", "/v1/responses"): "a request of inference in background, as the access log and usage have it",
+    ("POST", "/internal/responses"): "copies of answers from gateways, asked for by requests of inference",
+    ("POST", "/v1/uploads/{upload_id}/parts"): "a part of what upload.create and upload.complete tell of",
+    ("POST", "/admin/v1/mode/plan"): "says what would be done; nothing is",
+    ("POST", "/admin/v1/plan"): "says what would fit; nothing is changed",
+    ("POST", "/admin/v1/session-keys"): "a key of one command on the box itself, which needs none; inference alone",
+    ("DELETE", "/admin/v1/session-keys/{key_id}"): "the end of such a command",
+}
+
+
+@dataclass(frozen=True)
+class Change:
+    """action: "noun.verb". told: fields of the answer that the row's detail has."""
+
+    action: str
+    told: tuple[str, ...] = ()
+
+
+_JOB = ("status", "model", "training_file")
+CHANGES: Mapping[Route, Change] = {
+    ("POST", "/v1/files"): Change("file.create", ("filename", "purpose", "bytes")),
+    ("DELETE", "/v1/files/{file_id}"): Change("file.delete"),
+    ("POST", "/v1/uploads"): Change("upload.create", ("filename", "purpose", "bytes")),
+    ("POST", "/v1/uploads/{upload_id}/complete"): Change("upload.complete", ("filename", "bytes")),
+    ("POST", "/v1/uploads/{upload_id}/cancel"): Change("upload.cancel"),
+    ("POST", "/v1/batches"): Change("batch.create", ("endpoint", "input_file_id")),
+    ("POST", "/v1/batches/{batch_id}/cancel"): Change("batch.cancel", ("status",)),
+    ("POST", "/v1/fine_tuning/jobs"): Change("job.create", ("model", "training_file", "validation_file")),
+    ("POST", "/v1/fine_tuning/jobs/{job_id}/cancel"): Change("job.cancel", _JOB),
+    ("POST", "/v1/fine_tuning/jobs/{job_id}/pause"): Change("job.pause", _JOB),
+    ("POST", "/v1/fine_tuning/jobs/{job_id}/resume"): Change("job.resume", _JOB),
+    ("POST", "/v1/fine_tuning/checkpoints/{name:path}/permissions"): Change("permission.create", ("first_id",)),
+    ("DELETE", "/v1/fine_tuning/checkpoints/{name:path}/permissions/{permission_id}"): Change("permission.delete"),
+    ("DELETE", "/v1/responses/{response_id}"): Change("response.delete"),
+    ("POST", "/v1/responses/{response_id}/cancel"): Change("response.cancel", ("status",)),
+}
+
+
+def audited(
+    handle: Callable[[Request], Awaitable[Response]], method: str, path: str
+) -> Callable[[Request], Awaitable[Response]]:
+    """The handler of this route, and its row: "done" once it has answered, "failed" where it broke off with an error of
+    the box's own. What was refused has changed nothing and leaves none."""
+    if method in READS or (method, path) in NOT_AUDITED:
+        return handle
+    # A route that nobody has named here is told all the same, by its method and path.
+    change = CHANGES.get((method, path)) or Change(f"{method.lower()} {path}")
+
+    async def told(request: Request) -> Response:
+        with audit.watched() as recorded:
+            try:
+                response = await handle(request)
+            except Exception as error:
+                refused = isinstance(error, _REFUSALS) and getattr(error, "status_code", 400) < 500
+                if not refused and not recorded:
+                    await _record(request, change, "failed", {}, f"{type(error).__name__}: {error}"[:500])
+                raise
+            if response.status_code < 400 and not recorded:
+                await _record(request, change, "done", _fields(response), "")
+            return response
+
+    return told
+
+
+async def _record(request: Request, change: Change, outcome: Any, fields: dict[str, Any], error: str) -> None:
+    named = "/".join(str(value) for value in request.path_params.values())
+    detail = {name: fields[name] for name in change.told if fields.get(name) is not None}
+    if error:
+        detail["error"] = error
+    audit.record(request.app.state.context, await read_principal(request), change.action,
+                 named or str(fields.get("id") or fields.get("name") or ""), outcome=outcome, **detail)  # fmt: skip
+
+
+def _fields(response: Response) -> dict[str, Any]:
+    """Of the JSON object that was answered; nothing of another answer."""
+    body = getattr(response, "body", b"")
+    if not body or len(body) > _PARSED_BYTES:
+        return {}
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}

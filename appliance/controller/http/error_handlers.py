@@ -1,0 +1,106 @@
+"""Every way a request can fail, in OpenAI's shape: our errors, FastAPI's, Starlette's, and bugs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel
+from starlette.exceptions import HTTPException
+
+from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, error_object, shown
+from appliance.store.errors import UnknownCursor
+
+log = logging.getLogger("appliance.controller")
+
+
+class ErrorObject(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+# OpenAI's error object, which every refusal and failure answers with. For the OpenAPI document it is written out: as a
+# "model", FastAPI builds a validator for it per route and status, a third of what the app takes to make. With "4XX" in
+# it FastAPI does not add its own 422, which is never answered here.
+_ERROR_ANSWER = {
+    "application/json": {
+        "schema": {
+            "title": "ErrorAnswer", "type": "object", "required": ["error"],
+            "properties": {"error": ErrorObject.model_json_schema()},
+        }
+    }
+}  # fmt: skip
+RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"content": _ERROR_ANSWER, "description": "Refused: the message says what was given and what is expected."},
+    "5XX": {"content": _ERROR_ANSWER, "description": "Not done: the message says why, or which log says it."},
+}
+
+
+def install(app: FastAPI) -> None:
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(UnknownCursor, _unknown_cursor)
+    app.add_exception_handler(Exception, _bug)
+
+
+def _answer(status: int, message: str, kind: str, param: str | None, code: str | None,
+            headers: dict[str, str] | None = None) -> JSONResponse:  # fmt: skip
+    return JSONResponse(error_object(message, kind, param, code), status, headers)
+
+
+async def _api_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), error.status_code, error.headers)
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    where = f"{request.method} {shown(request.url.path)}"
+    headers = dict(error.headers) if error.headers else None
+    if error.status_code == 404:
+        return _answer(404, f"Unknown request URL: {where}.", "invalid_request_error", None, "unknown_url")
+    if error.status_code == 405:
+        allowed = (headers or {}).get("allow") or (headers or {}).get("Allow", "")
+        return _answer(405, f"Not allowed: {where}; this URL takes {allowed}.", "invalid_request_error", None,
+                       "method_not_supported", headers)  # fmt: skip
+    return _answer(error.status_code, str(error.detail), "invalid_request_error", None, None, headers)
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    first: dict[str, Any] = error.errors()[0]
+    place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
+    if first["type"] == "json_invalid":
+        reason = first.get("ctx", {}).get("error", first["msg"])
+        return _answer(400, f"We could not parse the JSON body of your request: {reason}.",
+                       "invalid_request_error", None, "invalid_json")  # fmt: skip
+    if not place:
+        message = "The body must be a JSON object, sent with content-type application/json."
+        return _answer(400, message, "invalid_request_error", None, "invalid_body")
+    param = ".".join(place)
+    if first["type"] == "extra_forbidden":
+        return _answer(400, f"Unrecognized request argument supplied: {param}.", "invalid_request_error", param,
+                       "unknown_parameter")  # fmt: skip
+    if first["type"] == "missing":
+        return _answer(400, f"Missing required parameter: '{param}'.", "invalid_request_error", param,
+                       "missing_required_parameter")  # fmt: skip
+    message = f"Invalid value for '{param}': {first['msg']}; {shown(first.get('input'))} was given."
+    return _answer(400, message, "invalid_request_error", param, "invalid_value")
+
+
+async def _unknown_cursor(request: Request, error: Exception) -> JSONResponse:
+    return _answer(400, f"{error}.", "invalid_request_error", "after", "invalid_cursor")
+
+
+async def _bug(request: Request, error: Exception) -> JSONResponse:
+    """Starlette logs the traceback after this answer; the client learns only where to look."""
+    request_id = request.scope.get("state", {}).get("request_id", "")
+    log.error("%s %s failed: %s", request.method, request.url.path, type(error).__name__)
+    message = f"The server had an error while processing your request {request_id}; its log has the details."
+    return _answer(500, message, "server_error", None, None, NEVER_RETRY | {"x-request-id": request_id})

@@ -1,0 +1,85 @@
+"""Pure ASGI middleware: request ids in and out, and a limit on bodies.
+
+Not `@app.middleware("http")`: an exception under that one reached clients as a clean end of the body.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from appliance.controller.interfaces.config import ControllerConfig
+from appliance.controller.interfaces.errors import BodyTooLarge
+from runtime.logs import REQUEST_ID
+
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}\Z")
+_MULTIPART_OVERHEAD_BYTES = 64 * 1024
+# Copies of answered responses, from gateways: what these buffer of them is bounded there.
+_COPIES, _COPIES_BYTES = "/internal/responses", 64 * 2**20
+_UPLOAD_PART = re.compile(r"/v1/uploads/[^/]+/parts\Z")
+
+
+class RequestIds:
+    """Every answer carries `x-request-id`: the gateway's where it is well-formed, else a new one."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
+        request_id = given if _REQUEST_ID.match(given) else b"req_" + secrets.token_hex(12).encode()
+        scope.setdefault("state", {})["request_id"] = request_id.decode()
+        REQUEST_ID.set(request_id.decode())  # of this request's own task
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id)]
+            await send(message)
+
+        await self._app(scope, receive, send_with_id)
+
+
+class BodyLimits:
+    """Refuses bodies over the endpoint's limit: by their announced length at once, else when they pass it."""
+
+    def __init__(self, app: ASGIApp, config: ControllerConfig):
+        self._app = app
+        self._config = config
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        limit = self._limit_bytes(scope)
+        announced = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+        if announced.isdigit() and int(announced[:20]) > limit:
+            error = BodyTooLarge(limit)
+            await JSONResponse(error.body(), error.status_code)(scope, receive, send)
+            return
+        seen = 0
+
+        async def receive_counted() -> Message:
+            nonlocal seen
+            message = await receive()
+            if message["type"] == "http.request":
+                seen += len(message.get("body", b""))
+                if seen > limit:
+                    raise BodyTooLarge(limit)
+            return message
+
+        await self._app(scope, receive_counted, send)
+
+    def _limit_bytes(self, scope: Scope) -> int:
+        if scope["method"] == "POST" and scope["path"] == "/v1/files":
+            return self._config.upload_bytes + _MULTIPART_OVERHEAD_BYTES
+        if scope["method"] == "POST" and _UPLOAD_PART.match(scope["path"]):
+            return self._config.upload_part_bytes + _MULTIPART_OVERHEAD_BYTES
+        if scope["path"] == _COPIES:
+            return _COPIES_BYTES
+        return self._config.json_body_bytes

@@ -1,0 +1,137 @@
+"""Rows as OpenAI's objects. Times become whole seconds, internal phases the six statuses that OpenAI knows."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from appliance.controller.access.naming import Resolved
+from appliance.controller.interfaces.model_states import ModelStates
+from appliance.controller.interfaces.principal import Principal
+from appliance.store.rows import BatchRow, CheckpointRow, FileRow, JobEventRow, JobRow, PermissionRow, UploadRow
+
+_STATUS_OF_PHASE = {
+    "validating": "validating_files",
+    "queued": "queued",
+    "running": "running",
+    "suspended": "queued",  # OpenAI has no "paused" or "suspended"; the events say which it is and why
+    "succeeded": "succeeded",
+    "failed": "failed",
+    "cancelled": "cancelled",
+}
+_OPENAI_HYPERPARAMETERS = ("n_epochs", "batch_size", "learning_rate_multiplier")
+_WORKED_OUT = ("n_epochs", "batch_size")
+
+
+def whose(row: FileRow | JobRow | BatchRow | UploadRow, caller: Principal) -> dict[str, Any]:
+    """For an admin, who sees everybody's things, `owner`: null for the box itself; nothing for others."""
+    return {"owner": row.owner or None} if caller.is_admin else {}
+
+
+def file_object(row: FileRow, caller: Principal) -> dict[str, Any]:
+    return {
+        "id": row.id,
+        "object": "file",
+        "bytes": row.bytes,
+        "created_at": int(row.created_s),
+        "expires_at": None if row.expires_s is None else int(row.expires_s),
+        "filename": row.filename,
+        "purpose": row.purpose,
+        "status": row.status,
+        "status_details": row.status_details,
+    } | whose(row, caller)
+
+
+def job_status(row: JobRow) -> str:
+    """A cancellation is final once it is accepted, so it shows before the devices are free."""
+    if row.wanted == "cancel" and not row.finished:
+        return "cancelled"
+    return _STATUS_OF_PHASE[row.phase]
+
+
+def job_phase(row: JobRow) -> str:
+    """The finer word for people who run the box: also pausing, paused, cancelling."""
+    if row.finished:
+        return row.phase
+    if row.wanted == "cancel":
+        return "cancelling"
+    if row.wanted == "pause":
+        return "pausing" if row.phase == "running" else "paused"
+    return row.phase
+
+
+def hyperparameters(row: JobRow) -> dict[str, Any]:
+    """What was asked for, with "auto" replaced by what it came to; a multiplier of "auto" is 1."""
+    values = {name: "auto" for name in _OPENAI_HYPERPARAMETERS} | row.hyperparameters
+    if row.resolved:
+        values |= {name: row.resolved[name] for name in _WORKED_OUT if values[name] == "auto"}
+        if values["learning_rate_multiplier"] == "auto":
+            values["learning_rate_multiplier"] = 1.0
+    return values
+
+
+def job_object(row: JobRow, organization: str, caller: Principal) -> dict[str, Any]:
+    succeeded = row.phase == "succeeded"
+    return {
+        "id": row.id,
+        "object": "fine_tuning.job",
+        "created_at": int(row.created_s),
+        "error": row.error,
+        "fine_tuned_model": row.output_model if succeeded else None,
+        "finished_at": None if row.finished_s is None else int(row.finished_s),
+        "hyperparameters": hyperparameters(row),
+        "model": row.model,
+        "organization_id": f"org-{organization}",
+        "result_files": row.result_files,
+        "seed": row.seed,
+        "status": job_status(row),
+        "trained_tokens": row.trained_tokens if succeeded else None,
+        "training_file": row.training_file,
+        "validation_file": row.validation_file,
+        "estimated_finish": None if row.eta_s is None or row.finished else int(time.time() + row.eta_s),
+        "integrations": row.integrations or [],
+        "metadata": row.metadata,
+        "method": {"type": row.method, row.method: {"hyperparameters": hyperparameters(row)}},
+    } | whose(row, caller)
+
+
+def event_object(row: JobEventRow) -> dict[str, Any]:
+    return {
+        "id": row.id,
+        "object": "fine_tuning.job.event",
+        "created_at": int(row.created_s),
+        "level": row.level,
+        "message": row.message,
+        "type": row.type,
+        "data": row.data if row.data is not None else {},
+    }
+
+
+def checkpoint_object(row: CheckpointRow) -> dict[str, Any]:
+    return {
+        "id": row.id,
+        "object": "fine_tuning.job.checkpoint",
+        "created_at": int(row.created_s),
+        "fine_tuned_model_checkpoint": row.name,
+        "fine_tuning_job_id": row.job_id,
+        "metrics": {"step": row.step, **row.metrics},
+        "step_number": row.step,
+    }
+
+
+def permission_object(row: PermissionRow) -> dict[str, Any]:
+    return {
+        "id": row.id,
+        "object": "checkpoint.permission",
+        "created_at": int(row.created_s),
+        "project_id": row.project_id,
+    }
+
+
+def model_object(resolved: Resolved, states: ModelStates) -> dict[str, Any]:
+    """OpenAI's object, and what the box adds: what the model does now, and why where it does not serve."""
+    made_s = resolved.version.created_s if resolved.checkpoint or resolved.pinned else resolved.model.created_s
+    return {
+        "id": resolved.name, "object": "model", "created": int(made_s), "owned_by": resolved.model.owned_by,
+        "state": states.word(resolved.name), "state_details": states.message(resolved.name),
+    }  # fmt: skip

@@ -1,0 +1,5 @@
+"""The controller's settings, errors, principals and the ports to the rest of the box.
+
+Never: It imports no other room of the controller.
+Begin with ports.py.
+"""

@@ -1,0 +1,88 @@
+"""Who is at the other end: decided by the socket that a request came over, never by what its headers lack.
+
+The controller listens on two Unix sockets. On `controller.sock` are the people of this machine who own the box, their
+commands and the main process: without an identity they are the box itself, which may do everything. On `gateway.sock`
+are gateways: each of their heads names a key and its scopes, and proves with a token that a gateway wrote it. A head
+that does not is refused before any route is looked up. (It once meant the box itself: whoever got a gateway to let the
+body of a request be read as a head was the administrator.)
+"""
+
+from __future__ import annotations
+
+import hmac
+from dataclasses import dataclass
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from appliance.controller.http.middleware import RequestIds
+from appliance.controller.interfaces.errors import Unauthorized
+
+KEY_ID, SCOPES, TOKEN = b"x-appliance-key-id", b"x-appliance-scopes", b"x-appliance-gateway"
+ADMIN, GATEWAY = "admin", "gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """key_id None: the box itself. A gateway on its own behalf has GATEWAY as its key's id and as its only scope."""
+
+    key_id: str | None
+    scopes: frozenset[str]
+
+
+BOX = Identity(None, frozenset({ADMIN}))
+
+
+class FromBox:
+    """The app behind `controller.sock`, which is 0600: no identity means the box itself; one is taken as given."""
+
+    def __init__(self, app: ASGIApp):
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            named = _identity(scope)
+            if named is None and _given(scope, KEY_ID, SCOPES):
+                await _refuse(scope, receive, send)
+                return
+            scope.setdefault("state", {})["identity"] = named or BOX
+        await self._app(scope, receive, send)
+
+
+class FromGateways:
+    """The app behind `gateway.sock`. token: what only this box's gateways know."""
+
+    def __init__(self, app: ASGIApp, token: str):
+        assert token, "without a token any head would do"
+        self._app, self._token = app, token.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            named, proofs = _identity(scope), _given(scope, TOKEN)
+            if named is None or len(proofs) != 1 or not hmac.compare_digest(proofs[0], self._token):
+                await _refuse(scope, receive, send)
+                return
+            scope.setdefault("state", {})["identity"] = named
+        await self._app(scope, receive, send)
+
+
+def _identity(scope: Scope) -> Identity | None:
+    """What exactly one header of each kind says; None for anything else."""
+    key_ids, scopes = _given(scope, KEY_ID), _given(scope, SCOPES)
+    if len(key_ids) != 1 or len(scopes) != 1 or not key_ids[0].strip():
+        return None
+    granted = (name.strip() for name in scopes[0].decode("latin-1").split(","))
+    return Identity(key_ids[0].decode("latin-1").strip(), frozenset(name for name in granted if name))
+
+
+def _given(scope: Scope, *names: bytes) -> list[bytes]:
+    return [value for name, value in scope["headers"] if name in names]
+
+
+async def _refusal(scope: Scope, receive: Receive, send: Send) -> None:
+    error = Unauthorized()
+    # Closed: a head that no gateway wrote says that the bytes on this connection are not what they were taken for.
+    await JSONResponse(error.body(), error.status_code, {"connection": "close"})(scope, receive, send)
+
+
+_refuse = RequestIds(_refusal)

@@ -1,0 +1,240 @@
+"""What the controller needs of the rest of the box. The app runs against these protocols; tests bring simulators."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol, TypedDict
+
+from scheduler.core.workload import Policy
+
+PolicyName = Literal["serve", "train", "split", "auto"]
+
+
+class DeviceStatus(TypedDict):
+    """One device; `holder` is {"kind": "job" | "replica", "id"} or None."""
+
+    id: str
+    node: str
+    index: int
+    kind: str
+    name: str
+    memory_bytes: int
+    health: str
+    holder: dict[str, str] | None
+
+
+class ReplicaStatus(TypedDict):
+    id: str
+    model: str
+    version: str
+    state: str
+    devices: list[str]
+    inflight: int
+    rss_bytes: int
+
+
+class SchedulerStatus(TypedDict):
+    """`memory` is {"budget_bytes", "used_bytes", "room_bytes"} of the weight store, the last what a reservation could
+    get now, and "host_bytes", all that the host has; `handover` the id of the one in flight; `notes` what a person
+    should know (why something waits or was given up); `serving_floor` devices that serving keeps where a mode names no
+    number; `bounds` the dwell times (s) and the bound on hand-overs per hour that they mean; `queue` jobs in their
+    order, each {"id", "position", "phase", "devices", "reason" (a word of Slurm's or None), "message" (a sentence)};
+    `plan_s` how long the last plan took; `troubles` the models whose engines fail, each {"model", "version", "reason",
+    "message" (a sentence), "not_before_s" (of the next try), "tries", "lasting"}."""
+
+    devices: list[DeviceStatus]
+    replicas: list[ReplicaStatus]
+    memory: dict[str, int | None]
+    handover: str | None
+    serving_floor: int
+    bounds: dict[str, float]
+    queue: list[dict[str, Any]]
+    troubles: list[dict[str, Any]]
+    notes: list[str]
+    plan_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Mode:
+    """Who devices belong to; kept in the store under box["mode"], see `appliance.controller.devices.mode`.
+
+    serving_floor None: the box's own. by: who set it.
+    """
+
+    policy: PolicyName
+    train_devices: int | None = None
+    since_s: float = 0.0
+    serving_floor: int | None = None
+    by: str = ""
+
+
+class SchedulerPort(Protocol):
+    """The loop that decides who holds which devices. The store is the truth it reads; calls here only wake it."""
+
+    def nudge(self, reason: str, by: str = "") -> None:
+        """The store changed (a job, a model, the mode): look again soon. Never blocks, never raises.
+
+        by: the person who asked; hand-overs that follow from it carry the name.
+        """
+
+    def status(self) -> SchedulerStatus:
+        """The present, from memory: no waiting."""
+
+    async def set_mode(self, mode: Mode) -> str | None:
+        """The mode was just written to the store; returns once it is planned for: the id of the hand-over that
+        brings it about, or None when nothing has to move."""
+
+    def forgive(self, model: str) -> None:
+        """Something about this model was changed: if its engines failed, try it again at once."""
+
+    def explain(self, policy: Policy | None) -> dict[str, Any]:
+        """What would be done under this policy (None: the one that holds), and why (`scheduler.loop.explain`). Nothing
+        is done."""
+
+    async def wait_handover(self, handover_id: str) -> None:
+        """Returns when this hand-over has ended, well or not (its row in the store says which)."""
+
+    async def converge_model(self, model: str) -> dict[str, Any]:
+        """The model's active version changed in the store: swap its replicas to it, and return what was measured
+        ({"replicas", "pause_s", "seconds", "bytes", "how", "finishing"}).
+        Raises SwapFailed with every replica back on the version it had."""
+
+    async def withdraw(self, model: str) -> None:
+        """The model's rows are gone from the store: returns when no replica of it is left."""
+
+    async def unload_adapters(self, names: list[str]) -> None:
+        """The rows of these adapters ("NAME@VERSION") are gone: returns when no engine has them. Raises
+        OperationFailed while requests of theirs go on for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStats:
+    """What an importer found out about a model; `info` may hold more (layers, hidden size, tokenizer facts)."""
+
+    name: str
+    version: str
+    arch: str
+    params: int
+    bytes: int
+    task: Literal["generate", "embed"]
+    source: str
+    disk_path: str | None
+    shm_path: str | None = None
+    max_model_len: int | None = None
+    fingerprint: dict[str, Any] | None = None
+    info: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far long work is: `done` of `total` (None: unknown) in `unit`s, and what is being done now."""
+
+    done: float
+    total: float | None
+    unit: str
+    message: str
+
+
+Report = Callable[[Progress], None]
+
+
+class VersionPlace(NamedTuple):
+    """Where the bytes of a version lie; None where they are not. kind: "version" or "adapter"."""
+
+    version: str
+    disk_path: str | None
+    shm_path: str | None
+    kind: str = "version"
+
+
+class ModelOps(Protocol):
+    """Long work on models' bytes; rows in the store are the controller's business.
+
+    All of them raise OperationFailed for what a person can act on. `report` may be called from any thread.
+    """
+
+    async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
+        """Copy a checkpoint directory or hub repository `source` in, checked, as a new version. `name` None: derive
+        one from the source."""
+
+    async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
+        """Pretrain the small model named `starter`."""
+
+    async def verify(self, name: str, places: list[VersionPlace], report: Report) -> dict[str, Any]:
+        """Compare bytes with checksums, in every tier; returns {"versions": [{"version", "path", "tensors", "bytes"}],
+        "unsealed": copies that have no checksums yet, "tensors", "bytes"}. Raises OperationFailed naming every damaged
+        copy with file and tensor."""
+
+    async def verify_tiers(self, report: Report) -> dict[str, Any]:
+        """The same for all versions, adapters and snapshots; returns {"copies", "unsealed", "tensors", "bytes"}."""
+
+    async def remove(self, name: str, places: list[VersionPlace]) -> None:
+        """Give back the bytes of these versions. Idempotent."""
+
+    def let_go(self, name: str) -> None:
+        """No engine serves by this name any more: the box needs its bytes in shared memory no longer."""
+
+
+class KeySink(Protocol):
+    """Who must know which keys are live (the bus, for the gateways)."""
+
+    def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
+        """keys: SHA-256 in hex -> {"id", "name", "scopes"} and what binds of "models", "requests_per_minute",
+        "tokens_per_minute", "spent_until_s"; replaces what was known before."""
+
+
+class TierPort(Protocol):
+    """Where the bytes of versions and snapshots are, from shared memory to the remote tier."""
+
+    def status(self) -> list[dict[str, Any]]:
+        """Per tier, nearest first: {"name", "where", "versions", "snapshots", "bytes", "limit_bytes", "backlog",
+        "backlog_bytes", "busy", "damaged", "last_error", "last_error_s", "next_try_s"}."""
+
+    def version_places(self, model: str, version: str) -> list[str]:
+        """Names of the tiers that have a version."""
+
+    def nudge(self) -> None:
+        """What is to be kept has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """How many lines of batches a model's engines may work on now. why: what they wait for where it is 0."""
+
+    lines: int
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineAnswer:
+    """body: the JSON of the answer. version: of the replica that gave it, empty if none did."""
+
+    status: int
+    body: Any
+    version: str = ""
+
+
+class LineReturned(Exception):
+    """A line was not answered: its engine was wanted for something else (`yielded`), or died. Send it again."""
+
+    def __init__(self, reason: str, *, yielded: bool):
+        super().__init__(reason)
+        self.yielded = yielded
+
+
+class BatchEngines(Protocol):
+    """Engines for lines of batches, which take what interactive requests leave idle."""
+
+    def room(self, model: str) -> Room:
+        """Of all batches together."""
+
+    async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
+        """The answer to one line, after the checks that every request passes. Raises LineReturned."""
+
+    def wants(self, models: list[str], asker: str = "batches") -> None:
+        """Models with lines left, that of the oldest first: they may be woken where nobody is in the way. Replaces what
+        the same asker wanted before."""
+
+    async def changed(self, timeout_s: float) -> None:
+        """Returns when room may have changed, or after this time."""

@@ -1,0 +1,39 @@
+"""A job's own copies of its files: what they take of the disk, and that they go with the end of the job.
+
+Deleting a file frees its owner's bound of bytes, but not the copies of jobs that were made from it: without a bound of
+their own, uploading, submitting and deleting by turns filled the disk for everybody.
+"""
+
+from __future__ import annotations
+
+import time
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.principal import Principal
+from appliance.store.objects import files, jobs
+from appliance.store.rows import JobRow
+
+COPIES = ("train.jsonl", "valid.jsonl")
+
+
+def check(context: ControllerContext, row: JobRow, caller: Principal) -> None:
+    """Whether the owner may have the copies of one more job. Raises ApiError."""
+    held = sum(copied(context, other) for other in jobs.list_unfinished(context.db) if other.owner == row.owner)
+    context.quotas.check_job_data(caller, held, copied(context, row))
+
+
+def copied(context: ControllerContext, row: JobRow) -> int:
+    """Bytes of the copies of a job that has not ended; of one that is being validated, what they are to be."""
+    folder = context.jobs_dir / row.id
+    there = sum(path.stat().st_size for name in COPIES if (path := folder / name).exists())
+    if there and row.phase != "validating":
+        return there
+    found = (files.find(context.db, file_id, viewer=None, now_s=time.time())
+             for file_id in (row.training_file, row.validation_file) if file_id is not None)  # fmt: skip
+    return max(there, sum(file.bytes for file in found if file is not None))
+
+
+def remove(context: ControllerContext, job_id: str) -> None:
+    """Of a job that has ended: nothing reads them any more."""
+    for name in COPIES:
+        (context.jobs_dir / job_id / name).unlink(missing_ok=True)

@@ -1,0 +1,75 @@
+"""On how many devices a job may run: what was asked for, and what its batch size allows. Pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from appliance.controller.devices.node_sizes import NodeSizes
+from appliance.controller.interfaces.errors import BadRequest
+from appliance.store.rows import JobRow
+from train.plan import auto
+
+
+def bounds(row: JobRow, device_count: int) -> tuple[int, int, tuple[int, ...]]:
+    """(fewest, most, allowed sizes or none) for the planner.
+
+    A job that fits no box of this size keeps its sizes and waits: the box may get its devices back.
+    """
+    least = row.min_devices or 1
+    if not row.allowed_sizes:
+        return least, max(row.max_devices or device_count, least), ()
+    most = row.max_devices or max(row.allowed_sizes)
+    fitting = sorted(size for size in row.allowed_sizes if least <= size <= most) or sorted(row.allowed_sizes)
+    return fitting[0], fitting[-1], tuple(fitting)
+
+
+def check(min_devices: int | None, max_devices: int | None, asked_sizes: list[int] | None) -> None:
+    """What a person asked for must leave a size. Raises BadRequest."""
+    least, most = min_devices or 1, max_devices or max([min_devices or 1, *(asked_sizes or [])])
+    if least > most:
+        raise BadRequest(f"min_devices is {least} and max_devices {most}; expected min <= max.",
+                         param="min_devices", code="invalid_value")  # fmt: skip
+    if asked_sizes is not None and not any(least <= size <= most for size in asked_sizes):
+        raise BadRequest(f"allowed_sizes is {asked_sizes}; expected at least one size from {least} to {most}.",
+                         param="allowed_sizes", code="invalid_value")  # fmt: skip
+
+
+def check_room(min_devices: int | None, asked_sizes: list[int] | None, nodes: NodeSizes) -> None:
+    """One of the sizes asked for must be one that a node has. A larger `max_devices` is no error: it says "never on
+    more". Raises BadRequest."""
+    nodes.refuse_more("min_devices", min_devices or 1)
+    if asked_sizes:
+        nodes.refuse_more("allowed_sizes", min(size for size in asked_sizes if size >= (min_devices or 1)),
+                          str(asked_sizes))  # fmt: skip
+
+
+def sizes(row: JobRow, resolved: dict[str, Any], device_count: int) -> tuple[list[int], list[int]]:
+    """(sizes that divide the work of a step, those of them that were asked for; [] if there is none)."""
+    least = row.min_devices or 1
+    most = row.max_devices or max([device_count, least, *(row.asked_sizes or [])])
+    by_batch = auto.allowed_sizes(resolved["batch_size"], most, resolved["micro_batch"],
+                                  resolved.get("tensor_parallel", 1))  # fmt: skip
+    return by_batch, [s for s in by_batch if s >= least and (row.asked_sizes is None or s in row.asked_sizes)]
+
+
+def check_sizes(row: JobRow, resolved: dict[str, Any], nodes: NodeSizes) -> list[int]:
+    """The sizes that suit the work of a step and what was asked for, those included that only a node yet to join could
+    give. Raises BadRequest when there is none, or none for the nodes that are known."""
+    by_batch, fitting = sizes(row, resolved, nodes.largest)
+    param = "allowed_sizes" if row.asked_sizes else "min_devices"
+    if not fitting:
+        raise BadRequest(no_size(resolved, by_batch), param=param, code="invalid_value")
+    nodes.refuse_more(param, fitting[0], f"such that a step of {resolved['batch_size']} sequences divides into "
+                      f"{', '.join(map(str, fitting))} devices only")  # fmt: skip
+    return fitting
+
+
+def no_size(resolved: dict[str, Any], by_batch: list[int]) -> str:
+    """The message for a job that no number of devices suits."""
+    shards = resolved.get("tensor_parallel", 1)
+    grouped = f", each over {shards} devices (tensor_parallel)," if shards > 1 else ""
+    return (
+        f"A step of {resolved['batch_size']} sequences in micro-batches of {resolved['micro_batch']}{grouped} divides "
+        f"into {', '.join(map(str, by_batch)) or 'no allowed number of'} devices; min_devices, max_devices and "
+        "allowed_sizes leave none of them."
+    )

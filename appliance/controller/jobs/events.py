@@ -1,0 +1,261 @@
+"""What a running job tells, made durable: rows of metrics, OpenAI's events, checkpoints, versions, the end.
+
+Events come from rank 0 through the group (see train.control.group); each is ingested in one transaction, and ingesting
+one twice (after a crash between the commit and its acknowledgement) changes nothing but a repeated event line.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import logging
+import math
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+from appliance.controller.access.naming import checkpoint_name, resolve
+from appliance.controller.files import routes
+from appliance.store.database import Database
+from appliance.store.ids import new_id
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.records import deployments
+from appliance.store.rows import CheckpointRow, DeploymentRow, JobEventRow, JobMetricRow, JobRow, ModelRow, VersionRow
+
+log = logging.getLogger("appliance.controller")
+Level = Literal["info", "warn", "error"]
+_ETA_WINDOW_STEPS = 20
+
+
+def add_message(db: Database, job_id: str, text: str, *, level: Level = "info",
+                data: dict[str, Any] | None = None) -> None:  # fmt: skip
+    _add_event(db, job_id, "message", text, level, data)
+
+
+def fail(db: Database, job_id: str, code: str, message: str, param: str | None = None) -> None:
+    """End a job as failed with OpenAI's error object. Raises IllegalTransition when it is finished already."""
+    with db.transaction():
+        jobs.set_phase(db, job_id, "failed", error={"code": code, "message": message, "param": param}, reason=message)
+        add_message(db, job_id, f"The job failed: {message}", level="error", data={"code": code, "param": param})
+
+
+class JobEvents:
+    """Ingests the events of running jobs. organization: the owner of the models they make (ControllerConfig's)."""
+
+    def __init__(self, db: Database, files_dir: Path, organization: str):
+        self._db, self._files_dir, self._organization = db, files_dir, organization
+        self._handlers = {
+            "metrics": self._metrics,
+            "validation": self._validation,
+            "published": self._published,
+            "snapshot": self._snapshot,
+            "message": self._message,
+            "finished": self._finished,
+        }
+
+    def ingest(self, job_id: str, event: dict[str, Any]) -> None:
+        """One event of `train.control.group`: {"event": "metrics" | "validation" | "published" | "snapshot" | "message"
+        "finished", …}. Raises RowNotFound for an unknown job; an event of another kind is logged and left out."""
+        handler = self._handlers.get(str(event.get("event")))
+        if handler is None:
+            log.warning("it sent an event of the unknown kind %r", event.get("event"), extra={"job_id": job_id})
+            return
+        # JSON has no NaN or infinity: a gradient norm that overflowed is reported as unknown.
+        event = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in event.items()}
+        with self._db.transaction():
+            handler(jobs.get(self._db, job_id), event)
+
+    def started(self, job_id: str, devices: list[str], *, resumed: bool) -> None:
+        """The group of the job runs on these devices."""
+        db = self._db
+        with db.transaction():
+            row = jobs.get(db, job_id)
+            jobs.set_phase(db, job_id, "running", devices=devices, reason="")
+            if resumed and row.snapshot is not None:
+                # Of the snapshot, not the last step that was told: a sudden end loses what was trained after it.
+                text = f"Fine-tuning job continues at step {row.snapshot['step']} on {len(devices)} device(s)"
+            else:
+                text = f"Fine-tuning job started on {len(devices)} device(s)"
+            add_message(db, job_id, text, data={"devices": devices})
+
+    def goes_on(self, job_id: str, step: int) -> None:
+        """Its ranks begin after `step`. Says which steps are done anew, if any are."""
+        # Not the row's step: whoever noticed the end has put it back to the snapshot's.
+        reached = max((row.step for row in job_records.last_metrics(self._db, job_id, 1)), default=0)
+        lost = reached - step
+        if lost > 0:
+            where = f"The job resumed from step {step}" if step else "There was no snapshot yet, the job begins anew"
+            span = f"steps {step + 1} to {reached} are" if lost > 1 else f"step {reached} is"
+            add_message(self._db, job_id, f"{where}: {span} done anew ({lost} in all)",
+                        data={"step": step, "steps_anew": lost})  # fmt: skip
+
+    def suspended(self, job_id: str, step: int, snapshot_path: str, *, reason: str) -> None:
+        """The job left its devices; its state waits in the snapshot."""
+        db = self._db
+        with db.transaction():
+            jobs.update(db, job_id, step=step, snapshot={"step": step, "path": snapshot_path})
+            jobs.set_phase(db, job_id, "suspended", reason=reason)
+            add_message(db, job_id, f"Fine-tuning job suspended at step {step}: {reason}", data={"step": step})
+
+    def succeeded(self, job_id: str) -> None:
+        """The newest published version becomes the model; the step metrics become a result file."""
+        db = self._db
+        with db.transaction():
+            row = jobs.get(db, job_id)
+            if row.finished:
+                return
+            versions = models.list_versions(db, row.output_model)
+            if not versions:
+                fail(db, job_id, "nothing_published", "The job ended without publishing weights; see its log.")
+                return
+            models.activate(db, row.output_model, versions[-1].version)
+            if deployments.find(db, row.output_model) is None:
+                deployments.insert(db, DeploymentRow(model=row.output_model, created_s=time.time()))
+            table = _metrics_table(db, job_id)
+            result = routes.add_result(db, self._files_dir, "step_metrics.csv", table, owner=row.owner)
+            jobs.update(db, job_id, result_files=[result])
+            jobs.set_phase(db, job_id, "succeeded", reason="")
+            add_message(db, job_id, f"New fine-tuned model created: {row.output_model}")
+            add_message(db, job_id, "The job has successfully completed")
+
+    def failed(self, job_id: str, code: str, message: str) -> None:
+        if not jobs.get(self._db, job_id).finished:
+            fail(self._db, job_id, code, message)
+
+    def cancelled(self, job_id: str) -> None:
+        """The group of a job that was to be cancelled is gone."""
+        db = self._db
+        with db.transaction():
+            if not jobs.get(db, job_id).finished:
+                jobs.set_phase(db, job_id, "cancelled", reason="cancelled by request")
+
+    def _metrics(self, row: JobRow, event: dict[str, Any]) -> None:
+        db, step, now_s = self._db, int(event["step"]), time.time()
+        job_records.upsert_metric(db, JobMetricRow(
+            job_id=row.id, step=step, created_s=now_s, epoch=event.get("epoch"), loss=event.get("loss"),
+            grad_norm=event.get("grad_norm"), learning_rate=event.get("learning_rate"),
+            tokens_per_s=event.get("tokens_per_s"), devices=event.get("devices"),
+        ))  # fmt: skip
+        total = event.get("total_steps") or row.total_steps
+        changes: dict[str, Any] = {
+            "step": step, "total_steps": total, "loss": event.get("loss"),
+            "tokens_per_s": event.get("tokens_per_s"), "eta_s": self._eta_s(row.id, step, total),
+        }  # fmt: skip
+        if event.get("trained_tokens") is not None:
+            changes["trained_tokens"] = int(event["trained_tokens"])
+        jobs.update(db, row.id, **changes)
+        loss = event.get("loss")
+        text = f"Step {step}/{total}: training loss={_shown(loss)}"
+        data = {key: value for key, value in event.items() if key not in ("event", "loss")} | {"train_loss": loss}
+        _add_event(db, row.id, "metrics", text, "info", data)
+
+    def _validation(self, row: JobRow, event: dict[str, Any]) -> None:
+        db, step, loss = self._db, int(event["step"]), event["loss"]
+        job_records.upsert_metric(db, JobMetricRow(job_id=row.id, step=step, created_s=time.time(), valid_loss=loss))
+        jobs.update(db, row.id, valid_loss=loss)
+        text = f"Step {step}/{row.total_steps}: validation loss={_shown(loss)}"
+        _add_event(db, row.id, "metrics", text, "info",
+                   {"step": step, "total_steps": row.total_steps, "valid_loss": loss})  # fmt: skip
+
+    def _published(self, row: JobRow, event: dict[str, Any]) -> None:
+        db, step, version = self._db, int(event["step"]), str(event["version"])
+        self._ensure_output_model(row, int(event["bytes"]))
+        meta = {"step": step, "epoch": event.get("epoch"), "job_id": row.id, "seconds": event.get("seconds"),
+                "stall_s": event.get("stall_s")}  # fmt: skip
+        adapter = event.get("adapter")
+        if adapter:
+            meta["adapter"] = adapter
+        if models.find_version(db, row.output_model, version) is None:
+            models.insert_version(db, VersionRow(
+                model=row.output_model, version=version, source=f"job {row.id}", bytes=int(event["bytes"]),
+                shm_path=str(event["path"]), created_s=time.time(), meta=meta,
+            ))  # fmt: skip
+            if adapter:
+                add_message(db, row.id, f"Published adapter {version}, {event['bytes']} bytes, to be served beside "
+                            f"{adapter['base']} {adapter['base_version']}", data=meta)  # fmt: skip
+        name = checkpoint_name(row.output_model, step)
+        if job_records.find_checkpoint(db, name) is None:
+            job_records.insert_checkpoint(db, CheckpointRow(
+                id=new_id("ftckpt_"), job_id=row.id, name=name, model=row.output_model, version=version, step=step,
+                metrics=self._losses_at(row.id, step), created_s=time.time(),
+            ))  # fmt: skip
+            add_message(db, row.id, f"Checkpoint created at step {step}{_written(event)}", data=meta)
+
+    def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
+        db = self._db
+        if models.find(db, row.output_model) is not None:
+            return
+        base = resolve(db, row.model)
+        # The base may be deleted while its descendant trains; then what its row said is unknown, not wrong.
+        known = base.model if base else None
+        models.insert(db, ModelRow(
+            id=row.output_model, kind="fine-tuned", base=row.model, arch=known.arch if known else "unknown",
+            params=known.params if known else 0, bytes=size_bytes, owned_by=f"org-{self._organization}",
+            source=f"job {row.id}", created_s=time.time(), task="generate", job_id=row.id, owner=row.owner,
+            max_model_len=known.max_model_len if known else None, info=known.info if known else {},
+        ))  # fmt: skip
+
+    def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
+        step = int(event["step"])
+        known = row.snapshot is not None and row.snapshot["step"] >= step  # of a restart: told again
+        jobs.update(self._db, row.id, snapshot={"step": step, "path": str(event["path"])})
+        if not known:
+            data = {key: event.get(key) for key in ("step", "bytes", "seconds", "stall_s")}
+            add_message(self._db, row.id, f"Snapshot of step {step}{_written(event)}", data=data)
+
+    def _message(self, row: JobRow, event: dict[str, Any]) -> None:
+        given = event.get("level")
+        level: Level = given if given in ("info", "warn", "error") else "info"
+        add_message(self._db, row.id, str(event.get("text", "")), level=level)
+
+    def _finished(self, row: JobRow, event: dict[str, Any]) -> None:
+        # The rank is done; the job is when its group says so (`succeeded`), after all ranks have left.
+        if event.get("trained_tokens") is not None:
+            jobs.update(self._db, row.id, trained_tokens=int(event["trained_tokens"]))
+
+    def _losses_at(self, job_id: str, step: int) -> dict[str, float]:
+        row = job_records.metric_at(self._db, job_id, step)
+        if row is None:
+            return {}
+        found = {"train_loss": row.loss, "valid_loss": row.valid_loss, "full_valid_loss": row.valid_loss}
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _eta_s(self, job_id: str, step: int, total: int | None) -> float | None:
+        """From the median time between the last steps, so that one suspension does not spoil it."""
+        recent = job_records.last_metrics(self._db, job_id, _ETA_WINDOW_STEPS)
+        gaps = sorted(
+            (b.created_s - a.created_s) / (b.step - a.step) for a, b in zip(recent, recent[1:], strict=False)
+        )
+        return None if not gaps or total is None else max(0.0, gaps[len(gaps) // 2] * (total - step))
+
+
+def _written(event: dict[str, Any]) -> str:
+    """What writing cost: bytes, seconds from begin to commit, and how long of them training stood still."""
+    nbytes, seconds, stall_s = (event.get(key) for key in ("bytes", "seconds", "stall_s"))
+    if None in (nbytes, seconds, stall_s):
+        return ""
+    return f": {nbytes / 1e6:.1f} MB in {seconds:.3g} s, training stood still for {1000 * stall_s:.0f} ms of them"
+
+
+def _shown(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"
+
+
+def _add_event(db: Database, job_id: str, kind: Literal["message", "metrics"], text: str, level: Level,
+               data: dict[str, Any] | None) -> None:  # fmt: skip
+    job_records.insert_event(db, JobEventRow(
+        id=new_id("ftevent-"), job_id=job_id, level=level, type=kind, message=text, created_s=time.time(), data=data,
+    ))  # fmt: skip
+
+
+def _metrics_table(db: Database, job_id: str) -> bytes:
+    """The CSV that OpenAI's result files hold: one line per step."""
+    out = io.StringIO()
+    writer = csv.writer(out)
+    writer.writerow(["step", "train_loss", "valid_loss", "learning_rate", "grad_norm", "tokens_per_s", "devices"])
+    after = -1
+    while rows := job_records.list_metrics(db, job_id, after_step=after, limit=5000):
+        for m in rows:
+            writer.writerow([m.step, m.loss, m.valid_loss, m.learning_rate, m.grad_norm, m.tokens_per_s, m.devices])
+        after = rows[-1].step
+    return out.getvalue().encode()

@@ -1,0 +1,146 @@
+"""What a client may send to create a job, and what it becomes: pure checks, nothing is stored here."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from appliance.controller.access.naming import SUFFIX_RULE, is_suffix
+from appliance.controller.interfaces.errors import BadRequest, shown
+from appliance.controller.jobs import devices
+from appliance.store.rows import FileRow
+from train.plan import auto
+from train.plan.errors import InvalidHyperparameter
+
+MAX_METADATA_PAIRS = 16
+Name = Annotated[str, StringConstraints(min_length=1, max_length=512)]
+Devices = Annotated[int, Field(ge=1, le=65536)]
+Sizes = Annotated[list[Devices], Field(min_length=1, max_length=64)]
+Priority = Annotated[int, Field(ge=-1000, le=1000)]
+Moment = Annotated[float, Field(gt=0, lt=1e11)]
+Hyperparameters = dict[Annotated[str, StringConstraints(max_length=64)], Any]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class MethodBlock(_Strict):
+    hyperparameters: Hyperparameters | None = None
+
+
+class Method(_Strict):
+    """Blocks of the methods not chosen are let through unread, as OpenAI does."""
+
+    type: Literal["supervised", "dpo", "reinforcement"]
+    supervised: MethodBlock | None = None
+    dpo: dict[str, Any] | None = None
+    reinforcement: dict[str, Any] | None = None
+
+
+class Wandb(_Strict):
+    project: Annotated[str, StringConstraints(min_length=1, max_length=256)]
+    entity: Annotated[str, StringConstraints(max_length=256)] | None = None
+    name: Annotated[str, StringConstraints(max_length=256)] | None = None
+    tags: Annotated[list[Annotated[str, StringConstraints(max_length=256)]], Field(max_length=64)] | None = None
+
+
+class Integration(_Strict):
+    type: Literal["wandb"]
+    wandb: Wandb
+
+
+class JobCreate(_Strict):
+    """OpenAI's request, and fields of our own (`extra_body` in the SDK): how it may use the devices of the box.
+
+    deadline_s: seconds since 1970. allowed_sizes: numbers of devices. held: stays in the queue until it is released.
+    """
+
+    model: Name
+    training_file: Name
+    validation_file: Name | None = None
+    suffix: str | None = None
+    seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    metadata: dict[str, str] | None = None
+    method: Method | None = None
+    hyperparameters: Hyperparameters | None = None
+    integrations: Annotated[list[Integration], Field(max_length=5)] | None = None
+    min_devices: Devices | None = None
+    max_devices: Devices | None = None
+    allowed_sizes: Sizes | None = None
+    priority: Priority = 0
+    deadline_s: Moment | None = None
+    preemptible: bool = True
+    held: bool = False
+
+
+def check(request: JobCreate) -> None:
+    """What types alone cannot say. Raises BadRequest."""
+    if request.method is not None and request.method.type != "supervised":
+        raise BadRequest(
+            f"The method '{request.method.type}' is not supported yet; 'supervised' is.",
+            param="method.type",
+            code="unsupported_method",
+        )
+    if request.suffix is not None and not is_suffix(request.suffix):
+        raise BadRequest(f"Invalid value for 'suffix': {shown(request.suffix)} was given, expected {SUFFIX_RULE}.",
+                         param="suffix", code="invalid_value")  # fmt: skip
+    devices.check(request.min_devices, request.max_devices, request.allowed_sizes)
+    check_metadata(request.metadata)
+
+
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    """OpenAI's bounds: 16 pairs, keys of 64 and values of 512 characters. Raises BadRequest."""
+    if metadata is None:
+        return
+    if len(metadata) > MAX_METADATA_PAIRS:
+        raise BadRequest(f"metadata has {len(metadata)} pairs; at most {MAX_METADATA_PAIRS} are allowed.",
+                         param="metadata", code="invalid_value")  # fmt: skip
+    for key, value in metadata.items():
+        if not 1 <= len(key) <= 64 or len(value) > 512:
+            raise BadRequest(
+                f"metadata {shown(key, 70)}: keys have 1 to 64 characters and values at most 512; "
+                f"{len(key)} and {len(value)} were given.",
+                param=f"metadata.{key[:64]}",
+                code="invalid_value",
+            )
+
+
+def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
+    """All hyperparameters asked for, and the path of the block they stand in (for error messages).
+
+    The deprecated top-level block and `method.supervised` may both be there; where they disagree, nobody can tell
+    which is meant. Raises BadRequest.
+    """
+    old = request.hyperparameters or {}
+    block = request.method.supervised if request.method else None
+    new = (block.hyperparameters if block else None) or {}
+    for name in sorted(old.keys() & new.keys()):
+        if old[name] != new[name]:
+            raise BadRequest(
+                f"hyperparameters.{name} is {shown(old[name])} and method.supervised.hyperparameters.{name} is "
+                f"{shown(new[name])}; give it once.",
+                param=f"hyperparameters.{name}",
+                code="invalid_value",
+            )
+    return old | new, "method.supervised.hyperparameters" if request.method else "hyperparameters"
+
+
+def resolve(given: dict[str, Any], file: FileRow, model: auto.ModelStats, max_devices: int) -> dict[str, Any]:
+    """Fields of a TrainSpec for this data and model. Raises train.plan.errors.InvalidHyperparameter."""
+    report = file.report or {}
+    dataset = auto.DatasetStats(
+        n_examples=max(1, report.get("n_examples", 1)),
+        n_tokens=max(1, report.get("n_tokens_estimate", 1)),
+        longest_example_tokens=max(1, report.get("longest_example_tokens", 1)),
+    )
+    return auto.resolve(given, dataset, model, max_devices)
+
+
+def refused(error: InvalidHyperparameter, where: str) -> BadRequest:
+    return BadRequest(
+        f"Invalid value for '{where}.{error.param}': {shown(error.given)} was given, expected {error.expected}.",
+        param=f"{where}.{error.param}",
+        code="invalid_hyperparameter",
+    )

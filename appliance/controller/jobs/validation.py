@@ -1,0 +1,186 @@
+"""Between "created" and "queued": a job's data is copied out, converted to chat JSONL and checked, before any device
+is taken.
+
+The job gets its own copy, so deleting the uploaded file later does not stop it. Safe to run again after a crash: the
+phase stays "validating" until everything is on disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from appliance.controller.access.naming import Resolved, resolve
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import node_sizes
+from appliance.controller.files import routes
+from appliance.controller.jobs import data, requests
+from appliance.controller.jobs import devices as job_devices
+from appliance.controller.jobs.events import add_message, fail
+from appliance.controller.jobs.plan_route import job_verdict, shape_of
+from appliance.store.objects import files as file_rows
+from appliance.store.objects import jobs
+from appliance.store.rows import FileRow, JobRow
+from runtime.arithmetic import computes_bf16
+from train.data.check import DataReport
+from train.plan import auto
+from train.plan.errors import InvalidHyperparameter
+
+_LINES_AS_EVENTS = 20
+DEFAULT_CONTEXT_TOKENS = 2048
+
+
+class InvalidData(Exception):
+    """The data of a job cannot be trained on; `report` says where."""
+
+    def __init__(self, param: str, file_id: str, report: DataReport):
+        super().__init__(f"The file {file_id} has {routes.summary(report)}")
+        self.param, self.report = param, report
+
+
+class JobValidation:
+    """Runs validations as tasks of the controller's loop; file work happens on a thread."""
+
+    def __init__(self, context: ControllerContext):
+        self._context = context
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+
+    @staticmethod
+    def facts(context: ControllerContext, base: Resolved) -> tuple[auto.ModelStats, int]:
+        """What `train.plan.auto` wants to know of base model and box: (stats, the most devices a job can have)."""
+        model = base.model
+        devices = context.scheduler.status()["devices"]
+        kind = devices[0]["kind"] if devices else "cpu"
+        stats = auto.ModelStats(
+            n_parameters=model.params,
+            max_position_embeddings=model.max_model_len or DEFAULT_CONTEXT_TOKENS,
+            device_kind=kind,
+            computes_bf16=computes_bf16(kind),
+            tensor_slices=shape_of(base).tensor_slices,
+            # What is trained on an adapter has merged weights below it, which no engine serves.
+            adapter_max_rank=0 if base.version.meta.get("adapter") else context.adapter_rank_limit(model),
+        )
+        return stats, max(1, node_sizes.known(context).largest)
+
+    def start(self, job_id: str) -> None:
+        task = self._context.keepers.keep(f"validation: {job_id}", partial(self._run, job_id))
+        self._tasks[job_id] = task
+        task.add_done_callback(lambda _: self._tasks.pop(job_id, None))
+
+    def start_waiting(self) -> None:
+        """After a restart: jobs that were being validated when the controller ended."""
+        for row in jobs.list_in_phase(self._context.db, "validating"):
+            self.start(row.id)
+
+    async def idle(self) -> None:
+        """Returns when no validation runs."""
+        while self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+
+    async def stop(self) -> None:
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
+
+    async def _run(self, job_id: str) -> None:
+        context, db = self._context, self._context.db
+        row = jobs.find(db, job_id)
+        if row is None or row.phase != "validating":
+            return  # deleted, or begun anew after its end was written
+        try:
+            resolved, warnings, examples = await self._validate(row)
+        except InvalidData as error:
+            if self._still_validating(job_id):
+                with db.transaction():
+                    for line, reason in error.report.errors[:_LINES_AS_EVENTS]:
+                        add_message(db, job_id, f"line {line}: {reason}", level="error",
+                                    data={"param": error.param, "line": line, "reason": reason})  # fmt: skip
+                    code = f"invalid_{error.param}"
+                    fail(db, job_id, code, str(error), error.param)
+        except InvalidHyperparameter as error:
+            if self._still_validating(job_id):
+                fail(db, job_id, "invalid_hyperparameter", str(error), error.param)
+        except (OSError, _Gone) as error:
+            if self._still_validating(job_id):
+                fail(db, job_id, "file_unreadable", f"The data of the job could not be read: {error}", "training_file")
+        except Exception as error:
+            # A bug; without this the job would wait for ever, with the reason in a log that nobody reads.
+            if self._still_validating(job_id):
+                fail(db, job_id, "internal_error", f"Validation failed: {type(error).__name__}: {error}")
+            raise
+        else:
+            if self._still_validating(job_id):
+                self._queue(row, resolved, warnings, examples)
+        if (ended := jobs.find(db, job_id)) is None or ended.finished:
+            data.remove(context, job_id)
+        context.scheduler.nudge(f"{job_id} was validated")
+
+    def _still_validating(self, job_id: str) -> bool:
+        # The job may have been cancelled while the thread read files.
+        row = jobs.find(self._context.db, job_id)
+        return row is not None and row.phase == "validating"
+
+    async def _validate(self, row: JobRow) -> tuple[dict[str, Any], list[str], int]:
+        context = self._context
+        base = resolve(context.db, row.model)
+        if base is None:
+            raise _Gone(f"the model {row.model} was deleted")
+        training = self._file(row.training_file)
+        folder = context.jobs_dir / row.id
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        report = await self._convert(row.owner, "training_file", training, folder / "train.jsonl")
+        warnings = [f"{training.filename}: {text}" for text in report.warnings]
+        if row.validation_file is not None:
+            held_out = self._file(row.validation_file)
+            held_out_report = await self._convert(row.owner, "validation_file", held_out, folder / "valid.jsonl")
+            warnings += [f"{held_out.filename}: {text}" for text in held_out_report.warnings]
+        stats, device_count = self.facts(context, base)
+        most = min(row.max_devices or device_count, device_count)
+        resolved = requests.resolve(row.hyperparameters, training, stats, most)
+        return resolved, warnings, report.n_examples
+
+    def _file(self, file_id: str) -> FileRow:
+        # Without a look at the expiry: what was valid when the job was made stays so while its bytes are here.
+        row = file_rows.find(self._context.db, file_id, viewer=None, now_s=0)
+        if row is None:
+            raise _Gone(f"the file {file_id} was deleted")
+        return row
+
+    async def _convert(self, owner: str, param: str, file: FileRow, target: Path) -> DataReport:
+        report = await self._context.file_work.check(owner, self._context.files_dir / file.id, target)
+        if report.ok and report.shape == "preference":
+            report.add_error(1, "has preference pairs; the method 'supervised' wants conversations")
+        if not report.ok:
+            raise InvalidData(param, file.id, report)
+        return report
+
+    def _queue(self, row: JobRow, resolved: dict[str, Any], warnings: list[str], examples: int) -> None:
+        context, db = self._context, self._context.db
+        row = jobs.get(db, row.id)  # a person may have changed it meanwhile
+        base = resolve(context.db, row.model)
+        assert base is not None, "resolved a moment ago, on the same thread"
+        _, device_count = self.facts(context, base)
+        by_batch, sizes = job_devices.sizes(row, resolved, device_count)
+        if not sizes:
+            fail(db, row.id, "invalid_devices",
+                 job_devices.no_size(resolved, by_batch), "allowed_sizes" if row.asked_sizes else "min_devices")
+            return
+        verdict = job_verdict(context, base, resolved, sizes)
+        if not verdict.fits:
+            instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
+            fail(db, row.id, "insufficient_memory", " ".join(verdict.problems) + instead)
+            return
+        # Only sizes whose ranks fit their devices: on fewer a job would die of memory in the middle of its work.
+        sizes, warnings = list(verdict.sizes), [*warnings, *verdict.warnings]
+        with db.transaction():
+            for text in warnings:
+                add_message(db, row.id, text, level="warn")
+            add_message(db, row.id, f"Files validated, {examples} training examples, moving job to queued state")
+            jobs.update(db, row.id, resolved=resolved, allowed_sizes=sizes)
+            jobs.set_phase(db, row.id, "queued", reason="waiting for devices")
+
+
+class _Gone(Exception):
+    """Something a job needs was deleted between its creation and its validation."""

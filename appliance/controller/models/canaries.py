@@ -1,0 +1,232 @@
+"""Canaries: begun, looked at, and ended by promotion or roll back; by a person, or on their own.
+
+The row in the store is the truth: with it the canary's engine and its share of the requests come and go. What the
+gateways count lives in the gateways, which outlive this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from dataclasses import asdict, replace
+from typing import Any, Literal
+
+from appliance.controller.bus.load import VersionLoad
+from appliance.controller.context.audit import record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, SwapFailed, shown
+from appliance.controller.interfaces.principal import ADMIN, Principal
+from appliance.controller.models.activation import switch
+from appliance.controller.models.canary_decision import Decision, Side, Watch, decide, p95_s
+from appliance.store.ids import new_id
+from appliance.store.objects import job_records, models
+from appliance.store.records import canaries, deployments
+from appliance.store.rows import CanaryRow, ModelRow, VersionRow
+
+log = logging.getLogger("appliance.controller")
+
+
+class Canaries:
+    """All of a box's canaries. What ends one is done by one at a time."""
+
+    def __init__(self, context: ControllerContext):
+        self._context = context
+        self._ending = asyncio.Lock()
+        self._leaving: set[str] = set()  # ended, and their engines may still be there
+
+    async def look(self, now_s: float) -> None:
+        """Look at every one that ends on its own; called every `canary_every_s`."""
+        for row in canaries.list_running(self._context.db):
+            with self._context.keepers.guard(f"canary: {row.name}"):
+                try:
+                    await self._look_at(row.model, now_s)
+                except (Conflict, NotFound) as error:  # a person was faster: it ended, or its model is gone
+                    log.info("canary: %s", error.message, extra={"model": row.model, "version": row.version})
+        served = {replica["model"] for replica in self._context.scheduler.status()["replicas"]}
+        for name in self._leaving - served:
+            self._context.model_ops.let_go(name)
+            self._leaving.discard(name)
+
+    async def _look_at(self, model: str, now_s: float) -> None:
+        row, active = self._running(model), self._model(model).active_version
+        decision, caller = self.decision(row, now_s), Principal(None, frozenset({ADMIN}), new_id("req_"), "")
+        if active == row.version:
+            # Published by another hand, or the process ended between the swap and this. A promotion under way ends it
+            # itself, or takes the version back.
+            async with self._ending:
+                if self._model(model).active_version == self._running(model).version:
+                    self._end(row, "promoted", f"{active} answers all requests", self.compared(row))
+        elif active != row.before or (row.auto and decision.verdict == "roll back"):
+            await self.roll_back(model, caller, decision.reason)
+        elif row.auto and decision.verdict == "promote":
+            try:
+                await self.promote(model, caller, decision.reason)
+            except Conflict as error:
+                await self.roll_back(model, caller, error.message)
+
+    def begin(self, row: CanaryRow, caller: Principal) -> None:
+        """Raises NotFound, Conflict, BadRequest."""
+        db = self._context.db
+        model = self._model(row.model)
+        version = models.find_version(db, row.model, row.version)
+        if version is None:
+            have = ", ".join(known.version for known in models.list_versions(db, row.model))
+            raise NotFound(f"{row.model} has no version {shown(row.version)}; it has {have}.", param="version",
+                           code="version_not_found")  # fmt: skip
+        running = canaries.find_running(db, row.model)
+        if running is not None and running.version != row.version:
+            raise Conflict(f"{running.version} is the canary of {row.model}; promote it or roll it back first.",
+                           param="version", code="canary_running")  # fmt: skip
+        if row.version == row.before:
+            raise BadRequest(f"{row.version} is the version that {row.model} answers with already; name another one.",
+                             param="version", code="invalid_value")  # fmt: skip
+        self._check_room(model, version)
+        if running is not None:  # with other settings: what was counted stays
+            row = replace(row, created_s=running.created_s)
+        canaries.put(db, row)
+        self._leaving.discard(row.name)
+        self._context.scheduler.forgive(row.name)
+        self._context.scheduler.nudge(f"{row.name} takes {row.share:.0%} of the requests of {row.model}")
+        record(self._context, caller, "model.canary", row.model, version=row.version, share=row.share,
+               auto=bool(row.auto), watch_s=row.watch_s, min_requests=row.min_requests)  # fmt: skip
+
+    async def promote(self, model: str, caller: Principal, reason: str = "asked for") -> dict[str, Any]:
+        """The canary becomes the version that answers. Raises Conflict: there is none, or the swap failed, in which
+        case it stays a canary."""
+        async with self._ending:
+            row, found = self._running(model), self._model(model)
+            compared = self.compared(row)
+            try:
+                measured = await switch(self._context, found, row.version, f"{row.name} is promoted: {reason}")
+            except SwapFailed as error:
+                record(self._context, caller, "model.promote", model, outcome="failed", to=row.version,
+                       error=str(error))  # fmt: skip
+                raise Conflict(f"The promotion did not happen: {error}", param="version", code="swap_failed") from error
+            self._end(row, "promoted", reason, compared)
+            record(self._context, caller, "model.promote", model, before=found.active_version, to=row.version,
+                   reason=reason)  # fmt: skip
+            return {"model": model, "from": found.active_version, "to": row.version, "swap": measured}
+
+    async def roll_back(self, model: str, caller: Principal, reason: str = "asked for") -> dict[str, Any]:
+        """All requests go to the version that they went to before. Raises Conflict: there is no canary."""
+        async with self._ending:
+            row, found = self._running(model), self._model(model)
+            self._end(row, "rolled_back", reason, self.compared(row))
+            record(self._context, caller, "model.rollback", model, before=row.version, to=found.active_version,
+                   reason=reason)  # fmt: skip
+            return {"model": model, "from": row.version, "to": found.active_version, "swap": {}}
+
+    def view(self, row: CanaryRow, now_s: float) -> dict[str, Any]:
+        """`message`: what it does now, or why it ended, as a sentence."""
+        running = row.state == "running"
+        decision = self.decision(row, now_s) if running else None
+        return {
+            "model": row.model, "name": row.name, "version": row.version, "before": row.before, "share": row.share,
+            "auto": bool(row.auto), "watch_s": row.watch_s, "min_requests": row.min_requests, "state": row.state,
+            "created_s": row.created_s, "ended_s": row.ended_s, "reason": row.reason or None,
+            "decision": None if decision is None else asdict(decision),
+            "message": self._message(row) if running else row.reason,
+            "versions": self.compared(row) if running else row.compared,
+        }  # fmt: skip
+
+    def decision(self, row: CanaryRow, now_s: float) -> Decision:
+        active = self._model(row.model).active_version
+        if active == row.version:
+            return Decision("promote", f"{active} becomes the version that answers all requests")
+        if active != row.before:
+            return Decision("roll back", f"{active} became the version that answers while {row.version} was compared "
+                            f"with {row.before}")  # fmt: skip
+        canary, stable = self._sides(row)
+        watch = Watch(row.created_s, row.watch_s, row.min_requests)
+        return decide(canary, stable, watch, now_s, self._failed(row.name))
+
+    def _failed(self, name: str) -> str:
+        """Why the canary's engines fail, once they have failed so often that it is no chance."""
+        troubles = self._context.scheduler.status()["troubles"]
+        return next((t["reason"] for t in troubles if t["model"] == name and t["lasting"]), "")
+
+    def compared(self, row: CanaryRow) -> dict[str, Any]:
+        """By version: {"requests", "errors", "first_byte_p95_s", "duration_p95_s", "valid_loss"}."""
+        return {
+            side.version: {
+                "requests": side.load.requests, "errors": side.load.errors,
+                "first_byte_p95_s": p95_s(side.load.first_byte), "duration_p95_s": p95_s(side.load.duration),
+                "valid_loss": side.valid_loss,
+            }
+            for side in self._sides(row)
+        }  # fmt: skip
+
+    def _sides(self, row: CanaryRow) -> tuple[Side, Side]:
+        counted = self._context.load().canaries.get((row.model, row.created_s), {})
+
+        def side(version: str) -> Side:
+            return Side(version, counted.get(version, VersionLoad()), self._valid_loss(row.model, version))
+
+        return side(row.version), side(row.before)
+
+    def _valid_loss(self, model: str, version: str) -> float | None:
+        """Versions of one model come from one job, and its held-out data with them."""
+        found = models.find_version(self._context.db, model, version)
+        if found is None or not {"job_id", "step"} <= found.meta.keys():
+            return None
+        metric = job_records.metric_at(self._context.db, found.meta["job_id"], found.meta["step"])
+        return None if metric is None else metric.valid_loss
+
+    def _message(self, row: CanaryRow) -> str:
+        status = self._context.scheduler.status()
+        version = models.find_version(self._context.db, row.model, row.version)
+        takes = f"{row.version} takes {row.share:.0%} of the requests"
+        if version is not None and version.meta.get("adapter"):
+            return f"{takes}, on the engines of its base"
+        states = {replica["state"] for replica in status["replicas"] if replica["model"] == row.name}
+        if "open" in states:
+            return takes
+        notes = [note for note in status["notes"] if row.name in note]
+        return ". ".join([f"All requests go to {row.before}: no engine of {row.version} is open yet", *notes])
+
+    def _check_room(self, model: ModelRow, version: VersionRow) -> None:
+        deployment = deployments.find(self._context.db, model.id)
+        if deployment is None:
+            raise Conflict(
+                f"{model.id} is not served, so there is nothing to take a share of; `appliance model deploy "
+                f"{model.id}` changes that.",
+                param="model",
+                code="not_deployed",
+            )
+        active = models.find_version(self._context.db, model.id, model.active_version or "")
+        is_adapter = bool(version.meta.get("adapter"))
+        if active is not None and is_adapter is not bool(active.meta.get("adapter")):
+            raise Conflict(f"{version.version} and {model.active_version} of {model.id} are an adapter and whole "
+                           "weights, which are not served side by side under one name.", param="version",
+                           code="versions_differ_in_kind")  # fmt: skip
+        have, needed = len(self._context.scheduler.status()["devices"]), 2 * deployment.tensor_parallel
+        if not is_adapter and have < needed:
+            raise Conflict(
+                f"A canary needs an engine beside that of {model.active_version}: {needed} devices, and this box has "
+                f"{have}. Publish {version.version} with `appliance model rollback {model.id} --version "
+                f"{version.version}`, and roll back the same way.",
+                param="version",
+                code="no_room_for_canary",
+            )
+
+    def _end(self, row: CanaryRow, state: Literal["promoted", "rolled_back"], reason: str,
+             compared: dict[str, Any]) -> None:  # fmt: skip
+        canaries.end(self._context.db, row.model, state, reason, now_s=time.time(), compared=compared)
+        self._leaving.add(row.name)
+        self._context.scheduler.nudge(f"{row.name} is a canary no more")
+        log.info("canary %s: %s", state.replace("_", " "), reason, extra={"model": row.model, "version": row.version})
+
+    def _running(self, model: str) -> CanaryRow:
+        row = canaries.find_running(self._context.db, model)
+        if row is None:
+            raise Conflict(f"{shown(model)} has no canary; `appliance model canary` begins one.", param="model",
+                           code="no_canary")  # fmt: skip
+        return row
+
+    def _model(self, name: str) -> ModelRow:
+        row = models.find(self._context.db, name)
+        if row is None:
+            raise NotFound(f"The model {shown(name)} does not exist on this box.", param="model",
+                           code="model_not_found")  # fmt: skip
+        return row

@@ -1,0 +1,116 @@
+"""Whether a canary is promoted, rolled back or watched on: a pure function of what is known of both versions.
+
+Errors are judged at every look, by Fisher's exact test (R. A. Fisher, 1922) against a bound far below the usual 5 %,
+because it looks many times. Times are judged once the canary was watched long enough, so that an engine's first slow
+requests do not decide.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from appliance.controller.bus.load import VersionLoad
+from appliance.gateway.routing.canary_comparison import BUCKETS_PER_DOUBLING, SHORTEST_S
+
+ERROR_CHANCE = 0.001
+"""Roll back when as many errors of the canary would come by chance less often than this."""
+SLOWER_FACTOR = 1.5
+SLOWER_SLACK_S = 0.005
+"""What 95 of 100 requests may take longer than with the other version: factor, and seconds that are nobody's fault."""
+LOSS_BOUND_NATS = 0.05
+"""How much worse the held-out loss of its training may be."""
+
+Verdict = Literal["wait", "promote", "roll back"]
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """One version. valid_loss: nats per token on the held-out part of its job's data, None where not measured."""
+
+    version: str
+    load: VersionLoad = VersionLoad()
+    valid_loss: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """How it is watched. Times in seconds since 1970; min_requests: of each version."""
+
+    since_s: float
+    watch_s: float
+    min_requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    verdict: Verdict
+    reason: str
+
+
+def decide(canary: Side, stable: Side, watch: Watch, now_s: float, failed_reason: str = "") -> Decision:
+    """failed_reason: why the canary's engines do not start, empty while they do."""
+    if failed_reason:
+        return Decision("roll back", f"the engine of {canary.version} does not start: {failed_reason}")
+    if canary.valid_loss is not None and stable.valid_loss is not None:
+        worse = canary.valid_loss - stable.valid_loss
+        if worse > LOSS_BOUND_NATS or math.isnan(canary.valid_loss):
+            return Decision("roll back", f"the held-out loss of {canary.version} is {canary.valid_loss:.4f}, that of "
+                            f"{stable.version} {stable.valid_loss:.4f}")  # fmt: skip
+    new, old = canary.load, stable.load
+    chance = chance_of_errors(new.errors, new.requests, old.errors, old.requests)
+    if chance < ERROR_CHANCE:
+        return Decision("roll back", f"{canary.version} failed {new.errors} of {new.requests} requests, "
+                        f"{stable.version} {old.errors} of {old.requests}")  # fmt: skip
+    few = [
+        f"{side.version} answered {side.load.requests} of {watch.min_requests} requests"
+        for side in (canary, stable) if side.load.requests < watch.min_requests
+    ]  # fmt: skip
+    left_s = watch.since_s + watch.watch_s - now_s
+    if few:
+        return Decision("wait", "; ".join(few))
+    if left_s > 0:
+        return Decision("wait", f"watched for {math.ceil(left_s)} s more")
+    for what, mine, its in (("time to first byte", new.first_byte, old.first_byte),
+                            ("duration", new.duration, old.duration)):  # fmt: skip
+        slow, usual = p95_s(mine), p95_s(its)
+        if slow is not None and usual is not None and slow > SLOWER_FACTOR * usual + SLOWER_SLACK_S:
+            return Decision("roll back", f"the {what} of {canary.version} is {slow:.3g} s for 95 of 100 requests, "
+                            f"that of {stable.version} {usual:.3g} s")  # fmt: skip
+    return Decision("promote", f"{canary.version} is as good as {stable.version}: {new.errors} of {new.requests} "
+                    f"requests failed, with {stable.version} {old.errors} of {old.requests}")  # fmt: skip
+
+
+def p95_s(counts: Mapping[int, int]) -> float | None:
+    """95th percentile of times counted in buckets (s): the end of its bucket. None without any."""
+    total, seen = sum(counts.values()), 0
+    for index in sorted(counts):
+        seen += counts[index]
+        if seen >= 0.95 * total:
+            return SHORTEST_S * 2 ** (index / BUCKETS_PER_DOUBLING)
+    return None
+
+
+def chance_of_errors(new_errors: int, new_requests: int, old_errors: int, old_requests: int) -> float:
+    """How likely the canary has at least `new_errors`, if all errors fell on requests of both versions by chance:
+    the upper tail of the hypergeometric distribution. 1 where the canary's share of the errors is no larger than its
+    share of the requests, and while the other version has had none."""
+    total, errors = new_requests + old_requests, new_errors + old_errors
+    if not old_requests or new_errors * total <= errors * new_requests:
+        return 1.0
+    whole = _log_choose(total, errors)
+    tail = 0.0
+    for count in range(new_errors, min(errors, new_requests) + 1):
+        if errors - count > old_requests:
+            continue
+        term = _log_choose(new_requests, count) + _log_choose(old_requests, errors - count) - whole
+        tail += math.exp(term)
+        if term < math.log(1e-18):
+            break  # past the peak, where it begins, terms only fall
+    return min(tail, 1.0)
+
+
+def _log_choose(n: int, k: int) -> float:
+    return math.lgamma(n + 1) - math.lgamma(k + 1) - math.lgamma(n - k + 1)

@@ -1,0 +1,297 @@
+"""Does it fit? A model to be served or a job to be trained against the box, before anything is started. Pure.
+
+Each answer says what is taken, where there is too little, and what would fit instead. Sizes are bytes; in sentences
+they are decimal (1 GB is 10^9 bytes), like everywhere the box speaks to people.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from typing import Any
+
+from serve.core.config import EngineConfig
+from serve.core.sizing import CPU_KV_BYTES, GPU_RESERVE_BYTES, LEAST_KV_BYTES
+from train.plan import estimate
+from train.plan.estimate import ModelShape
+
+# An engine without weights and KV cache: Python, torch and vLLM's own buffers, forked from the warm parent (measured).
+CPU_ENGINE_BYTES = 400_000_000
+TENSOR_PARALLEL_SIZES = (1, 2, 4, 8, 16)
+
+
+@dataclass(frozen=True, slots=True)
+class BoxFacts:
+    """devices: how many, all alike. device_memory_bytes: of one; logical CPU devices share the host's, so each of a
+    few may use more. store_budget_bytes: of shared memory for weights, None without a bound. store_room_bytes: what
+    of it a new reservation could get now. node_devices: of the largest node, all that a job or one engine can have; 0:
+    all. host_memory_bytes: of one node, None where not known."""
+
+    devices: int
+    device_kind: str
+    device_memory_bytes: int
+    store_budget_bytes: int | None
+    store_room_bytes: int
+    node_devices: int = 0
+    host_memory_bytes: int | None = None
+
+    def room_per_device(self, used_devices: int) -> int:
+        if self.device_kind == "cpu":
+            return self.devices * self.device_memory_bytes // max(1, used_devices)
+        return self.device_memory_bytes
+
+    def room_per_rank(self, ranks: int) -> int:
+        """What weights, states and activations of a job may take on each of its devices."""
+        reserve = 0 if self.device_kind == "cpu" else estimate.GPU_RESERVE_BYTES
+        return self.room_per_device(ranks) - reserve
+
+    def takes(self, memory: estimate.RankMemory) -> int:
+        """What a rank takes of its device: a logical CPU device has the host's memory, so there nothing is saved by
+        offloading."""
+        return memory.device_bytes + (memory.host_bytes if self.device_kind == "cpu" else 0)
+
+    def holds(self, memory: estimate.RankMemory, ranks: int) -> bool:
+        return self.takes(memory) <= self.room_per_rank(ranks)
+
+    def room_per_worker(self, workers: int) -> int:
+        """What an engine may take of each device (serve.core.sizing), unless the configuration says otherwise."""
+        room = self.room_per_device(workers)
+        return room if self.device_kind == "cpu" else int(room * EngineConfig().gpu_memory_fraction)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """fits: now or later. waits: fits, but not until shared memory is given back; the sentence why. problems: why
+    not, a sentence each. instead: what would fit. numbers: what is taken, by part."""
+
+    fits: bool
+    problems: tuple[str, ...]
+    instead: tuple[str, ...]
+    numbers: dict[str, Any]
+    waits: str = ""
+    warnings: tuple[str, ...] = ()
+    sizes: tuple[int, ...] = field(default=())
+
+    def as_dict(self) -> dict[str, Any]:
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in asdict(self).items()}
+
+
+def gb(count_bytes: int) -> str:
+    """1,234,567,890 bytes are "1.23 GB"; small ones in MB."""
+    return f"{count_bytes / 1e9:.2f} GB" if abs(count_bytes) >= 1e9 else f"{count_bytes / 1e6:.1f} MB"
+
+
+def job(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts) -> Verdict:
+    """A fine-tuning job whose TrainSpec has `fields`, at any of the world sizes `sizes`.
+
+    It needs its ranks' memory on the devices, in host memory what offloading puts there, and in the store room for its
+    result. A snapshot that does not fit the store goes to disk, which costs time and nothing else.
+    """
+    memory = {size: estimate.rank_memory(shape, fields, size) for size in sizes}
+    fitting = tuple(size for size in sizes if box.holds(memory[size], size))
+    version, snapshot = estimate.version_bytes(shape, fields), estimate.snapshot_bytes(shape, fields)
+    problems = []
+    if not fitting:
+        best = min(sizes, key=lambda size: box.takes(memory[size]) - box.room_per_rank(size))
+        problems.append(
+            f"Training needs {gb(box.takes(memory[best]))} on each of {_devices(best)} ({_parts(memory[best], box)}); "
+            f"there are {gb(box.room_per_rank(best))}."
+        )
+    budget = box.store_budget_bytes
+    if budget is not None and version > budget:
+        problems.append(
+            f"The result takes {gb(version)} of shared memory; the store's budget is {gb(budget)} "
+            "(weights.budget_bytes)."
+        )
+    warnings = []
+    needed = version + snapshot
+    if budget is not None and needed > budget >= version:
+        needed = version
+        warnings.append(
+            f"A snapshot takes {gb(snapshot)} of shared memory and does not fit beside the result in the store's "
+            f"{gb(budget)}: snapshots go to disk, and moving the job between devices takes longer."
+        )
+    shown = fitting[-1] if fitting else sizes[-1]
+    offload = _Offload(shown * memory[shown].host_bytes, needed, box)
+    problems += offload.problems()
+    warnings += offload.warnings()
+    waits = ""
+    if not problems and needed > box.store_room_bytes:
+        waits = (
+            f"Shared memory is full: the result ({gb(version)}) and a snapshot ({gb(needed - version)}) need "
+            f"{gb(needed)}, {gb(max(0, box.store_room_bytes))} can be given now. It starts when models or other jobs "
+            "have given some back."
+        )
+    numbers = {
+        "trained_parameters": estimate.trained_parameters(shape, fields),
+        "devices": shown,
+        "device": memory[shown].as_dict()
+        | {"device_bytes": box.takes(memory[shown]), "room_bytes": box.room_per_rank(shown)},
+        "offload": {"host_bytes": offload.bytes, "host_memory_bytes": box.host_memory_bytes},
+        "host": {
+            "version_bytes": version, "snapshot_bytes": snapshot, "needed_bytes": needed,
+            "room_bytes": box.store_room_bytes, "budget_bytes": budget,
+        },
+    }  # fmt: skip
+    instead = tuple(_smaller_jobs(shape, fields, sizes, box)) if not fitting or offload.problems() else ()
+    return Verdict(not problems, tuple(problems), instead, numbers, waits, tuple(warnings), fitting)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offload:
+    """What all ranks of a job offload into host memory, beside `stored_bytes` of its own in the store, which lies
+    there too. Where a logical CPU device is the host's memory, it is counted there."""
+
+    bytes: int
+    stored_bytes: int
+    box: BoxFacts
+
+    def problems(self) -> list[str]:
+        left = self._left(self.stored_bytes)
+        if left is None or self.bytes <= left:
+            return []
+        return [
+            f"Offloading takes {gb(self.bytes)} of host memory; the host has {gb(self.box.host_memory_bytes or 0)}, of "
+            f"which the job's own result and snapshot take {gb(self.stored_bytes)}."
+        ]
+
+    def warnings(self) -> list[str]:
+        left = self._left(self.box.store_budget_bytes or 0)
+        if left is None or self.bytes <= left or self.problems():
+            return []
+        return [
+            f"Offloading takes {gb(self.bytes)} of host memory; {gb(max(0, left))} are left when shared memory is full "
+            f"(weights.budget_bytes, {gb(self.box.store_budget_bytes or 0)}): ranks may die for want of memory then. "
+            "Lower that budget, or keep other models out of it while the job runs."
+        ]
+
+    def _left(self, stored_bytes: int) -> int | None:
+        """Of host memory beside so much in the store; None where there is nothing to compare."""
+        host = self.box.host_memory_bytes
+        return None if not self.bytes or host is None or self.box.device_kind == "cpu" else host - stored_bytes
+
+
+def serve(shape: ModelShape, weight_bytes: int, replicas: int, tensor_parallel: int, box: BoxFacts,
+          kv_cache_bytes: int | None = None) -> Verdict:  # fmt: skip
+    """`replicas` engines of a model of `weight_bytes`, each over `tensor_parallel` devices.
+
+    kv_cache_bytes: per device, as configured; None takes the default on CPU and what is left on a GPU.
+    """
+    problems, instead = [], []
+    used = replicas * tensor_parallel
+    room = box.room_per_worker(used)
+    reserve = CPU_ENGINE_BYTES if box.device_kind == "cpu" else GPU_RESERVE_BYTES
+    weights = -(-weight_bytes // tensor_parallel)
+    if kv_cache_bytes is None:
+        left = room - weights - reserve
+        kv_cache_bytes = CPU_KV_BYTES if box.device_kind == "cpu" else max(left, LEAST_KV_BYTES)
+    needed = weights + reserve + kv_cache_bytes
+    widest = box.node_devices or box.devices
+    if tensor_parallel > widest:
+        problems.append(f"A replica over {tensor_parallel} devices needs them side by side; the largest node has "
+                        f"{widest}.")  # fmt: skip
+    elif used > box.devices:
+        problems.append(f"{replicas} replicas over {tensor_parallel} devices each need {used} devices; the box has "
+                        f"{box.devices}.")  # fmt: skip
+        if box.devices // tensor_parallel:
+            instead.append(f"{_replicas(box.devices // tensor_parallel)} over {_devices(tensor_parallel)} each")
+    if needed > room:
+        problems.append(
+            f"A replica needs {gb(needed)} on each of {_devices(tensor_parallel)} (weights {gb(weights)}, KV cache "
+            f"{gb(kv_cache_bytes)}, the engine itself {gb(reserve)}); there are {gb(room)}."
+        )
+        instead += _other_serving(weight_bytes, reserve, kv_cache_bytes, replicas, tensor_parallel, box)
+    budget = box.store_budget_bytes
+    if budget is not None and weight_bytes > budget:
+        problems.append(f"The weights take {gb(weight_bytes)} of shared memory; the store's budget is {gb(budget)} "
+                        "(weights.budget_bytes).")  # fmt: skip
+    staged = budget is None or 2 * weight_bytes <= budget
+    warnings = () if staged else (
+        f"A second version ({gb(weight_bytes)}) does not fit beside this one in the store's {gb(budget or 0)}: the old "
+        "one must be on disk before a new one is published.",
+    )  # fmt: skip
+    per_token = shape.kv_bytes_per_token // tensor_parallel
+    numbers = {
+        "devices": used,
+        "device": {
+            "weights_bytes": weights, "kv_cache_bytes": kv_cache_bytes, "engine_bytes": reserve,
+            "device_bytes": needed, "room_bytes": room,
+            "kv_cache_tokens": kv_cache_bytes // per_token if per_token else None,
+        },
+        "host": {"version_bytes": weight_bytes, "staged_bytes": 2 * weight_bytes, "room_bytes": box.store_room_bytes,
+                 "budget_bytes": budget},
+    }  # fmt: skip
+    return Verdict(not problems, tuple(problems), tuple(instead), numbers, "", warnings)
+
+
+def _smaller_jobs(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts) -> Iterator[str]:
+    """Changes that make it fit: the mildest two, and adapters in place of every weight."""
+    thrifty = {"activation_checkpointing": True, "zero_stage": 3}
+    cut = fields.get("tensor_parallel", 1) > 1
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if not fields["activation_checkpointing"]:
+        changes.append(("activation_checkpointing true", {"activation_checkpointing": True}))
+    stages = (2,) if cut else (2, 3)
+    changes += [(f"zero_stage {n}", {"zero_stage": n}) for n in stages if n > fields["zero_stage"]]
+    if not cut:
+        changes.append(("zero_stage 3 with activation_checkpointing true", thrifty))
+    if fields["offload"] == "parameters":
+        changes.append(("offload optimizer", {"offload": "optimizer"}))
+    if fields["offload"] != "none":
+        changes.append(("offload none", {"offload": "none"}))
+    if not cut and fields["offload"] == "none" and box.device_kind != "cpu":
+        changes.append(("zero_stage 3 with activation_checkpointing true and offload optimizer",
+                        thrifty | {"offload": "optimizer"}))  # fmt: skip
+    mild = (text for name, change in changes if (text := _fitting(shape, {**fields, **change}, name, sizes, box)))
+    yield from islice(mild, 2)
+    if fields["full"] and not cut:
+        adapters = {"full": False, "activation_checkpointing": True}
+        name = f"LoRA (full false, lora_rank {fields['lora_rank']})"
+        if text := _fitting(shape, {**fields, **adapters}, name, sizes, box):
+            yield text
+
+
+def _fitting(shape: ModelShape, fields: Mapping[str, Any], name: str, sizes: Sequence[int], box: BoxFacts) -> str:
+    stored = estimate.version_bytes(shape, fields)
+    for size in reversed(sizes):
+        needs = estimate.rank_memory(shape, fields, size)
+        if box.holds(needs, size) and not _Offload(size * needs.host_bytes, stored, box).problems():
+            return f"{name} on {_devices(size)}: {gb(box.takes(needs))} each"
+    return ""
+
+
+def _other_serving(weight_bytes: int, reserve: int, kv_bytes: int, replicas: int, tensor_parallel: int,
+                   box: BoxFacts) -> Iterator[str]:  # fmt: skip
+    kv_bytes = kv_bytes if box.device_kind == "cpu" else min(kv_bytes, LEAST_KV_BYTES)
+    for fewer in range(replicas - 1, 0, -1):
+        used = fewer * tensor_parallel
+        if used <= box.devices and weight_bytes // tensor_parallel + reserve + kv_bytes <= box.room_per_worker(used):
+            yield f"{_replicas(fewer)} over {_devices(tensor_parallel)} each"
+            break
+    if box.device_kind == "cpu":
+        return  # tensor parallelism divides memory that logical devices share anyway
+    for wider in TENSOR_PARALLEL_SIZES:
+        if tensor_parallel < wider <= box.devices:
+            if weight_bytes // wider + reserve + kv_bytes <= box.room_per_worker(wider):
+                yield f"{_replicas(min(replicas, box.devices // wider))} over {_devices(wider)} each"
+                break
+
+
+def _parts(memory: estimate.RankMemory, box: BoxFacts) -> str:
+    less = f", less {gb(memory.offloaded_bytes)} in host memory" if memory.offloaded_bytes else ""
+    if less and box.device_kind == "cpu":
+        less += f", which is the same memory here and takes {gb(memory.host_bytes)}"
+    return (
+        f"weights {gb(memory.weights_bytes)}, gradients {gb(memory.gradients_bytes)}, optimizer "
+        f"{gb(memory.optimizer_bytes)}, buffers {gb(memory.buffers_bytes)}, activations {gb(memory.activations_bytes)}"
+        f"{less}"
+    )
+
+
+def _devices(count: int) -> str:
+    return f"{count} device{'s' * (count != 1)}"
+
+
+def _replicas(count: int) -> str:
+    return f"{count} replica{'s' * (count != 1)}"

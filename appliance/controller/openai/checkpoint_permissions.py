@@ -1,0 +1,84 @@
+"""/v1/fine_tuning/checkpoints/{name}/permissions: which projects may use a checkpoint.
+
+A box is one organization with one project, so a grant widens nothing today: it is kept and listed, so that tools
+which set permissions as part of their work go on working, and so that it is there once keys belong to projects.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from appliance.controller.access.naming import resolve
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.http import views
+from appliance.controller.http.paging import After, Limit, list_object
+from appliance.controller.http.routers import make_router
+from appliance.controller.interfaces.errors import NotFound, shown
+from appliance.controller.interfaces.principal import ADMIN
+from appliance.store.errors import RowNotFound
+from appliance.store.ids import new_id
+from appliance.store.objects import job_records
+from appliance.store.rows import PermissionRow
+
+
+class PermissionCreate(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    project_ids: Annotated[
+        list[Annotated[str, StringConstraints(min_length=1, max_length=128)]], Field(min_length=1, max_length=100)
+    ]
+
+
+def routes(context: ControllerContext) -> APIRouter:
+    router = make_router("/v1/fine_tuning/checkpoints", ADMIN)
+    db = context.db
+
+    def check(name: str) -> None:
+        if resolve(db, name) is None:
+            raise NotFound(f"The checkpoint {shown(name)} does not exist.",
+                           param="fine_tuned_model_checkpoint", code="checkpoint_not_found")  # fmt: skip
+
+    @router.post("/{name:path}/permissions")
+    async def create(name: str, body: PermissionCreate) -> dict[str, Any]:
+        check(name)
+        made = []
+        with db.transaction():
+            for project_id in dict.fromkeys(body.project_ids):
+                row = job_records.find_permission(db, name, project_id)
+                if row is None:
+                    row = PermissionRow(new_id("cp_"), name, project_id, time.time())
+                    job_records.insert_permission(db, row)
+                made.append(views.permission_object(row))
+        return {
+            "object": "list", "data": made, "first_id": made[0]["id"], "last_id": made[-1]["id"], "has_more": False,
+        }  # fmt: skip
+
+    @router.get("/{name:path}/permissions")
+    async def list_permissions(
+        name: str,
+        after: After = None,
+        limit: Limit = 10,
+        order: Literal["ascending", "descending"] = "descending",
+        project_id: Annotated[str | None, Query(max_length=128)] = None,
+    ) -> dict[str, Any]:
+        check(name)
+        page = job_records.page_permissions(
+            db, name, project_id=project_id, after=after, limit=limit, descending=order == "descending"
+        )
+        return list_object(page, views.permission_object)
+
+    @router.delete("/{name:path}/permissions/{permission_id}")
+    async def delete(name: str, permission_id: str) -> dict[str, Any]:
+        check(name)
+        try:
+            job_records.delete_permission(db, name, permission_id)
+        except RowNotFound as error:
+            raise NotFound(f"The permission {shown(permission_id)} does not exist for {shown(name)}.",
+                           param="permission_id", code="permission_not_found") from error  # fmt: skip
+        return {"id": permission_id, "object": "checkpoint.permission", "deleted": True}
+
+    return router

@@ -1,0 +1,212 @@
+"""/v1/fine_tuning/jobs (https://platform.openai.com/docs/api-reference/fine-tuning).
+
+The API writes what is wanted and wakes the scheduler; it never waits for devices to move.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from typing import Any
+
+from fastapi import APIRouter, Request
+
+from appliance.controller.access.model_access import caller_may_use
+from appliance.controller.access.naming import fine_tuned_name, resolve, root_base
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices import node_sizes
+from appliance.controller.http import idempotency, views
+from appliance.controller.http.paging import After, Limit, list_object
+from appliance.controller.http.routers import make_router
+from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
+from appliance.controller.jobs import claims, data, devices, requests
+from appliance.controller.jobs.events import add_message
+from appliance.controller.jobs.requests import JobCreate
+from appliance.controller.jobs.validation import JobValidation
+from appliance.store.errors import IllegalTransition
+from appliance.store.ids import new_id
+from appliance.store.objects import files, job_records, jobs
+from appliance.store.rows import FileRow, JobRow, JobWanted
+from train.plan.errors import InvalidHyperparameter
+
+ROUTE = "fine_tuning.jobs"
+
+
+def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
+    router = make_router("/v1/fine_tuning/jobs", FINE_TUNING)
+    db, organization = context.db, context.config.organization
+
+    def shown_job(row: JobRow, caller: Principal) -> dict[str, Any]:
+        return views.job_object(row, organization, caller)
+
+    @router.post("")
+    async def create(body: JobCreate, request: Request, caller: Caller) -> dict[str, Any]:
+        attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump(mode="json"))
+        # One transaction and no await: of two copies of a request, one makes the job and the other finds it.
+        with db.transaction():
+            earlier = idempotency.find(db, attempt, context.config)
+            if earlier is not None and (known := jobs.find(db, earlier)) is not None:
+                return shown_job(known, caller)
+            context.quotas.check_job(caller)
+            claims.check(db, body, caller)
+            row = _new_job(context, body, caller)
+            data.check(context, row, caller)
+            jobs.insert(db, row)
+            add_message(db, row.id, f"Created fine-tuning job: {row.id}")
+            if body.integrations:
+                add_message(
+                    db, row.id, level="warn",
+                    text="The wandb integration is recorded but not contacted: this box sends nothing out. "
+                    "Metrics are in this job's events and in TensorBoard files.",
+                )  # fmt: skip
+            idempotency.remember(db, attempt, row.id)
+        validation.start(row.id)
+        return shown_job(row, caller)
+
+    @router.get("")
+    async def list_jobs(request: Request, caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+        metadata, null_metadata = _metadata_filter(request)
+        page = jobs.page(
+            db, viewer=caller.viewer, after=after, limit=limit, metadata=metadata, null_metadata=null_metadata
+        )
+        return list_object(page, lambda row: shown_job(row, caller))
+
+    @router.get("/{job_id}")
+    async def retrieve(job_id: str, caller: Caller) -> dict[str, Any]:
+        return shown_job(known_job(context, job_id, caller), caller)
+
+    @router.post("/{job_id}/cancel")
+    async def cancel(job_id: str, caller: Caller) -> dict[str, Any]:
+        return shown_job(ask(context, job_id, "cancel", caller), caller)
+
+    @router.post("/{job_id}/pause")
+    async def pause(job_id: str, caller: Caller) -> dict[str, Any]:
+        return shown_job(ask(context, job_id, "pause", caller), caller)
+
+    @router.post("/{job_id}/resume")
+    async def resume(job_id: str, caller: Caller) -> dict[str, Any]:
+        return shown_job(ask(context, job_id, "run", caller), caller)
+
+    @router.get("/{job_id}/events")
+    async def events(job_id: str, caller: Caller, after: After = None, limit: Limit = 20) -> dict[str, Any]:
+        known_job(context, job_id, caller)
+        return list_object(job_records.page_events(db, job_id, after=after, limit=limit), views.event_object)
+
+    @router.get("/{job_id}/checkpoints")
+    async def checkpoints(job_id: str, caller: Caller, after: After = None, limit: Limit = 10) -> dict[str, Any]:
+        known_job(context, job_id, caller)
+        page = job_records.page_checkpoints(db, job_id, after=after, limit=limit)
+        return list_object(page, views.checkpoint_object)
+
+    return router
+
+
+def known_job(context: ControllerContext, job_id: str, caller: Principal) -> JobRow:
+    """Raises NotFound, for another's too."""
+    row = jobs.find_visible(context.db, job_id, viewer=caller.viewer)
+    if row is None:
+        raise unknown_job(job_id)
+    return row
+
+
+def unknown_job(job_id: str) -> NotFound:
+    return NotFound(f"Could not find fine tune: {shown(job_id)}", param="fine_tune_id", code="fine_tune_not_found")
+
+
+def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> JobRow:
+    """Raises BadRequest and NotFound for everything that can be known before the data is converted."""
+    requests.check(body)
+    base = resolve(context.db, body.model) if caller_may_use(context.db, caller, body.model) else None
+    if base is None:
+        raise NotFound(f"The model {shown(body.model)} does not exist on this box; GET /v1/models lists those that do.",
+                       param="model", code="model_not_found")  # fmt: skip
+    if base.model.task != "generate":
+        raise BadRequest(f"The model {shown(body.model)} makes embeddings; only text-generating models can be tuned.",
+                         param="model", code="model_not_supported")  # fmt: skip
+    training = _data_file(context, body.training_file, "training_file", caller)
+    if body.validation_file is not None:
+        _data_file(context, body.validation_file, "validation_file", caller)
+    given, where = requests.hyperparameters(body)
+    nodes = node_sizes.known(context)
+    devices.check_room(body.min_devices, body.allowed_sizes, nodes)
+    stats, device_count = JobValidation.facts(context, base)
+    try:
+        # Only to refuse what is wrong while the client listens; the values are worked out again from the checked data.
+        resolved = requests.resolve(given, training, stats, min(body.max_devices or device_count, device_count))
+    except InvalidHyperparameter as error:
+        raise requests.refused(error, where) from error
+    row = JobRow(
+        id=new_id("ftjob-"), key_id=caller.key_id, model=body.model, method="supervised",
+        training_file=body.training_file, validation_file=body.validation_file, suffix=body.suffix,
+        seed=secrets.randbelow(2**31) if body.seed is None else body.seed, metadata=body.metadata,
+        integrations=[item.model_dump(exclude_none=True) for item in body.integrations or []] or None,
+        hyperparameters=given, priority=body.priority, min_devices=body.min_devices, max_devices=body.max_devices,
+        asked_sizes=sorted(set(body.allowed_sizes)) if body.allowed_sizes else None, deadline_s=body.deadline_s,
+        preemptible=int(body.preemptible), held=int(body.held), owner=caller.owner,
+        output_model=fine_tuned_name(root_base(context.db, base.model), context.config.organization, body.suffix),
+        created_s=time.time(), reason="the training file is being validated",
+    )  # fmt: skip
+    devices.check_sizes(row, resolved, nodes)
+    return row
+
+
+def _data_file(context: ControllerContext, file_id: str, param: str, caller: Principal) -> FileRow:
+    row = files.find(context.db, file_id, viewer=caller.viewer, now_s=time.time())
+    if row is None:
+        raise BadRequest(f"invalid {param}: {shown(file_id)} is no file on this box; upload it and pass its id.",
+                         param=param, code="file_not_found")  # fmt: skip
+    if row.purpose != "fine-tune":
+        raise BadRequest(
+            f"invalid {param}: {shown(file_id)} was uploaded for '{row.purpose}'; expected purpose 'fine-tune'.",
+            param=param,
+            code="invalid_file_purpose",
+        )
+    return row
+
+
+_SAID = {
+    "cancel": "Fine-tuning job cancelled by request.",
+    "pause": "Fine-tuning job paused by request; its status stays 'queued' until it is resumed.",
+    "run": "Fine-tuning job resumed by request.",
+}
+
+
+def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Principal) -> JobRow:
+    """Raises NotFound and Conflict."""
+    db = context.db
+    row = known_job(context, job_id, caller)
+    verb = "resume" if wanted == "run" else wanted
+    try:
+        with db.transaction():
+            after = jobs.set_wanted(db, job_id, wanted)
+            # A job without devices is over at once; one that runs is when the scheduler has stopped its ranks.
+            if wanted == "cancel" and not row.finished and row.phase != "running":
+                jobs.set_phase(db, job_id, "cancelled", reason="cancelled by request")
+            if after.wanted != row.wanted:
+                add_message(db, job_id, _SAID[wanted])
+            after = jobs.get(db, job_id)
+    except IllegalTransition as error:
+        raise Conflict(f"The fine-tuning job {job_id} is {error.found}; it cannot be asked to {verb} any more.",
+                       param="fine_tune_id", code="invalid_job_state") from error  # fmt: skip
+    context.scheduler.nudge(f"{verb} of {job_id}")
+    return after
+
+
+def _metadata_filter(request: Request) -> tuple[dict[str, str], bool]:
+    """`metadata[key]=value` pairs, or `metadata=null` for jobs without metadata; never both. Raises BadRequest."""
+    pairs: dict[str, str] = {}
+    null = False
+    for name, value in request.query_params.multi_items():
+        if name == "metadata":
+            if value != "null":
+                raise BadRequest(f"metadata={shown(value)}: expected metadata[key]=value, or metadata=null.",
+                                 param="metadata", code="invalid_value")  # fmt: skip
+            null = True
+        elif name.startswith("metadata[") and name.endswith("]"):
+            pairs[name[len("metadata[") : -1]] = value
+    if pairs and null:
+        raise BadRequest("metadata=null and metadata[key]=value exclude each other.",
+                         param="metadata", code="invalid_value")  # fmt: skip
+    requests.check_metadata(pairs)
+    return pairs, null

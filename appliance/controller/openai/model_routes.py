@@ -1,0 +1,216 @@
+"""/v1/models: base models, fine-tuned ones, and their checkpoints and versions by name
+(https://platform.openai.com/docs/api-reference/models)."""
+
+from __future__ import annotations
+
+import logging
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from pydantic import BaseModel, ConfigDict, Field
+
+from appliance.controller.access.model_access import caller_may_use, usable_models
+from appliance.controller.access.naming import OwnerName, Resolved, resolve
+from appliance.controller.context.audit import record
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.http import views
+from appliance.controller.http.routers import make_router
+from appliance.controller.interfaces.errors import (
+    ApiError,
+    BadRequest,
+    Conflict,
+    Forbidden,
+    NotFound,
+    OperationFailed,
+    shown,
+)
+from appliance.controller.interfaces.model_states import ModelStates
+from appliance.controller.interfaces.ports import VersionPlace
+from appliance.controller.interfaces.principal import ADMIN, FINE_TUNING, INFERENCE, READ, Caller, Principal, needs
+from appliance.store.database import Database
+from appliance.store.objects import adapters, job_records, jobs, models
+from appliance.store.records import canaries
+from appliance.store.rows import ModelRow, VersionRow
+
+log = logging.getLogger(__name__)
+
+# Whom a model is shared with by name stands in the gateways' table once for each of its names: a table without a bound
+# would one day be too long for them, and then no revocation reaches them any more.
+MAX_SHARED_WITH = 100
+
+
+def routes(context: ControllerContext) -> APIRouter:
+    router = make_router("/v1/models")
+    db = context.db
+
+    @router.get("", dependencies=[Depends(needs(INFERENCE, FINE_TUNING, READ))])
+    async def list_models(caller: Caller) -> dict[str, Any]:
+        visible = models.visible(db, caller.viewer)
+        names = [row.id for row in models.list_callable(db) if row.id in visible]
+        names += [row.name for row in job_records.list_checkpoints(db) if row.model in visible]
+        usable = usable_models(db, caller.key_id)
+        found = [resolve(db, name) for name in names if usable is None or name in usable]
+        states = ModelStates(db, context.scheduler.status())
+        return {"object": "list", "data": [_shown(db, item, caller, states) for item in found if item]}
+
+    @router.get("/{name:path}", dependencies=[Depends(needs(INFERENCE, FINE_TUNING, READ))])
+    async def retrieve(name: str, caller: Caller) -> dict[str, Any]:
+        found = usable_model(context, name, caller)
+        return _shown(db, found, caller, ModelStates(db, context.scheduler.status()))
+
+    @router.delete("/{name:path}", dependencies=[Depends(needs(FINE_TUNING))])
+    async def delete(name: str, caller: Caller) -> dict[str, Any]:
+        found = usable_model(context, name, caller)
+        if found.model.kind == "base" and not caller.is_admin:
+            raise Forbidden(ADMIN)
+        _refuse_unless_own(found.model, caller, "delete")
+        await remove(context, found, caller)
+        record(context, caller, "model.delete", name)
+        return {"id": name, "object": "model", "deleted": True}
+
+    # A POST, because names hold slashes: a GET or DELETE of "a/share" is about the model of that name.
+    @router.post("/{name:path}/share", dependencies=[Depends(needs(FINE_TUNING))])
+    async def share(name: str, body: Share, caller: Caller) -> dict[str, Any]:
+        """Let other owners use a model with all its versions and checkpoints, or no longer."""
+        found = usable_model(context, name, caller)
+        model = found.model
+        if found.checkpoint or found.pinned:
+            raise BadRequest(f"{shown(name)} is a version of {model.id}; a model is shared as a whole.", param="model",
+                             code="invalid_value")  # fmt: skip
+        _refuse_unless_own(model, caller, "share")
+        if not body.owners and not body.everybody:
+            raise BadRequest("Give 'owners', or 'everybody': true.", param="owners",
+                             code="missing_required_parameter")  # fmt: skip
+        change = models.unshare if body.stop else models.share
+        with db.transaction():
+            for owner in [*body.owners, *([models.EVERYBODY] if body.everybody else [])]:
+                change(db, model.id, owner)
+            if not body.stop and len(models.shared_with(db, model.id)) > MAX_SHARED_WITH and not caller.is_admin:
+                raise BadRequest(f"{shown(model.id)} would be shared with more than {MAX_SHARED_WITH} owners; share it "
+                                 "with everybody, or with fewer.", param="owners", code="too_many_owners")  # fmt: skip
+            record(context, caller, "model.unshare" if body.stop else "model.share", model.id, owners=body.owners,
+                   everybody=body.everybody)  # fmt: skip
+        context.models_shared()
+        return {"id": model.id, "object": "model", **_audience(db, model)}
+
+    return router
+
+
+class Share(BaseModel):
+    """owners: of keys. everybody: whoever has a key, also one made later. stop: no longer."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    owners: Annotated[list[OwnerName], Field(max_length=100)] = Field(default_factory=list)
+    everybody: bool = False
+    stop: bool = False
+
+
+def _audience(db: Database, model: ModelRow) -> dict[str, Any]:
+    shares = models.shared_with(db, model.id)
+    return {
+        "owner": model.owner or None, "shared_with_everybody": models.EVERYBODY in shares,
+        "shared_with": [owner for owner in shares if owner != models.EVERYBODY],
+    }  # fmt: skip
+
+
+def _shown(db: Database, found: Resolved, caller: Principal, states: ModelStates) -> dict[str, Any]:
+    """OpenAI's object; to its owner and to admins also whose it is and whom it is shared with."""
+    own = caller.viewer in (None, found.model.owner)
+    return views.model_object(found, states) | (_audience(db, found.model) if own else {})
+
+
+def _refuse_unless_own(model: ModelRow, caller: Principal, verb: str) -> None:
+    """Of a model that the caller sees. Raises ApiError."""
+    if caller.viewer not in (None, model.owner):
+        raise ApiError(403, f"{shown(model.id)} is another's model, shared with you; its owner or an operator can "
+                       f"{verb} it.", param="model", code="insufficient_permissions")  # fmt: skip
+
+
+def known_model(context: ControllerContext, name: str) -> Resolved:
+    """Raises NotFound."""
+    found = resolve(context.db, name)
+    if found is None:
+        raise unknown_model(name)
+    return found
+
+
+def unknown_model(name: str) -> NotFound:
+    return NotFound(f"The model {shown(name)} does not exist or you do not have access to it.",
+                    param="model", code="model_not_found")  # fmt: skip
+
+
+def usable_model(context: ControllerContext, name: str, caller: Principal) -> Resolved:
+    """As `known_model`; one that the caller's key may not use does not exist for it. Raises NotFound."""
+    if not caller_may_use(context.db, caller, name):
+        raise unknown_model(name)
+    return known_model(context, name)
+
+
+def place(row: VersionRow) -> VersionPlace:
+    kind = "adapter" if row.meta.get("adapter") else "version"
+    return VersionPlace(row.version, row.disk_path, row.shm_path, kind)
+
+
+async def remove(context: ControllerContext, found: Resolved, caller: Principal) -> None:
+    """Delete a model with all its versions, or one version by its checkpoint's or pinned name.
+
+    Rows first: from then on nothing new can use the bytes; then the replicas leave; then the bytes go. A crash in
+    between leaves bytes that nobody refers to, which the weight store's sweep finds. Raises Conflict.
+    """
+    db, model = context.db, found.model
+    _refuse_if_in_use(context, found, caller)
+    if found.checkpoint or found.pinned:
+        version = found.version
+        if model.active_version == version.version:
+            raise Conflict(f"{found.name} is the active version of {model.id}; roll back to another version first, "
+                           "or delete the model.", param="model", code="version_in_use")  # fmt: skip
+        running = canaries.find_running(db, model.id)
+        if running is not None and running.version == version.version:
+            raise Conflict(f"{version.version} is the canary of {model.id}; promote it or roll it back first.",
+                           param="model", code="version_in_use")  # fmt: skip
+        models.delete_version(db, model.id, version.version)
+        await _unload(context, [version])
+        await context.model_ops.remove(model.id, [place(version)])
+        context.scheduler.nudge(f"version {version.version} of {model.id} was deleted")
+        return
+    versions = models.list_versions(db, model.id)
+    places = [place(row) for row in versions]
+    models.delete(db, model.id)
+    context.scheduler.nudge(f"model {model.id} was deleted")
+    await context.scheduler.withdraw(model.id)
+    await _unload(context, versions)
+    await context.model_ops.remove(model.id, places)
+
+
+async def _unload(context: ControllerContext, versions: list[VersionRow]) -> None:
+    """Engines drop those of these versions that are adapters, so that their bytes can go."""
+    names = [f"{row.model}@{row.version}" for row in versions if row.meta.get("adapter")]
+    if names:
+        try:
+            await context.scheduler.unload_adapters(names)
+        except OperationFailed as error:  # the rows are gone: what is left of the deletion goes on
+            log.warning("%s was deleted, but an engine still knows it: %s", ", ".join(names), error)
+
+
+def _refuse_if_in_use(context: ControllerContext, found: Resolved, caller: Principal) -> None:
+    """What is another's is not named."""
+    for job in jobs.list_unfinished(context.db):
+        if job.wanted != "cancel" and (job.model in (found.name, found.model.id) or job.output_model == found.model.id):
+            own = caller.viewer in (None, job.owner)
+            raise Conflict(
+                f"{found.name} is used by the fine-tuning job {job.id}; cancel the job or wait for its end." if own else
+                f"{found.name} is used by a fine-tuning job of somebody whom it is shared with; wait for its end.",
+                param="model",
+                code="model_in_use",
+            )
+    one = found.version.version if found.checkpoint or found.pinned else None
+    for adapter in adapters.list_on(context.db, found.model.id):
+        if one in (None, adapter.base_version):
+            name = adapter.model if models.is_visible(context.db, adapter.model, caller.viewer) else "Another's model"
+            raise Conflict(
+                f"{name} is an adapter on {adapter.base} {adapter.base_version} and cannot answer without "
+                "it; delete the adapter first.",
+                param="model",
+                code="model_in_use",
+            )

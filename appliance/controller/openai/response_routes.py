@@ -1,0 +1,170 @@
+"""/v1/responses/ID: what was answered, to be retrieved, listed, deleted
+(https://platform.openai.com/docs/api-reference/responses). Answering is the gateways' business: they send copies here,
+and ask for what an answer goes on from."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated, Any, Literal
+
+import orjson
+from fastapi import APIRouter, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from appliance.controller.access.model_access import caller_may_use
+from appliance.controller.batches.background_responses import MAX_UNFINISHED, BackgroundResponses
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.http import idempotency
+from appliance.controller.http.paging import After
+from appliance.controller.http.routers import make_router
+from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, shown
+from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
+from appliance.controller.openai.model_routes import unknown_model
+from appliance.controller.responses import objects
+from appliance.controller.responses.items import items_of, listed, may_list
+from appliance.controller.responses.stored import StoredResponses
+from appliance.store.objects import responses
+from appliance.store.rows import ResponseRow
+
+ROUTE = "responses"
+Limit = Annotated[int, Query(ge=0, le=100)]
+
+
+def routes(context: ControllerContext, stored: StoredResponses, background: BackgroundResponses) -> APIRouter:
+    router = make_router("/v1/responses", INFERENCE)
+
+    @router.post("", include_in_schema=False)
+    async def create(request: Request, caller: Caller) -> Response:
+        """In background only: a gateway sends the body on after its own checks."""
+        body = await _json_of(request)
+        if not isinstance(body, dict) or body.get("background") is not True:
+            raise BadRequest("Only a response in background is asked for here.", param="background")
+        if not context.config.responses_kept_days:
+            raise BadRequest("This box stores no responses (responses_kept_days is 0), and what is answered in "
+                             "background has to be stored.", param="background",
+                             code="unsupported_parameter")  # fmt: skip
+        previous = body.get("previous_response_id")
+        if previous is not None:
+            await stored.before(previous, caller.viewer)
+        if not caller_may_use(context.db, caller, str(body.get("model"))):
+            raise unknown_model(str(body.get("model")))
+        attempt = idempotency.Attempt.of(request, caller, ROUTE, body)
+        earlier = idempotency.find(context.db, attempt, context.config)
+        row = responses.find(context.db, earlier) if earlier else None
+        if row is None:
+            if background.unfinished >= MAX_UNFINISHED:
+                raise ApiError(429, f"{MAX_UNFINISHED} responses in background are unfinished. Please retry.",
+                               kind="requests", code="rate_limit_exceeded", headers={"retry-after": "10"})  # fmt: skip
+            row = _queued(body, caller)
+            context.quotas.check_background(caller, row.bytes)
+            with context.db.transaction():
+                stored.add([row])
+                idempotency.remember(context.db, attempt, row.id)
+            background.begin(row)
+        return _stream(background.follow(row.id, -1)) if body.get("stream") else _json(row.response.encode())
+
+    @router.get("/{response_id}")
+    async def retrieve(
+        response_id: str, caller: Caller, stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
+    ) -> Response:  # fmt: skip
+        row = await stored.find(response_id, caller.viewer)
+        if not stream:
+            return _json(row.response.encode())
+        if not row.background:
+            raise BadRequest("Only a response that was made in background can be streamed later.", param="stream")
+        return _stream(background.follow(row.id, -1 if starting_after is None else starting_after))
+
+    @router.delete("/{response_id}")
+    async def delete(response_id: str, caller: Caller) -> dict[str, Any]:
+        row = await stored.find(response_id, caller.viewer)
+        stored.delete(row)
+        background.forget(row.id)
+        return {"id": row.id, "object": "response", "deleted": True}
+
+    @router.post("/{response_id}/cancel")
+    async def cancel(response_id: str, caller: Caller) -> Response:
+        row = await stored.find(response_id, caller.viewer)
+        if not row.background:
+            raise BadRequest("Cannot cancel a synchronous response.", param="response_id")
+        return _json(background.cancel(row).response.encode())
+
+    @router.get("/{response_id}/input_items")
+    async def input_items(
+        response_id: str, caller: Caller, after: After = None, limit: Limit = 20,
+        order: Literal["asc", "desc"] = "desc",
+    ) -> dict[str, Any]:  # fmt: skip
+        found: list[dict[str, Any]] = []
+        before_it = after is not None
+        async for row in stored.turns(response_id, caller.viewer, newest_first=order == "desc"):
+            # Only turns that the page is in are parsed: all of a long conversation took the loop for 6.6 s.
+            if after is not None and before_it and not may_list(row, after):
+                continue
+            items = listed(row, answered=row.id != response_id)
+            if order == "desc":
+                items.reverse()
+            if before_it:
+                place = next((place for place, item in enumerate(items) if item["id"] == after), -1)
+                before_it = place < 0
+                items = [] if before_it else items[place + 1 :]
+            found += items[: limit + 1 - len(found)]
+            if len(found) > limit:
+                break
+        if before_it:
+            raise BadRequest(f"No input item with id {shown(after)}.", param="after", code="invalid_cursor")
+        page = found[:limit]
+        return {
+            "object": "list", "data": page, "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None, "has_more": len(found) > limit,
+        }  # fmt: skip
+
+    return router
+
+
+def internal_routes(stored: StoredResponses) -> APIRouter:
+    """For gateways; none of them passes a client's request on to here."""
+    router = make_router("/internal/responses")
+
+    @router.post("", include_in_schema=False)
+    async def take(request: Request, caller: Caller) -> dict[str, int]:
+        if not caller.is_gateway:
+            raise Forbidden(GATEWAY)
+        copies = await _json_of(request)
+        return {"stored": stored.take(copies if isinstance(copies, list) else [])}
+
+    @router.get("/context", include_in_schema=False)
+    async def context(id: Annotated[str, Query(max_length=256)], caller: Caller) -> Response:
+        """The items of the conversation up to this response, a JSON array."""
+        turns = [orjson.dumps(items)[1:-1] async for items in stored.items(await stored.before(id, caller.viewer))]
+        return _json(b"[%b]" % b",".join(items for items in turns if items))
+
+    return router
+
+
+def _queued(body: dict[str, Any], caller: Principal) -> ResponseRow:
+    now_s, response_id = time.time(), f"resp_{secrets.token_hex(16)}"
+    given, asked = orjson.dumps(items_of(body["input"])).decode(), orjson.dumps(body).decode()
+    made = orjson.dumps(objects.queued(response_id, body, now_s)).decode()
+    return ResponseRow(
+        id=response_id, key_id=caller.key_id or "", owner=caller.owner, status="queued", created_s=now_s, used_s=now_s,
+        background=1, request=asked,
+        bytes=len(given) + len(asked) + len(made), input=given, response=made,
+        previous_id=body.get("previous_response_id"),
+    )  # fmt: skip
+
+
+async def _json_of(request: Request) -> Any:
+    try:
+        return orjson.loads(await request.body())
+    except orjson.JSONDecodeError as error:
+        raise BadRequest(f"We could not parse the JSON body of your request: {error}.", code="invalid_json") from error
+
+
+def _stream(events: AsyncIterator[bytes]) -> Response:
+    return StreamingResponse(events, media_type="text/event-stream", headers={"cache-control": "no-cache"})
+
+
+def _json(body: bytes) -> Response:
+    return Response(body, media_type="application/json")

@@ -1,0 +1,81 @@
+"""Items of responses: what a conversation so far consists of, and how the items of an input are listed. Pure.
+
+An item is what stands in `input` and `output` of /v1/responses
+(https://platform.openai.com/docs/api-reference/responses/input-items).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import orjson
+
+from appliance.gateway.routing.table import cache_salt
+from appliance.store.rows import ResponseRow
+
+Item = dict[str, Any]
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
+             "custom_tool_call": "ctc", "custom_tool_call_output": "ctco"}  # fmt: skip
+
+
+def items_of(given: Any) -> list[Item]:
+    """The items of an `input`, which may be one text."""
+    if isinstance(given, str):
+        return [{"type": "message", "role": "user", "content": given}]
+    return [item for item in given if isinstance(item, dict)]
+
+
+def salted(body: dict[str, Any], owner: str) -> dict[str, Any]:
+    """A body that goes to an engine beside the gateways, which add the same to what they pass on: in a prefix cache,
+    what one owner's requests left serves only that owner's."""
+    own = body.get("cache_salt")
+    if own is not None and not isinstance(own, str):
+        return body  # refused where it is checked
+    return {**body, "cache_salt": cache_salt(owner, own or "")}
+
+
+def turn_items(row: ResponseRow) -> list[Item]:
+    """What a later answer goes on from, of this response: what it was asked and answered."""
+    return [*orjson.loads(row.input), *outputs(row)]
+
+
+def listed(row: ResponseRow, *, answered: bool) -> list[Item]:
+    """What one response was asked with, each item with an id. answered: and what it answered, as a later one was asked
+    with that too."""
+    found = [_shown(item, row.id, place) for place, item in enumerate(orjson.loads(row.input))]
+    return [*found, *outputs(row)] if answered else found
+
+
+def may_list(row: ResponseRow, item_id: str) -> bool:
+    """Whether an item of this id may be among those: a look at its text, which costs a thousandth of parsing it."""
+    text = orjson.dumps(item_id).decode()[1:-1]
+    return row.id.removeprefix("resp_") in item_id or text in row.input or text in row.response
+
+
+def outputs(row: ResponseRow) -> Iterator[Item]:
+    """Its output, as far as an engine takes it as input: a message without text is none."""
+    for item in orjson.loads(row.response).get("output") or ():
+        if isinstance(item, dict) and (item.get("type") != "message" or item.get("content")):
+            yield item
+
+
+def _shown(item: Item, response_id: str, place: int) -> Item:
+    """An input item in its full form. Its id is a function of its place, so that every look shows the same."""
+    kind = item.get("type") or "message"
+    made = f"{_PREFIXES.get(kind, 'item')}_{response_id.removeprefix('resp_')}{place:04x}"
+    shown = {**item, "id": item.get("id") or made, "type": kind}
+    if kind == "message":
+        shown["status"] = item.get("status") or "completed"
+        shown["content"] = _parts(item.get("content"), item.get("role") == "assistant")
+    return shown
+
+
+def _parts(content: Any, answered: bool) -> Any:
+    if isinstance(content, str):
+        return [{"type": "output_text", "text": content, "annotations": []} if answered else
+                {"type": "input_text", "text": content}]  # fmt: skip
+    if not isinstance(content, list):
+        return content
+    return [{"detail": "auto", **part} if isinstance(part, dict) and part.get("type") == "input_image" else part
+            for part in content]  # fmt: skip

@@ -1,0 +1,223 @@
+"""Answers of /v1/responses that are kept: taken from the gateways, found again by their keys, deleted when it is time.
+
+A gateway sends the copy when the client has its answer, so a quick client may ask for a response that is still on its
+way: who asks for an id that is not there waits for it a moment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from typing import Any
+
+import orjson
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.errors import ApiError, BadRequest, NotFound, shown
+from appliance.controller.responses.items import Item, items_of, turn_items
+from appliance.store.objects import responses
+from appliance.store.records import keys
+from appliance.store.rows import ResponseRow
+from appliance.store.upkeep import holdings
+
+log = logging.getLogger("appliance.controller")
+
+DAY_S = 86400.0
+ARRIVES_WITHIN_S = 1.0
+MAX_TURNS = 2000
+CONVERSATION_BYTES = 64 << 20
+# Every so many bytes of a key (a row counts as some, however short) its owner's bounds are looked at.
+_LOOK_AFTER_BYTES, _ROW_BYTES = 4 << 20, 16 << 10
+_TOUCH_EVERY_S = 3600.0
+_MAX_ASKED = 1000
+
+
+class StoredResponses:
+    """Of all owners. `viewer`: the owner who asks, to whom only his own exist; None: an admin, or the box itself."""
+
+    def __init__(self, context: ControllerContext):
+        self._db, self._config, self._quotas = context.db, context.config, context.quotas
+        self._unchecked: Counter[str] = Counter()  # bytes by key since its owner's bounds were last looked at
+        self._bytes = responses.totals(context.db)[1]
+        self._asked: dict[str, list[asyncio.Future[None]]] = {}
+
+    # --- in
+
+    def take(self, copies: list[Any]) -> int:
+        """Store what a gateway sends: each {"key", "previous", "input", "response"}. Returns how many were new."""
+        if not self._config.responses_kept_days:
+            return 0
+        if self._quotas.disk.room_bytes() <= 0:
+            log.error("%d answered responses are not stored: the disk is short of space", len(copies))
+            return 0
+        rows = []
+        for copy in copies:
+            try:
+                rows.append(_row(copy, keys.owner_of(self._db, copy["key"])))
+            except (KeyError, TypeError, AttributeError, ValueError) as error:
+                log.error("a gateway sent a response that cannot be stored: %s: %s", type(error).__name__, error)
+        return self.add(rows)
+
+    def add(self, rows: list[ResponseRow]) -> int:
+        new = 0
+        with self._db.transaction():
+            for row in rows:
+                if not responses.insert(self._db, row):
+                    continue
+                new += 1
+                self._bytes += row.bytes
+                self._unchecked[row.key_id] += row.bytes + _ROW_BYTES
+                if row.previous_id is not None:
+                    responses.touch(self._db, row.previous_id, row.owner, max_turns=MAX_TURNS, now_s=row.used_s,
+                                    older_than_s=row.used_s - _TOUCH_EVERY_S)  # fmt: skip
+        for key_id in {row.key_id for row in rows if self._unchecked[row.key_id] > _LOOK_AFTER_BYTES}:
+            self._keep_bounds(key_id)
+        if self._bytes > self._config.responses_bytes:
+            self._shrink()
+        for row in rows:
+            self.tell(row.id)
+        return new
+
+    # --- out
+
+    async def find(self, response_id: str, viewer: str | None) -> ResponseRow:
+        """Raises NotFound, for others' too, and as late: how long it takes tells nobody that there is one."""
+        row = await self._arrived(response_id, viewer)
+        if row is None:
+            raise NotFound(f"Response with id {shown(response_id)} not found.", param="response_id",
+                           code="response_not_found")  # fmt: skip
+        return row
+
+    async def turns(self, response_id: str, viewer: str | None, *, newest_first: bool) -> AsyncIterator[ResponseRow]:
+        """The conversation up to this response, as far back as it is still there, one by one: it may be 64 MiB, and
+        others want the loop in between. Raises NotFound, and BadRequest where it has too many turns."""
+        row = await self.find(response_id, viewer)
+        ids = responses.chain_ids(self._db, row.id, viewer, max_turns=MAX_TURNS)
+        if len(ids) >= MAX_TURNS:
+            raise _too_long(response_id)
+        for turn in reversed(ids) if newest_first else ids:
+            found = responses.find(self._db, turn)
+            if found is not None:  # else it was deleted since
+                yield found
+            await asyncio.sleep(0)
+
+    async def before(self, previous_id: str, viewer: str | None) -> list[str]:
+        """The ids, oldest first, of what a response goes on from that names this one. Raises BadRequest."""
+        try:
+            last = await self.find(previous_id, viewer)
+        except NotFound as error:
+            raise previous_not_found(previous_id) from error
+        size = responses.chain_bytes(self._db, last.id, viewer, max_turns=MAX_TURNS)
+        ids = responses.chain_ids(self._db, last.id, viewer, max_turns=MAX_TURNS)
+        if size > CONVERSATION_BYTES or len(ids) >= MAX_TURNS:
+            raise _too_long(previous_id)
+        first = responses.find(self._db, ids[0])
+        if first is not None and first.previous_id is not None:
+            raise previous_not_found(first.previous_id)
+        if not last.finished:
+            raise BadRequest(f"Previous response with id {shown(previous_id)} is {last.status}: wait for its end.",
+                             param="previous_response_id", code="previous_response_not_ready")  # fmt: skip
+        return ids
+
+    async def items(self, ids: list[str]) -> AsyncIterator[list[Item]]:
+        """Of each of these responses what a later one goes on from. One at a time, and others have the loop in between:
+        who asks needs no more than a hundred bytes to name a conversation of 64 MiB. Raises BadRequest."""
+        for response_id in ids:
+            row = responses.find(self._db, response_id)
+            if row is None:
+                raise previous_not_found(response_id)  # deleted since
+            yield turn_items(row)
+            await asyncio.sleep(0)
+
+    def delete(self, row: ResponseRow) -> None:
+        responses.delete(self._db, row.id)
+        self._bytes -= row.bytes
+        self.tell(row.id)
+
+    # --- news
+
+    async def news(self, response_id: str, timeout_s: float) -> bool:
+        """True as soon as it is stored or changed, False if neither happens within this time."""
+        asking = asyncio.get_running_loop().create_future()
+        self._asked.setdefault(response_id, []).append(asking)
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asking
+        except TimeoutError:
+            return False
+        finally:
+            others = [other for other in self._asked.pop(response_id, ()) if other is not asking]
+            if others:
+                self._asked[response_id] = others
+        return True
+
+    def tell(self, response_id: str) -> None:
+        for asking in self._asked.pop(response_id, ()):
+            if not asking.done():
+                asking.set_result(None)
+
+    # --- time
+
+    def keep_house(self, now_s: float) -> None:
+        with self._db.transaction():
+            responses.delete_of_revoked_keys(self._db)
+            responses.delete_unused(self._db, now_s - self._config.responses_kept_days * DAY_S)
+        for key_id in list(self._unchecked):
+            self._keep_bounds(key_id)
+        self._bytes = responses.totals(self._db)[1]
+        if self._bytes > self._config.responses_bytes:
+            self._shrink()
+
+    def _keep_bounds(self, key_id: str) -> None:
+        """What the owner of this key has too much goes, the longest unused first."""
+        del self._unchecked[key_id]
+        bounds = self._quotas.bounds(key_id)
+        if holdings.shrink_responses(self._db, key_id, bounds.responses, bounds.responses_bytes):
+            self._bytes = responses.totals(self._db)[1]
+
+    def _shrink(self) -> None:
+        # Below the bound, or the next response would have to make room again.
+        with self._db.transaction():
+            deleted = responses.shrink(self._db, int(self._config.responses_bytes * 0.95))
+        self._bytes = responses.totals(self._db)[1]
+        log.info("responses_bytes is reached: the %d longest unused are deleted", deleted)
+
+    async def _arrived(self, response_id: str, viewer: str | None) -> ResponseRow | None:
+        row = self._visible(response_id, viewer)
+        if row is not None or not _is_an_engines(response_id) or len(self._asked) >= _MAX_ASKED:
+            return row
+        return self._visible(response_id, viewer) if await self.news(response_id, ARRIVES_WITHIN_S) else None
+
+    def _visible(self, response_id: str, viewer: str | None) -> ResponseRow | None:
+        row = responses.find(self._db, response_id)
+        return row if row is not None and viewer in (None, row.owner) else None
+
+
+def _too_long(response_id: str) -> ApiError:
+    return BadRequest(f"The conversation up to {shown(response_id)} has more than {MAX_TURNS} turns or "
+                      f"{CONVERSATION_BYTES} bytes: begin a new one.", param="previous_response_id",
+                      code="context_length_exceeded")  # fmt: skip
+
+
+def previous_not_found(response_id: str) -> ApiError:
+    return BadRequest(f"Previous response with id {shown(response_id)} not found.", param="previous_response_id",
+                      code="previous_response_not_found")  # fmt: skip
+
+
+def _is_an_engines(response_id: str) -> bool:
+    """vLLM's ids, the only ones that can be on their way."""
+    digits = response_id.removeprefix("resp_")
+    return len(digits) < len(response_id) and 8 <= len(digits) <= 64 and set(digits) <= set("0123456789abcdef")
+
+
+def _row(copy: dict[str, Any], owner: str) -> ResponseRow:
+    response = copy["response"]
+    given, answered = orjson.dumps(items_of(copy["input"])).decode(), orjson.dumps(response).decode()
+    return ResponseRow(
+        id=str(response["id"]), key_id=str(copy["key"]), status=response["status"], used_s=time.time(),
+        created_s=float(response["created_at"]), bytes=len(given) + len(answered), input=given, response=answered,
+        previous_id=copy["previous"], owner=owner,
+    )  # fmt: skip

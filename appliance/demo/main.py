@@ -1,0 +1,282 @@
+"""The whole loop on one box, as a newcomer sees it first: `make demo`.
+
+Everything goes through what a user has: the `appliance` command and the unchanged OpenAI SDK. Nothing is measured
+from inside; the table at the end holds what the client saw and what the hand-over records say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.resources
+import json
+import os
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import openai
+from rich.console import Console
+from rich.table import Table
+
+from appliance.demo.load_generator import Load, LoadReport
+
+QUESTION = "Natalia sold clips to 48 friends in April, and half as many in May. How many clips did she sell altogether?"
+HYPERPARAMETERS = {"batch_size": 8, "learning_rate_multiplier": 2, "publish": "epoch"}
+console = Console(highlight=False)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="make demo", description=__doc__)
+    parser.add_argument("--data-dir", default=".demo", help="the demo box's data directory (default: .demo)")
+    parser.add_argument("--examples", type=int, default=600, help="GSM8K examples to train on (default: 600)")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--switches", type=int, default=4, help="mode switches under load (default: 4)")
+    parser.add_argument("--minutes", type=float, default=1.5, help="pretraining of the starter model (default: 1.5)")
+    parser.add_argument("--keep", action="store_true", help="leave the box running at the end")
+    options = parser.parse_args(argv)
+
+    box = DemoBox(Path(options.data_dir))
+    began_s = time.monotonic()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # else the box outlives a demo that is ended
+    try:
+        box.up()
+        box.starter(options.minutes)
+        before = box.chat("starter")
+        console.print(f"[dim]starter says:[/] {before!r}")
+        files = box.upload(options.examples)
+        tuned = box.fine_tune(files, options.epochs)
+        after = box.chat(tuned)
+        _show_answers(before, after)
+        swapped = box.roll_back_and_forth(tuned)
+        switched = box.switch_modes(files, options.switches)
+        _summary(box, (swapped, switched), time.monotonic() - began_s)
+        ok = before != after and not any(r.dropped or r.truncated or r.duplicated for r in (swapped, switched))
+        if options.keep:
+            console.print(f"\nThe box stays up at {box.url}; `appliance --help`, then "
+                          f"`appliance down --data-dir {box.data_dir}`.")  # fmt: skip
+    except KeyboardInterrupt:
+        console.print("\nstopped by hand; ending the box")
+        ok, options.keep = False, False
+    finally:
+        if not options.keep:
+            box.down()
+    return 0 if ok else 1
+
+
+class DemoBox:
+    """The demo's own box, driven from outside."""
+
+    def __init__(self, data_dir: Path):
+        self.data_dir = data_dir.resolve()
+        self.data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.port = _free_port()
+        self.url = f"http://127.0.0.1:{self.port}/v1"
+        self.client: openai.OpenAI | None = None
+        self.job: Any = None
+
+    # --- the box ------------------------------------------------------------------------------------------------
+
+    def up(self) -> None:
+        _headline("1  box up")
+        _run("appliance", "down", "--data-dir", str(self.data_dir), check=False, quiet=True)
+        _run("appliance", "up", "--detach", "--data-dir", str(self.data_dir), "--port", str(self.port))
+        key = self.admin("key", "create", "--name", f"demo-{int(time.time())}")["key"]
+        self.key = key
+        self.client = openai.OpenAI(base_url=self.url, api_key=key, timeout=900)
+        _run("appliance", "gpu", "list", env=self._environment())
+
+    def down(self) -> None:
+        _headline("box down")
+        _run("appliance", "down", "--data-dir", str(self.data_dir), check=False)
+
+    def admin(self, *arguments: str) -> Any:
+        """An `appliance` command's JSON."""
+        done = _run("appliance", *arguments, "-o", "json", env=self._environment(), capture=True)
+        return json.loads(done.stdout)
+
+    def _environment(self) -> dict[str, str]:
+        return {**os.environ, "APPLIANCE_DATA_DIR": str(self.data_dir)}
+
+    # --- models and chat ----------------------------------------------------------------------------------------
+
+    def starter(self, minutes: float) -> None:
+        _headline("2  a base model: the starter (made here; `appliance model import` takes a real one)")
+        names = [model.id for model in self.client.models.list()]
+        if "starter" in names:
+            console.print("starter is here from an earlier run")
+            return
+        _run("appliance", "model", "starter", "--minutes", str(minutes), env=self._environment())
+
+    def chat(self, model: str) -> str:
+        answer = self.client.chat.completions.create(
+            model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=96, temperature=0
+        )
+        return answer.choices[0].message.content
+
+    # --- fine-tuning --------------------------------------------------------------------------------------------
+
+    def upload(self, examples: int) -> dict[str, str]:
+        _headline("3  real data in: GSM8K (MIT)")
+        ids = {}
+        for kind, limit in (("train", examples), ("test", 50)):
+            lines = _gsm8k(kind)[:limit]
+            made = self.client.files.create(
+                file=(f"gsm8k_{kind}.jsonl", "\n".join(lines).encode()), purpose="fine-tune"
+            )
+            console.print(f"uploaded {made.filename}: {len(lines)} examples, {made.bytes:,} bytes, {made.id}")
+            ids[kind] = made.id
+        return ids
+
+    def fine_tune(self, files: dict[str, str], epochs: int) -> str:
+        _headline("4  fine-tune with DeepSpeed, publish through shared memory")
+        self.job = self.create_job(files, epochs, suffix="gsm8k")
+        _run("appliance", "job", "logs", "-f", self.job.id, env=self._environment())
+        self.job = self.client.fine_tuning.jobs.retrieve(self.job.id)
+        if self.job.status != "succeeded":
+            raise SystemExit(f"the job ended {self.job.status}: {self.job.error}")
+        console.print(f"fine-tuned model: [bold]{self.job.fine_tuned_model}[/]")
+        return self.job.fine_tuned_model
+
+    def create_job(self, files: dict[str, str], epochs: int, suffix: str) -> Any:
+        return self.client.fine_tuning.jobs.create(
+            model="starter",
+            training_file=files["train"],
+            validation_file=files["test"],
+            suffix=suffix,
+            seed=7,
+            method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": epochs, **HYPERPARAMETERS}}},
+        )
+
+    # --- versions -----------------------------------------------------------------------------------------------
+
+    def roll_back_and_forth(self, tuned: str) -> LoadReport:
+        _headline("5  swap versions in the running engine, streams flowing")
+        newest = self.admin("model", "show", tuned)["active_version"]
+        with Load(self.url, self.key, tuned, workers=2, max_tokens=64) as load:
+            _wait_for(lambda: load.finished >= 4, "the load to flow")
+            _run("appliance", "model", "rollback", tuned, env=self._environment())
+            _run("appliance", "model", "rollback", tuned, "--version", newest, env=self._environment())
+            answered = load.finished
+            _wait_for(lambda: load.finished >= answered + 4, "answers after the swaps")
+        return load.report()
+
+    # --- modes --------------------------------------------------------------------------------------------------
+
+    def switch_modes(self, files: dict[str, str], switches: int) -> LoadReport:
+        _headline(f"6  {switches} mode switches under load, with a second job training in between")
+        job = self.create_job(files, 50, suffix="background")
+        self.admin("mode", "set", "serve", "--wait")
+        with Load(self.url, self.key, "starter") as load:
+            _wait_for(lambda: load.finished >= 8, "the load to flow")
+            for number in range(switches):
+                mode = "train" if number % 2 == 0 else "serve"
+                began_s, before = time.monotonic(), load.finished
+                self.admin("mode", "set", mode, "--wait")
+                console.print(
+                    f"  {mode:<5} reached in {time.monotonic() - began_s:.2f} s; "
+                    f"{load.finished - before} requests answered meanwhile"
+                )
+                if mode == "serve":
+                    answered = load.finished
+                    _wait_for(lambda answered=answered: load.finished >= answered + 8, "answers after the switch")
+                else:
+                    time.sleep(2)
+            if switches % 2:
+                self.admin("mode", "set", "serve", "--wait")
+        self.client.fine_tuning.jobs.cancel(job.id)
+        self.admin("mode", "set", "auto", "--wait")
+        return load.report()
+
+
+def _summary(box: DemoBox, reports: Sequence[LoadReport], seconds: float) -> None:
+    _headline("summary")
+    table = Table("what", "measured", title="one run on this machine")
+    steps = [step for handover in box.admin("mode", "history", "--limit", "1000")["data"] for step in handover["steps"]]
+    events = box.client.fine_tuning.jobs.list_events(box.job.id, limit=100)
+    published = [e.data["seconds"] for e in events if e.message.startswith("Checkpoint created")]
+    _row(table, "publish to shared memory", published)
+    _row(table, "swap pause, requests kept", _measured(steps, "swap_replica", "pause_s"))
+    for label, verb in (
+        ("engine start, forked", "start_replica"),
+        ("wake", "wake_replica"),
+        ("sleep", "sleep_replica"),
+        ("suspend training", "suspend_group"),
+        ("start or resume training", "start_group"),
+    ):
+        _row(table, label, [s["ended_s"] - s["started_s"] for s in steps if s["verb"] == verb and s["state"] == "done"])
+    table.add_row("requests answered meanwhile", str(sum(report.requests for report in reports)))
+    table.add_row("longest request, held ones included", f"{max(report.longest_s for report in reports):.1f} s")
+    table.add_row("requests dropped", str(sum(report.dropped for report in reports)))
+    table.add_row("streams truncated", str(sum(report.truncated for report in reports)))
+    table.add_row("answers duplicated", str(sum(report.duplicated for report in reports)))
+    table.add_row("whole demo", f"{seconds:.0f} s")
+    console.print(table)
+    for error in {error for report in reports for error in report.errors}:
+        console.print(f"[red]{error}[/]")
+
+
+def _measured(steps: list[dict], verb: str, name: str) -> list[float]:
+    return [step["detail"][name] for step in steps if step["verb"] == verb and name in step["detail"]]
+
+
+def _row(table: Table, label: str, seconds: list[float]) -> None:
+    if seconds:
+        table.add_row(label, f"median {statistics.median(seconds) * 1e3:,.0f} ms of {len(seconds)}")
+
+
+def _show_answers(before: str, after: str) -> None:
+    table = Table("model", "answer", title=QUESTION, show_lines=True)
+    table.add_row("starter", before)
+    table.add_row("fine-tuned", after)
+    console.print(table)
+
+
+def _gsm8k(kind: str) -> list[str]:
+    folder = importlib.resources.files("appliance") / "demo_data"
+    return (folder / f"gsm8k_{kind}.jsonl").read_text().splitlines()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait_for(condition, what: str, timeout_s: float = 600.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise SystemExit(f"waited {timeout_s:.0f} s for {what}")
+        time.sleep(0.05)
+
+
+def _run(*command: str, check: bool = True, quiet: bool = False, capture: bool = False,
+         env: dict[str, str] | None = None) -> subprocess.CompletedProcess:  # fmt: skip
+    program = Path(sys.executable).with_name(command[0])
+    if not capture and not quiet:
+        console.print(f"[dim]$ {' '.join(command)}[/]")
+    done = subprocess.run(
+        [str(program) if program.exists() else shutil.which(command[0]) or command[0], *command[1:]],
+        stdout=subprocess.PIPE if capture else subprocess.DEVNULL if quiet else None,
+        stderr=subprocess.DEVNULL if quiet else None,
+        text=True,
+        env=env,
+    )
+    if check and done.returncode != 0:
+        raise SystemExit(f"`{' '.join(command)}` failed with exit code {done.returncode}")
+    return done
+
+
+def _headline(text: str) -> None:
+    console.rule(f"[bold]{text}", align="left")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

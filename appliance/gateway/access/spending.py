@@ -1,0 +1,193 @@
+"""What keys spend: requests and tokens by the minute, quotas, and the sums of usage for the controller."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Final
+
+from appliance.gateway.access.allowance import Allowance, Bucket, KeyUse
+from appliance.gateway.core import errors
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.routes import ADMIN
+from appliance.gateway.http.wire import Request
+from appliance.gateway.payload.request_check import Checked
+from appliance.gateway.payload.usage import Meter
+from appliance.gateway.routing.table import Principal
+
+# Tokens that an engine writes in a second for one request, where none of its model has been measured yet.
+_UNKNOWN_RATE: Final = 10.0
+_MEASURED_FROM_TOKENS: Final = 8
+_SMOOTHING: Final = 0.1
+
+
+class Spending:
+    """Of all keys at one gateway. events: counters, by name; workers: how many gateways share each key's limits."""
+
+    def __init__(self, events: defaultdict[str, int], workers: int) -> None:
+        self.meter = Meter()
+        self._events = events
+        self._workers = workers
+        self._uses: dict[str, KeyUse] = {}
+        self._rates: dict[str, float] = {}
+
+    def apply(self, owners: Iterable[Principal]) -> None:
+        """A new table: what keys that left it had is forgotten, here; their requests still hold theirs."""
+        live = {owner.id for owner in owners}
+        self._uses = {key: use for key, use in self._uses.items() if key in live}
+
+    def use_of(self, principal: Principal) -> KeyUse:
+        use = self._uses.get(principal.id)
+        if use is None:
+            use = self._uses[principal.id] = KeyUse()
+        return use
+
+    # -- before the body is looked at
+
+    def admit(self, request: Request, use: KeyUse, limits: Limits) -> None:
+        """Its key has quota left, keeps to its requests by the minute and has not too many open, or ApiError is raised.
+
+        Spends the request: what is wrong with its body costs one too."""
+        principal = request.principal
+        assert principal is not None
+        spent_until_s = principal.spent_until_s
+        if spent_until_s is not None and time.time() < spent_until_s:
+            self._events["quota_spent"] += 1
+            raise errors.quota_spent(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(spent_until_s)))
+        if use.requests >= limits.key_requests:
+            self._events["concurrency_limited"] += 1
+            raise errors.too_many_at_once("requests", limits.key_requests)
+        allowance = self._allowance(principal, use)
+        if allowance is not None:
+            refused = allowance.take_request(time.monotonic())
+            request.rate_headers = allowance.headers()
+            if refused is not None:
+                self._events["rate_limited"] += 1
+                raise errors.rate_limited(*refused)
+
+    def admit_control(self, principal: Principal, use: KeyUse, limits: Limits) -> None:
+        """A request that the controller answers. Raises ApiError 429. An administrator's are not counted."""
+        limit = limits.key_control_requests_per_minute
+        if ADMIN in principal.scopes:
+            return
+        now_s = time.monotonic()
+        bucket = use.control
+        if bucket is None or bucket.limit != limit:
+            bucket = use.control = Bucket(limit, now_s)
+        bucket.refill(now_s)
+        wait_s = bucket.wait_s(1)
+        if wait_s > 0:
+            self._events["control_limited"] += 1
+            raise errors.rate_limited("requests to control routes", limit, wait_s)
+        bucket.level -= 1
+
+    def opened_control(self, request: Request, principal: Principal, use: KeyUse, limits: Limits) -> None:
+        """It goes to the controller, which may take long to answer (events of a response in background): it is one of
+        those that its key has open, or ApiError 429 is raised. `closed` must follow. An administrator's are not."""
+        if ADMIN in principal.scopes:
+            return
+        if use.requests >= limits.key_requests:
+            self._events["concurrency_limited"] += 1
+            raise errors.too_many_at_once("requests", limits.key_requests)
+        use.requests += 1
+        request.counted = True
+
+    # -- when it is known what it asks for
+
+    def spend(self, request: Request, checked: Checked, limits: Limits) -> None:
+        """Its key has the tokens for it and not too many streams, or ApiError is raised."""
+        use = request.use
+        assert use is not None
+        if use.requests >= limits.key_requests:
+            # Again: many at once were let in while the controller was asked what they go on from.
+            self._events["concurrency_limited"] += 1
+            raise errors.too_many_at_once("requests", limits.key_requests)
+        if checked.stream and use.streams >= limits.key_streams:
+            self._events["concurrency_limited"] += 1
+            raise errors.too_many_at_once("streams", limits.key_streams)
+        allowance = use.allowance
+        if allowance is not None:
+            refused = allowance.take_tokens(checked.tokens, time.monotonic())
+            request.rate_headers = allowance.headers()
+            if refused is not None:
+                self._events["rate_limited"] += 1
+                raise errors.rate_limited(*refused)
+            request.estimated_tokens = checked.tokens
+
+    def opened(self, request: Request, checked: Checked) -> None:
+        """It is on its way; `closed` must follow."""
+        use = request.use
+        assert use is not None
+        use.requests += 1
+        request.counted = True
+        request.asked = checked.asked
+        if checked.stream:
+            request.streams = True
+            use.streams += 1
+
+    def closed(self, request: Request) -> None:
+        use = request.use
+        assert use is not None
+        request.counted = False
+        use.requests -= 1
+        if request.streams:
+            use.streams -= 1
+
+    def _allowance(self, principal: Principal, use: KeyUse) -> Allowance | None:
+        requests, tokens = principal.requests_per_minute, principal.tokens_per_minute
+        if requests is None and tokens is None:
+            use.allowance = None
+            return None
+        # Connections spread over the workers of one port, and so do a key's requests.
+        workers = self._workers
+        requests = None if requests is None else max(1, requests // workers)
+        tokens = None if tokens is None else max(1, tokens // workers)
+        allowance = use.allowance
+        if allowance is None or allowance.limits != (requests, tokens):
+            allowance = use.allowance = Allowance(requests, tokens, time.monotonic())
+        return allowance
+
+    # -- when it is over
+
+    def account(self, request: Request, now_s: float) -> None:
+        """What an inference request has cost: to its key's allowance, and to the sums for the controller."""
+        principal, tokens = request.principal, request.tokens
+        if principal is None or not request.model:
+            return
+        asked = request.asked
+        if request.left_after_s > 0:
+            self._left(request)
+        elif not tokens.total:
+            if request.status == 200 and request.sent_bytes:
+                # Its engine died in the middle of a stream: what it delivered is paid for.
+                tokens.prompt, tokens.completion = asked.prompt_tokens, request.stream_events
+        elif tokens.completion >= _MEASURED_FROM_TOKENS and request.sent_s:
+            rate = tokens.completion / asked.sequences / max(now_s - request.sent_s, 1e-3)
+            known = self._rates.get(request.model)
+            self._rates[request.model] = rate if known is None else known + _SMOOTHING * (rate - known)
+        if request.estimated_tokens:
+            use = request.use
+            if use is not None and use.allowance is not None:
+                use.allowance.correct(request.estimated_tokens, tokens.total)
+        self.meter.add(principal.id, request.model, request.model_version, tokens, request.status >= 500)
+
+    def _left(self, request: Request) -> None:
+        """Left, or its key revoked, while an engine computed for it: no engine says what that cost.
+
+        The prompt as estimated, unless it was said; the tokens that were delivered, or those that the model writes in
+        that time where nothing is delivered before the end; never more than it asked for."""
+        tokens, asked = request.tokens, request.asked
+        tokens.prompt = tokens.prompt or asked.prompt_tokens
+        written = request.stream_events
+        if not request.streams or request.unread:
+            # Of a stream that its client let stand, the engine went on to write what was never delivered.
+            rate = self._rates.get(request.model, _UNKNOWN_RATE)
+            written = max(written, int(request.left_after_s * rate * asked.sequences))
+        tokens.completion = max(tokens.completion, min(written, asked.completion_tokens))
+
+    def refused(self, request: Request) -> None:
+        """It was not passed on: over a limit, for want of a right, or for what it asked."""
+        principal = request.principal
+        if principal is not None:
+            self.meter.refuse(principal.id, request.refused_model)

@@ -1,0 +1,260 @@
+"""One control request: streamed to the controller and back with backpressure in both directions.
+
+Uploads of any size pass through; only error answers are gathered, to be put into OpenAI's shape.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING
+
+from appliance.gateway.core import errors
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.http import wire
+from appliance.gateway.http.upstream import CHUNKED, UpstreamConnection, lose_interest
+from appliance.gateway.http.wire import Request
+
+if TYPE_CHECKING:
+    from appliance.gateway.gateway import Gateway
+    from appliance.gateway.http.server import ClientConnection
+
+ERROR_BODY_BYTES = 64 * 1024
+
+
+class Relay:
+    """See the module's docstring. `client` is None once the client is gone or the response is finished."""
+
+    __slots__ = (
+        "gateway",
+        "client",
+        "request",
+        "_conn",
+        "_connecting",
+        "_pending",
+        "_body_ended",
+        "_head_sent",
+        "_chunked",
+        "_kept",
+        "_kept_bytes",
+        "_progress_s",
+    )
+
+    def __init__(self, gateway: Gateway, client: ClientConnection, request: Request) -> None:
+        self.gateway = gateway
+        self.client: ClientConnection | None = client
+        self.request = request
+        self._conn: UpstreamConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._pending: list[bytes] = []
+        self._body_ended = False
+        self._head_sent = False
+        self._chunked = False
+        self._kept: list[bytes] = []
+        self._kept_bytes = 0
+        self._progress_s = 0.0
+
+    # -- Handler
+
+    def start(self) -> None:
+        pool, path = self.gateway.pool, self.gateway.config.controller_socket
+        self._progress_s = time.monotonic()
+        # Only a request that may safely arrive twice rides on a connection that may just be closing.
+        conn = pool.acquire(path) if self._is_repeatable() else None
+        if conn is not None:
+            self._send(conn)
+            return
+        assert self.client is not None
+        self.client.pause_reading()
+        self._connecting = pool.connect(path, self._connected, wait_s=self.gateway.limits.controller_wait_s)
+
+    def body(self, data: bytes) -> None:
+        if self._conn is not None:
+            self._progress_s = time.monotonic()
+            self._conn.write_body(data)
+        else:
+            self._pending.append(data)
+
+    def body_end(self) -> None:
+        self._body_ended = True
+        if self._conn is not None:
+            self._conn.end_body()
+
+    def client_lost(self) -> None:
+        self.client = None
+        self._drop()
+
+    def client_paused(self, paused: bool) -> None:
+        if self._conn is not None:
+            if paused:
+                self._conn.pause_reading()
+            else:
+                self._progress_s = time.monotonic()
+                self._conn.resume_reading()
+
+    def cancel(self, error: ApiError) -> None:
+        self._drop()
+        self._fail(error)
+
+    def tick(self, now_s: float) -> None:
+        client = self.client
+        if client is None or client.write_paused or not self.request.complete:
+            return
+        if now_s - self._progress_s > self.gateway.limits.upstream_silence_s:
+            self._drop()
+            self._fail(ApiError(504, "The controller did not answer in time.", kind="server_error", code="timeout"))
+
+    # -- towards the controller
+
+    def _connected(self, result: UpstreamConnection | OSError) -> None:
+        self._connecting = None
+        client = self.client
+        if client is None:
+            if isinstance(result, UpstreamConnection):
+                result.abort()
+            return
+        if isinstance(result, OSError):
+            self.gateway.metrics.events["controller_away"] += 1
+            self._fail(
+                errors.unavailable("The controller of this box is restarting. Please retry.", "controller_away", 2)
+            )
+            return
+        self._send(result)
+        client.resume_reading()
+
+    def _send(self, conn: UpstreamConnection) -> None:
+        self._conn = conn
+        self._progress_s = time.monotonic()
+        request = self.request
+        owes = CHUNKED if request.chunked else request.content_length or 0
+        conn.start(self, wire.controller_head(request, self.gateway.token), owes)
+        pending, self._pending = self._pending, []
+        for data in pending:
+            conn.write_body(data)
+        if self._body_ended:
+            conn.end_body()
+
+    def _is_repeatable(self) -> bool:
+        """Whether it may arrive twice, and all of it is still here: a body that was passed on is not."""
+        request = self.request
+        return request.method == b"GET" and not request.chunked and not request.content_length
+
+    def upstream_paused(self, paused: bool) -> None:
+        if self.client is not None:
+            if paused:
+                self.client.pause_reading()
+            else:
+                self.client.resume_reading()
+
+    # -- the controller's answer
+
+    def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
+        if done:
+            self._conn = None
+        client = self.client
+        if client is None:
+            return
+        self._progress_s = time.monotonic()
+        status = conn.status
+        if self._head_sent:
+            self._write(body, done)
+        elif status >= 400:
+            self._kept.append(body)
+            self._kept_bytes += len(body)
+            if self._kept_bytes > ERROR_BODY_BYTES:
+                self._drop()
+                self._fail(errors.from_upstream(status, b""))
+            elif done:
+                error = errors.from_upstream(status, b"".join(self._kept))
+                retry_after_s = wire.retry_after_s(conn.headers)
+                if retry_after_s is not None:
+                    error.retry_after_s = min(max(retry_after_s, 1), errors.MAX_RETRY_AFTER_S)
+                self._fail(error)
+        elif body or done:
+            self._send_head(conn)
+            self._write(body, done)
+
+    def upstream_lost(self, conn: UpstreamConnection) -> None:
+        self._conn = None
+        if self.client is None:
+            return
+        if not self._head_sent and conn.reused and not conn.answered and self._is_repeatable():
+            self.start()
+            return
+        self._fail(
+            ApiError(
+                502,
+                "The controller of this box stopped while it answered. Please retry.",
+                kind="server_error",
+                code="controller_away",
+                retry_after_s=2,
+            )
+        )
+
+    # -- towards the client
+
+    def _send_head(self, conn: UpstreamConnection) -> None:
+        client = self.client
+        assert client is not None
+        self._head_sent = True
+        request = self.request
+        request.status = conn.status
+        request.first_byte_s = time.monotonic()
+        length = conn.headers.get(b"content-length")
+        bodyless = conn.status in (204, 304)
+        self._chunked = length is None and not bodyless and request.version == "1.1"
+        extra = wire.controller_response_headers(conn.headers)
+        extra.append((b"x-content-type-options", b"nosniff"))
+        client.write(
+            wire.response_head(
+                conn.status,
+                request.request_id,
+                length=None if bodyless or length is None else int(length),
+                chunked=self._chunked,
+                close=not client.will_keep_alive or (length is None and not self._chunked and not bodyless),
+                processing_s=request.first_byte_s - request.received_s,
+                extra=extra,
+            )
+        )
+
+    def _write(self, body: bytes, done: bool) -> None:
+        client = self.client
+        assert client is not None
+        self.request.sent_bytes += len(body)
+        if self._chunked:
+            data = (wire.chunk(body) if body else b"") + (wire.LAST_CHUNK if done else b"")
+        else:
+            data = body
+        if data:
+            client.write(data)
+        if done:
+            self.client = None
+            client.finished(keep_alive=self._chunked or self.request.version == "1.1")
+
+    def _fail(self, error: ApiError) -> None:
+        client, self.client = self.client, None
+        if client is None:
+            return
+        if self._head_sent:
+            client.abort_response()
+        else:
+            client.answer_error(error)
+
+    def _drop(self) -> None:
+        lose_interest(self._connecting, self._conn)
+        self._connecting = self._conn = None
+
+
+class WholeRelay(Relay):
+    """Of a request whose body is here already: it was gathered to be checked."""
+
+    __slots__ = ()
+
+    def start(self) -> None:
+        # However the client sent it: its length is known by now.
+        request = self.request
+        request.content_length, request.chunked = sum(map(len, request.chunks)), False
+        super().start()
+        for data in request.chunks:
+            self.body(data)
+        self.body_end()

@@ -1,0 +1,5 @@
+"""What every room of the gateway needs: settings, errors and their shapes, and the table of routes.
+
+Never: It opens no socket and holds no state.
+Begin with routes.py.
+"""

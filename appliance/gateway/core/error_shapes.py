@@ -1,0 +1,63 @@
+"""How an error looks to a client: OpenAI's object on every route but Anthropic's own, `/v1/messages`. Pure.
+
+Anthropic's shape and types after https://docs.anthropic.com/en/api/errors: {"type": "error", "error": {"type",
+"message"}, "request_id"}; what is 503 elsewhere is 529 `overloaded_error` there. Both SDKs retry both.
+"""
+
+from __future__ import annotations
+
+import orjson
+
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.http import wire
+from appliance.gateway.http.wire import Request
+
+_ANTHROPIC = b"/v1/messages"
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+
+
+def shaped(error: ApiError, request: Request | None, request_id: bytes) -> tuple[int, bytes, list[tuple[bytes, bytes]]]:
+    """Status, body and further headers. request: None if its head could not be read."""
+    if request is None or request.path != _ANTHROPIC:
+        return error.status, error.body(), []
+    status = 529 if error.status == 503 else error.status
+    return status, _anthropic(error, status, request_id), [(b"request-id", request_id)]
+
+
+def error_response(error: ApiError, request: Request | None, request_id: bytes, *, close: bool) -> bytes:
+    """The error as a whole response, noted as the request's status."""
+    status, body, headers = shaped(error, request, request_id)
+    if request is not None:
+        request.status = status
+        headers += request.rate_headers
+    head = wire.response_head(
+        status,
+        request_id,
+        content_type=b"application/json",
+        length=len(body),
+        close=close,
+        extra=[*wire.error_headers(error), *headers],
+    )
+    return head + body
+
+
+def event(error: ApiError, request: Request) -> bytes:
+    """The error as an event of a stream."""
+    if request.path != _ANTHROPIC:
+        return b"data: %b\n\n" % error.body()
+    status = 529 if error.status == 503 else error.status
+    return b"event: error\ndata: %b\n\n" % _anthropic(error, status, request.request_id)
+
+
+def _anthropic(error: ApiError, status: int, request_id: bytes) -> bytes:
+    kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
+    found = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id.decode()}
+    return orjson.dumps(found)

@@ -1,0 +1,109 @@
+"""The certificate that the endpoint shows: taken up from its files while it runs, and said when it is about to expire.
+
+A pair of files is loaded into a context of its own, whole, before any connection gets it: loading into the one in use
+would leave a new certificate with an old key where the second file is not there yet. The context that is listened with
+hands each new connection to the newest one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import time
+from typing import Any
+
+from cryptography import x509
+
+from appliance.gateway.core.errors import ConfigInvalid
+
+log = logging.getLogger("appliance.gateway")
+
+LOOK_EVERY_S = 2.0
+SAID_BEFORE_S = 14 * 86400.0
+
+Seen = tuple[tuple[int, int, int], ...]
+
+
+class Certificate:
+    """context: to listen with. expires_s: Unix time, of the certificate in force. fault: why what stands in the files
+    is not, "" where it is."""
+
+    def __init__(self, cert_path: str, key_path: str) -> None:
+        """Raises ConfigInvalid."""
+        self._cert_path, self._key_path = cert_path, key_path
+        self.fault = ""
+        try:
+            self._seen = self._settling = self._stat()
+            self._newest, self.expires_s = self._load()
+        except (OSError, ssl.SSLError, ValueError) as error:
+            raise ConfigInvalid(
+                f"tls_cert_path {cert_path!r}, tls_key_path {key_path!r}: "
+                f"cannot be used ({error}), expected a PEM certificate chain and its unencrypted key"
+            ) from error
+        self.context = self._newest
+        # Called for every new connection, also for those that name no server.
+        self.context.sni_callback = self._hand_over
+        self._next_look_s = 0.0
+
+    def look(self, now_s: float, *, at_once: bool = False) -> bool:
+        """Take up what stands in the files, if it is new; whether anything is different now.
+
+        now_s: the monotonic clock. Files that just changed are left to settle until the next look, unless `at_once`.
+        """
+        if not at_once and now_s < self._next_look_s:
+            return False
+        self._next_look_s = now_s + LOOK_EVERY_S
+        before = self.fault
+        try:
+            found = self._stat()
+            settled = at_once or found == self._settling
+            self._settling = found
+            if not settled or found == self._seen:
+                return False
+            self._seen = found
+            newest, expires_s = self._load()
+            if expires_s < time.time() < self.expires_s:
+                raise ValueError(f"it expired at {_moment(expires_s)}")
+        except (OSError, ssl.SSLError, ValueError) as error:
+            self.fault = f"{type(error).__name__}: {error}"
+            if self.fault != before:
+                log.error("the new certificate in %s is not taken up, the old one stays: %s", self._cert_path, error)
+            return self.fault != before
+        self._newest, self.expires_s, self.fault = newest, expires_s, ""
+        log.info("a new certificate is in force, until %s", _moment(expires_s))
+        return True
+
+    def notes(self, now_s: float) -> list[str]:
+        """now_s: Unix time."""
+        told = []
+        if self.fault:
+            told.append(f"the endpoint's new certificate in {self._cert_path} is not taken up, the old one stays: "
+                        f"{self.fault}")  # fmt: skip
+        left_s = self.expires_s - now_s
+        if left_s <= SAID_BEFORE_S:
+            when = f"expires in {left_s / 86400:.1f} days, at" if left_s > 0 else "has expired, at"
+            told.append(f"the endpoint's certificate {when} {_moment(self.expires_s)}; a new one in {self._cert_path} "
+                        "is taken up without a restart")  # fmt: skip
+        return told
+
+    def _hand_over(self, connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _context: Any) -> None:
+        if connection.context is not self._newest:
+            connection.context = self._newest
+
+    def _stat(self) -> Seen:
+        found = [os.stat(path) for path in (self._cert_path, self._key_path)]
+        return tuple((one.st_mtime_ns, one.st_ino, one.st_size) for one in found)
+
+    def _load(self) -> tuple[ssl.SSLContext, float]:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        # An encrypted key must fail, and not ask a terminal for its password.
+        context.load_cert_chain(self._cert_path, self._key_path, password="")
+        with open(self._cert_path, "rb") as file:
+            own = x509.load_pem_x509_certificates(file.read())[0]
+        return context, own.not_valid_after_utc.timestamp()
+
+
+def _moment(unix_s: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(unix_s))

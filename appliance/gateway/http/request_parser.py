@@ -1,0 +1,187 @@
+"""Bytes of a client become requests: httptools with limits on what it may be made to remember, and heads that need no
+parser because the last one was the same.
+
+The connection is told of a request's head, of its body piece by piece, and of its end. An ApiError that it raises there
+comes out of `feed` like those raised here: the connection is of no use after it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+import httptools
+
+from appliance.gateway.core import errors
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.http.repeated_head import RepeatedHead, repeated_head
+from appliance.gateway.http.wire import Request
+
+if TYPE_CHECKING:
+    from appliance.gateway.gateway import Gateway
+    from appliance.gateway.http.server import ClientConnection
+
+# A header that may stand once only: two of them mean that two readers could disagree.
+_ONCE: Final = frozenset(
+    {b"host", b"content-length", b"transfer-encoding", b"authorization", b"content-type", b"expect"}
+)
+# A connection whose heads differ so often in a row does without remembering them.
+_DIFFERING_HEADS: Final = 4
+
+
+class Closing(Exception):
+    """Raised into the parser: bytes after a response that ends the connection are not looked at."""
+
+
+class RequestParser:
+    """Of one connection. head_started: a request has begun whose head is not complete."""
+
+    head_started: bool = False
+    _url: bytes = b""
+    _header_count: int = 0
+    _head_bytes: int = 0
+    _unparsed_head: int = 0
+    _in_head: bool = True
+    _between: bool = True
+    _fed: bytes | None = None
+    _repeat: RepeatedHead | None = None
+    _differing: int = 0
+
+    def __init__(self, gateway: Gateway, connection: ClientConnection) -> None:
+        self._gateway = gateway
+        self._connection = connection
+        self._headers: dict[bytes, bytes] = {}
+        self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
+
+    def feed(self, data: bytes) -> None:
+        """Raises ApiError for what is no HTTP, is too large, or is refused by the connection."""
+        between, self._between = self._between, False
+        if between and self._differing < _DIFFERING_HEADS:
+            if self._repeat is not None and self._repeated(self._repeat, data):
+                return
+            self._fed = data
+        else:
+            self._fed = None
+        parser = self._parser
+        assert parser is not None
+        try:
+            parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            raise errors.protocol_error("CONNECT and protocol upgrades are not supported.") from None
+        except httptools.HttpParserCallbackError as error:
+            cause = error.__context__
+            if isinstance(cause, Closing):
+                return
+            if not isinstance(cause, ApiError):
+                raise
+            raise cause from None
+        except httptools.HttpParserError as error:
+            self._gateway.metrics.events["bad_http"] += 1
+            raise errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}.") from None
+        if self._in_head:
+            # Bytes of a head that httptools has not reported yet are held by its parser.
+            self._unparsed_head += len(data)
+            if self._unparsed_head > self._gateway.limits.head_bytes + len(data):
+                raise errors.protocol_error("The request head is too large.", 431)
+
+    def close(self) -> None:
+        """It knows its parser, which knows it: no object of a connection that is gone waits for a collection."""
+        self._parser = None
+
+    def _repeated(self, repeat: RepeatedHead, data: bytes) -> bool:
+        """Begin a request whose head is known. False: httptools must look at these bytes."""
+        gateway, connection = self._gateway, self._connection
+        # With a new table its key may be revoked, or may do something else.
+        if connection.active is not None or gateway.stopping or repeat.table != gateway.tables_applied:
+            return False
+        body = repeat.body_of(data)
+        if body is None:
+            self._differing += 1
+            return False
+        if len(body) > gateway.limits.inference_body_bytes:
+            return False
+        request = repeat.again(body)
+        try:
+            gateway.take_body(request, len(body))
+        except ApiError:
+            return False
+        self._differing = 0
+        self._between = True
+        request.request_id = gateway.new_request_id()
+        connection.begin(request)
+        return True
+
+    # -- httptools callbacks
+
+    def on_message_begin(self) -> None:
+        self._connection.request_begins()
+        self.head_started = True
+        self._between = False
+        self._url = b""
+        self._headers = {}
+        self._header_count = self._head_bytes = self._unparsed_head = 0
+        self._in_head = True
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+        if len(self._url) > self._gateway.limits.target_bytes:
+            raise errors.protocol_error("The request URL is too long.", 414)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        limits = self._gateway.limits
+        self._header_count += 1
+        self._head_bytes += len(name) + len(value) + 4
+        if self._head_bytes > limits.head_bytes or self._header_count > limits.header_count:
+            raise errors.protocol_error("The request has too many or too large headers.", 431)
+        if not self._in_head:
+            return  # trailers: counted, and dropped
+        name = name.lower()
+        headers = self._headers
+        if name not in headers:
+            headers[name] = value
+        elif name in _ONCE:
+            raise errors.protocol_error(f"The header {name.decode('latin-1')} was sent twice.")
+        else:
+            headers[name] += b", " + value
+
+    def on_headers_complete(self) -> None:
+        parser, headers = self._parser, self._headers
+        assert parser is not None
+        self._in_head = self.head_started = False
+        if parser.should_upgrade():
+            raise errors.protocol_error("CONNECT and protocol upgrades are not supported.")
+        request = Request(parser.get_method(), self._url, headers, parser.get_http_version())
+        self._connection.parsing = request
+        length = headers.get(b"content-length")
+        if length is not None:
+            request.content_length = int(length)
+        if request.version != "1.1":
+            _check_version(request)
+        elif b"host" not in headers:
+            raise errors.protocol_error("The request has no Host header.")
+        coding = headers.get(b"transfer-encoding")
+        if coding is not None:
+            if coding.lower() != b"chunked":
+                raise errors.protocol_error("Only Transfer-Encoding: chunked is understood.", 501)
+            request.chunked = True
+        request.keep_alive = parser.should_keep_alive()
+        self._connection.head_complete(request)
+
+    def on_body(self, data: bytes) -> None:
+        self._connection.body_data(data)
+
+    def on_message_complete(self) -> None:
+        request = self._connection.parsing
+        if request is None:
+            return  # answered and closing
+        self._in_head = self._between = True
+        self._unparsed_head = 0
+        if self._fed is not None:
+            self._repeat = repeated_head(self._fed, request, self._gateway.tables_applied)
+        self._connection.request_complete(request)
+
+
+def _check_version(request: Request) -> None:
+    if request.version != "1.0":
+        raise errors.protocol_error(f"HTTP/{request.version} is not supported, use HTTP/1.1.", 505)
+    if b"transfer-encoding" in request.headers:
+        raise errors.protocol_error("Transfer-Encoding is not part of HTTP/1.0.")

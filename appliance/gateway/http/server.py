@@ -1,0 +1,440 @@
+"""Server side: one client connection. Parses requests, refuses bad ones, hands good ones to a handler.
+
+States of a connection: idle (no request) → head → [body] → answering → idle …, or → lingering → closed.
+Invariants: at most one request is being answered; a connection whose bytes could not be parsed never carries
+another request; the gateway's count of buffered body bytes includes exactly the bodies of unfinished requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Final
+
+from appliance.gateway.access.admission import body_limit, check_scopes
+from appliance.gateway.core import errors
+from appliance.gateway.core.error_shapes import error_response
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.routes import Kind, resolve
+from appliance.gateway.http import wire
+from appliance.gateway.http.connection import Connection
+from appliance.gateway.http.handler import Handler
+from appliance.gateway.http.request_parser import Closing, RequestParser
+from appliance.gateway.http.wire import Request
+from appliance.gateway.routing.table import Principal
+
+if TYPE_CHECKING:
+    from appliance.gateway.gateway import Gateway
+
+log = logging.getLogger("appliance.gateway")
+
+# Body of a refused request that is read to its end, to keep the connection; a larger one costs the connection.
+_DISCARD_BYTES: Final = 256 * 1024
+_LINGER_S: Final = 2.0
+_LINGER_BYTES: Final = 4 * 1024 * 1024
+
+
+class ClientConnection(Connection):
+    """See the module's docstring."""
+
+    write_paused: bool = False
+    active_request: Request | None = None
+    parsing: Request | None = None
+    _deadline_s: float = 0.0
+    _stalled_since_s: float = 0.0
+    _closing: bool = False
+    _linger_bytes: int = 0
+    _window_start_s: float = 0.0
+    _window_bytes: int = 0
+    _body_since_s: float = 0.0
+    _paused_since_s: float = 0.0
+
+    def __init__(self, gateway: Gateway) -> None:
+        super().__init__(gateway.outbox)
+        self.gateway = gateway
+        self.active: Handler | None = None
+        self._parser: RequestParser | None = None
+        self._waiting: deque[Request | ApiError] = deque()
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        self._parser = RequestParser(self.gateway, self)
+        gateway = self.gateway
+        self._deadline_s = time.monotonic() + gateway.limits.head_timeout_s
+        full = len(gateway.connections) >= gateway.limits.max_connections
+        gateway.connections.add(self)
+        if full:
+            gateway.metrics.events["connection_refused"] += 1
+            self._refuse(errors.unavailable("Too many open connections.", "too_many_connections", 2))
+
+    def data_received(self, data: bytes) -> None:
+        parser = self._parser
+        if self._closing or parser is None:
+            self._linger_bytes += len(data)
+            if self._linger_bytes > _LINGER_BYTES:
+                self.abort()
+            return
+        try:
+            parser.feed(data)
+        except ApiError as error:
+            self._refuse(error)
+
+    def eof_received(self) -> bool:
+        # Half-closed clients are treated as gone: waiting would keep an engine busy for nobody.
+        return False
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self._stop_parsing()
+        self.gateway.connections.discard(self)
+        handler, request = self.active, self.active_request
+        self.active = self.active_request = None
+        if handler is not None and request is not None:
+            handler.client_lost()
+            request.status = request.status or 499
+            self.gateway.metrics.events["client_disconnected"] += 1
+            self.gateway.finished(request, time.monotonic())
+        for waiting in self._waiting:
+            if isinstance(waiting, Request):
+                self.gateway.release_body(waiting)
+        self._waiting.clear()
+        if self.parsing is not None and self.parsing is not request:
+            self.gateway.release_body(self.parsing)
+        self.parsing = None
+
+    def pause_writing(self) -> None:
+        self.write_paused = True
+        self._stalled_since_s = time.monotonic()
+        if self.active is not None:
+            self.active.client_paused(True)
+
+    def resume_writing(self) -> None:
+        self.write_paused = False
+        if self.active is not None:
+            self.active.client_paused(False)
+
+    # -- from the parser; an ApiError raised here ends the connection after it is answered
+
+    def request_begins(self) -> None:
+        """Its first byte is there."""
+        if self._closing:
+            raise Closing
+        if self.gateway.stopping:
+            raise errors.unavailable("The server is shutting down.", "shutting_down", 2)
+        if self.active is None:
+            self._deadline_s = time.monotonic() + self.gateway.limits.head_timeout_s
+
+    def head_complete(self, request: Request) -> None:
+        now = time.monotonic()
+        request.received_s = now
+        self._window_start_s = self._body_since_s = now
+        self._window_bytes = 0
+        try:
+            request.request_id = self.gateway.request_id(request.headers)
+            request.route = resolve(request.method, request.path)
+            self.gateway.admit(request)
+        except ApiError as error:
+            request.refusal = error
+        if self.active is not None:
+            # Pipelining: answered in order, and nothing more is read until its turn.
+            if len(self._waiting) >= self.gateway.limits.pipelined_requests:
+                raise errors.protocol_error("Too many pipelined requests.")
+            self.pause_reading()
+        else:
+            self._head_ready(request)
+
+    def _head_ready(self, request: Request) -> None:
+        """Its head is known and it is its turn. Raises the request's ApiError if its body is not worth reading."""
+        expects = request.headers.get(b"expect")
+        if request.refusal is not None:
+            if expects is not None or request.chunked or (request.content_length or 0) > _DISCARD_BYTES:
+                raise request.refusal
+            return
+        if expects is not None:
+            self.write(wire.CONTINUE)
+        if not request.buffered:
+            self.begin(request)
+
+    def body_data(self, data: bytes) -> None:
+        request = self.parsing
+        if request is None:
+            return  # answered and closing
+        length = len(data)
+        request.body_bytes += length
+        self._window_bytes += length
+        if request.refusal is not None:
+            if request.body_bytes > _DISCARD_BYTES:
+                raise request.refusal
+            request.body_bytes = 0
+            return
+        limit = body_limit(request.route, self.gateway.limits)
+        if request.body_bytes > limit:
+            raise errors.body_too_large(limit)
+        if request.buffered:
+            self.gateway.take_body(request, length)
+            request.chunks.append(data)
+        elif request is self.active_request and self.active is not None:
+            self.active.body(data)
+        else:
+            request.chunks.append(data)
+
+    def request_complete(self, request: Request) -> None:
+        self.parsing = None
+        request.complete = True
+        if request is self.active_request:
+            if self.active is not None:
+                self.active.body_end()
+        elif self.active is not None:
+            self._waiting.append(request)
+        else:
+            self.begin(request)
+
+    # -- answering
+
+    def begin(self, request: Request) -> None:
+        """It is complete, or its body is to be streamed, and it is its turn."""
+        self.active_request = request
+        if request.refusal is not None:
+            self.answer_error(request.refusal)
+            return
+        assert request.route is not None
+        if request.route.kind is not Kind.HEALTH:
+            request.received_s = time.monotonic()
+            try:
+                self.active = self.gateway.handler(self, request)
+            except ApiError as error:
+                self.answer_error(error)
+                return
+            self.active.start()
+            if not request.buffered:
+                self._pass_on_body(request)
+        else:
+            status, content_type, body = self.gateway.own_answer(request)
+            self.answer(status, content_type, body)
+
+    def answer(self, status: int, content_type: bytes, body: bytes) -> None:
+        """Send a whole response of the gateway's own and finish the active request."""
+        request = self.active_request
+        assert request is not None
+        request.status = status
+        head = wire.response_head(
+            status, request.request_id, content_type=content_type, length=len(body), close=not self.will_keep_alive
+        )
+        self.write(head + body)
+        self.finished(keep_alive=True)
+
+    def answer_error(self, error: ApiError) -> None:
+        """Send an error as the whole response and finish the active request."""
+        request = self.active_request
+        assert request is not None
+        close = error.close or not self.will_keep_alive
+        data = error_response(error, request, request.request_id, close=close)
+        if request.method == b"HEAD":
+            data = data[: data.index(b"\r\n\r\n") + 4]
+        self.write(data)
+        self.finished(keep_alive=not error.close)
+
+    def abort_response(self) -> None:
+        """Break off a response that cannot be completed: the client sees a failed transfer, not a short one."""
+        request = self.active_request
+        assert request is not None
+        self.active = self.active_request = None
+        self.gateway.metrics.events["response_aborted"] += 1
+        self.gateway.finished(request, time.monotonic())
+        self.abort()
+
+    @property
+    def will_keep_alive(self) -> bool:
+        request = self.active_request
+        return request is not None and request.keep_alive and request.complete and not self.gateway.stopping
+
+    def finished(self, *, keep_alive: bool, now_s: float = 0.0) -> None:
+        """The active request's response is completely written. now_s: the monotonic clock, where it was just read."""
+        request = self.active_request
+        assert request is not None
+        now_s = now_s or time.monotonic()
+        reusable = keep_alive and self.will_keep_alive
+        self.active = self.active_request = None
+        self.gateway.finished(request, now_s)
+        if not reusable:
+            self._close(read_rest=not request.complete)
+        elif self._waiting:
+            waiting = self._waiting.popleft()
+            if isinstance(waiting, ApiError):
+                self._refuse(waiting)
+            else:
+                self.begin(waiting)
+        else:
+            self._next_idle(now_s)
+
+    def _pass_on_body(self, request: Request) -> None:
+        """What of a streamed body arrived before its turn (pipelining)."""
+        chunks, request.chunks = request.chunks, []
+        for data in chunks:
+            if self.active is not None and self.active_request is request:
+                self.active.body(data)
+        if request.complete and self.active is not None and self.active_request is request:
+            self.active.body_end()
+
+    def _next_idle(self, now_s: float) -> None:
+        self._deadline_s = now_s + self.gateway.limits.keepalive_s
+        if self.parsing is not None:
+            # Its head came while another request was answered; its turn is now.
+            try:
+                self._head_ready(self.parsing)
+            except ApiError as error:
+                self._refuse(error)
+                return
+        if self.read_paused:
+            self.resume_reading()
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer an error and close; behind a request that is still being answered, after it."""
+        error.close = True
+        if self.active is not None:
+            request = self.active_request
+            if self.parsing is request and request is not None:
+                # The body of the request being answered is bad: its handler cannot go on.
+                self.active.cancel(error)
+            else:
+                self._waiting.append(error)
+                if self.parsing is not None:
+                    self.gateway.release_body(self.parsing)
+                    self.parsing = None
+            self._stop_parsing()
+            return
+        request = self.parsing
+        self._stop_parsing()
+        request_id = request.request_id if request is not None else b""
+        data = error_response(error, request, request_id or self.gateway.new_request_id(), close=True)
+        if request is not None:
+            self.parsing = None
+            self.gateway.finished(request, time.monotonic())
+        else:
+            self.gateway.metrics.requests["unknown", error.status] += 1
+        self.write(data)
+        self._close(read_rest=True)
+
+    def _stop_parsing(self) -> None:
+        if self._parser is not None:
+            self._parser.close()
+            self._parser = None
+
+    def _close(self, *, read_rest: bool) -> None:
+        transport = self.transport
+        self._closing = True
+        if self.parsing is not None:
+            self.gateway.release_body(self.parsing)
+            self.parsing = None
+        if transport is None:
+            return
+        if not read_rest or not transport.can_write_eof():
+            self._deadline_s = time.monotonic() + self.gateway.limits.write_stall_s
+            self.close()
+            return
+        # Closing with unread bytes sends a reset that can destroy the answer on its way: say EOF, read on a little.
+        self._deadline_s = time.monotonic() + _LINGER_S
+        self.flush()
+        transport.write_eof()
+        self.resume_reading()
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self._paused_since_s = time.monotonic()
+        super().pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            now = time.monotonic()
+            self._window_start_s, self._window_bytes = now, 0
+            # It was not its client that was slow meanwhile.
+            self._body_since_s += now - self._paused_since_s
+        super().resume_reading()
+
+    # -- time
+
+    def tick(self, now_s: float) -> None:
+        """Called a few times a second: everything here that depends on time."""
+        limits = self.gateway.limits
+        if self.write_paused and now_s - self._stalled_since_s > limits.write_stall_s:
+            self.gateway.metrics.events["client_stalled"] += 1
+            self.abort()
+            return
+        if self._closing:
+            if now_s > self._deadline_s:
+                self.abort()
+            return
+        parsing = self.parsing
+        if parsing is not None and not self.read_paused:
+            if now_s - self._window_start_s > limits.body_window_s:
+                if self._window_bytes < limits.body_window_bytes:
+                    self.gateway.metrics.events["slow_body"] += 1
+                    self._refuse(ApiError(408, "The request body came too slowly.", code="request_timeout", close=True))
+                    return
+                self._window_start_s, self._window_bytes = now_s, 0
+            allowed_s = limits.body_grace_s + parsing.body_bytes / limits.body_bytes_per_s
+            if now_s - self._body_since_s > allowed_s:
+                # A little in every window would keep it open for hours.
+                self.gateway.metrics.events["slow_body"] += 1
+                self._refuse(ApiError(408, "The request body came too slowly.", code="request_timeout", close=True))
+                return
+        if self.active is not None:
+            self.active.tick(now_s)
+        elif parsing is None and now_s > self._deadline_s:
+            if self._parser is not None and self._parser.head_started:
+                self.gateway.metrics.events["slow_head"] += 1
+                self._refuse(ApiError(408, "The request head came too slowly.", code="request_timeout", close=True))
+            else:
+                self.close()
+
+    def keys_changed(self, principals: Mapping[str, Principal]) -> None:
+        """There is a new table: what a key that is gone has here ends, whatever has arrived of it. principals: by id.
+
+        Requests that have not begun are judged by their key as it is now.
+        """
+        for waiting in self._waiting:
+            if isinstance(waiting, Request):
+                waiting.refusal = waiting.refusal or _judged_anew(waiting, principals)
+        request, parsing = self.active_request, self.parsing
+        if parsing is not None and parsing is not request and parsing.refusal is None:
+            refusal = _judged_anew(parsing, principals)
+            if refusal is not None:
+                self.gateway.metrics.events["revoked_in_flight"] += 1
+                if self.active is None:
+                    self._refuse(refusal)
+                    return
+                parsing.refusal = refusal  # its turn comes
+        # Last: what waits behind it begins at once.
+        if self.active is not None and request is not None and _is_gone(request, principals):
+            self.gateway.metrics.events["revoked_in_flight"] += 1
+            self.active.cancel(errors.key_revoked())
+
+    def stop(self) -> None:
+        """The gateway stops: idle connections close now, others after their answer."""
+        if self.active is None and self.parsing is None:
+            self.close()
+
+
+def _is_gone(request: Request, principals: Mapping[str, Principal]) -> bool:
+    return request.principal is not None and request.principal.id not in principals
+
+
+def _judged_anew(request: Request, principals: Mapping[str, Principal]) -> ApiError | None:
+    """Why a request that was let in is not any more; None where it still is."""
+    if request.principal is None or request.route is None:
+        return None
+    principal = principals.get(request.principal.id)
+    if principal is None:
+        return errors.key_revoked()
+    request.principal = principal
+    try:
+        check_scopes(request.route, principal)
+    except ApiError as error:
+        error.close = True
+        return error
+    return None

@@ -1,0 +1,337 @@
+"""Client side towards engines and controller: HTTP/1.1 over Unix sockets, pooled, one response at a time.
+
+One `upstream_data` call per read of the socket, whatever number of chunks it held, so that one read becomes one
+write to the client.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import time
+from collections.abc import Callable
+from typing import Final, Protocol
+
+import httptools
+
+from appliance.gateway.http import wire
+from appliance.gateway.http.connection import Connection
+from appliance.gateway.http.engine_framing import OK, PlainHead, plain_head, whole_chunks
+from appliance.gateway.http.outbox import Outbox
+
+CONNECT_TIMEOUT_S = 5.0
+FULL_BACKLOG_RETRY_S = 0.01
+RESPONSE_HEAD_BYTES = 64 * 1024
+CHUNKED: Final = -1
+_HEAD_END: Final = b"\r\n\r\n"
+
+
+class Owner(Protocol):
+    """Whoever waits for a response."""
+
+    def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
+        """The head is in (`conn.status`, `conn.headers`); `body` is new, possibly empty; `done`: response complete."""
+
+    def upstream_lost(self, conn: UpstreamConnection) -> None:
+        """The connection ended before the response was complete."""
+
+    def upstream_paused(self, paused: bool) -> None:
+        """The upstream's send buffer is full (or has drained again)."""
+
+
+class UpstreamConnection(Connection):
+    """One connection. Invariant: it is in the pool exactly when it has no owner, is open, and both its last request
+    and the response to it were complete: what comes next on it, in either direction, is a head.
+
+    read_s: when something came in last; of an idle one, since when it has been idle.
+    """
+
+    status: int = 0
+    _head_done: bool = False
+    _done: bool = False
+    _head_bytes: int = 0
+    _keep_alive: bool = False
+    reused: bool = False
+    answered: bool = False
+    read_s: float = 0.0
+    _between_chunks: bool = False
+    # Bytes of the request's body that its head promised and that are not written yet; `CHUNKED`: until `end_body`.
+    _owes: int = 0
+    _last: PlainHead | None = None
+
+    def __init__(self, pool: UpstreamPool, path: str) -> None:
+        super().__init__(pool.outbox)
+        self._pool = pool
+        self.path = path
+        self._parser: httptools.HttpResponseParser | None = None
+        self.owner: Owner | None = None
+        self.headers: dict[bytes, bytes] = {}
+        self._chunks: list[bytes] = []
+
+    # -- for the owner
+
+    def start(self, owner: Owner, data: bytes, owes: int = 0) -> None:
+        """Send a request on behalf of `owner`: all of it, or its head, and then what it owes by `write_body`.
+
+        owes: the length of the body that is still to come; CHUNKED: one that `end_body` ends.
+        """
+        assert self.owner is None and self.transport is not None
+        self.owner = owner
+        self._owes = owes
+        self._head_done = self._done = self.answered = False
+        self._head_bytes = 0
+        self.write(data)
+
+    def write_body(self, data: bytes) -> None:
+        """More of the body. What is longer than its head said would be read as the next head: it ends here."""
+        if self._owes == CHUNKED:
+            if data:  # an empty chunk is the end
+                self.write(wire.chunk(data))
+        elif len(data) <= self._owes:
+            self._owes -= len(data)
+            self.write(data)
+        elif self.owner is not None:
+            self._lost(self.owner)
+
+    def end_body(self) -> None:
+        if self._owes == CHUNKED:
+            self._owes = 0
+            self.write(wire.LAST_CHUNK)
+
+    def abort(self) -> None:
+        """Drop the connection now: the only way HTTP/1.1 has to tell an engine that nobody wants the rest."""
+        self.owner = None
+        super().abort()
+
+    # -- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = transport  # type: ignore[assignment]
+        self.read_s = time.monotonic()
+        self._parser = httptools.HttpResponseParser(self)
+
+    def data_received(self, data: bytes) -> None:
+        owner = self.owner
+        if owner is None or self._parser is None:
+            # Bytes that nobody asked for: what they belong to is unknowable.
+            self.abort()
+            return
+        self.answered = True
+        self.read_s = time.monotonic()
+        if not self._head_done:
+            if not self._head_bytes:
+                if data.startswith(OK) and self._whole(owner, data):
+                    return
+                self.headers = {}
+                self._between_chunks = False
+            self._head_bytes += len(data)
+        elif self._between_chunks:
+            body = whole_chunks(data)
+            if body:
+                owner.upstream_data(self, body, False)
+                return
+            self._between_chunks = False
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._lost(owner)
+            return
+        if not self._head_done:
+            if self._head_bytes > RESPONSE_HEAD_BYTES:
+                self._lost(owner)
+            return
+        chunks = self._chunks
+        if not chunks:
+            body = b""
+        elif len(chunks) == 1:
+            body = chunks[0]
+            self._chunks = []
+        else:
+            body = b"".join(chunks)
+            self._chunks = []
+        if not self._done:
+            if not body:
+                # Nothing but the head: what comes now begins with a chunk.
+                self._between_chunks = self.headers.get(b"transfer-encoding") == b"chunked" and data[-4:] == _HEAD_END
+            owner.upstream_data(self, body, False)
+            return
+        self._response_ended(self._keep_alive)
+        owner.upstream_data(self, body, True)
+
+    def _whole(self, owner: Owner, data: bytes) -> bool:
+        """Take a complete plain answer that came in one piece. False: the parser must look at these bytes.
+
+        Most answers of engines are like that, and an engine is no stranger whose framing needs a parser's distrust.
+        """
+        last = self._last
+        body = None if last is None else last.body_of(data)
+        if body is None:
+            last = self._last = plain_head(data)
+            body = None if last is None else last.body_of(data)
+        if last is None or body is None:
+            return False
+        self.status, self.headers = 200, last.headers
+        self._response_ended(not last.closes)
+        owner.upstream_data(self, body, True)
+        return True
+
+    def _response_ended(self, keep_alive: bool) -> None:
+        self.owner = None
+        if self.read_paused:
+            self.resume_reading()
+        if self._owes:
+            # Answered early. Whatever is written here next would be taken for the rest of that body.
+            self.abort()
+        elif keep_alive:
+            self._pool.put(self)
+        else:
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.transport = None
+        self._parser = None
+        self._pool.forget(self)
+        owner, self.owner = self.owner, None
+        if owner is not None:
+            owner.upstream_lost(self)
+
+    def pause_writing(self) -> None:
+        if self.owner is not None:
+            self.owner.upstream_paused(True)
+
+    def resume_writing(self) -> None:
+        if self.owner is not None:
+            self.owner.upstream_paused(False)
+
+    def _lost(self, owner: Owner) -> None:
+        self.abort()
+        owner.upstream_lost(self)
+
+    # -- httptools callbacks
+
+    def on_message_begin(self) -> None:
+        if self._done:
+            raise ValueError("a second response to one request")
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._head_done:
+            self.headers[name.lower()] = value
+
+    def on_headers_complete(self) -> None:
+        assert self._parser is not None
+        self.status = self._parser.get_status_code()
+        # 1xx answers precede the real head; llhttp starts over with the next message.
+        self._head_done = self.status >= 200
+        # Asked now: once the message is complete, llhttp has forgotten.
+        self._keep_alive = self._parser.should_keep_alive() and not (
+            # No body can follow, whatever the head announces; if one does, it is no head of a response.
+            self.status in (204, 304)
+            and (self.headers.get(b"content-length", b"0") != b"0" or b"transfer-encoding" in self.headers)
+        )
+        if not self._head_done:
+            self.headers = {}
+
+    def on_body(self, data: bytes) -> None:
+        self._chunks.append(data)
+
+    def on_message_complete(self) -> None:
+        self._done = self._head_done
+
+
+def lose_interest(connecting: asyncio.Task[None] | None, conn: UpstreamConnection | None) -> None:
+    """Of a request that has no use for its upstream any more, whether still connecting (`UpstreamPool.connect`) or
+    connected: nothing more is heard of either."""
+    if connecting is not None:
+        connecting.cancel()
+    if conn is not None:
+        conn.abort()
+
+
+class UpstreamPool:
+    """Idle connections by socket path, youngest first; the server's keep-alive must be longer than `idle_s`."""
+
+    def __init__(self, outbox: Outbox, *, idle_s: float = 4.0, max_idle: int = 256) -> None:
+        self.outbox = outbox
+        self._idle_s = idle_s
+        self._max_idle = max_idle
+        self._idle: dict[str, list[UpstreamConnection]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def acquire(self, path: str) -> UpstreamConnection | None:
+        """An idle connection, or None: then `connect`."""
+        idle = self._idle.get(path)
+        while idle:
+            conn = idle.pop()
+            if conn.transport is not None and not conn.transport.is_closing():
+                conn.reused = True
+                return conn
+        return None
+
+    def connect(
+        self, path: str, done: Callable[[UpstreamConnection | OSError], None], *, wait_s: float = 0.0
+    ) -> asyncio.Task[None]:
+        """Open a connection and call `done` with it or with the OSError; `lose_interest` ends the task.
+
+        wait_s: for so long a refused or missing socket is tried again (a server that restarts).
+        """
+        task = asyncio.get_running_loop().create_task(self._connect(path, done, wait_s))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _connect(self, path: str, done: Callable[[UpstreamConnection | OSError], None], wait_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        started = time.monotonic()
+        pause_s = FULL_BACKLOG_RETRY_S
+        while True:
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    _, conn = await loop.create_unix_connection(  # type: ignore[type-var]
+                        lambda: UpstreamConnection(self, path), path
+                    )
+            except OSError as error:
+                waited = time.monotonic() - started
+                # A full listen backlog (EAGAIN) is a busy server, not a dead one.
+                patience = CONNECT_TIMEOUT_S if error.errno == errno.EAGAIN else wait_s
+                if waited >= patience:
+                    done(error)
+                    return
+            else:
+                done(conn)
+                return
+            await asyncio.sleep(pause_s)
+            pause_s = min(pause_s * 2, 0.25)
+
+    def put(self, conn: UpstreamConnection) -> None:
+        idle = self._idle.get(conn.path)
+        if idle is None:
+            idle = self._idle[conn.path] = []
+        if len(idle) >= self._max_idle:
+            conn.abort()
+            return
+        idle.append(conn)
+
+    def forget(self, conn: UpstreamConnection) -> None:
+        idle = self._idle.get(conn.path)
+        if idle and conn in idle:
+            idle.remove(conn)
+
+    def sweep(self, now_s: float, wanted: set[str]) -> None:
+        """Close connections idle for too long or to sockets that are not wanted any more."""
+        for path in list(self._idle):
+            idle = self._idle[path]
+            keep = [c for c in idle if path in wanted and now_s - c.read_s < self._idle_s]
+            gone = [c for c in idle if c not in keep] if len(keep) != len(idle) else []
+            self._idle[path] = keep
+            for conn in gone:
+                conn.abort()
+            if not keep:
+                del self._idle[path]
+
+    def close(self) -> None:
+        for task in list(self._tasks):
+            task.cancel()
+        for idle in list(self._idle.values()):
+            for conn in list(idle):
+                conn.abort()
+        self._idle.clear()

@@ -1,0 +1,323 @@
+"""Requests as parsed and heads as written: header hygiene in both directions. Pure.
+
+RFC 9110 (semantics) and RFC 9112 (HTTP/1.1 framing). Nothing a client sent is copied into an engine's request
+head; towards the controller headers are copied less those that are ours, hop-by-hop or about framing.
+"""
+
+from __future__ import annotations
+
+import http
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Final
+
+from appliance.gateway.access.allowance import KeyUse
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.routes import Kind, Route
+from appliance.gateway.payload.usage import NOTHING_ASKED, Asked, Tokens
+from appliance.gateway.routing.table import Principal
+
+if TYPE_CHECKING:
+    from appliance.gateway.observe.tracing import RequestSpans
+
+Headers = Mapping[bytes, bytes]
+Pairs = Sequence[tuple[bytes, bytes]]
+
+# An engine's answer says so too (serve/vllm/answer_version.py).
+VERSION = b"x-appliance-model-version"
+LAST_CHUNK = b"0\r\n\r\n"
+CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+STATUS_LINE: Final = {
+    status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus
+}
+
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+_NOT_UPSTREAM = _HOP_BY_HOP | {
+    b"authorization",
+    b"x-api-key",
+    b"content-length",
+    b"cookie",
+    b"expect",
+    b"forwarded",
+    b"host",
+    b"x-forwarded-for",
+    b"x-forwarded-host",
+    b"x-forwarded-prefix",
+    b"x-forwarded-proto",
+    b"x-real-ip",
+    b"x-request-id",
+}
+_NOT_DOWNSTREAM = _HOP_BY_HOP | {b"content-length", b"date", b"server", b"x-request-id", b"set-cookie"}
+
+# `_` and `-` become one character in some servers' header tables: a client's x_appliance_scopes must not pass either.
+_OURS = re.compile(rb"x[-_]appliance[-_]")
+_TRACE = re.compile(rb"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}\Z")
+_WRITTEN: Final = 4096
+_DIGITS: Final = [b"%d" % number for number in range(_WRITTEN)]
+_HEX_LINES: Final = [b"%x\r\n" % number for number in range(_WRITTEN)]
+_ENGINE_HEAD: Final = b" HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\nx-request-id: "
+_LENGTH: Final = b"\r\ncontent-length: "
+_REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
+
+
+class Request:
+    """One request as the client connection parsed it. `chunks` is the body received but not yet passed on.
+
+    replica, model_version: where it was placed last, empty before; the version as the engine names it, once it answers.
+    stream_events: SSE events relayed. trace: its W3C traceparent, empty without one. spans: only where traces are
+    exported. estimated_tokens: what its key's allowance was charged; tokens: what the engine said it cost.
+    rate_headers: what its answer says of that allowance. use: of its key; counted: as open, streams: as a stream.
+    asked: what it may cost. sent_s: when an engine got it; left_after_s: for how long one had computed when its client
+    left or its key was revoked, 0 otherwise; unread: its client took no more of it then.
+    refused_model: the model it named, once that is known to exist.
+    """
+
+    # Defaults stand in the class: most of them hold for most requests, and each that is set costs every request. Not
+    # `None` for what is no class of the compiled modules (see compiled.py): there mypyc would leave it unset.
+    keep_alive: bool = False
+    content_length: int | None = None
+    chunked: bool = False
+    route: Route | None = None
+    principal: Principal | None = None
+    request_id: bytes = b""
+    received_s: float = 0.0
+    body_bytes: int = 0
+    buffered_bytes: int = 0
+    complete: bool = False
+    status: int = 0
+    sent_bytes: int = 0
+    model: str = ""
+    model_version: str = ""
+    replica: str = ""
+    first_byte_s: float = 0.0
+    stream_events: int = 0
+    trace: bytes = b""
+    estimated_tokens: int = 0
+    rate_headers: Pairs = ()
+    counted: bool = False
+    streams: bool = False
+    sent_s: float = 0.0
+    left_after_s: float = 0.0
+    unread: bool = False
+    refused_model: str = ""
+    asked: Asked = NOTHING_ASKED
+    use: KeyUse | None = None
+
+    def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes], version: str) -> None:
+        self.method = method
+        self.target = target
+        self.path = target.partition(b"?")[0]
+        self.headers = headers
+        self.version = version
+        self.chunks: list[bytes] = []
+        self.tokens = Tokens()
+        self.refusal: ApiError | None = None
+        self.spans: RequestSpans | None = None
+
+    @property
+    def trace_id(self) -> str:
+        """The second field of its traceparent, empty without one."""
+        return self.trace[3:35].decode()
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """What a line of the log says of it (runtime.logs)."""
+        return {
+            "request_id": self.request_id.decode(), "key_id": self.principal.id if self.principal is not None else "",
+            "model": self.model, "version": self.model_version, "replica": self.replica, "trace_id": self.trace_id,
+        }  # fmt: skip
+
+    @property
+    def route_name(self) -> str:
+        return self.route.name if self.route is not None else "unknown"
+
+    @property
+    def buffered(self) -> bool:
+        """Whether the body is gathered whole before anything is done with it."""
+        return self.route is None or self.route.kind is not Kind.CONTROL
+
+
+def accepted_request_id(headers: Headers) -> bytes | None:
+    """The client's own request id if it is short and harmless, else None."""
+    value = headers.get(b"x-request-id")
+    return value if value is not None and _REQUEST_ID.match(value) else None
+
+
+def digits(number: int) -> bytes:
+    """A number >= 0 as it stands in a head: those of most bodies and times are written already."""
+    return _DIGITS[number] if number < _WRITTEN else b"%d" % number
+
+
+def chunk(data: bytes) -> bytes:
+    size = len(data)
+    return b"".join((_HEX_LINES[size] if size < _WRITTEN else b"%x\r\n" % size, data, b"\r\n"))
+
+
+def accepted_trace(headers: Headers) -> bytes:
+    """The client's `traceparent` if it is well-formed by W3C Trace Context (version 00), else empty."""
+    value = headers.get(b"traceparent")
+    return value if value is not None and _TRACE.match(value) else b""
+
+
+def engine_request(path: bytes, request_id: bytes, body: bytes, trace: bytes = b"") -> bytes:
+    """A whole inference request for an engine."""
+    if trace:
+        request_id = b"%b\r\ntraceparent: %b" % (request_id, trace)
+    return b"".join((b"POST ", path, _ENGINE_HEAD, request_id, _LENGTH, digits(len(body)), b"\r\n\r\n", body))
+
+
+def asked_head(path: bytes, request: Request, token: bytes) -> bytes:
+    """A GET of the gateway's own to the controller on behalf of a key that was let in."""
+    return b"GET %b HTTP/1.1\r\nhost: appliance\r\n%b" % (path, _identity(request, token))
+
+
+def own_head(path: bytes, request_id: bytes, length: int, token: bytes) -> bytes:
+    """A POST of JSON to the controller by the gateway itself, for no key."""
+    return b"POST %b HTTP/1.1\r\nhost: appliance\r\ncontent-type: application/json\r\ncontent-length: %d\r\n%b" % (
+        path,
+        length,
+        _identity_lines(request_id, b"gateway", b"gateway", token),
+    )
+
+
+def controller_head(request: Request, token: bytes) -> bytes:
+    """Request head for the controller: the client's headers without ours or hop-by-hop ones, plus identity."""
+    nominated = _nominated(request.headers)
+    lines = [b"%b %b HTTP/1.1\r\nhost: appliance\r\n" % (request.method, request.target)]
+    for name, value in request.headers.items():
+        if name not in _NOT_UPSTREAM and name not in nominated and not _OURS.match(name):
+            lines.append(b"%b: %b\r\n" % (name, value))
+    if request.chunked:
+        lines.append(b"transfer-encoding: chunked\r\n")
+    elif request.content_length is not None:
+        lines.append(b"content-length: %d\r\n" % request.content_length)
+    lines.append(_identity(request, token))
+    return b"".join(lines)
+
+
+def _identity(request: Request, token: bytes) -> bytes:
+    principal = request.principal
+    assert principal is not None, "the controller is asked only after authentication"
+    return _identity_lines(request.request_id, principal.id.encode(), principal.scopes_header, token)
+
+
+def _identity_lines(request_id: bytes, key_id: bytes, scopes: bytes, token: bytes) -> bytes:
+    """The last lines of a head for the controller: who asks, and that a gateway wrote it (appliance.controller
+    .interfaces.peers)."""
+    return (
+        b"x-request-id: %b\r\nx-appliance-key-id: %b\r\nx-appliance-scopes: %b\r\nx-appliance-gateway: %b\r\n\r\n"
+        % (request_id, key_id, scopes, token)
+    )
+
+
+def controller_response_headers(headers: Headers) -> list[tuple[bytes, bytes]]:
+    """What of the controller's response head goes to the client."""
+    nominated = _nominated(headers)
+    return [
+        (name, value)
+        for name, value in headers.items()
+        if name not in _NOT_DOWNSTREAM and name not in nominated and not _OURS.match(name)
+    ]
+
+
+def response_head(
+    status: int,
+    request_id: bytes,
+    *,
+    content_type: bytes | None = None,
+    length: int | None = None,
+    chunked: bool = False,
+    close: bool = False,
+    version: bytes | None = None,
+    processing_s: float | None = None,
+    extra: Pairs = (),
+) -> bytes:
+    """A response head. version: weight version that answers. length None and not chunked: ends with the connection."""
+    line = STATUS_LINE.get(status) or b"HTTP/1.1 %d Status\r\n" % status
+    parts = [line]
+    if request_id:
+        parts.append(b"x-request-id: %b\r\n" % request_id)
+    if content_type is not None:
+        parts.append(b"content-type: %b\r\n" % content_type)
+    if version is not None:
+        parts.append(b"x-appliance-model-version: %b\r\n" % version)
+    if processing_s is not None:
+        parts.append(b"openai-processing-ms: %d\r\n" % (processing_s * 1000))
+    for name, value in extra:
+        parts.append(b"%b: %b\r\n" % (name, value))
+    if chunked:
+        parts.append(b"transfer-encoding: chunked\r\n")
+    elif length is not None:
+        parts.append(b"content-length: %d\r\n" % length)
+    if close:
+        parts.append(b"connection: close\r\n")
+    parts.append(b"\r\n")
+    return b"".join(parts)
+
+
+def whole_response(
+    status: int,
+    request_id: bytes,
+    content_type: bytes,
+    version: bytes | None,
+    processing_s: float,
+    body: bytes,
+    *,
+    extra: Pairs,
+    close: bool,
+) -> bytes:
+    """A complete answer of an engine: `response_head` and body in one go, because most requests end so."""
+    parts = [
+        STATUS_LINE.get(status) or b"HTTP/1.1 %d Status\r\n" % status,
+        b"x-request-id: ",
+        request_id,
+        b"\r\ncontent-type: ",
+        content_type,
+        b"\r\n",
+    ]
+    if version is not None:
+        parts += (b"x-appliance-model-version: ", version, b"\r\n")
+    for name, value in extra:
+        parts += (name, b": ", value, b"\r\n")
+    parts += (b"openai-processing-ms: ", digits(int(processing_s * 1000)), _LENGTH, digits(len(body)))
+    parts += (b"\r\nconnection: close\r\n\r\n" if close else b"\r\n\r\n", body)
+    return b"".join(parts)
+
+
+def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
+    extra: list[tuple[bytes, bytes]] = []
+    if error.retry_after_s is not None:
+        extra.append((b"retry-after", b"%d" % error.retry_after_s))
+    # 409 is retried by the `openai` client unless told not to, and a conflict does not go away by itself.
+    should_retry = False if error.should_retry is None and error.status == 409 else error.should_retry
+    if should_retry is not None:
+        extra.append((b"x-should-retry", b"true" if should_retry else b"false"))
+    if error.status == 401:
+        extra.append((b"www-authenticate", b"Bearer"))
+    if error.allow is not None:
+        extra.append((b"allow", error.allow.encode()))
+    return extra
+
+
+def retry_after_s(headers: Headers) -> int | None:
+    """Retry-After of an upstream answer in seconds (the date form is not used by ours)."""
+    value = headers.get(b"retry-after", b"")
+    return int(value) if value.isdigit() and len(value) < 10 else None
+
+
+def _nominated(headers: Headers) -> frozenset[bytes]:
+    value = headers.get(b"connection")
+    return frozenset(part.strip().lower() for part in value.split(b",")) if value else frozenset()

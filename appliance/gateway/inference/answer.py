@@ -1,0 +1,218 @@
+"""The response to one inference request, as far as it went: head, body, ending or error, in whatever form is left.
+
+Rules: nothing is cut short silently. A stream that cannot go on ends with an error event, a plain body that cannot
+is broken off, so that the client sees a failed transfer. Errors inside streams are rewritten into OpenAI's object.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Final
+
+import orjson
+
+from appliance.gateway.core import error_shapes, errors
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.http import wire
+from appliance.gateway.http.wire import Request
+from appliance.gateway.payload.usage import FINISHED, with_fingerprint, without_usage_event
+
+if TYPE_CHECKING:
+    from appliance.gateway.http.server import ClientConnection
+
+SSE: Final = b"text/event-stream; charset=utf-8"
+ERROR_EVENT: Final = b'data: {"error"'
+_EVENT: Final = b'data: {"'
+_USAGE: Final = b'"usage"'
+_SSE_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no"))
+
+
+class Answer:
+    """`client` is None once the client is gone or the response is finished."""
+
+    # Defaults stand in the class, as wire.Request says.
+    head_sent: bool = False
+    sse: bool = False
+    _chunked: bool = False
+    _tail: bytes = b""
+    _partial: bytes = b""
+    _error_seen: bool = False
+
+    def __init__(self, client: ClientConnection, request: Request, *, hides_usage: bool) -> None:
+        """hides_usage: the engine was asked for an event that the client did not ask for."""
+        self.client: ClientConnection | None = client
+        self.request = request
+        self._hides_usage = hides_usage
+
+    # -- beginning
+
+    def begin_stream(self, version: bytes | None) -> None:
+        self.sse = True
+        self._head(SSE, None, version, (*_SSE_HEADERS, *self.request.rate_headers))
+
+    def begin_body(self, content_type: bytes, length: int | None, version: bytes | None) -> None:
+        self._head(content_type, length, version, tuple(self.request.rate_headers))
+
+    def _head(self, content_type: bytes, length: int | None, version: bytes | None, extra: wire.Pairs) -> None:
+        client = self.client
+        assert client is not None
+        self.head_sent = True
+        self._chunked = length is None and self.request.version == "1.1"
+        self.request.status = 200
+        client.write(
+            wire.response_head(
+                200,
+                self.request.request_id,
+                content_type=content_type,
+                length=length,
+                chunked=self._chunked,
+                close=not client.will_keep_alive or (length is None and not self._chunked),
+                version=version,
+                processing_s=time.monotonic() - self.request.received_s,
+                extra=extra,
+            )
+        )
+
+    # -- middle
+
+    def write(self, data: bytes) -> None:
+        if data and self.client is not None:
+            self.request.sent_bytes += len(data)
+            self.client.write(wire.chunk(data) if self._chunked else data)
+
+    def relay(self, body: bytes) -> None:
+        """Bytes of the engine's answer."""
+        if self.sse:
+            body = self._stream_bytes(body)
+        client = self.client
+        if body and client is not None:
+            self.request.sent_bytes += len(body)
+            client.write_event(wire.chunk(body) if self._chunked else body)
+
+    def _stream_bytes(self, body: bytes, *, last: bool = False) -> bytes:
+        if self._hides_usage and (self._partial or body[-2:] != b"\n\n"):
+            # An event can only be taken out whole.
+            body = self._partial + body
+            end = len(body) if last else body.rfind(b"\n\n") + 2
+            if end < 2:
+                self._partial = body
+                return b""
+            body, self._partial = body[:end], body[end:]
+        # `find`, as everywhere that many bytes pass: CPython's `in` first takes the bytes for a number, in vain, which
+        # costs it ten times as long.
+        if body.find(_USAGE) >= 0:
+            self.request.tokens.read(body)
+            if self._hides_usage:
+                body = without_usage_event(body)
+        if self._hides_usage and body.find(FINISHED) >= 0:
+            body = with_fingerprint(body, self.request.model_version)
+        # Inside JSON text the quote would be escaped: this counts events, whatever they say.
+        if body[: len(_EVENT)] == _EVENT and body.find(_EVENT, len(_EVENT)) < 0:
+            events, error = 1, body[: len(ERROR_EVENT)] == ERROR_EVENT
+        else:
+            events, error = body.count(_EVENT), body.find(ERROR_EVENT) >= 0
+        self.request.stream_events += events
+        if error:
+            body = _rewritten_events(body, self.request)
+            self._error_seen = True
+        ending = self.request.route.stream_end  # type: ignore[union-attr]
+        if ending is not None:
+            self._tail = body[-len(ending) :] if len(body) >= len(ending) else (self._tail + body)[-len(ending) :]
+        return body
+
+    # -- ending
+
+    def whole(self, status: int, content_type: bytes, body: bytes, version: bytes | None, now_s: float) -> None:
+        """A complete answer of which nothing is out yet."""
+        client = self.client
+        assert client is not None
+        if self.head_sent:
+            # Comments opened a stream, yet the engine answered whole: relay it as what it is inside the stream.
+            self.write(b"data: %b\n\n" % body)
+            self.end()
+            return
+        request = self.request
+        request.status = status
+        request.sent_bytes = len(body)
+        request.tokens.read(body)
+        client.write(
+            wire.whole_response(
+                status,
+                request.request_id,
+                content_type,
+                version,
+                now_s - request.received_s,
+                body,
+                extra=request.rate_headers,
+                close=not client.will_keep_alive,
+            )
+        )
+        self.client = None
+        client.finished(keep_alive=True, now_s=now_s)
+
+    def ends_well(self, body: bytes) -> bool:
+        """Whether the stream is complete once `body`, the last of it, is relayed.
+
+        A clean end of HTTP without the protocol's own ending is a truncation that no client would notice.
+        """
+        end = self.request.route.stream_end  # type: ignore[union-attr]
+        if not self.sse or end is None or self._error_seen or body.find(ERROR_EVENT) >= 0:
+            return True
+        return (self._tail + self._partial + body).endswith(end)
+
+    @property
+    def error_seen(self) -> bool:
+        """Whether an error event of the engine went to the client."""
+        return self._error_seen
+
+    def end(self, body: bytes = b"") -> None:
+        client = self.client
+        assert client is not None
+        if self.sse and (body or self._partial):
+            body = self._stream_bytes(body, last=True)
+        if self._chunked:
+            self.request.sent_bytes += len(body)
+            client.write((wire.chunk(body) if body else b"") + wire.LAST_CHUNK)
+        else:
+            self.write(body)
+        self.client = None
+        client.finished(keep_alive=self._chunked or not self.sse)
+
+    def fail(self, error: ApiError) -> None:
+        """Tell the client, in whatever form is still possible, and finish."""
+        client, self.client = self.client, None
+        if client is None:
+            return
+        if not self.head_sent:
+            client.answer_error(error)
+        elif self.sse:
+            event = error_shapes.event(error, self.request)
+            if self._tail and not self._tail.endswith(b"\n\n"):
+                event = b"\n\n" + event
+            client.write(wire.chunk(event) + wire.LAST_CHUNK if self._chunked else event)
+            client.finished(keep_alive=False)
+        else:
+            client.abort_response()
+
+
+def error_event_code(body: bytes) -> int | None:
+    """Status inside the error event that `body` begins with, None if it is something else."""
+    line = body[6:].split(b"\n", 1)[0]
+    try:
+        return errors.event_code(orjson.loads(line))
+    except orjson.JSONDecodeError:
+        return None
+
+
+def event_error(body: bytes) -> ApiError:
+    line = body[6:].split(b"\n", 1)[0]
+    return errors.from_upstream(error_event_code(body) or 500, line)
+
+
+def _rewritten_events(body: bytes, request: Request) -> bytes:
+    """The same events with vLLM's error objects turned into those of the route."""
+    lines = body.split(b"\n")
+    for i, line in enumerate(lines):
+        if line.startswith(ERROR_EVENT) and error_event_code(line) is not None:
+            lines[i] = error_shapes.event(event_error(line), request).removesuffix(b"\n\n")
+    return b"\n".join(lines)

@@ -1,0 +1,324 @@
+"""One inference request: placed and sent (placement.py), its answer relayed, tried again or continued.
+
+Rules, in the order in which they bind:
+- Until a byte of the engine's answer has gone to the client, a failure of the engine is nobody's business: the
+  request is placed again (another replica, or held until one opens), at most MAX_ATTEMPTS times, so that a
+  request that kills engines cannot kill them all.
+- After that, a greedy stream goes on where another engine can write the same tokens (continuation.py); any other
+  stream ends with an SSE error event.
+- Bytes of a good answer are relayed as they are; what the client sees is answer.py's business.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Final
+
+from appliance.gateway.core import errors
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.http import wire
+from appliance.gateway.http.upstream import UpstreamConnection
+from appliance.gateway.inference.answer import ERROR_EVENT, error_event_code, event_error
+from appliance.gateway.inference.placement import Placement
+from appliance.gateway.payload.continuation import RESUME_PATH
+from appliance.gateway.payload.request_check import with_fields
+from appliance.gateway.payload.transcript import Transcript
+
+log = logging.getLogger("appliance.gateway")
+
+MAX_ATTEMPTS: Final = 3
+ERROR_BODY_BYTES: Final = 64 * 1024
+# What an engine makes of the largest body that it is asked to count the tokens of.
+TOKEN_IDS_BYTES: Final = 64 << 20
+_JSON: Final = b"application/json"
+
+
+class Exchange(Placement):
+    """See the module's docstring."""
+
+    _kept: list[bytes] | None = None
+    _kept_bytes: int = 0
+
+    # -- Handler
+
+    def start(self) -> None:
+        self.place(self.request.received_s)
+
+    def body(self, data: bytes) -> None:
+        raise AssertionError("an inference request starts when its body is complete")
+
+    def body_end(self) -> None:
+        raise AssertionError("an inference request starts when its body is complete")
+
+    def client_lost(self) -> None:
+        self._left()
+        self.answer.client = None
+        self._leave_queue()
+        self._drop_upstream()
+
+    def _left(self) -> None:
+        """Nobody waits for it any more. If an engine is computing for it, that is paid for."""
+        if self._conn is not None and self.answer.client is not None:
+            self.request.left_after_s = max(time.monotonic() - self._sent_s, 1e-6)
+            self.request.unread = self.answer.client.write_paused
+
+    def client_paused(self, paused: bool) -> None:
+        conn = self._conn
+        if conn is not None:
+            if paused:
+                conn.pause_reading()
+            else:
+                self._progress_s = time.monotonic()
+                conn.resume_reading()
+
+    def cancel(self, error: ApiError) -> None:
+        """End the request from outside (revoked key, shutdown)."""
+        if error.status < 500:
+            self._left()
+        self._leave_queue()
+        self._drop_upstream()
+        self._fail(error)
+
+    def tick(self, now_s: float) -> None:
+        if self._ticket is not None:
+            if self.checked.stream and now_s >= self._comment_s:
+                self._comment(now_s)
+        elif self._conn is not None and self.answer.client is not None and not self.answer.client.write_paused:
+            if now_s - self._progress_s > self.gateway.limits.upstream_silence_s:
+                self.gateway.metrics.events["upstream_silent"] += 1
+                log.warning("the engine was silent for too long", extra=self.request.ids)
+                self._drop_upstream(failed=True)
+                self._fail(errors.engine_failed(504))
+
+    # -- the engine's answer
+
+    def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
+        if done:
+            self._conn = None
+        if self.answer.client is None:
+            return
+        now = self._progress_s = conn.read_s
+        if self._relayed:
+            self._relay(body, done)
+            return
+        named = conn.headers.get(wire.VERSION)
+        if named is not None and not self._is_adapter():
+            # The engine knows what its first token came from. The table may be a moment behind a swap.
+            self.request.model_version = named.decode("latin-1")
+        status, kind = conn.status, conn.headers.get(b"content-type", _JSON)
+        if status == 200 and kind.startswith(b"text/event-stream"):
+            self._first_of_stream(body, done, now)
+            return
+        if done and status < 400 and self._kept is None:
+            self._whole(status, kind, body, now)
+            return
+        kept = self._kept
+        if kept is None:
+            kept = self._kept = []
+        kept.append(body)
+        self._kept_bytes += len(body)
+        if status >= 400:
+            if self._kept_bytes > ERROR_BODY_BYTES:
+                self._drop_upstream()
+                self._refused(status, b"")
+            elif done:
+                self._refused(status, b"".join(kept), conn)
+        elif done:
+            self._whole(status, kind, b"".join(kept), now)
+        elif self._kept_bytes > self._buffered_bytes():
+            self._first_bytes(now)
+            if self.checked.transcript is not None and self.checked.transcript.stores:
+                self.gateway.metrics.events["responses_not_stored"] += 1
+            length = conn.headers.get(b"content-length")
+            self.answer.begin_body(kind, int(length) if length is not None else None, self._version())
+            self._kept = None
+            self.answer.write(b"".join(kept))
+
+    def _buffered_bytes(self) -> int:
+        """How much of a plain answer is kept back: one that is to be stored, or counted, is needed whole."""
+        transcript, limits = self.checked.transcript, self.gateway.limits
+        if transcript is None:
+            return limits.buffered_response_bytes
+        if transcript.counts:
+            return TOKEN_IDS_BYTES
+        return max(limits.buffered_response_bytes, limits.stored_response_bytes if transcript.stores else 0)
+
+    def _first_of_stream(self, body: bytes, done: bool, now: float) -> None:
+        if body.startswith(ERROR_EVENT) and self._first_event_fails(body, done):
+            return
+        if body:
+            self._first_bytes(now)
+            if self.answer.head_sent:
+                self.answer.write(b": version %b\n\n" % self._version())
+            else:
+                self.answer.begin_stream(self._version())
+            self._relay(body, done)
+        elif done:
+            self._retry(errors.engine_failed())
+
+    def upstream_lost(self, conn: UpstreamConnection) -> None:
+        self._conn = None
+        if self.answer.client is None:
+            return
+        stale = conn.reused and not conn.answered
+        if not stale:
+            self.gateway.metrics.events["upstream_died"] += 1
+            log.warning("the engine broke off", extra=self.request.ids)
+        if self._relayed:
+            self._undispatch(failed=True)
+            self._continue_or_fail(errors.engine_failed())
+        elif stale:
+            # The engine had closed an idle connection just as we used it: no failure, a fresh one will do.
+            self._undispatch(failed=False)
+            self.place()
+        else:
+            self._retry(errors.engine_failed())
+
+    def _retry(self, otherwise: ApiError, *, blame: bool = True) -> None:
+        self._attempts += 1
+        self._kept, self._kept_bytes = None, 0
+        if not blame:
+            self._count(failed=True)
+        self._undispatch(failed=blame)
+        if self._attempts >= MAX_ATTEMPTS:
+            self._fail(otherwise)
+            return
+        self.gateway.metrics.events["retried"] += 1
+        self.place()
+
+    def _continue_or_fail(self, error: ApiError) -> None:
+        """The engine is gone in the middle of a stream: another one writes the rest, if that is possible."""
+        continuation, model = self.checked.continuation, self.gateway.router.models.get(self.checked.model)
+        self._attempts += 1
+        if continuation is None or model is None or self._attempts >= MAX_ATTEMPTS:
+            self._fail(error)
+            return
+        if not continuation.can_resume(model.max_model_len):
+            self._fail(error)
+            return
+        body = continuation.resume_body(model.max_model_len)
+        self.gateway.metrics.events["continued"] += 1
+        log.info("the stream is continued on another engine", extra=self.request.ids)
+        if body is None:
+            self.answer.end(continuation.ending())
+            return
+        self._path, self._body = RESUME_PATH, with_fields(body, self._salt)
+        self._relayed = False
+        self._continued = True
+        # It is held anew, if no engine is there: with the whole time that the model's requests may wait.
+        self._held_since_s = 0.0
+        self.place()
+
+    def _refused(self, status: int, body: bytes, conn: UpstreamConnection | None = None) -> None:
+        """A complete error answer of the engine, nothing relayed yet."""
+        error = errors.from_upstream(status, body)
+        if conn is not None:
+            error.retry_after_s = wire.retry_after_s(conn.headers)
+            if error.retry_after_s is not None:
+                error.retry_after_s = min(error.retry_after_s, errors.MAX_RETRY_AFTER_S)
+        moved = status == 404 and error.message.startswith("The model ")
+        if moved or _engine_dead(error):
+            # A dying engine answers 500 before it vanishes; a 404 for a model of our table means that the engine
+            # was given another one a moment ago. Both pass with the next table. Any other 500 is the request's
+            # own: retrying it, or avoiding the replica for it, would let one client starve the others.
+            if moved:
+                error = errors.unavailable(error.message, "model_not_ready", self.gateway.config.holds.retry_after_s)
+            # An adapter that nobody has any more says nothing about the engine, which serves its base and others.
+            self._retry(error, blame=not (moved and self._is_adapter()))
+            return
+        if status in (401, 403):
+            error = errors.engine_failed()
+        elif status == 404 and error.message == "Not Found":
+            error = errors.wrong_task(self.checked.model, self.request.route_name)
+        self._end_dispatch(failed=status >= 500)
+        self._fail(error)
+
+    def _first_event_fails(self, body: bytes, done: bool) -> bool:
+        """True if a stream that begins with a server error could be handled without telling the client."""
+        if error_event_code(body) is None:
+            return False
+        error = event_error(body)
+        if not _engine_dead(error):
+            return False
+        if not done:
+            self._drop_upstream(failed=True)
+        self._retry(error)
+        return True
+
+    def _first_bytes(self, now: float) -> None:
+        request, choice = self.request, self._choice
+        assert choice is not None
+        self._relayed = True
+        self._first_byte_s = now
+        self.gateway.router.succeed(choice)
+        if not self._continued:
+            request.first_byte_s = now
+            self.gateway.metrics.first_byte(request, now)
+            if self._alone and self.checked.stream and choice.load.inflight == 1:
+                self.gateway.metrics.prefilled(choice.model, self.checked.prompt_tokens, now - self._sent_s)
+
+    def _whole(self, status: int, content_type: bytes, body: bytes, now: float) -> None:
+        self._first_bytes(now)
+        version = self._version()
+        transcript = self.checked.transcript
+        if transcript is not None:
+            self._check_room(transcript, body)
+            body = transcript.whole(body)
+            self._store(transcript)
+        self._end_dispatch(failed=False)
+        self.answer.whole(status, content_type, body, version, now)
+
+    def _check_room(self, transcript: Transcript, body: bytes) -> None:
+        """Before the object is made, which says whether it is stored."""
+        if transcript.stores and not self.gateway.copies.has_room(len(transcript.input) + len(body)):
+            transcript.stores = False
+            self.gateway.metrics.events["responses_not_stored"] += 1
+
+    def _store(self, transcript: Transcript) -> None:
+        """Once its answer is complete, a copy of what is to be stored goes to the controller."""
+        principal = self.request.principal
+        if transcript.final and transcript.stores and principal is not None:
+            self.gateway.copies.add(transcript.copy(principal.id))
+        transcript.final = b""
+
+    def _relay(self, body: bytes, done: bool) -> None:
+        transcript = self.checked.transcript
+        if transcript is not None and self.answer.sse:
+            self._check_room(transcript, body)
+            body = transcript.take(body, self.gateway.limits.stored_response_bytes, last=done)
+            self._store(transcript)
+        continuation = self.checked.continuation if self.answer.sse else None
+        if continuation is not None:
+            # The engine's death, as its own last event says it, must not reach a client whose stream will go on.
+            at = body.find(ERROR_EVENT)
+            if at >= 0 and error_event_code(body[at:]) is not None:
+                error = event_error(body[at:])
+                if _engine_dead(error):
+                    self.answer.relay(continuation.take(body[:at]))
+                    self._drop_upstream(failed=True)
+                    self._continue_or_fail(error)
+                    return
+            body = continuation.take(body)
+        if not done:
+            if body:
+                self.answer.relay(body)
+            return
+        if self.answer.ends_well(body):
+            self._end_dispatch(failed=self.answer.error_seen or body.find(ERROR_EVENT) >= 0)
+            self.answer.end(body)
+            return
+        self.answer.relay(body)
+        self.gateway.metrics.events["stream_unfinished"] += 1
+        if continuation is None:
+            self._count(failed=True)
+        self._undispatch(failed=continuation is not None)
+        self._continue_or_fail(errors.engine_failed())
+
+    def _version(self) -> bytes:
+        return self.request.model_version.encode("latin-1")
+
+
+def _engine_dead(error: ApiError) -> bool:
+    # vLLM's EngineDeadError, as its HTTP handlers and its stream generators spell it.
+    return error.status >= 500 and "EngineCore" in error.message

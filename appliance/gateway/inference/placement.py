@@ -1,0 +1,293 @@
+"""One inference request on its way: a replica is chosen or waited for, the request is sent there, and what the replica
+carries of it is given back. What comes of it is handler.py's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import TYPE_CHECKING, Final
+
+from appliance.gateway.core import errors
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.http import wire
+from appliance.gateway.http.upstream import UpstreamConnection, lose_interest
+from appliance.gateway.http.wire import Request
+from appliance.gateway.inference.answer import Answer
+from appliance.gateway.payload.continuation import ASK_FOR_TOKEN_IDS, CHAT, COMPLETIONS
+from appliance.gateway.payload.request_check import Checked, with_fields, with_model
+from appliance.gateway.payload.usage import ASK_FOR_USAGE
+from appliance.gateway.routing.holds import Refusal, Ticket
+from appliance.gateway.routing.router import Choice
+from appliance.gateway.routing.table import cache_salt
+
+if TYPE_CHECKING:
+    from appliance.gateway.gateway import Gateway
+    from appliance.gateway.http.server import ClientConnection
+
+log = logging.getLogger("appliance.gateway")
+
+_HELD_COMMENT: Final = b": held\n\n"
+
+
+class Placement:
+    """See the module's docstring. `answer.client` is None once the client is gone or the response is finished."""
+
+    # Defaults stand in the class, as wire.Request says.
+    _conn: UpstreamConnection | None = None
+    _held_since_s: float = 0.0
+    _hold_deadline_s: float = 0.0
+    _attempts: int = 0
+    _relayed: bool = False
+    _continued: bool = False
+    _progress_s: float = 0.0
+    _comment_s: float = 0.0
+    _alone: bool = False
+    _sent_s: float = 0.0
+    _first_byte_s: float = 0.0
+
+    def __init__(self, gateway: Gateway, client: ClientConnection, request: Request, checked: Checked) -> None:
+        route = request.route
+        assert route is not None
+        self.gateway = gateway
+        self.request = request
+        self.checked = checked
+        self._path = route.engine_path
+        self._row = checked.model
+        self._choice: Choice | None = None
+        self._ticket: Ticket[Placement] | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        body = request.chunks[0]
+        request.chunks = []
+        asks = checked.stream and not checked.asks_usage and route.name in (CHAT, COMPLETIONS)
+        self.answer = Answer(client, request, hides_usage=asks)
+        # The body is an object that was checked; of two fields of one name the engine takes the last.
+        added = self._salt = self._salt_field()
+        if asks:
+            added += ASK_FOR_USAGE
+        if checked.continuation is not None:
+            added += ASK_FOR_TOKEN_IDS
+        self._body = with_fields(body, added) if added else body
+
+    def _salt_field(self) -> bytes:
+        """Keeps what its owner's requests leave in an engine's prefix cache from those of others, in time and in
+        `cached_tokens`; empty where all may share it."""
+        principal, checked = self.request.principal, self.checked
+        if principal is None or self.gateway.config.prefix_cache_shared:
+            return b""
+        salt, own = principal.cache_salt, checked.cache_salt
+        checked.owner = salt.encode()
+        return b',"cache_salt":"%b"' % (cache_salt(principal.owner, own).encode() if own else checked.owner)
+
+    @property
+    def row(self) -> str:
+        """The row of the table it counts for: that of the canary while it is there, else its model's."""
+        return self.checked.model if self._choice is None else self._choice.model
+
+    @property
+    def waiting_prompt_tokens(self) -> int:
+        """Estimated prompt tokens if it is known to have no first token yet. At a replica only streams say so."""
+        at_replica = self._choice is not None and self.checked.stream and not self._relayed
+        return self.checked.prompt_tokens if self._ticket is not None or at_replica else 0
+
+    # -- placing
+
+    def place(self, now: float = 0.0) -> None:
+        """Send the request to a replica that can take it, or hold it. now: the monotonic clock, if it was just read."""
+        gateway, checked = self.gateway, self.checked
+        if checked.model not in gateway.router.models:
+            # It was there when the request came: the model, or this version of it, went while it waited.
+            self._leave_queue()
+            self._fail(gateway.unknown_model(checked.model, self.request.principal))
+            return
+        now = now or time.monotonic()
+        # Whoever waits goes first, or a stream of new requests could starve them.
+        if self._ticket is None and gateway.holds.count and gateway.holds.held(checked.model):
+            self._hold(now)
+            return
+        choice = self._choose(now)
+        if choice is None:
+            if self._continued and self._row != checked.model:
+                # The canary is gone in the middle of its stream; what the other version would go on with is no answer.
+                self._fail(errors.engine_failed())
+                return
+            if self._ticket is None:
+                self._hold(now)
+            return
+        if self._ticket is not None:
+            self._leave_queue()
+        replica, request = choice.replica, self.request
+        self._choice, self._row = choice, choice.model
+        self._alone = choice.load.inflight == 1
+        request.replica, request.model_version = replica.id, replica.version
+        gateway.changed()
+        conn = gateway.pool.acquire(replica.socket)
+        if conn is not None:
+            self._send(conn)
+        else:
+            self._connecting = gateway.pool.connect(replica.socket, self._connected)
+
+    def _choose(self, now: float) -> Choice | None:
+        """The canary takes its share while it can; what failed there, and what it has no room for, the model takes."""
+        router, checked = self.gateway.router, self.checked
+        if self._continued:
+            if self._row not in router.models:
+                return None
+            return router.choose(self._row, checked.tokens, checked.stream, checked.prefix, now)
+        choice = None
+        if not self._attempts:
+            canary = None
+            if router.models[checked.model].canary is not None:
+                principal = self.request.principal
+                canary = router.canary_for(checked.model, principal.id if principal else "", checked.conversation)
+            if canary is not None:
+                choice = router.choose(canary, checked.tokens, checked.stream, checked.prefix, now)
+        return choice or router.choose(checked.model, checked.tokens, checked.stream, checked.prefix, now)
+
+    def _connected(self, result: UpstreamConnection | OSError) -> None:
+        self._connecting = None
+        if self.answer.client is None or self._choice is None:
+            if isinstance(result, UpstreamConnection):
+                self.gateway.pool.put(result)
+        elif isinstance(result, OSError):
+            # Nothing was sent: this costs the request no attempt, only the replica its good name.
+            self.gateway.metrics.events["connect_failed"] += 1
+            log.warning("the engine's socket cannot be reached: %s", result, extra=self.request.ids)
+            self._undispatch(failed=True)
+            self.place()
+        else:
+            self._send(result)
+
+    def _send(self, conn: UpstreamConnection) -> None:
+        request = self.request
+        now = time.monotonic()
+        if not self._attempts and not self._held_since_s:
+            self.gateway.metrics.added.observe(now - request.received_s)
+        self._conn = conn
+        self._progress_s = now
+        # Not the client's id, and a new one for each attempt: an engine must never see one twice.
+        engine_id = self.gateway.new_request_id()
+        self._sent_s = request.sent_s = now
+        self._first_byte_s = 0.0
+        body, model = self._body, self.gateway.router.models.get(self._row)
+        if model is not None and model.adapter:
+            body = with_model(body, model.adapter)
+        elif self._row != self.checked.model:
+            body = with_model(body, self._row)
+        trace = request.trace if request.spans is None else request.spans.attempt(request)
+        conn.start(self, wire.engine_request(self._path, engine_id, body, trace))
+        client = self.answer.client
+        if client is not None and client.write_paused:
+            conn.pause_reading()
+
+    def _hold(self, now: float) -> None:
+        gateway = self.gateway
+        if not self._held_since_s:
+            self._held_since_s = now
+            hold_s = min(gateway.router.models[self.checked.model].hold_s, gateway.config.holds.hold_s)
+            self._hold_deadline_s = now + hold_s
+            self._comment_s = now + gateway.config.holds.sse_grace_s
+        if gateway.next_try_s(self.checked.model) is not None:
+            self.hold_refused(Refusal.TROUBLE)
+            return
+        result = gateway.holds.add(self.checked.model, self, len(self._body), self._hold_deadline_s, now)
+        if isinstance(result, Refusal):
+            self.hold_refused(result)
+            return
+        self._ticket = result
+        if self.request.spans is not None:
+            self.request.spans.hold()
+        gateway.metrics.events["held"] += 1
+        gateway.held(self.checked.model)
+
+    def hold_refused(self, refusal: Refusal) -> None:
+        """It may not wait (any longer). Its ticket is already out of the queue."""
+        self._ticket = None
+        self.gateway.metrics.events["hold_refused"] += 1
+        log.info("held no longer: %s", refusal.value, extra=self.request.ids)
+        self._fail(self._not_ready(refusal))
+
+    def _not_ready(self, refusal: Refusal) -> ApiError:
+        gateway, name = self.gateway, self.checked.model
+        model = gateway.router.models.get(name)
+        if model is None or model.trouble is None:
+            return errors.unavailable(
+                f"The model `{name}` is not ready: {refusal.value}. Please retry.",
+                "model_not_ready",
+                gateway.config.holds.retry_after_s,
+            )
+        next_try_s = gateway.next_try_s(name)
+        return errors.not_serving(
+            name, model.trouble.reason, gateway.config.holds.retry_after_s if next_try_s is None else next_try_s
+        )
+
+    def _leave_queue(self) -> None:
+        if self._ticket is not None:
+            ticket, self._ticket = self._ticket, None
+            if self.request.spans is not None:
+                self.request.spans.unhold()
+            if self.gateway.holds.remove(ticket):
+                self.gateway.metrics.held_for.observe(time.monotonic() - self._held_since_s)
+                self.gateway.changed()
+
+    def _comment(self, now_s: float) -> None:
+        self._comment_s = now_s + self.gateway.config.holds.sse_interval_s
+        if not self.answer.head_sent:
+            self.answer.begin_stream(None)
+        self.answer.write(_HELD_COMMENT)
+
+    # -- from its connection to the engine, once it is sent
+
+    def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
+        raise NotImplementedError
+
+    def upstream_lost(self, conn: UpstreamConnection) -> None:
+        raise NotImplementedError
+
+    def upstream_paused(self, paused: bool) -> None:
+        return  # the request was written whole; nothing of it can be paused
+
+    # -- given back
+
+    def _drop_upstream(self, *, failed: bool = False) -> None:
+        lose_interest(self._connecting, self._conn)
+        self._connecting = self._conn = None
+        self._undispatch(failed=failed)
+
+    def _undispatch(self, *, failed: bool) -> None:
+        if self._choice is not None and failed:
+            self.gateway.router.fail(self._choice, time.monotonic())
+        self._end_dispatch(failed=True if failed else None)
+
+    def _end_dispatch(self, *, failed: bool | None) -> None:
+        """failed: what it counts as in a comparison of versions; None: as nothing."""
+        if failed is not None:
+            self._count(failed=failed)
+        if self.request.spans is not None:
+            self.request.spans.attempt_ended(bool(failed))
+        if self._choice is not None:
+            choice, self._choice = self._choice, None
+            self.gateway.ended(choice)
+
+    def _count(self, *, failed: bool) -> None:
+        if not self.gateway.comparison.compares:
+            return
+        choice, now, first_s = self._choice, time.monotonic(), self._first_byte_s
+        if choice is not None:
+            self.gateway.comparison.add(
+                self.checked.model,
+                choice.replica.version,
+                failed=failed,
+                first_byte_s=first_s - self._sent_s if first_s else None,
+                duration_s=now - self._sent_s,
+            )
+
+    def _fail(self, error: ApiError) -> None:
+        if self.answer.client is not None and self.answer.head_sent and self.answer.sse:
+            self.gateway.metrics.events["stream_error"] += 1
+        self.answer.fail(error)
+
+    def _is_adapter(self) -> bool:
+        model = self.gateway.router.models.get(self._row)
+        return model is not None and bool(model.adapter)

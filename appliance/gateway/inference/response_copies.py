@@ -1,0 +1,131 @@
+"""Copies of answered responses on their way to the controller, which stores them.
+
+Nobody waits for a copy: the client's answer goes out in the same turn of the loop. Copies are sent in batches, the next
+one once the controller has the last; while it is away they wait here, within `response_copies_bytes`. What has no room
+is not stored, and its object says so. A copy that arrives twice (the controller died before it could say that it has
+it) is stored once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING
+
+from appliance.gateway.http import wire
+from appliance.gateway.http.upstream import UpstreamConnection
+
+if TYPE_CHECKING:
+    from appliance.gateway.gateway import Gateway
+
+log = logging.getLogger("appliance.gateway")
+
+PATH = b"/internal/responses"
+BATCH_BYTES = 4 << 20
+RETRY_S = 0.5
+SILENCE_S = 30.0
+# A controller that fails at a copy, and does not die of it, will fail at it again.
+MAX_REFUSALS = 3
+
+
+class ResponseCopies:
+    """Of one gateway. Invariant: `_bytes` is that of all copies in `_waiting` and `_flying`."""
+
+    def __init__(self, gateway: Gateway) -> None:
+        self._gateway = gateway
+        self._waiting: deque[bytes] = deque()
+        self._flying: list[bytes] = []
+        self._bytes = 0
+        self._conn: UpstreamConnection | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._sent_s = 0.0
+        self._next_s = 0.0
+        self._refusals = 0
+
+    def has_room(self, nbytes: int) -> bool:
+        return self._bytes + nbytes <= self._gateway.limits.response_copies_bytes
+
+    def add(self, copy: bytes) -> None:
+        self._waiting.append(copy)
+        self._bytes += len(copy)
+        if self._next_s <= time.monotonic():
+            self._send()
+
+    @property
+    def delivering(self) -> bool:
+        """Whether copies are still here, and the controller was there when it was last asked."""
+        return bool(self._bytes) and not self._next_s
+
+    def sweep(self, now_s: float) -> None:
+        if self._conn is not None and now_s - self._sent_s > SILENCE_S:
+            self._conn.abort()
+            self._failed("the controller did not answer")
+        elif self._waiting and now_s >= self._next_s:
+            self._send()
+
+    def close(self) -> None:
+        if self._connecting is not None:
+            self._connecting.cancel()
+        if self._bytes:
+            lost = len(self._waiting) + len(self._flying)
+            log.warning("%d answered responses are not stored: the controller is away", lost)
+
+    def _send(self) -> None:
+        if self._flying or self._connecting is not None or not self._waiting:
+            return
+        pool, path = self._gateway.pool, self._gateway.config.controller_socket
+        conn = pool.acquire(path)
+        if conn is not None:
+            self._connected(conn)
+        else:
+            self._connecting = pool.connect(path, self._connected)
+
+    def _connected(self, result: UpstreamConnection | OSError) -> None:
+        self._connecting = None
+        if isinstance(result, OSError):
+            self._failed(str(result))
+            return
+        size = 0
+        while self._waiting and (not self._flying or size + len(self._waiting[0]) <= BATCH_BYTES):
+            copy = self._waiting.popleft()
+            self._flying.append(copy)
+            size += len(copy)
+        body = b"[%b]" % b",".join(self._flying)
+        self._conn, self._sent_s = result, time.monotonic()
+        gateway = self._gateway
+        result.start(self, wire.own_head(PATH, gateway.new_request_id(), len(body), gateway.token) + body)
+
+    # -- upstream.Owner
+
+    def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
+        if not done:
+            return
+        self._conn = None
+        if conn.status >= 500 and self._refusals < MAX_REFUSALS:
+            self._refusals += 1
+            self._failed(f"the controller answered {conn.status}")
+            return
+        if conn.status >= 300:
+            refused = len(self._flying)
+            log.error("%d answered responses are not stored: the controller answered %d", refused, conn.status)
+            self._gateway.metrics.events["responses_not_stored"] += refused
+        self._bytes -= sum(map(len, self._flying))
+        self._flying = []
+        self._refusals, self._next_s = 0, 0.0
+        self._send()
+
+    def upstream_lost(self, conn: UpstreamConnection) -> None:
+        self._failed("the controller broke off")
+
+    def upstream_paused(self, paused: bool) -> None:
+        return  # the batch was written whole
+
+    def _failed(self, why: str) -> None:
+        if not self._next_s:
+            log.warning("answered responses wait to be stored: %s", why)
+        self._conn = None
+        self._waiting.extendleft(reversed(self._flying))
+        self._flying = []
+        self._next_s = time.monotonic() + RETRY_S

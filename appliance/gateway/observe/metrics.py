@@ -1,0 +1,246 @@
+"""Counters and histograms of one gateway process.
+
+Own and small because it sits on the hot path: one dict update per event instead of a lock and a label lookup.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import defaultdict, deque
+from collections.abc import Iterable
+
+from appliance.gateway.core.routes import ADMIN, FINE_TUNING, INFERENCE
+from appliance.gateway.http.wire import Request
+from appliance.gateway.observe.exposition import Family, Sample, labels
+from appliance.gateway.routing import prefill_rate
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+ADDED_SECONDS = (0.00001, 0.000025, 0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.05, 0.1, 1.0)
+REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+RECENT_TTFT = 256
+RECENT_S = 60.0
+# Versions and key classes of one model: with more, the oldest series make room, so that swaps add up to nothing.
+SERIES_PER_MODEL = 32
+
+
+class Histogram:
+    """Counts by bucket upper bound (seconds), sum and number."""
+
+    __slots__ = ("bounds", "counts", "total")
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.total = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.total += value
+
+    def samples(self, text: str = "") -> Iterable[Sample]:
+        """text: labels of the series as `exposition.labels` writes them."""
+        comma = f"{text}," if text else ""
+        running = 0
+        for bound, count in zip((*self.bounds, "+Inf"), self.counts, strict=True):
+            running += count
+            yield Sample("_bucket", f'{comma}le="{bound}"', running)
+        yield Sample("_sum", text, round(self.total, 9))
+        yield Sample("_count", text, running)
+
+
+class Series:
+    """What is kept per model, version and key class."""
+
+    __slots__ = ("statuses", "ttft", "duration", "per_token")
+
+    def __init__(self) -> None:
+        self.statuses: defaultdict[int, int] = defaultdict(int)
+        self.ttft = Histogram(SECONDS)
+        self.duration = Histogram(REQUEST_SECONDS)
+        self.per_token = Histogram(SECONDS)
+
+
+Key = tuple[str, str, str]
+
+
+class Metrics:
+    """All of one gateway. Times in seconds."""
+
+    def __init__(self) -> None:
+        self.requests: defaultdict[tuple[str, int], int] = defaultdict(int)
+        self.events: defaultdict[str, int] = defaultdict(int)
+        self.added = Histogram(ADDED_SECONDS)
+        self.held_for = Histogram(SECONDS)
+        self.models: dict[str, dict[Key, Series]] = {}
+        self.response_bytes = 0
+        self._last_s: dict[str, float] = {}
+        self._arrived: dict[str, list[int]] = {}
+        self._idle_starts: dict[str, deque[tuple[int, float]]] = {}
+        self._prefill: dict[str, float | None] = {}
+        self._recent: dict[str, deque[tuple[float, float]]] = {}
+        self._recent_tpot: dict[str, deque[tuple[float, float]]] = {}
+        self._classes: dict[frozenset[str], str] = {}
+        self._known: dict[tuple[str, str, frozenset[str]], Series] = {}
+
+    def arrived(self, row: str, prompt_tokens: int, now_s: float) -> None:
+        """A request was let in for this row of the table."""
+        self._last_s[row] = now_s
+        counts = self._arrived.get(row)
+        if counts is None:
+            counts = self._arrived[row] = [0, 0]
+        counts[0] += 1
+        counts[1] += prompt_tokens
+
+    def last_request_s(self, row: str, unix_offset_s: float) -> float | None:
+        """Unix time of the last request that was let in; unix_offset_s: what that is ahead of the monotonic clock."""
+        last_s = self._last_s.get(row)
+        return None if last_s is None else last_s + unix_offset_s
+
+    def arrivals(self, row: str) -> tuple[int, int]:
+        """Requests and estimated prompt tokens let in since this process began. Never falls, whatever leaves the
+        table: who listens takes differences."""
+        requests, prompt_tokens = self._arrived.get(row, (0, 0))
+        return requests, prompt_tokens
+
+    def prefilled(self, row: str, prompt_tokens: int, seconds: float) -> None:
+        """A stream that had a replica to itself got its first bytes this long after it was sent there."""
+        samples = self._idle_starts.get(row)
+        if samples is None:
+            samples = self._idle_starts[row] = deque(maxlen=prefill_rate.SAMPLES)
+        samples.append((prompt_tokens, seconds))
+        self._prefill.pop(row, None)
+
+    def prefill_tokens_per_s(self, row: str) -> float | None:
+        """What one replica computes, None where the streams so far do not say."""
+        if row not in self._prefill:
+            self._prefill[row] = prefill_rate.prefill_tokens_per_s(self._idle_starts.get(row, ()))
+        return self._prefill[row]
+
+    def first_byte(self, request: Request, now_s: float) -> None:
+        """The first byte of an engine's answer to this request goes out now."""
+        seconds = now_s - request.received_s
+        self._series(request).ttft.observe(seconds)
+        _remember(self._recent, request.model, now_s, seconds)
+
+    def finished(self, request: Request, now_s: float) -> None:
+        """Count a response that is over, whoever ended it."""
+        self.requests[request.route_name, request.status] += 1
+        self.response_bytes += request.sent_bytes
+        if request.model:
+            series = self._series(request)
+            series.statuses[request.status] += 1
+            series.duration.observe(now_s - request.received_s)
+            if request.stream_events:
+                # One event may carry several tokens: their number counts wherever the engine has said it.
+                tokens = request.tokens.completion or request.stream_events
+                if tokens > 1:
+                    seconds = (now_s - request.first_byte_s) / (tokens - 1)
+                    series.per_token.observe(seconds)
+                    _remember(self._recent_tpot, request.model, now_s, seconds)
+
+    def _series(self, request: Request) -> Series:
+        scopes = request.principal.scopes if request.principal is not None else frozenset()
+        known = request.model, request.model_version, scopes
+        series = self._known.get(known)
+        if series is None:
+            series = self._known[known] = self._new_or_known(request, scopes)
+        return series
+
+    def _new_or_known(self, request: Request, scopes: frozenset[str]) -> Series:
+        kind = self._classes.get(scopes)
+        if kind is None:
+            kind = self._classes[scopes] = key_class(scopes)
+        key = (request.model, request.model_version, kind)
+        of_model = self.models.get(request.model)
+        if of_model is None:
+            of_model = self.models[request.model] = {}
+        series = of_model.get(key)
+        if series is None:
+            if len(of_model) >= SERIES_PER_MODEL:
+                del of_model[next(iter(of_model))]
+                self._known.clear()
+            series = of_model[key] = Series()
+        return series
+
+    def ttft_p95_s(self, model: str, now_s: float) -> float | None:
+        """95th percentile of the time to first byte over the last minute (at most 256 requests), None without any."""
+        return _p95(self._recent.get(model), now_s)
+
+    def tpot_p95_s(self, model: str, now_s: float) -> float | None:
+        """The same of streams' mean time from one event (token) to the next."""
+        return _p95(self._recent_tpot.get(model), now_s)
+
+    def forget_models(self, keep: Iterable[str]) -> None:
+        """Drop series of models that left the table, so that label sets stay bounded."""
+        kept = set(keep)
+        self._known.clear()
+        self.models = {name: series for name, series in self.models.items() if name in kept}
+        self._recent = {name: values for name, values in self._recent.items() if name in kept}
+        self._recent_tpot = {name: values for name, values in self._recent_tpot.items() if name in kept}
+        self._last_s = {name: at for name, at in self._last_s.items() if name in kept}
+        self._idle_starts = {name: samples for name, samples in self._idle_starts.items() if name in kept}
+        self._prefill = {name: rate for name, rate in self._prefill.items() if name in kept}
+
+    def families(self, gauges: Iterable[tuple[str, str, dict[str, str], float]]) -> list[Family]:
+        """Everything. gauges: (name, help, labels, value), rows of one name adjacent."""
+        found = [
+            Family("appliance_gateway_requests_total", "counter", "Requests answered, by route and status.", [
+                Sample("", labels({"route": route, "status": str(status)}), count)
+                for (route, status), count in sorted(self.requests.items())
+            ]),
+            Family("appliance_gateway_events_total", "counter", "Things that happened to requests, by kind.", [
+                Sample("", labels({"event": event}), count) for event, count in sorted(self.events.items())
+            ]),
+            Family("appliance_gateway_response_bytes_total", "counter", "Body bytes relayed to clients.", [
+                Sample("", "", self.response_bytes)
+            ]),
+            Family("appliance_gateway_added_seconds", "histogram",
+                   "From complete request to its sending upstream, unheld.", list(self.added.samples())),
+            Family("appliance_gateway_held_seconds", "histogram",
+                   "Time held requests waited for a replica.", list(self.held_for.samples())),
+            *self._by_model(),
+        ]  # fmt: skip
+        for name, text, pairs, value in gauges:
+            if found[-1].name != name:
+                found.append(Family(name, "gauge", text, []))
+            found[-1].samples.append(Sample("", labels(pairs), value))
+        return found
+
+    def _by_model(self) -> tuple[Family, ...]:
+        answered = Family("appliance_gateway_model_requests_total", "counter",
+                          "Inference requests ended, by model, version, key class and status.", [])  # fmt: skip
+        ttft = Family("appliance_gateway_time_to_first_byte_seconds", "histogram",
+                      "From complete request to the first body byte.", [])  # fmt: skip
+        duration = Family("appliance_gateway_request_seconds", "histogram",
+                          "From complete request to the end of its answer.", [])  # fmt: skip
+        per_token = Family("appliance_gateway_time_per_output_token_seconds", "histogram",
+                           "Streams: mean time from one token to the next.", [])  # fmt: skip
+        rows = sorted((row for of_model in self.models.values() for row in of_model.items()), key=lambda row: row[0])
+        for (model, version, kind), series in rows:
+            pairs = {"model": model, "version": version, "key_class": kind}
+            text = labels(pairs)
+            answered.samples.extend(
+                Sample("", labels({**pairs, "status": str(status)}), count)
+                for status, count in sorted(series.statuses.items())
+            )
+            for family, histogram in ((ttft, series.ttft), (duration, series.duration), (per_token, series.per_token)):
+                if any(histogram.counts):
+                    family.samples.extend(histogram.samples(text))
+        return answered, ttft, duration, per_token
+
+
+def _remember(recent: dict[str, deque[tuple[float, float]]], model: str, now_s: float, seconds: float) -> None:
+    values = recent.get(model)
+    if values is None:
+        values = recent[model] = deque(maxlen=RECENT_TTFT)
+    values.append((now_s, seconds))
+
+
+def _p95(recent: deque[tuple[float, float]] | None, now_s: float) -> float | None:
+    values = sorted(seconds for at, seconds in recent or () if at >= now_s - RECENT_S)
+    return values[min(len(values) - 1, int(len(values) * 0.95))] if values else None
+
+
+def key_class(scopes: frozenset[str]) -> str:
+    """The known scopes of a key, joined: at most eight values, whoever holds how many keys."""
+    return "+".join(scope for scope in (INFERENCE, FINE_TUNING, ADMIN) if scope in scopes) or "none"

@@ -1,0 +1,124 @@
+"""OpenTelemetry traces of inference requests, sent over OTLP/HTTP. Imported only where an endpoint is set.
+
+    request          from its complete head to the end of its answer; its parent is the client's `traceparent`
+      hold           for as long as it waits for a replica
+      attempt        one replica: from sending to its last byte or its failure; the engine gets this span as its parent
+
+Spans leave in batches from a thread of the SDK's; a collector that is away costs spans, never requests.
+"""
+
+from __future__ import annotations
+
+import time
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace import (
+    NonRecordingSpan,
+    Span,
+    SpanContext,
+    SpanKind,
+    Status,
+    StatusCode,
+    TraceFlags,
+    set_span_in_context,
+)
+
+from appliance.gateway.http.wire import Request
+
+EXPORT_TIMEOUT_S = 3.0
+_FAILED = Status(StatusCode.ERROR)
+
+
+class Tracing:
+    """One per worker. endpoint: base URL of the collector, to which `/v1/traces` is added."""
+
+    def __init__(self, endpoint: str, worker: str) -> None:
+        self._provider = TracerProvider(
+            resource=Resource.create({"service.name": "appliance-gateway", "service.instance.id": worker})
+        )
+        exporter = OTLPSpanExporter(endpoint=endpoint.rstrip("/") + "/v1/traces", timeout=EXPORT_TIMEOUT_S)
+        self._provider.add_span_processor(BatchSpanProcessor(exporter))
+        self._tracer = self._provider.get_tracer("appliance.gateway")
+
+    def begin(self, request: Request) -> None:
+        """Give the request its spans, and its `traceparent` the trace that they are in."""
+        request.spans = RequestSpans(self._tracer, request)
+        request.trace = _traceparent(request.spans.span)
+
+    def close(self) -> None:
+        """Send what is left; blocks for at most about EXPORT_TIMEOUT_S."""
+        self._provider.shutdown()
+
+
+class RequestSpans:
+    """The spans of one request. Whatever is open when it ends, ends with it."""
+
+    __slots__ = ("_tracer", "span", "_context", "_hold", "_attempt", "_attempts")
+
+    def __init__(self, tracer: trace.Tracer, request: Request) -> None:
+        self._tracer = tracer
+        waited_s = time.monotonic() - request.received_s
+        self.span: Span = tracer.start_span(
+            "request",
+            context=set_span_in_context(NonRecordingSpan(_client(request.trace))) if request.trace else None,
+            kind=SpanKind.SERVER,
+            start_time=time.time_ns() - int(waited_s * 1e9),
+            attributes={"http.route": request.route_name, "request_id": request.request_id.decode()},
+        )
+        self._context = set_span_in_context(self.span)
+        self._hold: Span | None = None
+        self._attempt: Span | None = None
+        self._attempts = 0
+
+    def hold(self) -> None:
+        if self._hold is None:
+            self._hold = self._tracer.start_span("hold", context=self._context)
+
+    def unhold(self) -> None:
+        if self._hold is not None:
+            self._hold.end()
+            self._hold = None
+
+    def attempt(self, request: Request) -> bytes:
+        """The request goes to a replica now; returns the `traceparent` for the engine."""
+        self._attempts += 1
+        ids = {"replica": request.replica, "version": request.model_version, "attempt": self._attempts}
+        self._attempt = self._tracer.start_span("attempt", context=self._context, kind=SpanKind.CLIENT, attributes=ids)
+        return _traceparent(self._attempt)
+
+    def attempt_ended(self, failed: bool) -> None:
+        if self._attempt is not None:
+            if failed:
+                self._attempt.set_status(_FAILED)
+            self._attempt.end()
+            self._attempt = None
+
+    def end(self, request: Request) -> None:
+        self.unhold()
+        self.attempt_ended(failed=False)
+        span, principal = self.span, request.principal
+        span.set_attributes(
+            {
+                "http.response.status_code": request.status, "model": request.model,
+                "version": request.model_version, "key_id": principal.id if principal is not None else "",
+                "prompt_tokens": request.tokens.prompt, "completion_tokens": request.tokens.completion,
+            }
+        )  # fmt: skip
+        if request.status >= 500:
+            span.set_status(_FAILED)
+        span.end()
+
+
+def _client(traceparent: bytes) -> SpanContext:
+    """Of a `traceparent` that was checked (wire.accepted_trace)."""
+    _, trace_id, span_id, flags = traceparent.decode().split("-")
+    return SpanContext(int(trace_id, 16), int(span_id, 16), is_remote=True, trace_flags=TraceFlags(int(flags, 16)))
+
+
+def _traceparent(span: Span) -> bytes:
+    found = span.get_span_context()
+    return b"00-%032x-%016x-%02x" % (found.trace_id, found.span_id, found.trace_flags)

@@ -1,0 +1,60 @@
+"""What the values of a JSON text will cost, counted in its bytes before anything is made of them. Pure.
+
+A parser makes an object of every value: 8 MiB of `[[],[],…` became 441 MiB and took 0.7 s, of which nobody else on the
+loop got any. So values are counted first, by C loops of `bytes`, at 1 to 3 ms per MiB, and what costs more than any
+real request is refused. What is counted: opening brackets (lists and objects), quotes (strings), commas (all values).
+
+First as they stand, which counts those inside strings too: an upper bound, and for almost every body all that is
+needed. Only where that is over the limit (much code or JSON in a text) are the strings taken out. Parser and count read
+from the left by the same rules, so they agree up to the first byte that is no JSON, where the parser stops.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from appliance.gateway.core import errors
+from appliance.gateway.core.errors import ApiError
+
+# As their parsing and checking was measured: a list or object 0.7 µs, a string 0.2 µs, any other value 0.06 µs.
+_CONTAINER: Final = 12
+_STRING: Final = 4
+# No byte of a text weighs more than its lists do: `[],` has three.
+_HEAVIEST_BYTE: Final = 6
+# Taking so many escapes out costs 30 ms.
+_ESCAPES: Final = 1 << 20
+
+
+def check_weight(text: bytes, most: int) -> None:
+    """Raises ApiError 400 for a text whose values weigh more than `most`: a list or object counts as 12, a string as 4,
+    any other value as 1."""
+    if len(text) * _HEAVIEST_BYTE <= most or _weight(text) <= most:
+        return
+    # Now without what stands in strings. First the escapes: then every quote begins or ends a string.
+    escapes = text.count(b"\\")
+    if escapes > _ESCAPES:
+        raise errors.bad_request(
+            f"The request body has {escapes} escapes, at most {_ESCAPES} are allowed in one so large.",
+            code="too_many_values",
+        )
+    if escapes:
+        text = text.replace(b"\\\\", b"").replace(b'\\"', b"")
+    quotes = text.count(b'"')
+    if quotes // 2 * _STRING > most:
+        raise _too_heavy(quotes // 2 * _STRING, most)
+    weight = _weight(b"".join(text.split(b'"')[::2])) + quotes // 2 * _STRING
+    if weight > most:
+        raise _too_heavy(weight, most)
+
+
+def _weight(text: bytes) -> int:
+    containers = text.count(b"[") + text.count(b"{")
+    return containers * _CONTAINER + text.count(b'"') // 2 * _STRING + text.count(b",")
+
+
+def _too_heavy(weight: int, most: int) -> ApiError:
+    return errors.bad_request(
+        f"The request body holds too many values: they weigh {weight} (a list or object 12, a string 4, any other "
+        f"value 1), at most {most} is allowed. Send several smaller requests.",
+        code="too_many_values",
+    )

@@ -1,0 +1,247 @@
+"""Which fields a request for inference may have, route by route, and how much of each. Pure.
+
+An allowlist: what is not named here is refused, and so is a field of the engine that nobody has judged yet (a test
+compares these tables with the pinned vLLM's request models and with OpenAI's SDK). OpenAI refuses an unknown field in
+the same words; an engine would let it pass in silence.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from appliance.gateway.core import errors
+from appliance.gateway.core.errors import ApiError
+
+
+class Rule:
+    """What is looked at of a field. `PASSES` stands for nothing: the engine checks its type, and it costs what it
+    weighs (body_weight.py), or another check of request_check.py knows it."""
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ApiError 400. value: not None."""
+
+
+class Items(Rule):
+    """A list or object of at most `most` items, or one text; texts in it of at most `chars` characters."""
+
+    def __init__(self, most: int, chars: int = 1024) -> None:
+        self.most = most
+        self.chars = chars
+
+    def check(self, name: str, value: Any) -> None:
+        if isinstance(value, str):
+            self._text(name, value)
+        elif isinstance(value, list | dict):
+            if len(value) > self.most:
+                raise _bad(name, f"{len(value)} items given, at most {self.most} are allowed.")
+            for item in value:
+                if isinstance(item, str):
+                    self._text(name, item)
+            if isinstance(value, dict):
+                for item in value.values():
+                    if isinstance(item, str):
+                        self._text(name, item)
+
+    def _text(self, name: str, text: str) -> None:
+        if len(text) > self.chars:
+            raise _bad(name, f"a text of {len(text)} characters given, at most {self.chars} are allowed.")
+
+
+class Refused(Rule):
+    """Accepted only as null, false or 0, which ask for nothing."""
+
+    def __init__(self, why: str) -> None:
+        self.why = why
+
+    def check(self, name: str, value: Any) -> None:
+        if value is not False and value != 0:
+            raise errors.bad_request(
+                f"The parameter `{name}` is not accepted by this server: {self.why}.",
+                param=name,
+                code="unsupported_parameter",
+            )
+
+
+PASSES: Final = Rule()
+# Words of a text are as many tokens, and each is looked for in every sequence at every step.
+_WORDS: Final = Items(64, 256)
+# One number for every token of the vocabulary that is named, in a table of its own for each request.
+_TOKENS: Final = Items(1024)
+_COUNTS: Final = "tokens are counted by the events of a stream, which this would change"
+_ENGINES: Final = "it tells engines of other engines or of other requests"
+_TEMPLATE: Final = "the model's own template is used"
+_MEDIA: Final = "media are handled as this server's settings say"
+_PROMPT: Final = "the prompt as the engine sees it is not shown"
+_UNUSED: Final = "this server does not offer it"
+
+_OPENAI_ONLY: Final[dict[str, Rule]] = dict.fromkeys(
+    (
+        "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "service_tier",
+        "store", "metadata", "moderation",
+    ),
+    PASSES,
+)  # fmt: skip
+
+# What all of an engine's routes for text take.
+_SAMPLING: Final[dict[str, Rule]] = {
+    **dict.fromkeys(
+        (
+            "model", "stream", "stream_options", "user", "temperature", "top_p", "top_k", "min_p", "seed",
+            "frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos", "skip_special_tokens",
+            "include_stop_str_in_output", "priority", "structured_outputs", "cache_salt",
+        ),
+        PASSES,
+    ),
+    "logit_bias": _TOKENS,
+    "stop": _WORDS,
+    "stop_token_ids": _WORDS,
+    "watermarking": Refused(_UNUSED),
+    "request_id": Refused(_ENGINES),
+    "session_id": Refused(_ENGINES),
+    "kv_transfer_params": Refused(_ENGINES),
+    "ec_transfer_params": Refused(_ENGINES),
+    "vllm_xargs": Refused(_ENGINES),
+    "mm_payload": Refused(_MEDIA),
+    "return_mm_kwargs": Refused(_MEDIA),
+}  # fmt: skip
+
+# What chat and completions take beside that.
+_TOKENWISE: Final[dict[str, Rule]] = {
+    **_SAMPLING,
+    **dict.fromkeys(
+        (
+            "max_tokens", "n", "logprobs", "length_penalty", "min_tokens", "spaces_between_special_tokens",
+            "truncate_prompt_tokens", "truncation_side", "prompt_logprobs", "add_special_tokens", "echo",
+            "response_format", "return_tokens_as_token_ids", "return_token_ids", "thinking_token_budget",
+        ),
+        PASSES,
+    ),
+    "allowed_token_ids": _TOKENS,
+    "logprob_token_ids": Items(20),
+    "bad_words": _WORDS,
+    "use_beam_search": Refused("a search keeps many sequences, which are not counted"),
+    "stream_interval": Refused(_COUNTS),
+    "return_token_offsets": Refused(_PROMPT),
+    "return_prompt_text": Refused(_PROMPT),
+    "routed_experts_prompt_start": Refused(_PROMPT),
+    "repetition_detection": Refused(_UNUSED),
+}  # fmt: skip
+
+_TOOLS: Final = Items(512, 512)
+_KWARGS: Final = Items(64, 4096)
+
+FIELDS: Final[dict[str, dict[str, Rule]]] = {
+    "chat.completions": {
+        **_OPENAI_ONLY,
+        **_TOKENWISE,
+        **dict.fromkeys(
+            (
+                "messages", "max_completion_tokens", "top_logprobs", "tool_choice", "parallel_tool_calls",
+                "reasoning_effort", "include_reasoning", "add_generation_prompt", "continue_final_message",
+                # OpenAI's, of which an engine knows nothing.
+                "audio", "function_call", "modalities", "prediction", "verbosity", "web_search_options",
+            ),
+            PASSES,
+        ),
+        "best_of": PASSES,
+        "tools": _TOOLS,
+        "functions": _TOOLS,
+        "documents": Items(256, 1 << 16),
+        "chat_template_kwargs": _KWARGS,
+        "chat_template": Refused(_TEMPLATE),
+        "media_io_kwargs": Refused(_MEDIA),
+        "mm_processor_kwargs": Refused(_MEDIA),
+        "prompt_embeds": Refused("only text and tokens are"),
+    },
+    "completions": {
+        **_TOKENWISE,
+        "prompt": PASSES,
+        "best_of": PASSES,
+        "suffix": Items(0, 1 << 16),
+        "prompt_embeds": Refused("only text and tokens are"),
+        # The controller's batches and some clients add OpenAI's newer fields everywhere.
+        **_OPENAI_ONLY,
+    },
+    "responses": {
+        **_OPENAI_ONLY,
+        **_SAMPLING,
+        **dict.fromkeys(
+            (
+                "input", "instructions", "background", "conversation", "prompt", "previous_response_id",
+                "max_output_tokens", "max_tool_calls", "parallel_tool_calls", "reasoning", "include_reasoning", "text",
+                "tool_choice", "top_logprobs", "truncation", "context_management", "access_programs", "personality",
+                "image", "verbosity",
+            ),
+            PASSES,
+        ),
+        "logprobs": PASSES,
+        "metadata": Items(16, 512),
+        "include": Items(32, 128),
+        "tools": _TOOLS,
+        "chat_template_kwargs": _KWARGS,
+        "chat_template": Refused(_TEMPLATE),
+        "media_io_kwargs": Refused(_MEDIA),
+        "mm_processor_kwargs": Refused(_MEDIA),
+        "enable_response_messages": Refused(_PROMPT),
+        "previous_input_messages": Refused("go on from a response with `previous_response_id`"),
+    },
+    "messages": {
+        **dict.fromkeys(
+            (
+                "model", "messages", "max_tokens", "output_config", "thinking", "stream", "system", "temperature",
+                "tool_choice", "top_k", "top_p", "cache_salt",
+                # Anthropic's, of which an engine knows nothing.
+                "cache_control", "context_management", "inference_geo", "output_format", "service_tier", "speed",
+                "betas", "user_profile_id",
+            ),
+            PASSES,
+        ),
+        "metadata": Items(16, 512),
+        "stop_sequences": _WORDS,
+        "tools": _TOOLS,
+        "chat_template_kwargs": _KWARGS,
+        "container": Refused(_UNUSED),
+        "mcp_servers": Refused("this server fetches nothing"),
+        "watermarking": Refused(_UNUSED),
+        "kv_transfer_params": Refused(_ENGINES),
+        "ec_transfer_params": Refused(_ENGINES),
+        "vllm_xargs": Refused(_ENGINES),
+        "mm_payload": Refused(_MEDIA),
+        "return_mm_kwargs": Refused(_MEDIA),
+        "chat_template": Refused(_TEMPLATE),
+    },
+    "embeddings": {
+        **dict.fromkeys(
+            (
+                "model", "input", "messages", "user", "dimensions", "encoding_format", "embed_dtype", "endianness",
+                "padding", "use_activation", "add_special_tokens", "add_generation_prompt", "continue_final_message",
+                "truncate_prompt_tokens", "truncation_side", "priority", "cache_salt", "stream",
+            ),
+            PASSES,
+        ),
+        "chat_template_kwargs": _KWARGS,
+        "chat_template": Refused(_TEMPLATE),
+        "media_io_kwargs": Refused(_MEDIA),
+        "mm_processor_kwargs": Refused(_MEDIA),
+        "request_id": Refused(_ENGINES),
+    },
+}  # fmt: skip
+FIELDS["responses.input_tokens"] = FIELDS["responses"]
+
+
+def check_fields(route: str, data: dict[str, Any]) -> None:
+    """Raises ApiError 400 naming the first field that is unknown, refused or too large."""
+    rules = FIELDS[route]
+    for name, value in data.items():
+        rule = rules.get(name)
+        if rule is None:
+            shown = name if len(name) <= 80 else name[:80] + "…"
+            raise errors.bad_request(
+                f"Unrecognized request argument supplied: {shown}", param=shown, code="unknown_parameter"
+            )
+        if rule is not PASSES and value is not None:
+            rule.check(name, value)
+
+
+def _bad(name: str, what: str) -> ApiError:
+    return errors.bad_request(f"Invalid value for `{name}`: {what}", param=name)

@@ -1,0 +1,382 @@
+"""What an inference body may ask for. Pure: bytes in, the few facts the gateway needs out, or an ApiError.
+
+What it holds is counted before it is parsed (body_weight.py). It is parsed once, by orjson, which refuses NaN,
+infinities, lone surrogates, invalid UTF-8 and nesting past 1024 levels. Its raw bytes go on to the engine, which reads
+them with the same last-key-wins rule.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from itertools import islice
+from typing import Any, Final
+
+import orjson
+
+from appliance.gateway.core import errors
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES, Route
+from appliance.gateway.payload.body_weight import check_weight
+from appliance.gateway.payload.continuation import CHAT, Continuation, continuation_of
+from appliance.gateway.payload.fields import check_fields
+from appliance.gateway.payload.nesting import walk
+from appliance.gateway.payload.shapes import check_items, check_messages
+from appliance.gateway.payload.structure import check_structure
+from appliance.gateway.payload.transcript import Transcript, transcript_of
+from appliance.gateway.payload.usage import Asked
+
+MODEL_NAME_CHARS = 512
+DEFAULT_COMPLETION_TOKENS = 256
+_UNBOUNDED: Final = 1 << 20
+PREFIX_CHARS = 512
+CACHE_SALT_CHARS = 256
+
+_INT64 = (1 << 63) - 1
+
+
+class Checked:
+    """tokens: estimate of prompt plus completion; prompt_tokens: of the prompt alone. asks_usage: the client wants its
+    stream's usage as an event. continuation: of a stream that can go on after its engine's death. transcript: of a
+    request of /v1/responses."""
+
+    asks_usage: bool = False
+    transcript: Transcript | None = None
+
+    # Whose prefix cache it uses: requests of others that begin alike are not alike.
+    owner: bytes = b""
+
+    def __init__(self, model: str, stream: bool, completion: int, sequences: int, prompt: int, beginning: Any) -> None:
+        """completion: tokens that each of its sequences may have, 0: not said; prompt: the prompt's tokens."""
+        self.model = model
+        self.stream = stream
+        self.tokens = prompt + min(completion or DEFAULT_COMPLETION_TOKENS, 4096) * sequences
+        self.prompt_tokens = prompt
+        self.asked = Asked(prompt, (completion or _UNBOUNDED) * sequences, sequences)
+        self.cache_salt = ""
+        self._beginning = beginning
+        self.continuation: Continuation | None = None
+
+    def prefix(self) -> bytes:
+        """The same for requests that begin alike: system prompt and first question, however they are spelt."""
+        return self.owner + self._opening()[:PREFIX_CHARS].encode("utf-8", "replace")
+
+    def conversation(self) -> bytes:
+        """The same for all turns of a conversation: like `prefix`, but no long system prompt hides its question."""
+        return self._opening().encode("utf-8", "replace")
+
+    def _opening(self) -> str:
+        source = self._beginning
+        if not isinstance(source, list):
+            return _start_of(source)
+        parts = []
+        for item in source[:2]:
+            parts.append(_start_of(item.get("content") if isinstance(item, dict) else item))
+            if isinstance(item, dict) and item.get("role") == "user":
+                break  # what follows is the answer, which the first turn does not have
+        return "\n".join(parts)
+
+
+def _start_of(value: Any) -> str:
+    """The first PREFIX_CHARS of the texts in a value, which may be large: no more of it is looked at than needed."""
+    if isinstance(value, str):
+        return value[:PREFIX_CHARS]
+    found: list[str] = []
+    left = PREFIX_CHARS
+    stack = [value]
+    while stack and left > 0:
+        node = stack.pop()
+        if isinstance(node, list):
+            stack.extend(reversed(node[:16]))
+        elif isinstance(node, dict):
+            stack.extend(reversed(list(islice(node.values(), 16))))
+        else:
+            piece = node[:left] if isinstance(node, str) else repr(node)
+            found.append(piece)
+            left -= len(piece) + 1
+    return "\n".join(found)
+
+
+def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
+    """Check one inference request body (JSON text in bytes).
+
+    Raises ApiError 400 naming the parameter, what was given and what is expected.
+    """
+    return check_object(route, parsed_body(body, limits), len(body), limits)
+
+
+def parsed_body(body: bytes, limits: Limits) -> dict[str, Any]:
+    """The object that a body is, with a name as its `model`. Raises ApiError 400, and 404 for what is no name."""
+    check_weight(body, limits.json_weight)
+    try:
+        data = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise errors.bad_request(
+            f"We could not parse the JSON body of your request: {error}", code="invalid_json"
+        ) from None
+    if not isinstance(data, dict):
+        raise errors.bad_request(f"The request body is a JSON {_kind(data)}, expected an object.", code="invalid_json")
+    model = data.get("model")
+    if not isinstance(model, str) or not model:
+        raise errors.bad_request("You must provide a model parameter: a non-empty string.", param="model")
+    if len(model) > MODEL_NAME_CHARS:
+        raise errors.model_not_found(model)
+    return data
+
+
+def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Limits) -> Checked:
+    """Check a body of so many bytes, as `parsed_body` returned it. Raises ApiError 400 like `check_body`."""
+    model: str = data["model"]
+    stream = data.get("stream")
+    if stream is not None and not isinstance(stream, bool):
+        raise _bad("stream", stream, "true or false")
+
+    number_rules = _rules(limits)
+    if not stream and route.name == CHAT:
+        completion = _plain_completion(data, number_rules, limits)
+        if completion >= 0:
+            return Checked(model, False, completion, 1, body_bytes // 4, data["messages"])
+    check_fields(route.name, data)
+    fields = data.keys()
+    for key in fields & number_rules.keys():
+        if data[key] is not None:
+            _number(key, data[key], *number_rules[key])
+    if "chat_template_kwargs" in data:
+        _template_kwargs(data["chat_template_kwargs"])
+    if not _is_plain(data):
+        walk(data, limits.json_depth)
+        check_structure(data, limits)
+    sequences = _inputs(route, data, limits)
+    completion = _completion_tokens(data)
+    if "n" in data or "best_of" in data:
+        sequences *= max(data.get("n") or 1, data.get("best_of") or 1)
+    if sequences > limits.sequences:
+        raise errors.bad_request(
+            f"The request asks for {sequences} sequences (inputs × n), at most {limits.sequences} are allowed.",
+            param="n",
+        )
+    continuation = continuation_of(route.name, data) if stream else None
+    beginning = data.get("messages") or data.get("prompt") or data.get("input") or ""
+    asks_usage = stream is True and _asks_usage(data)
+    checked = Checked(model, bool(stream), completion, sequences, body_bytes // 4, beginning)
+    checked.asks_usage, checked.continuation = asks_usage, continuation
+    checked.cache_salt = _cache_salt(data.get("cache_salt"))
+    if route.task == "embed" or route.name == INPUT_TOKENS:
+        checked.asked.completion_tokens = 0
+    if route.name == RESPONSES or route.name == INPUT_TOKENS:
+        checked.transcript = transcript_of(data, counts=route.name == INPUT_TOKENS)
+    return checked
+
+
+# A chat request with none but numbers, these and its messages needs those looked at, and no more.
+_PLAIN_TEXT: Final = frozenset({"model", "stream", "user"})
+_PLAIN_NUMBERS: Final = frozenset(
+    {"max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "frequency_penalty", "presence_penalty"}
+)
+
+
+def _plain_completion(data: dict[str, Any], number_rules: Rules, limits: Limits) -> int:
+    """The completion's tokens of a plain chat request, -1 for one that must be looked at more closely.
+
+    Raises ApiError 400 for a number that is none or out of its bounds."""
+    plain = False
+    for key, value in data.items():
+        if key == "messages":
+            if not _plain_messages(value) or len(value) > limits.messages:
+                return -1
+            plain = True
+        elif key in _PLAIN_NUMBERS:
+            if value is not None:
+                kind, low, high = number_rules[key]
+                _number(key, value, kind, low, high)
+        elif key not in _PLAIN_TEXT or (key == "user" and type(value) is not str):
+            return -1
+    return _completion_tokens(data) if plain else -1
+
+
+def _plain_messages(messages: Any) -> bool:
+    """Whether these are messages of nothing but text: then nothing can name media or be nested deeply."""
+    if type(messages) is not list or not messages:
+        return False
+    for message in messages:
+        if type(message) is not dict or "role" not in message:
+            return False
+        for part in message.values():
+            if type(part) is not str:
+                return False
+    return True
+
+
+def with_model(body: bytes, model: str) -> bytes:
+    """A checked body with `model` as its model. A second key is appended: both parsers take the last, and nothing
+    else of the client's bytes changes."""
+    return body.rstrip()[:-1] + b',"model":' + orjson.dumps(model) + b"}"
+
+
+def with_fields(body: bytes, fields: bytes) -> bytes:
+    """A checked body with more fields, each as `,"name":value`, of which the engine takes the last of a name."""
+    return b"%b%b}" % (body[: body.rindex(b"}")], fields)
+
+
+# The bounds are not called `float`: compiled, that would make floats of them, and 2^63 no greater than 2^63 - 1.
+Rules = dict[str, tuple[type, Any, Any]]
+_RULES_OF: Final[list[tuple[Limits, Rules]]] = []
+
+
+def _rules(limits: Limits) -> Rules:
+    """(type, lowest, highest) by field; built once per Limits object."""
+    if _RULES_OF:
+        of, known = _RULES_OF[0]
+        if of is limits:
+            return known
+    rules: Rules = {
+        "n": (int, 1, limits.n),
+        "best_of": (int, 1, limits.n),
+        "max_tokens": (int, 1, limits.max_tokens),
+        "max_completion_tokens": (int, 1, limits.max_tokens),
+        "max_output_tokens": (int, 1, limits.max_tokens),
+        "min_tokens": (int, 0, limits.max_tokens),
+        "top_logprobs": (int, 0, limits.top_logprobs),
+        "prompt_logprobs": (int, 0, limits.top_logprobs),
+        "temperature": (float, 0, 2),
+        "top_p": (float, 0, 1),
+        "min_p": (float, 0, 1),
+        "top_k": (int, -1, 1 << 31),
+        "frequency_penalty": (float, -2, 2),
+        "presence_penalty": (float, -2, 2),
+        "repetition_penalty": (float, 0, 10),
+        "length_penalty": (float, -10, 10),
+        "seed": (int, -_INT64 - 1, _INT64),
+        "dimensions": (int, 1, 1 << 20),
+        "truncate_prompt_tokens": (int, -1, 1 << 31),
+        "priority": (int, 0, 0),
+    }
+    _RULES_OF[:] = [(limits, rules)]
+    return rules
+
+
+def _number(name: str, value: Any, kind: type, low: Any, high: Any) -> None:
+    right_type = isinstance(value, int) or (kind is float and isinstance(value, float))
+    if not right_type or isinstance(value, bool) or not math.isfinite(value) or not low <= value <= high:
+        what = "an integer" if kind is int else "a number"
+        raise _bad(name, value, f"{what} from {low} to {high}")
+
+
+def _template_kwargs(kwargs: Any) -> None:
+    if kwargs is None:
+        return
+    if not isinstance(kwargs, dict):
+        raise _bad("chat_template_kwargs", kwargs, "an object")
+    if "chat_template" in kwargs:
+        raise errors.bad_request(
+            "The parameter `chat_template_kwargs.chat_template` is not accepted by this server.",
+            param="chat_template_kwargs.chat_template",
+            code="unsupported_parameter",
+        )
+
+
+def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
+    """Number of separate inputs the body asks about."""
+    logprobs = data.get("logprobs")
+    if route.name == "completions":
+        if logprobs is not None:
+            _number("logprobs", logprobs, int, 0, limits.top_logprobs)
+    elif logprobs is not None and not isinstance(logprobs, bool):
+        raise _bad("logprobs", logprobs, "true or false")
+    if route.name in ("chat.completions", "messages"):
+        messages = data.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise _bad("messages", messages, "a non-empty array of messages")
+        if not all(isinstance(message, dict) for message in messages):
+            raise _bad("messages", messages, "an array of objects")
+        check_messages(messages, limits)
+        return 1
+    if route.name == RESPONSES or route.name == INPUT_TOKENS:
+        items = data.get("input")
+        if isinstance(items, list):
+            check_items(items, limits)
+        elif not isinstance(items, str):
+            raise _bad("input", items, "a string or an array of items")
+        return 1
+    name = "input" if route.name == "embeddings" else "prompt"
+    value = data.get(name)
+    if name == "input" and value is None and isinstance(data.get("messages"), list):
+        if not all(isinstance(message, dict) for message in data["messages"]):
+            raise _bad("messages", data["messages"], "an array of objects")
+        check_messages(data["messages"], limits)
+        return 1
+    if isinstance(value, str):
+        return 1
+    if not isinstance(value, list) or not value:
+        raise _bad(name, value, "a string, or a non-empty array of strings, tokens or token arrays")
+    if isinstance(value[0], int):
+        return 1
+    if name == "input":
+        if len(value) > limits.embedding_inputs:
+            raise errors.bad_request(
+                f"{len(value)} inputs given, at most {limits.embedding_inputs} are allowed.", param="input"
+            )
+        return 1
+    return len(value)
+
+
+def _cache_salt(salt: Any) -> str:
+    if salt is None:
+        return ""
+    if not isinstance(salt, str) or not 0 < len(salt) <= CACHE_SALT_CHARS:
+        raise _bad("cache_salt", salt, f"a text of 1 to {CACHE_SALT_CHARS} characters")
+    return salt
+
+
+def _asks_usage(data: dict[str, Any]) -> bool:
+    options = data.get("stream_options")
+    if options is None:
+        return False
+    if not isinstance(options, dict):
+        raise _bad("stream_options", options, "an object")
+    asks = options.get("include_usage")
+    if asks is not None and not isinstance(asks, bool):
+        # An engine takes "no" for false: its stream would not say what it cost, and nobody would have asked it to.
+        raise _bad("stream_options.include_usage", asks, "true or false")
+    return asks is True
+
+
+def _completion_tokens(data: dict[str, Any]) -> int:
+    """0: not said."""
+    for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"):
+        value = data.get(name)
+        if value is not None:
+            return int(value)
+    return 0
+
+
+def _is_plain(data: dict[str, Any]) -> bool:
+    """Whether nothing in the body is made of parts but a list of messages of plain text: then nothing can name media
+    or be nested deeply.
+
+    Looked up in the parsed body because searching its bytes for keys and brackets cost 5 µs per KB of text.
+    """
+    for key, value in data.items():
+        if type(value) is list:
+            if key != "messages" or not (_plain_messages(value) or not value):
+                return False
+        elif type(value) is dict:
+            return False
+    return True
+
+
+_SHOWN: Final = reprlib.Repr()
+_SHOWN.maxstring = 80
+
+
+def _bad(name: str, value: Any, expected: str) -> ApiError:
+    # Not `repr`: of 8 MiB it takes longer than anything else that is done with them.
+    shown = _SHOWN.repr(value)
+    if len(shown) > 80:
+        shown = shown[:80] + "…"
+    return errors.bad_request(f"Invalid value for `{name}`: {shown} given, expected {expected}.", param=name)
+
+
+def _kind(value: Any) -> str:
+    return {list: "array", str: "string", bool: "boolean", type(None): "null"}.get(type(value), "number")

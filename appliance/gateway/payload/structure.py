@@ -1,0 +1,293 @@
+"""What a request asks to be written in a given form: JSON schemas, regular expressions, choices, tools that must be
+called. Pure.
+
+An engine makes a grammar of them, and how long that takes has nothing to do with their size: `.{1000}` took 5 s, a
+hundred optional letters for ever. So they are measured here by what was found to cost (docs/gateway.md has the table),
+and what is above the bounds is refused before an engine sees it. Grammars as text and structural tags cannot be
+measured so, and are refused.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import orjson
+
+from appliance.gateway.core import errors
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.errors import ApiError
+
+_REGEX_CHARS: Final = 1024
+_REGEX_QUANTIFIERS: Final = 16
+_REGEX_GROUPS_DEEP: Final = 16
+# Of one expression: how many more characters it stands for than it has, with its repeats written out.
+_REGEX_REPEATS: Final = 256
+_SCHEMA_DEPTH: Final = 48
+_CHOICES: Final = 1000
+_CHOICE_CHARS: Final = 32 * 1024
+_SCHEMA_TEXT: Final = 256 * 1024
+# A text longer than that costs a grammar no more.
+_LONG_TEXT: Final = 200
+# A repeat with more digits is more than any limit.
+_DIGITS: Final = 9
+_MANY: Final = 1 << 30
+_RULES_PER_PART: Final = 20
+_FREE: Final = frozenset({"auto", "none"})
+
+
+def check_structure(data: dict[str, Any], limits: Limits) -> None:
+    """Raises ApiError 400 for a form that would take an engine too long to prepare."""
+    budget = _Budget(limits)
+    wanted = data.get("response_format")
+    if wanted is not None:
+        _format("response_format", wanted, budget)
+    wanted = data.get("structured_outputs")
+    if wanted is not None:
+        _structured_outputs(wanted, budget)
+    text = data.get("text")
+    if isinstance(text, dict) and text.get("format") is not None:
+        _format("text.format", text["format"], budget)
+    output = data.get("output_config")
+    if isinstance(output, dict) and output.get("format") is not None:
+        _format("output_config.format", output["format"], budget)
+    tools = data.get("tools")
+    if isinstance(tools, list):
+        choice = data.get("tool_choice")
+        forced = choice is not None and not (isinstance(choice, str) and choice in _FREE)
+        for place, tool in enumerate(tools):
+            if not isinstance(tool, dict):
+                continue
+            given = tool.get("function")
+            function = given if isinstance(given, dict) else tool
+            # Only where the engine has to hold the model to them does it make a grammar of them.
+            if forced or function.get("strict") is True:
+                for name in ("parameters", "input_schema"):
+                    if function.get(name) is not None:
+                        budget.schema(f"tools.{place}.{name}", function[name])
+
+
+def _format(name: str, wanted: Any, budget: _Budget) -> None:
+    if not isinstance(wanted, dict):
+        return  # the engine says what it expects
+    kind = wanted.get("type")
+    if kind == "structural_tag" or (kind == "grammar"):
+        raise _unsupported(name, f"the type `{kind}`")
+    inner = wanted.get("json_schema")
+    if isinstance(inner, dict):
+        for key in ("schema", "json_schema"):
+            if inner.get(key) is not None:
+                budget.schema(name, inner[key])
+    if wanted.get("schema") is not None:
+        budget.schema(name, wanted["schema"])
+
+
+def _structured_outputs(wanted: Any, budget: _Budget) -> None:
+    name = "structured_outputs"
+    if not isinstance(wanted, dict):
+        return
+    for key in ("grammar", "structural_tag", "whitespace_pattern"):
+        if wanted.get(key) is not None:
+            raise _unsupported(name, f"`{key}`")
+    schema = wanted.get("json")
+    if isinstance(schema, str):
+        if len(schema) > _SCHEMA_TEXT:
+            raise _too_complex(name, f"a schema of {len(schema)} characters", _SCHEMA_TEXT)
+        try:
+            schema = orjson.loads(schema)
+        except orjson.JSONDecodeError as error:
+            raise errors.bad_request(f"`{name}.json` is no JSON: {error}", param=name) from None
+    if schema is not None:
+        budget.schema(name, schema)
+    regex = wanted.get("regex")
+    if isinstance(regex, str):
+        budget.regex(name, regex)
+    choice = wanted.get("choice")
+    if isinstance(choice, list):
+        budget.choices(name, choice)
+
+
+class _Budget:
+    """Of all forms in one request together."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._nodes = 0
+        self._choices = 0
+        self._choice_chars = 0
+        self._repeats = 0
+        self._most_nodes = limits.schema_nodes
+        self._most_repeats = limits.schema_repeats
+        self._lengths: set[tuple[int, int]] = set()
+        self._patterns: set[str] = set()
+
+    def schema(self, name: str, root: Any) -> None:
+        stack: list[tuple[Any, int]] = [(root, 1)]
+        while stack:
+            node, depth = stack.pop()
+            if depth > _SCHEMA_DEPTH:
+                raise _too_complex(name, f"a schema nested deeper than {_SCHEMA_DEPTH} levels", _SCHEMA_DEPTH)
+            if isinstance(node, list):
+                self._count(name, len(node))
+                stack.extend((item, depth + 1) for item in node if isinstance(item, dict | list))
+                continue
+            if not isinstance(node, dict):
+                continue
+            self._count(name, 1)
+            self._length(name, node)
+            self._some_of(name, node)
+            for key, value in node.items():
+                if key == "enum" and isinstance(value, list):
+                    self.choices(name, value)
+                elif key == "pattern" and isinstance(value, str):
+                    self.regex(name, value)
+                elif isinstance(value, dict):
+                    if key == "patternProperties":
+                        for pattern in value:
+                            self.regex(name, pattern)
+                    # Of an object that lists its properties each has a name to be written out.
+                    self._count(name, len(value))
+                    stack.append((value, depth + 1))
+                elif isinstance(value, list):
+                    stack.append((value, depth + 1))
+
+    def choices(self, name: str, values: list[Any]) -> None:
+        self._choices += len(values)
+        if self._choices > _CHOICES:
+            raise _too_complex(name, f"{self._choices} values to choose from", _CHOICES)
+        for value in values:
+            self._choice_chars += len(value) if isinstance(value, str) else 8
+            if isinstance(value, dict | list):
+                self.schema(name, value)
+        if self._choice_chars > _CHOICE_CHARS:
+            raise _too_complex(name, f"values to choose from with {self._choice_chars} characters", _CHOICE_CHARS)
+
+    def regex(self, name: str, pattern: str) -> None:
+        """One expression costs once, however often it stands there."""
+        if pattern in self._patterns:
+            return
+        if len(pattern) > _REGEX_CHARS:
+            raise _too_complex(name, f"a regular expression of {len(pattern)} characters", _REGEX_CHARS)
+        quantifiers, repeats = measure_regex(name, pattern)
+        if quantifiers > _REGEX_QUANTIFIERS:
+            raise _too_complex(name, f"a regular expression with {quantifiers} repeats in it", _REGEX_QUANTIFIERS)
+        if repeats > _REGEX_REPEATS:
+            raise _too_complex(
+                name, f"a regular expression that stands for {repeats} more characters than it has", _REGEX_REPEATS
+            )
+        self._patterns.add(pattern)
+        self._spend(name, repeats)
+
+    def _length(self, name: str, node: dict[str, Any]) -> None:
+        """`minLength` and `maxLength`: texts of the same bounds share what is made of them."""
+        low, high = _bound(node.get("minLength")), _bound(node.get("maxLength"))
+        if (low or high) and (low, high) not in self._lengths:
+            self._lengths.add((low, high))
+            self._spend(name, max(low, high))
+
+    def _some_of(self, name: str, node: dict[str, Any]) -> None:
+        """`minProperties`, `maxProperties`: each number of properties so far, at each property, is a rule of its own.
+        200 properties of which 100 to 150 are wanted took 89 ms, on the loop that sends tokens."""
+        named = node.get("properties")
+        low, high = node.get("minProperties"), node.get("maxProperties")
+        if isinstance(named, dict) and (low is not None or high is not None):
+            most = max(value if isinstance(value, int) else 0 for value in (low, high))
+            self._count(name, len(named) * min(most, len(named)) // _RULES_PER_PART)
+
+    def _spend(self, name: str, repeats: int) -> None:
+        self._repeats += repeats
+        if self._repeats > self._most_repeats:
+            raise _too_complex(
+                name,
+                f"texts of bounded length (minLength, maxLength, patterns) that add up to {self._repeats} characters",
+                self._most_repeats,
+            )
+
+    def _count(self, name: str, nodes: int) -> None:
+        self._nodes += nodes
+        if self._nodes > self._most_nodes:
+            raise _too_complex(name, "schemas of more parts", self._most_nodes)
+
+
+def _bound(value: Any) -> int:
+    return min(value, _LONG_TEXT) if isinstance(value, int) and value > 0 else 0
+
+
+def measure_regex(name: str, pattern: str) -> tuple[int, int]:
+    """How many repeats stand in an expression, and how many characters it gains when bounded ones are written out.
+
+    Read as far as that needs it: what is wrong with it the engine says. Raises ApiError 400 for groups too deep."""
+    quantifiers, at, end = 0, 0, len(pattern)
+    # Characters of each open group so far as written and written out; and those of the last atom.
+    written: list[list[int]] = [[0, 0]]
+    last = [0, 0]
+    while at < end:
+        char = pattern[at]
+        if char == "(":
+            if len(written) > _REGEX_GROUPS_DEEP:
+                raise _too_complex(name, "a regular expression with deeper groups", _REGEX_GROUPS_DEEP)
+            written.append([0, 0])
+            last = [0, 0]
+            at += 1
+        elif char == ")" and len(written) > 1:
+            last = written.pop()
+            written[-1][0] += last[0]
+            written[-1][1] += last[1]
+            at += 1
+        elif char in "*+?":
+            quantifiers += 1
+            at += 1
+        elif char == "{" and (bounds := _braces(pattern, at)) is not None:
+            times, at = bounds
+            quantifiers += 1
+            written[-1][1] += last[1] * (times - 1) if times > 1 else 0
+            last = [last[0], last[1] * max(1, times)]
+        else:
+            at = _atom_end(pattern, at)
+            last = [1, 1]
+            written[-1][0] += 1
+            written[-1][1] += 1
+        if written[-1][1] > 1 << 40:
+            break
+    while len(written) > 1:  # a group that is never closed
+        inner = written.pop()
+        written[-1][0] += inner[0]
+        written[-1][1] += inner[1]
+    return quantifiers, written[0][1] - written[0][0]
+
+
+def _braces(pattern: str, at: int) -> tuple[int, int] | None:
+    """How often at most `{n}`, `{n,}` or `{n,m}` at this place repeats, and where it ends; None for other braces."""
+    close = pattern.find("}", at)
+    low, comma, high = pattern[at + 1 : close].partition(",") if close > 0 else ("", "", "")
+    if not (low + high).isdecimal() or (comma == "" and low == ""):
+        return None
+    return (max(int(low or "0"), int(high or "0")) if len(low + high) < _DIGITS else _MANY), close + 1
+
+
+def _atom_end(pattern: str, at: int) -> int:
+    """Where one character, escape or class ends."""
+    if pattern[at] == "\\":
+        return at + 2
+    if pattern[at] != "[":
+        return at + 1
+    at += 2 if pattern[at + 1 : at + 2] == "^" else 1
+    if pattern[at : at + 1] == "]":
+        at += 1
+    while at < len(pattern) and pattern[at] != "]":
+        at += 2 if pattern[at] == "\\" else 1
+    return at + 1
+
+
+def _too_complex(name: str, what: str, limit: int) -> ApiError:
+    return errors.bad_request(
+        f"`{name}` is too complex: {what}, at most {limit} are allowed. Ask for a simpler form.",
+        param=name.partition(".")[0],
+        code="structure_too_complex",
+    )
+
+
+def _unsupported(name: str, what: str) -> ApiError:
+    return errors.bad_request(
+        f"`{name}`: {what} is not accepted by this server, expected a JSON schema, a regular expression or choices.",
+        param=name,
+        code="unsupported_parameter",
+    )

@@ -1,0 +1,198 @@
+"""The box's own certificate authority: who is a node of it, for Ray and for the relays between nodes.
+
+Made when the box first starts with a `node_address`. Its key never leaves the box. A node makes its own key, asks for a
+certificate with a one-time token (appliance.nodes.enrolment), and from then on both sides of every connection between
+nodes show theirs. Revoking a single node means a new authority: delete the folder, start again, let the others join
+anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import os
+import socket
+import ssl
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.exceptions import InvalidSignature
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+from runtime.relay import NodeCertificate
+
+AUTHORITY_LIFE = timedelta(days=3650)
+NODE_LIFE = timedelta(days=730)
+CLOCKS_APART = timedelta(days=1)
+RENEW_BEFORE = timedelta(days=30)
+
+
+class Unfit(RuntimeError):
+    """A certificate, or a request for one, that does not fit; the message says why and what to do."""
+
+
+class Credentials:
+    """A node's own key and certificate, and the authority's certificate: files in a folder of this user alone."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.files = folder, NodeCertificate.below(folder)
+
+    def new_request(self, name: str, address: str) -> bytes:
+        """A fresh key, kept here, and the request for a certificate of it."""
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        key = ec.generate_private_key(ec.SECP256R1())
+        _write(self.files.key, _private_pem(key))
+        request = x509.CertificateSigningRequestBuilder().subject_name(_name(name))
+        return _pem(request.add_extension(_addresses(address), False).sign(key, hashes.SHA256()))
+
+    def keep(self, authority: bytes, certificate: bytes) -> None:
+        """Raises Unfit where the certificate is not of our key, or not by that authority."""
+        issuer, mine = x509.load_pem_x509_certificate(authority), x509.load_pem_x509_certificate(certificate)
+        key = serialization.load_pem_private_key(self.files.key.read_bytes(), None)
+        try:
+            mine.verify_directly_issued_by(issuer)
+        except (ValueError, TypeError, InvalidSignature) as error:
+            raise Unfit("the box answered with a certificate that its authority has not signed") from error
+        if mine.public_key() != key.public_key():
+            raise Unfit("the box answered with a certificate of another key than ours")
+        _write(self.files.authority, authority)
+        _write(self.files.certificate, certificate)
+
+    def fit(self, name: str, address: str, now: datetime | None = None) -> str:
+        """Why this node cannot join with them; "" if it can."""
+        if not all(path.exists() for path in (self.files.authority, self.files.certificate, self.files.key)):
+            return "this node has no certificate yet"
+        mine = x509.load_pem_x509_certificate(self.files.certificate.read_bytes())
+        if mine.not_valid_after_utc - (now or datetime.now(UTC)) < timedelta(0):
+            return f"its certificate ended on {mine.not_valid_after_utc:%Y-%m-%d}"
+        if mine.subject != _name(name):
+            return f"its certificate is for {mine.subject.rfc4514_string().removeprefix('CN=')}, not for {name}"
+        names = mine.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        if not set(_addresses(address)) <= set(names):
+            return f"its certificate is not for the address {address}"
+        return ""
+
+    def fingerprint(self) -> str:
+        return fingerprint(x509.load_pem_x509_certificate(self.files.certificate.read_bytes()).public_bytes(
+            serialization.Encoding.DER))  # fmt: skip
+
+    def server_context(self) -> ssl.SSLContext:
+        """For a listener to which anybody may connect who knows what to say then."""
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.load_cert_chain(self.files.certificate, self.files.key)
+        return context
+
+
+class Authority:
+    """The authority itself, at home. `folder` also holds the credentials of the box, a node like the others."""
+
+    def __init__(self, folder: Path):
+        self.home, self._key = Credentials(folder), folder / "ca.key"
+
+    def prepare(self, name: str, address: str) -> Credentials:
+        """The credentials of the box itself, for this address; makes the authority where there is none."""
+        self.home.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if not (self._key.exists() and self.home.files.authority.exists()):
+            key, now, us = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC), _name("appliance authority")
+            made = (
+                x509.CertificateBuilder()
+                .subject_name(us).issuer_name(us).public_key(key.public_key())
+                .serial_number(x509.random_serial_number())
+                .not_valid_before(now - CLOCKS_APART).not_valid_after(now + AUTHORITY_LIFE)
+                .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+                .add_extension(_usage(signs=True), critical=True)
+                .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+                .sign(key, hashes.SHA256())
+            )  # fmt: skip
+            _write(self.home.files.authority, _pem(made))
+            _write(self._key, _private_pem(key))
+            self.home.files.certificate.unlink(missing_ok=True)
+        if self.home.fit(name, address, datetime.now(UTC) + RENEW_BEFORE):
+            request = self.home.new_request(name, address)
+            self.home.keep(self.home.files.authority.read_bytes(), self.sign(request, name, address))
+        return self.home
+
+    def sign(self, request_pem: bytes, name: str, address: str) -> bytes:
+        """A certificate of the request's key for this node. What else the request asks for does not count.
+
+        Raises Unfit."""
+        try:
+            request = x509.load_pem_x509_csr(request_pem)
+        except ValueError as error:
+            raise Unfit("the request for a certificate cannot be read") from error
+        if not (request.is_signature_valid and isinstance(request.public_key(), ec.EllipticCurvePublicKey)):
+            raise Unfit("the request for a certificate is not signed by its own key")
+        issuer = x509.load_pem_x509_certificate(self.home.files.authority.read_bytes())
+        key, now = serialization.load_pem_private_key(self._key.read_bytes(), None), datetime.now(UTC)
+        made = (
+            x509.CertificateBuilder()
+            .subject_name(_name(name)).issuer_name(issuer.subject).public_key(request.public_key())
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - CLOCKS_APART).not_valid_after(now + NODE_LIFE)
+            .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
+            .add_extension(_usage(signs=False), critical=True)
+            .add_extension(
+                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
+                critical=False,
+            )
+            .add_extension(_addresses(address), critical=False)
+            .add_extension(
+                x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.public_key()), critical=False
+            )
+            .sign(key, hashes.SHA256())
+        )  # fmt: skip
+        return _pem(made)
+
+
+def fingerprint(certificate_der: bytes) -> str:
+    return hashlib.sha256(certificate_der).hexdigest()
+
+
+def _addresses(address: str) -> x509.SubjectAlternativeName:
+    """Under what the others connect: Ray and the relays by number, also where a name was given."""
+    try:
+        return x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
+    except ValueError:
+        pass
+    try:
+        numbers = {info[4][0] for info in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
+        named = [x509.DNSName(address), *(x509.IPAddress(ipaddress.ip_address(number)) for number in sorted(numbers))]
+        return x509.SubjectAlternativeName(named)
+    except (OSError, ValueError) as error:
+        raise Unfit(f"the address {address!r} of a node cannot be resolved ({error}); give its number") from error
+
+
+def _name(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+
+
+def _usage(*, signs: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not signs, key_cert_sign=signs, crl_sign=signs, content_commitment=False,
+        key_encipherment=False, data_encipherment=False, key_agreement=False, encipher_only=False, decipher_only=False,
+    )  # fmt: skip
+
+
+def _pem(made: x509.Certificate | x509.CertificateSigningRequest) -> bytes:
+    return made.public_bytes(serialization.Encoding.PEM)
+
+
+def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all, for this user alone."""
+    new = path.with_suffix(path.suffix + ".new")
+    new.unlink(missing_ok=True)
+    with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(new, path)

@@ -1,0 +1,117 @@
+"""Taking a person out of the store: what was theirs goes, what has to stay (usage, audit) loses the name.
+
+Whose a row is, is said by its own owner or by that of the key it was made with; the name is taken out of every table
+that has an owner, so that one which is added later is not left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from appliance.store.database import Database
+from appliance.store.objects import jobs
+from appliance.store.records import keys
+from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH, UNFINISHED_RESPONSE, JobRow, KeyRow
+
+NAMELESS = "(forgotten)"
+
+
+def keys_of(db: Database, owner: str) -> list[KeyRow]:
+    return [row for row in keys.list_all(db) if row.owner == owner]
+
+
+def jobs_of(db: Database, owner: str) -> list[JobRow]:
+    """Finished ones too."""
+    rows = db.execute(f"SELECT id FROM jobs WHERE {_mine(db, 'jobs')} ORDER BY seq", [owner]).fetchall()
+    return [jobs.get(db, row["id"]) for row in rows]
+
+
+def ids(db: Database, table: str, owner: str, where: str = "1") -> list[str]:
+    return [row["id"] for row in db.execute(
+        f"SELECT id FROM {table} WHERE {_mine(db, table)} AND {where} ORDER BY seq", [owner]
+    )]  # fmt: skip
+
+
+def unfinished(db: Database, owner: str) -> list[str]:
+    """Ids of jobs, batches and responses in background that have not ended."""
+    return [
+        *ids(db, "jobs", owner, f"phase NOT IN ({_listed(FINISHED_PHASES)})"),
+        *ids(db, "batches", owner, f"status IN ({_listed(UNFINISHED_BATCH)})"),
+        *ids(db, "responses", owner, f"status IN ({_listed(UNFINISHED_RESPONSE)})"),
+    ]
+
+
+def models_made(db: Database, owner: str) -> list[str]:
+    """Names of models that the owner's jobs made, or that somebody's jobs made of the owner's files."""
+    files = f"SELECT id FROM files WHERE {_mine(db, 'files')}"
+    return [row["id"] for row in db.execute(
+        f"SELECT id FROM models WHERE job_id IN (SELECT id FROM jobs WHERE {_mine(db, 'jobs')}"
+        f" OR training_file IN ({files}) OR validation_file IN ({files})) ORDER BY seq", [owner],
+    )]  # fmt: skip
+
+
+def delete(db: Database, owner: str, table: str, limit: int) -> int:
+    """Up to so many rows of the owner's; fewer: there is none left."""
+    return db.execute(
+        f"DELETE FROM {table} WHERE seq IN (SELECT seq FROM {table} WHERE {_mine(db, table)} LIMIT ?2)", [owner, limit]
+    ).rowcount
+
+
+def pseudonymise(db: Database, owner: str, pseudonym: str) -> None:
+    """Everything that stays: keys, jobs and what else has the owner, and the texts of the audit log."""
+    known = keys_of(db, owner)
+    names = {owner, *(row.name for row in known)}
+    mine = {row.id for row in known}
+    with db.transaction():
+        job_ids = ids(db, "jobs", owner)
+        db.many("DELETE FROM job_events WHERE job_id = ?", [[job_id] for job_id in job_ids])
+        for job_id in job_ids:
+            row = jobs.get(db, job_id)
+            error = {**row.error, "message": NAMELESS} if row.error else None
+            jobs.update(db, job_id, metadata=None, integrations=None, error=error, reason="")
+        audited(db, names, mine, pseudonym)
+        for number, row in enumerate(known, 1):
+            keys.update(db, row.id, name=f"{pseudonym}-{number}")
+        for table in _with_column(db, "owner"):
+            db.execute(f"UPDATE {table} SET owner = ?2 WHERE owner = ?1", [owner, pseudonym])
+
+
+def audited(db: Database, names: set[str], key_ids: set[str], pseudonym: str) -> None:
+    """No row of the audit log tells a name; of what these keys did, filenames go too."""
+    for row in db.execute("SELECT seq, key_id, target, detail FROM audit").fetchall():
+        detail = _without(json.loads(row["detail"]), names, pseudonym)
+        if row["key_id"] in key_ids and "filename" in detail:
+            detail["filename"] = NAMELESS
+        target = pseudonym if row["target"] in names else row["target"]
+        text = json.dumps(detail, separators=(",", ":"))
+        if (text, target) != (row["detail"], row["target"]):
+            db.execute("UPDATE audit SET detail = ?, target = ? WHERE seq = ?", [text, target, row["seq"]])
+
+
+def _without(value: Any, names: set[str], pseudonym: str) -> Any:
+    if isinstance(value, dict):
+        return {name: _without(one, names, pseudonym) for name, one in value.items()}
+    if isinstance(value, list):
+        return [_without(one, names, pseudonym) for one in value]
+    return pseudonym if isinstance(value, str) and value in names else value
+
+
+def _mine(db: Database, table: str) -> str:
+    """A condition in which ?1 is the owner: by the row's own, or by that of the key it was made with."""
+    columns = {row["name"] for row in db.execute(f"PRAGMA table_info({table})")}
+    conditions = ["owner = ?1"] if "owner" in columns else []
+    if "key_id" in columns:
+        conditions.append("key_id IN (SELECT id FROM keys WHERE owner = ?1)")
+    return f"({' OR '.join(conditions)})"
+
+
+def _with_column(db: Database, column: str) -> list[str]:
+    tables = [row["name"] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    return [table for table in tables
+            if column in {row["name"] for row in db.execute(f"PRAGMA table_info({table})")}]  # fmt: skip
+
+
+def _listed(values: Iterable[str]) -> str:
+    return ", ".join(f"'{value}'" for value in sorted(values))

@@ -1,0 +1,86 @@
+"""What retention has to know of versions and snapshots, read from the store's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from appliance.controller.access.naming import resolve
+from appliance.store.database import Database
+from appliance.store.objects import job_records, jobs, models
+from appliance.store.records import canaries
+from appliance.store.rows import JobRow, VersionRow
+from weights.tiers.record import Name
+from weights.tiers.retention import Kept
+
+
+@dataclass(frozen=True)
+class Facts:
+    """`kept`: every version and snapshot that retention may judge. `over`: snapshots of jobs that have ended."""
+
+    kept: dict[Name, Kept[Name]]
+    over: frozenset[Name]
+    rows: tuple[VersionRow, ...]
+
+    def say_on_disk(self, db: Database, row: VersionRow, path: str | None) -> None:
+        """The row of a version says where on disk it is; a row deleted meanwhile stays deleted."""
+        if row.disk_path != path and models.find_version(db, row.model, row.version) is not None:
+            models.update_version(db, row.model, row.version, disk_path=path)
+
+
+def read_facts(db: Database, created: Mapping[Name, float], is_held: Callable[[Name], bool]) -> Facts:
+    """`created`: creation time of everything that any place holds; what no row knows is not judged."""
+    unfinished = {row.id: row for row in jobs.list_unfinished(db)}
+    rows = tuple(version for model in models.list_all(db) for version in models.list_versions(db, model.id))
+    snapshots = [name for name in created if name.kind == "snapshot"]
+    kept = {**_versions(db, rows, unfinished, is_held), **_snapshots(db, snapshots, unfinished, created)}
+    over = {name for name in snapshots if name.model not in unfinished and jobs.find(db, name.model) is not None}
+    return Facts(kept, frozenset(over), rows)
+
+
+def _versions(
+    db: Database, rows: tuple[VersionRow, ...], unfinished: Mapping[str, JobRow], is_held: Callable[[Name], bool]
+) -> dict[Name, Kept[Name]]:
+    losses = {(row.model, row.version): row.metrics.get("valid_loss") for row in job_records.list_checkpoints(db)}
+    active = {row.id: row.active_version for row in models.list_all(db)}
+    bases = [found for job in unfinished.values() if (found := resolve(db, job.model)) is not None]
+    trained_from = {(found.model.id, found.version.version) for found in bases}
+    below = {(known["base"], known["base_version"]) for row in rows if (known := row.meta.get("adapter"))}
+    compared = {(canary.model, canary.version) for canary in canaries.list_running(db)}
+    kept = {}
+    for row in rows:
+        name = name_of(row)
+        why = (
+            "active" if active.get(row.model) == row.version
+            else "pinned" if row.pinned
+            else "base of a job" if (row.model, row.version) in trained_from
+            else "base of an adapter" if (row.model, row.version) in below
+            else "canary" if (row.model, row.version) in compared
+            else "in use" if is_held(name)
+            else ""
+        )  # fmt: skip
+        kept[name] = Kept(name, row.model, row.created_s, losses.get((row.model, row.version)), why)
+    return kept
+
+
+def _snapshots(
+    db: Database, names: list[Name], unfinished: Mapping[str, JobRow], created: Mapping[Name, float]
+) -> dict[Name, Kept[Name]]:
+    of_jobs = [name for name in names if name.model in unfinished and name.version.removeprefix("step-").isdigit()]
+    newest = {name.model: name for name in sorted(of_jobs, key=step_of)}
+    kept = {}
+    for name in of_jobs:
+        metric = job_records.metric_at(db, name.model, step_of(name))
+        loss = metric.valid_loss if metric is not None else None
+        why = "newest of its job" if newest[name.model] == name else ""
+        kept[name] = Kept(name, name.model, created[name], loss, why)
+    return kept
+
+
+def name_of(row: VersionRow) -> Name:
+    """How a version is known in every tier."""
+    return Name("adapter" if row.meta.get("adapter") else "version", row.model, row.version)
+
+
+def step_of(name: Name) -> int:
+    return int(name.version.removeprefix("step-"))

@@ -1,0 +1,245 @@
+"""The flow of versions and snapshots from shared memory to disk and to the remote tier (back: `tier_return`).
+
+Level-triggered: a pass reads what is in each place, lets `weights.tiers.retention` say what is missing and what is too
+much, and does one thing after the other. Nothing is remembered between passes but when to try again, so a crash at any
+point costs nothing: the next pass finds what is left to do. Each tier has a thread of its own at low priority; a mount
+that hangs holds up nobody else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from appliance.store.database import Database
+from appliance.store.records import box, tier_removals
+from appliance.tiers.facts import Facts, name_of, read_facts
+from appliance.tiers.tiers import Level, Tier, Tiers
+from runtime.background_tasks import Keepers
+from train.state.cadence import every_s
+from weights.format.errors import StoreError, TierFull, TierUnavailable, VersionNotFound, WeightsError
+from weights.format.manifest import KINDS
+from weights.memory.lease import StoredVersion, take_lease, unpin
+from weights.tiers.directory import DirectoryTier
+from weights.tiers.pace import Pace
+from weights.tiers.packed import PackedTier
+from weights.tiers.record import Name
+from weights.tiers.retention import TierPlan, plan_tier
+
+log = logging.getLogger(__name__)
+
+EVERY_S = 60.0
+BACKOFF_MAX_S = 300.0
+END_WAIT_S = 10.0
+
+
+class TransferStopped(Exception):
+    """The box ends while a copy runs; the next pass goes on with it."""
+
+
+class TierFlow:
+    """`run` works until it is cancelled. All methods belong to the loop's thread.
+
+    `owner` names the box: a remote tier belongs to one. `is_held(name)` says whether the box serves a version now.
+    """
+
+    def __init__(
+        self, db: Database, tiers: Tiers, *, owner: str, is_held: Callable[[Name], bool] = lambda name: False,
+        keepers: Keepers | None = None,
+    ) -> None:  # fmt: skip
+        self._db, self._tiers, self._owner, self._is_held = db, tiers, owner, is_held
+        self._keepers = keepers or Keepers()
+        self._stopping = threading.Event()
+        self._deleted: set[Name] = set()
+        self._not_before_s: dict[tuple[str, str], float] = {}  # (tier, job): the next copy of a snapshot of its
+
+    async def run(self) -> None:
+        """Works until it is cancelled."""
+        self._tiers.loop = asyncio.get_running_loop()
+        # Each is kept for itself: what one tier stumbles over holds up none of the others.
+        await asyncio.gather(
+            *(self._keepers.keep(f"tier: {tier.level.name}", partial(self._work, tier)) for tier in self._tiers.all)
+        )
+
+    async def finish(self) -> bool:
+        """Ends the work and brings what the first tier lacks to it, at full speed. False if something is not safe."""
+        self._stopping.set()
+        for tier in self._tiers.all:
+            await asyncio.wait([asyncio.wrap_future(tier.pool.submit(lambda: None))], timeout=END_WAIT_S)
+        self._stopping.clear()
+        if not self._tiers.all:
+            return True
+        first = self._tiers.all[0]
+        await self.run_once(first.level.name, unthrottled=True)
+        return not first.backlog
+
+    async def _work(self, tier: Tier) -> None:
+        while True:
+            tier.changed.clear()
+            wait_s = EVERY_S
+            if tier.next_try_s is not None:
+                wait_s = tier.next_try_s - self._tiers.clock()
+            if tier.next_try_s is None or wait_s <= 0:
+                await self.run_once(tier.level.name)
+                wait_s = EVERY_S if tier.next_try_s is None else tier.next_try_s - self._tiers.clock()
+            try:
+                async with asyncio.timeout(max(0.05, wait_s)):
+                    await tier.changed.wait()
+            except TimeoutError:
+                continue
+
+    async def run_once(self, name: str, *, unthrottled: bool = False) -> None:
+        """One pass over the tier of this name. Its errors are kept for `Tiers.status` and put the next pass off."""
+        index = next(i for i, tier in enumerate(self._tiers.all) if tier.level.name == name)
+        tier = self._tiers.all[index]
+        try:
+            await self._pass(tier, self._tiers.all[:index], unthrottled)
+        except TransferStopped:
+            return
+        except (WeightsError, OSError) as error:
+            tier.failures += 1
+            tier.next_try_s = self._tiers.clock() + min(BACKOFF_MAX_S, 2.0**tier.failures)
+            self._tiers.note(tier, f"{error}; trying again in {tier.next_try_s - self._tiers.clock():.0f} s")
+        else:
+            tier.failures, tier.next_try_s = 0, None
+
+    async def _pass(self, tier: Tier, above: list[Tier], unthrottled: bool) -> None:
+        level = tier.level
+        if isinstance(level.versions, PackedTier):
+            known = f"tier {level.where}"
+            await self._on(tier, level.versions.claim, self._owner, box.get(self._db, known) is None)
+            box.put(self._db, known, self._owner)
+        for row in tier_removals.list_of(self._db, level.name):
+            await self._on(tier, level.of(row.kind).remove, Name(row.kind, row.model, row.version))
+            tier_removals.delete(self._db, row)
+            tier.dirty = True
+        tier.here = await self._on(tier, lambda: {n: s for kind in KINDS
+                                                  for n, s in level.of(kind).names(kind).items()})  # fmt: skip
+        stored = await asyncio.to_thread(self._tiers.in_memory)
+        higher = {name: created_s for other in above for name, created_s in other.here.items()}
+        created = tier.here | higher | {name: found.manifest.created_s for name, found in stored.items()}
+        facts = read_facts(self._db, created, self._is_held)
+        plan = self._plan(level, facts, {*stored, *higher}, tier.here)
+        tier.backlog = {name: stored[name].nbytes if name in stored else 0 for name in plan.push}
+        for name in plan.push:
+            if not unthrottled and self._too_soon(tier, name):
+                tier.backlog.pop(name, None)
+                continue
+            began_s = self._tiers.clock()
+            try:
+                await self._push(tier, name, stored.get(name), above, unthrottled)
+            except (VersionNotFound, StoreError) as error:
+                log.info("%s was not copied to the %s tier: %s", name, level.name, error)  # gone meanwhile
+            except (TierFull, TierUnavailable):
+                raise
+            except WeightsError as error:
+                self._tiers.note(tier, f"{name} cannot be copied: {error}")
+                continue
+            tier.backlog.pop(name, None)
+            if name.kind == "snapshot":
+                now_s = self._tiers.clock()
+                self._not_before_s[tier.level.name, name.model] = now_s + every_s(now_s - began_s)
+        for name in plan.drop:
+            await self._on(tier, level.of(name.kind).remove, name)
+            tier.here.pop(name, None)
+            tier.dirty = True
+            log.info("%s left the %s tier: no rule keeps it", name, level.name)
+        if not above:
+            self._after_first(facts, tier.here, stored, plan)
+        if tier.dirty and not tier.backlog:
+            for keeper in level.all():
+                await self._on(tier, keeper.collect)
+            tier.dirty = False
+        tier.used_bytes = await self._on(tier, lambda: sum(keeper.usage_bytes() for keeper in level.all()))
+
+    def _too_soon(self, tier: Tier, name: Name) -> bool:
+        """A running job writes snapshots every few seconds. Copying them takes 2 % of the time too; what is not
+        copied yet stays in memory, pinned, and the next one may take its place."""
+        not_before_s = self._not_before_s.get((tier.level.name, name.model), 0.0)
+        return name.kind == "snapshot" and self._tiers.clock() < not_before_s
+
+    def _plan(self, level: Level, facts: Facts, above: Iterable[Name], here: Mapping[Name, float]) -> TierPlan[Name]:
+        push: list[Name] = []
+        drop = [name for name in here if name in facts.over]
+        now_s, above = self._tiers.clock(), set(above)
+        for kind in KINDS:
+            rules = level.snapshot_rules if kind == "snapshot" else level.version_rules
+            described = {name: kept for name, kept in facts.kept.items() if name.kind == kind}
+            plan = plan_tier(
+                [kept for name, kept in described.items() if name in above],
+                [name for name in here if name.kind == kind], described, rules, now_s,
+            )  # fmt: skip
+            push += plan.push
+            drop += plan.drop
+        return TierPlan(tuple(push), tuple(drop))
+
+    async def _push(
+        self, tier: Tier, name: Name, stored: StoredVersion | None, above: list[Tier], unthrottled: bool
+    ) -> None:
+        target, rate = tier.level.of(name.kind), None if unthrottled else tier.level.rate_bytes_s
+        pace = Pace(rate, 0 if stored is None else stored.nbytes, partial(self._go_on, name), self._stopping.wait)
+
+        def push() -> None:
+            if isinstance(target, DirectoryTier):
+                assert stored is not None, "the first tier has no tier above"
+                target.put(stored.path, pace=pace)
+            elif stored is not None:
+                with take_lease(stored):
+                    target.put(stored.path, pace=pace)
+                unpin(stored)
+            else:
+                source = next(other.level.of(name.kind) for other in above if name in other.here)
+                if isinstance(source, DirectoryTier):
+                    target.put(source.path(name), pace=pace)
+                else:
+                    target.copy_from(source, name, pace=pace)
+
+        tier.busy = name, pace
+        try:
+            await self._on(tier, push)
+        finally:
+            tier.busy = None
+            self._deleted.discard(name)
+        tier.here[name] = self._tiers.clock()
+
+    def _after_first(
+        self, facts: Facts, here: Mapping[Name, float], stored: Mapping[Name, StoredVersion], plan: TierPlan[Name]
+    ) -> None:
+        """The store's rows say what is on disk; memory lets go of what is safe, or what no rule wants to be safe."""
+        versions = self._tiers.all[0].level.versions
+        for row in facts.rows:
+            name = name_of(row)
+            path = None
+            if name in here:
+                path = str(versions.path(name)) if isinstance(versions, DirectoryTier) else versions.where
+            facts.say_on_disk(self._db, row, path)
+        for name, found in stored.items():
+            if name in facts.kept and (name in here or name not in plan.push) and found.path.is_dir() and found.pinned:
+                try:
+                    unpin(found)
+                except VersionNotFound:
+                    continue
+
+    def _go_on(self, name: Name, done: int, total: int) -> None:
+        if self._stopping.is_set():
+            raise TransferStopped
+        if name in self._deleted:
+            raise VersionNotFound(f"{name} was deleted while it was copied")
+
+    async def _on(self, tier: Tier, work: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(tier.pool, work, *arguments)
+
+    def stop_copying(self, name: Name) -> None:
+        """It is about to be deleted: who copies it reads it no longer. On the loop's thread."""
+        if any(tier.busy is not None and tier.busy[0] == name for tier in self._tiers.all):
+            self._deleted.add(name)
+
+    def forget(self, name: Name) -> None:
+        """Deleted by a person: it leaves every tier, also one that cannot be reached now. On the loop's thread."""
+        for tier in self._tiers.all:
+            tier_removals.insert(self._db, tier.level.name, *name)
+        self._tiers.nudge()

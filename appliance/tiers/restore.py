@@ -1,0 +1,92 @@
+"""The way back: a version or snapshot into shared memory, from the nearest tier whose copy is whole."""
+
+from __future__ import annotations
+
+import logging
+from concurrent.futures import Future
+
+from appliance.tiers.tiers import Tier, Tiers
+from weights.format.errors import IntegrityError, StoreFull, TierUnavailable, VersionExists, VersionNotFound
+from weights.memory.lease import StoredVersion
+from weights.memory.store import WeightStore
+from weights.tiers.record import Name
+
+log = logging.getLogger(__name__)
+
+
+class TierReturn:
+    """May be called from any thread."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self._tiers = tiers
+
+    def bring_in(self, name: Name, store: WeightStore | None = None) -> StoredVersion:
+        """`name` in shared memory (or in `store`), from there or else from the nearest tier whose copy is whole.
+
+        Copies found damaged on the way are logged and, once another was good, removed, so that the flow writes them
+        anew. Raises LookupError if no tier has it whole, StoreFull.
+        """
+        store = store or self._tiers.store
+        found = self._in_store(store, name)
+        if found is not None:
+            return found
+        damaged: list[tuple[Tier, IntegrityError]] = []
+        faults: list[str] = []
+        for tier in self._tiers.all:
+            try:
+                found = tier.level.of(name.kind).restore(store, name)
+            except VersionNotFound:
+                continue
+            except VersionExists:
+                found = store.find(*name)
+            except StoreFull:
+                raise
+            except IntegrityError as error:
+                damaged.append((tier, error))
+                faults.append(f"damaged in the {tier.level.name} tier ({error})")
+                self._tiers.note(tier, f"{name} is damaged: {error}")
+                continue
+            except (TierUnavailable, OSError) as error:
+                faults.append(f"unreachable in the {tier.level.name} tier ({error})")
+                continue
+            if found is not None:
+                for other, fault in damaged:
+                    self._quarantine(other, name, fault, tier.level.name)
+                return found
+        raise LookupError(f"{name} is in no tier that has it whole: {'; '.join(faults) or 'none has it'}")
+
+    def newest_snapshot(self, job_id: str) -> list[Name]:
+        """The job's snapshots in any tier, the highest step first."""
+        found: set[Name] = set()
+        for tier in self._tiers.all:
+            try:
+                found |= {name for name in tier.level.snapshots.names("snapshot") if name.model == job_id}
+            except (TierUnavailable, OSError) as error:
+                self._tiers.note(tier, str(error))
+        return sorted(found, key=lambda name: int(name.version.removeprefix("step-")), reverse=True)
+
+    def _in_store(self, store: WeightStore, name: Name) -> StoredVersion | None:
+        """What the store has; what cannot be read there gives way where a tier has it. Raises IntegrityError."""
+        try:
+            return store.find(*name)
+        except IntegrityError as error:
+            log.error("%s is damaged in memory: %s", name, error)
+            if not any(name in tier.here for tier in self._tiers.all):
+                raise
+            store.discard(*name)
+            return None
+
+    def _quarantine(self, tier: Tier, name: Name, fault: IntegrityError, good: str) -> None:
+        def work() -> None:
+            tier.level.of(name.kind).quarantine(name)
+            tier.damaged += 1
+            tier.dirty = True
+            self._tiers.note(tier, f"{name} was damaged and was removed, to be written anew; the {good} tier had it "
+                             f"whole: {fault}")  # fmt: skip
+
+        def done(future: Future[None]) -> None:
+            if future.exception() is not None:
+                self._tiers.note(tier, f"the damaged copy of {name} could not be removed: {future.exception()}")
+            self._tiers.nudge_from_thread()
+
+        tier.pool.submit(work).add_done_callback(done)

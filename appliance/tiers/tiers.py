@@ -1,0 +1,201 @@
+"""The tiers of the box, what each of them had when it was last looked at, and what a person is told of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from appliance.store.database import Database
+from appliance.store.objects import models
+from appliance.tiers.facts import name_of
+from weights.format.config import KeepRules
+from weights.format.errors import VersionLeased
+from weights.format.manifest import KINDS, Manifest
+from weights.format.names import version_path
+from weights.memory.lease import StoredVersion
+from weights.memory.store import WeightStore
+from weights.tiers.copies import verify
+from weights.tiers.directory import DirectoryTier
+from weights.tiers.pace import Pace
+from weights.tiers.packed import PackedTier
+from weights.tiers.record import Name
+
+log = logging.getLogger(__name__)
+
+NICENESS = 10
+
+
+@dataclass
+class Level:
+    """One tier: who keeps versions and who snapshots in it, and what it is to keep."""
+
+    name: str
+    where: str
+    versions: DirectoryTier | PackedTier
+    snapshots: PackedTier
+    version_rules: KeepRules
+    snapshot_rules: KeepRules
+    rate_bytes_s: int | None = None
+
+    def of(self, kind: str) -> DirectoryTier | PackedTier:
+        return self.snapshots if kind == "snapshot" else self.versions
+
+    def all(self) -> list[DirectoryTier | PackedTier]:
+        return [self.versions] if self.versions is self.snapshots else [self.versions, self.snapshots]
+
+
+@dataclass
+class Tier:
+    """A level, the one thread that works for it, and what is known of it. `here`: creation time (Unix seconds) of what
+    it had; `backlog`: bytes of what it lacks; `dirty`: something left it, and its bytes are to be collected."""
+
+    level: Level
+    pool: ThreadPoolExecutor
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+    here: dict[Name, float] = field(default_factory=dict)
+    backlog: dict[Name, int] = field(default_factory=dict)
+    busy: tuple[Name, Pace] | None = None
+    used_bytes: int = 0
+    failures: int = 0
+    damaged: int = 0
+    last_error: str | None = None
+    last_error_s: float | None = None
+    next_try_s: float | None = None
+    dirty: bool = True
+
+
+class Copy(NamedTuple):
+    """One place where a version or snapshot is. `verify` reads it all; it raises what its tier's `verify` does."""
+
+    tier: str
+    where: str
+    verify: Callable[[], Manifest]
+
+
+class Tiers:
+    """Nearest first, in `all`; shared memory is above them all. Implements `TierPort` of the controller's ports.
+
+    `jobs_dir` holds the stores that ranks write their snapshots to when shared memory is full. `loop`: that of the flow
+    while it runs.
+    """
+
+    def __init__(
+        self, db: Database, store: WeightStore, levels: Iterable[Level], *, jobs_dir: Path,
+        clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        self.store, self.clock = store, clock
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.all = [Tier(level, ThreadPoolExecutor(1, f"tier-{level.name}", initializer=_be_nice)) for level in levels]
+        self._db, self._jobs_dir = db, jobs_dir
+
+    def nudge(self) -> None:
+        """Something new is there, or something is to go. Call it on the loop's thread."""
+        for tier in self.all:
+            tier.changed.set()
+
+    def nudge_from_thread(self) -> None:
+        if self.loop is not None:
+            self.loop.call_soon_threadsafe(self.nudge)
+
+    def note(self, tier: Tier, text: str) -> None:
+        """Something is wrong with a tier: `status` says so until its next error."""
+        tier.last_error, tier.last_error_s = text, self.clock()
+        log.error("tier %s: %s", tier.level.name, text)
+
+    def found_damaged(self, name: str, text: str) -> None:
+        """Somebody read a copy in the tier of this name and it was not whole."""
+        for tier in self.all:
+            if tier.level.name == name:
+                self.note(tier, text)
+
+    def drop_from_memory(self, name: Name, tier: str) -> str:
+        """What is damaged there and whole in the tier of this name; what became of it, as text. From any thread."""
+        ours = version_path(self.store.root, *name).is_dir()
+        store = self.store if ours else WeightStore(self._jobs_dir / name.model / "snapshots", budget_bytes=None)
+        try:
+            store.discard(*name)
+        except VersionLeased:
+            return "it is in use and stays; when its engine or job has let go of it, verify again"
+        log.error("the damaged copy of %s was removed from memory; the %s tier has it whole", name, tier)
+        return f"it was removed there, and comes from the {tier} tier when it is needed"
+
+    def in_memory(self) -> dict[Name, StoredVersion]:
+        """What shared memory has, and the stores of jobs that found it full."""
+        stores = [WeightStore(path.parent, budget_bytes=None) for path in self._jobs_dir.glob("*/snapshots/snapshots")]
+        found = {}
+        for store in (*stores, self.store):
+            for kind in KINDS:
+                found |= {Name(kind, stored.model, stored.version): stored for stored in store.list(kind)}
+        return found
+
+    def places(self, name: Name) -> list[str]:
+        """Names of the places that have `name`; of the tiers, those that had it when they were last looked at."""
+        memory = ["memory"] if version_path(self.store.root, *name).is_dir() else []
+        return memory + [tier.level.name for tier in self.all if name in tier.here]
+
+    def version_places(self, model: str, version: str) -> list[str]:
+        row = models.find_version(self._db, model, version)
+        return [] if row is None else self.places(name_of(row))
+
+    def known(self) -> list[Name]:
+        """Everything that any place had when it was last looked at."""
+        return sorted({name for tier in self.all for name in tier.here} | self.in_memory().keys())
+
+    def copies(self, name: Name) -> list[Copy]:
+        """Where `name` is now, or was when its tier was last looked at; nearest first."""
+        in_memory = self._in_memory_copy(name)
+        found = [] if in_memory is None else [in_memory]
+        for tier in self.all:
+            holder = tier.level.of(name.kind)
+            if isinstance(holder, DirectoryTier):
+                there, where = holder.path(name).is_dir(), str(holder.path(name))
+            else:
+                there, where = name in tier.here, holder.where
+            if there:
+                found.append(Copy(tier.level.name, where, partial(holder.verify, name)))
+        return found
+
+    def status(self) -> list[dict[str, Any]]:
+        """One entry per tier, shared memory first; sizes in bytes, times in Unix seconds."""
+        usage = self.store.usage()
+        counts = {kind: len(self.store.list(kind)) for kind in KINDS}
+        memory = {"name": "memory", "where": str(self.store.root), "versions": counts["version"] + counts["adapter"],
+                  "snapshots": counts["snapshot"], "bytes": usage.used_bytes, "limit_bytes": usage.budget_bytes,
+                  "backlog": 0, "backlog_bytes": 0, "busy": None, "damaged": 0, "last_error": None,
+                  "last_error_s": None, "next_try_s": None}  # fmt: skip
+        return [memory, *map(_status, self.all)]
+
+    def _in_memory_copy(self, name: Name) -> Copy | None:
+        path = version_path(self.store.root, *name)
+        if not path.is_dir():
+            path = version_path(self._jobs_dir / name.model / "snapshots", *name)
+        return Copy("memory", str(path), partial(verify, path)) if path.is_dir() else None
+
+
+def _status(tier: Tier) -> dict[str, Any]:
+    busy = None
+    if tier.busy is not None:
+        name, pace = tier.busy
+        busy = {"name": str(name), "done_bytes": pace.done_bytes, "total_bytes": pace.total_bytes}
+    return {
+        "name": tier.level.name, "where": tier.level.where,
+        "versions": sum(name.kind != "snapshot" for name in tier.here),
+        "snapshots": sum(name.kind == "snapshot" for name in tier.here),
+        "bytes": tier.used_bytes, "limit_bytes": None, "backlog": len(tier.backlog),
+        "backlog_bytes": sum(tier.backlog.values()), "busy": busy, "damaged": tier.damaged,
+        "last_error": tier.last_error, "last_error_s": tier.last_error_s, "next_try_s": tier.next_try_s,
+    }  # fmt: skip
+
+
+def _be_nice() -> None:
+    # On Linux a priority belongs to a thread.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

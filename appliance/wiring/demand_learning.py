@@ -1,0 +1,109 @@
+"""What each model's traffic teaches: how fast it rises, and what to keep on standby. Fed as the gateways report.
+
+Kept in memory only: after a restart of the controller each learner begins anew, and knows its traffic again within
+minutes; until then growing on demand serves it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from appliance.controller.bus.load import Arrived
+from scheduler.autoscale import demand as demand_
+from scheduler.autoscale.forecast import Rise
+from scheduler.autoscale.standby import StandbyLearner, standby_costs
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import DeploymentView
+
+LOOK_S = 0.25
+"""At most so often: several gateways report more often than there is something to learn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Of one model and of what its engines serve besides. arrived: totals by name, which only grow.
+    prefill_tokens_per_s: of one replica, None where unknown."""
+
+    arrived: Mapping[str, Arrived] = field(default_factory=dict)
+    prefill_tokens_per_s: float | None = None
+
+
+class Standbys:
+    """Adds to deployments how fast their requests rise, the measured rate and the learned standby.
+
+    A model has neither of the latter while its rate is unknown or it has no target for the first token (nothing says
+    what is late); the planner's own floor stands then.
+    """
+
+    def __init__(
+        self,
+        traffic: Callable[[str], Traffic],
+        config: SchedulerConfig,
+        devices: int,
+        now_s: Callable[[], float] = time.monotonic,
+    ):
+        self._traffic, self._config, self._devices, self._now_s = traffic, config, devices, now_s
+        self._learners: dict[str, tuple[tuple[float, ...], StandbyLearner]] = {}
+        self._rises: dict[str, Rise] = {}
+        self._counted: dict[str, Arrived] = {}
+        self._looked_s: float | None = None
+
+    def learned(self, deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
+        """The deployments as the planner should see them."""
+        now_s = self._now_s()
+        look = self._looked_s is None or now_s - self._looked_s >= LOOK_S
+        if look:
+            self._looked_s = now_s
+            names = {d.model for d in deployments}
+            self._learners = {name: kept for name, kept in self._learners.items() if name in names}
+            self._rises = {name: kept for name, kept in self._rises.items() if name in names}
+        return tuple(self._one(d, now_s, look) for d in deployments)
+
+    def _one(self, deployment: DeploymentView, now_s: float, look: bool) -> DeploymentView:
+        traffic = self._traffic(deployment.model)
+        deployment = self._rising(deployment, traffic, now_s, look)
+        # Counted even where nothing can be learned yet, or it would count as one burst on the day it can.
+        new = self._new(traffic.arrived) if look else Arrived()
+        rate = traffic.prefill_tokens_per_s
+        if not rate or not deployment.ttft_target_s or not deployment.max_replicas:
+            self._learners.pop(deployment.model, None)
+            return deployment
+        deployment = replace(deployment, prefill_tokens_per_s=rate)
+        learner = self._learner(deployment, deployment.ttft_target_s)
+        if look:
+            asked = demand_.by_concurrency(deployment, self._config)
+            learner.seen(now_s, new.prompt_tokens / rate, new.requests, asked)
+        return replace(deployment, standby=learner.best)
+
+    def _rising(self, deployment: DeploymentView, traffic: Traffic, now_s: float, look: bool) -> DeploymentView:
+        rise = self._rises.setdefault(deployment.model, Rise(self._config.next_answer_s))
+        if look:
+            arrived = sum(total.requests for total in traffic.arrived.values())
+            rise.seen(now_s, deployment.demand.requests, arrived)
+        return replace(deployment, demand=replace(deployment.demand, expected=rise.expected))
+
+    def _learner(self, deployment: DeploymentView, target_s: float) -> StandbyLearner:
+        """Its learner, a new one when what it was asked to learn has changed."""
+        # In replicas: with tensor parallelism one is several devices.
+        replicas = self._devices // deployment.tensor_parallel
+        asked = (deployment.floor_replicas, deployment.max_replicas, target_s, replicas)
+        known = self._learners.get(deployment.model)
+        if known is None or known[0] != asked:
+            learner = StandbyLearner(
+                standby_costs(self._config, replicas), least=deployment.floor_replicas, most=deployment.max_replicas,
+                target_s=target_s, late_share=self._config.late_requests_share,
+            )  # fmt: skip
+            known = self._learners[deployment.model] = (asked, learner)
+        return known[1]
+
+    def _new(self, arrived: Mapping[str, Arrived]) -> Arrived:
+        """What came since the last look."""
+        requests = prompt_tokens = 0
+        for name, total in arrived.items():
+            before = self._counted.get(name, Arrived())
+            requests += total.requests - before.requests
+            prompt_tokens += total.prompt_tokens - before.prompt_tokens
+            self._counted[name] = total
+        return Arrived(requests, prompt_tokens)

@@ -1,0 +1,61 @@
+"""Whether shared memory has room for a job that has not begun: it waits in the queue rather than dying at its end."""
+
+from __future__ import annotations
+
+from appliance.controller.access.naming import resolve
+from appliance.controller.jobs.plan_route import shape_of
+from appliance.controller.models import capacity
+from appliance.controller.models.capacity import BoxFacts
+from appliance.store.database import Database
+from appliance.store.rows import JobRow
+from weights.memory.store import WeightStore
+
+CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
+"""Of the host, a rank beside its tensors: Python and torch, forked from the warm parent; on a GPU also CUDA's context
+and pinned buffers."""
+
+
+class JobRoom:
+    """`waits_for` is asked in every round of the loop, so what never changes of a job is worked out once."""
+
+    def __init__(self, db: Database, store: WeightStore, facts: BoxFacts):
+        self._db, self._store, self._facts = db, store, facts
+        self._needs: dict[str, int] = {}
+        self._host_needs: dict[str, int] = {}
+
+    def waits_for(self, row: JobRow) -> str:
+        """Why this job cannot begin now, in a sentence; "" when it can, or has begun."""
+        if row.phase != "queued" or row.snapshot is not None or row.resolved is None:
+            self._needs.pop(row.id, None)
+            return ""
+        if row.id not in self._needs:
+            self._needs[row.id] = self._verdict(row, self._facts).numbers["host"]["needed_bytes"]
+        if self._needs[row.id] <= self._store.room_bytes(enough_bytes=self._needs[row.id]):
+            return ""
+        room = BoxFacts(
+            self._facts.devices, self._facts.device_kind, self._facts.device_memory_bytes,
+            self._store.budget_bytes, self._store.room_bytes(),
+        )  # fmt: skip
+        return self._verdict(row, room).waits
+
+    def host_bytes(self, row: JobRow) -> int:
+        """What the job takes of the host's memory when it starts: its ranks (on logical CPU devices all that they hold,
+        on GPUs what they offload and the processes themselves), and in shared memory its snapshot and result."""
+        if row.resolved is None:
+            return 0
+        if row.id not in self._host_needs:
+            numbers = self._verdict(row, self._facts).numbers
+            ranks = numbers.get("devices", 0)
+            on_cpu = self._facts.device_kind == "cpu"
+            each = CPU_RANK_BYTES + numbers["device"]["device_bytes"] if ranks and on_cpu else GPU_RANK_BYTES
+            ranks_bytes = ranks * each
+            offloaded = 0 if on_cpu else numbers.get("offload", {}).get("host_bytes", 0)
+            self._host_needs[row.id] = ranks_bytes + offloaded + numbers["host"]["needed_bytes"]
+        return self._host_needs[row.id]
+
+    def _verdict(self, row: JobRow, facts: BoxFacts) -> capacity.Verdict:
+        base = resolve(self._db, row.model)
+        if base is None:  # deleted: starting it will say so
+            return capacity.Verdict(True, (), (), {"host": {"needed_bytes": 0}})
+        assert row.resolved is not None
+        return capacity.job(shape_of(base), row.resolved, row.allowed_sizes or [1], facts)

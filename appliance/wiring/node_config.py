@@ -1,0 +1,72 @@
+"""Where this node of the box keeps what, as the scheduler has to know it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from appliance.config import BoxConfig
+from appliance.paths import BoxPaths
+from runtime.processes.warm_parents import WARM_ENV, WarmSpec
+from runtime.relay import NodeCertificate
+from scheduler.core.inventory import Device
+from scheduler.devices.discovery import HEAD_NODE
+from scheduler.ray.node import Place
+
+LOOPBACK = "127.0.0.1"
+
+
+def place_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) -> Place:
+    at_home = devices[0].node == HEAD_NODE
+    env = (*WARM_ENV, *device_environment(devices[0].kind, paths.caches).items())
+
+    def warm(name: str, socket_path: Path) -> WarmSpec:
+        return WarmSpec(name, f"{name}.preload", str(socket_path), str(paths.logs / f"warm-{name}.log"), env)
+
+    return Place(
+        name=devices[0].node,
+        address=config.box.node_address or LOOPBACK,
+        devices=devices,
+        run_dir=paths.run,
+        log_dir=paths.logs,
+        shm_root=paths.shm_root,
+        warm=(warm("serve", paths.warm_serve_socket), warm("train", paths.warm_train_socket)),
+        token_path=paths.ray_token,
+        jobs_dir=paths.jobs if at_home else paths.away_jobs,
+        lends=(paths.models,) if at_home else (),
+        budget_bytes=weight_budget_bytes(config, paths),
+        numa_bind=config.box.numa_bind,
+        certificate=None if config.box.node_address is None else NodeCertificate.below(paths.certificates),
+    )
+
+
+def device_environment(kind: str, caches: Path) -> dict[str, str]:
+    """What the libraries of the warm parents have to find in their environment when they are imported.
+
+    On GPUs: caches of compiled kernels in the box's own folder. Their defaults lie below the home directory, which a
+    service may not have or not write (engines then do not start), and in TMPDIR, which here goes with its engine.
+    """
+    env = {
+        # Left to itself DeepSpeed asks CUDA for its devices, after which no forked rank can use them. And a box told to
+        # use logical CPU devices on a machine with GPUs has to train on those.
+        "DS_ACCELERATOR": kind,
+        # torch.cuda.is_available() asks NVML in place of CUDA, for the same reason.
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+    }
+    if kind == "cpu":
+        return env
+    return env | {
+        # Devices are named as NVML numbers them; CUDA's own order puts the fastest first.
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+        "VLLM_CACHE_ROOT": str(caches / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+        "TRITON_CACHE_DIR": str(caches / "triton"),
+        "CUDA_CACHE_PATH": str(caches / "cuda"),
+        "FLASHINFER_WORKSPACE_BASE": str(caches),
+    }
+
+
+def weight_budget_bytes(config: BoxConfig, paths: BoxPaths) -> int | None:
+    """What the weight store may take of this node's shared memory."""
+    space = os.statvfs(paths.shm_root)
+    return config.weights.budget_for(space.f_blocks * space.f_frsize)

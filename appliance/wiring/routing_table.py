@@ -1,0 +1,245 @@
+"""The routing table: which names can be called, and which engines answer them now."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from appliance.controller.access.naming import is_printable, resolve
+from appliance.controller.bus.bus import Bus
+from appliance.controller.bus.load import Load, ModelLoad
+from appliance.store.database import Database
+from appliance.store.objects import adapters, job_records, models
+from appliance.store.objects.adapters import AdapterRow
+from appliance.store.records import canaries, deployments, session_keys
+from appliance.store.rows import CanaryRow
+from appliance.wiring.demand_learning import Traffic
+from scheduler.core.failures import Trouble
+from scheduler.core.workload import Demand
+
+log = logging.getLogger(__name__)
+
+HOLD_BEFORE_S = 10.0
+"""Requests for a model whose engine failed are held when its next try is no further away than this, else refused with
+the time of that try."""
+HOLD_BEFORE_LASTING_S = 1.0
+"""The same where the next try will most likely fail too."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Served:
+    """What a replica serves. `owner`: the model whose version it is, whatever name it is served by."""
+
+    model: str
+    version: str
+    owner: str
+    socket: str
+    state: str  # "open" or "draining"
+    takes_adapters: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class _Callable:
+    """A name that can be called. `canary`: takes a share of its requests. `pins`: the model of which `MODEL@VERSION`
+    means one version; None for a model's own name. `of`: the model that every such name is about, whose owners may use
+    it."""
+
+
+    of: str
+    version: str
+    task: str
+    adapter: AdapterRow | None = None
+    canary: CanaryRow | None = None
+    pins: str | None = None
+
+
+class BusRouting:
+    """Implements `scheduler.ray.replicas.Routing` on the bus; `refresh` after models came or went."""
+
+    def __init__(
+        self, bus: Bus, db: Database, hold_s: float, max_model_len: int | None = None,
+        trouble: Callable[[str, str], Trouble | None] = lambda model, version: None,
+    ):  # fmt: skip
+        """max_model_len: what the box's engines are limited to, in tokens; None: each model's own context. trouble:
+        what keeps engines of a model's version from starting."""
+        self._bus, self._db, self._hold_s, self._max_model_len = bus, db, hold_s, max_model_len
+        self._trouble = trouble
+        self._replicas: dict[str, _Served] = {}
+        self._said: set[str] = set()  # names that no gateway would take
+        self._guests: dict[str, list[str]] = {}  # host name -> names of the adapters that its engines serve
+
+    async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
+        found = resolve(self._db, model)
+        owner = found.model.id if found else model
+        self._replicas[replica_id] = _Served(model, version, owner, socket_path, "open")
+        await self._bus.wait_applied(self.refresh())
+
+    async def drain(self, replica_id: str) -> None:
+        self._change(replica_id, state="draining")
+        await self._bus.wait_drained(replica_id)
+
+    async def withhold_adapters(self, replica_id: str) -> None:
+        """No new requests of adapters for this replica, which gets other weights; returns when all gateways know."""
+        await self._bus.wait_applied(self._change(replica_id, takes_adapters=False))
+
+    def offer_adapters(self, replica_id: str) -> None:
+        """Its weights stayed: adapters may use it again."""
+        self._change(replica_id, takes_adapters=True)
+
+    def is_open(self, replica_id: str) -> bool:
+        served = self._replicas.get(replica_id)
+        return served is not None and served.state == "open"
+
+    def close(self, replica_id: str) -> None:
+        if self._replicas.pop(replica_id, None) is not None:
+            self.refresh()
+
+    def refresh(self) -> int:
+        """Publish the table as the store and the replicas have it now; returns its generation."""
+        names = self._callable()
+        self._guests = {}
+        for name, row in names.items():
+            host = row.adapter.host if row.adapter is not None else row.pins
+            if host is not None:
+                self._guests.setdefault(host, []).append(name)
+        contexts = {row.id: row.max_model_len for row in models.list_callable(self._db)}
+        contexts |= {row.name: contexts.get(row.model) for row in job_records.list_checkpoints(self._db)}
+        contexts |= {row.name: contexts.get(row.model) for row in canaries.list_running(self._db)}
+        audiences = models.audiences(self._db)
+        return self._bus.set_models(
+            {
+                name: self._model(name, row)
+                | {
+                    "max_model_len": self._context(contexts.get(row.pins or name)),
+                    "owners": self._owners(audiences.get(row.of, [])),
+                }
+                for name, row in names.items()
+            }
+        )
+
+    @staticmethod
+    def _owners(audience: list[str] | None) -> list[str] | None:
+        # A command on the box itself asks with a key of its own, and whoever runs one may do everything.
+        return None if audience is None else [*audience, session_keys.OWNER]
+
+    async def wait_applied(self) -> None:
+        """Returns when every gateway routes by the table as it is now."""
+        await self._bus.wait_applied(self.refresh())
+
+    def host(self, name: str) -> str:
+        """The model on whose engines a name is served: its own, but for adapters."""
+        return next((host for host, names in self._guests.items() if name in names), name)
+
+    def demand(self, model: str) -> Demand:
+        """What the gateways report of a model and of the adapters that its engines serve, for the planner."""
+        rows = self._rows(self._bus.load(), model)
+        if not rows:
+            return Demand()
+        return Demand(
+            sum(row.inflight for row in rows),
+            sum(row.held for row in rows),
+            sum(row.waiting_prompt_tokens for row in rows),
+            max((row.last_request_s for row in rows if row.last_request_s is not None), default=None),
+            max((row.ttft_p95_s for row in rows if row.ttft_p95_s is not None), default=None),
+            max((row.tpot_p95_s for row in rows if row.tpot_p95_s is not None), default=None),
+        )
+
+    def traffic(self, model: str) -> Traffic:
+        """What has come for the same names, and how fast a replica computes their prompts."""
+        load = self._bus.load()
+        rates = [row.prefill_tokens_per_s for row in self._rows(load, model) if row.prefill_tokens_per_s]
+        arrived = {name: load.arrived[name] for name in self._served_by(model) if name in load.arrived}
+        return Traffic(arrived, min(rates, default=None))
+
+    def _rows(self, load: Load, model: str) -> list[ModelLoad]:
+        return [load.models[name] for name in self._served_by(model) if name in load.models]
+
+    def _served_by(self, model: str) -> tuple[str, ...]:
+        """The names that are served on a model's engines."""
+        return model, *self._guests.get(model, ())
+
+    def _change(self, replica_id: str, **changes: Any) -> int:
+        served = self._replicas.get(replica_id)
+        if served is not None:
+            self._replicas[replica_id] = replace(served, **changes)
+        return self.refresh()
+
+    def _callable(self) -> dict[str, _Callable]:
+        """Models with a deployment, their canaries, checkpoints of fine-tuning jobs, and `MODEL@VERSION` of versions
+        that are active or that some engine serves."""
+        rows = {row.id: row for row in models.list_callable(self._db)}
+        guests = {row.name: row for row in adapters.list_callable(self._db)}
+        deployed = [row.model for row in deployments.list_all(self._db) if row.model in rows]
+        found = {}
+        for name in deployed:
+            found[name] = _Callable(name, rows[name].active_version, rows[name].task, guests.get(name))
+        for checkpoint in job_records.list_checkpoints(self._db):
+            task = rows[checkpoint.model].task if checkpoint.model in rows else "generate"
+            found[checkpoint.name] = _Callable(checkpoint.model, checkpoint.version, task, guests.get(checkpoint.name))
+        for canary in canaries.list_running(self._db):
+            stable = found.get(canary.model)
+            if stable is not None:
+                found[canary.model] = replace(stable, canary=canary)
+                found[canary.name] = replace(stable, version=canary.version, adapter=guests.get(canary.name))
+        for name in deployed:
+            row = replace(found[name], canary=None, pins=name)
+            for version in {row.version, *(r.version for r in self._replicas.values() if r.model == name)}:
+                found.setdefault(f"{name}@{version}", replace(row, version=version))
+        return self._printable(found)
+
+    def _printable(self, found: dict[str, _Callable]) -> dict[str, _Callable]:
+        """Names that the gateways take. The routes let no other in; a row that has one all the same stops no other."""
+        odd = {name for name, row in found.items() if not (is_printable(name) and is_printable(row.version))}
+        for name in odd - self._said:
+            log.error("the model %r cannot be called: its name or version is not printable ASCII", name)
+        self._said = odd
+        return {name: row for name, row in found.items() if name not in odd} if odd else found
+
+    def _context(self, model_tokens: int | None) -> int | None:
+        # As serve.core.sizing gives it to the engine.
+        return min(filter(None, (self._max_model_len, model_tokens)), default=None)
+
+    def _model(self, name: str, row: _Callable) -> dict[str, Any]:
+        replicas = [
+            {
+                "id": replica_id,
+                "socket": served.socket,
+                "version": row.version if row.adapter else served.version,
+                "state": served.state,
+            }
+            for replica_id, served in sorted(self._replicas.items())
+            if _answers(served, name, row)
+        ]
+        state = "ready" if any(replica["state"] == "open" for replica in replicas) else "asleep"
+        table_row = {"version": row.version, "state": state, "replicas": replicas, "task": row.task,
+                     "hold_s": self._hold_s}  # fmt: skip
+        if state != "ready" and (trouble := self._trouble_of(name, row)) is not None:
+            table_row["trouble"] = {
+                "reason": trouble.reason, "next_try_s": trouble.not_before_s,
+                "hold_before_s": HOLD_BEFORE_LASTING_S if trouble.lasting else HOLD_BEFORE_S,
+            }  # fmt: skip
+        if row.adapter or row.pins:
+            table_row["adapter"] = row.adapter.engine_name if row.adapter else row.pins
+        if row.canary:
+            table_row["canary"] = {"name": row.canary.name, "version": row.canary.version, "share": row.canary.share,
+                                   "since_s": row.canary.created_s}  # fmt: skip
+        return table_row
+
+
+    def _trouble_of(self, name: str, row: _Callable) -> Trouble | None:
+        """Why the engines that are to serve it do not start."""
+        if row.adapter is not None:
+            return self._trouble(row.adapter.host, row.adapter.base_version)
+        return self._trouble(row.pins or name, row.version)
+
+
+def _answers(served: _Served, name: str, row: _Callable) -> bool:
+    """Whether a replica can take requests for `name`. An adapter fits the weights it was trained on, and no others."""
+    adapter = row.adapter
+    if adapter is not None:
+        return served.takes_adapters and (served.owner, served.version) == (adapter.base, adapter.base_version)
+    if row.pins is not None:
+        return (served.model, served.version) == (row.pins, row.version)
+    return served.model == name

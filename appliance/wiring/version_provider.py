@@ -1,0 +1,140 @@
+"""Model versions for the engines: in shared memory when needed, from the nearest tier that has them whole."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from appliance.config import BoxConfig
+from appliance.controller.access.naming import resolve
+from appliance.controller.models.capacity import CPU_ENGINE_BYTES
+from appliance.paths import BoxPaths
+from appliance.store.database import Database
+from appliance.store.rows import ModelRow
+from appliance.tiers.restore import TierReturn
+from scheduler.core.inventory import Device
+from serve.core.sizing import CPU_KV_BYTES, adapter_rank_limit, engine_settings
+from weights.format.errors import WeightsError
+from weights.memory.store import Lease, StoredVersion, WeightStore
+from weights.tiers.record import Name
+
+GPU_ENGINE_BYTES = 4 * 2**30
+"""Of the host, an engine whose tensors lie on a GPU: Python, torch, CUDA's context, vLLM's buffers."""
+
+
+class VersionShelf:
+    """Implements `scheduler.ray.replicas.Versions`.
+
+    What an engine is about to load is leased here until it has a lease of its own (`taken`). A sleeping engine has
+    none: its version is evicted like any other that nobody reads, the least recently used first, and its wake brings it
+    back.
+    """
+
+    def __init__(self, db: Database, store: WeightStore, back: TierReturn, config: BoxConfig, device: Device):
+        self._db, self._store, self._back = db, store, back
+        self._config, self._device = config, device
+        self._leases: dict[str, tuple[str, Lease]] = {}
+        self._reading: dict[tuple[str, str], asyncio.Task[Path]] = {}
+        self._awaited: Counter[str] = Counter()
+
+    async def in_memory(self, model: str, version: str) -> Path:
+        """The version's directory in shared memory, held there until `taken`, which is to be called once for each time
+        that this returned. Raises LookupError when the box has no bytes of it."""
+        key = (model, version)
+        if key not in self._reading:
+            self._reading[key] = asyncio.create_task(self._bring_in(model, version))
+            self._reading[key].add_done_callback(lambda _: self._reading.pop(key, None))
+        self._awaited[model] += 1
+        try:
+            return await asyncio.shield(self._reading[key])
+        except BaseException:
+            self.taken(model)
+            raise
+
+    async def _bring_in(self, model: str, version: str) -> Path:
+        owner = self._owner(model)
+        name = Name("version", owner.id, version)
+        try:
+            stored = await asyncio.to_thread(self._back.bring_in, name)
+        except WeightsError as error:
+            raise LookupError(str(error)) from error
+        self._hold(model, stored)
+        return stored.path
+
+    def taken(self, model: str) -> None:
+        """One engine that it was brought in for holds it itself, or will not come."""
+        self._awaited[model] -= 1
+        if self._awaited[model] <= 0:
+            del self._awaited[model]
+            if model in self._leases:
+                self._leases[model][1].release()
+
+    def _owner(self, name: str) -> ModelRow:
+        """The model whose bytes a public name means: its own, or for a checkpoint's name its model's."""
+        found = resolve(self._db, name)
+        if found is None:
+            raise LookupError(f"there is no model {name} on this box any more")
+        return found.model
+
+    def _hold(self, name: str, stored: StoredVersion) -> None:
+        old = self._leases.get(name)
+        if old is not None and old[0] == stored.version and not old[1].released:
+            return
+        self._leases[name] = (stored.version, self._store.lease(stored))
+        if old is not None:
+            old[1].release()
+
+    def holds(self, name: Name) -> bool:
+        """Whether an engine is served from this version, or is about to be."""
+        return any(version == name.version and self._owner_id(model) == name.model
+                   for model, (version, _) in self._leases.items())  # fmt: skip
+
+    def _owner_id(self, name: str) -> str | None:
+        found = resolve(self._db, name)
+        return None if found is None else found.model.id
+
+    def let_go(self, name: str) -> None:
+        """No engine serves this model any more, under its own name or a version's: its bytes may be evicted."""
+        for known in [known for known in self._leases if known == name or known.startswith(f"{name}@")]:
+            self._leases.pop(known)[1].release()
+
+    def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
+        row = self._owner(model)
+        settings = engine_settings(
+            self._config.serve,
+            task=row.task,
+            arch=row.arch,
+            max_position_embeddings=row.max_model_len,
+            weight_bytes=row.bytes,
+            tensor_parallel=tensor_parallel,
+            device_kind=self._device.kind,
+            device_memory_bytes=self._device.memory_bytes,
+        )
+        if settings.get("adapter_slots"):
+            paths = BoxPaths.of(Path(self._config.box.data_dir))
+            settings["adapter_roots"] = (str(self._store.root / "adapters"), str(paths.models))
+            settings["adapter_source"] = str(paths.adapter_socket)
+        if self._config.observability.otlp_endpoint is not None:
+            settings["otlp_endpoint"] = self._config.observability.otlp_endpoint
+        return settings
+
+    def host_bytes(self, model: str) -> int:
+        """What one more engine of this model takes of the host's memory: the process, its version in shared memory
+        where that is not yet, and on logical CPU devices its own copy of the weights and the KV cache."""
+        try:
+            row = self._owner(model)
+        except LookupError:
+            return 0  # its start will say so
+        found = resolve(self._db, model)
+        version = found.version.version if found is not None else row.active_version
+        shared = 0 if self._store.find("version", row.id, version) is not None else row.bytes
+        if self._device.kind != "cpu":
+            return shared + GPU_ENGINE_BYTES
+        return shared + row.bytes + (self._config.serve.kv_cache_bytes or CPU_KV_BYTES) + CPU_ENGINE_BYTES
+
+    def adapter_rank_limit(self, row: ModelRow) -> int:
+        """The largest LoRA rank that engines of this model take; 0: none."""
+        return adapter_rank_limit(self._config.serve, task=row.task, arch=row.arch)

@@ -1,0 +1,175 @@
+"""The supervisor's end of the leash: ask a warm parent for a process, talk to it, notice its death, kill it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import ChannelClosed, ChildDied, ChildError, ChildTimeout, WarmParentError
+from runtime.processes.channel import AsyncChannel
+from runtime.processes.kernel import group_alive, kill_group, tail
+from runtime.processes.oom import kills_so_far
+
+KILLS_EVERY_S = 2.0
+
+
+class Child:
+    """One forked process and everything under it (it leads its own process group).
+
+    Lives inside one asyncio loop. Dropping the connection, or this process dying, kills the child.
+    """
+
+    def __init__(self, channel: AsyncChannel, pid: int, name: str, log_path: str):
+        self.pid, self.name, self.log_path = pid, name, log_path
+        self.fatal: dict[str, Any] | None = None
+        self._channel = channel
+        self._numbers = count(1)
+        self._waiting: dict[int, asyncio.Future] = {}
+        self._events: asyncio.Queue[dict | None] = asyncio.Queue()
+        self._gone = asyncio.Event()
+        self._kills, self.starved = kills_so_far(), False
+        self._watch = asyncio.create_task(self._watch_kills(), name=f"memory of {name}")
+        self._reader = asyncio.create_task(self._read(), name=f"leash of {name}")
+
+    @classmethod
+    async def spawn(
+        cls,
+        warm_socket: str | Path,
+        entry: str,
+        args: dict[str, Any],
+        *,
+        env: dict[str, str] | None = None,
+        numa_nodes: Sequence[int | None] = (),
+        log_path: str | Path,
+        name: str,
+        timeout_s: float = 30.0,
+    ) -> Child:
+        """Fork `entry` ("module:function") from the warm parent listening on `warm_socket`.
+
+        `args` must be plain JSON; `env` is set before the entry's module is used; `numa_nodes` are those of the
+        process' devices (see runtime.numa), on whose processors it is to run. Raises WarmParentError when
+        the parent is not there or does not fork within `timeout_s` seconds.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                channel = await AsyncChannel.connect(str(warm_socket))
+                await channel.send(
+                    {"entry": entry, "args": args, "env": env or {}, "numa_nodes": list(numa_nodes),
+                     "log_path": str(log_path), "name": name}
+                )  # fmt: skip
+                pid = (await channel.receive())["pid"]
+        except (OSError, ChannelClosed, TimeoutError, json.JSONDecodeError) as error:
+            raise WarmParentError(
+                f"the warm parent at {warm_socket} did not fork {name} within {timeout_s} s "
+                f"({type(error).__name__}: {error}); see its log beside {log_path}"
+            ) from error
+        return cls(channel, pid, name, str(log_path))
+
+    @property
+    def alive(self) -> bool:
+        return not self._gone.is_set()
+
+    async def call(self, method: str, *, timeout_s: float | None = None, **args: Any) -> Any:
+        """Run a handler of the child and return its answer.
+
+        Raises ChildError (the child's own exception), ChildDied, or ChildTimeout after `timeout_s` seconds
+        (None: wait as long as the child lives).
+        """
+        if not self.alive:
+            raise self._death()
+        number = next(self._numbers)
+        answer = asyncio.get_running_loop().create_future()
+        self._waiting[number] = answer
+        try:
+            await self._channel.send({"id": number, "call": method, "args": args})
+            async with asyncio.timeout(timeout_s):
+                return await answer
+        except ChannelClosed as error:
+            raise self._death() from error
+        except TimeoutError as error:
+            raise ChildTimeout(f"{self.name} (pid {self.pid}) did not answer {method!r} in {timeout_s} s") from error
+        finally:
+            self._waiting.pop(number, None)
+
+    async def next_event(self) -> dict[str, Any] | None:
+        """Next event the child emitted, in order; None once it is gone and all events are read."""
+        event = await self._events.get()
+        if event is None:
+            self._events.put_nowait(None)
+        return event
+
+    async def closed(self) -> None:
+        """Returns when the child is dead."""
+        await self._gone.wait()
+
+    def kill(self) -> None:
+        """SIGKILL the child and everything it started; harmless when it is dead already."""
+        kill_group(self.pid)
+
+    async def kill_and_wait(self, timeout_s: float = 10.0) -> None:
+        """Kill the whole group and return when no process of it is left, so that its devices are free."""
+        self.kill()
+        async with asyncio.timeout(timeout_s):
+            await self.closed()
+            while group_alive(self.pid):
+                await asyncio.sleep(0.002)
+
+    async def stop(self, timeout_s: float) -> bool:
+        """Call the child's own `stop` and wait for its end; kill it after `timeout_s`. True if it ended by itself."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                try:
+                    await self.call("stop")
+                except ChildDied:
+                    pass  # it ended faster than its answer travelled
+                await self.closed()
+                return True
+        except TimeoutError:
+            await self.kill_and_wait()
+            return False
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                self._dispatch(await self._channel.receive())
+        except ChannelClosed:
+            pass
+        finally:  # whatever ended the reading: nobody may wait for ever for a child that cannot be heard
+            # The kernel counts its kills, but does not say whose: one of these last seconds is taken to be this one.
+            self.starved = kills_so_far() > self._kills
+            self._watch.cancel()
+            self._gone.set()
+            self.kill()  # what the dead process started must not outlive it
+            self._channel.close()
+            for answer in self._waiting.values():
+                if not answer.done():
+                    answer.set_exception(self._death())
+            self._events.put_nowait(None)
+
+    async def _watch_kills(self) -> None:
+        while True:
+            await asyncio.sleep(KILLS_EVERY_S)
+            self._kills = kills_so_far()
+
+    def _dispatch(self, message: dict[str, Any]) -> None:
+        if "event" in message:
+            if message["event"] == "fatal":
+                self.fatal = message
+            self._events.put_nowait(message)
+            return
+        answer = self._waiting.get(message["id"])
+        if answer is None or answer.done():  # the caller gave up waiting
+            return
+        if "error" in message:
+            answer.set_exception(
+                ChildError(message["error"]["type"], message["error"]["message"], message["error"].get("data"))
+            )
+        else:
+            answer.set_result(message["ok"])
+
+    def _death(self) -> ChildDied:
+        return ChildDied(self.name, self.pid, self.log_path, tail(self.log_path), self.starved)

@@ -1,0 +1,88 @@
+"""The child's end of the leash: answers its supervisor, and dies with it."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
+from typing import Any
+
+from runtime.errors import ChannelClosed
+from runtime.processes.channel import BlockingChannel
+from runtime.processes.kernel import kill_group
+
+
+class Leash:
+    """What a forked entry function gets to talk to its supervisor with.
+
+    The supervisor's death closes the socket; the reader thread then kills this process's whole group, so no
+    engine or rank outlives the actor that holds its devices.
+    """
+
+    def __init__(self, channel: BlockingChannel):
+        self._channel = channel
+        self._handlers: Future[dict[str, Callable[..., Any]]] = Future()
+        # From the first moment: a process that is still starting must not outlive its supervisor either.
+        threading.Thread(target=self._read, name="leash", daemon=True).start()
+
+    def serve(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
+        """Answer requests, those that came before too, on one daemon thread.
+
+        A handler gets the request's args as keywords. What it returns is the answer; a
+        `concurrent.futures.Future` is answered when it is done, without blocking later requests. An exception
+        is answered as `{"type", "message", "data"}`, `data` being the exception's own `data` dict if it has one.
+        """
+        self._handlers.set_result(dict(handlers))
+
+    def emit(self, event: str, **data: Any) -> None:
+        """Send an event to the supervisor, from any thread. Raises ChannelClosed when it is gone."""
+        self._channel.send({"event": event, **data})
+
+    def _read(self) -> None:
+        while True:
+            try:
+                request = self._channel.receive()
+            except ChannelClosed:
+                kill_group(os.getpgid(0))
+                return
+            self._answer(self._handlers.result(), request)
+
+    def _answer(self, handlers: dict[str, Callable[..., Any]], request: dict[str, Any]) -> None:
+        number = request["id"]
+        try:
+            handler = handlers.get(request["call"])
+            if handler is None:
+                raise LookupError(f"no such call {request['call']!r}; this process answers {sorted(handlers)}")
+            result = handler(**request["args"])
+        except Exception as error:  # noqa: BLE001 - carried to the supervisor, which raises it there
+            self._reply_error(number, error)
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(lambda done: self._reply_future(number, done))
+        else:
+            self._reply(number, result)
+
+    def _reply_future(self, number: int, done: Future) -> None:
+        error = done.exception()
+        if error is None:
+            self._reply(number, done.result())
+        else:
+            self._reply_error(number, error)
+
+    def _reply(self, number: int, result: Any) -> None:
+        try:
+            self._channel.send({"id": number, "ok": result})
+        except TypeError as error:
+            self._reply_error(number, error)
+        except ChannelClosed:
+            return
+
+    def _reply_error(self, number: int, error: BaseException) -> None:
+        traceback.print_exception(error)
+        detail = {"type": type(error).__name__, "message": str(error), "data": getattr(error, "data", None)}
+        try:
+            self._channel.send({"id": number, "error": detail})
+        except ChannelClosed:
+            return

@@ -1,0 +1,185 @@
+"""The warm parent: imports a heavy library once, then forks processes that have it already.
+
+    python -m runtime.processes.warm_parent --socket PATH --preload MODULE --log FILE
+
+A supervisor connects to the socket and sends one frame
+`{"entry": "module:function", "args": {...}, "env": {...}, "numa_nodes": [...], "log_path": ..., "name": ...}`. The
+parent forks; the child keeps that very connection as its leash (runtime.processes.lifeline) and calls `function(leash,
+args)`.
+
+Rules
+- The parent runs no OpenMP work and never initialises CUDA: neither survives a fork.
+- It stays single-threaded: a lock held by another thread at the fork would stay locked in the child for ever.
+- `gc.freeze()` after the imports keeps the collector from touching, and so copying, the shared pages.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import json
+import logging
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from runtime import numa
+from runtime.errors import ChannelClosed, FrameTooLarge
+from runtime.logs import adopt_libraries, configure_logging
+from runtime.processes.channel import BlockingChannel
+from runtime.processes.kernel import die_with_parent
+from runtime.processes.lifeline import Leash
+from runtime.sockets import owner_only
+
+log = logging.getLogger(__name__)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="runtime.processes.warm_parent", description=__doc__)
+    parser.add_argument("--socket", required=True, help="Unix socket to listen on (mode 0600)")
+    parser.add_argument("--preload", required=True, help="module whose import makes the children warm")
+    parser.add_argument("--log", required=True, help="file for this process's own output")
+    options = parser.parse_args(argv)
+
+    die_with_parent()
+    _redirect_output(options.log)
+    configure_logging("warm parent")
+    gc.disable()  # it would go through all that was imported so far again and again, and find nothing to give back
+    importlib.import_module(options.preload)
+    adopt_libraries()
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+
+    listener = _listen(options.socket)
+    log.info("warm: %s imported, listening on %s", options.preload, options.socket)
+    request = _accept_loop(listener)
+    if request is None:
+        return 0
+    connection, message = request
+    listener.close()
+    return _run_child(connection, message)
+
+
+def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]] | None:
+    """Forks for each request; returns the request in the child, None in a parent told to stop."""
+    wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(wake_write)
+    stopping: list[int] = []
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, lambda *_: stopping.append(1))
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(wake_read, selectors.EVENT_READ)
+        while not stopping:
+            for key, _ in selector.select():
+                if key.fd == wake_read:
+                    os.read(wake_read, 4096)
+                    _reap()
+                    continue
+                connection, _ = listener.accept()
+                connection.settimeout(10)
+                channel = BlockingChannel(connection)
+                try:
+                    message = channel.receive()
+                    pid = os.fork()
+                except (ChannelClosed, FrameTooLarge, TimeoutError, json.JSONDecodeError, OSError) as error:
+                    log.warning("no fork: %s", error)
+                    connection.close()
+                    continue
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    os.close(wake_read)
+                    os.close(wake_write)
+                    return connection, message
+                connection.close()
+    return None
+
+
+def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
+    # Not tied to the warm parent's life: the leash ties it to its supervisor, and a lost warm parent is just
+    # started anew while engines and ranks go on.
+    os.setsid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.update(message["env"])
+    _redirect_output(message["log_path"])
+    configure_logging(message["name"])  # until the entry knows better
+    # Before the first thread: each inherits it, as does every process forked from here.
+    cpus = numa.bind(message["numa_nodes"])
+    if cpus is not None:
+        log.info("bound to processors %s, beside NUMA node %s", numa.shown(cpus), sorted(set(message["numa_nodes"])))
+    connection.settimeout(None)
+    # A grandchild that kept the leash open would hide this process's death from its supervisor.
+    os.register_at_fork(after_in_child=connection.close)
+    channel = BlockingChannel(connection)
+    channel.send({"pid": os.getpid()})
+    code = 1
+    try:
+        entry = _resolve(message["entry"])
+        code = int(entry(Leash(channel), message["args"]) or 0)
+    except BaseException as error:  # noqa: BLE001 - the last frame of a process: report, log, end
+        log.exception("%s ends with an error", message["name"])
+        _report_fatal(channel, error)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # os._exit: interpreter teardown of a forked torch can hang on threads that exist only in the parent.
+        os._exit(code)
+    return code
+
+
+def _report_fatal(channel: BlockingChannel, error: BaseException) -> None:
+    try:
+        channel.send({"event": "fatal", "type": type(error).__name__, "message": str(error)})
+    except ChannelClosed:
+        return
+
+
+def _resolve(entry: str) -> Callable[[Leash, dict], int | None]:
+    module, _, function = entry.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _listen(path: str) -> socket.socket:
+    # Bound under another name and renamed once it listens: a path that exists can be connected to.
+    unborn = f"{path}.unborn"
+    for stale in (path, unborn):
+        if os.path.exists(stale):
+            os.unlink(stale)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    with owner_only():
+        listener.bind(unborn)
+    listener.listen(64)
+    os.rename(unborn, path)
+    return listener
+
+
+def _redirect_output(path: str) -> None:
+    log = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(null, 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.close(log)
+    os.close(null)
+
+
+def _reap() -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        log.info("child %d ended with %d", pid, os.waitstatus_to_exitcode(status))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,105 @@
+"""What one node of the box runs for everybody: its warm parents, kept alive."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from runtime.background_tasks import Keepers
+from runtime.errors import WarmParentError
+from runtime.processes.kernel import tail
+
+RESTART_PAUSE_S = 1.0
+
+# Read by glibc when a warm parent starts. Ranks take and give back hundreds of MB in every step, engines when they
+# wake: on huge pages the faults on that memory cost a fifth, and a killed process is gone sooner. Copies of more than
+# 2 MiB are written past the cache, at twice the rate: left alone, glibc begins at three quarters of the cache that a
+# virtual machine claims to have, 192 MiB and more. One arena, because what a staging thread took from its own is
+# no use to the thread that loads the next version in place: each page was faulted in anew then, half of the pause.
+_TUNABLES = {
+    "glibc.malloc.hugetlb": 1,
+    "glibc.malloc.arena_max": 1,
+    "glibc.cpu.x86_non_temporal_threshold": 2 * 2**20,
+}
+WARM_ENV = (("GLIBC_TUNABLES", ":".join(f"{name}={value}" for name, value in _TUNABLES.items())),)
+
+
+@dataclass(frozen=True)
+class WarmSpec:
+    """One warm parent: `preload` is the module it imports, `socket_path` where it takes requests."""
+
+    name: str
+    preload: str
+    socket_path: str
+    log_path: str
+    env: tuple[tuple[str, str], ...] = WARM_ENV
+
+
+class NodeAgent:
+    """Starts a node's warm parents and restarts one that dies; children forked from it live on meanwhile."""
+
+    def __init__(self, warm: list[WarmSpec]):
+        self._specs = {spec.name: spec for spec in warm}
+        self._keepers = Keepers()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ready = {name: asyncio.Event() for name in self._specs}
+        self._pids: dict[str, int] = {}
+
+    async def start(self) -> None:
+        """Begin starting all warm parents; returns at once (`wait_warm` waits for one)."""
+        if not self._tasks:
+            self._tasks = [
+                self._keepers.keep(f"warm parent: {spec.name}", partial(self._keep, spec))
+                for spec in self._specs.values()
+            ]
+
+    async def wait_warm(self, name: str, timeout_s: float) -> None:
+        """Returns when the warm parent `name` takes requests; raises WarmParentError after `timeout_s` seconds."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._ready[name].wait()
+        except TimeoutError as error:
+            spec = self._specs[name]
+            raise WarmParentError(
+                f"warm parent {name} has not imported {spec.preload} within {timeout_s} s; "
+                f"its log {spec.log_path} ends with:\n{tail(spec.log_path)}"
+            ) from error
+
+    async def status(self) -> dict:
+        return {
+            "node_pid": os.getpid(),
+            "degraded": self._keepers.degraded(),
+            "warm": {name: {"pid": self._pids.get(name), "ready": self._ready[name].is_set()} for name in self._specs},
+        }
+
+    async def stop(self) -> None:
+        """End the warm parents; what was forked from them goes on until its supervisor lets go of it."""
+        await self._keepers.stop()
+
+    async def _keep(self, spec: WarmSpec) -> None:
+        while True:
+            Path(spec.socket_path).unlink(missing_ok=True)
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "runtime.processes.warm_parent",
+                "--socket", spec.socket_path, "--preload", spec.preload, "--log", spec.log_path,
+                env={**os.environ, **dict(spec.env)},
+            )  # fmt: skip
+            self._pids[spec.name] = process.pid
+            dead = asyncio.create_task(process.wait())
+            try:
+                while not dead.done() and not Path(spec.socket_path).exists():
+                    await asyncio.wait([dead], timeout=0.05)
+                if not dead.done():
+                    self._ready[spec.name].set()
+                await asyncio.shield(dead)
+            except asyncio.CancelledError:
+                process.terminate()
+                await dead
+                raise
+            finally:
+                self._ready[spec.name].clear()
+            await asyncio.sleep(RESTART_PAUSE_S)

@@ -1,0 +1,237 @@
+"""How many replicas each model should have, and whose turn it is when there are too few devices.
+
+Growing is at once, for as many requests as are expected soon (`by_rise`), and never below the floor that the last half
+hour taught (`recent_load`). Shrinking comes when the devices have idled for longer than a hand-over there and back
+would cost training (the rent exceeds the price), and no sooner than `give_back_after_s`; at most `give_backs_per_hour`
+times, which bounds the hand-overs of its traffic.
+
+Requests in flight say too little on their own: what saturates one replica looks like little on two, so flat load would
+be given back and asked for again for ever. Replicas wanted back before giving them back had paid are therefore kept
+for a while, twice as long each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+
+from scheduler.autoscale.standby import Standby
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import DeploymentView, ModelMemory, ReplicaView
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A wish for one awake replica: the `nth` (from 0) of its model."""
+
+    model: str
+    nth: int
+    tensor_parallel: int
+    wanted: bool
+    """False: nothing asks for it; it fills devices that belong to serving anyway."""
+
+
+def usable(deployment: DeploymentView, now_s: float) -> bool:
+    """Whether new replicas may be started for it. Open ones stay open while it backs off."""
+    return deployment.not_before_s <= now_s and deployment.max_replicas > 0
+
+
+def by_concurrency(deployment: DeploymentView, config: SchedulerConfig) -> int:
+    """Replicas that the requests in flight and held ask for by their number.
+
+    While the measured time per further token is above its target, a replica is taken to carry as many fewer requests:
+    the time of a decoding step grows with its batch. So at most twice as many replicas are asked for from one look.
+    """
+    return ceil(deployment.demand.requests / _carried(deployment, config))
+
+
+def by_rise(deployment: DeploymentView, config: SchedulerConfig) -> int:
+    """Replicas that those requests will ask for by their number which are expected soon; 0 where they do not rise."""
+    return ceil(deployment.demand.expected / _carried(deployment, config))
+
+
+def _carried(deployment: DeploymentView, config: SchedulerConfig) -> float:
+    target = float(deployment.target_inflight or config.target_inflight)
+    measured_s, wanted_s = deployment.demand.tpot_p95_s, deployment.tpot_target_s
+    if measured_s and wanted_s and measured_s > wanted_s:
+        target *= max(wanted_s / measured_s, 0.5)
+    return target
+
+
+def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig) -> int:
+    """Replicas that the present demand asks for, without memory."""
+    demand = deployment.demand
+    count = by_concurrency(deployment, config)
+    if deployment.prefill_tokens_per_s and deployment.ttft_target_s and demand.waiting_tokens:
+        # Part of the target: the rest is for what comes while a replica wakes.
+        backlog_s = demand.waiting_tokens / deployment.prefill_tokens_per_s
+        standby = deployment.standby or Standby(deployment.max_replicas)
+        count = max(count, standby.asked_by_backlog(backlog_s, deployment.ttft_target_s))
+    if demand.last_request_s is not None and now_s - demand.last_request_s < _linger_s(deployment, config):
+        count = max(count, 1)  # short requests come and go between two looks
+    return min(max(count, deployment.floor_replicas), deployment.max_replicas)
+
+
+def _linger_s(deployment: DeploymentView, config: SchedulerConfig) -> float:
+    if deployment.idle_sleep_s is None:
+        return config.give_back_after_s
+    return min(deployment.idle_sleep_s, config.give_back_after_s)
+
+
+def required(
+    deployment: DeploymentView,
+    memory: ModelMemory,
+    now_s: float,
+    config: SchedulerConfig,
+    *,
+    switch_device_s: float = 0.0,
+) -> tuple[ModelMemory, float | None]:
+    """The replicas this model should have now (in the memory answered), and when to look again by the clock alone.
+
+    switch_device_s: device seconds of training that giving devices back and taking them again would cost.
+    """
+    want = wanted_now(deployment, now_s, config)
+    load = memory.load.seen(want, now_s)
+    last = deployment.demand.last_request_s
+    reviews: list[float] = []
+    if last is not None and (end_s := last + _linger_s(deployment, config)) > now_s:
+        reviews.append(end_s)
+    if last is not None and (end_s := last + _floor_hold_s(deployment, config)) > now_s:
+        floor = deployment.standby.replicas if deployment.standby else load.floor(config.late_share)
+        if memory.proved_until_s > now_s:
+            floor = max(floor, memory.proved)
+            reviews.append(memory.proved_until_s)
+        want = max(want, min(floor, deployment.max_replicas))
+        reviews.append(end_s)
+    want = max(want, min(by_rise(deployment, config), deployment.max_replicas))
+    if want >= memory.replicas:
+        # The model of the traffic pays for hand-overs itself, but cannot see that requests in flight mislead.
+        misled = deployment.standby is None or by_concurrency(deployment, config) >= want
+        if want > memory.replicas and memory.given_back_s and misled:
+            memory = _wanted_back(memory, want, deployment.tensor_parallel, now_s, config, switch_device_s)
+        if want > memory.replicas:
+            memory = replace(memory, taken_s=(*_last_hour(memory.taken_s, now_s), now_s))
+        found = replace(memory, load=load, replicas=want, low_since_s=None, low_peak=0)
+        return found, min(reviews, default=None)
+    since_s = now_s if memory.low_since_s is None else memory.low_since_s
+    peak = max(memory.low_peak, want)
+    # Rent or buy: idle devices are worth a hand-over once they have idled for what it costs.
+    spare_devices = (memory.replicas - peak) * deployment.tensor_parallel
+    wait_s = _linger_s(deployment, config)
+    if spare_devices:
+        wait_s = max(wait_s, min(switch_device_s / spare_devices, config.give_back_at_latest_s))
+    given_back_s = _last_hour(memory.given_back_s, now_s)
+    due_s = since_s + wait_s
+    if len(given_back_s) >= config.give_backs_per_hour:
+        due_s = max(due_s, given_back_s[0] + 3600.0)
+    # Growing is never refused, so many small steps up are paid for by fewer down.
+    changes_s = sorted((*given_back_s, *_last_hour(memory.taken_s, now_s)))
+    if len(changes_s) >= config.changes_per_hour:
+        due_s = max(due_s, changes_s[-config.changes_per_hour] + 3600.0)
+    if due_s <= now_s:
+        # The highest count asked for meanwhile, not the one of this instant.
+        still_low = None if peak == want else now_s
+        if peak < memory.replicas:
+            given_back_s = (*given_back_s, now_s)
+            memory = replace(memory, given_back_from=memory.replicas)
+        found = replace(
+            memory, load=load, replicas=peak, low_since_s=still_low, low_peak=want, given_back_s=given_back_s
+        )
+        if still_low is not None:
+            reviews.append(now_s + _linger_s(deployment, config))
+        return found, min(reviews, default=None)
+    reviews.append(due_s)
+    found = replace(memory, load=load, low_since_s=since_s, low_peak=peak, given_back_s=given_back_s)
+    return found, min(reviews)
+
+
+def _last_hour(times_s: tuple[float, ...], now_s: float) -> tuple[float, ...]:
+    return tuple(t for t in times_s if t > now_s - 3600.0)
+
+
+def _wanted_back(
+    memory: ModelMemory, want: int, tensor_parallel: int, now_s: float, config: SchedulerConfig, switch_device_s: float
+) -> ModelMemory:
+    """What the return of replicas teaches about giving them back.
+
+    It paid if the devices trained for longer than they had idled before and the hand-over there and back cost. Each
+    time is judged once, by the first return; replicas that had not been there before it prove nothing.
+    """
+    judged = memory.proved_hold_s and memory.proved_until_s - memory.proved_hold_s >= memory.given_back_s[-1]
+    want = min(want, memory.given_back_from)
+    if judged or not switch_device_s or want <= memory.replicas:
+        return memory
+    switch_s = min(switch_device_s / ((want - memory.replicas) * tensor_parallel), config.give_back_at_latest_s)
+    if now_s - memory.given_back_s[-1] > switch_s + max(switch_s, memory.proved_hold_s):
+        return replace(memory, proved=0, proved_until_s=0.0, proved_hold_s=0.0)
+    hold_s = min(2 * max(switch_s, memory.proved_hold_s), config.proved_hold_max_s)
+    return replace(memory, proved=want, proved_until_s=now_s + hold_s, proved_hold_s=hold_s)
+
+
+def _floor_hold_s(deployment: DeploymentView, config: SchedulerConfig) -> float:
+    """How long after its last request a model keeps the floor that its load taught."""
+    # What a model of the traffic learned outlasts its gaps; a floor of the looks alone is forgotten sooner.
+    hold_s = max(config.floor_hold_s, config.give_back_at_latest_s) if deployment.standby else config.floor_hold_s
+    return hold_s if deployment.idle_sleep_s is None else min(deployment.idle_sleep_s, hold_s)
+
+
+def idle(deployment: DeploymentView, now_s: float) -> bool:
+    """Whether the model's own idle time says its replicas should sleep although nobody wants their devices."""
+    if deployment.idle_sleep_s is None or deployment.demand.requests:
+        return False
+    last = deployment.demand.last_request_s
+    return last is not None and now_s - last >= deployment.idle_sleep_s
+
+
+def slots(
+    deployments: Sequence[DeploymentView],
+    replicas: Iterable[ReplicaView],
+    memory: Mapping[str, ModelMemory],
+    now_s: float,
+    config: SchedulerConfig,
+) -> list[Slot]:
+    """Every wish for a replica, most pressing first: each model's first before anybody's second.
+
+    Among first replicas: pinned; models in their turn; models that waited longer than a turn (longest first); models
+    whose turn is over; models that began to wait; models that nothing asks for but their minimum. Among later ones:
+    pinned, then by name. What nothing asks for is last.
+    """
+    open_since: dict[str, float] = {}
+    opened: dict[str, int] = {}
+    for replica in replicas:
+        if replica.state == "open" or (replica.busy == "coming"):
+            opened[replica.model] = opened.get(replica.model, 0) + 1
+            open_since[replica.model] = min(replica.since_s, open_since.get(replica.model, replica.since_s))
+
+    def first_rank(d: DeploymentView) -> tuple[int, float, str]:
+        asked = d.demand.requests > 0
+        waiting_s = memory[d.model].waiting_since_s
+        if d.pinned:
+            return 0, 0.0, d.model
+        if not asked:
+            return (5, 0.0, d.model) if d.model in open_since else (6, 0.0, d.model)
+        if d.model in open_since:
+            return (1 if now_s - open_since[d.model] < config.turn_s else 3), open_since[d.model], d.model
+        if waiting_s is not None and now_s - waiting_s >= config.turn_s:
+            return 2, waiting_s, d.model
+        return 4, now_s if waiting_s is None else waiting_s, d.model
+
+    def later_rank(d: DeploymentView) -> tuple[bool, str]:
+        # Neither turns nor requests: who has a replica already does not wait, and an order that changes with the clock
+        # moved the second replicas of three models to and fro for ever.
+        return not d.pinned, d.model
+
+    most = {d.model: d.max_replicas if usable(d, now_s) else opened.get(d.model, 0) for d in deployments}
+    able = sorted((d for d in deployments if most[d.model]), key=first_rank)
+    out: list[Slot] = []
+    for nth in range(max(most.values(), default=0)):
+        if nth == 1:
+            able.sort(key=later_rank)
+        # A model that asks for nothing gets no replica; one that asks may fill what belongs to serving anyway.
+        round_ = [d for d in able if nth < most[d.model] and memory[d.model].replicas > 0]
+        if not round_:
+            break
+        out += [Slot(d.model, nth, d.tensor_parallel, nth < memory[d.model].replicas) for d in round_]
+    out.sort(key=lambda slot: not slot.wanted)  # who waits for a third comes before a second that only fills
+    return out

@@ -1,0 +1,55 @@
+"""What a plan says: who should hold which exact devices, and why the others wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from scheduler.core.inventory import Holder, Lease, Ledger
+from scheduler.core.workload import ModelMemory
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPlan:
+    """A replica as it should be: "open" on its devices, or "asleep" at home without holding them."""
+
+    id: str
+    model: str
+    version: str
+    tensor_parallel: int
+    devices: tuple[str, ...]
+    state: str
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """A job's group of ranks, one per device."""
+
+    job_id: str
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Who should hold what. A replica not named here should be stopped; a job not named should hold nothing.
+
+    waiting: job id to the sentence why it does not run. notes: model to the sentence why it has fewer replicas than
+    asked for. memory: to be handed to the next plan. review_at_s: when time alone may change the answer.
+    """
+
+    replicas: tuple[ReplicaPlan, ...] = ()
+    groups: tuple[GroupPlan, ...] = ()
+    waiting: Mapping[str, str] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
+    memory: dict[str, ModelMemory] = field(default_factory=dict)
+    review_at_s: float | None = None
+
+    @property
+    def open_replicas(self) -> tuple[ReplicaPlan, ...]:
+        return tuple(r for r in self.replicas if r.state == "open")
+
+    def ledger(self, device_ids: tuple[str, ...]) -> Ledger:
+        """The ledger this allocation means. Raises LedgerConflict if two holders share a device."""
+        leases = [Lease(f"replica:{r.id}", Holder("replica", r.id), r.devices) for r in self.open_replicas]
+        leases += [Lease(f"job:{g.job_id}", Holder("job", g.job_id), g.devices) for g in self.groups]
+        return Ledger(device_ids).acquire(*leases)

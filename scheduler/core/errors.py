@@ -1,0 +1,120 @@
+"""Errors of the scheduler.
+
+SchedulerError
+├── UnknownDevice        a device id that is not in the inventory
+├── LedgerConflict       a device would have had two holders, or a lease id two meanings
+│   ├── DeviceHeld       acquire of a device that another lease holds
+│   └── LeaseMismatch    a lease id that exists already with other devices or another holder
+├── InvalidWorkload      a job, deployment or policy with values that contradict each other
+├── InvalidSchedule      a tidal window that is not a cron expression, time zone or policy we know
+├── TraceError           a trace or job list that the simulator cannot read
+├── NodeNameTaken        a node joined under a name that another one of the box has
+├── EffectFailed         a verb did not do its work; the only thing an Effects implementation may raise
+├── CalledOff            a drain was taken back because its reason is gone; stays inside a hand-over
+└── Stopped              asked of a loop that has ended
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+Blame = Literal["own", "input", "outside", "memory"]
+"""Whose fault a failure is. own: of the job or the model's engine itself. input: of what it was given, so that trying
+again cannot help. outside: of a supervisor, a node, a fence, a tier. memory: the host's ran out. The last two say
+nothing of the job or model and are not held against it."""
+
+
+class SchedulerError(Exception):
+    """Base of everything raised by `scheduler`."""
+
+
+class UnknownDevice(SchedulerError):
+    """A device id names nothing in the inventory."""
+
+    def __init__(self, device_id: str, known: int):
+        super().__init__(
+            f"device {device_id!r} is not among the {known} devices of the inventory: "
+            "see `appliance gpu list` for the ids"
+        )
+        self.device_id = device_id
+
+
+class LedgerConflict(SchedulerError):
+    """The ledger refused an entry that would have broken "one holder per device"."""
+
+
+class DeviceHeld(LedgerConflict):
+    """Acquire of a device that another lease holds."""
+
+    def __init__(self, device_id: str, lease_id: str, held_by: str):
+        super().__init__(
+            f"lease {lease_id} asks for device {device_id}, which lease {held_by} holds: release that lease first"
+        )
+        self.device_id, self.lease_id, self.held_by = device_id, lease_id, held_by
+
+
+class LeaseMismatch(LedgerConflict):
+    """A lease id is known already and stood for something else."""
+
+    def __init__(self, lease_id: str, given: str, known: str):
+        super().__init__(f"lease {lease_id} was {known} and is now asked as {given}: a changed lease needs a new id")
+        self.lease_id = lease_id
+
+
+class InvalidWorkload(SchedulerError, ValueError):
+    """A job, deployment or policy whose values contradict each other; the message names value and remedy."""
+
+    def __init__(self, what: str, given: object, expected: str):
+        super().__init__(f"{what}: {given!r} given, {expected} expected")
+        self.what, self.given, self.expected = what, given, expected
+
+
+class InvalidSchedule(SchedulerError, ValueError):
+    """A mode window that cannot be understood; `param` names the field of mode_schedule.Window at fault."""
+
+    def __init__(self, message: str, param: str = "cron"):
+        super().__init__(message)
+        self.param = param
+
+
+class TraceError(SchedulerError, ValueError):
+    """A trace file or job list that cannot be read; names file and line."""
+
+    def __init__(self, path: object, line: int | None, problem: str):
+        where = f"{path}" if line is None else f"{path}, line {line}"
+        super().__init__(f"{where}: {problem}")
+        self.path, self.line = path, line
+
+
+class NodeNameTaken(SchedulerError):
+    """Two nodes of one box with the same name."""
+
+    def __init__(self, name: str, address: str):
+        super().__init__(f"a node called {name} is in this box already, at {address}: join under another name")
+
+
+class EffectFailed(SchedulerError):
+    """A verb did not do its work.
+
+    Args:
+        verb: the verb of the Effects protocol, e.g. "wake_replica".
+        target: lease, replica or job id.
+        reason: one sentence for a person.
+        blame: whose fault it is.
+    """
+
+    def __init__(self, verb: str, target: str, reason: str, blame: Blame = "own"):
+        super().__init__(f"{verb} {target}: {reason}")
+        self.verb, self.target, self.reason, self.blame = verb, target, reason, blame
+
+
+class CalledOff(SchedulerError):
+    """The drain under way was taken back; `reason` is one sentence without a full stop."""
+
+    def __init__(self, reason: str):
+        super().__init__(f"called off: {reason}")
+        self.reason = f"called off: {reason}"
+
+
+class Stopped(SchedulerError):
+    """The loop has ended; start a new one."""

@@ -1,0 +1,250 @@
+"""What the planner sees: jobs, deployments, replicas, policy. Frozen views; the store and the loop fill them in.
+
+Times are seconds since the epoch by the box's clock (`_s`), device counts are whole devices.
+"""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, Literal
+
+from scheduler.autoscale.recent_load import RecentLoad
+from scheduler.autoscale.standby import Standby
+from scheduler.core.errors import InvalidWorkload
+from scheduler.core.inventory import Device
+
+JobPhase = Literal["wanted", "running", "suspended", "paused"]
+ReplicaState = Literal["starting", "ready", "open", "draining", "asleep", "dead"]
+PolicyKind = Literal["serve", "train", "split", "auto"]
+Busy = Literal["coming", "leaving"] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """Who devices belong to.
+
+    serve: all to serving. train: all to training but `serving_floor`. split: `train_devices` at most to training, the
+    rest to serving. auto: serving what its demand needs (never less than the floor while it has use for it), training
+    the rest. Devices that training may have but cannot use are lent to models with demand.
+    """
+
+    kind: PolicyKind = "auto"
+    train_devices: int | None = None
+    serving_floor: int = 0
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("serve", "train", "split", "auto"):
+            raise InvalidWorkload("policy", self.kind, "serve, train, split or auto")
+        if self.kind == "split" and (self.train_devices is None or self.train_devices < 0):
+            raise InvalidWorkload("train_devices of policy split", self.train_devices, "a number of devices, 0 or more")
+        if self.serving_floor < 0:
+            raise InvalidWorkload("serving_floor", self.serving_floor, "a number of devices, 0 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class JobView:
+    """A training job that is not over.
+
+    phase: "wanted" (never ran, or to be restarted), "running", "suspended" (its snapshot waits), "paused" (a person
+    asked; it gets no devices until resumed). `held`: an operator keeps it in the queue. `devices`: held now, or to be
+    held once the hand-over in flight has ended (`busy` "coming"). `allowed_sizes`: world sizes it can run at; empty
+    means every size from `min_devices` to `max_devices`. `priority`: higher first. `not_before_s`: backoff. `lacks`:
+    what the box lacks for it to begin, as a sentence; it is not started before that is "". `failed`: its last failure.
+    `nodes`: wholly on one of these; empty: anywhere, also across nodes.
+    """
+
+    id: str
+    min_devices: int = 1
+    max_devices: int = 1
+    allowed_sizes: tuple[int, ...] = ()
+    _: KW_ONLY
+    nodes: tuple[str, ...] = ()
+    priority: int = 0
+    submitted_s: float = 0.0
+    preemptible: bool = True
+    phase: JobPhase = "wanted"
+    held: bool = False
+    lacks: str = ""
+    deadline_s: float | None = None
+    owner: str = ""
+    remaining_device_s: float | None = None
+    devices: tuple[str, ...] = ()
+    since_s: float = 0.0
+    not_before_s: float = 0.0
+    failed: str = ""
+    busy: Busy = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.min_devices <= self.max_devices:
+            raise InvalidWorkload(
+                f"devices of job {self.id}", (self.min_devices, self.max_devices), "1 <= min_devices <= max_devices"
+            )
+        if self.allowed_sizes and not self.sizes:
+            raise InvalidWorkload(
+                f"allowed_sizes of job {self.id}",
+                self.allowed_sizes,
+                f"at least one size from {self.min_devices} to {self.max_devices}",
+            )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Device counts it may run at, ascending."""
+        if not self.allowed_sizes:
+            return tuple(range(self.min_devices, self.max_devices + 1))
+        return tuple(sorted({s for s in self.allowed_sizes if self.min_devices <= s <= self.max_devices}))
+
+    def largest_within(self, budget: int) -> int:
+        """The largest size it may run at on `budget` devices; 0 if none."""
+        if not self.allowed_sizes:
+            return min(budget, self.max_devices) if budget >= self.min_devices else 0
+        return max((s for s in self.allowed_sizes if self.min_devices <= s <= min(budget, self.max_devices)), default=0)
+
+    def wants_devices(self, now_s: float) -> bool:
+        return self.phase != "paused" and not self.held and not self.lacks and self.not_before_s <= now_s
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What is asked of a model now, as the gateways report it.
+
+    inflight: requests at its replicas. held: requests waiting at the gateway for a replica. waiting_tokens: prompt
+    tokens of requests without a first token, as far as known. ttft_p95_s, tpot_p95_s: recent time to first token and
+    per further token, None where unknown. expected: how many requests there will be when a further hand-over could
+    answer, while they rise in number (`scheduler.autoscale.forecast`); 0 while they do not.
+    """
+
+    inflight: int = 0
+    held: int = 0
+    waiting_tokens: int = 0
+    last_request_s: float | None = None
+    ttft_p95_s: float | None = None
+    tpot_p95_s: float | None = None
+    expected: float = 0.0
+
+    @property
+    def requests(self) -> int:
+        return self.inflight + self.held
+
+
+@dataclass(frozen=True, slots=True)
+class DeploymentView:
+    """A model that may be served.
+
+    `version`: the active one. `target_inflight`: requests per replica (None: the scheduler's setting).
+    `idle_sleep_s`: put to sleep after this long without a request (None: only when the devices are wanted).
+    `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and the target for the time to first token;
+    where both are known, waiting tokens ask for replicas too. `tpot_target_s`: target per further token; while the
+    measured time is above it, a replica carries fewer requests.
+    `standby`: what the traffic taught to keep awake (None: learned by the planner from its own looks).
+    `pinned`: its `min_replicas` (at least one) come before everybody else's and are never given to training.
+    `not_before_s`: backoff. `failed`: its last failure.
+    """
+
+    model: str
+    version: str
+    tensor_parallel: int = 1
+    min_replicas: int = 0
+    max_replicas: int = 1
+    demand: Demand = field(default_factory=Demand)
+    target_inflight: int | None = None
+    prefill_tokens_per_s: float | None = None
+    ttft_target_s: float | None = None
+    tpot_target_s: float | None = None
+    standby: Standby | None = None
+    idle_sleep_s: float | None = None
+    pinned: bool = False
+    failed: str = ""
+    not_before_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel < 1:
+            raise InvalidWorkload(f"tensor_parallel of {self.model}", self.tensor_parallel, "1 or more")
+        if not 0 <= self.min_replicas <= self.max_replicas:
+            raise InvalidWorkload(
+                f"replicas of {self.model}", (self.min_replicas, self.max_replicas), "0 <= min_replicas <= max_replicas"
+            )
+
+    @property
+    def floor_replicas(self) -> int:
+        return max(self.min_replicas, 1 if self.pinned and self.max_replicas else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """An engine process. `devices`: held, or its home while asleep (a sleeping process wakes only where it was).
+
+    state: "starting", "ready" (awake, takes no requests yet), "open", "draining" (awake, takes no new requests),
+    "asleep", "dead". `since_s`: when the state began.
+    """
+
+    id: str
+    model: str
+    version: str
+    state: ReplicaState
+    devices: tuple[str, ...]
+    since_s: float = 0.0
+    busy: Busy = None
+
+    @property
+    def awake(self) -> bool:
+        return self.state in ("starting", "ready", "open", "draining")
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What the store holds: read anew in every round.
+
+    policy: set by a person at `policy_since_s`. cordoned: devices that an operator asked to leave. windows: tidal
+    windows (`scheduler.loop.mode_schedule.Window`); the latest firing of any of them replaces a policy set before it.
+    max_asleep: sleeping engines that the host has memory for; None: as many as are configured.
+    """
+
+    policy: Policy
+    jobs: tuple[JobView, ...] = ()
+    deployments: tuple[DeploymentView, ...] = ()
+    cordoned: frozenset[str] = frozenset()
+    windows: tuple[Any, ...] = ()
+    policy_since_s: float = 0.0
+    max_asleep: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ModelMemory:
+    """What the planner remembers of one model between rounds: the hysteresis.
+
+    low_since_s, low_peak: since when fewer replicas would do, and the most that were asked for since. load: what was
+    asked for lately. given_back_s, taken_s: when the count fell and rose, over the last hour; given_back_from: the
+    count before the last fall. proved: replicas that were wanted back too soon after such a fall, kept until
+    `proved_until_s`, which is for `proved_hold_s`.
+    """
+
+    replicas: int = 0
+    low_since_s: float | None = None
+    low_peak: int = 0
+    waiting_since_s: float | None = None
+    load: RecentLoad = field(default_factory=RecentLoad)
+    given_back_s: tuple[float, ...] = ()
+    taken_s: tuple[float, ...] = ()
+    given_back_from: int = 0
+    proved: int = 0
+    proved_until_s: float = 0.0
+    proved_hold_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """Everything a plan depends on.
+
+    `busy_devices`: devices touched by a hand-over in flight; not to be planned. `epoch`: names new replicas
+    ("r<epoch>-<n>") and must be new for every snapshot whose plan is carried out.
+    """
+
+    policy: Policy
+    devices: tuple[Device, ...]
+    jobs: tuple[JobView, ...] = ()
+    deployments: tuple[DeploymentView, ...] = ()
+    replicas: tuple[ReplicaView, ...] = ()
+    busy_devices: frozenset[str] = frozenset()
+    memory: dict[str, ModelMemory] = field(default_factory=dict)
+    epoch: int = 0
+    max_asleep: int | None = None

@@ -1,0 +1,278 @@
+"""How devices change hands: the whole choreography, top to bottom.
+
+A hand-over is a set of chains, one per holder and side. A chain is a list of steps done one after the other.
+
+    give back   replica   drain_replica -> sleep_replica* -> release        (or stop_replica* instead of sleep)
+                job       suspend_group* -> release                         (or stop_group* if the job is over)
+    take        replica   acquire -> wake_replica | start_replica -> open_replica
+                job       acquire -> start_group
+    in place    replica   swap_replica                                      (a new version, requests kept)
+
+Chains that give back run at once, all together. A chain that takes starts when the leases on its devices are released
+(`needs`), so a device has no second holder at any time. A cold engine starts when those of its model that only have to
+wake are up (`after`): requests wait for the first engine, and a start takes the processors that the wake needs.
+
+Failure of a step: the undo of that step and of those before it run in reverse, back to the last point of no return
+(marked * above: from there the chain only goes forward). A step with `force` is not undone but done by force. So every
+chain ends in the wanted or in the previous state, or, when an engine had to be stopped, in the wanted state with a cold
+engine. Verbs are idempotent, so a crash between any two of these lines needs nothing but another round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from scheduler.core.allocation import Allocation, ReplicaPlan
+from scheduler.core.inventory import Holder, Lease
+from scheduler.core.workload import ReplicaView
+from scheduler.handover.box import Box
+
+Verb = Literal[
+    "acquire",
+    "release",
+    "start_replica",
+    "stop_replica",
+    "open_replica",
+    "drain_replica",
+    "sleep_replica",
+    "wake_replica",
+    "swap_replica",
+    "start_group",
+    "suspend_group",
+    "stop_group",
+]
+Side = Literal["free", "take", "swap"]
+
+
+# --- steps --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One verb on one target. `undo` is run when it or a later step of its chain fails; `force` instead of failing."""
+
+    verb: Verb
+    target: str
+    lease: Lease | None = None
+    model: str = ""
+    version: str = ""
+    tensor_parallel: int = 0
+    undo: tuple[Step, ...] = ()
+    force: tuple[Step, ...] = ()
+
+    @property
+    def no_return(self) -> bool:
+        """After it, what came before is not undone any more."""
+        return self.verb in ("sleep_replica", "stop_replica", "suspend_group", "stop_group")
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """Steps of one holder on one side. `needs`: leases that must be released before it starts; `after`: holders whose
+    chains that take must have ended before, well or not."""
+
+    holder: Holder
+    side: Side
+    steps: tuple[Step, ...]
+    needs: frozenset[str] = frozenset()
+    after: frozenset[Holder] = frozenset()
+
+    @property
+    def name(self) -> str:
+        return f"{self.side} {self.holder}"
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Devices it will hold; empty for a chain that gives back."""
+        return next((s.lease.device_ids for s in self.steps if s.verb == "acquire" and s.lease), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    id: int
+    free: tuple[Chain, ...] = ()
+    take: tuple[Chain, ...] = ()
+    swap: tuple[Chain, ...] = ()
+
+    @property
+    def chains(self) -> tuple[Chain, ...]:
+        return self.free + self.swap + self.take
+
+
+def release(lease: Lease) -> Step:
+    return Step("release", lease.id, lease=lease)
+
+
+def acquire(lease: Lease) -> Step:
+    return Step("acquire", lease.id, lease=lease, undo=(release(lease),))
+
+
+def stop_replica(replica_id: str) -> Step:
+    return Step("stop_replica", replica_id)
+
+
+def open_replica(replica_id: str) -> Step:
+    return Step("open_replica", replica_id)
+
+
+def drain_replica(replica: ReplicaView) -> Step:
+    undo = (open_replica(replica.id),) if replica.state == "open" else ()
+    return Step("drain_replica", replica.id, undo=undo)
+
+
+def sleep_replica(replica_id: str) -> Step:
+    # An engine that cannot sleep must not keep its devices: its memory goes with its process.
+    return Step("sleep_replica", replica_id, force=(stop_replica(replica_id),))
+
+
+def wake_or_start(replica: ReplicaPlan, lease: Lease, *, asleep: bool) -> Step:
+    # Not put to sleep again on failure: a process that failed to wake is not trusted a second time.
+    return Step(
+        "wake_replica" if asleep else "start_replica",
+        replica.id,
+        lease=lease,
+        model=replica.model,
+        version=replica.version,
+        tensor_parallel=replica.tensor_parallel,
+        undo=(stop_replica(replica.id),),
+    )
+
+
+def swap_replica(replica: ReplicaPlan) -> Step:
+    # No undo of ours: the verb itself leaves the old version or a dead engine.
+    return Step("swap_replica", replica.id, model=replica.model, version=replica.version)
+
+
+def start_group(job_id: str, lease: Lease) -> Step:
+    return Step("start_group", job_id, lease=lease, undo=(stop_group(job_id),))
+
+
+def suspend_group(job_id: str) -> Step:
+    # A failed suspend leaves the group running: that is the previous state. See `forced` in steps().
+    return Step("suspend_group", job_id)
+
+
+def stop_group(job_id: str) -> Step:
+    return Step("stop_group", job_id)
+
+
+# --- from here to there -------------------------------------------------------------------------------------------
+
+
+def steps(
+    box: Box,
+    wanted: Allocation,
+    handover_id: int,
+    *,
+    busy: Collection[Holder] = (),
+    over: Collection[str] = (),
+    forced: Collection[str] = (),
+) -> Handover:
+    """The chains that turn `box` into `wanted`, and that clean up what a crash or a death left.
+
+    Args:
+        handover_id: a number never used before; it makes new lease ids unique.
+        busy: holders that a hand-over in flight is moving; they are left alone.
+        over: jobs that will not run again (cancelled, deleted): stopped instead of suspended.
+        forced: jobs whose suspend failed too often: stopped, to resume from their last snapshot.
+    """
+    busy = frozenset(busy)
+    leases: dict[Holder, list[Lease]] = {}
+    for lease in box.ledger:
+        leases.setdefault(lease.holder, []).append(lease)
+
+    free, take, swap = [], [], []
+    plans = {r.id: r for r in wanted.replicas}
+    groups = {g.job_id: frozenset(g.devices) for g in wanted.groups}
+    for replica in box.replicas.values():
+        holder = Holder("replica", replica.id)
+        if holder in busy:
+            continue
+        held = leases.pop(holder, [])
+        free_steps, swap_steps = _leave(replica, plans.get(replica.id), held)
+        if free_steps:
+            free.append(Chain(holder, "free", free_steps))
+        if swap_steps:
+            swap.append(Chain(holder, "swap", swap_steps))
+    for group in box.groups.values():
+        holder = Holder("job", group.job_id)
+        if holder in busy:
+            continue
+        held = leases.pop(holder, [])
+        stays = not group.ended and len(held) == 1 and groups.get(group.job_id) == frozenset(group.devices)
+        if not stays:
+            gone = group.ended or group.job_id in over or group.job_id in forced or not held
+            first = stop_group(group.job_id) if gone else suspend_group(group.job_id)
+            free.append(Chain(holder, "free", (first, *map(release, held))))
+    for holder, held in leases.items():
+        if holder not in busy:  # a lease whose holder does not live: a crash came between the two
+            free.append(Chain(holder, "free", tuple(map(release, held))))
+
+    own = {c.holder: {s.target for s in c.steps if s.verb == "release"} for c in free}
+    for chain in _takes(box, wanted, handover_id, own, busy):
+        needs = {lease.id for d in chain.devices if (lease := box.ledger.lease_on(d)) is not None}
+        # Its own old lease too, even where the devices differ: a job must not start before it is suspended.
+        take.append(replace(chain, needs=frozenset(needs | own.get(chain.holder, set()))))
+    return Handover(handover_id, tuple(free), tuple(_wakes_first(take)), tuple(swap))
+
+
+def only_admitted(handover: Handover, admits: Callable[[str], bool]) -> Handover:
+    """Without the engines that find no memory now. Nobody waits for them either."""
+    refused = {
+        chain.holder
+        for chain in handover.take
+        for step in chain.steps
+        if step.verb in ("wake_replica", "start_replica") and not admits(step.model)
+    }
+    if not refused:
+        return handover
+    take = (replace(chain, after=chain.after - refused) for chain in handover.take if chain.holder not in refused)
+    return replace(handover, take=tuple(take))
+
+
+def _wakes_first(take: list[Chain]) -> Iterator[Chain]:
+    waking: dict[str, set[Holder]] = {}
+    for chain in take:
+        for step in chain.steps:
+            if step.verb == "wake_replica":
+                waking.setdefault(step.model, set()).add(chain.holder)
+    for chain in take:
+        cold = [step.model for step in chain.steps if step.verb == "start_replica"]
+        yield replace(chain, after=frozenset(waking.get(cold[0], ()))) if cold else chain
+
+
+def _leave(replica: ReplicaView, plan: ReplicaPlan | None, held: list[Lease]) -> tuple[tuple[Step, ...], tuple]:
+    """(steps that give back, steps in place) of one replica."""
+    back = tuple(map(release, held))
+    serving = replica.state in ("open", "ready", "draining")
+    if serving and plan is not None and plan.state == "open" and held:
+        stay = (swap_replica(plan),) if plan.version != replica.version else ()
+        return (), stay + ((open_replica(replica.id),) if replica.state != "open" else ())
+    if serving and plan is not None and held:
+        return (drain_replica(replica), sleep_replica(replica.id), *back), ()
+    if serving:
+        return (drain_replica(replica), stop_replica(replica.id), *back), ()
+    if replica.state == "asleep" and plan is not None:
+        return back, ()
+    return (stop_replica(replica.id), *back), ()
+
+
+def _takes(
+    box: Box, wanted: Allocation, handover_id: int, leaving: Mapping[Holder, set[str]], busy: Collection[Holder]
+) -> Iterator[Chain]:
+    for plan in wanted.open_replicas:
+        holder = Holder("replica", plan.id)
+        now = box.replicas.get(plan.id)
+        if holder in busy or (now is not None and (now.state != "asleep")):
+            continue
+        lease = Lease(f"{handover_id}:{holder.kind}:{plan.id}", holder, plan.devices)
+        rise = wake_or_start(plan, lease, asleep=now is not None)
+        yield Chain(holder, "take", (acquire(lease), rise, open_replica(plan.id)))
+    for group in wanted.groups:
+        holder = Holder("job", group.job_id)
+        if holder in busy or (group.job_id in box.groups and not leaving.get(holder)):
+            continue
+        lease = Lease(f"{handover_id}:{holder.kind}:{group.job_id}", holder, group.devices)
+        yield Chain(holder, "take", (acquire(lease), start_group(group.job_id, lease)))

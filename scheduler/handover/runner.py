@@ -1,0 +1,354 @@
+"""Carries out a hand-over: its chains concurrently, each step journalled before and after, failures undone.
+
+Knows nothing of planning. The loop gives it the box to keep current and learns from it how each chain ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.errors import Blame, CalledOff, EffectFailed
+from scheduler.core.inventory import Holder
+from scheduler.handover import step_rules
+from scheduler.handover.box import Box
+from scheduler.handover.effects import Effects, ReplicaOrder
+from scheduler.handover.handover import Chain, Handover, Step
+from scheduler.handover.journal import HandoverRecord, HandoverState, Journal, StepRecord, StepState
+from scheduler.handover.ports import Clock
+
+log = logging.getLogger(__name__)
+
+# What fails there says nothing of the job or model; what takes too long there does.
+_OF_THE_BOX = ("acquire", "release")
+_OF_THE_ENGINE = ("start_replica", "wake_replica", "swap_replica")
+
+
+@dataclass(frozen=True, slots=True)
+class ChainEnd:
+    """done: what was wanted holds. undone: taken back to what was before. failed: an undo or a release failed too.
+    skipped: it never began. called_off: taken back because nobody wants it any more, which is no failure.
+
+    `failed_step`: the step that made it so; None for a chain that never began because its devices did not come free.
+    `reason`: what its verb said. `blame`: whose fault that was.
+    """
+
+    chain: Chain
+    state: Literal["done", "undone", "failed", "skipped", "called_off"]
+    failed_step: Step | None = None
+    error: str = ""
+    reason: str = ""
+    blame: Blame = "own"
+
+
+class Owner(Protocol):
+    """The loop, as the runner sees it. `box` is replaced, never changed in place."""
+
+    box: Box
+
+    def called_off(self, chain: Chain) -> str:
+        """Why a chain that is about to take devices should not any more; empty if it should."""
+
+    def step_done(self, step: Step) -> None: ...
+
+    def chain_ended(self, end: ChainEnd) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Doing:
+    """A step under way since `since_s`, which fails when it takes longer than `limit_s`."""
+
+    step: Step
+    since_s: float
+    limit_s: float
+
+
+@dataclass(slots=True)
+class _Drain:
+    """A drain under way: the task that waits for it, and why it is called off once it is."""
+
+    task: asyncio.Task[Any]
+    off: str = ""
+
+
+class Runner:
+    """One hand-over. `run` returns when every chain has ended; it raises only what is a bug."""
+
+    def __init__(
+        self,
+        handover: Handover,
+        reason: str,
+        *,
+        owner: Owner,
+        effects: Effects,
+        journal: Journal,
+        clock: Clock,
+        config: SchedulerConfig,
+    ):
+        self.handover, self.reason = handover, reason
+        self._owner, self._effects, self._journal = owner, effects, journal
+        self._clock, self._config = clock, config
+        self._released: dict[str, asyncio.Future[bool]] = {}
+        self._drains: dict[Holder, _Drain] = {}
+        self._over: set[int] = set()
+        self._doing: dict[int, Doing] = {}
+        self._taken: dict[Holder, asyncio.Event] = {chain.holder: asyncio.Event() for chain in handover.take}
+        self._seq = 0
+
+    def begin(self) -> None:
+        """Write the record. Nothing is done before this has returned."""
+        self._steps: dict[int, list[StepRecord]] = {}
+        for n, chain in enumerate(self.handover.chains):
+            self._steps[n] = [self._record(chain, step) for step in chain.steps]
+        loop = asyncio.get_running_loop()
+        for chain in self.handover.free:
+            for step in chain.steps:
+                if step.verb == "release":
+                    self._released[step.target] = loop.create_future()
+        self._journal.begin(
+            HandoverRecord(
+                id=self.handover.id,
+                reason=self.reason,
+                state="running",
+                started_s=self._clock.now_s(),
+                steps=tuple(r for records in self._steps.values() for r in records),
+            )
+        )
+
+    async def run(self) -> HandoverState:
+        ends = await asyncio.gather(*(self._chain(n, c) for n, c in enumerate(self.handover.chains)))
+        states = {end.state for end in ends}
+        state: HandoverState = "failed" if "failed" in states else "done" if states <= {"done"} else "undone"
+        errors = "; ".join(end.error for end in ends if end.error and end.state != "skipped")
+        self._journal.end(self.handover.id, state, self._clock.now_s(), errors)
+        return state
+
+    @property
+    def doing(self) -> tuple[Doing, ...]:
+        """The steps under way."""
+        return tuple(self._doing.values())
+
+    # --- calling off --------------------------------------------------------------------------------------------
+
+    @property
+    def draining(self) -> tuple[Holder, ...]:
+        """Whose drain is under way and can be called off."""
+        return tuple(holder for holder, drain in self._drains.items() if not drain.off)
+
+    def call_off(self, holder: Holder, reason: str) -> None:
+        """Take back a drain under way. Chains that wait for its lease are over when this returns: what they were to
+        take would else look promised to them while it is open again."""
+        drain = self._drains[holder]
+        drain.off = reason
+        drain.task.cancel()
+        given = {s.target for c in self.handover.free if c.holder == holder for s in c.steps if s.verb == "release"}
+        for n, chain in enumerate(self.handover.chains):
+            if n not in self._over and not chain.needs.isdisjoint(given):
+                self._over.add(n)
+                self._owner.chain_ended(self._skip(chain, self._steps[n], reason))
+
+    @contextlib.contextmanager
+    def _until_called_off(self, step: Step) -> Iterator[None]:
+        """While a drain runs inside, `call_off` ends it with CalledOff."""
+        if step.verb != "drain_replica":
+            yield
+            return
+        holder, task = Holder("replica", step.target), asyncio.current_task()
+        assert task is not None
+        drain = self._drains[holder] = _Drain(task)
+        try:
+            yield
+        except asyncio.CancelledError:
+            if drain.off and task.uncancel() == 0:  # else the loop itself is ending, or the time is over
+                raise CalledOff(drain.off) from None
+            raise
+        finally:
+            del self._drains[holder]
+
+    # --- chains -------------------------------------------------------------------------------------------------
+
+    def _skip(self, chain: Chain, records: list[StepRecord], reason: str) -> ChainEnd:
+        for record in records:
+            self._write(replace(record, state="skipped", detail={"reason": reason}))
+        return ChainEnd(chain, "skipped", None, reason)
+
+    async def _chain(self, n: int, chain: Chain) -> ChainEnd:
+        try:
+            end = await self._walk(n, chain, self._steps[n])
+        finally:
+            for step in chain.steps:
+                future = self._released.get(step.target) if chain.side == "free" else None
+                if future is not None and not future.done():
+                    future.set_result(False)
+            if chain.side == "take":
+                self._taken[chain.holder].set()
+        if n not in self._over:
+            self._owner.chain_ended(end)
+        return end
+
+    async def _walk(self, n: int, chain: Chain, records: list[StepRecord]) -> ChainEnd:
+        missing = [lease for lease in sorted(chain.needs) if lease not in self._released]
+        assert not missing, f"{chain.name} needs leases that nobody releases: {missing}"
+        for lease_id in chain.needs:
+            await asyncio.shield(self._released[lease_id])
+        for holder in chain.after:
+            await self._taken[holder].wait()
+        if n in self._over:
+            return ChainEnd(chain, "skipped")
+        late = [lease for lease in sorted(chain.needs) if not self._released[lease].result()]
+        off = f"lease {late[0]} was not given back" if late else self._owner.called_off(chain)
+        if off:
+            return self._skip(chain, records, off)
+
+        undoable: list[Step] = []
+        for at, (step, record) in enumerate(zip(chain.steps, records, strict=True)):
+            try:
+                await self._with_patience(step, record)
+            except CalledOff as off_:
+                self._skip(chain, records[at + 1 :], off_.reason)
+                clean = await self._undo(chain, step.undo, record.seq)
+                return ChainEnd(chain, "called_off" if clean else "failed", step, off_.reason)
+            except EffectFailed as error:
+                if step.force and await self._undo(chain, step.force, record.seq):
+                    undoable.clear()
+                    continue
+                for later in records[at + 1 :]:
+                    self._write(replace(later, state="skipped"))
+                back = [u for s in reversed([*undoable, step]) for u in s.undo]
+                clean = await self._undo(chain, back, record.seq) and step.verb != "release" and not step.force
+                return ChainEnd(chain, "undone" if clean else "failed", step, str(error), error.reason, error.blame)
+            if step.no_return:
+                undoable.clear()
+            else:
+                undoable.append(step)
+        return ChainEnd(chain, "done")
+
+    async def _with_patience(self, step: Step, record: StepRecord) -> None:
+        """A release has no undo and others wait for it: it is tried several times."""
+        attempts = self._config.release_attempts if step.verb == "release" else 1
+        for attempt in range(attempts - 1):
+            try:
+                return await self._step(step, record)
+            except EffectFailed:
+                await asyncio.sleep(min(self._config.backoff_first_s * 2.0**attempt, self._config.backoff_max_s))
+        await self._step(step, record)
+
+    async def _undo(self, chain: Chain, steps: list[Step] | tuple[Step, ...], undoes: int) -> bool:
+        """Every step of an undo is tried, whatever became of the others. True: all of them worked."""
+        clean = True
+        for step in steps:
+            record = replace(self._record(chain, step), undoes=undoes)
+            try:
+                await self._with_patience(step, record)
+            except EffectFailed:
+                clean = False
+        return clean
+
+    # --- steps --------------------------------------------------------------------------------------------------
+
+    async def _step(self, step: Step, record: StepRecord) -> None:
+        started_s = self._clock.now_s()
+        record = replace(record, state="doing", started_s=started_s)
+        if refused := step_rules.refusal(step, self._owner.box):
+            self._write(replace(record, state="failed", ended_s=started_s, detail={"error": refused}))
+            raise EffectFailed(step.verb, step.target, refused, "outside")
+        self._write(record)
+        self._owner.box = step_rules.begun(step, self._owner.box, started_s)
+        limit_s = self._config.timeout_s(step.verb)
+        self._doing[record.seq] = Doing(step, started_s, limit_s)
+        try:
+            async with asyncio.timeout(limit_s):
+                with self._until_called_off(step):
+                    detail = await self._perform(step)
+        except CalledOff as off:
+            self._ended(record, "skipped", {"reason": off.reason})
+            raise
+        except EffectFailed as error:
+            self._ended(record, "failed", {"error": error.reason})
+            _tell(step, error.reason)
+            if step.verb in _OF_THE_BOX:
+                raise EffectFailed(step.verb, step.target, error.reason, "outside") from error
+            raise
+        except TimeoutError:
+            reason = f"took longer than its limit of {limit_s:g} s"
+            self._ended(record, "failed", {"error": reason})
+            _tell(step, reason)
+            blame: Blame = "own" if step.verb in _OF_THE_ENGINE else "outside"
+            raise EffectFailed(step.verb, step.target, reason, blame) from None
+        finally:
+            self._doing.pop(record.seq, None)
+        self._owner.box = step_rules.done(step, self._owner.box, self._clock.now_s())
+        self._ended(record, "done", detail)
+        _tell(step)
+        self._owner.step_done(step)
+        future = self._released.get(step.target) if step.verb == "release" else None
+        if future is not None and not future.done():
+            future.set_result(True)
+
+    async def _perform(self, step: Step) -> Mapping[str, Any] | None:
+        effects, target, lease = self._effects, step.target, step.lease
+        match step.verb:
+            case "acquire":
+                assert lease is not None
+                return await effects.acquire(lease)
+            case "release":
+                return await effects.release(target)
+            case "start_replica":
+                assert lease is not None
+                order = ReplicaOrder(target, step.model, step.version, step.tensor_parallel, lease.device_ids)
+                return await effects.start_replica(order, lease.id)
+            case "stop_replica":
+                return await effects.stop_replica(target)
+            case "open_replica":
+                return await effects.open_replica(target)
+            case "drain_replica":
+                return await effects.drain_replica(target)
+            case "sleep_replica":
+                return await effects.sleep_replica(target)
+            case "wake_replica":
+                assert lease is not None
+                return await effects.wake_replica(target, step.model, step.version, lease.id)
+            case "swap_replica":
+                return await effects.swap_replica(target, step.model, step.version)
+            case "start_group":
+                assert lease is not None
+                return await effects.start_group(target, lease)
+            case "suspend_group":
+                return await effects.suspend_group(target)
+            case "stop_group":
+                return await effects.stop_group(target)
+
+    def _record(self, chain: Chain, step: Step) -> StepRecord:
+        detail: dict[str, Any] = {}
+        if step.version:
+            detail = {"model": step.model, "version": step.version}
+        if step.lease is not None:
+            detail["devices"] = list(step.lease.device_ids)
+        self._seq += 1
+        return StepRecord(self._seq - 1, chain.name, step.verb, step.target, detail=detail)
+
+    def _ended(self, record: StepRecord, state: StepState, detail: Mapping[str, Any] | None) -> None:
+        merged = {**record.detail, **(detail or {})}
+        self._write(replace(record, state=state, ended_s=self._clock.now_s(), detail=merged))
+
+    def _write(self, record: StepRecord) -> None:
+        self._journal.step(self.handover.id, record)
+
+
+def _tell(step: Step, error: str = "") -> None:
+    """A line of the log for a step that ended, with the ids of what it was about."""
+    level = logging.WARNING if error else logging.INFO
+    if not log.isEnabledFor(level):
+        return  # simulations run millions of steps
+    holder = "job_id" if step.verb.endswith("_group") else "replica" if step.verb.endswith("_replica") else ""
+    ids = {holder: step.target} if holder else {}
+    if step.lease is not None:
+        ids = {"job_id" if step.lease.holder.kind == "job" else "replica": step.lease.holder.id}
+        ids["lease_id"] = step.lease.id
+    ids |= {"model": step.model, "version": step.version}
+    log.log(level, "%s %s: %s", step.verb, step.target, error or "done", extra=ids)

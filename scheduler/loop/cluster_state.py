@@ -1,0 +1,191 @@
+"""What the scheduler knows of the world: the box as it was last seen, what events have said since, and what failed.
+
+The box is looked at again and again (`look`); events only make it known sooner. A holder that a hand-over is moving is
+known by its chains: neither a look nor an event changes it until they have ended.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Container, Mapping
+from dataclasses import replace
+
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.errors import Blame, EffectFailed
+from scheduler.core.failures import Cause, Failures
+from scheduler.core.inventory import Holder, Ledger
+from scheduler.core.workload import ReplicaView
+from scheduler.handover.box import Box
+from scheduler.handover.effects import Effects, Event, GroupEnded, InventoryChanged, Observed, ReplicaDied
+from scheduler.handover.ports import Clock
+from scheduler.loop.status_reporter import Telling
+
+log = logging.getLogger(__name__)
+
+
+class Truth:
+    """Owns the box, the failures and the events not yet applied. `look_again_s`: when the world is to be read again."""
+
+    def __init__(self, effects: Effects, clock: Clock, config: SchedulerConfig, telling: Telling):
+        self._effects, self._clock, self._config, self._telling = effects, clock, config, telling
+        self.box = Box(devices={}, ledger=Ledger(()))
+        self.failures = Failures(config)
+        self.look_again_s = 0.0
+        self._events: deque[Event] = deque()
+        self._ended: dict[str, GroupEnded] = {}
+
+    # --- looking
+
+    async def look(self, moving: Mapping[Holder, object]) -> bool:
+        """Read the world and take over what it says of holders outside `moving`, as it is before and after the reading.
+        False if it cannot be read now; then `look_again_s` is soon."""
+        busy = frozenset(moving)
+        self.look_again_s = self._clock.now_s() + self._config.observe_every_s
+        try:
+            observed = await self._effects.observe()
+        except EffectFailed as error:
+            log.warning("the box cannot be observed (%s)", error)
+            self.look_again_s = self._clock.now_s() + self._config.backoff_first_s
+            return False
+        self._merge(observed, busy | frozenset(moving))
+        self._events.extend(g.ended for g in observed.groups if g.ended is not None)
+        self.apply_events(moving)
+        return True
+
+    def _merge(self, observed: Observed, busy: frozenset[Holder]) -> None:
+        """Take over the truth for every holder but those whose chains changed them while it was read."""
+        now_s, old = self._clock.now_s(), self.box
+        truth = Box.of(observed, now_s)
+        replicas = dict(truth.replicas)
+        # "ended" means ended and told to the store: the events applied after this tell those that were not.
+        groups = {job_id: replace(group, ended=False) for job_id, group in truth.groups.items()}
+        for replica in old.replicas.values():
+            seen = replicas.get(replica.id)
+            if Holder("replica", replica.id) in busy:
+                replicas[replica.id] = replica
+            elif seen is None and replica.awake:
+                replicas[replica.id] = self._dead(replica, "its supervisor is gone", "outside")
+            elif seen is not None and seen.state == replica.state:
+                replicas[replica.id] = replace(seen, since_s=replica.since_s)
+            elif seen is not None and seen.state == "dead":
+                replicas[replica.id] = self._dead(replica, "its process died")
+        for group in old.groups.values():
+            if Holder("job", group.job_id) in busy:
+                groups[group.job_id] = group
+            elif group.job_id in groups:
+                groups[group.job_id] = replace(group, ended=group.ended, devices=groups[group.job_id].devices)
+        for holder in busy:
+            if holder.kind == "replica" and holder.id not in old.replicas:
+                replicas.pop(holder.id, None)
+            if holder.kind == "job" and holder.id not in old.groups:
+                groups.pop(holder.id, None)
+        ledger = Ledger(truth.devices)
+        ledger = ledger.resized([*truth.devices, *(d for le in old.ledger if le.holder in busy for d in le.device_ids)])
+        ledger = ledger.acquire(*(le for le in old.ledger if le.holder in busy))
+        ledger = ledger.acquire(*(le for le in truth.ledger if le.holder not in busy))
+        self.box = Box(truth.devices, ledger, replicas, groups)
+
+    # --- hearing
+
+    def hear(self, event: Event) -> None:
+        self._events.append(event)
+
+    @property
+    def unheard(self) -> bool:
+        """Events wait for the chains of their holders."""
+        return bool(self._events)
+
+    def ended_meanwhile(self, job_id: str) -> bool:
+        """The job's ranks ended by themselves while a hand-over was moving it."""
+        return job_id in self._ended
+
+    def apply_events(self, moving: Container[Holder]) -> None:
+        """Apply every event whose holder is not being moved; the others wait for their chain to end."""
+        later: list[Event] = []
+        while self._events:
+            event = self._events.popleft()
+            match event:
+                case ReplicaDied(replica_id, reason, blame):
+                    if Holder("replica", replica_id) in moving:
+                        later.append(event)
+                    elif (replica := self.box.replicas.get(replica_id)) is not None and replica.state != "dead":
+                        dead = self._dead(replica, reason, blame)
+                        self.box = replace(self.box, replicas={**self.box.replicas, dead.id: dead})
+                case GroupEnded():
+                    if Holder("job", event.job_id) in moving:
+                        self._ended[event.job_id] = event
+                        later.append(event)
+                    else:
+                        self._ended.pop(event.job_id, None)
+                        self._group_ended(event)
+                case InventoryChanged():
+                    self.look_again_s = 0.0
+        self._events.extend(later)
+
+    def _dead(self, replica: ReplicaView, reason: str, blame: Blame = "own") -> ReplicaView:
+        """The replica as dead. One that held no devices died without anybody's loss: it is only started anew."""
+        now_s = self._clock.now_s()
+        if replica.awake:
+            lived_s = now_s - replica.since_s if replica.state in ("open", "draining") else 0.0
+            reason = f"its engine died: {reason}"
+            self.model_failed(replica.model, replica.version, reason, blame=blame, lived_s=lived_s)
+        return replace(replica, state="dead", since_s=now_s)
+
+    def _group_ended(self, event: GroupEnded) -> None:
+        group = self.box.groups.get(event.job_id)
+        lease = self.box.ledger.of(Holder("job", event.job_id))
+        if group is not None and (group.ended or (lease is not None and lease.id != event.lease_id)):
+            return  # told already, or about an incarnation before this one
+        if group is not None:
+            self.box = replace(
+                self.box, groups={**self.box.groups, group.job_id: replace(group, ended=True)}
+            )
+        if event.outcome == "failed" and event.retryable:
+            if group is not None:  # else it was stopped meanwhile, for a reason of which the store knows
+                lived_s = self._clock.now_s() - group.since_s
+                self.job_failed(event.job_id, event.step, event.error, blame=event.blame, lived_s=lived_s)
+        else:
+            self._telling.over(event.job_id, event.outcome, event.error)
+            self.failures.forget_job(event.job_id)
+
+    # --- failures
+
+    def open_replicas_are_stable(self) -> None:
+        """Those that have been open for long enough clear their model of failures."""
+        now_s = self._clock.now_s()
+        for replica in self.box.replicas.values():
+            if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:
+                if self.failures.model_stable(replica.model, replica.version):
+                    self._telling.trouble(replica.model, None)
+
+    def model_failed(
+        self, model: str, version: str, reason: str, *, blame: Blame = "own", lived_s: float = 0.0
+    ) -> None:
+        now_s = self._clock.now_s()
+        failure = self.failures.model_failed(model, version, reason, now_s, blame=blame, lived_s=lived_s)
+        ids = {"model": model, "version": version}
+        log.warning("%s; next try in %.1f s", reason, failure.not_before_s - now_s, extra=ids)
+        self._telling.trouble(model, self.failures.trouble(model, failure))
+
+    def job_failed(
+        self, job_id: str, step: int, error: str, *, blame: Blame = "own", lived_s: float = 0.0
+    ) -> None:
+        now_s = self._clock.now_s()
+        failure = self.failures.job_failed(job_id, step, error, now_s, blame=blame, lived_s=lived_s)
+        if self.failures.hopeless(failure):
+            often = "" if failure.blame == "input" else f" (failed {failure.count} times without a step of progress)"
+            self._telling.over(job_id, "failed", f"{error}{often}")
+            self.failures.forget_job(job_id)
+            return
+        log.warning("%s; next try in %.1f s", error, failure.not_before_s - now_s, extra={"job_id": job_id})
+
+    def forgive_model(self, model: str) -> None:
+        """Try it again at once, as if it had never failed."""
+        if self.failures.forget_model(model):
+            self._telling.trouble(model, None)
+
+    def retry(self, cause: Cause) -> None:
+        """Try at once what may have failed for this cause."""
+        for model in self.failures.retry(cause):
+            self._telling.trouble(model, next(t for t in self.failures.troubles() if t.model == model))

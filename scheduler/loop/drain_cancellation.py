@@ -1,0 +1,79 @@
+"""Which drains under way should be called off, because what asked for them has changed. Pure functions.
+
+A drain is the one long step of giving back: the engine answers what it has before it sleeps. Until then nothing is
+lost by staying, so a mode that flips back, or requests that come, should not wait for a sleep and a wake. The planner
+itself is asked: had the hand-over not begun, would it leave the replica open? Only a change from outside (the mode, or
+more requests for the model than when the drain began) asks at all, so a plan can never argue with itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from scheduler.core.allocation import Allocation
+from scheduler.core.inventory import Holder
+from scheduler.core.workload import Policy, ReplicaView, Workload
+from scheduler.handover.box import Box
+from scheduler.handover.handover import Handover
+from scheduler.loop.view import Moving
+
+
+@dataclass(frozen=True, slots=True)
+class Drain:
+    """A replica being drained. `replica`: as it was before. `policy`, `requests` of its model: when it was decided.
+    `waiting`: holders whose chains wait for its lease."""
+
+    replica: ReplicaView
+    policy: Policy
+    requests: int
+    waiting: tuple[Holder, ...]
+
+    @property
+    def holder(self) -> Holder:
+        return Holder("replica", self.replica.id)
+
+
+def drains_of(handover: Handover, box: Box, policy: Policy, workload: Workload) -> dict[Holder, Drain]:
+    """The drains of a hand-over that is about to begin, of replicas that are open."""
+    requests = _requests(workload)
+    found = {}
+    for chain in handover.free:
+        replica = box.replicas.get(chain.holder.id) if chain.steps[0].verb == "drain_replica" else None
+        if replica is not None and replica.state == "open":
+            given = {step.target for step in chain.steps if step.verb == "release"}
+            waiting = tuple(take.holder for take in handover.take if not take.needs.isdisjoint(given))
+            found[chain.holder] = Drain(replica, policy, requests.get(replica.model, 0), waiting)
+    return found
+
+
+def worth_asking(drains: Iterable[Drain], policy: Policy, workload: Workload) -> list[Drain]:
+    """The drains whose reason may be gone: another mode holds, or the model has more requests than it had then."""
+    requests = _requests(workload)
+    return [d for d in drains if d.policy != policy or requests.get(d.replica.model, 0) > d.requests]
+
+
+def as_if_not_begun(
+    box: Box, moving: Mapping[Holder, Moving], drains: Iterable[Drain]
+) -> tuple[Box, dict[Holder, Moving]]:
+    """Box and movements as they would be without these drains and the takes that wait for them."""
+    replicas, left = dict(box.replicas), dict(moving)
+    for drain in drains:
+        if drain.replica.id in replicas:
+            replicas[drain.replica.id] = drain.replica
+        left.pop(drain.holder, None)
+        for holder in drain.waiting:
+            found = left.pop(holder, None)
+            if found is not None and found.chains > 1:  # it also gives something back, and goes on with that
+                left[holder] = Moving(found.chains - 1, (), None)
+    return replace(box, replicas=replicas), left
+
+
+def to_call_off(drains: Iterable[Drain], allocation: Allocation) -> list[Drain]:
+    """Those whose replica stays open where it is in the plan made as if they had not begun."""
+    stays = {(plan.id, plan.devices) for plan in allocation.open_replicas}
+    return [drain for drain in drains if (drain.replica.id, drain.replica.devices) in stays]
+
+
+def _requests(workload: Workload) -> dict[str, int]:
+    return {d.model: d.demand.requests for d in workload.deployments}

@@ -1,0 +1,187 @@
+"""Sentences for people: why a hand-over happens and what each of its chains does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from scheduler.autoscale.standby import Standby
+from scheduler.core.allocation import Allocation
+from scheduler.core.failures import Trouble
+from scheduler.core.inventory import Holder
+from scheduler.core.workload import DeploymentView, Policy, ReplicaView, Snapshot
+from scheduler.handover.handover import Chain, Handover
+from scheduler.handover.runner import Doing
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}{'s' * (n != 1)}"
+
+
+def sentence(chain: Chain) -> str:
+    """What one chain does, in one sentence without a full stop."""
+    verbs = [s.verb for s in chain.steps]
+    who = str(chain.holder)
+    if chain.side == "take" and chain.holder.kind == "job":
+        return f"{who} runs on {_count(len(chain.devices), 'device')} ({', '.join(chain.devices)})"
+    if chain.side == "take":
+        how = "wakes" if "wake_replica" in verbs else "starts"
+        return f"{who} {how} with {chain.steps[1].model} on {', '.join(chain.devices)}"
+    if chain.side == "swap":
+        if "swap_replica" in verbs:
+            return f"{who} changes to version {chain.steps[0].version}"
+        return f"{who} takes requests again"
+    if "suspend_group" in verbs:
+        return f"{who} is suspended at its next step"
+    if "sleep_replica" in verbs:
+        return f"{who} finishes its requests and goes to sleep"
+    if "stop_group" in verbs:
+        return f"{who} is over and leaves its devices"
+    if "stop_replica" in verbs:
+        return f"{who} is stopped"
+    return f"{who} leaves its devices"
+
+
+def because(chain: Chain, allocation: Allocation, snapshot: Snapshot) -> str:
+    """Why a chain is wanted, without a full stop."""
+    devices = set(chain.devices) or _held(chain.holder, snapshot)
+    unusable = [d for d in snapshot.devices if d.id in devices and not d.usable]
+    if chain.side == "free" and unusable:
+        return f"{unusable[0].id} is {unusable[0].health} ({unusable[0].health_reason or 'no reason was given'})"
+    if chain.holder.kind == "job":
+        return _why_job(chain, allocation, snapshot)
+    return _why_replica(chain, devices, allocation, snapshot)
+
+
+def _held(holder: Holder, snapshot: Snapshot) -> set[str]:
+    views = snapshot.jobs if holder.kind == "job" else snapshot.replicas
+    return {d for view in views if view.id == holder.id for d in view.devices}
+
+
+def _why_job(chain: Chain, allocation: Allocation, snapshot: Snapshot) -> str:
+    job = next((j for j in snapshot.jobs if j.id == chain.holder.id), None)
+    if job is None:
+        return "it has ended or was cancelled"
+    group = next((g for g in allocation.groups if g.job_id == job.id), None)
+    if chain.side == "free":
+        if group is None:
+            return _as_clause(allocation.waiting.get(job.id, "training gives its devices back"))
+        return f"it goes on with {_count(len(group.devices), 'device')} instead of {len(job.devices)}"
+    training = sum(len(g.devices) for g in allocation.groups)
+    size = f"from {job.sizes[0]} to {job.sizes[-1]}" if len(job.sizes) > 1 else str(job.sizes[0])
+    share = f"{training} of {len(snapshot.devices)} devices in {mode_of(snapshot.policy)}"
+    return f"training gets {share}, and it takes {size}"
+
+
+def _as_clause(reason: str) -> str:
+    """The sentence of a job that waits, to stand behind "because"."""
+    told = reason.rstrip(".")
+    return f"it needs {told.removeprefix('Needs ')}" if told.startswith("Needs ") else told[:1].lower() + told[1:]
+
+
+def _why_replica(chain: Chain, devices: set[str], allocation: Allocation, snapshot: Snapshot) -> str:
+    model = next((r.model for r in snapshot.replicas if r.id == chain.holder.id), "")
+    model = model or next((s.model for s in chain.steps if s.model), "")
+    deployment = next((d for d in snapshot.deployments if d.model == model), None)
+    if deployment is None:
+        return "its model is no longer served"
+    if chain.side == "swap":
+        return f"{deployment.version} is the active version of {model}"
+    requests = deployment.demand.requests
+    if chain.side == "take":
+        if requests:
+            return f"{_count(requests, 'request')} for {model} {'waits or runs' if requests == 1 else 'wait or run'}"
+        if deployment.floor_replicas:
+            return f"{model} keeps at least {_count(deployment.floor_replicas, 'replica')}"
+        return f"{mode_of(snapshot.policy)} gives serving its devices, and {model} was asked for lately"
+    for group in allocation.groups:
+        if devices & set(group.devices):
+            return f"job {group.job_id} gets {', '.join(sorted(devices & set(group.devices)))}"
+    for replica in allocation.open_replicas:
+        if replica.id != chain.holder.id and devices & set(replica.devices):
+            return f"replica {replica.id} of {replica.model} gets {', '.join(sorted(devices & set(replica.devices)))}"
+    if any(r.id == chain.holder.id and r.state == "dead" for r in snapshot.replicas):
+        return "its engine died"
+    return f"{mode_of(snapshot.policy)} leaves serving fewer devices" if requests else f"nobody asks for {model} now"
+
+
+def mode_of(policy: Policy) -> str:
+    return f"mode {policy.kind}" + (f" {policy.train_devices}" if policy.kind == "split" else "")
+
+
+def sentences(handover: Handover, allocation: Allocation, snapshot: Snapshot) -> list[str]:
+    """One sentence per chain with its reason, in the order in which they begin."""
+    told = [f"{sentence(chain)}, because {because(chain, allocation, snapshot)}." for chain in handover.chains]
+    return [f"{text[0].upper()}{text[1:]}" for text in told]
+
+
+def reason_of(handover: Handover, policy: Policy) -> str:
+    """One line for the history: the mode, and what changes."""
+    texts = [sentence(c) for c in handover.chains]
+    more = f"; and {len(texts) - 4} more" if len(texts) > 4 else ""
+    return f"{mode_of(policy)}: {'; '.join(texts[:4])}{more}"
+
+
+_WAITS_FOR = {
+    "acquire": "for Ray to give the devices",
+    "release": "for Ray to take the devices back",
+    "start_replica": "for the engine to load its weights and answer its first prompt",
+    "stop_replica": "for the engine's processes to be gone",
+    "open_replica": "for every gateway to know of the engine",
+    "drain_replica": "for the engine's requests to be answered",
+    "sleep_replica": "for the engine to give its memory back",
+    "wake_replica": "for the engine to load its weights and answer its first prompt",
+    "swap_replica": "for the engine to take the new weights",
+    "start_group": "for all ranks to be in their training loop",
+    "suspend_group": "for the ranks to leave their step and write a snapshot",
+    "stop_group": "for the ranks' processes to be gone",
+}
+
+
+def waits_for(doing: Doing, now_s: float) -> str:
+    """What a step under way waits for, in one sentence without a full stop."""
+    step, since_s = doing.step, now_s - doing.since_s
+    return (
+        f"{step.verb} {step.target} has waited {since_s:.0f} s {_WAITS_FOR[step.verb]}; "
+        f"it fails after {doing.limit_s:.0f} s"
+    )
+
+
+def not_serving(trouble: Trouble, replicas: Iterable[ReplicaView], now_s: float) -> str:
+    """What people are told of a model whose engines fail, without a full stop."""
+    states = {replica.state for replica in replicas if replica.model == trouble.model}
+    is_open = "open" in states
+    if "starting" in states or "ready" in states:
+        when = "it is tried again now"
+    elif trouble.not_before_s > now_s:
+        when = f"next try in {max(1.0, trouble.not_before_s - now_s):.0f} s"
+    else:
+        when = "it is tried again when it is asked for"
+    return f"{'a further engine does not start' if is_open else 'not serving'}: {trouble.reason}; {when}"
+
+
+def _standby(deployment: DeploymentView, learned: Standby) -> str:
+    return (
+        f"Its traffic taught to keep {_count(learned.replicas, 'replica')} awake, and to wake more when the backlog "
+        f"takes {learned.backlog_share:.0%} of the target for the first token; one replica computes about "
+        f"{deployment.prefill_tokens_per_s or 0:,.0f} prompt tokens/s."
+    )
+
+
+def explain(handover: Handover, allocation: Allocation, snapshot: Snapshot) -> dict[str, Any]:
+    """What would be done and why, as plain values: one sentence per chain, per waiting job, per model kept short."""
+    running = {g.job_id: list(g.devices) for g in allocation.groups}
+    opened: dict[str, list[list[str]]] = {}
+    for replica in allocation.open_replicas:
+        opened.setdefault(replica.model, []).append(list(replica.devices))
+    return {
+        "policy": snapshot.policy.kind,
+        "train_devices": snapshot.policy.train_devices,
+        "serving_floor": snapshot.policy.serving_floor,
+        "steps": sentences(handover, allocation, snapshot),
+        "waiting": dict(allocation.waiting),
+        "notes": dict(allocation.notes),
+        "standby": {d.model: _standby(d, d.standby) for d in snapshot.deployments if d.standby},
+        "jobs": running,
+        "models": opened,
+    }

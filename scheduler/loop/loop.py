@@ -1,0 +1,412 @@
+"""The one owner of the scheduler's state: look, plan, act, again.
+
+Level-triggered: every round reads the workload from the store, plans for what is, and starts the chains that lead from
+what is to what should be. Nothing depends on having seen an event; events and nudges only make the next round come
+sooner. Holders that a hand-over is moving are left alone until their chains have ended; all others are planned anew,
+so a slow step of one holder does not delay the rest.
+
+After a crash a new loop observes the world, closes what the journal left open, and goes on with rounds: what was half
+done is finished or taken back because the plan says so, not because a record says so.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+from scheduler.core.allocation import Allocation
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.errors import Stopped
+from scheduler.core.failures import Cause, Trouble
+from scheduler.core.inventory import Holder
+from scheduler.core.workload import ModelMemory, Policy, Snapshot, Workload
+from scheduler.handover import handover as handover_
+from scheduler.handover import step_rules
+from scheduler.handover.box import Box
+from scheduler.handover.effects import Effects
+from scheduler.handover.handover import Chain, Handover, Step
+from scheduler.handover.journal import HandoverRecord, Journal
+from scheduler.handover.ports import Clock, StateStore
+from scheduler.handover.runner import ChainEnd, Runner
+from scheduler.loop import drain_cancellation, mode_schedule, view
+from scheduler.loop.cluster_state import Truth
+from scheduler.loop.drain_cancellation import Drain
+from scheduler.loop.explain import explain, mode_of, not_serving, reason_of, waits_for
+from scheduler.loop.status_reporter import Telling
+from scheduler.loop.view import Moving
+from scheduler.plan.plan import plan
+from scheduler.plan.queue import places
+
+log = logging.getLogger(__name__)
+
+_REST_S = 4e-5
+"""Between two rounds, for each device and job: about four times what a round takes. The chains of a large hand-over end
+one by one; a plan at each end would cost their number times n log n."""
+_SMALL = 100
+"""Devices and jobs that need no such rest."""
+
+
+class SchedulerLoop:
+    """Owns what is known of the world and the planner's memory; all of it runs on one asyncio loop, without locks.
+
+    `run` ends only by `stop`, cancellation, or an error that is a bug (then the process should restart: the truth is
+    outside of it).
+    """
+
+    def __init__(
+        self,
+        effects: Effects,
+        state_store: StateStore,
+        journal: Journal,
+        clock: Clock,
+        config: SchedulerConfig | None = None,
+        admits: Callable[[str], bool] = lambda model: True,
+    ):
+        """admits: whether one more engine of this model finds memory on the host now. Asked before each start and wake;
+        who was refused is asked for again in the next round."""
+        self._effects, self._store, self._journal, self._clock = effects, state_store, journal, clock
+        self._admits = admits
+        self._config = config or SchedulerConfig()
+        self._telling = Telling(state_store)
+        self._truth = Truth(effects, clock, self._config, self._telling)
+        self._memory: dict[str, ModelMemory] = {}
+        self._moving: dict[Holder, Moving] = {}
+        self._drains: dict[Holder, Drain] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._running: dict[int, Runner] = {}
+        self._interrupted: tuple[HandoverRecord, ...] = ()
+        self._workload = Workload(Policy())
+        self._in_force = mode_schedule.InForce(Policy(), 0.0, None, None)
+        self._settings: tuple[Any, ...] = ()
+        self._usable: frozenset[str] = frozenset()
+        self._allocation = Allocation()
+        self._wake = asyncio.Event()
+        self._generation = self._settled = 0
+        self._round_done = asyncio.Condition()
+        self._plan_s = 0.0
+        self._stopping = False
+        self._crash: BaseException | None = None
+
+    @property
+    def box(self) -> Box:
+        """What is, as far as known; a runner's steps change it as they end."""
+        return self._truth.box
+
+    @box.setter
+    def box(self, box: Box) -> None:
+        self._truth.box = box
+
+    # --- from outside -------------------------------------------------------------------------------------------
+
+    def nudge(self) -> int:
+        """Something changed in the store or in the demand: plan soon. Answers the generation for `wait_settled`."""
+        self._generation += 1
+        self._wake.set()
+        return self._generation
+
+    async def wait_settled(self, generation: int) -> None:
+        """Until a round that began after this nudge found nothing left to do and no hand-over under way.
+
+        Jobs and models that wait out a failure count as settled. Raises Stopped when the loop ends first.
+        """
+        async with self._round_done:
+            await self._round_done.wait_for(lambda: self._settled >= generation or self._stopping)
+            if self._settled < generation:
+                raise Stopped("the scheduler loop ended before it settled; its process's log says why")
+
+    def stop(self) -> None:
+        """End `run` after the steps in flight were cancelled. The next loop goes on from what is."""
+        self._stopping = True
+        self._wake.set()
+
+    def forgive(self, model: str) -> None:
+        """Something about this model was changed: try it again at once."""
+        self._truth.forgive_model(model)
+        self.nudge()
+
+    def retry(self, cause: Cause) -> None:
+        """What may have made jobs and models fail is gone: those that wait out a failure are tried at once."""
+        self._truth.retry(cause)
+        self.nudge()
+
+    def trouble(self, model: str, version: str) -> Trouble | None:
+        """What keeps engines of this version from starting; None where nothing does."""
+        failure = self._truth.failures.model(model, version)
+        return None if failure is None else self._truth.failures.trouble(model, failure)
+
+    def status(self) -> dict[str, Any]:
+        """What is, what is under way, and why jobs wait; plain values for JSON."""
+        snapshot = self._snapshot()
+        now_s = self._clock.now_s()
+        queue = places(snapshot.jobs, now_s)
+        return {
+            **view.status(self.box, snapshot, self._allocation, self._in_force, queue),
+            "troubles": [
+                {**asdict(t), "message": not_serving(t, self.box.replicas.values(), now_s)}
+                for t in self._troubles(snapshot)
+            ],
+            "waits": [
+                waits_for(doing, now_s)
+                for runner in self._running.values()
+                for doing in runner.doing
+                if now_s - doing.since_s >= self._config.slow_step_s
+            ],
+            "handovers": sorted(self._running),
+            "generation": self._generation,
+            "settled": self._settled,
+            "plan_s": self._plan_s,
+        }
+
+    def _troubles(self, snapshot: Snapshot) -> Iterator[Trouble]:
+        """Of the models that are to be served, in the versions that are to be served."""
+        for deployment in snapshot.deployments:
+            trouble = self.trouble(deployment.model, deployment.version)
+            if trouble is not None:
+                yield trouble
+
+    def explain(self, policy: Policy | None = None) -> dict[str, Any]:
+        """What a round would do now under this policy (None: the one in force), and why. Nothing is done."""
+        snapshot = self._snapshot(policy)
+        allocation = plan(snapshot, self._clock.now_s(), self._config)
+        found = explain(self._steps(snapshot, allocation), allocation, snapshot)
+        now_s = self._clock.now_s()
+        doing = [doing for runner in self._running.values() for doing in runner.doing]
+        return {**found, "under_way": [waits_for(one, now_s) for one in doing]}
+
+    # --- the loop -----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Adopt what is there, then round after round until stopped."""
+        pump: asyncio.Task[None] | None = None
+        try:
+            await self._adopt()
+            pump = asyncio.create_task(self._pump())
+            pump.add_done_callback(self._task_done)
+            while not self._stopping:
+                self._wake.clear()
+                if self._crash is not None:
+                    raise self._crash
+                generation = self._generation
+                self._truth.apply_events(self._moving)
+                if self._clock.now_s() >= self._truth.look_again_s:
+                    await self._truth.look(self._moving)
+                if not self._round() and not self._moving and not self._running and not self._truth.unheard:
+                    await self._settle(generation)
+                await self._pause()
+        finally:
+            self._stopping = True
+            for task in [*self._tasks, *([pump] if pump else [])]:
+                task.cancel()
+            await asyncio.gather(*self._tasks, *([pump] if pump else []), return_exceptions=True)
+            async with self._round_done:
+                self._round_done.notify_all()
+
+    async def _adopt(self) -> None:
+        """Start from the truth; hand-overs that a crash interrupted are judged once the box is settled again."""
+        self._interrupted = self._journal.unfinished()
+        attempt = 0
+        while not await self._truth.look(self._moving):
+            attempt += 1
+            await asyncio.sleep(self._truth.failures.backoff_s(attempt))
+
+    async def _pump(self) -> None:
+        while True:
+            self._truth.hear(await self._effects.next_event())
+            self._wake.set()
+
+    # --- one round ----------------------------------------------------------------------------------------------
+
+    def _round(self) -> bool:
+        """Plan and start what leads there. True when a hand-over was started."""
+        self._workload = self._store.load()
+        now_s = self._clock.now_s()
+        self._tide(now_s)
+        self._truth.open_replicas_are_stable()
+        self._call_off_drains(now_s)
+        self._truth.failures.keep(self._workload)
+        snapshot = self._snapshot()
+        if self._devices_came(snapshot):
+            self._truth.retry("device")
+            snapshot = self._snapshot()
+        began_s = time.perf_counter()
+        self._allocation = plan(snapshot, now_s, self._config)
+        self._plan_s = time.perf_counter() - began_s
+        self._memory = self._allocation.memory
+        handover = handover_.only_admitted(self._steps(snapshot, self._allocation), self._admits)
+        self._telling.waiting(snapshot, self._allocation, self.box.groups, now_s)
+        if not handover.chains:
+            return False
+        self._launch(handover, reason_of(handover, snapshot.policy))
+        return True
+
+    def _steps(self, snapshot: Snapshot, allocation: Allocation) -> Handover:
+        known = {j.id for j in snapshot.jobs}
+        return handover_.steps(
+            self.box,
+            allocation,
+            snapshot.epoch,
+            busy=self._moving.keys(),
+            over={j for j in self.box.groups if j not in known},
+            forced={
+                j
+                for j in self.box.groups
+                if self._truth.failures.chain_failures(f"free job {j}") >= self._config.suspend_attempts
+            },
+        )
+
+    def _devices_came(self, snapshot: Snapshot) -> bool:
+        """Whether there are devices to use that there were not in the round before."""
+        before, self._usable = self._usable, frozenset(d.id for d in snapshot.devices if d.usable)
+        return bool(before) and not self._usable <= before
+
+    def _tide(self, now_s: float) -> None:
+        """The policy in force; looked up again when the store's settings change or a window fires."""
+        settings = (self._workload.windows, self._workload.policy, self._workload.policy_since_s)
+        fired = self._in_force.until_s is not None and self._in_force.until_s <= now_s
+        if settings != self._settings or fired:
+            self._settings = settings
+            self._in_force = mode_schedule.in_force(*settings, now_s)
+
+    def _call_off_drains(self, now_s: float) -> None:
+        """Take back the drains that would not be begun now; see drain_cancellation.py."""
+        runners = {h: runner for runner in self._running.values() for h in runner.draining if h in self._drains}
+        policy = self._in_force.policy
+        drains = drain_cancellation.worth_asking((self._drains[h] for h in runners), policy, self._workload)
+        if not drains:
+            return
+        box, moving = drain_cancellation.as_if_not_begun(self.box, self._moving, drains)
+        wanted = plan(self._snapshot(box=box, moving=moving), now_s, self._config)
+        for drain in drain_cancellation.to_call_off(drains, wanted):
+            runners[drain.holder].call_off(drain.holder, f"{mode_of(policy)} keeps replica {drain.replica.id} open")
+            self._moving[drain.holder].target = drain.replica.devices
+
+    def _launch(self, handover: Handover, reason: str) -> None:
+        self._drains |= drain_cancellation.drains_of(handover, self.box, self._in_force.policy, self._workload)
+        for chain in handover.chains:
+            moving = self._moving.setdefault(chain.holder, Moving(0, (), None))
+            moving.chains += 1
+            if chain.side == "take":
+                moving.target, moving.take = chain.devices, chain
+            elif chain.side == "swap":
+                moving.target = self.box.replicas[chain.holder.id].devices
+        runner = Runner(
+            handover,
+            reason,
+            owner=self,
+            effects=self._effects,
+            journal=self._journal,
+            clock=self._clock,
+            config=self._config,
+        )
+        runner.begin()
+        self._running[handover.id] = runner
+        task = asyncio.create_task(runner.run(), name=f"handover {handover.id}")
+        self._tasks.add(task)
+        task.add_done_callback(lambda t: (self._running.pop(handover.id, None), self._task_done(t)))
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            self._crash = self._crash or task.exception()
+        self._wake.set()
+
+    # --- what the runner reports --------------------------------------------------------------------------------
+
+    def called_off(self, chain: Chain) -> str:
+        if chain.holder.kind == "job" and chain.side == "take" and self._truth.ended_meanwhile(chain.holder.id):
+            return "the job ended by itself meanwhile"
+        return ""
+
+    def step_done(self, step: Step) -> None:
+        if step.verb == "start_group" and step.lease is not None:
+            self._telling.running(step.target, step.lease.device_ids)
+
+    def chain_ended(self, end: ChainEnd) -> None:
+        chain, holder = end.chain, end.chain.holder
+        self._drains.pop(holder, None)
+        if end.state in ("done", "skipped", "called_off"):
+            if end.state == "done":
+                self._truth.failures.chain_done(chain.name)
+            if end.state == "skipped" and chain.side == "take":
+                self._moving[holder].target, self._moving[holder].take = (), None
+            self._unhand(holder)
+            return
+        self._truth.look_again_s = 0.0
+        if chain.side == "free":
+            if holder.kind == "replica":
+                self._moving[holder].target = ()  # it was to stay after all, and could not
+            wait_s = self._truth.failures.chain_failed(chain.name)
+            ids = {"job_id" if holder.kind == "job" else "replica": holder.id}
+            log.warning("%s failed, next try in %.1f s: %s", chain.name, wait_s, end.error, extra=ids)
+            asyncio.get_running_loop().call_later(wait_s, self._try_again, holder)
+            return
+        if holder.kind == "job":
+            self._truth.job_failed(holder.id, -1, end.reason, blame=end.blame)
+        else:
+            rise = next(s for s in chain.steps if s.version or s.verb == "open_replica")
+            model = rise.model or self.box.replicas[holder.id].model
+            version = rise.version or self.box.replicas[holder.id].version
+            self._truth.model_failed(model, version, end.reason, blame=end.blame)
+        self._unhand(holder)
+
+    def _try_again(self, holder: Holder) -> None:
+        """Look first: what was read while the holder was in hand was not taken over, so an engine that went with the
+        failed step was drained again for ever."""
+        self._truth.look_again_s = 0.0
+        self._unhand(holder)
+
+    def _unhand(self, holder: Holder) -> None:
+        moving = self._moving[holder]
+        moving.chains -= 1
+        if moving.chains == 0:
+            del self._moving[holder]
+        self._wake.set()
+
+    def _snapshot(
+        self, policy: Policy | None = None, *, box: Box | None = None, moving: dict[Holder, Moving] | None = None
+    ) -> Snapshot:
+        return view.snapshot(
+            self.box if box is None else box,
+            self._moving if moving is None else moving,
+            self._workload,
+            self._truth.failures,
+            policy=policy or self._in_force.policy,
+            memory=self._memory,
+            epoch=self._journal.last_id() + 1,
+            now_s=self._clock.now_s(),
+        )
+
+    # --- at rest ------------------------------------------------------------------------------------------------
+
+    async def _settle(self, generation: int) -> None:
+        for record in self._interrupted:
+            reached = all(
+                step_rules.holds(s.verb, s.target, str(s.detail.get("version", "")), self.box)
+                for s in {s.target: s for s in record.steps if s.undoes is None and s.state != "skipped"}.values()
+            )
+            self._journal.end(
+                record.id,
+                "done" if reached else "undone",
+                self._clock.now_s(),
+                "interrupted by a restart of the controller",
+            )
+        self._interrupted = ()
+        self._settled = max(self._settled, generation)
+        async with self._round_done:
+            self._round_done.notify_all()
+
+    async def _pause(self) -> None:
+        """Until a nudge, an event, the end of a chain, or the time to look again; not before the rest is over."""
+        if (size := len(self.box.devices) + len(self._workload.jobs)) > _SMALL:
+            await asyncio.sleep(_REST_S * size)
+        known = (self._truth.look_again_s, self._allocation.review_at_s, self._in_force.until_s)
+        times = [t for t in known if t is not None]
+        wait_s = max(min(times) - self._clock.now_s(), 0.001)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(wait_s):
+                await self._wake.wait()

@@ -1,0 +1,169 @@
+"""Tidal windows: modes that come and go by the clock ("serve by day, train by night").
+
+A window begins when its cron expression fires in its time zone, and puts its policy in force. It ends when its second
+expression fires or after a time; without either it lasts until another window begins. Beginnings and ends are edges.
+The rule, which a box that was off over an edge wakes up to as well:
+
+- a mode set by hand after the latest edge holds until the next edge;
+- else the open window that began last holds (of those that began together the last in the list);
+- with no window open, the mode set by hand last holds.
+
+Local time is croniter's with zoneinfo: a time that the clocks skip in spring fires at the moment they go forward, one
+that comes twice in autumn fires once, at the first (every time where the hour is "*").
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import datetime
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
+
+from croniter import CroniterBadDateError, croniter
+
+from scheduler.core.errors import InvalidSchedule
+from scheduler.core.workload import Policy
+
+_MAX_S = 366 * 86400.0
+_NAMES = re.compile("jan|feb|mar|apr|may|jun|jul|aug|sep|oct|nov|dec|mon|tue|wed|thu|fri|sat|sun", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """`cron`, `until`: five fields (minute hour day-of-month month day-of-week). `tz`: IANA name, "Europe/Berlin".
+
+    `for_s`: length in seconds; at most one of `until` and `for_s`. `id`: what people call it.
+    """
+
+    cron: str
+    policy: Policy
+    tz: str = "UTC"
+    until: str | None = None
+    for_s: float | None = None
+    id: str = ""
+
+    def __post_init__(self) -> None:
+        try:
+            ZoneInfo(self.tz)
+        except (ZoneInfoNotFoundError, ValueError, OSError):
+            raise InvalidSchedule(
+                f'time zone {self.tz!r} is not known: an IANA name expected, e.g. "UTC" or "Europe/Berlin"', "tz"
+            ) from None
+        _check_cron(self.cron, "cron")
+        if self.until is not None:
+            _check_cron(self.until, "until")
+            if self.for_s is not None:
+                raise InvalidSchedule("a window ends either by `until` or after `for_s` seconds, not by both", "until")
+        if self.for_s is not None and not 60.0 <= self.for_s <= _MAX_S:
+            raise InvalidSchedule(f"a window lasts {self.for_s:g} s; from a minute to a year expected", "for_s")
+
+    def last_s(self, now_s: float) -> float | None:
+        """The latest beginning at or before now; None if there was none for a year."""
+        # get_prev is strictly before its start: a firing at this very second counts.
+        firings = croniter(self.cron, datetime.fromtimestamp(int(now_s) + 1, ZoneInfo(self.tz)))
+        found_s = _once(self.cron, firings.get_prev)
+        return found_s if now_s - found_s < _MAX_S else None
+
+    def next_s(self, now_s: float) -> float:
+        """The first beginning after now."""
+        return _next_s(self.cron, self.tz, now_s)
+
+    def end_s(self, began_s: float) -> float | None:
+        """When the window that began then ends; None: not by itself."""
+        if self.for_s is not None:
+            return began_s + self.for_s
+        return None if self.until is None else _next_s(self.until, self.tz, began_s)
+
+
+@dataclass(frozen=True, slots=True)
+class InForce:
+    """The policy that holds, since when, until which edge (None without windows), and by which window.
+
+    `window` None: set by hand. `overridden`: the window that would hold had nobody set a mode since the latest edge.
+    """
+
+    policy: Policy
+    since_s: float
+    until_s: float | None
+    window: Window | None
+    overridden: Window | None = None
+
+
+def in_force(windows: Iterable[Window], set_by_hand: Policy, set_s: float, now_s: float) -> InForce:
+    """What holds now. `set_by_hand` was set at `set_s`."""
+    edge_s, next_edges = float("-inf"), []
+    began_s, holds = float("-inf"), None
+    for window in windows:
+        next_edges.append(window.next_s(now_s))
+        last_s = window.last_s(now_s)
+        if last_s is None:
+            continue
+        end_s = window.end_s(last_s)
+        edge_s = max(edge_s, last_s)
+        if end_s is not None and end_s <= now_s:
+            edge_s = max(edge_s, end_s)
+            continue
+        if end_s is not None:
+            next_edges.append(end_s)
+        if last_s >= began_s:
+            began_s, holds = last_s, window
+    until_s = min(next_edges, default=None)
+    if set_s > edge_s:
+        return InForce(set_by_hand, set_s, until_s, None, holds)
+    if holds is None:
+        return InForce(set_by_hand, max(set_s, edge_s), until_s, None)
+    return InForce(holds.policy, began_s if set_s <= began_s else edge_s, until_s, holds)
+
+
+def preview(
+    windows: Iterable[Window], set_by_hand: Policy, set_s: float, now_s: float, hours: float = 24.0, most: int = 500
+) -> list[InForce]:
+    """What holds over the coming hours, from what holds now (at `now_s`), one entry per change, `most` at most.
+
+    `since_s` and `until_s` of the entries join without a gap; the last one's `until_s` is the end of the time asked
+    for, or of what fits into `most` entries.
+    """
+    windows = tuple(windows)
+    end_s, at_s = now_s + hours * 3600, now_s
+    out: list[InForce] = []
+    while at_s < end_s and len(out) < most:
+        holds = in_force(windows, set_by_hand, set_s, at_s)
+        until_s = end_s if holds.until_s is None else min(holds.until_s, end_s)
+        here = InForce(holds.policy, at_s, until_s, holds.window, holds.overridden)
+        if out and (out[-1].policy, out[-1].window) == (here.policy, here.window):
+            here = InForce(here.policy, out.pop().since_s, until_s, here.window, here.overridden)
+        out.append(here)
+        at_s = until_s
+    return out
+
+
+def _check_cron(cron: str, param: str) -> None:
+    # croniter also takes "R" (another time at every look) and "H"; a schedule must say the same every time.
+    plain = re.fullmatch(r"[\d*/,\-#lL ]+", _NAMES.sub("1", cron)) is not None
+    if len(cron.split()) != 5 or not plain or not croniter.is_valid(cron):
+        raise InvalidSchedule(
+            f"schedule {cron!r} is no cron expression: five fields expected, minute hour day month weekday, "
+            'e.g. "0 22 * * *" for every day at 22:00',
+            param,
+        )
+    try:
+        croniter(cron, datetime(2026, 1, 1)).get_next(datetime)
+    except CroniterBadDateError:
+        raise InvalidSchedule(f"schedule {cron!r} never fires: no such date comes", param) from None
+
+
+def _next_s(cron: str, tz: str, after_s: float) -> float:
+    return _once(cron, croniter(cron, datetime.fromtimestamp(int(after_s), ZoneInfo(tz))).get_next)
+
+
+def _once(cron: str, step: Callable[[type[datetime]], datetime]) -> float:
+    """The next firing that `step` answers, without the second of an hour that comes twice.
+
+    croniter fires in both, which is right for "every half hour" and wrong for "at half past two".
+    """
+    found = step(datetime)
+    if not cron.split()[1].startswith("*"):
+        while found.fold and found.utcoffset() != found.replace(fold=0).utcoffset():
+            found = step(datetime)
+    return found.timestamp()

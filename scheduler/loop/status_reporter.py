@@ -1,0 +1,45 @@
+"""What the store is told of jobs and deployments: why they wait, where they run, how they ended."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from scheduler.core.allocation import Allocation
+from scheduler.core.failures import Trouble
+from scheduler.core.workload import Snapshot
+from scheduler.handover.ports import StateStore
+
+
+class Telling:
+    """Writes to the store; a reason for waiting is written once per change of its sentence or of the job's phase."""
+
+    def __init__(self, store: StateStore):
+        self._store = store
+        self._told: dict[str, tuple[str, bool]] = {}
+
+    def waiting(
+        self, snapshot: Snapshot, allocation: Allocation, running: Collection[str], now_s: float
+    ) -> None:
+        """Why each job waits that is neither in `running` nor on its way there."""
+        for job in snapshot.jobs:
+            reason = allocation.waiting.get(job.id)
+            if reason is None or job.id in running or job.busy == "coming":
+                continue
+            word = (reason, job.phase == "suspended")
+            said = self._told.get(job.id)
+            counting_down = job.not_before_s > now_s and said is not None
+            if said != word and not counting_down:
+                self._told[job.id] = word
+                self._store.job_waiting(job.id, reason, job.phase == "suspended")
+
+    def running(self, job_id: str, device_ids: tuple[str, ...]) -> None:
+        self._told.pop(job_id, None)
+        self._store.job_running(job_id, device_ids)
+
+    def over(self, job_id: str, outcome: Any, error: str) -> None:
+        self._told.pop(job_id, None)
+        self._store.job_ended(job_id, outcome, error)
+
+    def trouble(self, model: str, trouble: Trouble | None) -> None:
+        self._store.model_trouble(model, trouble)

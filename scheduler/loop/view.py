@@ -1,0 +1,163 @@
+"""How the loop's state looks to the planner and to people. Pure functions; the loop owns what they read."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from scheduler.core.allocation import Allocation
+from scheduler.core.failures import Failures, first_line
+from scheduler.core.inventory import Device, Holder
+from scheduler.core.workload import DeploymentView, JobView, ModelMemory, Policy, ReplicaView, Snapshot, Workload
+from scheduler.handover.box import Box
+from scheduler.handover.handover import Chain
+from scheduler.loop.mode_schedule import InForce
+from scheduler.plan.queue import Place
+
+
+@dataclass(slots=True)
+class Moving:
+    """A holder in the hands of a hand-over: `chains` still to end, `target` the devices it will hold (if any)."""
+
+    chains: int
+    target: tuple[str, ...]
+    take: Chain | None
+
+
+def snapshot(
+    box: Box,
+    moving: Mapping[Holder, Moving],
+    workload: Workload,
+    failures: Failures,
+    *,
+    policy: Policy,
+    memory: dict[str, ModelMemory],
+    epoch: int,
+    now_s: float,
+) -> Snapshot:
+    """What a plan depends on: what is, with every holder that is being moved shown where it is going."""
+    busy = {d for m in moving.values() for d in m.target}
+    busy |= {d for lease in box.ledger if lease.holder in moving for d in lease.device_ids}
+    return Snapshot(
+        policy=policy,
+        devices=tuple(_device(d, workload.cordoned) for d in box.devices.values()),
+        jobs=tuple(_job(j, box, moving, failures) for j in workload.jobs),
+        deployments=tuple(_deployment(d, failures) for d in workload.deployments),
+        replicas=tuple(_replicas(box, moving, now_s)),
+        busy_devices=frozenset(busy),
+        memory=memory,
+        epoch=epoch,
+        max_asleep=workload.max_asleep,
+    )
+
+
+def _device(device: Device, cordoned: frozenset[str]) -> Device:
+    if device.id in cordoned and device.health == "ok":
+        return replace(device, health="draining", health_reason="cordoned")
+    return device
+
+
+def _job(job: JobView, box: Box, all_moving: Mapping[Holder, Moving], failures: Failures) -> JobView:
+    group = box.groups.get(job.id)
+    moving = all_moving.get(Holder("job", job.id))
+    failure = failures.job(job.id)
+    alive = group is not None and not group.ended
+    phase = job.phase
+    if phase != "paused":
+        phase = "running" if alive else "suspended" if phase == "running" else phase
+    devices = group.devices if group is not None and alive else ()
+    busy = None
+    if moving is not None:
+        busy = "coming" if moving.target else "leaving"
+        devices = moving.target or devices
+    since_s = group.since_s if group else 0.0
+    not_before_s, failed = (failure.not_before_s, first_line(failure.reason)) if failure else (0.0, "")
+    if (job.phase, job.devices, job.since_s, job.not_before_s, job.failed, job.busy) == (
+        phase, devices, since_s, not_before_s, failed, busy
+    ):  # fmt: skip
+        return job  # most of a long queue: a copy costs more than all else here
+    return replace(
+        job, phase=phase, devices=devices, since_s=since_s, not_before_s=not_before_s, failed=failed, busy=busy
+    )
+
+
+def _deployment(deployment: DeploymentView, failures: Failures) -> DeploymentView:
+    failure = failures.model(deployment.model, deployment.version)
+    if failure is None:
+        return deployment
+    return replace(
+        deployment,
+        failed=first_line(failure.reason),
+        not_before_s=failure.not_before_s,
+    )
+
+
+def _replicas(box: Box, all_moving: Mapping[Holder, Moving], now_s: float) -> list[ReplicaView]:
+    views = dict(box.replicas)
+    for holder, moving in all_moving.items():
+        if holder.kind != "replica":
+            continue
+        found = views.get(holder.id)
+        if moving.target and moving.take is not None and found is None:
+            rise = moving.take.steps[1]
+            found = ReplicaView(holder.id, rise.model, rise.version, "starting", moving.target, now_s)
+        if found is not None:
+            views[holder.id] = replace(found, busy="coming" if moving.target else "leaving")
+    return list(views.values())
+
+
+def status(
+    box: Box, shown: Snapshot, allocation: Allocation, in_force: InForce, queue: Sequence[Place]
+) -> dict[str, Any]:
+    """Mode, devices with their holders, replicas and jobs (in the order of the queue) as plain values for JSON."""
+    jobs = {j.id: j for j in shown.jobs}
+    held = {d: lease.holder for lease in box.ledger for d in lease.device_ids}
+    return {
+        "policy": {
+            "kind": in_force.policy.kind,
+            "train_devices": in_force.policy.train_devices,
+            "serving_floor": in_force.policy.serving_floor,
+            "since_s": in_force.since_s,
+            "until_s": in_force.until_s,
+            "schedule": in_force.window.cron if in_force.window else None,
+            "window": in_force.window.id if in_force.window else None,
+        },
+        "devices": [
+            {
+                "id": d.id,
+                "node": d.node,
+                "index": d.index,
+                "kind": d.kind,
+                "name": d.name,
+                "memory_bytes": d.memory_bytes,
+                "health": d.health,
+                "health_reason": d.health_reason,
+                "holder": {"kind": held[d.id].kind, "id": held[d.id].id} if d.id in held else None,
+            }
+            for d in shown.devices
+        ],
+        "replicas": [
+            {
+                "id": r.id,
+                "model": r.model,
+                "version": r.version,
+                "state": r.state,
+                "devices": list(r.devices),
+                "since_s": r.since_s,
+            }
+            for r in box.replicas.values()
+        ],
+        "jobs": [
+            {
+                "id": place.job_id,
+                "position": place.position,
+                "phase": "running" if place.job_id in box.groups else jobs[place.job_id].phase,
+                "devices": list(box.groups[place.job_id].devices) if place.job_id in box.groups else [],
+                "reason": place.reason,
+                "message": allocation.waiting.get(place.job_id, ""),
+            }
+            for place in queue
+        ],
+        "notes": dict(allocation.notes),
+    }

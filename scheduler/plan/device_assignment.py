@@ -1,0 +1,233 @@
+"""Which exact devices: everybody who was counted is seated, moving as little as possible."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from scheduler.autoscale import demand as demand_
+from scheduler.core.allocation import GroupPlan, ReplicaPlan
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import DeploymentView, JobView, ReplicaView, Snapshot
+from scheduler.plan.placement import Pool
+
+
+class Seating:
+    """Who holds what, filled by `place` (anew each time), then by `keep_open`, `defer` and `let_sleep`.
+
+    out: replicas by id, open or asleep. groups: by job. reviews: when time alone may change an answer.
+    """
+
+    def __init__(self, snapshot: Snapshot, now_s: float, config: SchedulerConfig):
+        self.now_s, self.config, self.snapshot = now_s, config, snapshot
+        self.policy = snapshot.policy
+        self.devices = {d.id: d for d in snapshot.devices}
+        self.works = {d.id for d in snapshot.devices if d.usable}
+        self.several_nodes = len({d.node for d in snapshot.devices if d.usable}) > 1
+        self.deployments: dict[str, DeploymentView] = {d.model: d for d in snapshot.deployments}
+        self.jobs: dict[str, JobView] = {j.id: j for j in snapshot.jobs}
+        self.jobs_may_move = any(self.movable(job) for job in snapshot.jobs)
+        self.by_model: dict[str, list[ReplicaView]] = {}
+        for replica in snapshot.replicas:
+            self.by_model.setdefault(replica.model, []).append(replica)
+        self.reviews: list[float] = []
+        self.out: dict[str, ReplicaPlan] = {}
+        self.groups: dict[str, GroupPlan] = {}
+
+    def placed(self, models: Iterable[str]) -> dict[str, int]:
+        """Replicas of these models that found devices."""
+        counts = Counter(r.model for r in self.out.values())
+        return {model: counts[model] for model in models}
+
+    def owed(self, unplaced: list[str], claimed: Mapping[str, int]) -> bool:
+        """Whether serving has a claim on a replica without devices; a lent one is not worth moving a job."""
+        return any(count < claimed.get(model, 0) for model, count in self.placed(unplaced).items())
+
+    def short(self, sizes: Mapping[str, int]) -> dict[str, int]:
+        """Jobs that found fewer devices side by side than they were counted for, with how many they found."""
+        found = {j: len(self.groups[j].devices) if j in self.groups else 0 for j in sizes if not self.jobs[j].busy}
+        return {j: count for j, count in found.items() if count < sizes[j]}
+
+    def movable(self, job: JobView) -> bool:
+        return job.preemptible and job.phase == "running" and job.busy is None
+
+    def place(self, serving: Mapping[str, int], sizes: Mapping[str, int], *, keep_jobs: bool = True) -> list[str]:
+        """Fill `out` and `groups`; answers the models with a replica that found no devices.
+
+        serving: replicas per model. sizes: devices per job. keep_jobs: those of an unchanged size stay where they are.
+        """
+        self.out, self.groups, self.new = {}, {}, 0
+        coming = [r.devices for r in self.snapshot.replicas if r.busy == "coming"]
+        coming += [j.devices for j in self.snapshot.jobs if j.busy == "coming"]
+        claimed = {d for devices in coming for d in devices}
+        self.deferred = self.snapshot.busy_devices - claimed
+        free_ids = self.works - claimed
+        self.pool = Pool(self.devices[d] for d in self.devices if d in free_ids)
+        held = {d for r in self.snapshot.replicas if r.awake for d in r.devices}
+        held |= {d for j in self.snapshot.jobs for d in j.devices}
+        held |= self.deferred
+        self.idle_pool = Pool(self.devices[d] for d in self.devices if d in free_ids and d not in held)
+
+        for job_id, size in sizes.items():
+            job = self.jobs[job_id]
+            keeps = job.busy == "coming" or (len(job.devices) == size and self.works.issuperset(job.devices))
+            if keeps and (keep_jobs or not self.movable(job)):
+                self.groups[job_id] = GroupPlan(job_id, job.devices)
+                self.take(job.devices)
+        for job_id, size in sizes.items():
+            if job_id not in self.groups and self.bound(self.jobs[job_id]):
+                self.place_job(job_id, size)  # engines can be elsewhere, it cannot
+        counts = self.keep_replicas(serving)
+        unplaced = []
+        for model in sorted(serving, key=lambda m: (-self.deployments[m].tensor_parallel, m)):
+            unplaced += [model] * (not self.add_replicas(self.deployments[model], serving[model] - counts[model]))
+        for job_id, size in sizes.items():
+            if job_id not in self.groups:
+                self.place_job(job_id, size)
+        return unplaced
+
+    def bound(self, job: JobView) -> bool:
+        """Whether not just any devices will do: it needs all of them on one of several nodes."""
+        return bool(job.nodes) and self.several_nodes
+
+    def place_job(self, job_id: str, size: int) -> None:
+        job = self.jobs[job_id]
+        devices = self.pool.choose(size, nodes=job.nodes, near=job.devices, only=self.idle_pool)
+        if devices is None and self.movable(job) and len(job.devices) in job.sizes:
+            # What it should grow onto is still being given back: stay, rather than stop for nothing.
+            devices = job.devices if self.pool.has(job.devices) else None
+        if devices is not None:
+            self.groups[job_id] = GroupPlan(job_id, devices)
+            self.take(devices)
+
+    def take(self, devices: tuple[str, ...]) -> None:
+        self.pool.take(devices)
+        self.idle_pool.take(devices)
+
+    def keep_replicas(self, serving: Mapping[str, int]) -> dict[str, int]:
+        """Open replicas that stay where they are, the longest open first."""
+        counts = dict.fromkeys(serving, 0)
+        rank = {"coming": 0, None: 1, "leaving": 2}
+
+        def seniority(r: ReplicaView) -> tuple[int, bool, float, str]:
+            return rank[r.busy], r.state != "open", r.since_s, r.id
+
+        for replica in sorted(self.snapshot.replicas, key=seniority):
+            if replica.busy == "coming":
+                self.note_replica(replica, "open")
+                if replica.model in counts:
+                    counts[replica.model] += 1
+            elif replica.model not in counts or counts[replica.model] >= serving[replica.model]:
+                continue
+            elif replica.busy is None and replica.state in ("open", "ready", "draining"):
+                if self.fits(replica) and self.pool.has(replica.devices):
+                    self.note_replica(replica, "open")
+                    self.take(replica.devices)
+                    counts[replica.model] += 1
+        return counts
+
+    def fits(self, replica: ReplicaView) -> bool:
+        return len(replica.devices) == self.deployments[replica.model].tensor_parallel
+
+    def add_replicas(self, deployment: DeploymentView, count: int) -> bool:
+        """`count` more replicas: sleeping ones where they sleep, then new ones. False when one finds no devices."""
+        if count <= 0:
+            return True
+        own = self.by_model.get(deployment.model, [])
+        asleep = [r for r in own if r.state == "asleep" and r.busy is None and self.fits(r)]
+        asleep.sort(key=lambda r: (not self.idle_pool.has(r.devices), -r.since_s, r.id))
+        # A replica on its way to sleep can be woken in a moment; a new process would cost more than that wait.
+        falling = 0
+        for replica in own:
+            recent = replica.busy == "leaving" and self.now_s - replica.since_s < self.config.await_sleep_s
+            if falling < count and recent and self.pool.has(replica.devices):
+                falling += 1
+                self.take(replica.devices)
+                self.reviews.append(replica.since_s + self.config.await_sleep_s)
+        for nth in range(count):
+            home = next((r for r in asleep if r.id not in self.out and self.pool.has(r.devices)), None)
+            if home is not None and demand_.usable(deployment, self.now_s):
+                self.note_replica(home, "open")
+                self.take(home.devices)
+                continue
+            if not demand_.usable(deployment, self.now_s) or count - nth <= falling:
+                return True
+            devices = self.pool.choose(deployment.tensor_parallel, single_node=True, only=self.idle_pool)
+            if devices is None:
+                return False
+            new_id = f"r{self.snapshot.epoch}-{self.new}"
+            self.new += 1
+            self.out[new_id] = ReplicaPlan(
+                new_id, deployment.model, deployment.version, deployment.tensor_parallel, devices, "open"
+            )
+            self.take(devices)
+        return True
+
+    def note_replica(self, replica: ReplicaView, state: str) -> None:
+        deployment = self.deployments.get(replica.model)
+        moves = deployment is not None and not replica.busy and demand_.usable(deployment, self.now_s)
+        version = deployment.version if deployment is not None and moves and state == "open" else replica.version
+        self.out[replica.id] = ReplicaPlan(
+            replica.id, replica.model, version, len(replica.devices), replica.devices, state
+        )
+
+    def defer(self) -> None:
+        """Drop what cannot begin yet because a hand-over in flight still gives its devices back.
+
+        Until then the plan is the one it will be, so nothing is decided now that would be taken back then.
+        """
+        for replica in self.snapshot.replicas:
+            plan_ = self.out.get(replica.id)
+            if plan_ is not None and replica.state == "asleep" and not replica.busy and plan_.state == "open":
+                if not self.deferred.isdisjoint(plan_.devices):
+                    self.out[replica.id] = replace(plan_, state="asleep", version=replica.version)
+        known = {r.id for r in self.snapshot.replicas}
+        for replica_id, plan_ in list(self.out.items()):
+            if replica_id not in known and not self.deferred.isdisjoint(plan_.devices):
+                del self.out[replica_id]
+        for job_id, group in list(self.groups.items()):
+            job = self.jobs[job_id]
+            if job.busy or self.deferred.isdisjoint(group.devices):
+                continue
+            del self.groups[job_id]
+            taken = {d for r in self.out.values() if r.state == "open" for d in r.devices}
+            taken |= {d for g in self.groups.values() for d in g.devices}
+            stays = job.phase == "running" and job.devices and len(job.devices) in job.sizes
+            if stays and self.works.issuperset(job.devices) and taken.isdisjoint(job.devices):
+                self.groups[job_id] = GroupPlan(job_id, job.devices)
+
+    # --- what is left -------------------------------------------------------------------------------------------
+
+    def keep_open(self) -> None:
+        """Engines that are open and in nobody's way stay open, until their own idle time puts them to sleep."""
+        eager = self.policy.kind in ("serve", "split", "auto")
+        counts = Counter(r.model for r in self.out.values() if r.state == "open")
+        for replica in sorted(self.snapshot.replicas, key=lambda r: (r.since_s, r.id)):
+            deployment = self.deployments.get(replica.model)
+            if replica.id in self.out or deployment is None or replica.busy or replica.state != "open":
+                continue
+            if not eager or counts[replica.model] >= deployment.max_replicas or not self.fits(replica):
+                continue
+            if demand_.usable(deployment, self.now_s) and not demand_.idle(deployment, self.now_s):
+                if self.pool.has(replica.devices):
+                    self.note_replica(replica, "open")
+                    self.take(replica.devices)
+                    counts[replica.model] += 1
+
+    def let_sleep(self) -> None:
+        """Everything else that lives sleeps; the least recently used beyond the bound are stopped."""
+        rest = [r for r in self.snapshot.replicas if r.id not in self.out and r.state != "dead"]
+        for replica in rest:
+            if replica.busy == "leaving":
+                self.note_replica(replica, "asleep")
+        rest = [r for r in rest if r.busy is None and r.model in self.deployments and self.fits(r)]
+        # "starting" with nobody waiting for it is what a crash leaves behind: not to be trusted, stopped.
+        rest = [r for r in rest if r.state != "starting" and self.works.issuperset(r.devices)]
+        used = {m: d.demand.last_request_s or 0.0 for m, d in self.deployments.items()}
+        rest.sort(key=lambda r: (-used[r.model], -r.since_s, r.id))
+        bound = self.config.max_resident_asleep
+        if self.snapshot.max_asleep is not None:
+            bound = min(bound, self.snapshot.max_asleep)
+        for replica in rest[:bound]:
+            self.note_replica(replica, "asleep")

@@ -1,0 +1,64 @@
+"""plan(snapshot, now) -> allocation: who should hold which exact devices. Pure, no memory but the one it is handed.
+
+Order of the decision: how many devices serving claims (policy, demand, floor) -> how many training gets (queue) ->
+what is left is lent to models with demand or stays with engines that are open (all of it shares.py) -> exact devices,
+moving as little as possible: a holder whose size is unchanged keeps its devices, a sleeping engine wakes where it
+sleeps (device_assignment.py).
+"""
+
+from __future__ import annotations
+
+from scheduler.core.allocation import Allocation
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import Snapshot
+from scheduler.plan import queue
+from scheduler.plan.device_assignment import Seating
+from scheduler.plan.shares import Shares
+
+_ROUNDS = 8
+"""How often jobs are counted anew that found fewer devices side by side; after that the next plan sees to them."""
+
+
+def plan(snapshot: Snapshot, now_s: float, config: SchedulerConfig | None = None) -> Allocation:
+    """The allocation for this snapshot. The same snapshot and time always give the same answer."""
+    config = config or SchedulerConfig()
+    shares = Shares(snapshot, now_s, config)
+    seating = Seating(snapshot, now_s, config)
+    jobs = _seat(shares, seating)
+    seating.keep_open()
+    seating.defer()
+    seating.let_sleep()
+    late = {job_id: "Its devices are still being given back by their last holder." for job_id in jobs.sizes}
+    reviews = [*shares.reviews, *seating.reviews, *([] if jobs.review_at_s is None else [jobs.review_at_s])]
+    return Allocation(
+        replicas=tuple(seating.out[r] for r in sorted(seating.out)),
+        groups=tuple(seating.groups[j] for j in sorted(seating.groups)),
+        waiting={**jobs.waiting, **{j: why for j, why in late.items() if j not in seating.groups}},
+        notes=shares.notes,
+        memory=shares.memory,
+        review_at_s=min((t for t in reviews if t > now_s), default=None),
+    )
+
+
+def _seat(shares: Shares, seating: Seating) -> queue.Queue:
+    """Count and place, until everybody who is counted for devices has found some. Answers what training gets."""
+    limits: dict[str, int] = {}
+    found: dict[str, int] = {}
+    unplaced: list[str] = []
+    for _ in range(len(shares.deployments) + _ROUNDS):
+        claimed, serving, jobs = shares.count(limits, found)
+        unplaced = seating.place(serving, jobs.sizes)
+        short = seating.short(jobs.sizes)
+        if (short or (unplaced and seating.owed(unplaced, claimed))) and seating.jobs_may_move:
+            # Enough devices but not side by side: move the jobs that may be moved, if that helps.
+            if not seating.place(serving, jobs.sizes, keep_jobs=False) and not seating.short(jobs.sizes):
+                unplaced, short = [], {}
+            else:
+                unplaced = seating.place(serving, jobs.sizes)
+        if not unplaced and not short:
+            break
+        # Not to be had in this round: what they were counted for goes to others.
+        limits |= seating.placed(unplaced)
+        found |= short
+    shares.note_no_room({*unplaced, *limits})
+    return jobs

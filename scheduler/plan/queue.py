@@ -1,0 +1,212 @@
+"""How many devices each training job gets, and one sentence for each that gets none.
+
+Strict order: priority; jobs that would miss their deadline if they waited any longer, nearest deadline first; fair
+share between owners (everybody's first job before anybody's second); those that run already; submission. In that order
+every job takes the largest size it may run at, so a job is never passed over for one behind it while it could run,
+and what it leaves is used by those behind it (backfill). Because running jobs are preemptible unless said otherwise,
+the head of the queue never starves behind backfilled ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from scheduler.core.workload import JobView
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """sizes: job id to devices, only jobs that get some. waiting: job id to the reason it gets none."""
+
+    sizes: dict[str, int]
+    waiting: dict[str, str]
+    review_at_s: float | None
+
+
+URGENCY = 1.5
+"""A job is urgent when its deadline is nearer than this many times the run time it has left at its largest size."""
+
+
+def urgent_from_s(job: JobView) -> float | None:
+    """When the job becomes urgent; None without a deadline. Where its remaining work is unknown, at the deadline."""
+    if job.deadline_s is None:
+        return None
+    left_s = (job.remaining_device_s or 0.0) / job.sizes[-1]
+    return job.deadline_s - URGENCY * left_s
+
+
+def order(jobs: Sequence[JobView], now_s: float) -> list[JobView]:
+    """First served first. Stable: a job only moves forward as those before it end, or when its deadline presses."""
+    nth: dict[str, int] = {}
+    seen: dict[tuple[str, int], int] = {}
+    for job in sorted(jobs, key=lambda j: (j.submitted_s, j.id)):
+        # A job that cannot run now must not push its owner's next one back.
+        if job.wants_devices(now_s):
+            nth[job.id] = seen[job.owner, job.priority] = seen.get((job.owner, job.priority), -1) + 1
+
+    def key(job: JobView) -> tuple[object, ...]:
+        from_s = urgent_from_s(job)
+        urgent = from_s is not None and from_s <= now_s
+        deadline_s = job.deadline_s if urgent else None
+        return (
+            -job.priority,
+            not urgent,
+            deadline_s or 0.0,
+            nth.get(job.id, 0),
+            job.phase != "running",
+            job.submitted_s,
+            job.id,
+        )
+
+    return sorted(jobs, key=key)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a job stands. `reason`: why it waits, in one of Slurm's words; None while it has devices.
+
+    Held: an operator keeps it. JobHeldUser: paused by request. BeginTime: waits out a failure. Priority: others are
+    ahead of it. Resources: the next to run, it waits for devices, or for what the box
+    lacks.
+    """
+
+    job_id: str
+    position: int
+    reason: str | None
+
+
+def places(jobs: Sequence[JobView], now_s: float) -> list[Place]:
+    """Every job in the order of the queue, from position 1."""
+    out, waiting = [], False
+    for position, job in enumerate(order(jobs, now_s), 1):
+        reason = None
+        if job.held:
+            reason = "Held"
+        elif job.phase == "paused":
+            reason = "JobHeldUser"
+        elif job.not_before_s > now_s:
+            reason = "BeginTime"
+        elif job.lacks:
+            reason = "Resources"
+        elif not job.devices or job.busy == "leaving":
+            reason = "Priority" if waiting else "Resources"
+            waiting = True
+        out.append(Place(job.id, position, reason))
+    return out
+
+
+def runnable(jobs: Sequence[JobView], now_s: float) -> bool:
+    return any(j.wants_devices(now_s) or (j.busy == "coming") for j in jobs)
+
+
+class _Rooms:
+    """Devices that work on each node, less those given to jobs that are bound to nodes. None: not told, no bound."""
+
+    def __init__(self, rooms: Mapping[str, int] | None):
+        self.works, self.left = rooms, dict(rooms or {})
+
+    def most(self, job: JobView, rooms: Mapping[str, int], otherwise: int) -> int:
+        """What one of the job's nodes has; `otherwise` for a job that may run anywhere."""
+        bound = self.works is not None and job.nodes
+        return max((rooms.get(node, 0) for node in job.nodes), default=0) if bound else otherwise
+
+    def give(self, job: JobView, size: int) -> None:
+        """Takes them where the placement will: where it runs, else from its tightest node that has as many."""
+        if not job.nodes or self.works is None:
+            return
+        here = [d.partition("/")[0] for d in job.devices]
+        fitting = [n for n in job.nodes if self.left.get(n, 0) >= size]
+        best = min(fitting or list(job.nodes), key=lambda n: (n not in here, self.left.get(n, 0)))
+        self.left[best] = self.left.get(best, 0) - size
+
+
+def _ahead(job: JobView, ahead: JobView) -> str:
+    """The sentence ends in the job's own events, where its owner reads it: another owner's job has no name there."""
+    return f"job {ahead.id} and others ahead of it" if ahead.owner == job.owner else "jobs ahead of it"
+
+
+def allot(
+    jobs: Sequence[JobView],
+    budget: int,
+    total: int,
+    now_s: float,
+    dwell_s: float,
+    why: str,
+    works_on: Mapping[str, int] | None = None,
+    found: Mapping[str, int] | None = None,
+) -> Queue:
+    """Sizes within `budget` devices.
+
+    Args:
+        budget: devices that training may have. Jobs that must not be preempted keep theirs even beyond it.
+        total: devices of the box that work.
+        dwell_s: a running job is not grown before this long after its last start.
+        why: what holds the other devices, e.g. "mode serve gives training no devices".
+        works_on: devices that work, by node; what a job bound to some nodes can have is on one of those.
+        found: jobs that found only so many devices side by side, less than were left for them.
+    """
+    rooms = _Rooms(works_on)
+    sizes: dict[str, int] = {}
+    waiting: dict[str, str] = {}
+    reviews: list[float] = []
+    left = budget
+    ordered = order(jobs, now_s)
+    reviews += [from_s for j in jobs if (from_s := urgent_from_s(j)) is not None and from_s > now_s]
+    for job in ordered:
+        if job.busy == "coming" or (job.phase == "running" and job.devices and not job.preemptible and not job.busy):
+            if job.busy == "coming" or (job.wants_devices(now_s)):
+                sizes[job.id] = len(job.devices)
+                left -= len(job.devices)
+                rooms.give(job, len(job.devices))
+    ahead: JobView | None = None
+    for job in ordered:
+        if job.id in sizes:
+            ahead = ahead or job
+            continue
+        if job.phase == "paused":
+            waiting[job.id] = "Paused by request; `appliance job resume` puts it back into the queue."
+            continue
+        if job.held:
+            waiting[job.id] = "Held by an operator; release it to let it run."
+            continue
+        if job.lacks:
+            waiting[job.id] = job.lacks
+            continue
+        if job.not_before_s > now_s:
+            cause = f" ({job.failed})" if job.failed else ""
+            waiting[job.id] = f"Failed a moment ago{cause}; tries again in {job.not_before_s - now_s:.0f} s."
+            reviews.append(job.not_before_s)
+            continue
+        if job.busy == "leaving":
+            waiting[job.id] = "Is being suspended."
+            continue
+        most = min(left, rooms.most(job, rooms.left, left), (found or {}).get(job.id, left))
+        size = job.largest_within(max(most, 0))
+        now = len(job.devices) if job.phase == "running" else 0
+        grown_again_s = job.since_s + dwell_s
+        if size > now > 0 and now in job.sizes and grown_again_s > now_s:
+            size = now
+            reviews.append(grown_again_s)
+        if size:
+            sizes[job.id] = size
+            left -= size
+            rooms.give(job, size)
+            ahead = ahead or job
+            continue
+        least = job.sizes[0]
+        if found and job.id in found:
+            waiting[job.id] = f"Needs {least} device{'s' * (least > 1)} of one node; those left are not side by side."
+        elif least > total:
+            waiting[job.id] = f"Needs {least} devices; only {total} of the box work."
+        elif least > (largest := rooms.most(job, works_on or {}, total)):
+            waiting[job.id] = f"Needs {least} devices of one node; no node that it may run on has more than {largest}."
+        elif least > budget:
+            waiting[job.id] = f"Needs {least} device{'s' * (least > 1)}: {why}."
+        else:
+            room = max(min(left, rooms.most(job, rooms.left, left)), 0)
+            by = _ahead(job, ahead) if ahead else "jobs that are not preempted"
+            waiting[job.id] = (
+                f"Needs {least} device{'s' * (least > 1)}; {room} of training's {budget} are left by {by}."
+            )
+    return Queue(sizes, waiting, min(reviews, default=None))

@@ -1,0 +1,154 @@
+"""How many devices each model and each job gets: policy, demand and queue, before anybody asks which devices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from scheduler.autoscale import demand as demand_
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import DeploymentView, JobView, ModelMemory, Policy, Snapshot
+from scheduler.plan import queue
+
+
+class Shares:
+    """The numbers of one planning round.
+
+    memory: every model's, brought up to now. notes: model to why it gets fewer replicas than asked for. reviews: when
+    time alone may change a number.
+    """
+
+    def __init__(self, snapshot: Snapshot, now_s: float, config: SchedulerConfig):
+        self._snapshot, self._now_s, self._config = snapshot, now_s, config
+        self._policy: Policy = snapshot.policy
+        self._jobs: dict[str, JobView] = {j.id: j for j in snapshot.jobs}
+        self._works_on = Counter(d.node for d in snapshot.devices if d.usable)
+        self._total = sum(self._works_on.values())
+        self.deployments: dict[str, DeploymentView] = {d.model: d for d in snapshot.deployments}
+        self.reviews: list[float] = []
+        self.notes: dict[str, str] = {}
+        self.memory: dict[str, ModelMemory] = {}
+        self._remember()
+
+    def count(
+        self, limits: Mapping[str, int], found: Mapping[str, int]
+    ) -> tuple[dict[str, int], dict[str, int], queue.Queue]:
+        """(replicas per model that serving claims, those it gets with what is lent to it, devices per job).
+
+        limits: replicas per model for which there are devices side by side, where that is known. found: devices
+        per job for which there are no more side by side.
+        """
+        claimed = self._replicas(self._serving_capacity(), limits, eager=self._policy.kind in ("serve", "split"))
+        budget, why = self._training_budget(self._cost(claimed))
+        # A person's change of mode takes hold at once; only `auto`, which changes by itself, dwells.
+        dwell_s = self._config.job_dwell_s if self._policy.kind == "auto" else 0.0
+        jobs = queue.allot(
+            self._snapshot.jobs, budget, self._total, self._now_s, dwell_s, why, self._works_on, found
+        )
+        lendable = self._total - sum(jobs.sizes.values())
+        return claimed, self._replicas(lendable, limits, eager=False, base=claimed), jobs
+
+    def note_no_room(self, models: Collection[str]) -> None:
+        """Of these, more replicas were counted than found devices."""
+        for model in models:
+            width = self.deployments[model].tensor_parallel
+            self.notes[model] = f"No node has {width} free devices side by side for another replica."
+
+    def _remember(self) -> None:
+        """Bring every model's memory up to now."""
+        is_open = {r.model for r in self._snapshot.replicas if r.state == "open" or r.busy == "coming"}
+        # Devices come from the jobs that run, and stop all ranks of the job they come from and go to.
+        largest = max(
+            (len(j.devices) for j in self._jobs.values() if j.preemptible and j.phase == "running"), default=0
+        )
+        switch_device_s = 2 * self._config.job_pause_s * largest if self._policy.kind == "auto" else 0.0
+        for model, deployment in self.deployments.items():
+            memory, review_s = demand_.required(
+                deployment,
+                self._snapshot.memory.get(model, ModelMemory()),
+                self._now_s,
+                self._config,
+                switch_device_s=switch_device_s,
+            )
+            waits = deployment.demand.requests > 0 and model not in is_open
+            since_s = (memory.waiting_since_s or self._now_s) if waits else None
+            if since_s != memory.waiting_since_s:
+                memory = replace(memory, waiting_since_s=since_s)
+            self.memory[model] = memory
+            if review_s is not None:
+                self.reviews.append(review_s)
+            if deployment.not_before_s > self._now_s:
+                self.reviews.append(deployment.not_before_s)
+            last = deployment.demand.last_request_s
+            if deployment.idle_sleep_s is not None and last is not None:
+                self.reviews.append(last + deployment.idle_sleep_s)
+
+    def _serving_capacity(self) -> int:
+        """Devices that serving may claim before training is asked."""
+        total = self._total
+        if self._policy.kind == "split":
+            return max(total - (self._policy.train_devices or 0), min(self._policy.serving_floor, total))
+        if self._policy.kind == "train":
+            pinned = sum(d.floor_replicas * d.tensor_parallel for d in self.deployments.values() if d.pinned)
+            return min(max(self._policy.serving_floor, pinned), total)
+        return total
+
+    def _training_budget(self, claimed: int) -> tuple[int, str]:
+        total, policy = self._total, self._policy
+        floor = min(policy.serving_floor, total)
+        if policy.kind == "serve":
+            return 0, "mode serve gives training no devices"
+        if policy.kind == "split":
+            share = policy.train_devices or 0
+            given = min(share, total - floor)
+            kept = f", because the serving floor keeps {floor} of {total} devices" if given < share else ""
+            return given, f"mode split gives training {given}{kept}"
+        if policy.kind == "train":
+            kept = self._serving_capacity()
+            return total - kept, f"mode train keeps {kept} of {total} devices for serving"
+        if floor > claimed:
+            return total - floor, f"the serving floor keeps {floor} of {total} devices"
+        return total - claimed, f"serving needs {claimed} of {total} devices now"
+
+    def _stuck(self) -> int:
+        """Devices of jobs that must not be preempted or that a hand-over in flight is giving to training."""
+        return sum(
+            len(j.devices)
+            for j in self._jobs.values()
+            if j.busy == "coming" or (j.phase == "running" and not j.preemptible and j.wants_devices(self._now_s))
+        )
+
+    def _replicas(
+        self, capacity: int, limits: Mapping[str, int], *, eager: bool, base: Mapping[str, int] | None = None
+    ) -> dict[str, int]:
+        """Replicas per model within `capacity` devices, on top of `base`.
+
+        eager: also the replicas that nothing asks for (the devices belong to serving anyway).
+        """
+        counts = dict(base or {})
+        left = min(capacity, self._total - self._stuck()) - self._cost(counts)
+        wishes = demand_.slots(
+            tuple(self.deployments.values()), self._snapshot.replicas, self.memory, self._now_s, self._config
+        )
+        self.reviews += [
+            r.since_s + self._config.turn_s for r in self._snapshot.replicas if r.state == "open" and left <= 0
+        ]
+        for slot in wishes:
+            if slot.nth < counts.get(slot.model, 0) or not (slot.wanted or eager):
+                continue
+            if slot.nth >= limits.get(slot.model, slot.nth + 1):
+                continue
+            if slot.nth == counts.get(slot.model, 0) and slot.tensor_parallel <= left:
+                counts[slot.model] = slot.nth + 1
+                left -= slot.tensor_parallel
+                self.notes.pop(slot.model, None)
+            elif slot.wanted and slot.model not in self.notes:
+                self.notes[slot.model] = (
+                    f"Wants a replica on {slot.tensor_parallel} device{'s' * (slot.tensor_parallel > 1)}; "
+                    f"{max(left, 0)} are left for serving in mode {self._policy.kind}."
+                )
+        return counts
+
+    def _cost(self, counts: Mapping[str, int]) -> int:
+        return sum(n * self.deployments[model].tensor_parallel for model, n in counts.items())

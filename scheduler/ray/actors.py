@@ -1,0 +1,213 @@
+"""Named detached actors: started or found, asked, and waited for. They outlive the controller that started them.
+
+A supervisor is asked through `Supervisor`, whose calls end when the one who is to answer is gone. Ray's own word of
+that is not enough: it came as an error that nobody expected while the machine was short of memory, and steps that
+waited for seven dead supervisors lasted until their time limits, six minutes in all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Awaitable
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.util import list_named_actors
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from runtime.errors import ChildDied, ChildError, RuntimeLayerError, SupervisorDied
+from runtime.processes.kernel import life
+from scheduler.core.errors import Blame, EffectFailed
+from serve.core.errors import EngineOutOfMemory, ServeError
+from train.plan.errors import RankFailed, TrainError
+
+log = logging.getLogger(__name__)
+
+UNNAMED_TIMEOUT_S = 30.0
+# After so long without an answer a supervisor is asked whether it lives, and given so long to say so. One that is
+# stopped, or that the machine has no processor for, is not dead yet; its engine or rank would die with it.
+PROVE_EVERY_S = 5.0
+HUNG_S = 30.0
+ANSWER_S = 20.0
+
+
+def named_actor(body: type, name: str, ray_node_id: str, *arguments: Any) -> Any:
+    """Start or find a thin supervisor on a node: named, detached, restart left to us, no resources (the lease
+    fences)."""
+    here = NodeAffinitySchedulingStrategy(ray_node_id, soft=False)
+    return (
+        ray.remote(body)
+        .options(
+            name=name,
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=0,
+            max_concurrency=64,
+            max_restarts=0,
+            scheduling_strategy=here,
+        )  # fmt: skip
+        .remote(*arguments)
+    )
+
+
+def find_actor(name: str) -> Any | None:
+    try:
+        return ray.get_actor(name)
+    except ValueError:
+        return None
+
+
+async def actor_names() -> list[str]:
+    return await asyncio.to_thread(list_named_actors)
+
+
+async def until_unnamed(name: str) -> None:
+    async with asyncio.timeout(UNNAMED_TIMEOUT_S):
+        while name in await actor_names():
+            await asyncio.sleep(0.01)
+
+
+class Supervisor:
+    """An actor's handle and the life of its process, of whose end the kernel itself tells where it is this machine's.
+    Once `over` it stays so: whoever needs a supervisor again makes or finds another one."""
+
+    def __init__(self, actor: Any, name: str):
+        self.actor, self.name = actor, name
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._pidfd = -1
+        self._answered = False  # before that its process may still be on its way, which takes what it takes
+        self._attending: asyncio.Task[None] | None = asyncio.create_task(self._attend(), name=f"life of {name}")
+
+    @property
+    def over(self) -> bool:
+        return self._over.done()
+
+    async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
+        """What the actor answers. Raises SupervisorDied when it dies meanwhile or does not answer at all, and what its
+        method raised."""
+        if self._over.done():
+            raise SupervisorDied(self.name, self._over.result())
+        answer = asyncio.ensure_future(_awaited(getattr(self.actor, method).remote(*arguments, **named)))
+        try:
+            while True:
+                await asyncio.wait({answer, self._over}, timeout=PROVE_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+                if answer.done():
+                    return answer.result()
+                if self._over.done():
+                    raise SupervisorDied(self.name, self._over.result())
+                if self._answered:
+                    await self._prove(answer)
+        except RayTaskError:
+            raise
+        except RayError as error:
+            if not isinstance(error, ActorUnavailableError):
+                self.end(first_line(error))
+            raise SupervisorDied(self.name, first_line(error)) from error
+        finally:
+            answer.cancel()
+
+    async def _prove(self, answer: asyncio.Future[Any]) -> None:
+        """Returns when it says that it lives, or the answer has come; ends one that is silent."""
+        proof = asyncio.ensure_future(_awaited(self.actor.life.remote()))
+        try:
+            await asyncio.wait({proof, answer, self._over}, timeout=HUNG_S, return_when=asyncio.FIRST_COMPLETED)
+            if proof.done() or answer.done() or self._over.done():
+                if proof.done() and not answer.done() and not self._over.done():
+                    proof.result()
+                return
+        finally:
+            proof.cancel()
+        why = f"it did not answer for {HUNG_S:.0f} s and was killed"
+        log.error("%s: %s", self.name, why)
+        self.kill()
+        self.end(why)
+
+    def kill(self) -> None:
+        """End its process, and what hangs on its leash with it. For one of this machine that does not need Ray."""
+        if self._pidfd >= 0 and not self._over.done():
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        ray.kill(self.actor)
+
+    def end(self, why: str) -> None:
+        """It is known to be gone, or nobody asks it any more."""
+        if not self._over.done():
+            self._over.set_result(why)
+        if self._attending is not None:
+            self._attending.cancel()
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._pidfd = -1
+
+    async def _attend(self) -> None:
+        try:
+            its = await self.actor.life.remote()
+            self._answered = True
+            if its["kernel"] != life()["kernel"]:
+                return
+            self._pidfd = os.pidfd_open(its["pid"])
+        except RayError as error:
+            if not isinstance(error, ActorUnavailableError):
+                self._attending = None
+                self.end(first_line(error))
+            return
+        except ProcessLookupError:
+            self._attending = None
+            self.end("its process is gone")
+            return
+        except OSError as error:  # a kernel without: Ray alone tells
+            log.info("%s: its process cannot be watched: %s", self.name, error)
+            return
+        asyncio.get_running_loop().add_reader(self._pidfd, self.end, "its process was killed")
+
+
+async def _awaited(answer: Awaitable[Any]) -> Any:
+    return await answer
+
+
+async def within(verb: str, target: str, answer: Awaitable[Any], seconds: float = ANSWER_S) -> Any:
+    """The answer of one who should have it at once. Raises EffectFailed when it takes longer: a supervisor that is
+    stopped must not stop whoever looks at it."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await answer
+    except TimeoutError as error:
+        raise EffectFailed(verb, target, f"its supervisor has not answered for {seconds:.0f} s", "outside") from error
+
+
+async def ask(verb: str, target: str, answer: Awaitable[Any]) -> Any:
+    """Await an actor's or group's answer; whatever goes wrong there becomes EffectFailed, with its first line."""
+    try:
+        return await answer
+    except RayTaskError as error:
+        cause = getattr(error, "cause", None) or error
+        raise EffectFailed(verb, target, first_line(cause), blame_of(cause)) from error
+    except RayError as error:
+        raise EffectFailed(verb, target, first_line(error), "outside") from error
+    except (RuntimeLayerError, ServeError, TrainError, OSError, TimeoutError) as error:
+        raise EffectFailed(verb, target, first_line(error), blame_of(error)) from error
+
+
+def blame_of(error: BaseException) -> Blame:
+    """Whose fault an error of a supervisor, rank or engine is."""
+    if isinstance(error, EngineOutOfMemory) or (isinstance(error, ChildDied) and error.starved):
+        return "memory"
+    if isinstance(error, RankFailed):
+        return error.blame if error.retryable else "input"
+    if isinstance(error, RuntimeLayerError | OSError | TimeoutError) and not _of_the_engine(error):
+        return "outside"
+    return "own"
+
+
+def _of_the_engine(error: BaseException) -> bool:
+    """A process that died by itself, or answered with an error of its own."""
+    return isinstance(error, ChildDied | ChildError) and not isinstance(error, SupervisorDied)
+
+
+def first_line(error: BaseException) -> str:
+    text = str(error).strip() or type(error).__name__
+    return text.splitlines()[0]

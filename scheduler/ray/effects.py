@@ -1,0 +1,87 @@
+"""The verbs of `scheduler.handover.effects`, carried out with Ray: which file does which.
+
+    acquire, release              ray_fences     placement groups over the devices' names
+    replicas                      ray_replicas   one actor per engine
+    groups                        ray_groups     one actor per device, holding its rank
+    where all of it happens       ray_nodes      the nodes; ray_node is the actor on each of them
+
+Ray places and fences, and is never in the data path. Actors and placement groups are named and outlive the
+controller, so a restarted one finds them again in `observe`. These files (`ray_*`) are the only ones of `scheduler`
+that import Ray, `serve` and `train`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from scheduler.core.errors import EffectFailed
+from scheduler.handover.effects import Event, Observed
+from scheduler.ray.device_reservations import Fences
+from scheduler.ray.groups import Groups, Jobs
+from scheduler.ray.nodes import Nodes, OnDeath
+from scheduler.ray.replicas import Replicas, Routing, Versions
+from serve.core.config import EngineConfig
+
+log = logging.getLogger(__name__)
+
+
+class RayEffects:
+    """Implements `scheduler.handover.effects.Effects` in the controller's asyncio loop. Ray must be initialised."""
+
+    def __init__(self, nodes: Nodes, routing: Routing, versions: Versions, jobs: Jobs, engine: EngineConfig):
+        self._nodes = nodes
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self._fences = Fences()
+        self._replicas = Replicas(nodes, routing, versions, engine, self._events.put_nowait)
+        self._groups = Groups(nodes, jobs, self._events.put_nowait)
+
+        self.acquire, self.release = self._fences.acquire, self._fences.release
+        self.start_replica, self.stop_replica = self._replicas.start_replica, self._replicas.stop_replica
+        self.open_replica, self.drain_replica = self._replicas.open_replica, self._replicas.drain_replica
+        self.sleep_replica, self.wake_replica = self._replicas.sleep_replica, self._replicas.wake_replica
+        self.swap_replica, self.unload_adapter = self._replicas.swap_replica, self._replicas.unload_adapter
+        self.start_group, self.suspend_group = self._groups.start_group, self._groups.suspend_group
+        self.stop_group = self._groups.stop_group
+        self.parked, self.drop_parked = self._groups.parked, self._groups.drop_parked
+
+    def on_death(self, told: OnDeath) -> None:
+        """Have this called whenever a rank or engine ends without being asked to. Logical devices of a processor are
+        left out: they are one piece of hardware, and a death on one of them says nothing of it."""
+
+        def of_hardware(device_ids: tuple[str, ...], holder: str, reason: str) -> None:
+            real = tuple(d.id for d in self._nodes.devices if d.id in device_ids and d.kind != "cpu")
+            if real:
+                told(real, holder, reason)
+
+        self._replicas.on_death = self._groups.on_death = of_hardware
+
+    async def watch(self) -> None:
+        """Makes events of nodes that come and go, for as long as it runs."""
+        await self._nodes.watch(self._events.put_nowait)
+
+    async def observe(self) -> Observed:
+        await self._nodes.look()
+        devices = self._nodes.devices
+        leases = await self._fences.leases({device.id for device in devices})
+        return Observed(
+            devices=devices,
+            leases=leases,
+            replicas=await self._replicas.observe(),
+            groups=await self._groups.observe(leases),
+        )
+
+    async def next_event(self) -> Event:
+        return await self._events.get()
+
+    async def resident_bytes(self) -> dict[str, int]:
+        """Resident memory of each engine, by replica id."""
+        return await self._replicas.resident_bytes()
+
+    async def stop_everything(self) -> None:
+        """End all engines and ranks; the box ends."""
+        for stop_all in (self._replicas.stop_all, self._groups.stop_all):
+            try:
+                await stop_all()
+            except EffectFailed as error:  # what is left of it ends with Ray
+                log.warning("%s", error)

@@ -1,0 +1,371 @@
+"""Training groups: the ranks of a job, driven through one named detached actor per device."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from ray.exceptions import RayError
+
+from runtime.errors import SupervisorDied
+from scheduler.core.errors import EffectFailed
+from scheduler.core.inventory import Device, Holder, Lease
+from scheduler.handover.effects import Detail, Event, GroupEnded, GroupObserved, InventoryChanged
+from scheduler.ray.actors import Supervisor, actor_names, ask, find_actor, within
+from scheduler.ray.node import Place, stored_bytes
+from scheduler.ray.nodes import Nodes, OnDeath
+from scheduler.ray.remote_jobs import Homecoming, outfit
+from train.control.group import Group
+from train.control.rank_host import RankHost
+from train.plan.spec import TrainSpec
+
+log = logging.getLogger(__name__)
+
+ACTOR = "rank:"
+FRESH_S = 10.0  # for new supervisors where the old ones died; Ray frees a dead one's name within a second
+FRESH_EVERY_S = 0.05
+
+
+class Jobs(Protocol):
+    """What a job's ranks are to do, and where their events go."""
+
+    def catch_up(self, job_id: str) -> None:
+        """Take in what earlier ranks of the job did that nobody has heard of."""
+
+    async def prepare(self, job_id: str) -> None:
+        """Bring in what `spec` is to name. Raises LookupError."""
+
+    def spec(self, job_id: str) -> TrainSpec:
+        """What the job's ranks are to do. Raises LookupError when it cannot be done any more."""
+
+    def newest_snapshot(self, job_id: str) -> Path | None:
+        """The newest snapshot that can be resumed from, in shared memory."""
+
+    def may_continue(self, job_id: str) -> bool:
+        """Whether the job may run again, so that its parked ranks are worth their memory."""
+
+    def on_event(self, job_id: str, event: dict[str, Any]) -> None:
+        """An event of the job's ranks, see train.control.group."""
+
+    def on_stopped(self, job_id: str) -> None:
+        """Its ranks were ended by force."""
+
+
+class Groups:
+    """The verbs on groups, and what is true of them."""
+
+    def __init__(self, nodes: Nodes, jobs: Jobs, tell: Callable[[Event], None]):
+        self._nodes, self._jobs, self._tell = nodes, jobs, tell
+        self.on_death: OnDeath = lambda device_ids, holder, reason: None
+        self._hosts: dict[str, Supervisor] = {}
+        self._groups: dict[str, _RunningGroup] = {}
+        self._in_hand: dict[str, int] = {}  # jobs whose ranks a verb is starting or ending, and how many verbs
+        self._handled = 0  # verbs that have begun so far, each of which may make what was read untrue
+
+    @contextlib.contextmanager
+    def _handling(self, job_id: str) -> Iterator[None]:
+        """While a verb changes the ranks of a job, nobody adopts what is seen of them."""
+        self._in_hand[job_id] = self._in_hand.get(job_id, 0) + 1
+        self._handled += 1
+        try:
+            yield
+        finally:
+            self._in_hand[job_id] -= 1
+            if not self._in_hand[job_id]:
+                del self._in_hand[job_id]
+
+    async def start_group(self, job_id: str, lease: Lease) -> Detail:
+        with self._handling(job_id):
+            return await self._start_group(job_id, lease)
+
+    async def _start_group(self, job_id: str, lease: Lease) -> Detail:
+        running = self._groups.get(job_id)
+        if running is not None and running.lease.id == lease.id:
+            return None
+        place = self._nodes.place_of(lease.device_ids, "start_group", job_id)
+        await self._nodes.wait_warm(place, "train", "start_group", job_id)
+        try:
+            self._jobs.catch_up(job_id)
+            await self._jobs.prepare(job_id)
+            spec = self._jobs.spec(job_id)
+        except LookupError as error:
+            raise EffectFailed("start_group", job_id, str(error)) from error
+        snapshot = await asyncio.to_thread(self._jobs.newest_snapshot, job_id)
+        read_bytes = await asyncio.to_thread(stored_bytes, snapshot) if snapshot else None
+        if place.name != self._nodes.home.name:
+            spec, snapshot = await outfit(self._nodes, place, spec, snapshot)
+        hosts = [_Host(host) for host in await self._living_hosts(job_id, lease.device_ids)]
+        devices = [self._nodes.device(device_id) for device_id in lease.device_ids]
+        coming = self._homecoming(job_id, place)
+        group = Group(on_event=self._teller(job_id, coming))
+        began_s = time.monotonic()
+        try:
+            await self._start(job_id, group, spec, hosts, devices, snapshot)
+        except BaseException:
+            if coming is not None:
+                coming.stop()
+            raise
+        self._attend(job_id, group, lease, lease.device_ids, coming)
+        return {
+            "seconds": time.monotonic() - began_s,
+            "snapshot": snapshot.name if snapshot else None,
+            "bytes": read_bytes,
+            "ranks": "parked" if group.resumed else "forked",
+        }
+
+    async def _start(self, job_id: str, group: Group, spec: TrainSpec, hosts: list[_Host], devices: list[Device],
+                     snapshot: Path | None) -> None:  # fmt: skip
+        await ask(
+            "start_group",
+            job_id,
+            group.start(
+                spec,
+                hosts,
+                ["cpu" if device.kind == "cpu" else str(device.index) for device in devices],
+                str(snapshot) if snapshot else None,
+            ),
+        )
+
+    def _homecoming(self, job_id: str, place: Place) -> Homecoming | None:
+        """For ranks on another node than home."""
+        if place.name == self._nodes.home.name:
+            return None
+        return Homecoming(self._nodes, place, job_id, lambda event: self._jobs.on_event(job_id, event))
+
+    def _teller(self, job_id: str, coming: Homecoming | None) -> Callable[[dict[str, Any]], None]:
+        return (lambda event: self._jobs.on_event(job_id, event)) if coming is None else coming.take
+
+    async def suspend_group(self, job_id: str) -> Detail:
+        with self._handling(job_id):
+            return await self._suspend_group(job_id)
+
+    async def _suspend_group(self, job_id: str) -> Detail:
+        running = self._groups.get(job_id)
+        if running is None:
+            return None
+        running.leaving = True
+        report = await ask("suspend_group", job_id, running.group.suspend())
+        await running.watcher
+        if report is None and running.ended is not None and running.ended.outcome == "failed":
+            raise EffectFailed("suspend_group", job_id, running.ended.error, running.ended.blame)
+        self._groups.pop(job_id, None)
+        return asdict(report) if report is not None else None
+
+    async def stop_group(self, job_id: str) -> Detail:
+        with self._handling(job_id):
+            return await self._stop_group(job_id)
+
+    async def _stop_group(self, job_id: str) -> Detail:
+        running = self._groups.pop(job_id, None)
+        if running is not None:
+            running.watcher.cancel()
+            if running.ended is None:
+                await ask("stop_group", job_id, running.group.kill())
+            if running.coming is not None:
+                running.coming.stop()
+        for host in await self._hosts_of(job_id):
+            await ask("stop_group", job_id, _Host(host).kill())
+        self._jobs.on_stopped(job_id)
+        return None
+
+    def _attend(
+        self, job_id: str, group: Group, lease: Lease, in_order: Sequence[str], coming: Homecoming | None
+    ) -> None:
+        running = self._groups[job_id] = _RunningGroup(group, lease, tuple(in_order), coming)
+        running.watcher = asyncio.create_task(self._wait_group(job_id, running))
+
+    async def _wait_group(self, job_id: str, running: _RunningGroup) -> None:
+        outcome = await running.group.wait()
+        missing = "" if running.coming is None else await running.coming.over(outcome.outcome == "suspended")
+        if outcome.outcome == "suspended":
+            if not running.leaving:  # an earlier controller asked for it: its devices are free, it waits for its turn
+                self._groups.pop(job_id, None)
+                self._tell(InventoryChanged())
+            return
+        error = outcome.error or {}
+        if error.get("retryable") and error["code"] not in ("rank_hung", "killed") and error["blame"] != "memory":
+            device_id = running.in_order[error["rank"]]
+            if find_actor(ACTOR + device_id) is not None:  # else its node is gone, which says nothing of the device
+                self.on_death((device_id,), f"job {job_id}", error["reason"])
+        if missing and outcome.outcome == "succeeded":
+            outcome, error = replace(outcome, outcome="failed"), {"message": missing}
+        running.ended = GroupEnded(
+            job_id,
+            running.lease.id,
+            outcome.outcome,
+            outcome.step,
+            error.get("message", ""),
+            error.get("retryable", True),
+            error.get("blame", "own"),
+        )
+        self._tell(running.ended)
+
+    def _host(self, device_id: str) -> Supervisor:
+        """The supervisor of a device, found or made; never one that is known to be dead."""
+        known = self._hosts.get(device_id)
+        if known is None or known.over:
+            place = self._nodes.place_of((device_id,), "start_group", device_id)
+            actor = self._nodes.here(
+                RankHost, ACTOR + device_id, place, place.warm_socket("train"), str(place.log_dir),
+                *place.numa_nodes([self._nodes.device(device_id)]),
+            )  # fmt: skip
+            known = self._hosts[device_id] = Supervisor(actor, ACTOR + device_id)
+        return known
+
+    async def _living_hosts(self, job_id: str, device_ids: Sequence[str]) -> list[Supervisor]:
+        """Supervisors that have just answered. A job once failed within 60 ms, with the text of a death eight minutes
+        before, because handles of dead ones were kept."""
+        return list(await asyncio.gather(*(self._living_host(job_id, device_id) for device_id in device_ids)))
+
+    async def _living_host(self, job_id: str, device_id: str) -> Supervisor:
+        until_s = time.monotonic() + FRESH_S
+        while True:
+            host = self._host(device_id)
+            try:
+                await host.call("status")
+                return host
+            except SupervisorDied as error:
+                host.end(str(error))
+                if time.monotonic() > until_s:
+                    raise EffectFailed("start_group", job_id, str(error), "outside") from error
+            await asyncio.sleep(FRESH_EVERY_S)
+
+    async def _hosts_of(self, job_id: str) -> list[Supervisor]:
+        """Supervisors whose rank belongs to the job."""
+        return [self._host(device) for device, place in (await self._ranks()).items() if place["job_id"] == job_id]
+
+    async def _ranks(self) -> dict[str, dict[str, Any]]:
+        """Device id to the status of the rank there; see RankHost.status."""
+        found = await self._hosts_there()
+        return {device_id: status for device_id, status in found.items() if status["job_id"]}
+
+    async def _hosts_there(self) -> dict[str, dict[str, Any]]:
+        device_ids = [name.removeprefix(ACTOR) for name in await actor_names() if name.startswith(ACTOR)]
+        statuses = await asyncio.gather(*map(self._rank, device_ids))
+        return {device_id: status for device_id, status in zip(device_ids, statuses, strict=True) if status}
+
+    async def _rank(self, device_id: str) -> dict[str, Any] | None:
+        try:
+            return await within("observe", device_id, self._host(device_id).call("status"))
+        except (SupervisorDied, RayError):
+            gone = self._hosts.pop(device_id, None)  # its actor died, and the rank on its leash with it
+            if gone is not None:
+                gone.end("it does not tell how it is")
+            return None
+
+    async def parked(self) -> tuple[str, ...]:
+        """Jobs whose ranks are parked, on any node."""
+        return tuple(sorted({place["parked"] for place in (await self._hosts_there()).values() if place["parked"]}))
+
+    async def drop_parked(self) -> None:
+        """End all parked ranks; their jobs go on with new processes."""
+        for device_id, place in (await self._hosts_there()).items():
+            if place["parked"]:
+                with contextlib.suppress(SupervisorDied):  # just now, and the rank with it
+                    await self._host(device_id).call("drop_parked", place["parked"])
+
+    # --- the truth
+
+    async def observe(self, leases: tuple[Lease, ...]) -> tuple[GroupObserved, ...]:
+        """Every group with a living rank, and those that ended and were not cleaned up yet.
+
+        Ranks whose controller died are adopted here if their world is whole, and go on training.
+        """
+        worlds: dict[str, dict[str, dict[str, Any]]] = {}
+        in_hand, handled = set(self._in_hand), self._handled
+        there = await self._hosts_there()
+        # What a verb ended while it was read looks as if it had lost its controller: a job that had been cancelled was
+        # adopted so, and its end counted as a failure.
+        if self._handled != handled:
+            in_hand |= {place["job_id"] for place in there.values()}
+        for device_id, place in there.items():
+            if parked := place["parked"]:
+                await self._look_after_parked(parked, device_id)
+            elif place["job_id"] and place["job_id"] not in self._groups and place["job_id"] not in in_hand:
+                worlds.setdefault(place["job_id"], {})[device_id] = place
+        found: dict[str, GroupObserved] = {}
+        for job_id, places in worlds.items():
+            if job_id in self._in_hand or job_id in self._groups:
+                continue  # a verb began meanwhile
+            lease = next((le for le in leases if le.holder == Holder("job", job_id)), None)
+            if lease is not None and is_whole(places.values()):
+                await self._adopt(job_id, lease, places)
+            elif any(place["alive"] for place in places.values()):
+                # A world that was being started, or is dying: it ends, and the job resumes from its snapshot.
+                lease_id = lease.id if lease else ""
+                why = "the controller was restarted while it started"
+                lost = GroupEnded(job_id, lease_id, "failed", 0, why, blame="outside")
+                found[job_id] = GroupObserved(job_id, tuple(places), lease_id, lost)
+        for job_id, running in self._groups.items():
+            found[job_id] = GroupObserved(job_id, running.lease.device_ids, running.lease.id, running.ended)
+        return tuple(found.values())
+
+    async def _look_after_parked(self, job_id: str, device_id: str) -> None:
+        """End a parked rank that nobody will come back to: its job is over, or went on elsewhere."""
+        running = self._groups.get(job_id)
+        elsewhere = running is not None and device_id not in running.lease.device_ids
+        if elsewhere or not self._jobs.may_continue(job_id):
+            with contextlib.suppress(SupervisorDied):  # just now, and the rank with it
+                await self._host(device_id).call("drop_parked", job_id)
+
+    async def _adopt(self, job_id: str, lease: Lease, places: dict[str, dict[str, Any]]) -> None:
+        ids = {"job_id": job_id, "lease_id": lease.id}
+        log.info("it trains on %s since before this controller: adopted", ", ".join(sorted(places)), extra=ids)
+        try:
+            self._jobs.catch_up(job_id)
+        except LookupError as error:
+            log.warning("what it trained meanwhile cannot be read in: %s", error, extra=ids)
+        in_order = sorted(places, key=lambda device_id: places[device_id]["rank"])
+        coming = self._homecoming(job_id, self._nodes.place_of(lease.device_ids, "observe", job_id))
+        group = Group(on_event=self._teller(job_id, coming))
+        await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in in_order])
+        self._attend(job_id, group, lease, in_order, coming)
+
+    async def stop_all(self) -> None:
+        await asyncio.gather(*(self.stop_group(job_id) for job_id in list(self._groups)))
+
+
+@dataclass(slots=True)
+class _RunningGroup:
+    group: Group
+    lease: Lease
+    in_order: tuple[str, ...]  # device of each rank
+    coming: Homecoming | None = None  # what its ranks make comes from another node
+    watcher: asyncio.Task | None = None
+    ended: GroupEnded | None = None
+    leaving: bool = False
+
+
+def is_whole(places: Collection[Mapping[str, Any]]) -> bool:
+    """Whether these ranks (see RankHost.status) are all ranks of one world, each alive or come to its end."""
+    sizes = {place["world_size"] for place in places}
+    ranks = sorted(place["rank"] for place in places)
+    return (
+        len(sizes) == 1
+        and ranks == list(range(sizes.pop()))
+        and all(place["alive"] or place["done"] for place in places)
+    )
+
+
+class _Host:
+    """A RankHost behind its supervisor. One that died took its rank along, so its death is the rank's."""
+
+    def __init__(self, supervisor: Supervisor):
+        self._supervisor = supervisor
+
+    def __getattr__(self, method: str) -> Callable[..., Awaitable[Any]]:
+        async def call(*arguments: Any, **named: Any) -> Any:
+            try:
+                return await self._supervisor.call(method, *arguments, **named)
+            except SupervisorDied:
+                if method == "kill":
+                    return None
+                raise
+
+        return call

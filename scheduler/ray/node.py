@@ -1,0 +1,140 @@
+"""One node of the box, as an actor pinned to it: where things are there, its warm parents, its relay, its copies, and
+the adapters its engines ask for.
+
+A box of one node has just this one, at home beside the controller. Engines and ranks do not live in it: it may die
+and be started again while they go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.errors import RuntimeLayerError
+from runtime.processes.warm_parents import NodeAgent, WarmSpec
+from runtime.relay import NodeCertificate, Relay, Shared, Tunnels
+from scheduler.core.inventory import Device
+from scheduler.devices.health import Reading
+from scheduler.devices.readings import DeviceReadings
+from scheduler.ray.node_copies import NodeCopies
+from serve.adapters.source import AdapterServer, AdapterUnavailable, brought_in
+from weights.format.errors import WeightsError
+from weights.format.manifest import Manifest
+from weights.memory.lease import Lease
+from weights.tiers.record import Name
+
+NODE = "node:"
+ADAPTER_TIMEOUT_S = 60.0
+
+
+def stored_bytes(directory: Path) -> int | None:
+    """What a version or snapshot takes by its manifest, for the history; None where none can be read."""
+    try:
+        return Manifest.read(directory).nbytes
+    except (WeightsError, OSError):
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a node keeps what. `address`: this node's own on the network of the nodes; loopback where it is alone.
+    `jobs_dir`: folders of the jobs that run here. `lends`: what other nodes may copy beside shared memory. `numa_bind`:
+    processes run beside their devices. `certificate`: by which it is known on the network of the nodes."""
+
+    name: str
+    address: str
+    devices: tuple[Device, ...]
+    run_dir: Path
+    log_dir: Path
+    shm_root: Path
+    warm: tuple[WarmSpec, ...]
+    token_path: Path
+    jobs_dir: Path
+    lends: tuple[Path, ...] = ()
+    budget_bytes: int | None = None
+    numa_bind: bool = True
+    certificate: NodeCertificate | None = None
+
+    @property
+    def adapter_socket(self) -> Path:
+        """Where engines of this node ask for adapters."""
+        return self.run_dir / "adapters.sock"
+
+    @property
+    def adapters(self) -> Path:
+        """Where engines of this node look for adapters first."""
+        return self.shm_root / "adapters"
+
+    def socket_path(self, replica_id: str) -> Path:
+        return self.run_dir / "r" / f"{replica_id}.sock"
+
+    def numa_nodes(self, devices: Iterable[Device]) -> tuple[int | None, ...]:
+        """Beside which NUMA node the process of each of these devices is to run; None: anywhere."""
+        return tuple(device.numa_node if self.numa_bind else None for device in devices)
+
+    def warm_socket(self, name: str) -> str:
+        return next(spec.socket_path for spec in self.warm if spec.name == name)
+
+
+class Node(NodeAgent, NodeCopies):
+    """Body of the actor `node:<name>`."""
+
+    def __init__(self, place: Place):
+        shared = Shared(place.token_path.read_bytes(), place.certificate)
+        NodeAgent.__init__(self, list(place.warm))
+        NodeCopies.__init__(self, place.shm_root, place.jobs_dir, place.budget_bytes, shared)
+        self._place = place
+        self._relay = Relay(
+            place.address, shared, sockets=(place.run_dir / "r", place.adapter_socket),
+            folders=(place.shm_root, place.jobs_dir, *place.lends),
+        )  # fmt: skip
+        self._tunnels = Tunnels(shared)
+        self._health = DeviceReadings(place.devices)
+        self._adapters: AdapterServer | None = None
+        self._home, self._leaves = ("", 0), False
+
+    async def place(self) -> Place:
+        return self._place
+
+    async def leave(self) -> None:
+        """From now on nothing new is to start here, and what runs is to go on elsewhere."""
+        self._leaves = True
+
+    async def leaves(self) -> bool:
+        return self._leaves
+
+    async def readings(self) -> tuple[Reading, ...]:
+        """The health of this node's GPUs; empty on a node without."""
+        return await asyncio.to_thread(self._health.read)
+
+    async def relay_address(self) -> tuple[str, int]:
+        """Where other nodes reach this one's engines and versions; opened by the first who asks."""
+        return await self._relay.start()
+
+    async def open_tunnel(self, local: Path, address: tuple[str, int], remote: Path) -> None:
+        """From now on the socket `local` of this node leads to the engine at `remote` on the node at `address`."""
+        await self._tunnels.open(local, address, remote)
+
+    async def close_tunnel(self, local: Path) -> None:
+        await self._tunnels.close(local)
+
+    async def serve_adapters(self, home: tuple[str, int], source: Path) -> None:
+        """Engines of this node may ask for adapters from now on: they are copied from home, whose relay is at `home`,
+        and which brings them in itself when asked at its socket `source`."""
+        if self._home != home:
+            await self._tunnels.open(self._home_source, home, source)
+            self._home = home
+        if self._adapters is None:
+            refusals = (AdapterUnavailable, RuntimeLayerError, WeightsError, OSError)
+            self._adapters = AdapterServer(self._place.adapter_socket, self._adapter, refusals)
+            await self._adapters.start()
+
+    async def _adapter(self, model: str, version: str) -> Lease:
+        async with brought_in(str(self._home_source), f"{model}@{version}", ADAPTER_TIMEOUT_S) as remote:
+            return (await self.leased(self._home, Name("adapter", model, version), Path(remote)))[0]
+
+    @property
+    def _home_source(self) -> Path:
+        return self._place.run_dir / "home-adapters.sock"

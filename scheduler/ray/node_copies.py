@@ -1,0 +1,161 @@
+"""What a node has of other nodes' bytes, and lends them of its own: versions, adapters and snapshots, and jobs' data.
+
+Rules
+- A copy is compared with its checksums before it can be found.
+- It stays leased for the holder that it was made for ("serve <model>", "job <id> base") until that holder takes another
+  one or lets go.
+- What another node copies from here is leased meanwhile: its segments must not be written anew below the copy.
+- What comes home is pinned, until a tier has it; what lies on a node whose copy home has may be evicted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from runtime.relay import Shared, fetch_directory
+from weights.format.errors import IntegrityError, StoreError, StoreFull, VersionNotFound
+from weights.memory.lease import Lease, StoredVersion, take_lease, unpin
+from weights.memory.store import WeightStore
+from weights.tiers.record import Name
+
+JOB_DATA = ("train.jsonl", "valid.jsonl")
+KEPT_SNAPSHOTS = 2
+
+
+class NodeCopies:
+    """`shared`: what the nodes share (see runtime.relay). All methods belong to one event loop."""
+
+    def __init__(self, shm_root: Path, jobs_dir: Path, budget_bytes: int | None, shared: Shared):
+        self._shm_root, self._jobs_dir, self._budget_bytes, self._shared = shm_root, jobs_dir, budget_bytes, shared
+        self._copying = asyncio.Lock()
+        self._held: dict[str, Lease] = {}
+        self._lent: dict[Path, Lease] = {}
+
+    async def take(self, address: tuple[str, int], name: Name, remote: Path, holder: str) -> dict[str, Any]:
+        """Have `name` in this node's shared memory, leased for `holder`: `{"path", "bytes", "seconds"}`, bytes 0 if it
+        was there. `remote`: where the node at `address` has it.
+
+        Raises RelayRefused, weights' errors, OSError.
+        """
+        began_s = time.monotonic()
+        lease, received_bytes = await self.leased(address, name, remote)
+        old, self._held[holder] = self._held.get(holder), lease
+        if old is not None:
+            old.release()
+        return {"path": lease.path, "bytes": received_bytes, "seconds": time.monotonic() - began_s}
+
+    async def leased(self, address: tuple[str, int], name: Name, remote: Path) -> tuple[Lease, int]:
+        """A lease on this node's copy, made now if there is none, and the bytes that took. Raises as `take`."""
+        store = self._store()
+        async with self._copying:
+            stored, received_bytes = await self._found_or_fetched(
+                address, name, remote, lambda incoming: _import(store, incoming, name, False)
+            )
+            return store.lease(stored), received_bytes
+
+    async def keep(self, address: tuple[str, int], name: Name, remote: Path) -> tuple[Path, int]:
+        """At home: what was made elsewhere, pinned, and the bytes received. A snapshot that shared memory has no room
+        for goes to the job's own store on disk, as its ranks would do here. Raises as `take`."""
+        memory, disk = self._store(), self._jobs_dir / name.model / "snapshots"
+
+        def bring_home(incoming: Path) -> StoredVersion:
+            try:
+                return _import(memory, incoming, name, True)
+            except StoreFull:
+                if name.kind != "snapshot":
+                    raise
+                return _import(WeightStore(disk, budget_bytes=None), incoming, name, True)
+
+        async with self._copying:
+            stored, received_bytes = await self._found_or_fetched(address, name, remote, bring_home)
+            if name.kind == "snapshot":
+                store = WeightStore(disk, budget_bytes=None) if stored.path.is_relative_to(disk) else memory
+                await asyncio.to_thread(_forget_snapshots, store, name.model, KEPT_SNAPSHOTS)
+        return stored.path, received_bytes
+
+    async def lend(self, path: Path) -> bool:
+        """Another node will copy the version at `path`: it stays as it is until `take_back`. False when it is gone."""
+        if not path.is_relative_to(self._shm_root):
+            return path.is_dir()  # on disk nobody writes over a version
+        try:
+            self._lent[path] = take_lease(StoredVersion.read(path))
+        except (VersionNotFound, IntegrityError):
+            return False
+        return True
+
+    async def take_back(self, path: Path, safe: bool = False) -> None:
+        """It was copied, or will not be. `safe`: home has it now, so that here it may be evicted."""
+        lease = self._lent.pop(path, None)
+        if lease is None:
+            return
+        if safe:
+            with contextlib.suppress(VersionNotFound, IntegrityError):
+                unpin(StoredVersion.read(path))
+        lease.release()
+
+    async def fetch_job(self, address: tuple[str, int], remote: Path, job_id: str) -> Path:
+        """The job's folder on this node, with its data; copied from `remote` the first time. Raises as `take`."""
+        folder = self._jobs_dir / job_id
+        async with self._copying:
+            if not (folder / JOB_DATA[0]).exists():
+                shutil.rmtree(folder, ignore_errors=True)
+                incoming = self._jobs_dir / f".{uuid.uuid4().hex}"
+                self._jobs_dir.mkdir(mode=0o700, exist_ok=True)
+                try:
+                    await fetch_directory(address, self._shared, remote, incoming, JOB_DATA)
+                    incoming.rename(folder)
+                finally:
+                    shutil.rmtree(incoming, ignore_errors=True)
+        return folder
+
+    async def forget_job(self, job_id: str, leases_only: bool) -> None:
+        """Its leases here go, and unless it may come back (`leases_only`) its snapshots and folder."""
+        for holder in [holder for holder in self._held if holder.startswith(f"job {job_id} ")]:
+            self._held.pop(holder).release()
+        if leases_only:
+            return
+        await asyncio.to_thread(_forget_snapshots, self._store(), job_id, 0)
+        await asyncio.to_thread(shutil.rmtree, self._jobs_dir / job_id, ignore_errors=True)
+
+    async def _found_or_fetched(
+        self, address: tuple[str, int], name: Name, remote: Path, take_in: Callable[[Path], StoredVersion]
+    ) -> tuple[StoredVersion, int]:
+        """What this node's shared memory has, or `take_in` makes of the directory received, and the bytes of that. To
+        be called under `_copying`: two who want the same fetch it once."""
+        stored = await asyncio.to_thread(self._store().find, *name)
+        if stored is not None:
+            return stored, 0
+        with self._incoming() as incoming:
+            received_bytes = await fetch_directory(address, self._shared, remote, incoming)
+            return await asyncio.to_thread(take_in, incoming), received_bytes
+
+    def _store(self) -> WeightStore:
+        return WeightStore(self._shm_root, budget_bytes=self._budget_bytes)
+
+    @contextlib.contextmanager
+    def _incoming(self) -> Iterator[Path]:
+        incoming = self._shm_root / "incoming" / uuid.uuid4().hex
+        try:
+            yield incoming
+        finally:
+            shutil.rmtree(incoming, ignore_errors=True)
+
+
+def _import(store: WeightStore, directory: Path, name: Name, pinned: bool) -> StoredVersion:
+    return store.import_dir(directory, kind=name.kind, model=name.model, version=name.version, pinned=pinned)
+
+
+def _forget_snapshots(store: WeightStore, job_id: str, keep: int) -> None:
+    """Remove the job's snapshots but the newest `keep`."""
+    of_job = [stored for stored in store.list("snapshot") if stored.model == job_id]
+    of_job.sort(key=lambda stored: int(stored.version.removeprefix("step-")), reverse=True)
+    for stored in of_job[keep:]:
+        with contextlib.suppress(StoreError):  # leased by a copy to disk: the next time will do
+            store.remove(stored)

@@ -1,0 +1,314 @@
+"""All nodes of the box: which are there, what they have, and how to reach it from home.
+
+A node joins by Ray's own clustering (`ray start --address`) and announces itself with an actor `node:<name>` pinned to
+it. It is gone when Ray says so; then its devices leave the inventory at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from scheduler.core.errors import EffectFailed, NodeNameTaken
+from scheduler.core.inventory import Device, NodeChange
+from scheduler.devices.health import Reading
+from scheduler.handover.effects import Event, InventoryChanged
+from scheduler.ray.actors import actor_names, ask, find_actor, named_actor
+from scheduler.ray.device_reservations import DEVICE_RESOURCE, any_fenced
+from scheduler.ray.node import NODE, Node, Place
+from weights.memory.lease import StoredVersion
+from weights.tiers.record import Name
+
+log = logging.getLogger(__name__)
+
+NAMESPACE = "appliance"
+WARM_TIMEOUT_S = 180.0
+LOOK_EVERY_S = 1.0
+ANSWER_S = 1.0  # for a node's answer to a look
+EMPTY_EVERY_S = 0.5
+
+
+# Device ids, the job or model that something died of, and why it died.
+OnDeath = Callable[[tuple[str, ...], str, str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    place: Place
+    ray_id: str
+    actor: Any
+    leaves: bool = False
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        if not self.leaves:
+            return self.place.devices
+        return tuple(replace(d, health="draining", health_reason="its node leaves the box") for d in self.place.devices)
+
+
+class Nodes:
+    """The nodes as the controller knows them. `home` is its own. Ray must be initialised."""
+
+    def __init__(self, home: Place):
+        self.home = home
+        self.on_change: Callable[[str, NodeChange, tuple[Device, ...]], None] = lambda name, what, devices: None
+        self._known: dict[str, _Known] = {}
+        self._tunnels: dict[str, tuple[Any, Any]] = {}  # replica to the agents of home and its node that lead to it
+
+    async def connect(self) -> None:
+        """Start or find the home node's agent and see who else is there. Warm parents start in the background."""
+        await announce(self.home)
+        await self.look()
+
+    async def watch(self, tell: Callable[[Event], None]) -> None:
+        """Tells of every node that comes or goes."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if await self.look():
+                tell(InventoryChanged())
+
+    async def look(self) -> bool:
+        """Take in who joined and forget who is gone; True if anybody did."""
+        alive = await _alive()
+        before = {name: (known.leaves, known.actor) for name, known in self._known.items()}
+        for name, known in list(self._known.items()):
+            if known.ray_id not in alive:
+                level = logging.INFO if known.leaves else logging.ERROR
+                log.log(level, "it is gone, and with it its %d devices", len(known.place.devices), extra={"node": name})
+                del self._known[name]
+                self.on_change(name, "left" if known.leaves else "lost", known.place.devices)
+        for name in {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)} - set(before):
+            await self._take_in(name, alive)
+        for name, known in list(self._known.items()):
+            if find_actor(NODE + name) is None:  # its agent died alone: engines and ranks there go on
+                try:
+                    self._known[name] = replace(known, actor=await _start(known.place, known.ray_id))
+                except RayError:
+                    if name == self.home.name:
+                        raise
+                    log.warning("its agent does not start; it seems to be dying", extra={"node": name})
+        away = [name for name, known in self._known.items() if name != self.home.name and not known.leaves]
+        for name, leaves in zip(away, await asyncio.gather(*map(self._asks_to_leave, away)), strict=True):
+            if leaves:
+                log.info("it leaves; its devices are given back first", extra={"node": name})
+                self._known[name] = replace(self._known[name], leaves=True)
+        return {name: (known.leaves, known.actor) for name, known in self._known.items()} != before
+
+    async def _asks_to_leave(self, name: str) -> bool:
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await self._known[name].actor.leaves.remote()
+        except (RayError, TimeoutError):
+            return False  # it is dying, or busy: the next look will tell
+
+    async def _take_in(self, name: str, alive: dict[str, set[str]]) -> None:
+        actor = find_actor(NODE + name)
+        if actor is None:
+            return
+        try:
+            place = await actor.place.remote()
+        except RayError:
+            return  # it died just now
+        ray_id = _ray_id(place, alive)
+        if ray_id is not None:
+            if name != self.home.name:
+                log.info("it joined with %d devices", len(place.devices), extra={"node": name})
+            self._known[name] = _Known(place, ray_id, actor)
+            if name != self.home.name:
+                self.on_change(name, "joined", place.devices)
+
+    # --- what they have
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """Home's first, then the others' by name."""
+        names = sorted(self._known, key=lambda name: (name != self.home.name, len(name), name))
+        return tuple(device for name in names for device in self._known[name].devices)
+
+    def alike(self) -> tuple[str, ...]:
+        """The nodes whose devices are of home's kind, home first: where a job that home prepared may run."""
+        kind = self.home.devices[0].kind
+        return tuple(dict.fromkeys([self.home.name, *(device.node for device in self.devices if device.kind == kind)]))
+
+    def device(self, device_id: str) -> Device:
+        """Raises LookupError when it or its node is gone."""
+        known = self._known.get(device_id.partition("/")[0])
+        found = next((d for d in known.place.devices if d.id == device_id), None) if known else None
+        if found is None:
+            raise LookupError(f"device {device_id} is gone")
+        return found
+
+    def place(self, name: str) -> Place | None:
+        """None when the node is gone."""
+        known = self._known.get(name)
+        return known.place if known else None
+
+    def place_of(self, device_ids: tuple[str, ...], verb: str, target: str) -> Place:
+        """The one node that has all these devices; raises EffectFailed, said of this verb and target."""
+        try:
+            nodes = {self.device(device_id).node for device_id in device_ids}
+        except LookupError as error:
+            raise EffectFailed(verb, target, str(error)) from error
+        if len(nodes) != 1:
+            raise EffectFailed(verb, target, f"its devices {', '.join(device_ids)} are on {len(nodes)} nodes")
+        return self._known[nodes.pop()].place
+
+    def here(self, body: type, name: str, place: Place, *arguments: Any) -> Any:
+        """Start or find an actor on this node. Raises EffectFailed when the node is gone."""
+        known = self._known.get(place.name)
+        if known is None:
+            raise EffectFailed("start", name, f"node {place.name} is gone")
+        return named_actor(body, name, known.ray_id, *arguments)
+
+    async def readings(self) -> tuple[Reading, ...]:
+        """The health of every GPU, as the drivers of all nodes tell it. A node that does not answer tells nothing."""
+        actors = [known.actor for known in self._known.values()]
+        answers = await asyncio.gather(*(actor.readings.remote() for actor in actors), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, RayError):
+                raise answer
+        return tuple(one for answer in answers if not isinstance(answer, BaseException) for one in answer)
+
+    async def wait_warm(self, place: Place, name: str, verb: str, target: str) -> None:
+        """Returns when the node's warm parent takes requests."""
+        await ask(verb, target, self._actor(place, verb, target).wait_warm.remote(name, WARM_TIMEOUT_S))
+
+    # --- reaching it from home
+
+    async def bring(
+        self, place: Place, version_dir: Path, holder: str, verb: str, target: str
+    ) -> tuple[Path, int]:
+        """Where the node has this version, adapter or snapshot of home's, copied over if need be, and the bytes that
+        took. It stays there until `holder` takes another."""
+        if place.name == self.home.name:
+            return version_dir, 0
+        there, home = self._actor(place, verb, target), self._actor(self.home, verb, target)
+        address = await self._relay(self.home, verb, target)
+        if not await ask(verb, target, home.lend.remote(version_dir)):
+            raise EffectFailed(verb, target, f"{version_dir} is gone")
+        try:
+            stored = StoredVersion.read(version_dir)
+            name = Name(stored.kind, stored.model, stored.version)
+            copied = await ask(verb, target, there.take.remote(address, name, version_dir, holder))
+        finally:
+            await ask(verb, target, home.take_back.remote(version_dir))
+        return copied["path"], copied["bytes"]
+
+    async def bring_home(self, place: Place, name: Name, remote: Path, target: str) -> tuple[Path, int]:
+        """Where home has what the node wrote at `remote`, and the bytes that took. Raises EffectFailed."""
+        verb = "bring_home"
+        there, home = self._actor(place, verb, target), self._actor(self.home, verb, target)
+        address = await self._relay(place, verb, target)
+        if not await ask(verb, target, there.lend.remote(remote)):
+            raise EffectFailed(verb, target, f"{name} is gone from node {place.name}")
+        safe = False
+        try:
+            path, copied_bytes = await ask(verb, target, home.keep.remote(address, name, remote))
+            safe = True
+        finally:
+            await ask(verb, target, there.take_back.remote(remote, safe))
+        return path, copied_bytes
+
+    async def bring_job(self, place: Place, folder: Path, verb: str, target: str) -> Path:
+        """The folder of a job on another node, with the data that home has in `folder`."""
+        address = await self._relay(self.home, verb, target)
+        return await ask(verb, target, self._actor(place, verb, target).fetch_job.remote(address, folder, folder.name))
+
+    async def forget_job(self, place: Place, job_id: str, leases_only: bool) -> None:
+        """Nothing of this job is needed on the node any more, or not for now."""
+        there = self._actor(place, "forget_job", job_id)
+        await ask("forget_job", job_id, there.forget_job.remote(job_id, leases_only))
+
+    async def local_socket(self, place: Place, replica_id: str) -> Path:
+        """A socket of the home node that leads to the replica's engine, wherever that is. The engine in turn reaches
+        home for adapters."""
+        verb, path = "open_replica", self.home.socket_path(replica_id)
+        if place.name != self.home.name:
+            home, there = self._actor(self.home, verb, replica_id), self._actor(place, verb, replica_id)
+            at_home, away = await self._relay(self.home, verb, replica_id), await self._relay(place, verb, replica_id)
+            await ask(verb, replica_id, there.serve_adapters.remote(at_home, self.home.adapter_socket))
+            await ask(verb, replica_id, home.open_tunnel.remote(path, away, place.socket_path(replica_id)))
+            self._tunnels[replica_id] = home, there
+        return path
+
+    async def mend_socket(self, place: Place, replica_id: str) -> None:
+        """Tunnels end with the agents at their ends: after one was started anew they are opened again."""
+        ends = tuple(self._known[name].actor for name in (self.home.name, place.name) if name in self._known)
+        if place.name != self.home.name and self._tunnels.get(replica_id) != ends:
+            await self.local_socket(place, replica_id)
+
+    async def close_socket(self, place: Place, replica_id: str) -> None:
+        self._tunnels.pop(replica_id, None)
+        if place.name != self.home.name:
+            home = self._actor(self.home, "stop_replica", replica_id)
+            await ask("stop_replica", replica_id, home.close_tunnel.remote(self.home.socket_path(replica_id)))
+
+    def _actor(self, place: Place, verb: str, target: str) -> Any:
+        known = self._known.get(place.name)
+        if known is None:
+            raise EffectFailed(verb, target, f"node {place.name} is gone")
+        return known.actor
+
+    async def _relay(self, place: Place, verb: str, target: str) -> tuple[str, int]:
+        return tuple(await ask(verb, target, self._actor(place, verb, target).relay_address.remote()))
+
+
+async def announce(place: Place) -> None:
+    """Make this node known to the box, once Ray runs on it. Raises NodeNameTaken, LookupError without Ray here."""
+    ray_id = _ray_id(place, await _alive())
+    if ray_id is None:
+        raise LookupError(f"no Ray node has the devices of {place.name}; `ray start` names them as resources")
+    actor = await _start(place, ray_id)
+    known = await actor.place.remote()
+    if known != place:
+        raise NodeNameTaken(place.name, known.address)
+
+
+async def announced_from(place: Place, head: str) -> None:
+    """Announce a node whose Ray has joined the head at `head`, from a process of its own on that node."""
+    await asyncio.to_thread(
+        ray.init, address=head, namespace=NAMESPACE, log_to_driver=False, _node_ip_address=place.address
+    )
+    try:
+        await announce(place)
+    finally:
+        ray.shutdown()
+
+
+async def emptied(place: Place, head: str) -> None:
+    """Tell the box that this node leaves; returns when nobody holds a device of it. From a process of its own on it."""
+    await asyncio.to_thread(
+        ray.init, address=head, namespace=NAMESPACE, log_to_driver=False, _node_ip_address=place.address
+    )
+    try:
+        node = find_actor(NODE + place.name)
+        if node is not None:
+            await node.leave.remote()
+        while await any_fenced({device.id for device in place.devices}):
+            await asyncio.sleep(EMPTY_EVERY_S)
+    finally:
+        ray.shutdown()
+
+
+async def _start(place: Place, ray_id: str) -> Any:
+    actor = named_actor(Node, NODE + place.name, ray_id, place)
+    await actor.start.remote()
+    return actor
+
+
+async def _alive() -> dict[str, set[str]]:
+    """Ray's id of each living node, and the names of the resources it came with."""
+    nodes = await asyncio.to_thread(ray.nodes)
+    return {node["NodeID"]: set(node["Resources"]) for node in nodes if node["Alive"]}
+
+
+def _ray_id(place: Place, alive: dict[str, set[str]]) -> str | None:
+    wanted = {f"{DEVICE_RESOURCE}{device.id}" for device in place.devices}
+    return next((ray_id for ray_id, resources in alive.items() if wanted <= resources), None)

@@ -1,0 +1,139 @@
+"""Jobs on other nodes than home: what their ranks need goes there first, what they make comes home.
+
+Only home's copies last. Base weights, data and the snapshot to go on from are brought to the node before its ranks
+start. Every snapshot and published version is copied home as soon as a rank says that it is whole, and told of only
+then: a node may die at any time, and what is known of the job is at home.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from scheduler.core.errors import EffectFailed
+from scheduler.ray.node import Place
+from scheduler.ray.nodes import Nodes
+from train.plan.spec import TrainSpec
+from train.state.cadence import every_s
+from weights.format.names import decode_name
+from weights.tiers.record import Name
+
+log = logging.getLogger(__name__)
+
+VERB = "start_group"
+_OVER = {"event": "over"}
+
+
+async def outfit(nodes: Nodes, place: Place, spec: TrainSpec, snapshot: Path | None) -> tuple[TrainSpec, Path | None]:
+    """What ranks of this job are told on this node, and where it has the snapshot, once everything is there.
+
+    Raises EffectFailed.
+    """
+    job_id = spec.job_id
+
+    async def bring(path: str, what: str) -> str:
+        return str((await nodes.bring(place, Path(path), f"job {job_id} {what}", VERB, job_id))[0])
+
+    folder = await nodes.bring_job(place, Path(spec.run_dir), VERB, job_id)
+    there = replace(
+        spec,
+        base_path=await bring(spec.base_path, "base"),
+        base_adapter=None if spec.base_adapter is None else await bring(spec.base_adapter, "adapter"),
+        train_path=str(folder / Path(spec.train_path).name),
+        valid_path=None if spec.valid_path is None else str(folder / Path(spec.valid_path).name),
+        run_dir=str(folder),
+        shm_root=str(place.shm_root),
+        shm_budget_bytes=place.budget_bytes,
+    )
+    return there, None if snapshot is None else Path(await bring(str(snapshot), "snapshot"))
+
+
+class Homecoming:
+    """Events of a job's ranks elsewhere, told in their order, each when what it speaks of is at home."""
+
+    def __init__(self, nodes: Nodes, place: Place, job_id: str, tell: Callable[[dict[str, Any]], None],
+                 clock: Callable[[], float] = time.monotonic):  # fmt: skip
+        self._nodes, self._place, self._job_id, self._tell = nodes, place, job_id, tell
+        self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        self._missing = ""
+        self._clock = clock
+        self._not_before_s = 0.0
+        self._left: dict[str, Any] | None = None  # the newest snapshot that was not brought yet
+        self._telling = asyncio.create_task(self._run(), name=f"{job_id} homecoming")
+
+    def take(self, event: dict[str, Any]) -> None:
+        self._events.put_nowait(event)
+
+    async def over(self, suspended: bool) -> str:
+        """The ranks have ended. Returns when everything taken was told: "", or what did not come home, as a sentence.
+
+        Their node then gives back what it kept for them; for a suspended job not its folder and snapshots, with which
+        it goes on sooner if it comes back.
+        """
+        self._events.put_nowait(_OVER)
+        told = asyncio.create_task(self._events.join())
+        await asyncio.wait({told, self._telling}, return_when=asyncio.FIRST_COMPLETED)
+        if self._telling.done():
+            told.cancel()
+            return f"an event of its ranks could not be taken: {self._telling.exception()!r}"
+        self.stop()
+        if not self._missing:
+            with contextlib.suppress(EffectFailed):  # the node is gone, and all it kept
+                await self._nodes.forget_job(self._place, self._job_id, leases_only=suspended)
+        return self._missing
+
+    def stop(self) -> None:
+        self._telling.cancel()
+
+    async def _run(self) -> None:
+        while True:
+            event = await self._events.get()
+            if event["event"] == "snapshot":
+                self._left = event
+                if self._clock() >= self._not_before_s:
+                    await self._bring_left()
+            elif event is _OVER:
+                await self._bring_left()
+            elif event["event"] != "published":
+                self._tell(event)
+            elif (path := await self._brought(event)) is not None:
+                self._tell({**event, "path": str(path)})
+            self._events.task_done()
+
+    async def _bring_left(self) -> None:
+        event, self._left = self._left, None
+        if event is None:
+            return
+        began_s = self._clock()
+        path = await self._brought(event)
+        self._not_before_s = self._clock() + every_s(self._clock() - began_s)
+        if path is not None:
+            self._tell({**event, "path": str(path)})
+
+    async def _brought(self, event: dict[str, Any]) -> Path | None:
+        remote = Path(event["path"])
+        try:
+            path, copied_bytes = await self._nodes.bring_home(self._place, name_at(remote), remote, self._job_id)
+        except EffectFailed as error:
+            # A newer snapshot will follow, or the job goes on from an older one. A result has no second chance.
+            log.error("%s of step %s did not come home: %s", event["event"], event.get("step"), error.reason,
+                      extra={"job_id": self._job_id, "node": self._place.name})  # fmt: skip
+            if event["event"] == "published":
+                self._missing = f"its version {event['version']} did not come home: {error.reason}"
+            return None
+        log.info("%s of step %s came home, %d bytes", event["event"], event.get("step"), copied_bytes,
+                 extra={"job_id": self._job_id, "node": self._place.name})  # fmt: skip
+        return path
+
+
+def name_at(path: Path) -> Name:
+    """The name of what a store has at `path` (see weights.format.names.version_path)."""
+    model, version = decode_name(path.parent.name), decode_name(path.name)
+    assert model is not None and version is not None, path
+    return Name(path.parent.parent.name.removesuffix("s"), model, version)

@@ -1,0 +1,336 @@
+"""Replicas: one named detached actor per engine, its requests opened and drained at the gateways."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from ray.exceptions import RayError
+
+from runtime.errors import SupervisorDied
+from scheduler.core.errors import Blame, EffectFailed
+from scheduler.handover.effects import Detail, Event, ReplicaDied, ReplicaObserved, ReplicaOrder
+from scheduler.ray.actors import (
+    UNNAMED_TIMEOUT_S,
+    Supervisor,
+    actor_names,
+    ask,
+    find_actor,
+    first_line,
+    until_unnamed,
+    within,
+)
+from scheduler.ray.node import Place, stored_bytes
+from scheduler.ray.nodes import Nodes, OnDeath
+from serve.core.config import EngineConfig
+from serve.core.spec import ReplicaSpec
+from serve.engine.replica import Replica
+
+log = logging.getLogger(__name__)
+
+ACTOR = "replica:"
+STOP_SLACK_S = 15.0  # for a supervisor to end an engine that did not stop by itself in its time
+
+
+class Routing(Protocol):
+    """Which replicas the gateways send requests to; the controller's bus."""
+
+    async def open(self, replica_id: str, model: str, version: str, socket_path: str) -> None:
+        """Returns when every gateway has it in its table."""
+
+    async def drain(self, replica_id: str) -> None:
+        """No new requests; returns when every gateway reports none in flight."""
+
+    async def withhold_adapters(self, replica_id: str) -> None:
+        """No new requests of LoRA adapters; returns when every gateway knows."""
+
+    def offer_adapters(self, replica_id: str) -> None:
+        """Requests of adapters again, where they were withheld."""
+
+    def is_open(self, replica_id: str) -> bool: ...
+
+    def close(self, replica_id: str) -> None:
+        """Forget a replica that is gone."""
+
+
+class Versions(Protocol):
+    """Where the bytes of model versions are."""
+
+    async def in_memory(self, model: str, version: str) -> Path:
+        """The version's directory in shared memory, read in from disk if need be, and held there until it is `taken`,
+        once for each time that this returned. Raises LookupError."""
+
+    def taken(self, model: str) -> None:
+        """An engine of the model has loaded what was brought in for it, and holds it; or will not."""
+
+    def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
+        """Fields of ReplicaSpec that depend on the model: task, dtype, max_model_len, kv_cache_bytes, ..."""
+
+
+class Replicas:
+    """The verbs on replicas, and what is true of them."""
+
+    def __init__(
+        self,
+        nodes: Nodes,
+        routing: Routing,
+        versions: Versions,
+        engine: EngineConfig,
+        tell: Callable[[Event], None],
+    ):
+        self._nodes, self._routing, self._versions, self._engine, self._tell = nodes, routing, versions, engine, tell
+        self.on_death: OnDeath = lambda device_ids, holder, reason: None
+        self._replicas: dict[str, Supervisor] = {}
+        self._places: dict[str, Place] = {}
+        self._watchers: dict[str, asyncio.Task] = {}
+        self._stopping: set[str] = set()
+
+    async def start_replica(self, order: ReplicaOrder, lease_id: str) -> Detail:
+        place = self._nodes.place_of(order.devices, "start_replica", order.id)
+        path, copied_bytes = await self._version_path("start_replica", order.id, order.model, order.version, place)
+        try:
+            spec = self._replica_spec(order, place, path)
+            await self._nodes.wait_warm(place, "serve", "start_replica", order.id)
+            self._stopping.discard(order.id)
+            replica = self._living(order.id)
+            if replica is None:
+                actor = self._nodes.here(
+                    Replica, ACTOR + order.id, place, place.warm_socket("serve"), str(place.log_dir), self._engine
+                )
+                replica = self._take_in(order.id, actor)
+            self._places[order.id] = place
+            detail = await ask("start_replica", order.id, replica.call("start", spec))
+        finally:
+            self._versions.taken(order.model)
+        self._watch(order.id, replica)
+        # Of a version on another node nothing is read here.
+        home = place.name == self._nodes.home.name
+        read = await asyncio.to_thread(stored_bytes, Path(spec.version_path)) if home else None
+        return {**detail, "bytes": read, "copied_bytes": copied_bytes}
+
+    async def stop_replica(self, replica_id: str) -> Detail:
+        self._stopping.add(replica_id)
+        self._routing.close(replica_id)
+        watcher = self._watchers.pop(replica_id, None)
+        if watcher is not None:
+            watcher.cancel()
+        replica = self._replicas.pop(replica_id, None)
+        if replica is None and (actor := find_actor(ACTOR + replica_id)) is not None:
+            replica = Supervisor(actor, ACTOR + replica_id)
+        if replica is None:
+            return None
+        try:
+            async with asyncio.timeout(self._engine.stop_timeout_s + STOP_SLACK_S):
+                await replica.call("stop")
+        except (SupervisorDied, RayError, TimeoutError) as error:
+            log.warning("it did not stop by itself: %s", first_line(error), extra={"replica": replica_id})
+        replica.kill()  # its leash then kills whatever is left of the engine
+        replica.end("it was stopped")
+        try:
+            await until_unnamed(ACTOR + replica_id)
+        except TimeoutError as error:
+            reason = f"Ray still names it {UNNAMED_TIMEOUT_S:.0f} s after it was killed"
+            raise EffectFailed("stop_replica", replica_id, reason, "outside") from error
+        place = self._places.pop(replica_id, None)
+        if place is not None:
+            await self._nodes.close_socket(place, replica_id)
+        return None
+
+    async def open_replica(self, replica_id: str) -> Detail:
+        status = await self._status("open_replica", replica_id)
+        if status["state"] != "ready":
+            raise EffectFailed("open_replica", replica_id, f"the engine is {status['state']}")
+        opening = self._open(replica_id, status["model"], status["version"])
+        await self._while_alive("open_replica", replica_id, opening, "before it took requests")
+        return None
+
+    async def drain_replica(self, replica_id: str) -> Detail:
+        draining = self._routing.drain(replica_id)
+        await self._while_alive("drain_replica", replica_id, draining, "while it finished its requests")
+        return None
+
+    async def _while_alive(self, verb: str, replica_id: str, doing: Coroutine[Any, Any, Any], when: str) -> Any:
+        """What `doing` returns, if the engine lives until then. Raises EffectFailed as soon as it does not."""
+        watcher, task = self._watchers.get(replica_id), asyncio.ensure_future(doing)
+        try:
+            await asyncio.wait({task, *([watcher] if watcher else [])}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            blame = watcher.result() if watcher is not None and not watcher.cancelled() else "outside"
+            raise EffectFailed(verb, replica_id, f"the engine died {when}", blame)
+        finally:
+            task.cancel()
+
+    async def sleep_replica(self, replica_id: str) -> Detail:
+        return await self._ask_replica("sleep_replica", replica_id, "sleep")
+
+    async def wake_replica(self, replica_id: str, model: str, version: str, lease_id: str) -> Detail:
+        path, copied_bytes = await self._bring("wake_replica", replica_id, model, version)
+        try:
+            detail = await self._ask_replica("wake_replica", replica_id, "wake", model, version, path)
+        finally:
+            self._versions.taken(model)
+        self._watch(replica_id, self._replicas[replica_id])
+        return {**detail, "copied_bytes": copied_bytes}
+
+    async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
+        path, copied_bytes = await self._bring("swap_replica", replica_id, model, version)
+        try:
+            # Adapters belong to the weights they were trained on; the engine waits for those that it has requests of.
+            withheld = self._routing.withhold_adapters(replica_id)
+            await self._while_alive("swap_replica", replica_id, withheld, "before it took the new weights")
+            detail = await self._ask_replica("swap_replica", replica_id, "swap", model, version, path)
+        except EffectFailed:
+            self._routing.offer_adapters(replica_id)
+            raise
+        finally:
+            self._versions.taken(model)
+        if self._routing.is_open(replica_id):
+            opening = self._open(replica_id, model, version)
+            await self._while_alive("swap_replica", replica_id, opening, "right after it took the new weights")
+        return {**detail, "copied_bytes": copied_bytes}
+
+    async def unload_adapter(self, name: str) -> None:
+        """No engine knows the adapter `NAME@VERSION` any more, once its requests have ended. All are asked; raises
+        EffectFailed when one could not. One that ends meanwhile knows nothing any more."""
+        failed: EffectFailed | None = None
+        for replica_id in list(self._replicas):
+            try:
+                await self._ask_replica("unload_adapter", replica_id, "unload_adapter", name)
+            except EffectFailed as error:
+                if replica_id in self._replicas and replica_id not in self._stopping:
+                    failed = failed or error
+        if failed is not None:
+            raise failed
+
+    async def _open(self, replica_id: str, model: str, version: str) -> None:
+        socket_path = await self._nodes.local_socket(self._places[replica_id], replica_id)
+        await self._routing.open(replica_id, model, version, str(socket_path))
+
+    def _replica_spec(self, order: ReplicaOrder, place: Place, path: Path) -> ReplicaSpec:
+        """What the engine is to be told."""
+        devices = [self._nodes.device(device_id) for device_id in order.devices]
+        settings = dict(self._versions.engine_settings(order.model, order.tensor_parallel))
+        if settings.get("adapter_slots") and place.name != self._nodes.home.name:
+            settings |= {"adapter_roots": (str(place.adapters),), "adapter_source": str(place.adapter_socket)}
+        return ReplicaSpec(
+            replica_id=order.id,
+            model=order.model,
+            version=order.version,
+            version_path=str(path),
+            socket_path=str(place.socket_path(order.id)),
+            devices=tuple(device.index for device in devices),
+            numa_nodes=place.numa_nodes(devices),
+            kind=devices[0].kind,
+            shm_root=str(place.shm_root),
+            node=place.name,
+            tensor_parallel=order.tensor_parallel,
+            **settings,
+        )
+
+    async def _version_path(
+        self, verb: str, target: str, model: str, version: str, place: Place
+    ) -> tuple[Path, int]:
+        try:
+            at_home = await self._versions.in_memory(model, version)
+        except (LookupError, OSError) as error:
+            raise EffectFailed(verb, target, f"version {version} of {model} cannot be read: {error}") from error
+        try:
+            return await self._nodes.bring(place, at_home, f"serve {model}", verb, target)
+        except BaseException:
+            self._versions.taken(model)
+            raise
+
+    async def _bring(self, verb: str, replica_id: str, model: str, version: str) -> tuple[str, int]:
+        place = self._places.get(replica_id)
+        if place is None:
+            raise EffectFailed(verb, replica_id, "there is no such engine")
+        path, copied_bytes = await self._version_path(verb, replica_id, model, version, place)
+        return str(path), copied_bytes
+
+    async def _status(self, verb: str, replica_id: str) -> dict[str, Any]:
+        return await self._ask_replica(verb, replica_id, "status")
+
+    async def _ask_replica(self, verb: str, replica_id: str, method: str, *arguments: Any) -> Any:
+        replica = self._replicas.get(replica_id)
+        if replica is None:
+            raise EffectFailed(verb, replica_id, "there is no such engine", "outside")
+        return await ask(verb, replica_id, replica.call(method, *arguments))
+
+    def _living(self, replica_id: str) -> Supervisor | None:
+        known = self._replicas.get(replica_id)
+        return None if known is None or known.over else known
+
+    def _take_in(self, replica_id: str, actor: Any) -> Supervisor:
+        found = self._replicas[replica_id] = Supervisor(actor, ACTOR + replica_id)
+        return found
+
+    def _watch(self, replica_id: str, replica: Supervisor) -> None:
+        if replica_id not in self._watchers:
+            self._watchers[replica_id] = asyncio.create_task(self._wait_dead(replica_id, replica))
+
+    async def _wait_dead(self, replica_id: str, replica: Supervisor) -> Blame:
+        """Tells of its death; whose fault it was."""
+        blame: Blame = "own"
+        try:
+            dead = await replica.call("wait_dead")
+            reason, blame = str(dead.get("exit", "the engine ended")), "memory" if dead.get("starved") else "own"
+            if replica_id not in self._stopping and blame == "own":
+                status = await replica.call("status")
+                devices = tuple(f"{status['node']}/{index}" for index in status["devices"])
+                self.on_death(devices, f"model {status['model']}", reason)
+        except (SupervisorDied, RayError) as error:
+            reason, blame = first_line(error), "outside"
+        if replica_id not in self._stopping:
+            self._routing.close(replica_id)
+            self._tell(ReplicaDied(replica_id, reason, blame))
+        return blame
+
+    # --- the truth
+
+    async def observe(self) -> tuple[ReplicaObserved, ...]:
+        """Every replica that has an actor, whoever started it."""
+        names = [name.removeprefix(ACTOR) for name in await actor_names() if name.startswith(ACTOR)]
+        found = [await self._observe_replica(replica_id) for replica_id in names]
+        return tuple(replica for replica in found if replica is not None)
+
+    async def stop_all(self) -> None:
+        await asyncio.gather(*(self.stop_replica(replica_id) for replica_id in list(self._replicas)))
+
+    async def _observe_replica(self, replica_id: str) -> ReplicaObserved | None:
+        replica = self._living(replica_id)
+        if replica is None:
+            actor = find_actor(ACTOR + replica_id)
+            if actor is None:
+                return None
+            replica = self._take_in(replica_id, actor)
+        try:
+            status = await within("observe", replica_id, replica.call("status"))
+        except (SupervisorDied, RayError):
+            return ReplicaObserved(replica_id, "", "", "dead", ())
+        state, node = status["state"], status["node"]
+        if (place := self._nodes.place(node)) is not None:
+            self._places[replica_id] = place
+        if state != "dead":
+            self._watch(replica_id, replica)
+        if state == "ready":
+            state = "open" if self._routing.is_open(replica_id) else "ready"
+            if state == "open" and place is not None:
+                with contextlib.suppress(EffectFailed):  # a node is going; the next look tells
+                    await self._nodes.mend_socket(place, replica_id)
+        devices = tuple(f"{node}/{index}" for index in status["devices"])
+        return ReplicaObserved(replica_id, status["model"], status["version"], state, devices)
+
+    async def resident_bytes(self) -> dict[str, int]:
+        """Resident memory of each engine, by replica id."""
+        found = {}
+        for replica_id, replica in list(self._replicas.items()):
+            try:
+                found[replica_id] = (await replica.call("status"))["rss_bytes"]
+            except (SupervisorDied, RayError):
+                continue  # it is being replaced; the watcher reports its death
+        return found

@@ -1,0 +1,89 @@
+"""`ray start` with less of Ray: `python -m scheduler.ray.start LOGS start --head ...` takes the same options after the
+folder for its logs.
+
+Left out is what nobody here uses: the commands for Ray Serve, jobs and states, whose imports take most of the time of
+`ray start`; the process of the dashboard, which Ray starts, and waits for, even where it is told not to; and the server
+for remote drivers (Ray Client), another 90 MB and a port, 10001, that no option closes and two boxes would both want.
+
+Added is that all a raylet starts, its agents and the workers, ends with it by the kernel's hand. Left to themselves
+workers miss it after up to two seconds and agents, where Ray's head is gone too, in a minute: each looks now and then,
+and the agents first try to tell the head.
+
+And its folders are their owner's alone, where Ray opens them to everybody, and its logs lie where there is room.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from runtime.processes import exec_with_parent
+
+OTHER_COMMANDS = ("ray.serve.scripts", "ray.dashboard.modules.job.cli", "ray.util.state.state_cli")
+COMMANDS_OF_A_RAYLET = ("--python_worker_command=", "--dashboard_agent_command=", "--runtime_env_agent_command=")
+
+
+def main() -> None:
+    # ray.scripts.scripts goes on without those of its commands that cannot be imported.
+    sys.modules.update(dict.fromkeys(OTHER_COMMANDS))
+    from ray._private import node, services
+    from ray._private.node import Node
+    from ray.scripts import scripts
+
+    Node.start_api_server = _without_dashboard
+    Node.start_ray_client_server = _without_ray_client
+    Node._init_temp = _logging_to(Path(sys.argv.pop(1)), Node._init_temp)
+    node.try_to_create_directory = _private_folder
+    services.start_ray_process = _tying(services.start_ray_process)
+    scripts.main()
+
+
+def _without_dashboard(node: Any, *, include_dashboard: bool | None, raise_on_failure: bool) -> None:
+    if include_dashboard is not False:
+        raise ValueError("this start of Ray has no dashboard; give --include-dashboard=false")
+
+
+def _without_ray_client(node: Any) -> None:
+    return
+
+
+def _logging_to(logs: Path, init_temp: Callable[..., None]) -> Callable[..., None]:
+    """Ray has no option for it. The session lies in shared memory, where its sockets' paths are short enough."""
+
+    def init_with_logs(node: Any, *arguments: Any) -> None:
+        session = Path(node._ray_params.temp_dir, node._session_name)
+        session.mkdir(mode=0o700, exist_ok=True)
+        session.joinpath("logs").symlink_to(logs)
+        init_temp(node, *arguments)
+
+    return init_with_logs
+
+
+def _private_folder(path: str) -> None:
+    os.makedirs(path, mode=0o700, exist_ok=True)
+
+
+def _tying(start: Callable[..., Any]) -> Callable[..., Any]:
+    def start_ray_process(command: Sequence[str], *arguments: Any, **named: Any) -> Any:
+        return start(tied_commands(command), *arguments, **named)
+
+    return start_ray_process
+
+
+def tied_commands(command: Sequence[str]) -> list[str]:
+    """The command line of a raylet, so that what it starts ends with it; those of other processes as they are."""
+    tie = subprocess.list2cmdline([sys.executable, "-S", exec_with_parent.__file__])
+    return [
+        f"{option}{tie} {argument.removeprefix(option)}"
+        if (option := next(filter(argument.startswith, COMMANDS_OF_A_RAYLET), None))
+        else argument
+        for argument in command
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,130 @@
+"""Traffic meets engines: the gateway's part of a simulation (routing, holding) and its clockwork.
+
+Requests go to the open replica with the fewest outstanding tokens, as the gateway's router places them (its affinity to
+warm prefixes is left out: traces have no text); with none open they are held, up to `hold_s`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+
+from scheduler.simulator.engine import Engine, EngineModel, Served
+from scheduler.simulator.trace import Requests
+
+
+class Cluster:
+    """All engines and the requests that are on their way. `advance` is cheap when little happened."""
+
+    def __init__(self, requests: Requests, model: EngineModel, *, hold_s: float = 600.0, seed: int = 0):
+        self.requests, self.model, self.hold_s = requests, model, hold_s
+        self.served = Served.of(len(requests))
+        self.now_s = 0.0
+        self.held: deque[int] = deque()
+        self.expired = 0
+        self.last_request_s: float | None = None
+        self._engines: dict[str, Engine] = {}
+        self._open: list[str] = []
+        self.arrived_tokens = 0
+        self._next = 0
+        self._due: list[tuple[float, str, int]] = []
+        self._rng = random.Random(seed)
+
+    # --- replicas
+
+    def start(self, replica_id: str) -> None:
+        self._engines[replica_id] = Engine(self.model, self.requests, self.served, self.now_s)
+
+    def stop(self, replica_id: str) -> None:
+        """A replica is only stopped when it has no requests; a forced stop hands them back to be held."""
+        engine = self._engines.pop(replica_id, None)
+        self.close(replica_id)
+        assert engine is None or engine.inflight == 0, f"{replica_id} stopped with {engine.inflight} requests"
+
+    def open(self, replica_id: str) -> None:
+        if replica_id not in self._open:
+            self._open.append(replica_id)
+        self._engines[replica_id].now_s = self.now_s
+        while self.held and self._open:
+            self._route(self.held.popleft())
+
+    def close(self, replica_id: str) -> None:
+        if replica_id in self._open:
+            self._open.remove(replica_id)
+
+    def inflight(self, replica_id: str) -> int:
+        engine = self._engines.get(replica_id)
+        return engine.inflight if engine else 0
+
+    @property
+    def inflight_total(self) -> int:
+        return sum(e.inflight for e in self._engines.values())
+
+    @property
+    def waiting_tokens(self) -> int:
+        held = sum(self.requests.prompt[r] for r in self.held)
+        return held + sum(e.waiting_tokens for e in self._engines.values() if e.waiting)
+
+    @property
+    def arrived(self) -> int:
+        """Requests so far; `arrived_tokens` are those of their prompts."""
+        return self._next
+
+    @property
+    def arrivals_left(self) -> bool:
+        return self._next < len(self.requests)
+
+    @property
+    def next_arrival_s(self) -> float:
+        return self.requests.arrival_s[self._next] if self.arrivals_left else math.inf
+
+    # --- time
+
+    def _route(self, request: int) -> None:
+        names = self._open if len(self._open) <= 16 else self._rng.sample(self._open, 8)
+        engines = self._engines
+        name, engine = names[0], engines[names[0]]
+        for other in names:
+            if engines[other].tokens < engine.tokens:
+                name, engine = other, engines[other]
+        engine.advance(self.now_s)
+        engine.add(request)
+        self._schedule(name, engine)
+
+    def _schedule(self, name: str, engine: Engine) -> None:
+        at_s = engine.next_event_s()
+        if at_s is not None:
+            heapq.heappush(self._due, (at_s, name, engine.version))
+
+    def advance(self, to_s: float) -> None:
+        """Everything that happens up to and at `to_s`."""
+        arrivals, total = self.requests.arrival_s, len(self.requests)
+        while True:
+            arrival_s = arrivals[self._next] if self._next < total else float("inf")
+            due_s = self._due[0][0] if self._due else float("inf")
+            at_s = min(arrival_s, due_s)
+            if at_s > to_s:
+                break
+            self.now_s = max(self.now_s, at_s)
+            if due_s <= arrival_s:
+                _, name, version = heapq.heappop(self._due)
+                engine = self._engines.get(name)
+                if engine is None or engine.version != version:
+                    continue
+                engine.advance(self.now_s)
+                engine.finish_events()
+                self._schedule(name, engine)
+                continue
+            request, self._next = self._next, self._next + 1
+            self.last_request_s = self.now_s
+            self.arrived_tokens += self.requests.prompt[request]
+            if self._open:
+                self._route(request)
+            else:
+                self.held.append(request)
+        self.now_s = max(self.now_s, to_s)
+        while self.held and self.now_s - arrivals[self.held[0]] > self.hold_s:
+            self.held.popleft()
+            self.expired += 1

@@ -1,0 +1,105 @@
+"""What a gateway tells the simulated scheduler: load reports, and what they teach; and the samples of the plot."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from scheduler.autoscale import demand as demand_
+from scheduler.autoscale.standby import Standby, StandbyLearner
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import DeploymentView
+from scheduler.loop.loop import SchedulerLoop
+from scheduler.simulator.cluster import Cluster
+from scheduler.simulator.world import REPORT_S, SimEffects, SimStore
+
+QUIET_REPORTS = 20
+"""One in so many is simulated while nothing is asked for."""
+
+
+@dataclass
+class Sample:
+    """One point of the plot."""
+
+    at_s: float
+    inflight: int
+    held: int
+    serving_devices: int
+    training_devices: int
+
+
+@dataclass
+class Gateway:
+    """Reports load every `REPORT_S` and nudges the loop when the demand asks for another number of replicas, and when a
+    request comes after a pause: the planner forgets by the clock what it had kept for the last one.
+
+    learner: None where no policy listens (a fixed split), so that nothing need be reported between samples.
+    """
+
+    cluster: Cluster
+    store: SimStore
+    effects: SimEffects
+    config: SchedulerConfig
+    sample_every_s: float
+    learner: StandbyLearner | None = None
+    samples: list[Sample] = field(default_factory=list)
+    passed: Callable[[float], None] = lambda now_s: None
+    """Told the time with every sample."""
+
+    async def run(self, loop: SchedulerLoop, until_s: float, submissions_s: list[float]) -> None:
+        aio = asyncio.get_running_loop()
+        wanted, next_sample_s, submitted, asked_s = -1, 0.0, 0, 0.0
+        while True:
+            now_s = aio.time()
+            self.cluster.advance(now_s)
+            self.store.requests_seen(now_s)
+            now_wanted = self._wanted(now_s)
+            while submitted < len(submissions_s) and submissions_s[submitted] <= now_s:
+                submitted, wanted = submitted + 1, -1
+            last_s = self.cluster.last_request_s or 0.0
+            if now_wanted != wanted or last_s - asked_s > self.config.give_back_after_s:
+                wanted = now_wanted
+                loop.nudge()
+            asked_s = last_s
+            if now_s >= next_sample_s:
+                next_sample_s = now_s + self.sample_every_s
+                self.passed(now_s)
+                c, e = self.cluster, self.effects
+                self.samples.append(Sample(now_s, c.inflight_total, len(c.held), e.serving_devices, e.training_devices))
+            over = now_s >= until_s and not self.cluster.arrivals_left
+            if over and not self.cluster.held and not self.cluster.inflight_total:
+                return
+            await asyncio.sleep(self._until_next_s(now_s, next_sample_s, over))
+
+    def _wanted(self, now_s: float) -> int:
+        deployment = self.store.deployment()
+        if self.learner is not None:
+            self.store.standby = self._learn(self.learner, deployment, now_s)
+            if self.store.standby != deployment.standby:
+                deployment = replace(deployment, standby=self.store.standby)
+        wanted = demand_.wanted_now(deployment, now_s, self.config)
+        wanted = max(wanted, demand_.by_rise(deployment, self.config))
+        return max(wanted, deployment.standby.replicas) if deployment.standby else wanted
+
+    def _learn(self, learner: StandbyLearner, deployment: DeploymentView, now_s: float) -> Standby:
+        arrived, tokens = self.cluster.arrived, self.cluster.arrived_tokens
+        assert deployment.prefill_tokens_per_s, "the engine model has a rate"
+        work_s, requests = (tokens - self._tokens) / deployment.prefill_tokens_per_s, arrived - self._arrived
+        self._arrived, self._tokens = arrived, tokens
+        return learner.seen(now_s, work_s, requests, demand_.by_concurrency(deployment, self.config))
+
+    _arrived = 0
+    _tokens = 0
+
+    def _until_next_s(self, now_s: float, next_sample_s: float, over: bool) -> float:
+        """Whole reports; more than one where nothing can happen before."""
+        busy = self.cluster.held or self.cluster.inflight_total
+        if self.learner is None and not over:
+            reports = (next_sample_s - now_s) / REPORT_S
+        elif busy or over:
+            reports = 1.0
+        else:
+            reports = min((self.cluster.next_arrival_s - now_s) / REPORT_S, QUIET_REPORTS)
+        return REPORT_S * max(math.ceil(reports), 1)

@@ -1,0 +1,319 @@
+"""The simulator: real traces, simulated engines and jobs, and the very scheduler that runs the box.
+
+`simulate` runs one policy in virtual time and compares it with every static split and with the oracle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import multiprocessing
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from runtime.processes.kernel import die_with_parent
+from scheduler.autoscale.standby import StandbyLearner, standby_costs
+from scheduler.core.config import SchedulerConfig
+from scheduler.core.errors import InvalidWorkload
+from scheduler.core.inventory import Device
+from scheduler.core.workload import DeploymentView, Policy
+from scheduler.handover.journal import MemoryJournal
+from scheduler.loop.loop import SchedulerLoop
+from scheduler.simulator import oracle, virtual_time
+from scheduler.simulator.cluster import Cluster
+from scheduler.simulator.engine import EngineModel
+from scheduler.simulator.gateway import Gateway, Sample
+from scheduler.simulator.trace import Requests, TraceJob
+from scheduler.simulator.world import MODEL, SimEffects, SimJob, SimStore, VerbTimes, elastic_job, job_of
+
+UP_S = 16.0
+"""The box is up this long before the first request, with the elastic job running and engines open: a trace is a stretch
+of a box's life, not its birth. Times inside a run are later than those of the trace by this much."""
+
+
+_LOOK_EVERY_S = 3600.0
+"""How often a loop looks at a simulated world that changes by its own verbs alone."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What is simulated. slo_*: a request attains its targets when its first token came within `slo_ttft_s` and its
+    further tokens at `slo_tpot_s` each on average."""
+
+    requests: Requests
+    jobs: list[TraceJob] | None = None
+    nodes: int = 1
+    gpus_per_node: int = 8
+    slo_ttft_s: float = 2.0
+    slo_tpot_s: float = 0.1
+    hold_s: float = 600.0
+    min_replicas: int = 0
+    engine: EngineModel = field(default_factory=EngineModel)
+    times: VerbTimes = field(default_factory=VerbTimes)
+    config: SchedulerConfig = field(default_factory=SchedulerConfig)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, seconds in (("slo_ttft_s", self.slo_ttft_s), ("slo_tpot_s", self.slo_tpot_s)):
+            if not 0 < seconds < math.inf:
+                raise InvalidWorkload(name, seconds, "seconds, more than 0")
+
+    @property
+    def devices(self) -> int:
+        return self.nodes * self.gpus_per_node
+
+    def inventory(self) -> tuple[Device, ...]:
+        per = self.gpus_per_node
+        return tuple(
+            Device(
+                f"n{n}/{i}",
+                f"n{n}",
+                i,
+                "cuda",
+                "H100",
+                80 * 2**30,
+                numa_node=2 * i // per,
+                nvlink_peers=frozenset(f"n{n}/{k}" for k in range(per) if k != i),
+            )
+            for n in range(self.nodes)
+            for i in range(per)
+        )
+
+    def deployment(self) -> DeploymentView:
+        count = len(self.requests)
+        prompt, output = sum(self.requests.prompt) / count, sum(self.requests.output) / count
+        target = self.engine.target_inflight(tpot_s=self.slo_tpot_s, prompt=prompt, output=output)
+        chunk = self.engine.chunk_tokens
+        return DeploymentView(
+            MODEL,
+            "v1",
+            min_replicas=self.min_replicas,
+            max_replicas=self.devices,
+            target_inflight=target,
+            prefill_tokens_per_s=chunk / self.engine.step_s(target // 2, target * prompt / 2, chunk),
+            ttft_target_s=self.slo_ttft_s,
+            tpot_target_s=self.slo_tpot_s,
+        )
+
+    def learner(self) -> StandbyLearner:
+        costs = standby_costs(self.config, self.devices)
+        return StandbyLearner(
+            costs,
+            least=self.min_replicas,
+            most=self.devices,
+            target_s=self.slo_ttft_s,
+            late_share=self.config.late_requests_share,
+        )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What came of one policy. Times to first token are of requests that got one, waiting at the gateway included."""
+
+    requests_served: int
+    slo_attainment: float
+    ttft_p50_s: float | None
+    ttft_p95_s: float | None
+    training_gpu_hours: float
+    handovers: int
+    samples: list[Sample] = field(default_factory=list, compare=False)
+    first_tokens: list[tuple[float, float]] = field(default_factory=list, compare=False)
+    """For the plot: (arrival, time to first token) of up to 5,000 requests."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.compare}
+
+
+def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = lambda share: None) -> Figures:
+    """One policy over the whole trace, and on until every request is answered or given up.
+
+    passed: told the share of the trace that is done, some thousand times.
+    """
+    requests = setup.requests.later(UP_S)
+    cluster = Cluster(requests, setup.engine, hold_s=setup.hold_s, seed=setup.seed)
+    jobs: list[SimJob]
+    if setup.jobs is None:
+        jobs = [elastic_job(setup.devices)]
+    else:
+        jobs = [job_of(replace(j, at_s=j.at_s + UP_S)) for j in setup.jobs]
+    store = SimStore(cluster, policy, jobs, setup.deployment(), setup.config.next_answer_s)
+    store.warm_until_s = UP_S
+    effects = SimEffects(cluster, setup.inventory(), store.jobs, setup.times)
+    effects.counted_s = (UP_S, requests.horizon_s)
+    journal = MemoryJournal()
+    learner = setup.learner() if policy.kind == "auto" else None
+    gateway = Gateway(cluster, store, effects, setup.config, max(setup.requests.horizon_s / 1000, 1.0), learner)
+    gateway.passed = lambda now_s: passed(min(now_s / requests.horizon_s, 1.0))
+    handovers_before = 0
+    # Where nobody listens to the demand, nothing happens between submissions and ends of jobs, and those are told.
+    config = setup.config if learner else setup.config.model_copy(update={"observe_every_s": _LOOK_EVERY_S})
+
+    async def life() -> None:
+        nonlocal handovers_before
+        clock = virtual_time.VirtualClock()
+        loop = SchedulerLoop(effects, store, journal, clock, config)
+        running = asyncio.create_task(loop.run())
+        while (left_s := UP_S - clock.now_s()) > 0:
+            await asyncio.sleep(max(left_s, virtual_time.RESOLUTION_S))
+        handovers_before = journal.last_id()
+        watching = asyncio.create_task(
+            gateway.run(loop, requests.horizon_s, sorted(j.view.submitted_s for j in store.jobs.values()))
+        )
+        await asyncio.wait({running, watching}, return_when=asyncio.FIRST_COMPLETED)
+        effects.close_books()
+        loop.stop()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+        await running
+
+    virtual_time.run(life())
+    return _figures(setup, cluster, effects.training_device_s, journal.last_id() - handovers_before, gateway.samples)
+
+
+def _figures(
+    setup: Setup, cluster: Cluster, training_device_s: float, handovers: int, samples: list[Sample]
+) -> Figures:
+    requests, served = cluster.requests, cluster.served
+    ttft, good, ended = [], 0, 0
+    points: list[tuple[float, float]] = []
+    every = len(requests) // 5000 + 1
+    for n, arrival_s in enumerate(requests.arrival_s):
+        first_s, end_s = served.first_token_s[n], served.end_s[n]
+        if first_s >= 0:
+            ttft.append(first_s - arrival_s)
+            if n % every == 0:
+                points.append((arrival_s - UP_S, first_s - arrival_s))
+        if end_s >= 0:
+            ended += 1
+            tpot_s = (end_s - first_s) / max(requests.output[n] - 1, 1)
+            good += first_s - arrival_s <= setup.slo_ttft_s and tpot_s <= setup.slo_tpot_s
+    ttft.sort()
+
+    def percentile(q: float) -> float | None:
+        return ttft[min(int(q * len(ttft)), len(ttft) - 1)] if ttft else None
+
+    return Figures(
+        requests_served=ended,
+        slo_attainment=good / len(requests),
+        ttft_p50_s=percentile(0.5),
+        ttft_p95_s=percentile(0.95),
+        training_gpu_hours=training_device_s / 3600,
+        handovers=handovers,
+        samples=[replace(sample, at_s=sample.at_s - UP_S) for sample in samples],
+        first_tokens=points,
+    )
+
+
+def simulate(
+    setup: Setup,
+    policy: Policy,
+    *,
+    static: bool = True,
+    processes: int = 1,
+    progress: Callable[[str], None] = lambda text: None,
+) -> tuple[dict[str, Any], Figures]:
+    """The figures of `policy` beside the oracle and the static splits, as plain values with stable keys.
+
+    processes: with more than one the static splits run in so many beside this one, to the same figures.
+    """
+
+    def telling(name: str) -> Callable[[float], None]:
+        return lambda share: progress(f"{name}, {100 * share:.0f} % of {setup.requests.horizon_s / 3600:.1f} h")
+
+    shares = [setup.devices * n // 8 for n in range(9)] if setup.devices > 8 else list(range(setup.devices + 1))
+    if not static:
+        shares = []
+    with _running_splits(setup, shares, processes, telling) as split:
+        figures = run_policy(setup, policy, telling(f"policy {policy.kind}"))
+        progress("oracle")
+        bound_s = oracle.training_device_s(
+            setup.requests,
+            setup.engine,
+            setup.times,
+            devices=setup.devices,
+            jobs=setup.jobs,
+            attainment=figures.slo_attainment,
+            slo_ttft_s=setup.slo_ttft_s,
+            slo_tpot_s=setup.slo_tpot_s,
+        )
+        splits = [
+            {"train_devices": share, "serve_devices": setup.devices - share, **split(share).to_json()}
+            for share in shares
+        ]
+    result = {
+        "policy": policy.kind,
+        "devices": setup.devices,
+        "requests": len(setup.requests),
+        "horizon_s": setup.requests.horizon_s,
+        "slo": {"ttft_s": setup.slo_ttft_s, "tpot_s": setup.slo_tpot_s},
+        **figures.to_json(),
+        "oracle_training_gpu_hours": bound_s / 3600,
+        "oracle_ratio": _ratio(figures.training_gpu_hours, bound_s / 3600),
+        "on_pareto_front": not any(_dominates(_point(row), _point(figures.to_json())) for row in splits),
+        "pareto": pareto(figures.to_json(), splits),
+        "static": splits,
+    }
+    return result, figures
+
+
+@contextmanager
+def _running_splits(
+    setup: Setup, shares: list[int], processes: int, telling: Callable[[str], Callable[[float], None]]
+) -> Iterator[Callable[[int], Figures]]:
+    """Yields what gives the figures of a share of devices that train: here and then, or from a process that runs."""
+    if processes <= 1 or not shares:
+        yield lambda share: run_policy(setup, Policy("split", share), telling(f"static split {share}/{setup.devices}"))
+        return
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(processes, spawn, _end_with_parent) as pool:
+        runs = {share: pool.submit(run_policy, setup, Policy("split", share)) for share in shares}
+
+        def figures(share: int) -> Figures:
+            telling(f"static split {share}/{setup.devices}")(sum(run.done() for run in runs.values()) / len(runs))
+            return runs[share].result()
+
+        try:
+            yield figures
+        except BaseException:
+            # Ctrl-C above all: the pool would wait for runs of minutes.
+            for child in multiprocessing.active_children():
+                child.terminate()
+            raise
+
+
+def _end_with_parent() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    die_with_parent()
+
+
+def pareto(mode: dict[str, Any], splits: list[dict[str, Any]]) -> str:
+    """How a mode stands beside the static splits, by SLO attainment and training GPU-hours together.
+
+    "better than all": better than each of them in both, or as good in one. "on the front": none is better than it in
+    both. "beaten": one is. "none": nothing to compare with.
+    """
+    if not splits:
+        return "none"
+    own = _point(mode)
+    if any(_dominates(_point(row), own) for row in splits):
+        return "beaten"
+    return "better than all" if all(_dominates(own, _point(row)) for row in splits) else "on the front"
+
+
+def _ratio(trained: float, bound: float) -> float:
+    """Training over its bound. 1.0 where nothing could be trained (a trace of one moment, no job in its time), since
+    nothing was lost, and where the two differ by the rounding of sums alone."""
+    return 1.0 if not bound or math.isclose(trained, bound, rel_tol=1e-9) else trained / bound
+
+
+def _point(row: dict[str, Any]) -> tuple[float, float]:
+    return row["slo_attainment"], row["training_gpu_hours"]
+
+
+def _dominates(a: tuple[float, float], b: tuple[float, float]) -> bool:
+    """At least as good in both, better in one."""
+    return a[0] >= b[0] and a[1] >= b[1] and a != b

@@ -1,0 +1,195 @@
+"""Reading real traces: requests in Azure's shape, training jobs in Philly's shape; plain or gzip CSV."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import math
+import random
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import TextIO
+
+from scheduler.core.errors import TraceError
+
+_MOST_TOKENS = 10_000_000
+"""Of one prompt or one output: more is a slip of columns, and one request would take days."""
+
+_LONGEST_GAP_S = 31 * 86400.0
+"""Between two requests: more is a slip of the clock, and the simulator would live through every half minute of it."""
+
+
+@dataclass(slots=True)
+class Requests:
+    """Requests sorted by arrival. arrival_s: seconds from the first one. prompt, output: tokens, at least 1.
+    began_s: the first one since the epoch, where the trace says when."""
+
+    arrival_s: array[float]
+    prompt: array[int]
+    output: array[int]
+    began_s: float | None = None
+
+    def __len__(self) -> int:
+        return len(self.arrival_s)
+
+    @property
+    def horizon_s(self) -> float:
+        """From the first arrival to the last."""
+        return self.arrival_s[-1] if self.arrival_s else 0.0
+
+    def later(self, by_s: float) -> Requests:
+        """The same requests, each `by_s` seconds later; the tokens are shared."""
+        return Requests(array("d", (at_s + by_s for at_s in self.arrival_s)), self.prompt, self.output, self.began_s)
+
+
+@dataclass(frozen=True, slots=True)
+class TraceJob:
+    """A training job: submitted `at_s` after the first job of its list, `devices` wanted, `duration_s` on those."""
+
+    id: str
+    at_s: float
+    devices: int
+    duration_s: float
+
+
+def _open(path: Path) -> TextIO:
+    try:
+        with open(path, "rb") as file:
+            packed = path.suffix == ".gz" or file.read(2) == b"\x1f\x8b"
+        # Spreadsheets begin their CSV with a byte order mark.
+        return (gzip.open if packed else open)(path, "rt", newline="", encoding="utf-8-sig")
+    except OSError as error:
+        raise TraceError(path, None, f"cannot be opened ({error.strerror or error})") from error
+
+
+def _rows(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
+    """(line number, the columns asked for) of each row. Raises TraceError for a missing column or short row."""
+    with _open(path) as file:
+        try:
+            reader = csv.reader(file)
+            header = [name.strip() for name in next(reader, [])]
+            missing = [c for c in columns if c not in header]
+            if missing:
+                raise TraceError(path, 1, f"columns {header} given, {list(columns)} expected")
+            places = [header.index(c) for c in columns]
+            for row in reader:
+                if not row:
+                    continue
+                try:
+                    yield reader.line_num, [row[p] for p in places]
+                except IndexError:
+                    raise TraceError(path, reader.line_num, f"{len(row)} columns, {len(header)} expected") from None
+        except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+            raise TraceError(path, None, f"is not readable as (gzip) CSV: {error}") from error
+
+
+def _time_s(text: str) -> float:
+    """Seconds since the epoch; Azure writes seven digits after the point, which fromisoformat does not take."""
+    head, _, fraction = text.strip().partition(".")
+    zone = ""
+    for sign in ("+", "-", "Z"):
+        if sign in fraction:
+            at = fraction.index(sign)
+            fraction, zone = fraction[:at], fraction[at:]
+            break
+    try:
+        moment = datetime.fromisoformat(head + (zone if zone != "Z" else "+00:00"))
+        if moment.tzinfo is None:
+            moment = moment.replace(tzinfo=UTC)
+        return moment.timestamp() + (float(f"0.{fraction}") if fraction else 0.0)
+    except ValueError:
+        raise ValueError(f"time {text!r} given, one such as 2023-11-16 18:15:46.680 expected") from None
+
+
+def _whole(column: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{column} {text!r} given, a whole number expected") from None
+
+
+def _number(column: str, text: str) -> float:
+    """Raises ValueError for what no calculation survives, infinities too."""
+    try:
+        if math.isfinite(number := float(text)):
+            return number
+    except ValueError:
+        pass
+    raise ValueError(f"{column} {text!r} given, a number expected")
+
+
+def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Requests:
+    """A trace with columns TIMESTAMP, ContextTokens, GeneratedTokens, in any order of time.
+
+    scale: multiplies the load: each request is kept `scale` times on average (copies get a jitter of up to a second),
+    so that the shape over time stays what it is.
+
+    Raises:
+        TraceError: naming file and line, for anything that is not such a trace.
+    """
+    path = Path(path)
+    if not 0 < scale < math.inf:
+        raise TraceError(path, None, f"scale {scale:g} given, a number above 0 expected")
+    rng = random.Random(seed)
+    found: list[tuple[float, int, int, int]] = []
+    line = 0
+    for line, (when, prompt_text, output_text) in _rows(path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
+        try:
+            at_s = _time_s(when)
+            prompt, output = _whole("ContextTokens", prompt_text), _whole("GeneratedTokens", output_text)
+        except ValueError as error:
+            raise TraceError(path, line, str(error)) from None
+        if not (0 <= prompt <= _MOST_TOKENS and 0 <= output <= _MOST_TOKENS):
+            raise TraceError(path, line, f"{prompt} and {output} tokens given, 0 to {_MOST_TOKENS:,} expected")
+        request = (at_s, max(prompt, 1), max(output, 1), line)
+        if scale == 1.0:
+            found.append(request)
+            continue
+        copies = int(scale) + (rng.random() < scale - int(scale))
+        found += [(at_s + (rng.random() if n else 0.0), *request[1:]) for n in range(copies)]
+    if not found:
+        raise TraceError(path, None, f"scale {scale:g} keeps none of its requests" if line else "contains no request")
+    found.sort()
+    for (before_s, *_, earlier), (at_s, *_, later) in pairwise(found):
+        if at_s - before_s > _LONGEST_GAP_S:
+            gap_days, most_days = (at_s - before_s) / 86400, _LONGEST_GAP_S / 86400
+            raise TraceError(path, later, f"{gap_days:,.0f} days after the request before it in time (line {earlier}), "
+                                          f"at most {most_days:.0f} expected")  # fmt: skip
+    first_s = found[0][0]
+    return Requests(
+        array("d", (r[0] - first_s for r in found)),
+        array("l", (r[1] for r in found)),
+        array("l", (r[2] for r in found)),
+        began_s=first_s,
+    )
+
+
+def read_jobs(path: str | Path, *, within_s: float, max_devices: int) -> list[TraceJob]:
+    """A job list with columns timestamp, duration (s), num_gpus; the jobs of the first `within_s` seconds.
+
+    A job that wants more than `max_devices` is cut to that many, its work kept.
+    """
+    path = Path(path)
+    rows: list[tuple[float, float, int]] = []
+    for line, (when, duration, gpus) in _rows(path, ("timestamp", "duration", "num_gpus")):
+        try:
+            row = (_time_s(when), _number("duration", duration), int(_number("num_gpus", gpus)))
+        except ValueError as error:
+            raise TraceError(path, line, str(error)) from None
+        if row[1] > 0 and row[2] > 0:
+            rows.append(row)
+    if not rows:
+        raise TraceError(path, None, "contains no job with a duration and devices")
+    rows.sort()
+    first_s = rows[0][0]
+    jobs = []
+    for n, (at_s, duration_s, gpus) in enumerate(rows):
+        if at_s - first_s > within_s:
+            break
+        devices = min(gpus, max_devices)
+        jobs.append(TraceJob(f"job-{n}", at_s - first_s, devices, duration_s * gpus / devices))
+    return jobs

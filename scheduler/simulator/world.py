@@ -1,0 +1,288 @@
+"""Effects, store and clockwork of a simulation: the scheduler's own loop moves simulated engines and jobs.
+
+Nothing here decides. Verbs take the time of `VerbTimes` and act on the `Cluster` (requests) and the groups (training).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from dataclasses import dataclass, replace
+
+from scheduler.autoscale.forecast import Rise
+from scheduler.autoscale.standby import Standby
+from scheduler.core.errors import EffectFailed
+from scheduler.core.failures import Trouble
+from scheduler.core.inventory import Device, Lease
+from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, ReplicaState, Workload
+from scheduler.handover.effects import Event, GroupEnded, GroupObserved, Observed, ReplicaObserved, ReplicaOrder
+from scheduler.simulator.cluster import Cluster
+from scheduler.simulator.trace import TraceJob
+
+MODEL = "model"
+REPORT_S = 0.25
+"""How often a gateway reports its load."""
+
+
+@dataclass(frozen=True, slots=True)
+class VerbTimes:
+    """Seconds that verbs take. Defaults: a 7 B model in bf16 (13.5 GB) on an H100 behind PCIe 5 (50 GB/s one way).
+
+    wake: the weights once over PCIe plus half a second. start: a fork plus the same. suspend: 12 bytes per parameter
+    of optimizer state over eight links. start_group: a fork of the ranks plus the same back. step: of training. One
+    that is under way is left and done anew, as train.run.leave_step says: not if it ends within `patience`, nor twice.
+    """
+
+    lease_s: float = 0.01
+    start_s: float = 2.5
+    wake_s: float = 0.8
+    sleep_s: float = 0.1
+    open_s: float = 0.01
+    suspend_s: float = 0.25
+    step_s: float = 0.6
+    patience_s: float = 0.1
+    start_group_s: float = 2.0
+    stop_s: float = 0.1
+
+    @property
+    def there_and_back_s(self) -> float:
+        """The least time a device is of use to nobody when training gets it from serving and gives it back."""
+        return self.sleep_s + 4 * self.lease_s + self.start_group_s + self.suspend_s + self.wake_s + self.open_s
+
+
+@dataclass(slots=True)
+class SimJob:
+    """A job's progress. `left_device_s`: work left; None never ends."""
+
+    view: JobView
+    left_device_s: float | None = None
+    trained_device_s: float = 0.0
+    left_a_step: bool = False
+    """The last suspension did: the first step after it is finished."""
+
+
+@dataclass(slots=True)
+class _Group:
+    lease: Lease
+    since_s: float
+    timer: asyncio.TimerHandle | None = None
+    ended: GroupEnded | None = None
+
+
+@dataclass(slots=True)
+class _Replica:
+    order: ReplicaOrder
+    state: ReplicaState = "ready"
+
+
+class SimStore:
+    """The workload: jobs as they are submitted, one model with the demand the cluster has now."""
+
+    def __init__(
+        self, cluster: Cluster, policy: Policy, jobs: list[SimJob], deployment: DeploymentView, next_answer_s: float
+    ):
+        self._cluster, self.policy, self._deployment = cluster, policy, deployment
+        self.warm_until_s = 0.0
+        """Until then one replica is kept whatever the deployment says: a model that was asked for before the trace."""
+        self.jobs = {j.view.id: j for j in jobs}
+        self.standby: Standby | None = None
+        self._rise = Rise(next_answer_s)
+
+    def requests_seen(self, now_s: float) -> None:
+        """A load report: called as often as gateways give one."""
+        self._rise.seen(now_s, self._cluster.inflight_total + len(self._cluster.held), self._cluster.arrived)
+
+    def deployment(self) -> DeploymentView:
+        c, d = self._cluster, self._deployment
+        demand = Demand(c.inflight_total, len(c.held), c.waiting_tokens, c.last_request_s, expected=self._rise.expected)
+        least = max(d.min_replicas, 1) if c.now_s < self.warm_until_s else d.min_replicas
+        return replace(d, demand=demand, standby=self.standby, min_replicas=least)
+
+    def load(self) -> Workload:
+        now_s = self._cluster.now_s
+        jobs = tuple(j.view for j in self.jobs.values() if j.view.submitted_s <= now_s)
+        return Workload(self.policy, jobs, (self.deployment(),))
+
+    def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
+        pass
+
+    def job_waiting(self, job_id: str, reason: str, suspended: bool) -> None:
+        pass
+
+    def job_ended(self, job_id: str, outcome: str, error: str) -> None:
+        self.jobs.pop(job_id, None)
+
+    def model_trouble(self, model: str, trouble: Trouble | None) -> None:
+        assert trouble is None, f"simulated engines do not fail: {trouble}"
+
+
+class SimEffects:
+    """The verbs in virtual time."""
+
+    def __init__(self, cluster: Cluster, devices: tuple[Device, ...], jobs: dict[str, SimJob], times: VerbTimes):
+        self._cluster, self._devices, self._jobs, self._times = cluster, devices, jobs, times
+        self._leases: dict[str, Lease] = {}
+        self._replicas: dict[str, _Replica] = {}
+        self._groups: dict[str, _Group] = {}
+        self._events: asyncio.Queue[Event] = asyncio.Queue()
+        self.counted_s = (0.0, math.inf)
+        """From when to when training counts."""
+        self.training_device_s = 0.0
+
+    def _now(self) -> float:
+        now_s = asyncio.get_running_loop().time()
+        self._cluster.advance(now_s)
+        return now_s
+
+    async def _take(self, seconds: float) -> None:
+        self._now()
+        await asyncio.sleep(seconds)
+        self._now()
+
+    @property
+    def serving_devices(self) -> int:
+        return sum(len(r.order.devices) for r in self._replicas.values() if r.state != "asleep")
+
+    @property
+    def training_devices(self) -> int:
+        return sum(len(g.lease.device_ids) for g in self._groups.values() if g.ended is None)
+
+    # --- leases and replicas
+
+    async def acquire(self, lease: Lease) -> None:
+        others = {d for le in self._leases.values() if le.id != lease.id for d in le.device_ids}
+        if not others.isdisjoint(lease.device_ids):
+            raise EffectFailed("acquire", lease.id, "held by another lease")
+        self._leases[lease.id] = lease
+        await self._take(self._times.lease_s)
+
+    async def release(self, lease_id: str) -> None:
+        await self._take(self._times.lease_s)
+        self._leases.pop(lease_id, None)
+
+    async def start_replica(self, order: ReplicaOrder, lease_id: str) -> None:
+        await self._take(self._times.start_s)
+        self._replicas[order.id] = _Replica(order)
+        self._cluster.start(order.id)
+
+    async def stop_replica(self, replica_id: str) -> None:
+        await self._take(self._times.stop_s)
+        self._replicas.pop(replica_id, None)
+        self._cluster.stop(replica_id)
+
+    async def open_replica(self, replica_id: str) -> None:
+        await self._take(self._times.open_s)
+        self._replicas[replica_id].state = "open"
+        self._cluster.open(replica_id)
+
+    async def drain_replica(self, replica_id: str) -> None:
+        self._now()
+        self._cluster.close(replica_id)
+        self._replicas[replica_id].state = "draining"
+        while self._cluster.inflight(replica_id):
+            await self._take(REPORT_S)
+
+    async def sleep_replica(self, replica_id: str) -> None:
+        await self._take(self._times.sleep_s)
+        self._replicas[replica_id].state = "asleep"
+
+    async def wake_replica(self, replica_id: str, model: str, version: str, lease_id: str) -> None:
+        await self._take(self._times.wake_s)
+        self._replicas[replica_id].state = "ready"
+
+    async def swap_replica(self, replica_id: str, model: str, version: str) -> None:
+        await self._take(self._times.wake_s)
+
+    # --- groups
+
+    async def start_group(self, job_id: str, lease: Lease) -> None:
+        await self._take(self._times.start_group_s)
+        now_s = self._now()
+        group = self._groups[job_id] = _Group(lease, now_s)
+        left = self._jobs[job_id].left_device_s
+        if left is not None:
+            wait_s = left / len(lease.device_ids)
+            group.timer = asyncio.get_running_loop().call_later(wait_s, self._finish, job_id)
+
+    def _stop_training(self, job_id: str, lost_s: float = 0.0) -> None:
+        """`lost_s`: what the step under way had taken when it was left."""
+        group = self._groups[job_id]
+        if group.timer is not None:
+            group.timer.cancel()
+        now_s = self._now() - lost_s
+        job = self._jobs[job_id]
+        trained = (now_s - group.since_s) * len(group.lease.device_ids)
+        job.trained_device_s += trained
+        if job.left_device_s is not None:
+            job.left_device_s = max(job.left_device_s - trained, 0.0)
+        counted_s = min(now_s, self.counted_s[1]) - max(group.since_s, self.counted_s[0])
+        self.training_device_s += max(counted_s, 0.0) * len(group.lease.device_ids)
+        group.since_s = now_s + lost_s
+
+    def _finish(self, job_id: str) -> None:
+        group = self._groups[job_id]
+        self._stop_training(job_id)
+        group.ended = GroupEnded(job_id, group.lease.id, "succeeded")
+        self._events.put_nowait(group.ended)
+
+    async def suspend_group(self, job_id: str) -> None:
+        group = self._groups.get(job_id)
+        if group is not None and group.ended is None:
+            await self._end_step(job_id, group)
+        await self._take(self._times.suspend_s)
+        self._groups.pop(job_id, None)
+
+    async def _end_step(self, job_id: str, group: _Group) -> None:
+        """The step under way is finished or left."""
+        times, job = self._times, self._jobs[job_id]
+        trained_s = self._now() - group.since_s
+        into_s = trained_s % times.step_s
+        first_again = job.left_a_step and trained_s < times.step_s
+        job.left_a_step = not first_again and times.step_s - into_s > times.patience_s
+        if not job.left_a_step:
+            await self._take(times.step_s - into_s)
+        if group.ended is None:
+            self._stop_training(job_id, into_s if job.left_a_step else 0.0)
+
+    async def stop_group(self, job_id: str) -> None:
+        group = self._groups.get(job_id)
+        if group is not None and group.ended is None:
+            self._stop_training(job_id)
+        await self._take(self._times.stop_s)
+        self._groups.pop(job_id, None)
+
+    def close_books(self) -> None:
+        """Count what running groups have trained so far."""
+        for job_id, group in self._groups.items():
+            if group.ended is None:
+                self._stop_training(job_id)
+
+    async def observe(self) -> Observed:
+        return Observed(
+            devices=self._devices,
+            leases=tuple(self._leases.values()),
+            replicas=tuple(
+                ReplicaObserved(r.order.id, r.order.model, r.order.version, r.state, r.order.devices)
+                for r in self._replicas.values()
+            ),
+            groups=tuple(
+                GroupObserved(job_id, g.lease.device_ids, g.lease.id, g.ended) for job_id, g in self._groups.items()
+            ),
+        )
+
+    async def next_event(self) -> Event:
+        return await self._events.get()
+
+
+def elastic_job(devices: int) -> SimJob:
+    """The one job that takes whatever it gets and never ends."""
+    return SimJob(JobView("elastic", 1, devices))
+
+
+def job_of(job: TraceJob) -> SimJob:
+    """A job of a list: it may run on fewer devices (halves of what it asked for), with the same work."""
+    sizes = {job.devices}
+    while (half := min(sizes) // 2) >= 1:
+        sizes.add(half)
+    view = JobView(job.id, min(sizes), job.devices, tuple(sorted(sizes)), submitted_s=job.at_s)
+    return SimJob(view, left_device_s=job.devices * job.duration_s)

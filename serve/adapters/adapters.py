@@ -1,0 +1,215 @@
+"""LoRA adapters on a running engine: found by name when a request asks for one, forgotten when nobody does.
+
+An adapter is called `NAME@VERSION` here; the gateway puts that into a request's `model` field, so an engine needs no
+list of adapters and a new version is a new name with a new path. What happens to such a request:
+
+    vLLM asks its resolvers for an adapter it does not know     (vllm/lora/resolver.py)
+    `EngineAdapters` finds its directory, leases it, and checks that it belongs to the weights being served; what
+    is not there it asks the box for, which brings it in from whatever tier has it
+    vLLM's worker loads it and keeps as many as `--max-cpu-loras`, the least recently used going first; one that went
+    is loaded again, from its path, by the step that needs it
+
+Rules
+- An adapter belongs to one version of one base. On any other weights it is unknown, and the gateway asks elsewhere.
+- The lease is held for as long as a request can lead to a load: until the adapter is unloaded, and no request is
+  left that was let in before.
+- While `closed` no request for an adapter comes in: the weights below are about to change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm.lora.request import LoRARequest
+from vllm.lora.resolver import LoRAResolver, LoRAResolverRegistry
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from serve.adapters.source import AdapterUnavailable, brought_in
+from serve.load.shm_source import VersionUnreadable, lease
+from weights.format.errors import WeightsError
+from weights.format.manifest import Manifest
+from weights.format.names import decode_name, encode_name
+from weights.memory.locks import DirectoryLock
+
+# A request is let in (looked up) some time before vLLM counts it as running: its prompt is rendered in between.
+LET_IN_S = 60.0
+POLL_S = 0.01
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Known:
+    """An adapter that requests may use: leased, loaded now or by the step that needs it."""
+
+    request: LoRARequest
+    held: DirectoryLock
+    used_s: float
+
+
+class _KnownRequests(dict):
+    """vLLM's table of adapters by name, which notes when each was last asked for."""
+
+    def __init__(self, owner: EngineAdapters):
+        super().__init__()
+        self._owner = owner
+
+    def __contains__(self, name: object) -> bool:
+        return super().__contains__(name) and self._owner.touch(str(name))
+
+
+class EngineAdapters(LoRAResolver):
+    """The adapters of one engine; all methods belong to its event loop.
+
+    `source` is the box's socket for adapters that are in none of the `roots` ("": there is none), `fetch_timeout_s` how
+    long a request waits for one.
+    """
+
+    def __init__(
+        self, llm: AsyncLLM, models: Any, roots: Sequence[str], resident: int, source: str, fetch_timeout_s: float
+    ):
+        self.closed = False
+        self._llm, self._models, self._roots, self._resident = llm, models, tuple(map(Path, roots)), resident
+        self._source, self._fetch_timeout_s = source, fetch_timeout_s
+        self._known: dict[str, Known] = {}
+        self._base = ("", "")
+        self._requests = _KnownRequests(self)
+        models.lora_requests = self._requests
+        # Answers name the model that was asked for, without the version.
+        models.model_name = self._shown_name
+        LoRAResolverRegistry.register_resolver("shm", self)
+        models.lora_resolvers = [self]
+
+    def serve_on(self, version_path: str) -> None:
+        """The weights now served: what adapters have to belong to. Opens for requests."""
+        directory = Path(version_path)
+        self._base = (decode_name(directory.parent.name) or "", decode_name(directory.name) or "")
+        self.closed = False
+
+    async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
+        """vLLM's question for a name it does not know; it loads what is answered. None: no such adapter here."""
+        await self.forget_idle()
+        if self.closed:
+            return None
+        model, _, version = lora_name.rpartition("@")
+        found = await self._leased(model, version) if model else None
+        if found is None:
+            return None
+        held, path = found
+        if self.closed:
+            held.close()
+            return None
+        # The number is vLLM's to give: it overwrites this one with the next of its counter.
+        request = LoRARequest(lora_name, 1, str(path))
+        before = self._known.pop(lora_name, None)  # its load failed, or vLLM would not ask
+        if before is not None:
+            before.held.close()
+        self._known[lora_name] = Known(request, held, time.monotonic())
+        return request
+
+    def touch(self, name: str) -> bool:
+        """Note that a request asks for it; False when it may not be used (any more)."""
+        known = self._known.get(name)
+        if known is None or self.closed:
+            return False
+        known.used_s = time.monotonic()
+        return True
+
+    async def forget_idle(self) -> None:
+        """Unload what was not asked for lately, where more is known than stays loaded."""
+        surplus = len(self._known) - self._resident
+        if surplus <= 0:
+            return
+        busy, now_s = self._in_flight(), time.monotonic()
+        oldest = sorted(self._known.items(), key=lambda item: item[1].used_s)
+        for name, known in oldest[:surplus]:
+            if name not in busy and now_s - known.used_s >= LET_IN_S:
+                await self._forget(name)
+
+    async def unload(self, name: str, timeout_s: float) -> bool:
+        """Forget an adapter that is to be deleted, once its requests have ended; False if it was not known.
+
+        Whoever calls has taken it out of the routing table. Raises TimeoutError.
+        """
+        if name not in self._known:
+            return False
+        self._requests.pop(name, None)  # requests that come late are told that it does not exist
+        await self._drained(timeout_s, name)
+        await self._forget(name)
+        return True
+
+    async def close(self, timeout_s: float) -> None:
+        """Before the weights below change: let no adapter's request in, wait for those that run, unload all.
+
+        Raises TimeoutError, open again.
+        """
+        self.closed = True
+        try:
+            await self._drained(timeout_s)
+        except TimeoutError:
+            self.closed = False
+            raise
+        for name in list(self._known):
+            await self._forget(name)
+
+    async def report(self) -> dict[str, Any]:
+        """known: leased and ready to be asked for; resident: loaded now; loads and their seconds since the start."""
+        workers = await self._llm.collective_rpc("shm_adapters")
+        return {"known": sorted(self._known), **workers[0]}
+
+    # --------------------------------------------------------------------------------------------------------
+
+    async def _leased(self, model: str, version: str) -> tuple[DirectoryLock, Path] | None:
+        found = await asyncio.to_thread(self._find, model, version)
+        if found is not None or not self._source:
+            return found
+        try:
+            async with brought_in(self._source, f"{model}@{version}", self._fetch_timeout_s):
+                return await asyncio.to_thread(self._find, model, version)
+        except AdapterUnavailable as error:
+            log.error("%s", error)
+            return None
+
+    def _find(self, model: str, version: str) -> tuple[DirectoryLock, Path] | None:
+        for root in self._roots:
+            try:
+                path = root / encode_name(model) / encode_name(version)
+                held = lease(path)
+            except (VersionUnreadable, WeightsError):
+                continue
+            try:
+                manifest = Manifest.read(path)
+            except (WeightsError, OSError):
+                held.close()
+                continue
+            base = (manifest.meta.get("base"), manifest.meta.get("base_version"))
+            if manifest.kind == "adapter" and base == self._base:
+                return held, path
+            held.close()
+        return None
+
+    def _in_flight(self) -> set[str]:
+        states = self._llm.output_processor.request_states.values()
+        return {state.lora_request.lora_name for state in states if state.lora_request is not None}
+
+    async def _drained(self, timeout_s: float, name: str | None = None) -> None:
+        async with asyncio.timeout(timeout_s):
+            while (busy := self._in_flight()) and (name is None or name in busy):
+                await asyncio.sleep(POLL_S)
+
+    async def _forget(self, name: str) -> None:
+        known = self._known.pop(name)
+        self._requests.pop(name, None)
+        await self._llm.remove_lora(known.request.lora_int_id)
+        known.held.close()
+
+    def _shown_name(self, lora_request: LoRARequest | None = None) -> str:
+        if lora_request is not None:
+            return lora_request.lora_name.rpartition("@")[0]
+        return self._models.base_model_paths[0].name

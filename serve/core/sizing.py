@@ -1,0 +1,81 @@
+"""How much memory an engine gets, from the model's size and the device's: pure arithmetic, given to vLLM explicitly.
+
+vLLM would take a fraction of the device (or of NUMA node 0 on a CPU), which means something else on every version and
+knows nothing of the other engines and of the training that share it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runtime.arithmetic import computes_bf16
+from serve.core.config import EngineConfig
+
+CPU_KV_BYTES = 256 * 2**20
+LEAST_KV_BYTES = 64 * 2**20
+# Dense architectures whose every linear layer vLLM takes adapters for. Experts are left out: on a CPU it does not.
+ADAPTER_ARCHITECTURES = frozenset(
+    f"{family}ForCausalLM"
+    for family in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Granite", "Olmo2", "Olmo3", "Phi3")
+)
+# Activations, CUDA context, graphs and the slots of adapters beside weights and KV; measured by vLLM's own profile at
+# 1-4 GiB.
+GPU_RESERVE_BYTES = 4 * 2**30
+
+
+def adapter_rank_limit(config: EngineConfig, *, task: str, arch: str) -> int:
+    """The largest rank of an adapter that engines of such a model take; 0: none."""
+    taken = config.adapter_slots and task == "generate" and arch in ADAPTER_ARCHITECTURES
+    return config.adapter_max_rank if taken else 0
+
+
+class ModelTooLarge(ValueError):
+    """The weights leave no room for a KV cache on this device."""
+
+
+def engine_settings(
+    config: EngineConfig,
+    *,
+    task: str,
+    arch: str,
+    max_position_embeddings: int | None,
+    weight_bytes: int,
+    tensor_parallel: int,
+    device_kind: str,
+    device_memory_bytes: int,
+) -> dict[str, Any]:
+    """The fields of a ReplicaSpec that follow from model and device.
+
+    `weight_bytes` of the whole model, of which each of `tensor_parallel` devices holds its part; `kv_cache_bytes`
+    in the answer is per device. Raises ModelTooLarge.
+    """
+    rank = adapter_rank_limit(config, task=task, arch=arch)
+    adapters = {
+        "adapter_slots": config.adapter_slots,
+        "adapter_max_rank": rank,
+        "adapters_resident": max(config.adapters_resident, config.adapter_slots),
+    }  # fmt: skip
+    longest = min(filter(None, (config.max_model_len, max_position_embeddings)), default=None)
+    return {
+        "task": task,
+        "dtype": "bfloat16" if computes_bf16(device_kind) else "float32",
+        "max_model_len": longest,
+        "max_num_seqs": config.max_num_seqs,
+        "kv_cache_bytes": config.kv_cache_bytes
+        or _kv_bytes(weight_bytes // tensor_parallel, device_kind, device_memory_bytes, config.gpu_memory_fraction),
+        "gpu_memory_fraction": config.gpu_memory_fraction,
+        **(adapters if rank else {}),
+    }
+
+
+def _kv_bytes(weight_bytes: int, device_kind: str, device_memory_bytes: int, fraction: float) -> int:
+    if device_kind == "cpu":
+        return CPU_KV_BYTES
+    left = int(device_memory_bytes * fraction) - weight_bytes - GPU_RESERVE_BYTES
+    if left < LEAST_KV_BYTES:
+        raise ModelTooLarge(
+            f"{weight_bytes} bytes of weights per device and {GPU_RESERVE_BYTES} in reserve leave {left} bytes of "
+            f"{device_memory_bytes} for the KV cache, at least {LEAST_KV_BYTES} are needed: "
+            "raise the deployment's tensor_parallel"
+        )
+    return left

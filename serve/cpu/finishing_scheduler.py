@@ -1,0 +1,221 @@
+"""vLLM's scheduler for an engine that may hold two versions of its weights.
+
+Chosen with `--scheduler-cls`, on the CPU only: on a GPU no version is staged (serve.vllm.shm_transfer). Between swaps
+it is vLLM's own scheduler and one look at an attribute.
+
+    flip        the requests it has stay with the old weights; those added later belong to the new ones
+    schedule    shows vLLM's scheduler the requests of one side and names that side to the workers (`WEIGHTS`), who
+                exchange pointers if it is not the one in place (serve.cpu.worker)
+    ...         until the last old request ended, or `move` gave the rest to the new weights
+    end         one version again
+
+Rules
+- Keys and values never serve the other side: block hashes start from a salt of their version (vLLM's `cache_salt`), so
+  neither side hits the other's blocks. A preempted request keeps its side and its salt.
+- Both sides together run no more requests than one would: the hidden side's count against vLLM's limit.
+- The requests of one answer stay together, also those that come in late.
+- The workers may hold either version when the last old request ends: steps name their side until `end`.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.request_queue import RequestQueue, create_request_queue
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.request import Request, RequestStatus
+
+from serve.cpu.finishing import Weights, answer_of, next_turn
+
+WEIGHTS = "shm_weights"  # attribute of a SchedulerOutput
+SALT_BYTES = 8
+
+
+@dataclass
+class Flip:
+    """Two versions in memory, and who still needs the old one (`finishing`, request ids)."""
+
+    old_version: str
+    old_salt: str
+    finishing: set[str]
+    answers: set[str]
+    last: Weights = Weights.NEW
+    finished: int = 0
+    moved: int = 0
+    began_s: float = field(default_factory=time.monotonic)
+    done: Future[dict[str, Any]] = field(default_factory=Future)
+
+    def weights_of(self, request: Request) -> Weights:
+        return Weights.OLD if request.request_id in self.finishing else Weights.NEW
+
+    def ended(self, request_id: str) -> None:
+        if request_id in self.finishing:
+            self.finishing.remove(request_id)
+            self.finished += 1
+            self.settle()
+
+    def settle(self) -> None:
+        if not self.finishing:
+            seconds = time.monotonic() - self.began_s
+            self.done.set_result({"finished": self.finished, "moved": self.moved, "seconds": seconds})
+
+
+class FinishingScheduler(Scheduler):
+    """Owns which requests belong to which weights."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.salt = ""  # of requests that come in now; read by vLLM's input thread to hash prompts beside the steps
+        self._flip: Flip | None = None
+
+    def can_finish(self) -> bool:
+        """Whether the requests it has can be left to the old weights. Encoder outputs and what connectors keep are
+        not salted, and a session that waits for input would hold the old weights for ever."""
+        return (
+            self.connector is None
+            and self.ec_connector is None
+            and not self.max_num_encoder_input_tokens
+            and not any(request.resumable for request in self.requests.values())
+        )
+
+    def flip(self, old_version: str) -> int:
+        """The weights were exchanged, between two steps: returns how many requests finish on the old ones."""
+        if self._flip is not None:
+            raise RuntimeError("requests still finish on the weights before these")
+        finishing = set(self.requests)
+        if finishing:
+            self._flip = Flip(old_version, self.salt, finishing, {answer_of(name) for name in finishing})
+        self.salt = secrets.token_hex(SALT_BYTES)
+        return len(finishing)
+
+    def finished(self) -> Future[dict[str, Any]]:
+        """Resolves when no request needs the old weights: how many `finished` on them, how many were `moved`."""
+        if self._flip is None:
+            raise RuntimeError("no request finishes on other weights")
+        return self._flip.done
+
+    def move(self) -> int:
+        """Between two steps: what still finishes on the old weights computes its past again with the new ones."""
+        flip = self._flip
+        if flip is None or not flip.finishing:
+            return 0
+        moved = [request for request in self.running if request.request_id in flip.finishing]
+        self.running = [request for request in self.running if request.request_id not in flip.finishing]
+        now_s = time.monotonic()
+        for request in reversed(moved):
+            self._preempt_request(request, now_s, drop_stale_output=True)
+        # As in vLLM's reset_prefix_cache: a request preempted and resumed in one step counts as newly scheduled.
+        self.prev_step_scheduled_req_ids.clear()
+        for request_id in flip.finishing:
+            salt(self.requests[request_id], self.salt)
+        flip.moved = len(flip.finishing)
+        flip.finishing.clear()
+        flip.settle()
+        return flip.moved
+
+    def end(self) -> None:
+        """The workers have the new weights in place and have dropped the old ones."""
+        if self._flip is not None and self._flip.finishing:
+            raise RuntimeError(f"{len(self._flip.finishing)} requests still finish on the weights that were dropped")
+        self._flip = None
+
+    def finishing(self) -> int:
+        return 0 if self._flip is None else len(self._flip.finishing)
+
+    def answering(self, newest: str) -> str:
+        """The version that computed the last step, `newest` being the one that new requests get."""
+        flip = self._flip
+        return flip.old_version if flip is not None and flip.last is Weights.OLD else newest
+
+    # -- vLLM's scheduler ------------------------------------------------------------------------------------
+
+    def add_request(self, request: Request) -> None:
+        flip = self._flip
+        late = flip is not None and bool(flip.finishing) and answer_of(request.request_id) in flip.answers
+        salt(request, flip.old_salt if late else self.salt)
+        if late:
+            flip.finishing.add(request.request_id)
+        super().add_request(request)
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        flip = self._flip
+        if flip is None:
+            return super().schedule(throttle_prefills)
+        flip.last = next_turn(
+            flip.last, old_ready=self._ready(flip, Weights.OLD), new_ready=self._ready(flip, Weights.NEW)
+        )
+        output = self._schedule_only(flip, throttle_prefills)
+        if output.total_num_scheduled_tokens:
+            setattr(output, WEIGHTS, flip.last)
+        return output
+
+    def _free_request(self, request: Request, delay_free_blocks: bool = False) -> Any:
+        freed = super()._free_request(request, delay_free_blocks)
+        if self._flip is not None:
+            self._flip.ended(request.request_id)
+        return freed
+
+    # --------------------------------------------------------------------------------------------------------
+
+    def _ready(self, flip: Flip, weights: Weights) -> bool:
+        if any(flip.weights_of(request) is weights for request in self.running):
+            return True
+        if len(self.running) >= self.max_num_active_reqs:
+            return False
+        return any(
+            flip.weights_of(request) is weights and _may_run(request)
+            for queue in (self.kv_holding_waiting, self.waiting)
+            for request in queue
+        )
+
+    def _schedule_only(self, flip: Flip, throttle_prefills: bool) -> SchedulerOutput:
+        """vLLM's own schedule, which sees the requests whose turn it is and no others."""
+        active, queues = self.max_num_active_reqs, self._queues()
+        hidden = [[r for r in queue if flip.weights_of(r) is not flip.last] for queue in queues]
+        self._set_queues([[r for r in queue if flip.weights_of(r) is flip.last] for queue in queues])
+        self.max_num_active_reqs = active - len(hidden[0])
+        try:
+            return super().schedule(throttle_prefills)
+        finally:
+            self.max_num_active_reqs = active
+            # The old ones first, as they came: vLLM preempts what runs from the end.
+            pairs = zip(self._queues(), hidden, strict=True)
+            old_hidden = flip.last is Weights.NEW
+            self._set_queues([[*away, *seen] if old_hidden else [*seen, *away] for seen, away in pairs])
+
+    def _queues(self) -> tuple[Iterable[Request], ...]:
+        return self.running, self.waiting, self.kv_holding_waiting
+
+    def _set_queues(self, queues: list[list[Request]]) -> None:
+        running, waiting, holding = queues
+        self.running = running
+        self.waiting, self.kv_holding_waiting = self._queue_of(waiting), self._queue_of(holding)
+
+    def _queue_of(self, requests: list[Request]) -> RequestQueue:
+        queue = create_request_queue(self.policy)
+        for request in requests:
+            queue.add_request(request)
+        return queue
+
+
+def salt(request: Request, value: str) -> None:
+    """Start the block hashes of a request from `value` and what its caller gave as salt."""
+    before = getattr(request, "shm_salt", "")
+    if before == value:
+        return
+    request.shm_salt = value
+    request.cache_salt = value + (request.cache_salt or "").removeprefix(before) or None
+    request.block_hashes.clear()
+    request.update_block_hashes()
+
+
+def _may_run(request: Request) -> bool:
+    if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+        return request.structured_output_request.grammar is not None
+    return not Scheduler._is_blocked_waiting_status(request.status)

@@ -1,0 +1,94 @@
+"""Requests that finish on the version before a staged swap, seen from the engine's API process.
+
+    begin       the engine core exchanged the versions and left its requests to the old one
+    ...         they end by themselves; or the time for it, or the host's memory, runs out; or `end` is called because
+                something needs the engine with one version in it: then what is left computes its past again with the
+                new one
+    over        the core dropped the old weights; the lease on the old version's files goes; what came of it is told
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from serve.cpu.finishing import SHORT_OF_MEMORY, why_move
+from weights.memory.locks import DirectoryLock
+
+POLL_S = 1.0
+logger = logging.getLogger(__name__)
+
+
+class FinishingStreams:
+    """Owns the old version's lease until no request needs its weights. `lock` is the engine's one operation at a time;
+    `memory` answers (bytes available, bytes in all) of the host."""
+
+    def __init__(self, llm: AsyncLLM, lock: asyncio.Lock, timeout_s: float, memory: Callable[[], tuple[int, int]]):
+        self._llm, self._lock, self._timeout_s, self._memory = llm, lock, timeout_s, memory
+        self._over: asyncio.Task[None] | None = None
+        self._held: DirectoryLock | None = None
+        self._why: str | None = None
+        self._moving = False
+        self.version: str | None = None
+        self.last: dict[str, Any] | None = None
+
+    def begin(self, model: str, version: str, held: DirectoryLock | None) -> None:
+        """Right after the exchange that left requests on `version`, whose lease is `held`."""
+        self.version, self._held, self._why = version, held, None
+        self._over = asyncio.create_task(self._until_over(model, version))
+
+    async def end(self, why: str) -> None:
+        """Return with one version in memory; `why` its requests had to move if some were left. Needs the lock held."""
+        over = self._over
+        if over is not None:
+            await self._move(why)
+            await over
+
+    async def _until_over(self, model: str, version: str) -> None:
+        bound = asyncio.create_task(self._move_in_time())
+        try:
+            outcome = await self._llm.engine_core.call_utility_async("shm_finished")
+            why = self._why if outcome["moved"] else None
+            await self._llm.engine_core.call_utility_async("shm_end_finishing", why == SHORT_OF_MEMORY)
+        except EngineDeadError:  # the engine's process ends by itself (serve.engine.main)
+            return
+        finally:
+            if not self._moving:  # a move that was cancelled would resume the engine behind the next operation's back
+                bound.cancel()
+            with contextlib.suppress(asyncio.CancelledError, EngineDeadError):
+                await bound
+            self._over, self._held, self.version = None, None, None
+        self.last = {"version": version, **outcome, "why": why}
+        moved = f", {outcome['moved']} moved on: {why}" if outcome["moved"] else ""
+        logger.info(
+            "%d requests finished on %s in %.1f s after the swap%s", outcome["finished"], version, outcome["seconds"],
+            moved, extra={"model": model, "version": version},
+        )  # fmt: skip
+
+    async def _move_in_time(self) -> None:
+        deadline_s = time.monotonic() + self._timeout_s
+        while True:
+            free_bytes, total_bytes = self._memory()
+            now_s = time.monotonic()
+            why = why_move(now_s=now_s, deadline_s=deadline_s, free_bytes=free_bytes, total_bytes=total_bytes)
+            if why is not None:
+                async with self._lock:
+                    self._moving = True
+                    try:
+                        await self._move(why)
+                    finally:
+                        self._moving = False
+                return
+            await asyncio.sleep(min(POLL_S, max(deadline_s - now_s, 0)))
+
+    async def _move(self, why: str) -> None:
+        # Before the call: the end that it brings about is heard of before its answer.
+        self._why = self._why or why
+        await self._llm.engine_core.call_utility_async("shm_move_finishing")

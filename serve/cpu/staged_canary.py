@@ -1,0 +1,267 @@
+"""The canary of a staged version, computed beside the serving weights in slices between the engine's steps.
+
+A swap may let traffic in only after the new weights answered the canary prompt. Asked after the exchange, that is a
+forward pass inside the pause. Here it is asked before: a twin of the model's module tree, holding the staged
+tensors, repeats the forward pass that the engine's own canary once made (`CanaryTrace`: inputs and attention metadata
+as the model runner built them), with KV memory of its own. The pass stops at every layer with weights, so that no step
+of the engine waits longer than for one of them. What is exchanged afterwards are the very tensors that answered.
+
+Rules
+- Slices run on the worker's main thread's time: the twin's thread moves only while `advance` waits for it. vLLM's
+  forward context is one global, and its CPU kernels share one scratch buffer: two passes at once would mix.
+- A twin that could still reach a tensor or module it replaces is refused (`TwinRefused`): its answer would be about
+  other weights. The canary is then run in the pause.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, fields, is_dataclass, replace
+from types import BuiltinFunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+from vllm.config import CompilationConfig, VllmConfig
+from vllm.forward_context import ForwardContext, get_forward_context, override_forward_context
+
+from serve.cpu.lora import GroupedLoRA, NoLoRA
+from serve.load.direct_load import Ready, twin_of
+from serve.load.kernel_threads import set_kernel_threads
+
+# Block 0 is vLLM's null block; the canary's KV lies in block 1 (serve.vllm.patches).
+TWIN_KV_BLOCKS = 2
+HEAD_ROWS = 4
+LEAKS_SLICE_S = 0.004
+DONE = object()
+
+
+class TwinRefused(Exception):
+    """The model cannot be run beside itself; the text says why."""
+
+
+@dataclass(frozen=True)
+class CanaryTrace:
+    """One canary pass as the model runner called it: keyword arguments of the model and its forward context; and the
+    ids of the modules that it called, as against those whose weights another module's kernel used."""
+
+    inputs: dict[str, Any]
+    context: ForwardContext
+    called: frozenset[int] = frozenset()
+
+    @classmethod
+    def take(cls, inputs: dict[str, Any]) -> CanaryTrace:
+        """Copy what the runner passes to the model; its buffers are overwritten by the next batch."""
+        copies: dict[int, Any] = {}
+        context = get_forward_context()
+        attention = {name: _copied(metadata, copies) for name, metadata in context.attn_metadata.items()}
+        slots = {name: _copied(mapping, copies) for name, mapping in context.slot_mapping.items()}
+        return cls(
+            {name: _copied(value, copies) for name, value in inputs.items()},
+            replace(context, attn_metadata=attention, slot_mapping=slots),
+        )
+
+
+def watch_next_pass(runner: Any, keep: Callable[[CanaryTrace], None]) -> None:
+    """Hand the CanaryTrace of the next forward pass of the model runner to `keep`."""
+    plain = runner._model_forward
+
+    def forward(**inputs: Any) -> Any:
+        del runner._model_forward
+        trace, called = CanaryTrace.take(inputs), set()
+        hooks = [
+            module.register_forward_pre_hook(lambda module, _: called.add(id(module)))
+            for module in runner.model.modules()
+        ]
+        try:
+            return plain(**inputs)
+        finally:
+            for hook in hooks:
+                hook.remove()
+            keep(replace(trace, called=frozenset(called)))
+
+    runner._model_forward = forward
+
+
+class StagedCanary:
+    """One canary pass over staged tensors. Between engine steps, call `make_ready` until it is, on every worker, then
+    `advance` until it returns an answer."""
+
+    def __init__(self, model: torch.nn.Module, staged: Iterable[Ready], trace: CanaryTrace):
+        """Touches nothing of `model`."""
+        twins, replaced = _twin(model, staged)
+        self._twins, self._model = [*twins.values()], twins[id(model)]
+        layers = {name: twins.get(id(layer), layer) for name, layer in trace.context.no_compile_layers.items()}
+        self._inputs, self._context = trace.inputs, replace(trace.context, no_compile_layers=layers)
+        self._making_ready = self._make_ready(replaced)
+        self._threads = torch.get_num_threads()
+        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._answer: dict[str, list] | None = None
+        self._error: BaseException | None = None
+        self._cancelled = False
+        self._thread = threading.Thread(target=self._run, name="staged-canary", daemon=True)
+        self._thread.start()
+
+    def make_ready(self) -> bool:
+        """Look for leaks for a few milliseconds; True when there is nothing left to look at.
+
+        Workers need more or fewer calls of it by their own clocks. Layers of tensor parallel workers wait for each
+        other, so none may `advance` before all are ready: one that did waited for ever. Raises TwinRefused.
+        """
+        return next(self._making_ready, DONE) is DONE
+
+    def advance(self) -> dict[str, list] | None:
+        """Compute up to the next layer. Returns the answer (`tokens`, `logprobs` in nats, per position) at the end.
+
+        Raises what the forward pass raised.
+        """
+        with override_forward_context(self._context):
+            self._go.release()
+            self._stopped.acquire()
+        if self._error is not None:
+            raise self._error
+        return self._answer
+
+    def close(self) -> None:
+        """End the thread, wherever it is, and let go of all tensors: the twins refer to each other, and the garbage
+        collector would find them whole swaps later."""
+        self._cancelled = True
+        self._go.release()
+        self._thread.join()
+        for twin in self._twins:
+            twin.__dict__.clear()
+        self._twins, self._model, self._inputs, self._context, self._making_ready = [], None, {}, None, iter(())
+
+    def _make_ready(self, replaced: dict[int, str]) -> Iterator[None]:
+        yield from _refuse_leaks(self._twins, replaced)
+        for layer in self._context.no_compile_layers.values():
+            if isinstance(getattr(layer, "kv_cache", None), torch.Tensor) and layer.kv_cache.numel():
+                layer.kv_cache = layer.kv_cache.new_zeros((TWIN_KV_BLOCKS, *layer.kv_cache.shape[1:]))
+        for twin in self._twins:
+            if isinstance(twin.__dict__.get("punica_wrapper"), GroupedLoRA):
+                twin.punica_wrapper = NoLoRA.beside(twin.punica_wrapper)
+            if getattr(twin, "quant_method", None) is not None:
+                twin.register_forward_pre_hook(self._stop)
+
+    def _stop(self, *_: Any) -> None:
+        self._stopped.release()
+        self._go.acquire()
+        if self._cancelled:
+            raise SystemExit
+
+    def _run(self) -> None:
+        self._go.acquire()
+        try:
+            if not self._cancelled:
+                set_kernel_threads(self._threads)  # a new thread has OpenMP's default
+                with torch.inference_mode():
+                    self._answer = self._forward()
+        except BaseException as error:  # noqa: BLE001 - carried to `advance`, which raises it
+            self._error = error
+        finally:
+            self._stopped.release()
+
+    def _forward(self) -> dict[str, list]:
+        return read_answer(self._model, self._model(**self._inputs), self._stop)
+
+
+def read_answer(model: torch.nn.Module, hidden: torch.Tensor, before_rows: Callable[[], Any]) -> dict[str, list]:
+    """What a pass with these hidden states (positions, width) answers: at each position the token ranked first and its
+    log-probability in nats. `before_rows` is called before each pass of the output head.
+    """
+    tokens, logprobs = [], []
+    for rows in hidden.split(HEAD_ROWS):
+        before_rows()
+        logits = model.compute_logits(rows)
+        if logits is None:  # a tensor-parallel worker that the logits are not gathered on
+            continue
+        best = torch.log_softmax(logits.float(), dim=-1).max(dim=-1)
+        tokens += best.indices.tolist()
+        logprobs += best.values.tolist()
+    return {"tokens": tokens, "logprobs": logprobs}
+
+
+def _copied(value: Any, copies: dict[int, Any]) -> Any:
+    """Tensors cloned, each once, also inside dataclasses; all else as it is.
+
+    `scheduler_metadata` is made anew for each batch and holds addresses inside itself: kept, not copied.
+    """
+    if isinstance(value, torch.Tensor):
+        if id(value) not in copies:
+            copies[id(value)] = (value.clone(), value)
+        return copies[id(value)][0]
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {
+            field.name: _copied(getattr(value, field.name), copies)
+            for field in fields(value)
+            if field.init and field.name != "scheduler_metadata"
+        }
+        return replace(value, **changed)
+    return value
+
+
+def _twin(model: torch.nn.Module, staged: Iterable[Ready]) -> tuple[dict[int, torch.nn.Module], dict[int, str]]:
+    """Twins of all modules by the original's id, holding the staged tensors; and what they must not reach, by id."""
+    modules = [*model.modules()]
+    twins = {id(module): twin_of(module) for module in modules}
+    tensors: dict[int, torch.nn.Parameter | torch.Tensor] = {}
+    replaced: dict[int, str] = {}
+    for ready in staged:
+        module, twin = ready.module, twins[id(ready.module)]
+        for name, value in {**ready.parameters, **ready.exchanged, **ready.copied}.items():
+            table = module._parameters if name in module._parameters else module._buffers
+            old = table[name]
+            is_new_parameter = isinstance(old, torch.nn.Parameter) and not isinstance(value, torch.nn.Parameter)
+            tensors[id(old)] = torch.nn.Parameter(value, requires_grad=False) if is_new_parameter else value
+            replaced[id(old)] = f"{type(module).__name__}.{name}"
+        for name, value in ready.attributes.items():
+            replaced[id(module.__dict__.get(name))] = f"{type(module).__name__}.{name}"
+            twin.__dict__[name] = value
+        replaced[id(module)] = type(module).__name__
+    for module in modules:
+        twin = twins[id(module)]
+        for table in ("_parameters", "_buffers"):
+            found = twin.__dict__[table]
+            twin.__dict__[table] = {name: tensors.get(id(tensor), tensor) for name, tensor in found.items()}
+        twin.__dict__["_modules"] = {name: twins.get(id(child), child) for name, child in twin._modules.items()}
+        for hooks in ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs"):
+            twin.__dict__[hooks] = twin.__dict__[hooks].copy()
+        twin.__dict__.pop("lora_manager", None)  # lists every wrapped layer, and no forward pass asks it
+        for name, value in twin.__dict__.items():
+            if isinstance(value, MethodType) and id(value.__self__) in twins:
+                twin.__dict__[name] = MethodType(value.__func__, twins[id(value.__self__)])
+            elif isinstance(value, torch.nn.Module) and id(value) in twins:
+                twin.__dict__[name] = twins[id(value)]
+    return twins, replaced
+
+
+def _refuse_leaks(twins: list[torch.nn.Module], replaced: dict[int, str]) -> Iterator[None]:
+    """Raise TwinRefused if anything the twins refer to leads to a replaced tensor, closure or module. Yields every
+    LEAKS_SLICE_S: beside the steps, in a thread, a walk in Python made one step three times as long, which waited for
+    the interpreter's lock after each of its kernels.
+
+    vLLM's configuration is not followed: it lists the attention and expert layers, which are looked up through the
+    forward context, and that one names the twins.
+    """
+    replaced = {key: name for key, name in replaced.items() if key != id(None)}
+    replaced.pop(id(torch.nn.functional.linear), None)
+    namespaces = {id(vars(module)) for module in list(sys.modules.values()) if isinstance(module, ModuleType)}
+    seen, left = set(), [*twins]
+    began_s = time.perf_counter()
+    while left:
+        if time.perf_counter() - began_s > LEAKS_SLICE_S:
+            yield
+            began_s = time.perf_counter()
+        value = left.pop()
+        if id(value) in seen or id(value) in namespaces:
+            continue
+        seen.add(id(value))
+        if id(value) in replaced:
+            raise TwinRefused(f"something in the model still refers to the serving {replaced[id(value)]}")
+        # A parameter's weight loader is a method of its module, and only ever called by a load.
+        if isinstance(value, torch.Tensor | type | ModuleType | BuiltinFunctionType | VllmConfig | CompilationConfig):
+            continue
+        left.extend(gc.get_referents(value))

@@ -1,0 +1,374 @@
+"""What can be done to a running engine, from inside its API process: swap, sleep, wake, canary.
+
+The choreography of a swap, top to bottom:
+
+    check       configuration, tokenizer and every tensor against the engine       (nothing touched yet)
+    stage       map the new version; where memory allows, build its weights beside the old ones (requests go on)
+    canary      one forward pass, compared with the version's recorded fingerprint: over the staged weights in
+                slices between the engine's steps                                  (requests go on)
+    pause       keep requests; in place also clear the prefix cache: what it holds was computed with other weights
+    transfer    vLLM's start_weight_update, update_weights, finish_weight_update
+    canary      here, if it could not be asked before
+    resume
+    rename      the served model name and version become the new ones
+    finish      staged: the requests that the engine had are answered by the old weights to their end, those that came
+                after by the new ones (serve.cpu.finishing_scheduler); then the old weights go    (after the call
+                returned)
+
+Rules
+- No token is computed by unverified or mixed weights: what a staged swap exchanges are the very tensors that answered
+  the canary, and between any other pause and its resumption nothing but the canary runs.
+- One version answers a request from its first token to its last, where both are in memory. What an in-place load
+  overtakes, and what is left on the old weights when their time or memory is up or the next operation needs the engine,
+  computes its past again with the new ones.
+- An error after pause brings the old version back by the same transfer, canary included, and resumes; if that
+  fails too the engine stays paused for ever and EngineFailed tells the supervisor to kill it.
+- One operation at a time (`_lock`); a sleeping engine takes only `wake`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from typing import Any
+
+from vllm.entrypoints.openai.models.protocol import BaseModelPath
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from runtime.processes.kernel import group_resident_bytes, group_rss_bytes
+from serve.adapters.adapters import EngineAdapters
+from serve.core.errors import BY_NAME, EngineFailed, ServeError, SwapFailed, WrongState
+from serve.core.fingerprint import FingerprintBook, FingerprintRecord, canary_prompt, version_key
+from serve.core.spec import ReplicaSpec
+from serve.cpu.finishing_streams import FinishingStreams
+from serve.load.shm_source import lease
+from serve.load.swap_path import HOW, choose_path, memory_bytes
+from serve.load.version_check import ModelIdentity, check_same_model
+from serve.vllm.staged_answer import ask_staged
+from weights.memory.locks import DirectoryLock
+
+logger = logging.getLogger(__name__)
+STAGE_POLL_S = 0.005
+DRAIN_GRACE_S = 2.0
+
+
+class EngineControl:
+    """Owns the engine's state: `ready`, `asleep` or `failed`, and which version it serves."""
+
+    def __init__(self, llm: AsyncLLM, app_state: Any, spec: ReplicaSpec, limits: dict[str, float], group: int):
+        self.llm, self.spec = llm, spec
+        self.model, self.version, self.path = spec.model, spec.version, spec.version_path
+        self.state = "ready"
+        self._app_state, self._limits, self._group = app_state, limits, group
+        self._book = FingerprintBook(spec.shm_root)
+        self._identity = ModelIdentity.read(spec.version_path)
+        # Held while the version is served: the store writes new bytes into the files of evicted versions, and a
+        # failed swap has to find the old version as it was.
+        self._lease: DirectoryLock | None = lease(spec.version_path)
+        self._lock = asyncio.Lock()
+        self._finishing = FinishingStreams(llm, self._lock, limits["swap_finish_timeout_s"], memory_bytes)
+        self._prompt = canary_prompt(llm.model_config.get_vocab_size())
+        self._pooling_task = "embed" if spec.task == "embed" else None
+        self._adapters: EngineAdapters | None = None
+        if spec.adapter_slots:
+            models = app_state.openai_serving_models
+            self._adapters = EngineAdapters(
+                llm, models, spec.adapter_roots, spec.adapters_resident, spec.adapter_source,
+                limits["adapter_fetch_timeout_s"],
+            )  # fmt: skip
+            self._adapters.serve_on(spec.version_path)
+
+    # -- calls over the leash --------------------------------------------------------------------------------
+
+    async def first_canary(self) -> dict[str, Any]:
+        """Fingerprint of the engine's first load, before it serves anything."""
+        await self.llm.engine_core.set_weight_version_async(self.version)
+        if self.spec.kind == "cpu" and self._pooling_task is None:
+            await self.llm.collective_rpc("shm_watch_canary")
+        return await self._canary("load")
+
+    async def status(self) -> dict[str, Any]:
+        """State, version, memory in bytes (shared pages divided by their sharers), requests that the engine is running
+        and those it holds back, those of both that finish on the version before (`finishing`), and what came of the
+        last ones that did (`finished`)."""
+        try:
+            running, waiting, finishing = await self.llm.engine_core.call_utility_async("shm_request_counts")
+            state = self.state
+        except EngineDeadError:
+            running, waiting, finishing, state = 0, 0, 0, "dead"
+        return {
+            "state": state,
+            "model": self.model,
+            "version": self.version,
+            "rss_bytes": await asyncio.to_thread(group_rss_bytes, self._group),
+            "running": running,
+            "waiting": waiting,
+            "finishing": finishing,
+            "finished": self._finishing.last,
+            "adapters": None if self._adapters is None or state != "ready" else await self._adapters.report(),
+        }
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Forget the adapter `NAME@VERSION` once its requests have ended; False if this engine does not know it."""
+        if self._adapters is None:
+            return False
+        try:
+            return await self._adapters.unload(name, self._limits["adapter_drain_timeout_s"])
+        except TimeoutError as error:
+            raise WrongState(f"the adapter {name} still has requests") from error
+
+    async def fingerprint(self) -> dict[str, Any]:
+        """Compute the canary of the weights as they are now and compare it with the record. Pauses the engine."""
+        async with self._lock:
+            self._require("ready", "fingerprint")
+            await self._pause()
+            try:
+                return await self._canary("transfer")
+            finally:
+                await self.llm.resume_generation()
+
+    async def swap(self, model: str, version: str, version_path: str, how: str = "auto") -> dict[str, Any]:
+        """Serve another version of the same architecture under the name `model`.
+
+        `how` is "auto" (staged where the layout and free memory allow), "staged", "in-place" or "layerwise".
+        Returns `seconds` in all and by phase, `pause_s` (no step under way nor begun; the step that was under way when
+        it was asked for is `drain_step_s`), `bytes_read` per worker, `how` it was done and `why`, whether the canary
+        was asked of the "staged" weights or of the "paused" engine (`canary_s` is what it took after the load, nothing
+        where it followed that), and how many requests are `finishing` on the version before. Raises VersionError
+        (untouched), SwapFailed (old version serving), EngineFailed (kill it).
+        """
+        if how not in HOW:
+            raise ValueError(f"how is {how!r}, expected one of {', '.join(HOW)}")
+        async with self._lock:
+            self._require("ready", "swap")
+            began_s = time.perf_counter()
+            await asyncio.to_thread(check_same_model, self._identity, version_path)
+            held = lease(version_path)
+            facts = await self._check(version_path)
+            await self._finishing.end("the next swap")
+            plan, why = choose_path(how, facts, memory_bytes()[0], self._limits["stage_memory_factor"])
+            record = await asyncio.to_thread(self._record_of, version_path)
+            proof = None
+            await self._stage(version_path, build=plan == "staged")
+            if plan == "staged":
+                proof = await self._ask_staged(record, version_path)
+            await self._close_adapters(version_path)
+            staged_s = time.perf_counter()
+            try:
+                if proof is not None:
+                    fingerprint, canary_s = proof["fingerprint"], proof["seconds"]
+                    loaded = await self._exchange(version, version_path)
+                    pause_s, drain_step_s = loaded["pause_s"], loaded["wait_s"]
+                else:
+                    await self._pause()
+                    paused_s = time.perf_counter()
+                    loaded = await self._load(version, version_path, layerwise=plan == "layerwise")
+                    fingerprint, canary_s = record.check(loaded["answer"], "transfer"), loaded["canary_s"]
+                    await self.llm.resume_generation()
+                    pause_s, drain_step_s = time.perf_counter() - paused_s, paused_s - staged_s
+            except EngineDeadError as error:
+                self.state = "failed"
+                raise EngineFailed(f"the engine died while {version_path} was loaded into it") from error
+            except Exception as error:  # noqa: BLE001 - whatever failed, the old version has to come back first
+                await self._bring_back(error)
+                raise SwapFailed(
+                    f"{self.model} {self.version} is back and serving; {version_path} failed to load: {error}"
+                ) from error
+            finishing = loaded.get("finishing", 0)
+            if finishing:
+                self._finishing.begin(self.model, self.version, self._lease)
+            self._rename(model, version, version_path, held)
+            if not finishing:
+                await self.llm.collective_rpc("shm_release_retired")
+            return {
+                "model": model,
+                "version": version,
+                "how": loaded["reports"][0]["how"],
+                "why": why,
+                "canary": "staged" if proof is not None else "paused",
+                "bytes": facts["bytes"],
+                "bytes_read": [report["bytes_read"] for report in loaded["reports"]],
+                "seconds": time.perf_counter() - began_s,
+                "stage_s": staged_s - began_s,
+                "pause_s": pause_s,
+                "drain_step_s": drain_step_s,
+                "load_s": max(report["load_s"] for report in loaded["reports"]),
+                "canary_s": canary_s,
+                "finishing": finishing,
+                "fingerprint": await asyncio.to_thread(record.keep, fingerprint),
+            }
+
+    async def sleep(self) -> dict[str, Any]:
+        """Give weights and KV memory back. The caller has drained the engine; requests still in it are refused
+        with WrongState after a short grace."""
+        async with self._lock:
+            self._require("ready", "sleep")
+            deadline_s = time.perf_counter() + DRAIN_GRACE_S
+            while unfinished := self.llm.output_processor.get_num_unfinished_requests():
+                # vLLM's engine dies when it sleeps with decodes in flight (vllm#45520).
+                if time.perf_counter() > deadline_s:
+                    raise WrongState(f"engine still has {unfinished} requests; drain it before sleep")
+                await asyncio.sleep(0.01)
+            await self._finishing.end("sleep")
+            before = await asyncio.to_thread(group_resident_bytes, self._group)
+            began_s = time.perf_counter()
+            await self._close_adapters(None)
+            # "keep": a request that slipped in since the check is recomputed after the wake instead of aborted.
+            await self.llm.sleep(level=2, mode="keep")
+            self.state, self._lease = "asleep", None
+            seconds = time.perf_counter() - began_s
+            after = await asyncio.to_thread(group_resident_bytes, self._group)
+            return {"seconds": seconds, "rss_before_bytes": before, "rss_after_bytes": after}
+
+    async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:
+        """Wake with the weights of `version_path`, which may be another version than before the sleep.
+
+        Nothing is served before its fingerprint agreed. Raises VersionError (still asleep) or EngineFailed.
+        """
+        async with self._lock:
+            self._require("asleep", "wake")
+            began_s = time.perf_counter()
+            await asyncio.to_thread(check_same_model, self._identity, version_path)
+            held = lease(version_path)
+            await self._check(version_path)
+            record = await asyncio.to_thread(self._record_of, version_path)
+            try:
+                await self.llm.wake_up(tags=["weights"])
+                loaded = await self._load(version, version_path, wake_kv=True)
+                fingerprint = record.check(loaded["answer"], "transfer")
+            except Exception as error:  # noqa: BLE001 - no old weights to go back to: the engine is lost
+                self.state = "failed"
+                raise EngineFailed(f"{version_path} failed to load into the waking engine: {error}") from error
+            self._rename(model, version, version_path, held)
+            self.state = "ready"
+            await self.llm.resume_generation()
+            return {
+                "model": model,
+                "version": version,
+                "seconds": time.perf_counter() - began_s,
+                "load_s": max(report["load_s"] for report in loaded["reports"]),
+                "how": loaded["reports"][0]["how"],
+                "bytes": sum(report["bytes_read"] for report in loaded["reports"]),
+                "bytes_read": [report["bytes_read"] for report in loaded["reports"]],
+                "fingerprint": await asyncio.to_thread(record.keep, fingerprint),
+            }
+
+    # --------------------------------------------------------------------------------------------------------
+
+    def _require(self, state: str, call: str) -> None:
+        if self.state != state:
+            raise WrongState(f"{call} needs a {state} engine, this one is {self.state}")
+
+    async def _close_adapters(self, version_path: str | None) -> None:
+        """Unload all adapters before other weights come in (None: before none are there)."""
+        if self._adapters is None or version_path == self.path:
+            return
+        try:
+            await self._adapters.close(self._limits["adapter_drain_timeout_s"])
+        except TimeoutError as error:
+            await self.llm.collective_rpc("shm_drop_staged")
+            raise WrongState("adapters of the served version still have requests; route them elsewhere") from error
+
+    async def _check(self, path: str) -> dict[str, Any]:
+        answers = await self.llm.collective_rpc("shm_check", args=(path,))
+        for answer in answers:
+            if "refused" in answer:
+                name, text = answer["refused"]
+                raise BY_NAME.get(name, ServeError)(text)
+        return answers[0]
+
+    async def _stage(self, path: str, *, build: bool) -> None:
+        try:
+            await self.llm.collective_rpc("shm_stage", args=(path, build))
+            while not all(await self.llm.collective_rpc("shm_staged")):
+                await asyncio.sleep(STAGE_POLL_S)
+        except BaseException:
+            await self.llm.collective_rpc("shm_drop_staged")
+            raise
+
+    async def _ask_staged(self, record: FingerprintRecord, path: str) -> dict[str, Any] | None:
+        """The fingerprint of the staged weights and the seconds it took; None if only a pause allows to ask.
+
+        Raises SwapFailed, with nothing exchanged, if it is not the version's own.
+        """
+        began_s = time.perf_counter()
+        try:
+            answer = await ask_staged(self.llm.collective_rpc)
+            if "refused" in answer:
+                ids = {"model": self.model, "version": self.version}
+                logger.info("canary of %s in the pause: %s", path, answer["refused"], extra=ids)
+                return None
+            return {
+                "fingerprint": record.check(answer, "transfer"),
+                "seconds": time.perf_counter() - began_s,
+            }
+        except EngineDeadError as error:
+            self.state = "failed"
+            raise EngineFailed(f"the engine died while it tried {path}") from error
+        except Exception as error:  # noqa: BLE001 - a forward pass over foreign weights may fail in any way
+            await self.llm.collective_rpc("shm_drop_staged")
+            raise SwapFailed(
+                f"{self.model} {self.version} serves on; {path} was staged and refused: {error}"
+            ) from error
+
+    async def _exchange(self, version: str, path: str) -> dict[str, Any]:
+        asked_s = time.perf_counter()
+        await self.llm.renderer.clear_mm_cache_async()
+        answer = await self.llm.engine_core.call_utility_async(
+            "shm_exchange", version, {"path": path, "layerwise": False}
+        )
+        return {**answer, "wait_s": time.perf_counter() - asked_s - answer["pause_s"]}
+
+    async def _pause(self) -> None:
+        # AsyncLLM.pause_generation without its sleep of 20 ms, "not required for correctness", which would be most
+        # of a small model's pause.
+        await self.llm.renderer.clear_mm_cache_async()
+        await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
+
+    async def _load(
+        self, version: str, path: str, *, layerwise: bool = False, wake_kv: bool = False
+    ) -> dict[str, Any]:
+        update = {"path": path, "layerwise": layerwise}
+        return await self.llm.engine_core.call_utility_async(
+            "shm_load", version, update, self._prompt, self._pooling_task, wake_kv
+        )
+
+    async def _bring_back(self, cause: Exception) -> None:
+        try:
+            loaded = await self._load(self.version, self.path)
+            self._record_of(self.path).check(loaded["answer"], "transfer")
+        except Exception as error:  # noqa: BLE001 - both versions failed; only a new engine helps
+            self.state = "failed"
+            raise EngineFailed(
+                f"swap failed ({cause}) and {self.path}, served before, cannot be brought back: {error}"
+            ) from error
+        if self._adapters is not None:
+            self._adapters.serve_on(self.path)
+        await self.llm.resume_generation()
+
+    async def _canary(self, origin: str) -> dict[str, Any]:
+        answer = await self.llm.engine_core.call_utility_async("shm_run_canary", self._prompt, self._pooling_task)
+        record = await asyncio.to_thread(self._record_of, self.path)
+        return await asyncio.to_thread(record.keep, record.check(answer, origin))
+
+    def _record_of(self, path: str) -> FingerprintRecord:
+        key = version_key(
+            path,
+            dtype=self.spec.dtype,
+            kind=self.spec.kind,
+            tensor_parallel=self.spec.tensor_parallel,
+            task=self.spec.task,
+        )
+        return self._book.open(key, what=path, tolerance=self._limits["canary_logprob_tolerance"])
+
+    def _rename(self, model: str, version: str, path: str, held: DirectoryLock) -> None:
+        """Answer under the new name. The list is shared by vLLM's model registry, so it is changed in place."""
+        self._app_state.openai_serving_models.base_model_paths[:] = [BaseModelPath(name=model, model_path=path)]
+        for handler in vars(self._app_state)["_state"].values():
+            if getattr(handler, "system_fingerprint", None) is not None:
+                handler.system_fingerprint = version
+        self.model, self.version, self.path, self._lease = model, version, path, held
+        if self._adapters is not None:
+            self._adapters.serve_on(path)

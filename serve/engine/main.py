@@ -1,0 +1,169 @@
+"""The forked engine process: vLLM's own OpenAI server on a Unix socket, controlled over the leash.
+
+`main` is the entry that runtime.processes.warm_parent calls in the child. It builds vLLM's engine and FastAPI
+application from vLLM's own command line, loads the version from shared memory, checks its canary, and serves. No
+control route of vLLM is enabled; swap, sleep and wake come over the leash (serve.engine.control).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+import torch
+import uvicorn
+import uvloop
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client_from_engine_args
+from vllm.entrypoints.launchers.app import build_app
+from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+from vllm.entrypoints.launchers.launcher import NoSignalServer
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from runtime.logs import configure_logging
+from runtime.processes.lifeline import Leash
+from runtime.sockets import owner_only
+from serve.core.errors import EngineStartFailed, WrongState
+from serve.core.spec import ReplicaSpec
+from serve.engine.control import EngineControl
+from serve.engine.core_life import while_alive
+from serve.load.version_check import read_chat_template, read_config
+from serve.vllm import patches, plugin
+from serve.vllm.answer_version import AnswerVersions
+from serve.vllm.arguments import engine_arguments, engine_environment
+
+# Building vLLM's parser inspects every config class: done once in the warm parent, inherited by each fork.
+PARSER = make_arg_parser(FlexibleArgumentParser(description="engine"))
+DEAD_ENGINE_POLL_S = 0.2
+# In-flight streams get vLLM's error event before the process ends.
+DEAD_ENGINE_GRACE_S = 0.5
+
+
+def main(leash: Leash, args: dict[str, Any]) -> int:
+    """Serve until `stop` or until the engine dies. `args`: `{"spec": ReplicaSpec as JSON, "limits": {...}}`."""
+    started_s = time.perf_counter()
+    spec = ReplicaSpec.from_json(args["spec"])
+    limits = args["limits"]
+    configure_logging("engine", replica=spec.replica_id)
+    os.environ.update(engine_environment(spec, int(limits["max_sequences_per_request"])))
+    Path(spec.scratch_path).mkdir(mode=0o700, exist_ok=True)
+    tempfile.tempdir = spec.scratch_path  # the warm parent has looked up and kept its own
+    torch.set_num_threads(spec.threads_per_worker)
+    template = read_chat_template(spec.version_path)
+    options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template))
+    validate_parsed_serve_args(options)
+    patches.apply(spec.kind, eager=options.enforce_eager, segment_prefix=spec.segment_prefix,
+                       numa_nodes=spec.numa_nodes)  # fmt: skip
+    plugin.register()
+    try:
+        return uvloop.run(_serve(leash, spec, options, limits, started_s))
+    except RuntimeError as error:
+        cause = patches.first_failure()
+        if cause is None:
+            raise
+        raise EngineStartFailed(cause) from error
+
+
+async def _serve(
+    leash: Leash, spec: ReplicaSpec, options: Namespace, limits: dict[str, Any], started_s: float
+) -> int:
+    parsed_s = time.perf_counter()
+    async with build_async_engine_client_from_engine_args(AsyncEngineArgs.from_cli_args(options)) as llm:
+        engine_s = time.perf_counter()
+        tasks = await llm.get_supported_tasks()
+        app = build_app(options, tasks, llm.model_config)
+        await init_app_state(llm, app.state, options, tasks)
+        control = EngineControl(llm, app.state, spec, limits, os.getpgid(0))
+        canary = await control.first_canary()
+        app_s = time.perf_counter()
+        listener = _listen(spec.socket_path)
+        config = uvicorn.Config(
+            AnswerVersions(app),
+            log_config=None,
+            log_level="warning",
+            access_log=False,
+            http="httptools",
+            loop="none",
+            timeout_keep_alive=3600,
+            timeout_graceful_shutdown=1,
+        )
+        # What vLLM answers once its core has died looks here; without it the answer was an AttributeError, which the
+        # gateway cannot tell from a fault of the request and did not send again.
+        server = app.state.server = NoSignalServer(config)
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        while not server.started and not serving.done():
+            await asyncio.sleep(0.001)
+        dead = asyncio.create_task(_until_dead(llm))
+        leash.serve(_handlers(control, server, dead))
+        leash.emit(
+            "ready",
+            fingerprint=canary,
+            seconds={
+                "arguments": parsed_s - started_s,
+                "engine": engine_s - parsed_s,
+                "application": app_s - engine_s,
+                "total": time.perf_counter() - started_s,
+            },
+        )
+        watching = asyncio.create_task(_watch(dead, server))
+        await asyncio.wait([serving, watching], return_when=asyncio.FIRST_COMPLETED)
+        os.unlink(spec.socket_path)
+        if llm.errored:
+            # vLLM's shutdown would wait for the dead core; the supervisor kills what is left of the group.
+            os._exit(70)
+        watching.cancel()
+        dead.cancel()
+        await serving
+    return 0
+
+
+def _handlers(
+    control: EngineControl, server: uvicorn.Server, dead: asyncio.Future[None]
+) -> dict[str, Callable[..., Any]]:
+    loop = asyncio.get_running_loop()
+
+    def on_loop(method: Callable[..., Any]) -> Callable[..., Future]:
+        alone = method.__name__ in ("status", "stop")  # they know of a dead core themselves
+        return lambda **args: asyncio.run_coroutine_threadsafe(
+            method(**args) if alone else while_alive(method(**args), dead, method.__name__), loop
+        )
+
+    async def stop() -> None:
+        server.should_exit = True
+
+    calls = (
+        control.status, control.swap, control.sleep, control.wake, control.fingerprint, control.unload_adapter, stop
+    )  # fmt: skip
+    return {call.__name__: on_loop(call) for call in calls}
+
+
+async def _until_dead(llm: AsyncLLM) -> None:
+    """Returns when the engine core has died; vLLM's own watchdog looks every 5 s only."""
+    while not llm.errored:
+        await asyncio.sleep(DEAD_ENGINE_POLL_S)
+
+
+async def _watch(dead: asyncio.Task[None], server: uvicorn.Server) -> None:
+    """Ends the server shortly after the engine core died."""
+    await asyncio.shield(dead)
+    await asyncio.sleep(DEAD_ENGINE_GRACE_S)
+    server.should_exit = True
+
+
+def _listen(path: str) -> socket.socket:
+    if os.path.exists(path):
+        raise WrongState(f"{path} exists: another engine has this socket, or a dead one left it")
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    with owner_only():
+        listener.bind(path)
+    return listener

@@ -1,0 +1,157 @@
+"""What the serving warm parent imports, so that a forked engine is healthy in about a second and a half.
+
+`python -m runtime.processes.warm_parent --preload serve.engine.preload`. vLLM imports much of itself lazily; the
+modules named here were found by listing what a forked engine and its core still imported up to their first chat,
+structured and embedding request. Rules: no OpenMP work, no CUDA initialisation, no thread left running: none survives a
+fork.
+
+What runs the model differs by platform and excludes the other: vLLM's CPU worker, when imported, replaces streams,
+events and pinned memory of torch by stand-ins that do nothing (vllm/v1/worker/cpu/shm.py). An engine on a GPU would
+then read results that no copy has brought yet.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+# Read by OpenMP and by tokenizers when they are loaded; both must not start threads in this process.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+os.environ["VLLM_NO_USAGE_STATS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_OFFLINE"] = "1"
+# torch.cuda.is_available() without this initialises CUDA, which no forked engine could use any more.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+
+FRONTEND = (
+    "serve.engine.main",
+    "vllm.renderers.hf",
+    "vllm.transformers_utils.chat_templates.registry",
+    "vllm.entrypoints.serve.instrumentator.metrics",
+    "vllm.entrypoints.serve.instrumentator.offline_docs",
+    "vllm.entrypoints.serve.lora.api_router",
+    "vllm.entrypoints.serve.profile.api_router",
+    "vllm.entrypoints.serve.tokenize.api_router",
+    "vllm.entrypoints.serve.elastic_ep.api_router",
+    "vllm.entrypoints.serve.utils.fingerprint",
+    "vllm.entrypoints.serve.utils.orca_metrics",
+    "vllm.entrypoints.serve.utils.sse_keep_alive",
+    "vllm.entrypoints.openai.models.api_router",
+    "vllm.entrypoints.openai.chat_completion.api_router",
+    "vllm.entrypoints.openai.chat_completion.batch_serving",
+    "vllm.entrypoints.openai.completion.api_router",
+    "vllm.entrypoints.openai.responses.api_router",
+    "vllm.entrypoints.anthropic.api_router",
+    "vllm.entrypoints.anthropic.serving",
+    "vllm.entrypoints.cohere.api_router",
+    "vllm.entrypoints.generate.api_router",
+    "vllm.entrypoints.generate.generative_scoring.api_router",
+    "vllm.entrypoints.generate.generative_scoring.serving",
+    "vllm.entrypoints.generate.structured_decisions.api_router",
+    "vllm.entrypoints.generate.structured_decisions.serving",
+    "vllm.entrypoints.pooling.factories",
+    "vllm.entrypoints.scale_out.factories",
+    "vllm.entrypoints.scale_out.derender.api_router",
+    "vllm.entrypoints.scale_out.derender.serving",
+    "vllm.entrypoints.scale_out.render.api_router",
+    "vllm.entrypoints.scale_out.token_in_token_out.api_router",
+    "vllm.entrypoints.scale_out.token_in_token_out.serving",
+    "vllm.v1.metrics.reader",
+    "model_hosting_container_standards.sagemaker",
+    "model_hosting_container_standards.common.custom_code_ref_resolver.file_loader",
+    "vllm.tool_parsers.hermes_tool_parser",
+    "vllm.tool_parsers.llama_tool_parser",
+    "vllm.tool_parsers.mistral_tool_parser",
+    "uvicorn.lifespan.on",
+    "uvicorn.protocols.http.httptools_impl",
+    "uvicorn.protocols.websockets.auto",
+    "vllm.v1.structured_output.backend_guidance",
+    "vllm.v1.structured_output.backend_lm_format_enforcer",
+    "vllm.v1.structured_output.backend_outlines",
+    "vllm.v1.structured_output.backend_xgrammar",
+    "multiprocessing.popen_fork",
+)
+CORE = (
+    "setproctitle",
+    "vllm.distributed.elastic_ep.elastic_execute",
+    "vllm.model_executor.layers.quantization.online.base",
+    "vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors",
+    "vllm.model_executor.model_loader.mtp_validation",
+    "vllm.v1.core.sched.scheduler",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.executor.uniproc_executor",
+    "vllm.v1.sample.rejection_sampler",
+    "vllm.v1.sample.sampler",
+    "vllm.v1.worker.gpu_worker",
+    "serve.cpu.finishing_scheduler",
+    "serve.vllm.shm_transfer",
+    "serve.vllm.worker_extension",
+)
+CORE_OF_CPU = (
+    "xgrammar.kernels.apply_token_bitmask_inplace_cpu",
+    "vllm.utils.cpu_triton_utils",
+    "vllm.v1.attention.backends.cpu_attn",
+    "serve.cpu.worker",
+)
+# Of vLLM's GPU side nothing yet: some of it (vllm.compilation.backends) imports FlashInfer, whose import initialises
+# CUDA (vllm/utils/flashinfer.py). What leaves CUDA alone has to be seen on a GPU first (docs/gpu.md).
+CORE_OF_CUDA: tuple[str, ...] = ()
+# The architectures the appliance is made for; another one is imported by the engine that needs it.
+MODELS = tuple(
+    f"vllm.model_executor.models.{name}"
+    for name in ("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "config", "adapters")
+)
+
+
+def names(on_cpu: bool) -> tuple[str, ...]:
+    """All modules to import on this platform, in order."""
+    return (*FRONTEND, *CORE, *(CORE_OF_CPU if on_cpu else CORE_OF_CUDA), *MODELS)
+
+
+@contextmanager
+def _without_inductor() -> Iterator[None]:
+    """For engines on the CPU, which run without compiled graphs (serve.vllm.arguments, serve.vllm.patches).
+
+    vLLM loads inductor's 500 modules all the same: to tell it of vLLM's own operations, and for the ten small functions
+    that torch.compile decorates. It goes on without the first where inductor cannot be imported; the others are left
+    as they are written.
+    """
+    import torch
+
+    sys.modules["torch._inductor"] = None  # type: ignore[assignment]
+    try:
+        importlib.import_module("vllm.env_override")
+    finally:
+        del sys.modules["torch._inductor"]
+    compile_, torch.compile = torch.compile, _as_written  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.compile = compile_
+
+
+def _as_written(model: Callable[..., Any] | None = None, **_: Any) -> Any:
+    return model if model is not None else lambda function: function
+
+
+def _import_all() -> int:
+    if Path("/dev/nvidiactl").exists():
+        return _import_wanted()
+    with _without_inductor():
+        return _import_wanted()
+
+
+def _import_wanted() -> int:
+    wanted = names(importlib.import_module("vllm.platforms").current_platform.is_cpu())
+    for name in wanted:
+        importlib.import_module(name)
+    return len(wanted)
+
+
+IMPORTED = _import_all()

@@ -1,0 +1,188 @@
+"""One replica: the torch-free supervisor of one forked engine.
+
+Runs inside a Ray actor (wrapped in scheduler.ray.replicas) or in any asyncio program. It asks the node's warm parent
+for an engine process, holds its leash, and passes calls through. The engine dies with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import ChildDied, ChildError, ChildTimeout
+from runtime.processes.child import Child
+from runtime.processes.kernel import life, tail
+from runtime.processes.oom import DiesAs, group_dies_as
+from serve.core import segments
+from serve.core.config import EngineConfig
+from serve.core.errors import BY_NAME, EngineFailed, EngineOutOfMemory, EngineStartFailed, ServeError, WrongState
+from serve.core.spec import ReplicaSpec
+from serve.engine.start_errors import in_our_words
+
+ENTRY = "serve.engine.main:main"
+
+
+class Replica:
+    """Start, swap, sleep, wake and stop one engine. One operation at a time; `status` at any time."""
+
+    def __init__(self, warm_socket: str, log_dir: str, config: EngineConfig | None = None):
+        self._warm_socket, self._log_dir = warm_socket, Path(log_dir)
+        self._config = config or EngineConfig()
+        self._child: Child | None = None
+        self._spec: ReplicaSpec | None = None
+        self._state = "dead"
+        self._exit: dict[str, Any] | None = None
+
+    async def start(self, spec: ReplicaSpec | dict[str, Any]) -> dict[str, Any]:
+        """Fork an engine, load its version from shared memory and return when it serves.
+
+        Returns `{"pid", "seconds": {...}, "fingerprint": {...}}`. Raises InvalidReplicaSpec, EngineStartFailed
+        (with the end of the engine's log), WrongState when one runs already, WarmParentError.
+        """
+        if self._child is not None and self._child.alive:
+            raise WrongState(f"replica {self._spec.replica_id} runs an engine already (pid {self._child.pid})")
+        spec = spec if isinstance(spec, ReplicaSpec) else ReplicaSpec.from_json(spec)
+        _remove_leftovers(spec)  # of a supervisor that was killed with its engine
+        began_s = time.perf_counter()
+        log_path = self._log_dir / f"engine-{spec.replica_id}.log"
+        child = await Child.spawn(
+            self._warm_socket,
+            ENTRY,
+            {"spec": spec.to_json(), "limits": self._config.model_dump()},
+            numa_nodes=spec.numa_nodes,
+            log_path=log_path,
+            name=f"engine {spec.replica_id}",
+        )
+        self._child, self._spec, self._state, self._exit = child, spec, "starting", None
+        group_dies_as(DiesAs.ENGINE, child.pid)  # and what it forks from here on
+        try:
+            async with asyncio.timeout(self._config.start_timeout_s):
+                ready = await child.next_event()
+                while ready is not None and ready["event"] not in ("ready", "fatal"):
+                    ready = await child.next_event()
+        except TimeoutError as error:
+            await child.kill_and_wait()
+            _remove_leftovers(self._spec)
+            self._state = "dead"
+            raise EngineStartFailed(
+                f"engine {spec.replica_id} was not healthy after {self._config.start_timeout_s} s; "
+                f"its log {log_path} ends with:\n{tail(log_path)}"
+            ) from error
+        if ready is None or ready["event"] == "fatal":
+            await child.kill_and_wait()
+            _remove_leftovers(self._spec)
+            self._state = "dead"
+            cause = f": {ready['type']}: {ready['message']}" if ready else ""
+            if child.starved:
+                raise EngineOutOfMemory("the engine was killed while it started, because the host's memory ran out")
+            words = in_our_words(ready["message"] if ready else tail(log_path), spec.model)
+            if words is not None:
+                failed = EngineOutOfMemory if words.memory else EngineStartFailed
+                raise failed(f"{words.text}\n{cause.removeprefix(': ')}; its log {log_path} says more")
+            raise EngineStartFailed(
+                f"engine {spec.replica_id} ended during start{cause}; its log {log_path} ends with:\n{tail(log_path)}"
+            )
+        self._state = "ready"
+        seconds = {**ready["seconds"], "fork_to_healthy": time.perf_counter() - began_s}
+        return {"pid": child.pid, "seconds": seconds, "fingerprint": ready["fingerprint"]}
+
+    async def life(self) -> dict[str, Any]:
+        """Of this supervisor, see runtime.processes.kernel.life; also asked to see whether it lives."""
+        return life()
+
+    async def swap(
+        self, model: str, version: str, version_path: str, how: str = "auto"
+    ) -> dict[str, Any]:
+        """Serve another version; requests in flight are kept. See serve.engine.control for phases and errors."""
+        return await self._call(
+            "swap", self._config.swap_timeout_s, model=model, version=version, version_path=version_path, how=how
+        )
+
+    async def sleep(self) -> dict[str, Any]:
+        """Give back weights and KV memory, keep the process. The engine must be drained."""
+        answer = await self._call("sleep", self._config.sleep_timeout_s)
+        self._state = "asleep"
+        group_dies_as(DiesAs.ASLEEP, self._child.pid)
+        return answer
+
+    async def wake(self, model: str, version: str, version_path: str) -> dict[str, Any]:
+        """Load a version into a sleeping engine and serve it once its fingerprint agrees."""
+        answer = await self._call(
+            "wake", self._config.swap_timeout_s, model=model, version=version, version_path=version_path
+        )
+        self._state = "ready"
+        group_dies_as(DiesAs.ENGINE, self._child.pid)
+        return answer
+
+    async def unload_adapter(self, name: str) -> bool:
+        """Forget the LoRA adapter `NAME@VERSION`, its requests ended; False if this engine does not know it."""
+        if self._child is None or not self._child.alive or self._state != "ready":
+            return False
+        return await self._call("unload_adapter", self._config.swap_timeout_s, name=name)
+
+    async def fingerprint(self) -> dict[str, Any]:
+        """Check the weights in place against the record, pausing the engine for one forward pass."""
+        return await self._call("fingerprint", self._config.sleep_timeout_s)
+
+    async def status(self) -> dict[str, Any]:
+        """What EngineControl.status tells, `pid`, `devices` and `node`; state "dead" when it is."""
+        if self._child is None or not self._child.alive:
+            spec = self._spec
+            return {
+                "state": "dead", "model": spec and spec.model, "version": spec and spec.version, "pid": None,
+                "rss_bytes": 0, "running": 0, "waiting": 0,
+                "finishing": 0, "finished": None, "adapters": None,
+                "devices": list(spec.devices) if spec else [],
+                "node": spec.node if spec else "",
+            }
+        answer = await self._call("status", self._config.sleep_timeout_s)
+        return {**answer, "pid": self._child.pid, "devices": list(self._spec.devices), "node": self._spec.node}
+
+    async def stop(self) -> None:
+        """End the engine and everything it started; harmless when there is none."""
+        if self._child is not None:
+            if self._child.alive:
+                await self._child.stop(self._config.stop_timeout_s)
+            await self._child.kill_and_wait()
+            _remove_leftovers(self._spec)
+        self._state = "dead"
+
+    async def wait_dead(self) -> dict[str, Any]:
+        """Resolves when the engine process is dead: `{"exit": reason, "log": its log's end}`."""
+        if self._child is None:
+            raise WrongState("no engine was started")
+        await self._child.closed()
+        await self._child.kill_and_wait()
+        self._state = "dead"
+        _remove_leftovers(self._spec)
+        fatal = self._child.fatal
+        reason = f"{fatal['type']}: {fatal['message']}" if fatal else "the process ended"
+        if self._child.starved:
+            reason = "it was killed because the host's memory ran out"
+        return {"exit": reason, "log": tail(self._child.log_path), "starved": self._child.starved}
+
+    async def _call(self, method: str, timeout_s: float, **args: Any) -> dict[str, Any]:
+        if self._child is None:
+            raise WrongState(f"{method}: no engine was started")
+        try:
+            return await self._child.call(method, timeout_s=timeout_s, **args)
+        except ChildError as error:
+            raise BY_NAME.get(error.type, ServeError)(
+                error.message if error.type in BY_NAME else f"{method}: {error.type}: {error.message}"
+            ) from error
+        except ChildDied as error:
+            failed = EngineOutOfMemory if error.starved else EngineFailed
+            raise failed(f"{method}: {error}") from error
+        except ChildTimeout as error:
+            raise EngineFailed(f"{method}: {error}") from error
+
+
+
+def _remove_leftovers(spec: ReplicaSpec) -> None:
+    """Socket, scratch directory and segments of a dead engine."""
+    Path(spec.socket_path).unlink(missing_ok=True)
+    shutil.rmtree(spec.scratch_path, ignore_errors=True)
+    segments.remove_of(spec.socket_path)

@@ -1,0 +1,97 @@
+"""Converting the layers of a version by several threads at once, in a process that also has to answer by itself."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Generic, Self, TypeVar
+
+import torch
+
+from serve.load.kernel_threads import set_kernel_threads
+
+Item = TypeVar("Item", bound=Hashable)
+
+_libc = ctypes.CDLL(None)
+# Of the interpreter's lock, while threads convert: who comes back from a kernel waits so long for one that computes in
+# Python. By default 5 ms, the time of several layers.
+SWITCH_INTERVAL_S = 0.0002
+
+
+class Converting(Generic[Item]):
+    """Items that several threads convert at once, each by one of them, begun in their order.
+
+    The thread that owns it converts with the others whenever it would wait. Leaving its block waits for what has been
+    begun and forgets the rest.
+    """
+
+    def __init__(self, items: Iterable[Item], convert: Callable[[Item], None], threads: int):
+        """`threads` in all. Kernels of `convert` run in its thread alone where that is not the owner's."""
+        self._convert = convert
+        self._futures: dict[Item, Future[None]] = {item: Future() for item in items}
+        self._left = deque(self._futures)
+        self._threads = threads
+
+    @property
+    def items(self) -> Iterable[Item]:
+        return self._futures.keys()
+
+    def wait_for(self, item: Item) -> None:
+        """Until the item is converted, working on others meanwhile. Raises what the first conversion to fail raised."""
+        future = self._futures[item]
+        while not future.done() and self._convert_next():
+            pass
+        future.result()
+
+    def wait_for_all(self) -> None:
+        for item in self._futures:
+            self.wait_for(item)
+
+    def _convert_next(self) -> bool:
+        """Convert what nobody has begun; False if there is nothing left."""
+        try:
+            item = self._left.popleft()
+        except IndexError:
+            return False
+        try:
+            self._convert(item)
+        except BaseException as error:  # noqa: BLE001 - carried to `wait_for`, which raises it
+            self._futures[item].set_exception(error)
+            while self._left:
+                with suppress(IndexError):
+                    self._futures[self._left.popleft()].set_exception(error)
+        else:
+            self._futures[item].set_result(None)
+        return True
+
+    def _convert_all(self) -> None:
+        os.sched_setaffinity(0, self._cores)
+        set_kernel_threads(1)
+        while self._convert_next():
+            pass
+
+    def __enter__(self) -> Self:
+        self._before = torch.get_num_threads(), sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        cores = os.sched_getaffinity(0)
+        # Else all of them may run on this thread's core as long as the other cores have any work, be it of the lowest
+        # priority: many loads were converted by one core of two.
+        self._cores = cores - {_libc.sched_getcpu()} or cores
+        self._others = [threading.Thread(target=self._convert_all, name="convert") for _ in range(self._threads - 1)]
+        for thread in self._others:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left.clear()
+        for thread in self._others:
+            thread.join()
+        kernel_threads, interval_s = self._before
+        sys.setswitchinterval(interval_s)
+        set_kernel_threads(kernel_threads)

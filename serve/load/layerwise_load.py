@@ -1,0 +1,59 @@
+"""Loading a version through vLLM's own layerwise reload: slower than serve.load.direct_load, and it takes every model.
+
+vLLM's layerwise reload (vllm/model_executor/model_loader/reload, docs "Layerwise weight reloading") was written
+for GPUs. Three things it leaves wrong on the CPU are put right here, each reproduced on vLLM 0.32:
+- an output head that shares the input embedding keeps its packed copy of the old weights, silently;
+- MoE experts are left unpacked although their kernel reads packed ones;
+- an error in the middle leaves half of the layers on the meta device, where every later reload fails.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import ModelConfig
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.mtp_validation import disable_mtp_completeness_check
+from vllm.model_executor.model_loader.reload.layerwise import (
+    _place_kernel_tensors,
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+
+from serve.load.shm_source import VersionSource
+
+
+def load_layerwise(
+    model: torch.nn.Module, model_config: ModelConfig, source: VersionSource, device: torch.device
+) -> None:
+    """Load every tensor of `source` (mapped) into `model`. On an error the old tensors are back in place, though
+    some may hold new values already: load a whole version again before serving."""
+    try:
+        initialize_layerwise_reload(model)
+        with disable_mtp_completeness_check(), torch.no_grad():
+            model.load_weights(source.tensors())
+        finalize_layerwise_reload(model, model_config)
+    except BaseException:
+        _put_back(model)
+        raise
+    if device.type == "cpu":
+        _repack(model)
+
+
+def _put_back(model: torch.nn.Module) -> None:
+    for layer in model.modules():
+        info = get_layerwise_info(layer)
+        if info.can_load() and info.kernel_tensors is not None:
+            _place_kernel_tensors(layer, info)
+        info.reset()
+
+
+@torch.no_grad()
+def _repack(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if isinstance(method, UnquantizedEmbeddingMethod):
+            method.process_weights_after_loading(module)
+        elif isinstance(method, UnquantizedFusedMoEMethod):
+            method.moe_kernel.fused_experts.process_weights_after_loading(module)

@@ -1,0 +1,282 @@
+"""Which bytes of a version go where in the model, learnt by watching the model load once.
+
+Every vLLM model has a `load_weights` of its own that knows how checkpoint names map to its fused, sliced and
+padded parameters. Instead of repeating that knowledge, the first load runs under a dispatch mode that notes each
+`copy_` from the mapped files into a parameter. The notes are the plan: later versions of the same model are
+loaded by replaying it, and under tensor parallelism it names exactly the slices this worker reads.
+
+A plan is only as good as what was seen: a parameter written from anything else than mapped bytes or zero is listed as
+`unplanned` (`unwritten` if nothing was seen to fill it), and a model with such parameters is loaded the general way
+(serve.load.layerwise_load).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from serve.core.errors import VersionMismatch
+from serve.load.shm_source import Described, VersionSource
+
+# Tensors that checkpoints carry and models compute by themselves.
+IGNORED_SUFFIXES = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached", "masked_bias")
+
+
+@dataclass(frozen=True)
+class Region:
+    """A strided block inside a flat tensor; offset and strides in elements."""
+
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, offset: int) -> Region:
+        return cls(offset, tuple(tensor.shape), tuple(tensor.stride()))
+
+    @property
+    def numel(self) -> int:
+        count = 1
+        for extent in self.size:
+            count *= extent
+        return count
+
+    def view(self, flat: torch.Tensor) -> torch.Tensor:
+        """This region of the one-dimensional tensor `flat`."""
+        return flat.as_strided(self.size, self.stride, flat.storage_offset() + self.offset)
+
+    @property
+    def dense(self) -> bool:
+        """Whether the region is one unbroken run of elements in row-major order."""
+        expected = 1
+        for extent, stride in zip(reversed(self.size), reversed(self.stride), strict=True):
+            if extent != 1 and stride != expected:
+                return False
+            expected *= extent
+        return True
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One copy: region `source` of the stored tensor `name` into region `target` of a parameter."""
+
+    target: Region
+    name: str
+    source: Region
+
+
+@dataclass
+class Target:
+    """A parameter or buffer of the model in its checkpoint form, and the pieces that fill it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: list[Piece] = field(default_factory=list)
+    zeroed: list[Region] = field(default_factory=list)
+
+    @property
+    def covered(self) -> bool:
+        """Whether every element is written by a piece or zeroed (padding of the vocabulary)."""
+        numel = 1
+        for extent in self.shape:
+            numel *= extent
+        seen = {piece.target: piece.target.numel for piece in self.pieces}
+        seen |= {region: region.numel for region in self.zeroed}
+        return sum(seen.values()) >= numel
+
+    def fill(self, flat: torch.Tensor, source: VersionSource, gather: Gather | None = None) -> None:
+        """Write all of it into `flat`, one-dimensional, on any device; on a GPU the copies may still be under way.
+
+        `gather` takes what lies in strides on the host.
+        """
+        for region in self.zeroed:
+            region.view(flat).zero_()
+        for piece in self.pieces:
+            stored = piece.source.view(source.tensor(piece.name).reshape(-1))
+            if gather is not None and not piece.source.dense:
+                stored = gather(stored)
+            piece.target.view(flat).copy_(stored, non_blocking=True)
+
+
+class Gather:
+    """One buffer, page-locked for a GPU, for what lies in strides on the host (columns of a row-parallel matrix).
+
+    torch would gather each of them into fresh pageable memory, whose page faults cost more than the copy.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def __call__(self, strided: torch.Tensor) -> torch.Tensor:
+        """`strided` in one piece, until the next call."""
+        on_gpu = self._device.type == "cuda"
+        if on_gpu:
+            torch.cuda.current_stream(self._device).synchronize()  # the last one may be on its way yet
+        if self._buffer.nbytes < strided.nbytes:
+            self._buffer = torch.empty(strided.nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+        return self._buffer[: strided.nbytes].view(strided.dtype).view(strided.shape).copy_(strided)
+
+
+@dataclass
+class LoadPlan:
+    """What a model needs of a version.
+
+    Keys of `targets` are `(id(module), attribute)`; modules that share a parameter share its Target object, the
+    first of them in the model's order comes first.
+    """
+
+    targets: dict[tuple[int, str], Target]
+    unplanned: list[str]
+    unwritten: list[str]
+    expected: dict[str, Described]
+    read: frozenset[str]
+
+    @property
+    def complete(self) -> bool:
+        return not self.unplanned
+
+    def check(self, source: VersionSource) -> None:
+        """Compare a version with the one this engine was built from. Raises VersionMismatch naming the tensors.
+
+        vLLM itself only warns of missing tensors, leaving a mixture of two models, and a wrong shape makes every
+        later update fail; both have to be found before the first byte is written.
+        """
+        problems = []
+        for name in sorted(self.read):
+            given, expected = source.described.get(name), self.expected[name]
+            if given is None:
+                problems.append(f"{name} is missing")
+            elif given.shape != expected.shape:
+                problems.append(f"{name} has shape {list(given.shape)}, expected {list(expected.shape)}")
+            elif given.dtype != expected.dtype and not (
+                given.dtype.is_floating_point and expected.dtype.is_floating_point
+            ):
+                problems.append(f"{name} has dtype {given.dtype}, expected {expected.dtype}")
+        for name in sorted(set(source.described) - set(self.expected)):
+            if not name.endswith(IGNORED_SUFFIXES):
+                problems.append(f"{name} is not part of this model")
+        if problems:
+            shown = "; ".join(problems[:8])
+            more = f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+            raise VersionMismatch(
+                f"version {source.path} does not fit the running engine: {shown}{more}. "
+                "Start a new engine for it instead of swapping."
+            )
+
+    def bytes_read(self, source: VersionSource) -> int:
+        """Bytes of the version that this worker reads (its slices only, under tensor parallelism)."""
+        once = {id(target): target for target in self.targets.values()}
+        return sum(
+            piece.source.numel * source.described[piece.name].dtype.itemsize
+            for target in once.values()
+            for piece in target.pieces
+        )
+
+    def copied_spans(self, source: VersionSource) -> dict[str, list[tuple[int, int]]]:
+        """Byte ranges [start, end) of each file that this worker copies in one piece.
+
+        What it reads in strides (columns of a row-parallel matrix) is not among them: it is gathered first.
+        """
+        once = {id(target): target for target in self.targets.values()}
+        spans: dict[str, list[tuple[int, int]]] = {}
+        for target in once.values():
+            for piece in target.pieces:
+                if piece.source.dense:
+                    placed, itemsize = source.layout.find(piece.name), source.described[piece.name].dtype.itemsize
+                    start = placed.start + piece.source.offset * itemsize
+                    spans.setdefault(placed.file, []).append((start, start + piece.source.numel * itemsize))
+        return spans
+
+
+class LoadRecorder(TorchDispatchMode):
+    """Watches one `load_weights` call that reads from `source`, and turns it into a LoadPlan."""
+
+    def __init__(self, model: torch.nn.Module, source: VersionSource):
+        super().__init__()
+        self._source, self._locator = source, source.locator()
+        self._owners: dict[int, list[tuple[int, str, str, torch.Tensor]]] = {}
+        self._targets: dict[int, Target] = {}
+        self._odd: set[int] = set()
+        self._read: set[str] = set()
+        for prefix, module in model.named_modules():
+            tensors = {**module._parameters, **module._buffers}
+            for attribute, tensor in tensors.items():
+                if tensor is None or tensor.is_meta or not tensor.numel():
+                    continue
+                key = tensor.untyped_storage().data_ptr()
+                full_name = f"{prefix}.{attribute}" if prefix else attribute
+                self._owners.setdefault(key, []).append((id(module), attribute, full_name, tensor))
+        self._parameters = {
+            key: any(isinstance(tensor, torch.nn.Parameter) for *_, tensor in owners)
+            for key, owners in self._owners.items()
+        }
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self._note_copy(args[0], args[1])
+        elif func in (torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default, torch.ops.aten.fill_.Tensor):
+            self._note_fill(args[0], 0 if func is torch.ops.aten.zero_.default else args[1])
+        elif func._schema.is_mutable:
+            self._note_odd(args)
+        return func(*args, **(kwargs or {}))
+
+    def plan(self) -> LoadPlan:
+        """The plan of what was seen so far."""
+        targets, unplanned, unwritten = {}, [], []
+        for key, owners in self._owners.items():
+            target = self._targets.get(key)
+            known = target is not None and key not in self._odd and target.covered
+            if not known:
+                if self._parameters[key] or target is not None:
+                    unplanned.append(owners[0][2])
+                if self._parameters[key] and key not in self._odd and (target is None or not target.covered):
+                    unwritten.append(owners[0][2])
+                continue
+            for module_id, attribute, _, _ in owners:
+                targets[module_id, attribute] = target
+        expected = dict(self._source.described)
+        return LoadPlan(targets, sorted(unplanned), sorted(unwritten), expected, frozenset(self._read))
+
+    def _target(self, tensor: torch.Tensor) -> tuple[int, Target] | None:
+        key = tensor.untyped_storage().data_ptr()
+        owners = self._owners.get(key)
+        if owners is None:
+            return None
+        whole = owners[0][3]
+        if not whole.is_contiguous() or whole.storage_offset():
+            self._odd.add(key)
+            return None
+        return key, self._targets.setdefault(key, Target(tuple(whole.shape), whole.dtype))
+
+    def _note_copy(self, into: torch.Tensor, origin: torch.Tensor) -> None:
+        found = self._locator.find(origin.data_ptr()) if origin.device.type == "cpu" and origin.numel() else None
+        if found is not None:
+            self._read.add(found[0])
+        target = self._target(into)
+        if target is None:
+            return
+        if found is None or origin.dtype != self._source.described[found[0]].dtype or into.shape != origin.shape:
+            self._odd.add(target[0])
+            return
+        target[1].pieces.append(
+            Piece(Region.of(into, into.storage_offset()), found[0], Region.of(origin, found[1]))
+        )
+
+    def _note_fill(self, into: torch.Tensor, value: object) -> None:
+        target = self._target(into)
+        if target is None:
+            return
+        if value == 0:
+            target[1].zeroed.append(Region.of(into, into.storage_offset()))
+        else:
+            self._odd.add(target[0])
+
+    def _note_odd(self, args: tuple) -> None:
+        for tensor in args:
+            if isinstance(tensor, torch.Tensor) and not tensor.is_meta:
+                key = tensor.untyped_storage().data_ptr()
+                if key in self._owners:
+                    self._odd.add(key)

@@ -1,0 +1,238 @@
+"""A version's files as torch tensors over one private mapping per file, nothing copied.
+
+The mappings are MAP_PRIVATE and writable on the host: vLLM's loaders and torch both assume they may write to a
+tensor, and a store into a read-only or shared page would kill the engine or corrupt the version for everybody.
+For a GPU the mapping is shared, and the parts of it that are copied are page-locked, so that copies run at the link's
+rate. Locking costs time for each page: a worker locks what it reads, not what its neighbours do.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from serve.core.errors import VersionUnreadable
+from weights.format.errors import WeightsError
+from weights.format.layout import Layout, Placed
+from weights.format.torch_views import torch_dtype
+from weights.memory.locks import DirectoryLock
+
+_libc = ctypes.CDLL(None, use_errno=True)
+FAULT_IN_BYTES = 4 * 2**20
+MADV_POPULATE_READ = 22  # linux/mman.h; not yet a constant of Python's mmap module
+
+
+class CudaRuntime(Protocol):
+    """Of vLLM's CudaRTLibrary (vllm/distributed/device_communicators/cuda_wrapper.py); calls return CUDA's code."""
+
+    def cudaHostRegister(self, ptr: int, size: int, flags: int = 0) -> int: ...
+    def cudaHostUnregister(self, ptr: int) -> int: ...
+    def cudaGetLastError(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class PageLock:
+    """`spans`: byte ranges [start, end) by file that a GPU is going to copy from; `cuda` locks their pages."""
+
+    spans: Mapping[str, Iterable[tuple[int, int]]]
+    cuda: CudaRuntime
+
+
+@dataclass(frozen=True)
+class Described:
+    """Name, dtype and shape of one stored tensor, without its bytes."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def lease(path: str | Path) -> DirectoryLock:
+    """The store's lock on a version (weights.memory.locks), which keeps its files from being evicted and written anew.
+
+    A directory outside the store takes the lock as well, to no harm. Raises VersionUnreadable.
+    """
+    lock = DirectoryLock.try_shared(Path(path))
+    if lock is None:
+        raise VersionUnreadable(f"version directory {path} does not exist or is being removed")
+    os.utime(lock.fd)  # the store evicts what was used longest ago, by the directory's time
+    return lock
+
+
+class VersionSource:
+    """The tensors of one version directory, leased. Close it when no view is in use any more.
+
+    Raises VersionUnreadable when the directory is missing or is not a valid safetensors checkpoint: nothing is
+    mapped before its headers have been checked.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self._lease = lease(self.path)
+        try:
+            self.layout = Layout.read(self.path)
+        except (OSError, WeightsError) as error:
+            raise VersionUnreadable(f"version directory {self.path} cannot be read: {error}") from error
+        self._maps: dict[str, _MappedFile] = {}
+        self.described: dict[str, Described] = {}
+        for placed in self.layout:
+            name = placed.spec.name
+            self.described[name] = Described(name, _dtype(self.path, placed), tuple(placed.spec.shape))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(placed.nbytes for placed in self.layout)
+
+    def map(self, page_lock: PageLock | None = None) -> VersionSource:
+        """Map all files and fault their pages in. Done before a pause, because fresh mappings read at half rate.
+
+        With a `page_lock` the mappings are shared, for copies to a GPU alone: nothing may be written into them.
+        """
+        for file in self.layout.files:
+            if file.name not in self._maps:
+                self._maps[file.name] = _MappedFile(self.path / file.name, page_lock)
+        return self
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A view, shape and dtype as stored, of the mapped bytes."""
+        placed = self.layout.find(name)
+        described = self.described[name]
+        flat = self._maps[placed.file].bytes[placed.start : placed.end]
+        if flat.data_ptr() % described.dtype.itemsize:
+            flat = flat.clone()
+        return flat.view(described.dtype).view(described.shape)
+
+    def aligned(self, name: str) -> bool:
+        """Whether `tensor(name)` is a view; foreign files may hold tensors at odd offsets, which are copied."""
+        placed = self.layout.find(name)
+        return (self._maps[placed.file].bytes.data_ptr() + placed.start) % self.described[name].dtype.itemsize == 0
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor's bytes lie in one of the mappings."""
+        if not tensor.numel():
+            return False
+        storage = tensor.untyped_storage().data_ptr()
+        return any(mapped.bytes.untyped_storage().data_ptr() == storage for mapped in self._maps.values())
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """All tensors in file order, which keeps the tensors of one layer together."""
+        for name in self.described:
+            yield name, self.tensor(name)
+
+    def locator(self) -> Locator:
+        """Finds the stored tensor that an address lies in."""
+        starts, names = [], []
+        for name in self.described:
+            tensor = self.tensor(name)
+            if tensor.numel():
+                starts.append(tensor.data_ptr())
+                names.append(name)
+        order = sorted(range(len(starts)), key=starts.__getitem__)
+        return Locator([starts[i] for i in order], [names[i] for i in order], self)
+
+    def close(self) -> None:
+        """Unmap. Views still in use keep their file mapped until they are gone."""
+        for mapped in self._maps.values():
+            mapped.close()
+        self._maps.clear()
+        self._lease.close()
+
+
+class Locator:
+    """From an address inside the mappings to (tensor name, element offset)."""
+
+    def __init__(self, starts: list[int], names: list[str], source: VersionSource):
+        self._starts, self._names, self._source = starts, names, source
+
+    def find(self, address: int) -> tuple[str, int] | None:
+        """The tensor holding `address` and the offset into it in elements; None when no tensor holds it."""
+        index = bisect_right(self._starts, address) - 1
+        if index < 0:
+            return None
+        described = self._source.described[self._names[index]]
+        elements = 1
+        for extent in described.shape:
+            elements *= extent
+        offset_bytes = address - self._starts[index]
+        if offset_bytes >= elements * described.dtype.itemsize:
+            return None
+        return described.name, offset_bytes // described.dtype.itemsize
+
+
+def _dtype(path: Path, placed: Placed) -> torch.dtype:
+    try:
+        return torch_dtype(placed.spec.dtype)
+    except WeightsError as error:
+        raise VersionUnreadable(f"{path / placed.file}: tensor {placed.spec.name}: {error}") from error
+
+
+class _MappedFile:
+    def __init__(self, path: Path, page_lock: PageLock | None):
+        descriptor = os.open(path, (os.O_RDWR if page_lock else os.O_RDONLY) | os.O_CLOEXEC)
+        try:
+            size = os.fstat(descriptor).st_size
+            share = mmap.MAP_SHARED if page_lock else mmap.MAP_PRIVATE
+            mapping = mmap.mmap(descriptor, size, flags=share, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(descriptor)
+        _fault_in(mapping)
+        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._cuda = page_lock and page_lock.cuda
+        self._locked = list(self._lock(page_lock.spans.get(path.name, ()))) if page_lock else []
+
+    def _lock(self, spans: Iterable[tuple[int, int]]) -> Iterator[int]:
+        for start, end in page_runs(spans):
+            part = self.bytes[start:end]
+            if self._cuda.cudaHostRegister(part.data_ptr(), part.nbytes) == 0:
+                yield part.data_ptr()
+            else:  # copies are merely slower then, but the next kernel would be blamed for what is left standing
+                self._cuda.cudaGetLastError()
+
+    def close(self) -> None:
+        for address in self._locked:
+            self._cuda.cudaHostUnregister(address)
+        self._locked.clear()
+        # The tensor holds the mapping's buffer: the pages go when the last view does.
+        del self.bytes
+
+
+def page_runs(spans: Iterable[tuple[int, int]], page_bytes: int = mmap.PAGESIZE) -> list[tuple[int, int]]:
+    """Byte ranges widened to whole pages and joined where they touch: no page may be locked twice."""
+    runs: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        start, end = start // page_bytes * page_bytes, -(-end // page_bytes) * page_bytes
+        if runs and start <= runs[-1][1]:
+            runs[-1] = (runs[-1][0], max(runs[-1][1], end))
+        elif start < end:
+            runs.append((start, end))
+    return runs
+
+
+def _fault_in(mapping: mmap.mmap) -> None:
+    """Make all pages present for reading, in one kernel call where there is one (Linux 5.14).
+
+    MAP_POPULATE would not do: on a private writable mapping it faults for writing and so copies every page. Nor would
+    `mapping.madvise`, which holds the interpreter's lock meanwhile, and with it the engine's steps. In pieces, because
+    the kernel's lock on the address space is held for each call, and a step that needs memory waits for it.
+    """
+    start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
+    for offset in range(0, len(mapping), FAULT_IN_BYTES):
+        size = min(FAULT_IN_BYTES, len(mapping) - offset)
+        if _libc.madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(size), MADV_POPULATE_READ):
+            break
+    else:
+        return
+    if ctypes.get_errno() != errno.EINVAL:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    for offset in range(0, len(mapping), mmap.PAGESIZE):
+        mapping[offset]

@@ -1,0 +1,95 @@
+"""The version that an answer names as its own (`system_fingerprint`, a header) is the one whose steps computed it.
+
+vLLM gives a serving class one fingerprint for its whole life and reads it when an answer ends. Here versions change
+under open answers, and an answer begun before a swap is finished by the version before. The engine core labels its
+outputs with the version of the step they come from; the label is noted for the answer that they belong to.
+"""
+
+from __future__ import annotations
+
+import functools
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+from vllm.entrypoints.generate.base.serving import GenerateBaseServing
+from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+
+# The gateway reads it (appliance/gateway/http/wire.py): a table can be a moment behind the engine.
+VERSION_HEADER = b"x-appliance-model-version"
+
+
+@dataclass(slots=True)
+class Answer:
+    """What is known of one HTTP answer; `version` None until its first token."""
+
+    version: str | None = None
+
+
+_ANSWER: ContextVar[Answer | None] = ContextVar("answer", default=None)
+
+
+class AnswerVersions:
+    """ASGI application around vLLM's, which gives each request an Answer. Tasks that vLLM starts inherit it.
+
+    The head of an answer waits for the first of its body: then its first token is there, and the head names the version
+    that the token came from.
+    """
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        answer = Answer()
+        _ANSWER.set(answer)
+        head: list[Any] = []
+
+        async def send_named(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                head.append(message)
+                return
+            if head:
+                start = head.pop()
+                if answer.version is not None:
+                    named = (VERSION_HEADER, answer.version.encode())
+                    start = {**start, "headers": [*start.get("headers", ()), named]}
+                await send(start)
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
+def apply() -> None:
+    """Patch vLLM 0.32's frontend. Called once (serve.vllm.patches)."""
+    GenerateBaseServing.system_fingerprint = property(_fingerprint, _set_fingerprint)
+    OutputProcessor.add_request = _for_this_answer(OutputProcessor.add_request)
+    RequestState.shm_answer = None
+    RequestState.track_weight_version = _noted(RequestState.track_weight_version)
+
+
+def _fingerprint(serving: GenerateBaseServing) -> str | None:
+    answer = _ANSWER.get()
+    return serving.__dict__["shm_version"] if answer is None or answer.version is None else answer.version
+
+
+def _set_fingerprint(serving: GenerateBaseServing, version: str | None) -> None:
+    serving.__dict__["shm_version"] = version
+
+
+def _for_this_answer(add_request):
+    @functools.wraps(add_request)
+    def run(processor: OutputProcessor, request: Any, *args: Any, **kwargs: Any) -> None:
+        add_request(processor, request, *args, **kwargs)
+        processor.request_states[request.request_id].shm_answer = _ANSWER.get()
+
+    return run
+
+
+def _noted(track):
+    @functools.wraps(track)
+    def run(state: RequestState, weight_version: str) -> None:
+        track(state, weight_version)
+        if state.shm_answer is not None:
+            state.shm_answer.version = weight_version
+
+    return run

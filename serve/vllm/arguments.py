@@ -1,0 +1,174 @@
+"""From a replica's spec to vLLM's own command line, as a pure function.
+
+The forked engine goes through vLLM's own argument parser, so whatever `vllm serve` accepts, `extra_args` may add.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from serve.core.spec import ReplicaSpec
+
+# Which of vLLM's tool-call parsers reads what a model family writes (vllm/tool_parsers; docs "Tool Calling").
+# A family that is not known gets none: tools then work with tool_choice "required" or a named function.
+TOOL_PARSERS: Mapping[str, str] = {
+    "llama": "llama3_json",
+    "llama4": "llama4_pythonic",
+    "qwen2": "hermes",
+    "qwen2_moe": "hermes",
+    "qwen3": "hermes",
+    "qwen3_moe": "hermes",
+    "mistral": "mistral",
+    "mixtral": "mistral",
+    "granite": "granite",
+    "granitemoe": "granite",
+    "internlm2": "internlm",
+    "jamba": "jamba",
+    "deepseek_v3": "deepseek_v3",
+    "glm4_moe": "glm45",
+    "phi3": "phi4_mini_json",
+    "olmo3": "olmo3",
+    "gemma4": "gemma4",
+    "gpt_oss": "openai",
+}
+
+# Linear layers of the architectures that take adapters (serve.core.sizing), by the last part of their names.
+ADAPTER_MODULES = (
+    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"
+)  # fmt: skip
+LORA_RANK_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+CPU_WORKER = "serve.cpu.worker.ShmCPUWorker"
+# vLLM's asynchronous scheduling, which a scheduler of one's own forgoes, is switched off on the CPU anyway.
+CPU_SCHEDULER = "serve.cpu.finishing_scheduler.FinishingScheduler"
+WORKER_EXTENSION = "serve.vllm.worker_extension.ShmWorkerExtension"
+LOAD_FORMAT = "shm"
+TRANSFER_BACKEND = "shm"
+
+
+def tool_parser(model_type: str | None, chat_template: str | None) -> str | None:
+    """vLLM's tool parser for a model family (`model_type` of config.json), None if unknown.
+
+    Several families are fine-tuned with the Hermes tags whatever their architecture, and their chat template
+    says so: the tag wins over the family. A family's own parser is used only with a template that mentions
+    tools, otherwise text that merely looks like a call would be taken for one.
+    """
+    template = chat_template or ""
+    if "<tool_call>" in template:
+        return "hermes"
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "tools" not in template:
+        return None
+    return TOOL_PARSERS.get(model_type or "")
+
+
+def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_template: str | None) -> list[str]:
+    """Command line of vLLM's OpenAI server for this replica.
+
+    `model_config` is the version's config.json, `chat_template` its template text if it has one.
+    """
+    args = [
+        "--model", spec.version_path,
+        "--served-model-name", spec.model,
+        "--uds", spec.socket_path,
+        "--load-format", LOAD_FORMAT,
+        "--weight-transfer-config", json.dumps({"backend": TRANSFER_BACKEND}),
+        "--worker-extension-cls", WORKER_EXTENSION,
+        "--dtype", spec.dtype,
+        "--tensor-parallel-size", str(spec.tensor_parallel),
+        "--kv-cache-memory-bytes", str(spec.kv_cache_bytes),
+        "--max-num-seqs", str(spec.max_num_seqs),
+        "--fingerprint-mode", "custom",
+        "--fingerprint-value", spec.version,
+        "--disable-uvicorn-access-log",
+        "--no-enable-log-requests",
+        "--disable-fastapi-docs",
+    ]
+    if spec.kind == "cpu":
+        args += ["--enforce-eager", "--worker-cls", CPU_WORKER, "--scheduler-cls", CPU_SCHEDULER]
+    else:
+        # The level-2 sleep of the cumem allocator: weights and KV give their memory back, addresses stay.
+        args += ["--enable-sleep-mode"]
+        # Else vLLM refuses to start where less than its own default is free, whatever room the KV cache was given:
+        # sleeping engines keep a context and more on the device.
+        args += ["--gpu-memory-utilization", str(spec.gpu_memory_fraction)]
+        if spec.tensor_parallel > 1:
+            # Where nvcc and ninja are found, vLLM would import FlashInfer for this fusion before it forks its core, and
+            # with it CUDA, which no forked worker could use any more (vllm/config/vllm.py, utils/flashinfer.py).
+            args += ["--compilation-config", json.dumps({"pass_config": {"fuse_allreduce_rms": False}})]
+    if spec.tensor_parallel > 1:
+        # Inside a placement group vLLM would start Ray actors of its own.
+        args += ["--distributed-executor-backend", "mp"]
+    if spec.max_model_len is not None:
+        args += ["--max-model-len", str(spec.max_model_len)]
+    if spec.adapter_slots:
+        args += [
+            "--enable-lora",
+            "--max-loras", str(spec.adapter_slots),
+            "--max-lora-rank", str(lora_rank_bound(spec.adapter_max_rank)),
+            "--max-cpu-loras", str(spec.adapters_resident),
+            # Without the embedding and the head, which vLLM else wraps and asks in every step.
+            "--lora-target-modules", *ADAPTER_MODULES,
+        ]  # fmt: skip
+    if spec.otlp_endpoint:
+        args += ["--otlp-traces-endpoint", spec.otlp_endpoint.rstrip("/") + "/v1/traces"]
+    if spec.task == "embed":
+        args += ["--runner", "pooling", "--convert", "embed"]
+    else:
+        # For its renderer, which counts the tokens of an input (/v1/responses/input_tokens); the gateway lets nobody
+        # through to the other routes that come with it.
+        args += ["--enable-scale-out"]
+        parser = tool_parser(model_config.get("model_type"), chat_template)
+        if parser is not None and "--tool-call-parser" not in spec.extra_args:
+            args += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
+    return [*args, *spec.extra_args]
+
+
+def lora_rank_bound(rank: int) -> int:
+    """The smallest `--max-lora-rank` that vLLM 0.32 takes (vllm/config/lora.py) and that covers `rank`."""
+    return next(bound for bound in LORA_RANK_BOUNDS if bound >= rank)
+
+
+def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dict[str, str]:
+    """Variables vLLM and its libraries read, set in the forked process before its engine is built."""
+    env = {
+        "VLLM_MAX_N_SEQUENCES": str(max_sequences_per_request),
+        # Runs the single CPU worker inside the engine core: one process and one hop less. The thread binding
+        # that vLLM wants a separate worker for is switched off below.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # "auto" pins every engine of a machine to the same first core.
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": str(spec.threads_per_worker),
+        # Without it vLLM does not ask for adapters that it does not know (serve.adapters.adapters).
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1" if spec.adapter_slots or "--enable-lora" in spec.extra_args else "0",
+        "VLLM_SERVER_DEV_MODE": "0",
+        # By default the sockets between frontend and core stand in /tmp, where every user may connect.
+        "VLLM_RPC_BASE_PATH": spec.scratch_path,
+        "TMPDIR": spec.scratch_path,
+        # All of an engine is on one node: what its processes say to each other stays there.
+        "VLLM_HOST_IP": "127.0.0.1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    if spec.otlp_endpoint:
+        env |= {
+            "OTEL_SERVICE_NAME": "appliance-engine",
+            "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf",
+            # Also the longest that a collector which is away holds up an engine that ends.
+            "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "3",
+        }
+    if spec.kind == "cuda":
+        env |= {
+            "CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in spec.devices),
+            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbers are NVML's
+            # Its kernels are compiled by nvcc when the engine starts, minutes each time, and the engine dies where
+            # there is no nvcc. vLLM's own Triton kernel takes its place.
+            "VLLM_USE_FLASHINFER_SAMPLER": "0",
+        }
+    return env

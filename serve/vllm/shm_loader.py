@@ -1,0 +1,62 @@
+"""vLLM load format `shm`: an engine's first weights, straight from a version's mapped files.
+
+Registered by serve.vllm.plugin, chosen with `--load-format shm`; the model path is the version directory itself.
+The load is watched (serve.load.load_plan), so that later versions can be loaded by replaying it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+
+import torch
+from vllm.config import ModelConfig, VllmConfig
+from vllm.model_executor.model_loader.base_loader import BaseModelLoader
+
+from serve.core.errors import VersionMismatch
+from serve.load.direct_load import skip_unused_packing
+from serve.load.load_plan import LoadPlan, LoadRecorder
+from serve.load.shm_source import VersionSource
+
+PLAN_ATTRIBUTE = "_shm_load_plan"
+
+
+class ShmModelLoader(BaseModelLoader):
+    """Loads a model from a version directory in shared memory."""
+
+    def download_model(self, model_config: ModelConfig) -> None:
+        VersionSource(model_config.model).close()
+
+    def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
+        model = super().load_model(vllm_config, model_config, prefix)
+        if vllm_config.device_config.device.type == "cpu":
+            skip_unused_packing(model)
+        return model
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        """Raises VersionMismatch when a parameter of an unquantised model finds no tensor in the version."""
+        source = VersionSource(model_config.model).map()
+        try:
+            with LoadRecorder(model, source) as recorder:
+                model.load_weights(source.tensors())
+            plan = recorder.plan()
+        finally:
+            source.close()
+        if model_config.quantization is None:
+            _refuse_holes(plan, model_config.model)
+        setattr(model, PLAN_ATTRIBUTE, plan)
+
+    def get_all_weights(
+        self, model_config: ModelConfig, model: torch.nn.Module
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """All tensors of the version: what vLLM's own `reload_weights` asks a loader for."""
+        source = VersionSource(model_config.model).map()
+        yield from source.tensors()
+
+
+def _refuse_holes(plan: LoadPlan, path: str) -> None:
+    """vLLM starts with random values where a checkpoint has no tensor for a parameter; a served model must not."""
+    if plan.unwritten:
+        shown = ", ".join(plan.unwritten[:8])
+        raise VersionMismatch(
+            f"version {path} has no tensors for {len(plan.unwritten)} parameters of its own architecture: {shown}"
+        )

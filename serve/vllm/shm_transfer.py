@@ -1,0 +1,346 @@
+"""Weight-transfer backend `shm` of vLLM's weight-transfer framework (vllm/distributed/weight_transfer).
+
+One `update_weights` call loads one whole version from its directory in shared memory. Three ways, chosen per call:
+
+    staged      a thread built the new form beside the serving one, the canary was asked there
+    (serve.cpu.staged_canary);
+                the call exchanges pointers, and `bring_in` exchanges them back and forth while requests finish on
+                the version before
+    in-place    layer by layer, each old layer's memory freed first (serve.load.direct_load), by as many threads as
+    there are
+                cores, the canary following them (serve.vllm.following_canary)
+    layerwise   vLLM's own reload, for models whose layout the recorded plan cannot describe (serve.load.layerwise_load)
+
+Rules
+- A version is checked against the recorded plan before the first byte of the model changes (`check`).
+- An error once loading has begun leaves a model of mixed weights: `dirty` stays set and only another whole load
+  clears it. The engine stays paused until then.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import CompilationMode, VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
+from vllm.distributed.device_communicators.cuda_wrapper import CudaRTLibrary
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+
+from serve.core.errors import WrongState
+from serve.cpu.finishing import Weights
+from serve.cpu.staged_canary import CanaryTrace, StagedCanary, TwinRefused, watch_next_pass
+from serve.load.converting import Converting
+from serve.load.direct_load import DirectLoader, Ready, flip
+from serve.load.layerwise_load import load_layerwise
+from serve.load.load_plan import LoadPlan
+from serve.load.shm_source import PageLock, VersionSource
+from serve.vllm.following_canary import follow
+from serve.vllm.shm_loader import PLAN_ATTRIBUTE
+
+STAGING_NICENESS = 10  # added to the engine's own
+LOAD_THREADS = 8  # they share the memory's rate: more would add little
+
+
+@dataclass
+class ShmInitInfo(WeightTransferInitInfo):
+    """Nothing to rendezvous: the version's directory is the whole protocol."""
+
+
+@dataclass
+class ShmUpdateInfo(WeightTransferUpdateInfo):
+    """`path`: the version directory. `layerwise` asks for vLLM's own reload where the faster way is possible."""
+
+    path: str
+    layerwise: bool = False
+
+
+@dataclass
+class Staging:
+    """A version being made ready by a thread of low priority: mapped, and with `build` also built beside the serving
+    one with its canary about to be asked. `done` once all of it is."""
+
+    path: str
+    build: bool
+    source: VersionSource | None = None
+    thread: threading.Thread | None = None
+    ready: list[Ready] | None = None
+    canary: StagedCanary | None = None
+    no_canary: str | None = None
+    error: Exception | None = None
+    done: bool = False
+    cancelled: bool = False
+    seconds: float = 0.0
+
+    def close(self) -> None:
+        """Unmap the version and end the canary's thread. Not before the building thread has ended."""
+        if self.canary is not None:
+            self.canary.close()
+            self.canary = None
+        if self.source is not None:
+            self.source.close()
+
+
+class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
+    """Lives in each worker beside its model."""
+
+    init_info_cls = ShmInitInfo
+    update_info_cls = ShmUpdateInfo
+    supports_draft_weight_update = False
+
+    def __init__(
+        self, config: WeightTransferConfig, vllm_config: VllmConfig, device: torch.device, model: torch.nn.Module
+    ) -> None:
+        super().__init__(config, vllm_config, device, model)
+        plan = getattr(model, PLAN_ATTRIBUTE, None)
+        if plan is None:
+            raise WrongState("weight transfer backend shm needs a model loaded with --load-format shm")
+        self.plan: LoadPlan = plan
+        self.dirty = False
+        self.report: dict[str, Any] = {}
+        world_size = vllm_config.parallel_config.world_size
+        cores = len(os.sched_getaffinity(0)) // world_size
+        self._direct = DirectLoader(model, plan, device, threads=max(1, min(cores, LOAD_THREADS)))
+        # Workers whose layers wait for each other would wait for ever for one whose load failed; and the canary has to
+        # be asked without adapters, whose buffers hold the last batch's.
+        self._may_follow = world_size == 1 and vllm_config.lora_config is None
+        self._staging: Staging | None = None
+        self._spent: Staging | None = None
+        self._retired: list[Ready] = []
+        self._in_place = Weights.NEW
+        self._trace: CanaryTrace | None = None
+        compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
+        self.layerwise_reason = self._direct.refusal
+        if self.layerwise_reason is None and device.type == "cpu" and compiled:
+            self.layerwise_reason = "compiled graphs hold the packed weights of the first load"
+
+    # -- before a pause ------------------------------------------------------------------------------------
+
+    def check(self, path: str) -> dict[str, Any]:
+        """Compare a version with the model. Raises VersionUnreadable or VersionMismatch; changes nothing."""
+        source = VersionSource(path)
+        try:
+            self.plan.check(source)
+            return {
+                "bytes": source.nbytes,
+                "bytes_read": self._bytes_read(source),
+                "stageable": self.layerwise_reason is None and self.device.type == "cpu",
+                "layerwise_reason": self.layerwise_reason,
+            }
+        finally:
+            source.close()
+
+    def stage(self, path: str, build: bool) -> None:
+        """Begin to make `path` ready in the background; poll `staged`. The next update to that path uses it.
+
+        Faulting its pages in, and on a GPU locking them, takes time by itself: it is done here also for a version
+        that is not built beside the serving one.
+        """
+        self.drop_staged()
+        staging = self._staging = Staging(path, build)
+        staging.thread = threading.Thread(target=self._stage, args=(staging,), name="stage", daemon=True)
+        staging.thread.start()
+
+    def staged(self) -> bool:
+        """Whether the staged version is complete. Raises what the building thread raised."""
+        staging = self._staging
+        if staging is None:
+            raise WrongState("no version is being staged")
+        if staging.error is not None:
+            self.drop_staged()
+            raise staging.error
+        return staging.done
+
+    def watch(self, runner: Any) -> None:
+        """Take the next forward pass of the model runner as the canary's."""
+
+        def keep(trace: CanaryTrace) -> None:
+            self._trace = trace
+
+        watch_next_pass(runner, keep)
+
+    def ready_canary(self) -> dict[str, Any] | None:
+        """Prepare the staged version's canary for a few milliseconds, between two steps of the engine.
+
+        Returns None while there is more to do, then `{}`; `{"refused": why}` if this model's canary can be asked in
+        a pause only.
+        """
+        staging = self._staging
+        if staging is None or staging.ready is None or not staging.done:
+            raise WrongState("no version is staged")
+        if staging.canary is None:
+            return {"refused": staging.no_canary}
+        try:
+            return {} if staging.canary.make_ready() else None
+        except TwinRefused as refusal:
+            staging.no_canary = str(refusal)
+            staging.canary.close()
+            staging.canary = None
+            return {"refused": staging.no_canary}
+
+    def advance_canary(self) -> dict[str, Any] | None:
+        """Compute a slice of the canary, which is ready on every worker: None while there is more to compute, then
+        the answer. Raises what the forward pass raised."""
+        return self._staging.canary.advance()
+
+    def drop_staged(self) -> None:
+        """Forget a staged version and free its memory, waiting for its thread to notice."""
+        self.release_retired()
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.cancelled = True
+            staging.thread.join()
+            staging.close()
+
+    # -- vLLM's protocol -----------------------------------------------------------------------------------
+
+    def init_transfer_engine(self, init_info: ShmInitInfo) -> None:
+        """Nothing to do: there is no peer."""
+
+    def start_weight_update(self) -> None:
+        """Nothing to prepare: the whole version comes in one `update_weights`."""
+
+    def receive_weights(self, update_info: ShmUpdateInfo) -> None:
+        """Load the version at `update_info.path`. Raises VersionError with the model untouched, or any error of
+        the load itself with `dirty` set."""
+        staging = self._staging
+        mapped = staging is not None and staging.path == update_info.path and staging.done
+        if mapped and staging.build:
+            self._flip(staging)
+            return
+        reason = self.layerwise_reason or ("asked for" if update_info.layerwise else None)
+        started_s = time.perf_counter()
+        if mapped:
+            source, staging.source = staging.source, None
+        else:
+            source = self._open(update_info.path, layerwise=reason is not None)
+        self.drop_staged()
+        mapped_s = time.perf_counter()
+        answers: list[dict[str, list]] = []
+        try:
+            self.dirty = True
+            if reason is None:
+                self._direct.load(source, self._following(answers))
+            else:
+                load_layerwise(self.model, self.model_config, source, self.device)
+            self.dirty = False
+        finally:
+            bytes_read = self._bytes_read(source)
+            source.close()
+        self.report = {
+            "how": "in-place" if reason is None else "layerwise",
+            "bytes_read": bytes_read,
+            "map_s": mapped_s - started_s,
+            "load_s": time.perf_counter() - mapped_s,
+            "answer": answers[0] if answers else None,
+        }
+
+    def finish_weight_update(self) -> None:
+        """Nothing left to do: `receive_weights` returned with the weights in place."""
+
+    def bring_in(self, weights: Weights) -> None:
+        """Put the newest version, or the one that it replaced and that requests finish on, in its place.
+
+        Raises WrongState when the replaced version has been freed.
+        """
+        if weights is self._in_place:
+            return
+        if not self._retired:
+            raise WrongState(f"the {weights} weights are not in memory")
+        self.dirty = True
+        self._retired = [flip(ready) for ready in self._retired]
+        self._in_place = weights
+        self.dirty = False
+
+    def release_retired(self) -> None:
+        """Free what a staged swap replaced. Called after the engine resumed: freeing gigabytes takes its time."""
+        self.bring_in(Weights.NEW)
+        self._retired.clear()
+        staging, self._spent = self._spent, None
+        if staging is not None:
+            staging.close()
+
+    def shutdown(self) -> None:
+        self.drop_staged()
+
+    # --------------------------------------------------------------------------------------------------------
+
+    def _open(self, path: str, *, layerwise: bool) -> VersionSource:
+        source = VersionSource(path)
+        try:
+            self.plan.check(source)
+            # vLLM's loaders may write into what they are given: theirs stays a private mapping.
+            lock = self.device.type == "cuda" and not layerwise
+            return source.map(PageLock(self.plan.copied_spans(source), CudaRTLibrary()) if lock else None)
+        except BaseException:
+            source.close()
+            raise
+
+    def _following(self, answers: list[dict[str, list]]) -> Callable[[Converting], None] | None:
+        """Appends the canary's answer to `answers` while a load converts; None where only a whole load can be asked."""
+        trace = self._trace
+        if not self._may_follow or trace is None:
+            return None
+        if any(id(module) not in trace.called for module in self._direct.packed_layers()):
+            return None
+        return lambda converting: answers.append(follow(self.model, trace, converting))
+
+    def _bytes_read(self, source: VersionSource) -> int:
+        return self.plan.bytes_read(source) if self.plan.complete else source.nbytes
+
+    def _stage(self, staging: Staging) -> None:
+        me = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + STAGING_NICENESS, 19))
+        if self.device.type == "cuda":
+            # A thread begins on the first GPU: locking pages from there would leave a context of every tensor parallel
+            # worker on it, half a gigabyte each.
+            torch.cuda.set_device(self.device)
+        started_s = time.perf_counter()
+        try:
+            staging.source = self._open(staging.path, layerwise=self.layerwise_reason is not None)
+            if staging.build:
+                ready = []
+                for module in self._direct.stage(staging.source):
+                    if staging.cancelled:
+                        return
+                    ready.append(module)
+                try:
+                    staging.canary = self._staged_canary(ready)
+                except TwinRefused as refusal:
+                    staging.no_canary = str(refusal)
+                staging.ready = ready
+            elif self.layerwise_reason is None and self.device.type == "cpu":
+                self._direct.make_room()
+        except Exception as error:  # noqa: BLE001 - carried to `staged`, which raises it
+            staging.error = error
+            return
+        staging.seconds = time.perf_counter() - started_s
+        staging.done = True
+
+    def _staged_canary(self, ready: list[Ready]) -> StagedCanary:
+        if self._trace is None:
+            raise TwinRefused("no canary of this engine was watched")
+        return StagedCanary(self.model, ready, self._trace)
+
+    def _flip(self, staging: Staging) -> None:
+        started_s = time.perf_counter()
+        self.dirty = True
+        self._retired = [flip(ready) for ready in staging.ready]
+        self.dirty = False
+        self.report = {
+            "how": "staged",
+            "bytes_read": self._bytes_read(staging.source),
+            "stage_s": staging.seconds,
+            "map_s": 0.0,
+            "load_s": time.perf_counter() - started_s,
+        }
+        self._staging, self._spent = None, staging

@@ -1,0 +1,370 @@
+"""All ranks of a job as one thing: started together, watched, stopped together.
+
+Events handed to `on_event` (all have "event" and "job"):
+  message     level, text
+  started     step, devices, seconds {start, join, prepare}
+  metrics     step, total_steps, epoch, loss, grad_norm, learning_rate, tokens_per_s, tokens, devices
+  validation  step, loss
+  snapshot    step, path, bytes, seconds, stall_s (of them training stood still)
+  published   version, path, step, epoch, bytes, seconds, stall_s
+  finished    outcome, step, error
+
+Rules
+- The world lives and dies as one: whatever happens to a rank (death, exception, silence, a phase that does not
+  end) kills all of them, because the others would wait in a collective for ever.
+- Nothing is repaired here. The outcome says whether starting again from the newest snapshot can help.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, Protocol
+
+from runtime.errors import ChildDied, ChildTimeout, RuntimeLayerError, SupervisorDied
+from train.plan import errors
+from train.plan.errors import RankFailed
+from train.plan.spec import TrainSpec
+
+log = logging.getLogger(__name__)
+
+# Exceptions that mean "another rank is gone": never the reason themselves.
+_SYMPTOMS = ("DistBackendError", "DistNetworkError", "DistStoreError", "RuntimeError", "ConnectionError")
+_OWN_RANK_GRACE_S = 0.5
+_INTERNAL_EVENTS = ("ready", "done", "fatal")
+
+
+class Host(Protocol):
+    """What a group needs of a RankHost; a Ray actor handle behind a thin adapter will do."""
+
+    async def start(self, spec: dict, rank: int, world_size: int, meeting: str, device: str,
+                    snapshot: str | None = None) -> dict: ...  # fmt: skip
+    async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any: ...
+    async def next_event(self, after: int = 0) -> dict | None: ...
+    async def kill(self) -> None: ...
+    async def parked(self) -> dict | None: ...
+    async def resume(self, snapshot: str) -> dict: ...
+    async def leave_parked(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Watch:
+    """When a rank counts as hung. `ping` goes to a thread of its own: silence means the process is stopped."""
+
+    ping_every_s: float = 1.0
+    ping_timeout_s: float = 5.0
+    phase_limit_s: float = 900.0  # of one micro-batch, one validation, one tokenisation ...
+
+
+@dataclass(frozen=True)
+class SuspendReport:
+    """`snapshot_path` is None if the job had not done a step yet. seconds: agree (until the step is done or
+    left), snapshot, exit (all else from then until the devices are free), total. parked: the ranks stay as processes
+    without memory of the job."""
+
+    step: int
+    snapshot_path: str | None
+    bytes: int
+    seconds: dict[str, float]
+    parked: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a group ended. `error` is {"code", "message", "retryable", "blame"} when failed. blame: "own" where a rank
+    raised an error, "memory" where the kernel killed it for want of memory, else "outside": it was killed, stopped, or
+    its supervisor died, which says nothing of the job."""
+
+    outcome: Literal["succeeded", "failed", "suspended", "cancelled"]
+    step: int = 0
+    error: dict[str, Any] | None = None
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+class Group:
+    """One world of one job, once: make another Group to continue it."""
+
+    def __init__(self, on_event: Callable[[dict[str, Any]], None] = lambda event: None, watch: Watch | None = None):
+        self._on_event, self._watch = on_event, watch or Watch()
+        self._hosts: list[Host] = []
+        self._job_id = ""
+        self._step = 0
+        self._tasks: list[asyncio.Task] = []
+        self._listeners: list[asyncio.Task] = []
+        self._ready: dict[int, dict] = {}
+        self._done: dict[int, dict] = {}
+        self._fatal: dict[int, dict] = {}
+        self._ended: asyncio.Future[Outcome] | None = None
+        self._failing: asyncio.Task | None = None
+        self._started_s = 0.0
+        self._adopted = self._ending = False
+        self.resumed = False  # whether parked ranks went on, instead of new ones
+
+    async def start(
+        self, spec: TrainSpec, hosts: Sequence[Host], devices: Sequence[str], snapshot: str | None = None
+    ) -> None:
+        """Fork one rank per host, or let the very ranks that were parked there go on, and return when all are training.
+        `devices[i]` is "cpu" or a CUDA index.
+
+        Raises RankFailed if the world does not come up; nothing is left running then.
+        """
+        assert len(hosts) == len(devices) and hosts, "one device per host"
+        self._started_s = time.monotonic()
+        self._hosts, self._job_id = list(hosts), spec.job_id
+        self._ended = asyncio.get_running_loop().create_future()
+        self.resumed = snapshot is not None and await self._resume_parked(asdict(spec), list(devices), snapshot)
+        if not self.resumed:
+            await self._fork(asdict(spec), devices, snapshot)
+        self._attend()
+        while len(self._ready) < len(hosts) and not self._ended.done():
+            await asyncio.wait([self._ended], timeout=0.01)
+        if self._ended.done() and (outcome := self._ended.result()).outcome == "failed":
+            error = outcome.error or {}
+            raise RankFailed(error["rank"], error["reason"], retryable=error["retryable"], blame=error["blame"])
+
+    async def _fork(self, spec: dict[str, Any], devices: Sequence[str], snapshot: str | None) -> None:
+        meeting = uuid.uuid4().hex
+        starts = [host.start(spec, rank, len(self._hosts), meeting, device, snapshot)
+                  for rank, (host, device) in enumerate(zip(self._hosts, devices, strict=True))]  # fmt: skip
+        for rank, result in enumerate(await asyncio.gather(*starts, return_exceptions=True)):
+            if isinstance(result, BaseException):
+                await self._kill_all()
+                raise RankFailed(rank, f"was not started: {result}", retryable=True, blame="outside") from result
+
+    async def _resume_parked(self, spec: dict[str, Any], devices: list[str], snapshot: str) -> bool:
+        """Whether all ranks of this very world were parked in their places and go on; if not, none of them counts."""
+        parked = await asyncio.gather(*(host.parked() for host in self._hosts), return_exceptions=True)
+        if not is_same_world(parked, spec, devices):
+            return False
+        resumed = await asyncio.gather(*(host.resume(snapshot) for host in self._hosts), return_exceptions=True)
+        return not any(isinstance(answer, BaseException) for answer in resumed)
+
+    async def adopt(self, job_id: str, hosts: Sequence[Host]) -> None:
+        """Go on with ranks that another Group started, whose process died. `hosts` in the order of ranks, all of them.
+
+        Events that nobody acknowledged are told now, the last of them perhaps a second time.
+        """
+        self._started_s = time.monotonic()
+        self._hosts, self._job_id, self._adopted = list(hosts), job_id, True
+        self._ended = asyncio.get_running_loop().create_future()
+        self._attend()
+
+    async def suspend(self) -> SuspendReport | None:
+        """Leave the devices with a snapshot of the last step boundary, or of the next if it is near; returns when they
+        are free: no process is left, or all are parked.
+
+        None if the job ended otherwise meanwhile (it was in its last step, or failed): `wait` tells how.
+        """
+        started = time.monotonic()
+        outcome = await self._wish("suspend")
+        if outcome.outcome != "suspended":
+            return None
+        total = time.monotonic() - started
+        snapshot_s = outcome.detail["seconds"]["snapshot"]
+        # Its "leave" is all that rank 0 did between the step boundary and its last word, the snapshot included.
+        agree_s = max(0.0, outcome.detail["left_s"] - started - outcome.detail["seconds"]["leave"])
+        seconds = {"agree": agree_s, "snapshot": snapshot_s, "exit": total - agree_s - snapshot_s, "total": total}
+        return SuspendReport(outcome.step, outcome.detail["snapshot_path"], outcome.detail["bytes"], seconds,
+                             outcome.detail["parked"])  # fmt: skip
+
+    async def cancel(self) -> Outcome:
+        """End without a snapshot, and without the step under way unless it is about to end; returns when no process is
+        left."""
+        return await self._wish("cancel")
+
+    async def snapshot(self) -> None:
+        """Ask for a snapshot at the next step boundary; the "snapshot" event tells when it is there."""
+        await self._hosts[0].call("wish", name="snapshot")
+
+    async def kill(self) -> Outcome:
+        """End now, as a failure that can be retried (the devices are needed, or the box goes down)."""
+        self._fail(0, "was killed on request", retryable=True, code="killed", blame="outside")
+        return await self.wait()
+
+    async def wait(self) -> Outcome:
+        """How the group ended; returns when no process of it is left, or all are parked."""
+        assert self._ended is not None, "start the group first"
+        return await asyncio.shield(self._ended)
+
+    async def _wish(self, name: str) -> Outcome:
+        assert self._ended is not None, "start the group first"
+        if not self._ended.done():
+            try:
+                await self._hosts[0].call("wish", name=name)
+            except RuntimeLayerError:
+                pass  # the rank died just now; its listener ends the group
+        return await self.wait()
+
+    def _attend(self) -> None:
+        for rank in range(len(self._hosts)):
+            listener = asyncio.create_task(self._listen(rank), name=f"{self._job_id} events {rank}")
+            listener.add_done_callback(lambda done, rank=rank: self._listened(rank, done))
+            self._listeners.append(listener)
+            self._tasks.append(listener)
+            self._tasks.append(asyncio.create_task(self._watch_rank(rank), name=f"{self._job_id} watch {rank}"))
+
+    async def _listen(self, rank: int) -> None:
+        heard = 0
+        while True:
+            event = await self._hosts[rank].next_event(heard)
+            if event is None:
+                if len(self._done) < len(self._hosts):
+                    self._fail_after_grace(rank)
+                return
+            heard, name = event["number"], event["event"]
+            if name == "ready":
+                self._ready[rank] = event
+                if len(self._ready) == len(self._hosts) and not self._adopted:
+                    self._tell_started()
+            elif name == "done":
+                self._done[rank] = event | {"left_s": time.monotonic()}
+                if len(self._done) == len(self._hosts):
+                    asyncio.create_task(self._end_well(), name=f"{self._job_id} end")
+            elif name == "fatal":
+                self._fatal[rank] = event
+                self._fail_after_grace(rank)
+            else:
+                self._step = event.get("step", self._step)
+                told = {key: value for key, value in event.items() if key != "number"}
+                self._on_event({**told, "job": self._job_id})
+
+    def _listened(self, rank: int, listener: asyncio.Task) -> None:
+        if listener.cancelled() or (error := listener.exception()) is None:
+            return
+        if isinstance(error, RuntimeLayerError):
+            self._fail_after_grace(rank)  # its supervisor is gone
+        else:  # an event that its taker cannot take must not be lost in silence, with all that follow it
+            self._fail(rank, f"sent an event that could not be taken: {error!r}", retryable=True, blame="outside")
+
+    async def _watch_rank(self, rank: int) -> None:
+        watch = self._watch
+        while True:
+            await asyncio.sleep(watch.ping_every_s)
+            try:
+                report = await self._hosts[rank].call("ping", timeout_s=watch.ping_timeout_s)
+            except ChildTimeout:
+                self._fail(rank, f"did not answer within {watch.ping_timeout_s} s (stopped or starved)", retryable=True,
+                           code="rank_hung", blame="outside")  # fmt: skip
+                return
+            except ChildDied:
+                return  # its listener knows more
+            if report["phase"] != "done" and report["in_phase_s"] > watch.phase_limit_s:
+                self._fail(rank, f"hangs in phase {report['phase']!r} at step {report['step']} for "
+                           f"{report['in_phase_s']:.0f} s",
+                           retryable=True, code="rank_hung", blame="outside")  # fmt: skip
+                return
+
+    def _tell_started(self) -> None:
+        slowest = {key: max(ready["seconds"][key] for ready in self._ready.values()) for key in ("join", "prepare")}
+        self._step = self._ready[0]["step"]
+        self._on_event({"event": "started", "job": self._job_id, "step": self._step, "devices": len(self._hosts),
+                        "seconds": {"start": time.monotonic() - self._started_s, **slowest}})  # fmt: skip
+
+    def _fail_after_grace(self, rank: int) -> None:
+        # When one rank goes, the others raise from their collectives within a tenth of a second, sometimes sooner
+        # than its death is seen: wait a moment and blame the one with a reason of its own.
+        if self._failing is None:
+            self._failing = asyncio.create_task(self._blame(rank), name=f"{self._job_id} blame")
+
+    async def _blame(self, first: int) -> None:
+        await asyncio.sleep(_OWN_RANK_GRACE_S)
+        ranks = [rank for rank in range(len(self._hosts)) if rank not in self._fatal]
+        deaths = dict(zip(ranks, await asyncio.gather(*map(self._death, ranks)), strict=True))
+        gone = [rank for rank, death in deaths.items() if death is not None]
+        if gone:  # and yet what they said last may be on its way: a listener ends when it has heard all
+            await asyncio.wait([self._listeners[rank] for rank in gone], timeout=self._watch.ping_timeout_s)
+        own = [rank for rank, fatal in self._fatal.items() if fatal["type"] not in _SYMPTOMS]
+        silent = [rank for rank in gone if rank not in self._fatal]
+        rank = (own or silent or [first])[0]
+        fatal = self._fatal.get(rank)
+        if fatal is None:
+            death = deaths.get(rank)
+            starved = any(isinstance(one, ChildDied) and one.starved for one in deaths.values())
+            how = f"died: {death}" if isinstance(death, SupervisorDied) else "died (killed, or out of memory)"
+            self._fail(rank, "died: the host's memory ran out" if starved else how, retryable=True,
+                       blame="memory" if starved else "outside")  # fmt: skip
+        else:
+            of_input = isinstance(getattr(errors, fatal["type"], None), type)
+            self._fail(rank, f"raised {fatal['type']}: {fatal['message']}", retryable=not of_input, code=fatal["type"])
+
+    async def _death(self, rank: int) -> RuntimeLayerError | None:
+        """What it died of; None while it lives."""
+        try:
+            async with asyncio.timeout(2 * self._watch.ping_timeout_s):  # its supervisor may be stopped, too
+                await self._hosts[rank].call("ping", timeout_s=self._watch.ping_timeout_s)
+        except RuntimeLayerError as error:
+            return error
+        except TimeoutError:
+            return None
+        return None
+
+    def _fail(
+        self, rank: int, reason: str, *, retryable: bool, code: str = "rank_failed", blame: str = "own"
+    ) -> None:
+        error = {"code": code, "rank": rank, "reason": reason, "message": f"rank {rank} {reason}",
+                 "retryable": retryable, "blame": blame}  # fmt: skip
+        self._tasks.append(asyncio.create_task(self._end(Outcome("failed", self._step, error)),
+                                               name=f"{self._job_id} fail"))  # fmt: skip
+
+    async def _end_well(self) -> None:
+        detail = self._done[0] | {"parked": all(done.get("parked", False) for done in self._done.values())}
+        self._step = detail["step"]
+        await self._end(Outcome(detail["outcome"], detail["step"], None, detail))
+
+    async def _end(self, outcome: Outcome) -> None:
+        assert self._ended is not None
+        # The first end counts. While its ranks are being killed, others look as if they hung; and a second round of
+        # kills would reach the devices when the next job is on them.
+        if self._ending:
+            return
+        self._ending = True
+        try:
+            if outcome.detail.get("parked"):
+                leave = (host.leave_parked() for host in self._hosts)
+                for rank, error in enumerate(await asyncio.gather(*leave, return_exceptions=True)):
+                    if error is not None:
+                        log.warning("parked rank %d is gone: %s", rank, error, extra={"job_id": self._job_id})
+            else:
+                await self._kill_all()
+        except BaseException:
+            self._ending = False
+            raise
+        self._ended.set_result(outcome)
+        self._on_event({"event": "finished", "job": self._job_id, "outcome": outcome.outcome, "step": outcome.step,
+                        "error": outcome.error})  # fmt: skip
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+
+    async def _kill_all(self) -> None:
+        """A host that cannot be asked to must not keep the end of the group from being told: it took its rank along.
+        One such error once left a suspend waiting for ever."""
+        kills = (host.kill() for host in self._hosts)
+        for rank, error in enumerate(await asyncio.gather(*kills, return_exceptions=True)):
+            if error is not None:
+                log.warning("rank %d could not be killed: %s", rank, error, extra={"job_id": self._job_id})
+
+
+def is_same_world(parked: Sequence[Any], spec: dict[str, Any], devices: list[str]) -> bool:
+    """Whether these ranks (see RankHost.parked; one per place) are one world of this run, each in its place.
+
+    Where the bytes of the base version lie may change: one that was on disk is in shared memory once an engine of it
+    was asked. A parked rank still holds what it began with.
+    """
+    if not all(isinstance(rank, dict) for rank in parked):
+        return False
+    parked = [{**rank, "spec": _without_places(rank["spec"])} for rank in parked]
+    wanted = [
+        {"job_id": spec["job_id"], "rank": number, "world_size": len(parked), "meeting": parked[0]["meeting"],
+         "device": device, "spec": _without_places(spec)}
+        for number, device in enumerate(devices)
+    ]  # fmt: skip
+    return parked == wanted
+
+
+def _without_places(spec: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in spec.items() if name not in ("base_path", "base_adapter")}

@@ -1,0 +1,138 @@
+"""From a chat example to token ids and the mask of what is learnt, through the model's own chat template.
+
+Learnt is what the assistant says and the token that ends its turn, never what it is asked. Where the template
+marks it with {% generation %}, the mark decides; otherwise the example is rendered up to each assistant message
+with and without it, and the difference is the span (the method of OpenAI's and Axolotl's trainers).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import jinja2
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from train.data.formats import BadRecord
+from train.plan.errors import UnsupportedModel
+
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class ChatEncoder:
+    """Encodes chat examples (as `formats.to_chat` makes them) for one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase):
+        template = tokenizer.chat_template
+        if not template:
+            raise UnsupportedModel(
+                "the model's tokenizer has no chat template, so it is not known how a conversation looks to it; "
+                "add chat_template.jinja to the model directory"
+            )
+        if not tokenizer.is_fast:
+            raise UnsupportedModel(
+                "the model has no fast tokenizer (tokenizer.json), which is needed to tell which tokens are whose"
+            )
+        self.tokenizer = tokenizer
+        self._marks = _GENERATION.search(str(template)) is not None
+
+    def encode(self, example: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+        """(token ids (n,) int32, learnt (n,) bool). Raises BadRecord if the template refuses the example."""
+        text, spans = self.spans(example)
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        starts = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
+        ends = np.array([end for _, end in encoded["offset_mapping"]], dtype=np.int64)
+        learnt = np.zeros(len(starts), bool)
+        for start, end in spans:
+            # A token that begins before the span holds something that was given: not learnt.
+            learnt |= (starts >= start) & (starts < end) & (ends > starts)
+        return np.array(encoded["input_ids"], dtype=np.int32), learnt
+
+    def spans(self, example: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
+        """The rendered text, and the (start, end) characters of it that are learnt."""
+        messages = [_for_template(message) for message in example["messages"]]
+        tools = example.get("tools")
+        text = self._render(messages, tools)
+        if self._marks:
+            return text, self._marked_spans(example["messages"], messages, tools, text)
+        spans, cursor = [], 0
+        for index, message in enumerate(example["messages"]):
+            if message["role"] != "assistant":
+                continue
+            start, end = self._span(text, messages, index, tools, cursor)
+            cursor = end
+            if message.get("weight", 1) != 0:
+                spans.append((start, end))
+        return text, spans
+
+    def _span(self, text: str, messages: list[dict], index: int, tools: Any, cursor: int) -> tuple[int, int]:
+        last = index == len(messages) - 1
+        before = self._try_render(messages[:index], tools, add_generation_prompt=True) if index else None
+        through = text if last else self._try_render(messages[: index + 1], tools)
+        aligned = before and through and text.startswith(before) and text.startswith(through)
+        if aligned and len(before) < len(through):
+            start, end = len(before), len(through)
+        else:
+            # The template renders a message otherwise once others follow (drops reasoning, moves tools), so the
+            # prefixes do not line up. What the assistant said still stands in the text.
+            said = messages[index]["content"].strip()
+            start = text.find(said, cursor) if said else -1
+            if start < 0:
+                raise BadRecord(f"the chat template hides messages[{index}], so it cannot be learnt from")
+            end = start + len(said)
+        return start, self._turn_end(text, start, end)
+
+    def _turn_end(self, text: str, start: int, end: int) -> int:
+        # Learn the end-of-turn token; not the newline some templates put after it, which no engine ever samples.
+        stop = self.tokenizer.eos_token
+        if not stop:
+            return end
+        inside = text.rfind(stop, start, end)
+        if inside >= 0 and not text[inside + len(stop) : end].strip():
+            return inside + len(stop)
+        return end + len(stop) if text.startswith(stop, end) else end
+
+    def _marked_spans(self, given: list[dict], messages: list[dict], tools: Any, text: str) -> list[tuple[int, int]]:
+        marked = self._call(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
+        offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
+                                 verbose=False)["offset_mapping"]  # fmt: skip
+        mask = marked["assistant_masks"]
+        if len(mask) != len(offsets):
+            raise UnsupportedModel("the chat template's {% generation %} mask does not match its text")
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
+        spans = [(offsets[a][0], offsets[b - 1][1]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+        said = [message for message in given if message["role"] == "assistant"]
+        if any(message.get("weight", 1) == 0 for message in said):
+            if len(spans) != len(said):
+                raise BadRecord("uses message weights, but the chat template's {% generation %} marks do not tell "
+                                "its assistant messages apart")  # fmt: skip
+            spans = [span for span, message in zip(spans, said, strict=True) if message.get("weight", 1) != 0]
+        return spans
+
+    def _try_render(self, messages: list[dict], tools: Any, **options: Any) -> str | None:
+        try:
+            return self._render(messages, tools, **options)
+        except BadRecord:  # templates may insist on whole conversations
+            return None
+
+    def _render(self, messages: list[dict], tools: Any, **options: Any) -> str:
+        return self._call(messages, tools, tokenize=False, **options)
+
+    def _call(self, messages: list[dict], tools: Any, **options: Any) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(messages, tools=tools, **options)
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
+            raise BadRecord(f"is refused by the model's chat template: {error}") from error
+
+
+def _for_template(message: dict[str, Any]) -> dict[str, Any]:
+    result = {key: value for key, value in message.items() if key != "weight"}
+    if calls := message.get("tool_calls"):
+        # Templates write arguments with tojson: given the string they would be quoted twice.
+        result["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
+            for call in calls
+        ]
+    return result

@@ -1,0 +1,253 @@
+"""Check an uploaded data file before any device is taken, and rewrite it as chat JSONL. No torch; bounded memory.
+
+A hostile file costs no more than a good one: lines are read with a limit, JSON arrays are cut into their elements
+over a memory map, and every element is parsed alone by orjson, which is strict UTF-8 and strict JSON, and refuses
+nesting beyond 1024.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import orjson
+
+from train.data.formats import BadRecord, check_preference, shape_of, to_chat
+
+MAX_EXAMPLE_BYTES = 16 * 2**20
+MAX_DEPTH = 64
+MAX_LISTED_ERRORS = 100
+# A file with so many bad examples is not read on: who sends a billion of them gets no more of a thread than this.
+MAX_COUNTED_ERRORS = 10_000
+# Of one reason: keys and roles come from the file, and may be as long as an example.
+MAX_REASON_CHARACTERS = 300
+# Of one record, in its texts too (some hold JSON that is parsed): parsing holds up every other thread of the process,
+# and 16 MiB of "[]," do so for 3 s and take 570 MiB.
+MAX_BRACKETS, MAX_COMMAS = 100_000, 1_000_000
+MIN_EXAMPLES = 10
+PURPOSES = ("fine-tune",)
+
+_BYTES_PER_TOKEN = 3.5  # English text under a common byte-pair vocabulary; only an estimate is made from it
+_TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
+
+# One match runs up to the next bracket outside a string. Possessive (Python 3.11): no backtracking, so the time is
+# linear in what is scanned, whatever the bytes are.
+_TO_BRACKET = re.compile(rb'(?:[^"{}\[\]]++|"(?:[^"\\]++|\\.)*+")*+([{}\[\]])', re.DOTALL)
+_NOT_SPACE = re.compile(rb"[^ \t\r\n]")
+
+
+@dataclass
+class DataReport:
+    """What is in a data file. `errors` holds the first MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; at
+    MAX_COUNTED_ERRORS nobody counts on."""
+
+    shape: str = "empty"
+    n_examples: int = 0
+    n_tokens_estimate: int = 0
+    longest_example_tokens: int = 0
+    n_errors: int = 0
+    errors: list[tuple[int, str]] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        return self.n_errors == 0
+
+    def add_error(self, line: int, reason: str) -> None:
+        self.n_errors += 1
+        if len(self.errors) < MAX_LISTED_ERRORS:
+            cut = reason[: MAX_REASON_CHARACTERS - 1] + "…" if len(reason) > MAX_REASON_CHARACTERS else reason
+            self.errors.append((line, cut))
+
+
+def check_training_file(path: str | Path, purpose: str = "fine-tune", *, chat_path: str | Path | None = None,
+                        max_example_bytes: int = MAX_EXAMPLE_BYTES) -> DataReport:  # fmt: skip
+    """Read the whole file once and report on it; with `chat_path`, also write it there as chat JSONL (mode 0600).
+
+    The shape of the first readable record is the shape of the file; a record of another shape is an error. The
+    chat file exists afterwards only if the report is `ok` and the shape is one to train on ("preference" files
+    are checked, not converted). Raises ValueError for a purpose not in PURPOSES, OSError if unreadable.
+    """
+    if purpose not in PURPOSES:
+        raise ValueError(f"purpose is {purpose!r}; expected one of {PURPOSES}")
+    report = DataReport()
+    partial = Path(f"{chat_path}.partial") if chat_path else None
+    output = os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") if partial else None
+    try:
+        with open(path, "rb") as file:
+            for line, raw in _examples(file, max_example_bytes):
+                try:
+                    _example(report, raw, output)
+                except BadRecord as bad:
+                    report.add_error(line, str(bad))
+                    if report.n_errors >= MAX_COUNTED_ERRORS:
+                        break
+    except BaseException:
+        if partial:
+            partial.unlink(missing_ok=True)
+        raise
+    finally:
+        if output:
+            output.close()
+    _summarise(report)
+    if partial:
+        if report.ok and report.shape != "preference":
+            partial.rename(chat_path)
+        else:
+            partial.unlink()
+    return report
+
+
+def convert_to_chat(path: str | Path, chat_path: str | Path) -> DataReport:
+    """`check_training_file` that must succeed in writing `chat_path`; the report tells when it did not."""
+    return check_training_file(path, chat_path=chat_path)
+
+
+def _example(report: DataReport, raw: bytes | BadRecord, output: BinaryIO | None) -> None:
+    if isinstance(raw, BadRecord):
+        raise raw
+    record = _parse(raw)
+    shape = shape_of(record)
+    if report.shape == "empty":
+        report.shape = shape
+    if shape != report.shape:
+        raise BadRecord(f"has the shape {shape!r}, but the file began with {report.shape!r}")
+    if shape == "preference":
+        check_preference(record)
+        tokens = int(len(raw) / _BYTES_PER_TOKEN)
+    else:
+        chat = to_chat(record, shape)
+        tokens = _estimate_tokens(chat)
+        if output:
+            output.write(orjson.dumps(chat) + b"\n")
+    report.n_examples += 1
+    report.n_tokens_estimate += tokens
+    report.longest_example_tokens = max(report.longest_example_tokens, tokens)
+
+
+def _parse(raw: bytes) -> Any:
+    # Counting is cheap, parsing is not.
+    brackets, commas = raw.count(b"{") + raw.count(b"["), raw.count(b",")
+    for what, count, most in (("brackets", brackets, MAX_BRACKETS), ("commas", commas, MAX_COMMAS)):
+        if count > most:
+            raise BadRecord(f"has {count} {what}; the limit for one example is {most}")
+    try:
+        record = orjson.loads(raw)
+    except orjson.JSONDecodeError as error:
+        raise BadRecord(f"is not valid JSON ({error})") from error
+    # Nor is walking: few records have so many brackets that they could be too deep.
+    if brackets > MAX_DEPTH and _deeper_than(record, MAX_DEPTH):
+        raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
+    return record
+
+
+def _deeper_than(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [child for node in level
+                 for child in (node.values() if isinstance(node, dict) else node)
+                 if isinstance(child, (dict, list))]  # fmt: skip
+        if not level:
+            return False
+    return True
+
+
+def _estimate_tokens(chat: dict[str, Any]) -> int:
+    size = len(orjson.dumps(chat["tools"])) if chat.get("tools") else 0
+    for message in chat["messages"]:
+        size += len(message["content"].encode()) + len(orjson.dumps(message.get("tool_calls", "")))
+    return int(size / _BYTES_PER_TOKEN) + _TOKENS_PER_MESSAGE * len(chat["messages"])
+
+
+def _summarise(report: DataReport) -> None:
+    if report.n_examples == 0 and report.n_errors == 0:
+        report.add_error(1, "the file has no examples")
+    if report.ok and report.n_examples < MIN_EXAMPLES:
+        report.warnings.append(f"only {report.n_examples} examples; fine-tuning wants at least {MIN_EXAMPLES}")
+    if report.ok and report.shape not in ("chat", "preference"):
+        report.warnings.append(f"converted {report.n_examples} examples from the {report.shape} shape to chat")
+
+
+def _examples(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | BadRecord]]:
+    """(line number, bytes of one record) for JSONL and for a JSON array; a BadRecord in place of what is too big."""
+    head = file.read(4096).removeprefix(b"\xef\xbb\xbf")
+    file.seek(0)
+    if head.startswith((b"\xff\xfe", b"\xfe\xff")):
+        yield 1, BadRecord("the file is UTF-16; save it as UTF-8")
+    elif head.startswith((b"\x1f\x8b", b"\x28\xb5\x2f\xfd", b"PK\x03\x04")):
+        yield 1, BadRecord("the file is compressed; upload it unpacked")
+    elif head.lstrip().startswith(b"["):
+        yield from _array_elements(file, limit)
+    else:
+        yield from _lines(file, limit)
+
+
+def _lines(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | BadRecord]]:
+    number = 0
+    while raw := file.readline(limit + 1):
+        number += 1
+        if len(raw) > limit and not raw.endswith(b"\n"):
+            size = len(raw)
+            while rest := file.readline(1 << 20):
+                size += len(rest)
+                if rest.endswith(b"\n"):
+                    break
+            yield number, BadRecord(f"is {size} bytes long; the limit for one example is {limit}")
+            continue
+        raw = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+        if raw.strip():
+            yield number, raw
+
+
+def _array_elements(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | BadRecord]]:
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        position, line, counted = data.find(b"[") + 1, 1, 0
+        while True:
+            found = _NOT_SPACE.search(data, position)
+            if not found:
+                yield line, BadRecord("the file ends inside the JSON array; a closing ] is missing")
+                return
+            start = found.start()
+            line += _newlines(data, counted, start)
+            counted = start
+            first = data[start : start + 1]
+            if first == b"]":
+                if _NOT_SPACE.search(data, start + 1):
+                    yield line, BadRecord("there is text after the closing ] of the JSON array")
+                return
+            if first not in (b"{", b"["):
+                yield line, BadRecord(f"array element starts with {first!r}; expected an object")
+                return
+            end = _element_end(data, start, limit)
+            if isinstance(end, BadRecord):
+                yield line, end  # the end of the element is unknown, so what follows cannot be told apart
+                return
+            yield line, data[start:end]
+            comma = _NOT_SPACE.search(data, end)
+            position = end
+            if comma and data[comma.start() : comma.start() + 1] == b",":
+                position = comma.start() + 1
+
+
+def _element_end(data: mmap.mmap, start: int, limit: int) -> int | BadRecord:
+    depth, position, bound = 0, start, min(len(data), start + limit)
+    while True:
+        found = _TO_BRACKET.match(data, position, bound)
+        if not found:
+            size = f"is longer than {limit} bytes" if bound < len(data) else "is cut off by the end of the file"
+            return BadRecord(f"array element {size}")
+        position = found.end()
+        depth += 1 if found[1] in b"{[" else -1
+        if depth > MAX_DEPTH:
+            return BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
+        if depth == 0:
+            return position
+
+
+def _newlines(data: mmap.mmap, start: int, end: int) -> int:
+    return sum(data[at : min(end, at + (1 << 20))].count(b"\n") for at in range(start, end, 1 << 20))

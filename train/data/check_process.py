@@ -1,0 +1,60 @@
+"""`train.data.check` of a large file, in a process of its own: `python -m train.data.check_process FILE [CHAT_FILE]`.
+
+Parsing JSON and matching brackets let no other thread of their process run: of one 16 MiB example for most of a second.
+Prints the report as JSON. Yields to everything else on the machine, ends with who started it, and is killed past its
+limits of CPU and memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from train.data.check import DataReport, check_training_file
+
+# An 8 GiB file of chats takes some minutes of CPU.
+CPU_S, MEMORY_BYTES = 3600, 4 << 30
+_NICENESS = 10
+_PR_SET_PDEATHSIG = 1
+
+
+def check_apart(path: Path, chat_path: Path | None = None) -> DataReport:
+    """As `check_training_file`. A file that takes more than the limits is a bad one. Raises OSError."""
+    command = [sys.executable, "-m", "train.data.check_process", str(path), *([str(chat_path)] if chat_path else [])]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    try:
+        found = json.loads(done.stdout)
+        return DataReport(**{**found, "errors": [(line, reason) for line, reason in found["errors"]]})
+    except (ValueError, TypeError, KeyError):
+        if not path.exists():
+            raise FileNotFoundError(f"{path} was deleted while it was checked") from None
+        report = DataReport()
+        how = f"signal {-done.returncode}" if done.returncode < 0 else f"status {done.returncode}"
+        limits = f"{CPU_S} s of CPU and {MEMORY_BYTES >> 30} GiB of memory"
+        report.add_error(1, f"the file could not be checked with {limits} (the check ended with {how})")
+        return report
+
+
+def main() -> None:
+    parent = os.getppid()
+    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if os.getppid() != parent:
+        return
+    os.nice(_NICENESS)
+    resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))  # not AS: a large array is mapped whole
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    path, *chat = sys.argv[1:]
+    print(json.dumps(asdict(check_training_file(path, chat_path=chat[0] if chat else None))))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,203 @@
+"""The training set as tokens on disk: tokenised once by all ranks together, mapped by each, kept for resumes.
+
+A set is a directory `<run_dir>/tokens/<key>/` with tokens.npy (int32), learnt.npy (bool) and offsets.npy (int64,
+n + 1), facts.json (pad_id, n_dropped, n_truncated) and packs-*.npz. The key names everything it was made from, so a
+changed file, tokenizer or length makes a new one; a set that is there is opened without the tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import orjson
+
+from train.data.chat import ChatEncoder
+from train.data.formats import BadRecord
+from train.data.packing import Row, build_row, plan_packs
+from train.plan.errors import InvalidTrainingData
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
+_MAX_LISTED_ERRORS = 20
+FORMAT = 2
+
+
+class Packs:
+    """Groups of example indices: `members` (n,) one after another, pack i being [edges[i], edges[i + 1])."""
+
+    def __init__(self, members: np.ndarray, edges: np.ndarray):
+        self._members, self._edges = members, edges
+
+    def __len__(self) -> int:
+        return len(self._edges) - 1
+
+    def __getitem__(self, pack: int) -> np.ndarray:
+        return self._members[self._edges[pack] : self._edges[pack + 1]]
+
+
+class TokenSet:
+    """Examples as tokens, grouped into packs. Read-only, shared through the page cache by all ranks of a node."""
+
+    def __init__(self, directory: Path, *, max_length: int, packing: bool):
+        self._tokens = np.load(directory / "tokens.npy", mmap_mode="r")
+        self._learnt = np.load(directory / "learnt.npy", mmap_mode="r")
+        self._offsets = np.load(directory / "offsets.npy")
+        self._max_length, self._packing = max_length, packing
+        facts = orjson.loads((directory / "facts.json").read_bytes())
+        self._pad_id, self.n_dropped, self.n_truncated = facts["pad_id"], facts["n_dropped"], facts["n_truncated"]
+        # Kept: planning a million examples anew at every resume takes longer than the rest of it.
+        index = directory / f"packs-{max_length if packing else 1}.npz"
+        if not index.exists():
+            self._write_index(index)
+        with np.load(index) as kept:
+            self.packs = Packs(kept["members"], kept["edges"])
+            self._labels = kept["labels"]
+
+    @property
+    def n_examples(self) -> int:
+        return len(self._offsets) - 1
+
+    @property
+    def n_tokens(self) -> int:
+        return int(self._offsets[-1])
+
+    def labels_in(self, packs: np.ndarray) -> int:
+        """Number of learnt tokens in these packs: the denominator of a step's loss, known to every rank."""
+        return int(self._labels[packs].sum())
+
+    def tokens_in(self, packs: np.ndarray) -> int:
+        """Number of tokens in these packs, padding not counted."""
+        return sum(int(self._offsets[i + 1] - self._offsets[i]) for pack in packs for i in self.packs[pack])
+
+    def row(self, packs: np.ndarray) -> Row:
+        """One micro-batch of these packs."""
+        examples = [[self._example(index) for index in self.packs[pack]] for pack in packs]
+        return build_row(examples, self._max_length, self._pad_id, packing=self._packing)
+
+    def _example(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        start, end = self._offsets[index], self._offsets[index + 1]
+        return self._tokens[start:end], self._learnt[start:end]
+
+    def _write_index(self, index: Path) -> None:
+        packs = plan_packs(np.diff(self._offsets), self._max_length, packing=self._packing)
+        members = np.concatenate(packs) if packs else np.zeros(0, np.int64)
+        edges = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])]).astype(np.int64)
+        # The first token of an example is never predicted, so it is no label whatever its mark.
+        marked = np.concatenate([[0], np.cumsum(self._learnt)])
+        labels = marked[self._offsets[1:]] - marked[np.minimum(self._offsets[:-1] + 1, self._offsets[1:])]
+        of_packs = np.concatenate([[0], np.cumsum(labels[members])])
+        partial = index.with_name(f"{index.name}.{os.getpid()}")  # every rank may write it, all the same
+        with open(partial, "wb") as file:
+            np.savez(file, members=members, edges=edges, labels=np.diff(of_packs[edges]).astype(np.int64))
+        os.rename(partial, index)
+
+
+def open_token_set(
+    path: str | Path, base_path: str | Path, encoder: Callable[[], ChatEncoder], cache_dir: Path, *, max_length: int,
+    packing: bool, rank: int, world_size: int, barrier: Callable[[], None],
+) -> TokenSet:  # fmt: skip
+    """Tokenise `path` (chat JSONL) unless `cache_dir` has it, all ranks sharing the work, and open the result.
+
+    `encoder` makes the encoder of the tokenizer in `base_path`; it is called only where something is to be tokenised.
+
+    Examples longer than `max_length` tokens are cut; those with nothing to learn left are dropped. Raises
+    InvalidTrainingData, on every rank, when the chat template refuses an example or nothing is left.
+    """
+    directory = Path(cache_dir) / _key(Path(path), Path(base_path), max_length)
+    # Rank 0 alone could create the directory between two ranks' looks at it, hence the barrier around the look.
+    complete = directory.exists()
+    barrier()
+    if not complete:
+        shards = Path(f"{directory}.shards")
+        shards.mkdir(parents=True, exist_ok=True)
+        _write_shard(Path(path), encoder(), shards, max_length, rank, world_size)
+        barrier()
+        _raise_if_bad(Path(path), shards, world_size)
+        if rank == 0:
+            _merge(shards, directory, world_size, _pad_id(encoder()))
+        barrier()
+        if rank == 0:  # only now has every rank read the others' errors
+            shutil.rmtree(shards)
+    tokens = TokenSet(directory, max_length=max_length, packing=packing)
+    if not len(tokens.packs):
+        raise InvalidTrainingData(
+            str(path), [(1, f"no example has anything to learn within max_length {max_length}")], 1
+        )
+    return tokens
+
+
+def _pad_id(encoder: ChatEncoder) -> int:
+    tokenizer = encoder.tokenizer
+    pad_id = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+    return pad_id or 0
+
+
+def _key(path: Path, base_path: Path, max_length: int) -> str:
+    digest = hashlib.sha256()
+    stat = path.stat()
+    digest.update(f"{FORMAT}:{path.name}:{stat.st_size}:{stat.st_mtime_ns}:{max_length}".encode())
+    for name in _TOKENIZER_FILES:
+        file = base_path / name
+        if file.exists():
+            digest.update(name.encode() + file.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _write_shard(path: Path, encoder: ChatEncoder, shards: Path, max_length: int, rank: int, world_size: int) -> None:
+    lines = path.read_bytes().splitlines()
+    begin, end = (len(lines) * part // world_size for part in (rank, rank + 1))
+    tokens, learnt, lengths, errors = [], [], [], []
+    n_dropped = n_truncated = 0
+    for number in range(begin, end):
+        if not lines[number].strip():
+            continue
+        try:
+            ids, mask = encoder.encode(orjson.loads(lines[number]))
+        except BadRecord as bad:
+            errors.append((number + 1, str(bad)))
+            continue
+        n_truncated += len(ids) > max_length
+        ids, mask = ids[:max_length], mask[:max_length]
+        if not mask[1:].any():
+            n_dropped += 1
+            continue
+        tokens.append(ids)
+        learnt.append(mask)
+        lengths.append(len(ids))
+    np.savez(
+        shards / f"{rank}.npz",
+        tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
+        learnt=np.concatenate(learnt) if learnt else np.zeros(0, bool),
+        lengths=np.array(lengths, np.int64), skipped=np.array([n_dropped, n_truncated]),
+        errors=np.frombuffer(orjson.dumps([len(errors), errors[:_MAX_LISTED_ERRORS]]), np.uint8),
+    )  # fmt: skip
+
+
+def _raise_if_bad(path: Path, shards: Path, world_size: int) -> None:
+    listed: list[tuple[int, str]] = []
+    total = 0
+    for part in range(world_size):
+        count, errors = orjson.loads(np.load(shards / f"{part}.npz")["errors"].tobytes())
+        total += count
+        listed += [(line, reason) for line, reason in errors]
+    if total:
+        raise InvalidTrainingData(str(path), listed[:_MAX_LISTED_ERRORS], total)
+
+
+def _merge(shards: Path, directory: Path, world_size: int, pad_id: int) -> None:
+    parts = [np.load(shards / f"{part}.npz") for part in range(world_size)]
+    partial = Path(f"{directory}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    np.save(partial / "tokens.npy", np.concatenate([part["tokens"] for part in parts]))
+    np.save(partial / "learnt.npy", np.concatenate([part["learnt"] for part in parts]))
+    lengths = np.concatenate([part["lengths"] for part in parts])
+    np.save(partial / "offsets.npy", np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64))
+    n_dropped, n_truncated = sum(part["skipped"] for part in parts).tolist()
+    facts = {"pad_id": pad_id, "n_dropped": n_dropped, "n_truncated": n_truncated}
+    (partial / "facts.json").write_bytes(orjson.dumps(facts))
+    os.rename(partial, directory)

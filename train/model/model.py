@@ -1,0 +1,111 @@
+"""The model that is trained: a Hugging Face causal language model with packed attention, maybe with LoRA inside."""
+
+from __future__ import annotations
+
+import torch
+from peft import LoraConfig, inject_adapter_in_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
+from transformers.utils import logging as transformers_logging
+
+from train.model import attention
+from train.model.adapter import ADAPTER, merge_into
+from train.plan.errors import UnsupportedModel
+from train.plan.spec import TrainSpec
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model directory; never runs code from it. Raises UnsupportedModel."""
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UnsupportedModel(f"{path} has no tokenizer that can be loaded: {error}") from error
+
+
+def load_model(spec: TrainSpec, *, weights: bool = True) -> PreTrainedModel:
+    """The base model in the precision to train in, on the CPU, with what is trained marked `requires_grad`.
+
+    The same bytes on every rank: LoRA starts from `spec.seed`. With `weights=False` parameters that are trained may
+    hold anything: a snapshot brings them. Raises UnsupportedModel.
+    """
+    attention.register()
+    transformers_logging.disable_progress_bar()
+    try:
+        model = None if weights or not spec.full else _without_weights(spec)
+        if model is None:
+            model = AutoModelForCausalLM.from_pretrained(
+                spec.base_path, dtype=DTYPES[spec.precision], attn_implementation=attention.NAME,
+                local_files_only=True, trust_remote_code=False, use_safetensors=True,
+            )  # fmt: skip
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModel(f"{spec.base_path} cannot be loaded as a causal language model: {error}") from error
+    _refuse_unsupported(model)
+    _choose_experts(model)
+    if spec.base_adapter is not None:
+        merge_into(model, spec.base_adapter)
+    model.config.use_cache = False
+    if spec.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if spec.full:
+        model.requires_grad_(True)
+    else:
+        add_lora(model, spec)
+        if spec.activation_checkpointing:
+            model.enable_input_require_grads()
+    model.train()
+    return model
+
+
+def _without_weights(spec: TrainSpec) -> PreTrainedModel | None:
+    """The architecture with its parameters as memory came; None if it has more state than its parameters."""
+    config = AutoConfig.from_pretrained(spec.base_path, local_files_only=True, trust_remote_code=False)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=DTYPES[spec.precision], attn_implementation=attention.NAME, trust_remote_code=False
+        )
+    model.tie_weights()
+    persistent = model.state_dict().keys() - {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return None if persistent else model
+
+
+def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
+    """Put LoRA layers (Hu et al., 2021; peft) into `model` in place and freeze everything else."""
+    targets = list(spec.lora_targets) or linear_layers(model)
+    config = LoraConfig(
+        r=spec.lora_rank, lora_alpha=spec.lora_alpha, lora_dropout=spec.lora_dropout, target_modules=targets,
+        bias="none", task_type="CAUSAL_LM",
+    )  # fmt: skip
+    torch.manual_seed(spec.seed)
+    try:
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER)
+    except ValueError as error:
+        raise UnsupportedModel(f"lora_targets {targets} do not fit the model: {error}") from error
+
+
+def linear_layers(model: PreTrainedModel) -> list[str]:
+    """Last names of all linear layers except the output head, as LoRA targets."""
+    head = model.get_output_embeddings()
+    return sorted({name.rpartition(".")[2] for name, module in model.named_modules()
+                   if isinstance(module, torch.nn.Linear) and module is not head})  # fmt: skip
+
+
+def checkpoint_name(name: str) -> str:
+    """Name in the model's own checkpoint of a parameter of the (LoRA-wrapped) model."""
+    return name.replace(".base_layer.", ".")
+
+
+def _choose_experts(model: PreTrainedModel) -> None:
+    """torch's grouped matrix product, which transformers takes by default, wants rows of whole 16 bytes."""
+    uneven = any(p.ndim == 3 and p.shape[-1] * p.element_size() % 16 for p in model.parameters())
+    if uneven and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+
+
+def _refuse_unsupported(model: PreTrainedModel) -> None:
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None):
+        raise UnsupportedModel(f"{config.model_type} caps its attention logits, which packed attention does not")
+    if not getattr(model, "_supports_attention_backend", False) and not getattr(model, "_supports_sdpa", False):
+        raise UnsupportedModel(f"{config.model_type} does not take an attention implementation of ours")

@@ -1,0 +1,82 @@
+"""Tensor parallelism: which ranks share a model, and how DeepSpeed's AutoTP is told to cut it. No collectives here.
+
+A world of N ranks is a grid of N / T groups of T neighbouring ranks (DeepSpeed's own order): the ranks of a group read
+the same examples and hold slices of the same matrices; the ranks in one place of every group hold the same slices,
+which ZeRO shares out among them.
+
+    rank            0    1    2    3         T = 2
+    data rank       0    0    1    1         which micro-batches it computes
+    tensor rank     0    1    0    1         which slices it holds
+
+Cut are the matrices that the model's own plan names (transformers' `base_model_tp_plan`): "colwise" ones by rows of the
+weight, "rowwise" ones by columns. Embeddings, output head and norms are whole on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+from train.plan.errors import UnsupportedModel
+
+_STYLES = {
+    "colwise": {"partition_type": "column"},
+    "rowwise": {"partition_type": "row"},
+    "embedding_rowwise": {"partition_type": "skip"},  # transformers cuts a tied embedding; here it stays whole
+    # Whole on every rank but applied to that rank's heads alone (Qwen3's norms of q and k): gradients are summed.
+    "replicated_with_grad_allreduce": {"partition_type": "skip", "grad_allreduce": True},
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The place of `rank` in a world of `world_size` ranks, `tensor_parallel` of which share a model."""
+
+    rank: int
+    world_size: int
+    tensor_parallel: int = 1
+
+    @property
+    def data_rank(self) -> int:
+        return self.rank // self.tensor_parallel
+
+    @property
+    def data_size(self) -> int:
+        return self.world_size // self.tensor_parallel
+
+    @property
+    def tensor_rank(self) -> int:
+        return self.rank % self.tensor_parallel
+
+    def share(self, numel: int) -> tuple[int, int]:
+        """[first, last) of `numel` elements that all ranks of a group hold: those this rank answers for."""
+        return tuple(numel * edge // self.tensor_parallel for edge in (self.tensor_rank, self.tensor_rank + 1))
+
+
+def partition_config(config: Any, tensor_parallel: int) -> dict[str, Any]:
+    """AutoTP's `partition_config` for a transformers model of this config.
+
+    Raises UnsupportedModel if the model has no plan, one with other parts (mixtures of experts, fused matrices), or
+    numbers of heads and MLP columns that cannot be shared out evenly.
+    """
+    plan = getattr(config, "base_model_tp_plan", None)
+    what = f"tensor_parallel {tensor_parallel}: the model type {config.model_type!r}"
+    if not plan:
+        raise UnsupportedModel(f"{what} has no tensor-parallel plan in transformers; train it with tensor_parallel 1")
+    other = sorted({style for style in plan.values() if style not in _STYLES})
+    if other:
+        raise UnsupportedModel(
+            f"{what} has layers cut as {', '.join(other)}, which training does not do (mixtures of experts, fused "
+            "matrices); train it with tensor_parallel 1"
+        )
+    for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if (count := getattr(config, field)) % tensor_parallel:
+            raise UnsupportedModel(f"{what} has {field} {count}, which {tensor_parallel} ranks cannot share evenly")
+    specs = [{"patterns": [_pattern(name)], **_STYLES[style]} for name, style in plan.items()]
+    return {"use_default_specs": False, "layer_specs": specs}
+
+
+def _pattern(name: str) -> str:
+    """A plan's name such as layers.*.mlp.up_proj as the expression for the weights it means."""
+    return r".*\." + r"\d+".join(re.escape(part) for part in name.split("*")) + r"\.weight$"

@@ -1,0 +1,288 @@
+"""Resolve OpenAI's hyperparameters ("auto" or a number) and our extras into fields of a TrainSpec. Pure.
+
+The rules for "auto" are ours (OpenAI does not publish its own); each stands beside its function with its reason.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from train.plan.errors import InvalidHyperparameter
+
+LORA_FROM_PARAMETERS = 1_000_000_000
+ZERO3_FROM_PARAMETERS = 13_000_000_000
+ZERO2_FROM_PARAMETERS = 1_000_000_000
+
+
+@dataclass(frozen=True)
+class DatasetStats:
+    """Of the training file; tokens may be estimates (data_check)."""
+
+    n_examples: int
+    n_tokens: int
+    longest_example_tokens: int
+
+
+@dataclass(frozen=True)
+class ModelStats:
+    """Of the base model and the devices. `max_position_embeddings` is its context in tokens.
+
+    adapter_max_rank: the largest LoRA rank that engines serve beside this base without merging; 0: none.
+    computes_bf16: see runtime.arithmetic. tensor_slices: `train.plan.estimate.ModelShape.tensor_slices`.
+    """
+
+    n_parameters: int
+    max_position_embeddings: int
+    device_kind: str = "cpu"
+    adapter_max_rank: int = 0
+    computes_bf16: bool = True
+    tensor_slices: int = 0
+
+
+def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int) -> dict:
+    """Fields of a TrainSpec. Raises InvalidHyperparameter for an unknown name or a value out of range."""
+    given = _Given(hyperparameters)
+    fields: dict[str, Any] = {}
+
+    fields["tensor_parallel"] = _tensor_parallel(given, model, max_devices)
+    fields["full"] = _full(given, model, fields)
+    fields["lora_rank"] = given.integer("lora_rank", 1, 1024, auto=16)
+    fields["lora_alpha"] = given.number("lora_alpha", 0.001, 1e6, auto=2.0 * fields["lora_rank"])
+    fields["lora_dropout"] = given.number("lora_dropout", 0, 0.9, auto=0.0)
+    fields["lora_targets"] = tuple(given.names("lora_targets"))
+    fields["lora_publish"] = _lora_publish(given, model, fields)
+    fields["precision"] = given.choice("precision", ("bf16", "fp32"), auto="bf16" if model.computes_bf16 else "fp32")
+    fields["offload"] = given.choice("offload", ("none", "optimizer", "parameters"), auto="none")
+    fields["zero_stage"] = _zero_stage(given, model, fields)
+    _refuse_beside_tensor_parallel(fields)
+    fields["activation_checkpointing"] = given.flag(
+        "activation_checkpointing", auto=model.n_parameters >= LORA_FROM_PARAMETERS
+    )
+
+    fields["packing"] = given.flag("packing", auto=True)
+    fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings,
+                                         auto=_max_length(dataset, model))  # fmt: skip
+    fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=_n_epochs(dataset))
+    fields |= _batch(given, dataset, fields, max_devices // fields["tensor_parallel"])
+
+    fields["learning_rate"] = _learning_rate(given, model, fields["full"])
+    fields["warmup_ratio"] = given.number("warmup_ratio", 0, 0.9, auto=0.03)
+    fields["weight_decay"] = given.number("weight_decay", 0, 1, auto=0.0)
+    fields["max_grad_norm"] = given.number("max_grad_norm", 0, 1e6, auto=1.0)
+    fields["publish"] = given.choice("publish", ("end", "epoch"), auto="end")
+    fields["serve_dtype"] = _serve_dtype(given)
+    _refuse_pipeline_parallel(given)
+    fields["snapshot_every_s"] = given.maybe_number("snapshot_every_s", 0, 86400)
+    fields["step_patience_s"] = given.number("step_patience_s", 0, 86400, auto=0.1)
+    given.refuse_unread()
+    return fields
+
+
+def _serve_dtype(given: _Given) -> str:
+    if given.value("serve_dtype", "bf16") == "fp8":
+        raise InvalidHyperparameter(
+            "serve_dtype", "fp8",
+            "'bf16' or 'fp32': a version in fp8 needs one scale for each tensor, that is, its largest element before "
+            "the first byte is written, and no rank sees a whole tensor; publish in bf16, and quantise the exported "
+            "version with llm-compressor if the engine is to serve fp8",
+        )  # fmt: skip
+    return given.choice("serve_dtype", ("bf16", "fp32"), auto="bf16")
+
+
+def _refuse_pipeline_parallel(given: _Given) -> None:
+    if given.value("pipeline_parallel", 1) != 1:
+        raise InvalidHyperparameter(
+            "pipeline_parallel", given.value("pipeline_parallel", 1),
+            "1: a model too large for one device is cut by tensor_parallel, or shared out by zero_stage 3",
+        )  # fmt: skip
+
+
+def _tensor_parallel(given: _Given, model: ModelStats, max_devices: int) -> int:
+    # Never chosen on its own: it talks in every layer, ZeRO once per step, so it pays only between devices with fast
+    # links and for models that one device cannot hold.
+    size = given.integer("tensor_parallel", 1, max(1, max_devices), auto=1)
+    if size > 1 and model.tensor_slices == 1:
+        raise InvalidHyperparameter("tensor_parallel", size, "1: experts of a mixture are not cut; zero_stage 3 shares "
+                                    "out a model that is too large for one device")  # fmt: skip
+    if model.tensor_slices % size:
+        raise InvalidHyperparameter("tensor_parallel", size, f"a divisor of {model.tensor_slices}, into which its "
+                                    "attention heads, key-value heads and MLP columns can be cut evenly")  # fmt: skip
+    return size
+
+
+def _refuse_beside_tensor_parallel(fields: dict) -> None:
+    if fields["tensor_parallel"] == 1:
+        return
+    for name, fits, expected in (
+        ("full", fields["full"], "true"), ("zero_stage", fields["zero_stage"] <= 2, "0, 1 or 2"),
+        ("offload", fields["offload"] == "none", "'none'"),
+    ):  # fmt: skip
+        if not fits:
+            raise InvalidHyperparameter(name, fields[name],
+                                        f"{expected} with tensor_parallel {fields['tensor_parallel']}")  # fmt: skip
+
+
+def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, tensor_parallel: int = 1) -> list[int]:
+    """World sizes a run may have: each rank (or each group of `tensor_parallel` ranks, which share a model) takes the
+    same whole number of micro-batches of every step."""
+    micro_batches = batch_size // micro_batch
+    return [tensor_parallel * groups for groups in range(1, max_devices // tensor_parallel + 1)
+            if micro_batches % groups == 0]  # fmt: skip
+
+
+def _full(given: _Given, model: ModelStats, fields: dict) -> bool:
+    # LoRA above a size where the optimizer's 12 bytes per parameter hurt; asking for a rank asks for LoRA, and asking
+    # for tensor parallelism for every weight.
+    lora_asked = given.is_set("lora_rank") or given.is_set("lora_alpha") or given.is_set("lora_publish")
+    small = model.n_parameters < LORA_FROM_PARAMETERS or fields["tensor_parallel"] > 1
+    return given.flag("full", auto=not lora_asked and small)
+
+
+def _lora_publish(given: _Given, model: ModelStats, fields: dict) -> str:
+    # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
+    refusal = None
+    if fields["full"]:
+        refusal = "'merged', because full is true"
+    elif not model.adapter_max_rank:
+        refusal = "'merged': engines of this base take no adapters"
+    elif not all(target.endswith("_proj") for target in fields["lora_targets"]):
+        refusal = "'merged': engines take adapters of the layers named *_proj only"
+    elif fields["lora_rank"] > model.adapter_max_rank:
+        refusal = f"'merged', or a lora_rank of at most {model.adapter_max_rank} (serve.adapter_max_rank)"
+    publish = given.choice("lora_publish", ("adapter", "merged"), auto="merged" if refusal else "adapter")
+    if publish == "adapter" and refusal:
+        raise InvalidHyperparameter("lora_publish", publish, refusal)
+    return publish
+
+
+def _zero_stage(given: _Given, model: ModelStats, fields: dict) -> int:
+    # Stage 1 reduces gradients once per step, 2 and 3 once per micro-batch: partition only what is large.
+    trained = model.n_parameters if fields["full"] else 0
+    auto = 1
+    if trained >= ZERO2_FROM_PARAMETERS:
+        auto = 2
+    if (model.n_parameters >= ZERO3_FROM_PARAMETERS and fields["tensor_parallel"] == 1
+            or fields["offload"] == "parameters"):  # fmt: skip
+        auto = 3
+    stage = given.integer("zero_stage", 0, 3, auto=auto)
+    if fields["offload"] == "parameters" and stage != 3:
+        raise InvalidHyperparameter("zero_stage", stage, "3, because offload is 'parameters'")
+    return stage
+
+
+def _max_length(dataset: DatasetStats, model: ModelStats) -> int:
+    # Long enough for every example (estimates are off by a third at times), no longer than the device likes.
+    preferred = 512 if model.device_kind == "cpu" else 4096
+    longest = 2 ** math.ceil(math.log2(max(32, 1.3 * dataset.longest_example_tokens)))
+    return max(32, min(model.max_position_embeddings, max(preferred, min(longest, 4 * preferred))))
+
+
+def _n_epochs(dataset: DatasetStats) -> int:
+    # Few examples need repeating to be learnt at all, many need not.
+    for examples, epochs in ((50, 10), (200, 5), (2000, 3), (20000, 2)):
+        if dataset.n_examples < examples:
+            return epochs
+    return 1
+
+
+def _batch(given: _Given, dataset: DatasetStats, fields: dict, max_devices: int) -> dict[str, int]:
+    micro = given.integer("micro_batch", 1, 1024, auto=1)
+    accumulation = given.integer("gradient_accumulation", 1, 4096, auto=0)
+    if accumulation and not given.is_set("batch_size"):
+        given.integer("batch_size", 1, 4096, auto=1)
+        return {"batch_size": micro * accumulation * max_devices, "micro_batch": micro}
+    batch = given.integer("batch_size", 1, 4096, auto=_batch_size(dataset, fields, micro, max_devices))
+    if accumulation:
+        if batch % (accumulation * max_devices):
+            raise InvalidHyperparameter("gradient_accumulation", accumulation,
+                                        f"a divisor of batch_size {batch} / {max_devices} devices")  # fmt: skip
+        micro = batch // (accumulation * max_devices)
+    if batch % micro:
+        raise InvalidHyperparameter("micro_batch", micro, f"a divisor of batch_size {batch}")
+    return {"batch_size": batch, "micro_batch": micro}
+
+
+def _batch_size(dataset: DatasetStats, fields: dict, micro: int, max_devices: int) -> int:
+    # A power of two, so that 1, 2, 4 ... devices can share it; about fifty steps at least; and, if the data allows
+    # ten steps, one sequence for every device, or some would have to stand idle.
+    per_epoch = dataset.n_tokens / fields["max_length"] if fields["packing"] else dataset.n_examples
+    sequences = max(1.0, per_epoch * fields["n_epochs"])
+    batch = 2 ** max(0, min(6, math.floor(math.log2(max(1.0, sequences / 50)))))
+    widest = 2 ** math.floor(math.log2(max(1, max_devices)))
+    if sequences / widest >= 10:
+        batch = max(batch, widest)
+    return batch * micro
+
+
+def _learning_rate(given: _Given, model: ModelStats, full: bool) -> float:
+    # 1e-5 suits full tuning of 7e9 parameters; smaller models bear more, roughly with the root of the size.
+    # LoRA wants about ten times as much (Schulman et al., "LoRA Without Regret", 2025).
+    base = 1e-5 * math.sqrt(7e9 / max(model.n_parameters, 1))
+    base = min(base, 1e-3) if full else min(10 * base, 2e-3)
+    multiplier = given.number("learning_rate_multiplier", 1e-6, 1e4, auto=1.0)
+    return given.number("learning_rate", 1e-9, 1.0, auto=base) * multiplier
+
+
+class _Given:
+    """The hyperparameters as given; remembers which were read, so that a misspelt one is an error."""
+
+    def __init__(self, values: dict[str, Any]):
+        self._values = {key: value for key, value in values.items() if value is not None}
+        self._read: set[str] = set()
+
+    def is_set(self, name: str) -> bool:
+        return self._values.get(name, "auto") != "auto"
+
+    def integer(self, name: str, low: int, high: int, *, auto: int) -> int:
+        value = self.value(name, auto)
+        if value is auto:
+            return auto
+        if isinstance(value, float) and value.is_integer():
+            value = int(value)
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise InvalidHyperparameter(name, value, f"'auto' or a whole number from {low} to {high}")
+        return value
+
+    def number(self, name: str, low: float, high: float, *, auto: float) -> float:
+        value = self.value(name, auto)
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value <= high:
+            raise InvalidHyperparameter(name, value, f"'auto' or a number from {low} to {high}")
+        return float(value)
+
+    def maybe_number(self, name: str, low: float, high: float) -> float | None:
+        """None for "auto"."""
+        return self.number(name, low, high, auto=low) if self.is_set(name) else self.value(name, None)
+
+    def flag(self, name: str, *, auto: bool) -> bool:
+        value = self.value(name, auto)
+        if not isinstance(value, bool):
+            raise InvalidHyperparameter(name, value, "true or false")
+        return value
+
+    def choice(self, name: str, options: tuple[str, ...], *, auto: str) -> str:
+        value = self.value(name, auto)
+        if value not in options:
+            raise InvalidHyperparameter(name, value, f"one of {', '.join(options)}")
+        return value
+
+    def names(self, name: str) -> list[str]:
+        value = self.value(name, [])
+        if isinstance(value, str):
+            value = [part.strip() for part in value.split(",") if part.strip()]
+        if not isinstance(value, (list, tuple)) or not all(isinstance(part, str) for part in value):
+            raise InvalidHyperparameter(name, value, "a list of layer names, e.g. ['q_proj', 'v_proj']")
+        return list(value)
+
+    def refuse_unread(self) -> None:
+        unknown = sorted(set(self._values) - self._read)
+        if unknown:
+            raise InvalidHyperparameter(
+                unknown[0], self._values[unknown[0]], f"a known name: one of {', '.join(sorted(self._read))}"
+            )
+
+    def value(self, name: str, auto: Any) -> Any:
+        self._read.add(name)
+        value = self._values.get(name, "auto")
+        return auto if isinstance(value, str) and value == "auto" else value

@@ -1,0 +1,184 @@
+"""What a fine-tuning job takes, in bytes, before anything is started. Pure arithmetic on shapes.
+
+With P parameters of the model, T of them trained, N ranks and b bytes per element of the run's precision, a rank holds
+(under tensor parallelism of t: N / t in place of N, and of P and T what is left of them on one rank, embeddings and
+head whole and 1 / t of the rest):
+
+    weights      b P, of which ZeRO-3 keeps b P / N between layers and up to b min(P, LIVE) while it computes
+    gradients    4 T in ZeRO-1 (accumulated in fp32), 4 T / N in ZeRO-2 and 3
+    optimizer    12 T / N: the fp32 master and Adam's two moments
+    buffers      4 R for one reduction of R = min(T, 50 M) elements (train.run.engine)
+    activations  tokens x layers x (25 h + 8 f) elements' bytes at b = 2, h the hidden size and f the width of the MLP
+                 that one token passes; with activation checkpointing tokens x (2 h layers + one whole layer)
+                 and the chunk of fp32 logits (train.model.objectives); under tensor parallelism 17 h + (8 h + 8 f) / t
+    host memory  with offloading: the optimizer's 12 T / N, and what the processor's step works with: in ZeRO-3 8 T / N
+                 (gradients as they arrive and those of the step), in ZeRO-1 and 2 (4 + b) T / N (gradients of the step,
+                 and the new weights), in fp32 4 T / N more (accumulated there); weights that are offloaded b P / N
+
+ZeRO's terms are those of Rajbhandari et al., "ZeRO", 2020 (arXiv:1910.02054), section 3, with fp32 in place of fp16
+gradients because that is what train.run.engine configures. Host memory is counted in DeepSpeed 0.19.8's source
+(runtime/zero/stage_1_and_2.py and stage3.py, what is made on `self.device` when that is the CPU). The activations are
+counted as Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models", 2022 (arXiv:2205.05198),
+section 4.1 do: 11 h for attention whose scores are recomputed, 4 h for the inputs of two norms, here 8 h more for their
+fp32 copies, 2 h + 8 f for a gated MLP in place of theirs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+LIVE_ELEMENTS = 1_000_000_000  # DeepSpeed 0.19.8's stage3_max_live_parameters
+BUCKET_ELEMENTS = 50_000_000  # train.run.engine.MAX_BUCKET_ELEMENTS; not imported: this file must load without torch
+LOGITS_BYTES = 64 * 2**20  # train.model.objectives.CHUNK_BYTES
+# Of a GPU, beside all of the above: CUDA's context, buffers of NCCL and cuBLAS, what torch's allocator cannot use.
+GPU_RESERVE_BYTES = 4 * 2**30
+OPTIMIZER_BYTES = 12  # per trained parameter: master, exp_avg, exp_avg_sq
+ELEMENT_BYTES = {"bf16": 2, "fp32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What the arithmetic needs of a model; sizes are 0 where config.json does not tell them.
+
+    ffn: width of the MLP that one token passes: of a mixture of experts, those of its chosen and shared experts.
+    lora_sides: sum of in + out over the linear layers that LoRA attaches to by default; times the rank, the
+    parameters of the adapter. (Fused experts are no linear layers and get none.)
+    outside: parameters of embeddings and head, which tensor parallelism leaves whole. tensor_slices: into how many even
+    slices it can cut heads and MLP, or a divisor of it; 1: a mixture of experts, which it does not cut; 0: not known.
+    """
+
+    n_parameters: int
+    hidden: int = 0
+    layers: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    ffn: int = 0
+    vocab: int = 0
+    lora_sides: int = 0
+    outside: int = 0
+    tensor_slices: int = 0
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], n_parameters: int) -> ModelShape:
+        """From a Hugging Face config.json; of a multimodal model its text part."""
+        text = config.get("text_config") if isinstance(config.get("text_config"), Mapping) else config
+
+        def number(*names: str) -> int:
+            return next((v for n in names if isinstance(v := text.get(n), int) and not isinstance(v, bool)), 0)
+
+        hidden, layers, heads = (number(f) for f in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+        head_dim = number("head_dim") or (hidden // heads if heads else 0)
+        kv_heads = number("num_key_value_heads") or heads
+        width = number("intermediate_size")
+        experts = number("num_local_experts", "num_experts", "n_routed_experts")
+        shared = number("shared_expert_intermediate_size")
+        if experts:
+            ffn = number("num_experts_per_tok") * (number("moe_intermediate_size") or width) + shared
+        else:
+            ffn = width
+        attention = 2 * (hidden + heads * head_dim) + 2 * (hidden + kv_heads * head_dim)
+        dense = 3 * (hidden + width)
+        if experts:
+            dense = 3 * (hidden + shared) + hidden + 1 if shared else 0  # a shared expert and its gate
+        vocab = number("vocab_size")
+        outside = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
+        slices = math.gcd(heads, kv_heads, width) if heads and width else 0
+        return cls(n_parameters, hidden, layers, kv_heads, head_dim, ffn, vocab, layers * (attention + dense),
+                   min(outside, n_parameters), 1 if experts else slices)  # fmt: skip
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Of keys and values in bf16, over all layers."""
+        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """Bytes one rank holds on its device; `offloaded_bytes` of them lie in host memory instead, where offloading takes
+    `host_bytes` in all."""
+
+    weights_bytes: int
+    gradients_bytes: int
+    optimizer_bytes: int
+    buffers_bytes: int
+    activations_bytes: int
+    offloaded_bytes: int = 0
+    host_bytes: int = 0
+
+    @property
+    def state_bytes(self) -> int:
+        """What it holds between two steps."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """The most it holds on the device at any time."""
+        return self.state_bytes + self.buffers_bytes + self.activations_bytes - self.offloaded_bytes
+
+    def as_dict(self) -> dict[str, int]:
+        return {**asdict(self), "device_bytes": self.device_bytes}
+
+
+def trained_parameters(shape: ModelShape, fields: Mapping[str, Any]) -> int:
+    """`fields` are those of a TrainSpec. Of LoRA with targets named the default's count, which is more."""
+    return shape.n_parameters if fields["full"] else shape.lora_sides * fields["lora_rank"]
+
+
+def rank_memory(shape: ModelShape, fields: Mapping[str, Any], ranks: int) -> RankMemory:
+    """What each of `ranks` ranks holds. `fields` are those of a TrainSpec, as `train.plan.auto.resolve` makes them."""
+    element = ELEMENT_BYTES[fields["precision"]]
+    trained = trained_parameters(shape, fields)
+    everything = shape.n_parameters + (0 if fields["full"] else trained)
+    shards = fields.get("tensor_parallel", 1)
+    if shards > 1:  # with full tuning only
+        everything = trained = shape.outside + (shape.n_parameters - shape.outside) // shards
+        ranks //= shards
+    stage = max(1, fields["zero_stage"])
+    weights = element * everything
+    if stage == 3:
+        weights = weights // ranks + (element * min(everything, LIVE_ELEMENTS) if ranks > 1 else 0)
+    gradients = 4 * trained // (1 if stage == 1 else ranks)
+    optimizer = OPTIMIZER_BYTES * trained // ranks
+    offloaded = host = 0
+    if fields["offload"] != "none":
+        offloaded = optimizer
+        step = 8 if stage == 3 else 4 + element + (4 if fields["precision"] == "fp32" else 0)
+        host = optimizer + step * trained // ranks
+    if fields["offload"] == "parameters":
+        offloaded += element * everything // ranks
+        host += element * everything // ranks
+    return RankMemory(
+        weights_bytes=weights,
+        gradients_bytes=gradients,
+        optimizer_bytes=optimizer,
+        buffers_bytes=4 * min(trained, BUCKET_ELEMENTS),
+        activations_bytes=_activations(shape, fields, element),
+        offloaded_bytes=offloaded,
+        host_bytes=host,
+    )
+
+
+def snapshot_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
+    """Of one snapshot of the job in the weight store: what the optimizer holds, over all ranks."""
+    return OPTIMIZER_BYTES * trained_parameters(shape, fields)
+
+
+def version_bytes(shape: ModelShape, fields: Mapping[str, Any]) -> int:
+    """Of the published model, merged where LoRA was trained."""
+    return ELEMENT_BYTES[fields.get("serve_dtype", "bf16")] * shape.n_parameters
+
+
+def _activations(shape: ModelShape, fields: Mapping[str, Any], element: int) -> int:
+    tokens = fields["micro_batch"] * fields["max_length"]
+    # Not cut: the inputs of norms, attention and MLP.
+    cut = (8 * shape.hidden + 8 * shape.ffn) // fields.get("tensor_parallel", 1)
+    layer = (17 * shape.hidden + cut) * element // 2
+    if fields["activation_checkpointing"]:
+        kept = shape.hidden * element * shape.layers + layer
+    else:
+        kept = shape.layers * layer
+    logits = min(LOGITS_BYTES, 4 * tokens * shape.vocab)
+    return tokens * kept + 2 * logits

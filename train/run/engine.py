@@ -1,0 +1,141 @@
+"""The DeepSpeed engine of one rank, and the distributed world it lives in."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed import comm
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
+from deepspeed.runtime.engine import DeepSpeedEngine
+from torch.distributed import distributed_c10d
+
+import train.model.muon_as_written  # noqa: F401
+from train.model.objectives import SupervisedObjective
+from train.model.tensor_parallel import partition_config
+from train.plan.auto import allowed_sizes
+from train.plan.errors import InvalidSpec
+from train.plan.spec import TrainSpec
+from train.state import fragments
+
+COLLECTIVE_TIMEOUT_S = 600.0
+MAX_BUCKET_ELEMENTS = 50_000_000
+
+
+def meeting_url(meeting: str | Path, rank: int = 0, world_size: int = 1) -> str:
+    """Where this rank finds the others, for torch. The first of them makes the file `meeting`, in a directory of this
+    user alone; it must stay as long as the world, which makes groups later.
+
+    Not torch's TCP store: that one listens on every interface and takes whatever any stranger writes.
+    """
+    return f"file://{meeting}?rank={rank}&world_size={world_size}"
+
+
+def init_world(device_kind: str, meeting: str, timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+    """Join the world that meets at `meeting` (see `meeting_url`).
+
+    `timeout_s` bounds every collective of every group. DeepSpeed gives it to the first group only; the others take
+    torch's default of 30 minutes, in which a hung peer would go unnoticed, so the default is replaced.
+    """
+    # DeepSpeed would compile C++ on first use (shm_comm 30 s, CPUAdam 90 s); torch has what we need of it.
+    deepspeed.ops.__dict__["__compatible_ops__"] = dict.fromkeys(ALL_OPS, False)
+    timeout = timedelta(seconds=timeout_s)
+    distributed_c10d._get_default_timeout = lambda backend: timeout
+    backend = "nccl" if device_kind == "cuda" else "gloo"
+    # load_model gives every rank the same bytes; sending them once more through gloo costs more than loading them.
+    DeepSpeedEngine._broadcast_model = lambda engine: None
+    deepspeed.init_distributed(
+        dist_backend=backend, timeout=timeout, auto_mpi_discovery=False, verbose=False, init_method=meeting
+    )
+    if device_kind == "cuda":
+        # What is left to the processor (offloaded Adam, states read back from a snapshot) may use a rank's share of it.
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.get_world_size()))
+
+
+def build_engine(objective: SupervisedObjective, spec: TrainSpec) -> Any:
+    """A DeepSpeedEngine around `objective`. Collective. Raises InvalidSpec if the world size does not fit."""
+    world_size = comm.get_world_size()
+    if world_size not in allowed_sizes(spec.batch_size, world_size, spec.micro_batch, spec.tensor_parallel):
+        raise InvalidSpec(
+            f"batch_size {spec.batch_size} in micro-batches of {spec.micro_batch} cannot be shared by {world_size} "
+            f"ranks with tensor_parallel {spec.tensor_parallel}; see train.plan.auto.allowed_sizes"
+        )
+    trained = [p for p in objective.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(_groups(trained, spec), lr=spec.learning_rate, betas=spec.adam_betas, fused=True)
+    config = _config(spec, world_size, trained)
+    if spec.tensor_parallel > 1:
+        plan = partition_config(objective.model.config, spec.tensor_parallel)
+        config["tensor_parallel"] = {"autotp_size": spec.tensor_parallel, "partition_config": plan}
+    if spec.zero_stage == 3:
+        # ZeRO-3 brings parameters to the device one by one and keeps its part of each (zero.Init). Before that, though,
+        # the engine moves the module there: a model that is larger than one device never got so far.
+        objective.to = partial(place_buffers, objective)
+    engine, *_ = deepspeed.initialize(model=objective, optimizer=optimizer, config=config, dist_init_required=False)
+    if spec.tensor_parallel > 1:
+        # It compares the first batch over the group, and cannot compare a dict of tensors.
+        engine.first_dataloader_check.remove()
+    fragments.sum_gradients(engine)
+    fragments.coarsen_clipping(engine)
+    return engine
+
+
+def place_buffers(module: torch.nn.Module, device: torch.device) -> torch.nn.Module:
+    """`module.to(device)` of its buffers alone."""
+    for part in module.modules():
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = buffer.to(device)
+    return module
+
+
+def accumulation_steps(spec: TrainSpec, world_size: int) -> int:
+    """Micro-batches one rank computes per optimizer step."""
+    return spec.batch_size * spec.tensor_parallel // (spec.micro_batch * world_size)
+
+
+def _groups(trained: list[torch.nn.Parameter], spec: TrainSpec) -> list[dict[str, Any]]:
+    # Norms and biases are not decayed (the convention since GPT-2). Without decay one group: fewer partitions.
+    if spec.weight_decay == 0:
+        return [{"params": trained, "weight_decay": 0.0}]
+    matrices = [p for p in trained if p.ndim >= 2]
+    vectors = [p for p in trained if p.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": spec.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [group for group in groups if group["params"]]
+
+
+def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter]) -> dict[str, Any]:
+    # Stage 0 differs from 1 only in that every rank keeps all optimizer state; in bf16 DeepSpeed has no fp32 master
+    # weights there. Stage 1 computes the same in less memory.
+    stage = max(1, spec.zero_stage)
+    elements = sum(p.numel() for p in trained)
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "overlap_comm": spec.device_kind == "cuda",
+        # The default of 5e8 elements is allocated anew in every backward pass.
+        "reduce_bucket_size": max(max(p.numel() for p in trained), min(elements, MAX_BUCKET_ELEMENTS)) + 1,
+        "allgather_bucket_size": 2 * MAX_BUCKET_ELEMENTS,
+    }
+    if spec.offload != "none":
+        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": spec.device_kind == "cuda"}
+    if spec.offload == "parameters":
+        zero["offload_param"] = {"device": "cpu", "pin_memory": spec.device_kind == "cuda"}
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": spec.micro_batch,
+        "gradient_accumulation_steps": accumulation_steps(spec, world_size),
+        "zero_optimization": zero,
+        "zero_force_ds_cpu_optimizer": False,
+        "gradient_clipping": spec.max_grad_norm,
+        # Reduced and accumulated in fp32: then the loss curve does not depend on the number of ranks.
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "steps_per_print": None,
+        "wall_clock_breakdown": False,
+    }
+    if spec.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    return config

@@ -1,0 +1,133 @@
+"""Leaving a step that is under way: its forward and backward change nothing but gradients.
+
+Weights, moments and the step counter are those of the last step boundary until the optimizer steps, and which tokens,
+dropout and learning rate a step has follows from its number. So a step can be left at any point before that, and done
+anew later, bit by bit the same: what is lost is the time that it had taken.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from train.control.stop_point import POINTS_PER_STEP, StopPoint
+from train.state import fragments
+
+
+class StepLeft(Exception):
+    """Raised inside a step, on every rank at the same point."""
+
+
+class Leaving:
+    """One rank's part of it. On rank 0 `ask` decides; on all ranks `point` raises StepLeft where they leave.
+
+    patience_s: a step that should end within this time is not left, nor is the step that was left the last time: so a
+    job gets on however often its devices are taken.
+    """
+
+    def __init__(self, engine: Any, stop: StopPoint, patience_s: float):
+        self._engine, self._stop, self._patience_s = engine, stop, patience_s
+        self._left_before = stop.left
+        self._step, self._next, self._inside = 0, 0, False
+        self._began_s, self._took_s = 0.0, float("inf")
+        self._micro_steps = 0
+        self._asked = False
+        layers = layers_of(engine.module)
+        self._hooks = [layer.register_forward_pre_hook(self._forward) for layer in layers]
+        self._hooks += [layer.register_forward_hook(self._backward) for layer in layers]
+
+    def close(self) -> None:
+        """Its hooks go; another run on this engine has its own."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def at(self, step: int) -> None:
+        """`step` steps are done."""
+        self._step = step
+
+    def begin(self) -> None:
+        """The next step begins."""
+        self._next, self._inside = (self._step + 1) * POINTS_PER_STEP, True
+        self._micro_steps = self._engine.micro_steps
+        self._began_s = time.monotonic()
+
+    def point(self) -> None:
+        """Raises StepLeft if all leave here."""
+        if not self._inside:
+            return
+        self._next += 1
+        if not self._stop.passes(self._next):
+            raise StepLeft
+
+    def stay(self) -> None:
+        """From here on the step is not left: the optimizer is next."""
+        self._inside = False
+
+    def end(self) -> None:
+        """The step is done."""
+        self.at(self._step + 1)
+        self._took_s = time.monotonic() - self._began_s
+
+    def ask(self) -> None:
+        """Rank 0 was asked to suspend or cancel: the step under way is left if that is worth it. On any thread."""
+        if self._asked or not self.worth_it(time.monotonic()):
+            return
+        self._asked = True
+        self._stop.announce()
+
+    def worth_it(self, now_s: float) -> bool:
+        """Whether the step under way is left when devices are wanted now."""
+        if self._step == self._left_before:
+            return False
+        return not self._inside or self._began_s + self._took_s - now_s > self._patience_s
+
+    def forget(self) -> float:
+        """The step was left: the engine is made what it was at its beginning. The seconds that are lost."""
+        self._inside = False
+        self._stop.left = self._step
+        forget_gradients(self._engine, self._micro_steps)
+        return time.monotonic() - self._began_s
+
+    def _forward(self, layer: torch.nn.Module, inputs: Any) -> None:
+        self.point()
+
+    def _backward(self, layer: torch.nn.Module, inputs: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if hidden.requires_grad and torch.is_grad_enabled():
+            hidden.register_hook(lambda gradient: self.point())
+
+
+def layers_of(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """The model's layers: its outermost list of modules; none if it has no such list."""
+    return next((list(part) for part in module.modules() if isinstance(part, torch.nn.ModuleList)), [])
+
+
+def forget_gradients(engine: Any, micro_steps: int) -> None:
+    """Make a DeepSpeedEngine (0.19.8) forget what forward and backward left of a step that was not finished.
+
+    Collective only in the sense that all ranks do it at the same point. A rank that offloads or runs under ZeRO-3 ends
+    after it (train.state.parking), so only what a parked one would carry on is undone.
+    """
+    engine.micro_steps = micro_steps
+    optimizer = engine.optimizer
+    if fragments.is_zero3(engine):
+        return
+    if hasattr(optimizer, "clear_hp_grads"):  # BF16_Optimizer
+        optimizer.clear_hp_grads()
+        optimizer.clear_lp_grads()
+    else:
+        optimizer.zero_grad(set_to_none=True)
+        for bucket in optimizer.ipg_buckets.values():
+            bucket.clear()
+        optimizer.extra_large_param_to_reduce.clear()
+        optimizer.params_already_reduced[:] = [False] * len(optimizer.params_already_reduced)
+        optimizer._release_preflattened_grad_buffers()
+        for kept in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
+            kept.update(dict.fromkeys(kept))
+        optimizer._release_ipg_buffers()
+        optimizer.micro_step_id = -1  # its INITIAL_MICRO_STEP_ID
+    while optimizer._backward_active_depth > 0:
+        optimizer.exit_backward()
+    optimizer.clear_backward_seen_flag()

@@ -1,0 +1,232 @@
+"""The training loop: steps, and between them everything else a run does (validate, snapshot, publish, stop).
+
+    for each step:  micro-batches -> optimizer step -> one tiny all-reduce (loss and wishes) -> act on the wishes
+
+The all-reduce makes all ranks see the same wishes at the same step boundary, so they suspend, cancel or snapshot
+together without any other coordination. When devices are wanted, all leave the step under way at one point
+(train.run.leave_step), and the same all-reduce follows.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from deepspeed import comm
+
+from train.control.progress import WISHES, Events, Progress, Wishes
+from train.control.stop_point import StopPoint
+from train.data.packing import StepPlan
+from train.data.token_set import TokenSet
+from train.model.learning_rate import learning_rate
+from train.model.objectives import to_batch
+from train.plan.errors import TrainingDiverged
+from train.plan.spec import TrainSpec
+from train.run.event_log import EventLog
+from train.run.leave_step import Leaving, StepLeft
+from train.run.tensorboard_writer import Board
+from train.state import fragments, parking, snapshot
+from train.state.saving import Saving
+from weights.memory.store import WeightStore
+
+_PACED_SHARE = 0.5  # of a step's time, over which a copy beside it is spread
+
+
+class Run:
+    """One rank's part of a job, from an engine in memory to an outcome.
+
+    Build it with `train.run.prepare`, then `run`. Events are those of the contract in `train.control.group`.
+    """
+
+    def __init__(self, spec: TrainSpec, store: WeightStore, engine: Any, train: TokenSet, valid: TokenSet | None,
+                 emit: Events, wishes: Wishes, progress: Progress):  # fmt: skip
+        self.spec, self.store, self.engine = spec, store, engine
+        self.train, self.valid = train, valid
+        self.grid = fragments.grid(engine)
+        self.rank, self.world_size = self.grid.rank, self.grid.world_size
+        self.leash_events = emit
+        self.emit = EventLog(spec.run_dir, emit) if self.rank == 0 else lambda event, **data: None
+        self.wishes, self.progress = wishes, progress
+        self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)
+        self.step = 0
+        self._resumed_from: str | None = None
+        self._pace_s = 0.0
+        self.boundary_s = 0.0  # time.monotonic() when all ranks had ended or left the last step
+        self.saving = Saving(spec, store, engine, self.plan, len(train.packs), self.emit, wishes, progress)
+        self._first_step = 0
+        stop = StopPoint(Path(spec.run_dir), self.rank, self.world_size)
+        if self.rank == 0:
+            stop.reset()  # nobody begins a step before the first all-reduce of `run`
+        self.leaving = Leaving(engine, stop, spec.step_patience_s)
+        self._board = Board(Path(spec.run_dir) / "tb") if self.rank == 0 else None
+
+    def resume_from(self, path: str) -> None:
+        """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
+        self.progress.enter("resuming")
+        store = snapshot.store_of(path, self.store, self.spec)
+        self.step = snapshot.read_snapshot(self.engine, self.spec, store, path)
+        self._resumed_from = path
+
+    def run(self) -> dict[str, Any]:
+        """Train to the end or to a wish; the outcome, as it stands in the final event. Then `close` it."""
+        total = self.plan.total_steps
+        epoch_ends = self.plan.epoch_end_steps()
+        self._first_step = self.step
+        self.leaving.at(self.step)
+        wishes, self.boundary_s = self._agreed(), time.monotonic()
+        if self.rank == 0:
+            self.wishes.listen(self.leaving.ask)
+        if wishes["suspend"]:
+            return self._suspend(0)
+        if self.step == 0:
+            self._validate()
+        while self.step < total:
+            try:
+                wishes, left = self._one_step(total), False
+            except StepLeft:
+                left = True
+            if left:  # no longer in the handler: what it handles holds the tensors of the step
+                wishes = self._leave_step()
+            else:
+                self.boundary_s = time.monotonic()
+                self.saving.finish()
+                self.saving.make_first_room()
+                if self.step in epoch_ends:
+                    self._validate()
+                    if self.spec.publish == "epoch" and self.step < total:
+                        self.saving.begin_version(snapshot.version_name(self.step), self.step, self._pace_s)
+            if self.step == total:
+                break
+            if wishes["cancel"]:
+                self.saving.finish()
+                self.saving.drop_reserved()
+                return {"outcome": "cancelled", "step": self.step}
+            if wishes["suspend"]:
+                return self._suspend(wishes["draft"])
+            if wishes["snapshot"]:
+                self.saving.snapshot_if_room(self.step, wishes["draft"], self._pace_s)
+        self.saving.drop_reserved()
+        self.saving.publish_result(self.step)
+        self.saving.wait()
+        return {"outcome": "succeeded", "step": self.step}
+
+    def close(self) -> None:
+        """Write out what is buffered for TensorBoard: the process may end without any of Python's own clean-up."""
+        self.leaving.close()
+        if self._board is not None:
+            self._board.close()
+
+    def _one_step(self, total: int) -> dict[str, Any]:
+        started = time.perf_counter()
+        spec, step = self.spec, self.step
+        packs = self.plan.packs_of_step(step)
+        scale = 1.0 / self.train.labels_in(packs)
+        rate = learning_rate(step, total, peak=spec.learning_rate, warmup_ratio=spec.warmup_ratio)
+        for group in self.engine.optimizer.optimizer.param_groups:
+            group["lr"] = rate
+
+        loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
+        micro_batches = self.plan.micro_batches(step, self.grid.data_rank, self.grid.data_size)
+        self.leaving.begin()
+        for turn, (number, micro) in enumerate(micro_batches, 1):
+            self.progress.enter("step", step)
+            self.leaving.point()
+            self.saving.foresee(step + 1)
+            # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
+            torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
+            part = self.engine(to_batch(self.train.row(micro), scale, self.engine.device))
+            # A tensor of its own: on the engine's very output DeepSpeed 0.19.8 divides by the accumulation steps
+            # although told not to (its hook there runs before it notices that this is its own backward).
+            self.engine.backward(part * 1, scale_wrt_gas=False)
+            loss += part.detach()
+            if turn == len(micro_batches):
+                self.leaving.point()
+                self.leaving.stay()
+                self.saving.copied()  # from here on the state is another
+            self.saving.foresee(step + 1)
+            self.engine.step()
+        self.step += 1
+        self.leaving.end()
+        self._pace_s = _PACED_SHARE * (time.perf_counter() - started)
+        return self._agree_and_report(loss, rate, packs, total, started)
+
+    def _leave_step(self) -> dict[str, Any]:
+        """Collective: the step under way is left; what was wished for."""
+        lost_s = self.leaving.forget()
+        self.emit("message", level="info", text=(
+            f"step {self.step + 1} was left after {lost_s:.1f} s because its devices are wanted; it will be done anew"
+        ))  # fmt: skip
+        self.saving.foresee(self.step)
+        agreed, self.boundary_s = self._agreed(), time.monotonic()
+        return agreed
+
+    def _agree_and_report(self, loss: torch.Tensor, rate: float, packs: np.ndarray, total: int,
+                          started: float) -> dict[str, Any]:  # fmt: skip
+        self.saving.foresee(self.step)
+        agreed = self._agreed(loss)
+        grad_norm = float(self.engine.get_global_grad_norm() or 0.0)
+        if not (math.isfinite(agreed["loss"]) and math.isfinite(grad_norm)):
+            raise TrainingDiverged(self.step, agreed["loss"], grad_norm)
+        if self.rank == 0:
+            tokens = self.train.tokens_in(packs)
+            metrics = {
+                "loss": agreed["loss"], "grad_norm": grad_norm, "learning_rate": rate,
+                "tokens_per_s": tokens / (time.perf_counter() - started),
+            }  # fmt: skip
+            self._board.write("train", self.step, metrics)
+            self.emit("metrics", step=self.step, total_steps=total, devices=self.world_size, tokens=tokens,
+                      epoch=self.step * self.spec.batch_size / len(self.train.packs), **metrics)  # fmt: skip
+        return agreed
+
+    def _agreed(self, loss: torch.Tensor | None = None) -> dict[str, Any]:
+        """Collective: the loss of all ranks, what any of them was asked for, and as "draft" the number of what rank 0
+        has reserved for the snapshot of this step, 0 if nothing."""
+        wishes = asdict(self.wishes)
+        reserved = self.saving.reserved(self.step)
+        message = torch.tensor([0.0, reserved] + [float(wishes[name]) for name in WISHES], device=self.engine.device)
+        if loss is not None and self.grid.tensor_rank == 0:  # its group has the same
+            message[0] = loss
+        comm.all_reduce(message)
+        total, draft, *wished = message.tolist()
+        found = {name: count > 0 for name, count in zip(WISHES, wished, strict=True)}
+        return {"loss": total, "draft": int(draft)} | found
+
+    def _validate(self) -> None:
+        if self.valid is None:
+            return
+        self.progress.enter("validating")
+        packs = np.arange(len(self.valid.packs))
+        if self.spec.validation_batches:
+            packs = packs[: self.spec.validation_batches * self.spec.micro_batch]
+        scale = 1.0 / self.valid.labels_in(packs)
+        loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
+        self.engine.eval()
+        # Every rank runs equally many forwards: under ZeRO-3 each of them is a collective.
+        for turn in range(-(-len(packs) // self.grid.data_size)):
+            index = turn * self.grid.data_size + self.grid.data_rank
+            with torch.no_grad():
+                part = self.engine(to_batch(self.valid.row(packs[[index % len(packs)]]), scale, self.engine.device))
+            if index < len(packs) and self.grid.tensor_rank == 0:
+                loss += part
+        self.engine.train()
+        comm.all_reduce(loss)
+        if self.rank == 0:
+            self._board.write("validation", self.step, {"loss": loss.item()})
+        self.emit("validation", step=self.step, total_steps=self.plan.total_steps, loss=loss.item())
+
+    def _suspend(self, draft: int) -> dict[str, Any]:
+        """Collective: the state goes to shared memory, unless it is still the one that this run began with."""
+        path, nbytes, seconds = self._resumed_from, 0, 0.0
+        if self.step == self._first_step:
+            self.saving.drop_reserved()
+            self.saving.give_back()
+        else:
+            written = self.saving.suspend(self.step, draft)
+            path, nbytes, seconds = written.path, written.bytes, written.seconds
+        return {"outcome": "suspended", "step": self.step, "snapshot_path": path, "bytes": nbytes,
+                "seconds": {"snapshot": seconds}, "parked": parking.can_park(self.spec)}  # fmt: skip

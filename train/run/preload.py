@@ -1,0 +1,37 @@
+"""What the warm parent of training imports, so that a forked rank starts in well under a second.
+
+Imports only: no OpenMP work (a forked child would hang in its thread pool) and no CUDA.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Read by the libraries below when they are imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Without these two, DeepSpeed and transformers ask CUDA whether it is there: torch then refuses it to every forked rank
+# ("Cannot re-initialize CUDA in forked subprocess").
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+os.environ.setdefault("DS_ACCELERATOR", "cuda" if Path("/dev/nvidiactl").exists() else "cpu")
+
+# Imported inside deepspeed.init_distributed and deepspeed.initialize.
+import deepspeed.comm.mori  # noqa: E402, F401
+import deepspeed.module_inject.auto_ep_layer  # noqa: E402, F401
+import deepspeed.runtime.zero.stage3  # noqa: E402, F401
+import numpy.ma  # noqa: E402, F401
+import torch.profiler._cupti_monitor  # noqa: E402, F401
+
+# transformers resolves these by name when a model of the family is loaded.
+import transformers.models.auto.modeling_auto  # noqa: E402, F401
+import transformers.models.llama.modeling_llama  # noqa: E402, F401
+import transformers.models.mistral.modeling_mistral  # noqa: E402, F401
+import transformers.models.mixtral.modeling_mixtral  # noqa: E402, F401
+import transformers.models.qwen2.modeling_qwen2  # noqa: E402, F401
+import transformers.models.qwen3.modeling_qwen3  # noqa: E402, F401
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping  # noqa: E402
+
+import train.run.worker  # noqa: E402, F401
+
+get_checkpoint_conversion_mapping("llama")  # compiles 700 regular expressions once, here instead of in every rank

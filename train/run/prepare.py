@@ -1,0 +1,99 @@
+"""From a spec to a run that is ready for its first step: tokens, model, engine, state.
+
+All ranks of a world come through here together, whether they are new, resume a snapshot, or were parked.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+from deepspeed import comm
+
+from train.control.progress import Events, Progress, Wishes
+from train.data.chat import ChatEncoder
+from train.data.token_set import TokenSet, open_token_set
+from train.model.model import load_model, load_tokenizer
+from train.model.objectives import SupervisedObjective
+from train.plan.spec import TrainSpec
+from train.run.engine import build_engine
+from train.run.loop import Run
+from train.state import parking
+from train.state.publish import check_publishable
+from weights.format.errors import VersionNotFound
+from weights.memory.locks import DirectoryLock
+from weights.memory.store import WeightStore
+
+
+def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
+    """The store's own locks on what is trained, for as long as the rank lives: frozen weights stay mapped from its
+    files, and into those of a version that nobody holds the store lets others write. A directory outside the store
+    takes the lock to no harm. Raises VersionNotFound."""
+    held = []
+    for path in (spec.base_path, spec.base_adapter):
+        if path is not None:
+            lock = DirectoryLock.try_shared(Path(path))
+            if lock is None:
+                raise VersionNotFound(f"{path}, which {spec.job_id} is trained from, is gone or being removed")
+            held.append(lock)
+    return held
+
+
+def prepare(spec: TrainSpec, emit: Events, wishes: Wishes, progress: Progress,
+            snapshot_path: str | None = None) -> Run:  # fmt: skip
+    """Collective: tokens, model, engine, and the state of `snapshot_path` if given. Raises what those raise."""
+    rank, world_size = comm.get_rank(), comm.get_world_size()
+    store = WeightStore(Path(spec.shm_root), budget_bytes=spec.shm_budget_bytes)
+    progress.enter("tokenising")
+    encoder = cache(lambda: ChatEncoder(load_tokenizer(spec.base_path)))
+    sets = [
+        open_token_set(
+            path, spec.base_path, encoder, Path(spec.run_dir) / "tokens", max_length=spec.max_length,
+            packing=spec.packing, rank=rank, world_size=world_size, barrier=comm.barrier,
+        ) if path else None
+        for path in (spec.train_path, spec.valid_path)
+    ]  # fmt: skip
+    train, valid = sets
+    assert train is not None
+    if rank == 0 and snapshot_path is None:
+        _tell_about_data(emit, spec, train)
+        _tell_about_stage(emit, spec)
+
+    progress.enter("loading")
+    engine = build_engine(SupervisedObjective(load_model(spec, weights=snapshot_path is None)), spec)
+    if snapshot_path is None:
+        check_publishable(engine, spec)
+    run = Run(spec, store, engine, train, valid, emit, wishes, progress)
+    if snapshot_path:
+        run.resume_from(snapshot_path)
+    return run
+
+
+def continued(run: Run, snapshot_path: str) -> Run:
+    """Collective: a run that was parked after its suspension, on its engine and from a snapshot. Raises
+    SnapshotMismatch."""
+    again = Run(run.spec, run.store, run.engine, run.train, run.valid, run.leash_events, run.wishes, run.progress)
+    parking.take_back(run.engine, run.spec)
+    again.resume_from(snapshot_path)
+    return again
+
+
+def _tell_about_stage(emit: Events, spec: TrainSpec) -> None:
+    if spec.zero_stage == 0:
+        emit("message", level="info", text=(
+            "zero_stage 0 was asked for and runs as stage 1: the same computation in less memory, because the ranks "
+            "share the optimizer's state instead of each holding all of it"
+        ))  # fmt: skip
+
+
+def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
+    fill = train.n_tokens / (len(train.packs) * spec.max_length) if spec.packing else 1.0
+    emit("message", level="info", text=(
+        f"{train.n_examples} examples, {train.n_tokens} tokens, packed into {len(train.packs)} sequences "
+        f"of {spec.max_length} ({fill:.0%} full)"
+    ))  # fmt: skip
+    if train.n_truncated or train.n_dropped:
+        emit("message", level="warn", text=(
+            f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} "
+            "were left out because nothing to learn was left of them"
+        ))  # fmt: skip

@@ -1,0 +1,122 @@
+"""What a rank copies into a snapshot and out of it: planned once per world, as few long runs.
+
+ZeRO 1 and 2 keep a rank's parameters end to end, and a snapshot's layout has them in the same order, so what is a
+hundred fragments of each part is one run. Under ZeRO-3 a run is a fragment; columns under tensor parallelism are
+strided.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from weights.format.layout import Layout
+from weights.format.slices import Strided
+from weights.format.torch_views import as_tensor, runs_view
+
+FLOAT_BYTES = 4
+_PIECE_ELEMENTS = 2**20  # copied without a look at the clock
+_libc = ctypes.CDLL(None)
+_libc.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+
+
+@dataclass(frozen=True)
+class Move:
+    """`ours` (n,) float32, memory of this rank, and the elements `runs`, n in all, of `file` as if all of it were
+    float32."""
+
+    ours: torch.Tensor
+    file: str
+    runs: Strided
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """All moves of a rank. It is good for as long as the tensors it was made of."""
+
+    moves: tuple[Move, ...]
+
+    @classmethod
+    def of(cls, layout: Layout, pieces: Iterable[tuple[str, Strided, torch.Tensor]]) -> CopyPlan:
+        """`pieces`: tensor of the layout, which of its elements, and this rank's memory for them (contiguous). What
+        lies side by side on both sides becomes one move."""
+        found: list[Move] = []
+        for name, runs, ours in pieces:
+            placed = layout.find(name)
+            assert ours.dtype == torch.float32 and ours.is_contiguous() and ours.numel() == runs.size
+            assert placed.start % FLOAT_BYTES == 0, "every tensor starts on a boundary of its element size"
+            first = placed.start // FLOAT_BYTES + runs.start
+            found.append(Move(ours, placed.file, Strided(first, runs.run, runs.stride, runs.count)))
+        moves: list[Move] = []
+        for move in sorted(found, key=lambda move: (move.file, move.runs.start)):
+            if moves and (joined := _joined(moves[-1], move)):
+                moves[-1] = joined
+            else:
+                moves.append(move)
+        return cls(tuple(moves))
+
+    @property
+    def elements(self) -> int:
+        """Elements in all moves."""
+        return sum(move.runs.size for move in self.moves)
+
+    def ranges(self) -> list[tuple[str, int, int]]:
+        """(file, first byte, byte after the last) that this rank touches; strided runs as one range."""
+        return [(m.file, FLOAT_BYTES * m.runs.start, FLOAT_BYTES * m.runs.stop) for m in self.moves]
+
+    def write(self, draft: Any) -> Iterator[int]:
+        """Copy into `draft`, piece by piece, and yield the elements of each."""
+        files = self._files(draft)
+        for move in self.moves:
+            for ours, theirs in _pieces(move, files[move.file]):
+                _copy(theirs, ours)
+                yield ours.numel()
+
+    def read(self, lease: Any) -> None:
+        """Copy out of what is leased."""
+        files = self._files(lease)
+        for move in self.moves:
+            for ours, theirs in _pieces(move, files[move.file]):
+                _copy(ours, theirs)
+
+    def _files(self, handle: Any) -> dict[str, torch.Tensor]:
+        views = {name: handle.file_view(name) for name in {move.file for move in self.moves}}
+        return {name: as_tensor(view, "U8", (view.nbytes,)) for name, view in views.items()}
+
+
+def _joined(before: Move, after: Move) -> Move | None:
+    """Both as one move, if they lie side by side, in this order, in one storage and in one file."""
+    a, b = before.ours, after.ours
+    adjacent = (
+        before.file == after.file and before.runs.count == after.runs.count == 1
+        and before.runs.stop == after.runs.start
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+        and a.storage_offset() + a.numel() == b.storage_offset()
+    )  # fmt: skip
+    if not adjacent:
+        return None
+    size = a.numel() + b.numel()
+    return Move(a.as_strided((size,), (1,)), before.file, Strided(before.runs.start, size, size, 1))
+
+
+def _pieces(move: Move, file: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    whole = file[: file.numel() // FLOAT_BYTES * FLOAT_BYTES].view(torch.float32)
+    if move.runs.count > 1:
+        yield move.ours.view(move.runs.count, move.runs.run), runs_view(whole, move.runs)
+        return
+    for first in range(0, move.runs.size, _PIECE_ELEMENTS):
+        last = min(first + _PIECE_ELEMENTS, move.runs.size)
+        yield move.ours[first:last], whole[move.runs.start + first : move.runs.start + last]
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    if target.is_cuda or source.is_cuda or not (target.is_contiguous() and source.is_contiguous()):
+        target.copy_(source)
+        return
+    # glibc writes long runs past the cache (runtime.processes.warm_parents.WARM_ENV), which torch's own copy never
+    # does: half the time.
+    _libc.memmove(target.data_ptr(), source.data_ptr(), FLOAT_BYTES * source.numel())

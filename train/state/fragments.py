@@ -1,0 +1,266 @@
+"""Which part of which parameter this rank owns under ZeRO, as plain tensors. The only file that knows DeepSpeed's
+private attributes (pinned: 0.19.8; tests/unit/train/test_deepspeed_contract.py notices when they change).
+
+ZeRO cuts parameters without regard to their shapes, so a fragment is a range of the flattened parameter; under tensor
+parallelism of the flattened slice that the rank holds. What all ranks write of their fragments (`written`) covers every
+parameter exactly once; snapshot and publish are copies of fragments and need no collective.
+
+Three optimizers hide behind three stages:
+- stage 1 in bf16 with fp32 accumulation is BF16_Optimizer, everything else of stages 1 and 2 is
+  DeepSpeedZeroOptimizer; both map each parameter to its fragment in `_hp_mapping`;
+- stage 3 keeps `ceil(numel / world)` elements of each parameter per rank, the last ones padded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from deepspeed import comm
+from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+
+from train.model.model import checkpoint_name
+from train.model.tensor_parallel import Grid
+from weights.format.slices import Strided, narrow, part
+from weights.format.torch_views import runs_view
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+_WRAPPER = "model."  # objectives.SupervisedObjective holds the model under this name
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of the model: `name` as in its checkpoint, `shape` whole, whatever ZeRO left of the tensor.
+
+    held: the elements of the flattened whole that this rank holds, all of them without tensor parallelism.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    trained: bool
+    tensor: torch.nn.Parameter
+    held: Strided
+
+    @property
+    def numel(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Elements [start, start + numel) of what the rank holds of the flattened parameter `name`.
+
+    weights: (numel,), the fp32 master if trained, else the frozen weights in the precision of the run.
+    moments: exp_avg and exp_avg_sq, (numel,) float32; empty if frozen or before the first step.
+    held: where what the rank holds lies in the whole.
+    """
+
+    name: str
+    start: int
+    weights: torch.Tensor
+    moments: dict[str, torch.Tensor]
+    held: Strided
+
+    @property
+    def numel(self) -> int:
+        return self.weights.numel()
+
+    def pieces(self) -> Iterator[tuple[Strided, slice]]:
+        """Where its elements lie in the flattened whole, and which of its own they are; one piece without tensor
+        parallelism."""
+        at = 0
+        for runs in part(self.held, self.start, self.numel):
+            yield runs, slice(at, at + runs.size)
+            at += runs.size
+
+    def narrow(self, first: int, last: int) -> Fragment:
+        """Its elements [first, last), as a view."""
+        moments = {key: moment[first:last] for key, moment in self.moments.items()}
+        return replace(self, start=self.start + first, weights=self.weights[first:last], moments=moments)
+
+
+def parameters(engine: Any) -> list[Parameter]:
+    """All parameters in model order, tied ones once, the same list on every rank."""
+    found = []
+    tensor_rank = grid(engine).tensor_rank
+    for name, tensor in engine.module.named_parameters():
+        shape, held = _whole_and_held(tensor, tensor_rank)
+        found.append(Parameter(checkpoint_name(name.removeprefix(_WRAPPER)), shape, tensor.requires_grad, tensor, held))
+    return found
+
+
+def grid(engine: Any) -> Grid:
+    """The place of this rank among the ranks that share data and those that share the model."""
+    return Grid(comm.get_rank(), comm.get_world_size(), max(1, engine.autotp_size()))
+
+
+def _whole_and_held(tensor: torch.nn.Parameter, tensor_rank: int) -> tuple[tuple[int, ...], Strided]:
+    meta = getattr(tensor, DS_AUTOTP_UC_META, None)
+    if meta is None or meta["replicated"]:  # the bias behind a matrix cut by columns is whole
+        shape = tuple(getattr(tensor, "ds_shape", tensor.shape))
+        numel = torch.Size(shape).numel()
+        return shape, Strided(0, numel, numel, 1)
+    shape, dim, sizes = meta["logical_shape"], meta["partition_dim"], meta["partition_sizes"]
+    return shape, narrow(shape, dim, sum(sizes[:tensor_rank]), sizes[tensor_rank])
+
+
+def written(engine: Any, owned: Iterable[Fragment]) -> Iterator[Fragment]:
+    """What this rank writes of its fragments: all, but of a parameter that every rank of a tensor-parallel group holds
+    whole only its share."""
+    place = grid(engine)
+    whole = {p.name for p in parameters(engine) if p.held.size == p.numel} if place.tensor_parallel > 1 else set()
+    for fragment in owned:
+        first, last = place.share(fragment.numel) if fragment.name in whole else (0, fragment.numel)
+        if first < last:
+            yield fragment.narrow(first, last)
+
+
+def trained_fragments(engine: Any) -> list[Fragment]:
+    """This rank's fragments of the trained parameters, as views of the optimizer's own memory."""
+    if is_zero3(engine):
+        return list(_zero3_fragments(engine))
+    masters, states = _flat_masters(engine), engine.optimizer.optimizer.state
+    fragments = []
+    for parameter in parameters(engine):
+        mapping = getattr(parameter.tensor, "_hp_mapping", None)
+        if mapping is None:
+            continue
+        # Not mapping.optim_fragment: ZeRO-2 fills it after the step of the first parameter group, when the others
+        # have no state yet, and never again.
+        at, state = mapping.hp_fragment_address, states.get(masters[mapping.param_group_index]) or {}
+        moments = {key: state[key].narrow(0, at.start, at.numel) for key in MOMENTS if key in state}
+        fragments.append(Fragment(parameter.name, mapping.lp_fragment_address.start,
+                                  mapping.hp_fragment.detach(), moments, parameter.held))  # fmt: skip
+    return fragments
+
+
+def frozen_fragments(engine: Any) -> list[Fragment]:
+    """This rank's share of the frozen parameters: its partition under ZeRO-3, else an even cut of the replica."""
+    fragments = []
+    place = grid(engine)
+    for parameter in parameters(engine):
+        if parameter.trained:
+            continue
+        if is_zero3(engine):
+            partition = parameter.tensor.ds_tensor
+            start = partition.ds_numel * place.data_rank
+            valid = max(0, min(partition.ds_numel, parameter.numel - start))
+            weights = partition.data.view(-1).narrow(0, 0, valid)
+        else:
+            edges = (place.data_rank, place.data_rank + 1)
+            start, end = (parameter.held.size * edge // place.data_size for edge in edges)
+            weights = parameter.tensor.detach().view(-1)[start:end]
+        if weights.numel():
+            fragments.append(Fragment(parameter.name, start, weights, {}, parameter.held))
+    return fragments
+
+
+def is_zero3(engine: Any) -> bool:
+    return hasattr(engine.optimizer, "fp32_partitioned_groups_flat")
+
+
+def has_moments(engine: Any) -> bool:
+    """Whether the optimizer has its state, that is, after the first step or `create_moments`."""
+    return all(engine.optimizer.optimizer.state.get(flat) for flat in _flat_masters(engine))
+
+
+def create_moments(engine: Any, step: int) -> None:
+    """Give the optimizer Adam state as it is after `step` steps, for fragments to be copied into; it keeps its own."""
+    state = engine.optimizer.optimizer.state
+    for flat in _flat_masters(engine):
+        moments = {key: state[flat][key] for key in MOMENTS if key in (state.get(flat) or {})}
+        # torch's fused Adam reads the step in its kernel: on the parameter's device, as the optimizer itself makes it.
+        state[flat] = {"step": torch.tensor(float(step), dtype=torch.float32, device=flat.device)}
+        state[flat] |= moments or {key: torch.zeros_like(flat, requires_grad=False) for key in MOMENTS}
+
+
+def flat_state(engine: Any) -> list[torch.Tensor]:
+    """The flat tensors of the optimizer that fragments cover and, but for padding, fill; and gradients that are zero
+    between two steps. Stages 1 and 2."""
+    state = engine.optimizer.optimizer.state
+    flats = _flat_masters(engine)
+    moments = [state[flat][key] for flat in flats for key in MOMENTS if key in (state.get(flat) or {})]
+    # BF16_Optimizer clears its gradients at the end of a step; the other optimizer has none between steps.
+    return [*flats, *moments, *getattr(engine.optimizer, "fp32_groups_gradients_flat", ())]
+
+
+def refresh_low_precision(engine: Any, whole: Callable[[str], torch.Tensor]) -> None:
+    """Make the weights the model computes with those of the master, after masters were written; a collective.
+
+    `whole(name)` is the master of a trained parameter, flat, which every rank can read where it lies: stages 1 and 2
+    take all weights from there, at a fraction of what an all-gather through gloo costs.
+    """
+    optimizer = engine.optimizer
+    if not is_zero3(engine):
+        for parameter in parameters(engine):
+            if parameter.trained:
+                target = parameter.tensor.data.view(parameter.held.count, parameter.held.run)
+                target.copy_(runs_view(whole(parameter.name), parameter.held))
+        return
+    for group in range(len(optimizer.fp32_partitioned_groups_flat)):
+        optimizer._reassign_or_swap_out_partitioned_parameters(group)
+    persistent = optimizer.persistent_parameters
+    if persistent:
+        persistent[0].all_gather(persistent)
+
+
+def sum_gradients(engine: Any) -> None:
+    """Make the engine add the ranks' gradients instead of averaging them.
+
+    The loss carries 1 / (learnt tokens of the global step) already. Dividing by the world size in bf16 would be
+    exact for powers of two only, and the loss curve would depend on the number of devices.
+    """
+    engine.gradient_average = False
+    if is_zero3(engine):
+        engine.optimizer._gradient_averaging_world_size = lambda params, partition_world_size: 1
+    else:
+        engine.optimizer.gradient_average = False
+
+
+def coarsen_clipping(engine: Any) -> None:
+    """Clip by the gradient norm rounded to 13 bits, which is the same on any number of ranks.
+
+    A sum of a few bf16 gradients in fp32 is nearly always exact, whatever its order; the norm, summed by partition,
+    is not. Its last bit then scaled every gradient, and sooner or later tipped a bf16 weight to its neighbour: the
+    loss curves of two world sizes agreed to 1e-7 for some ten steps and to 1e-4 afterwards. BF16_Optimizer takes the
+    norm of whole gradients and needs no help.
+    """
+    optimizer = engine.optimizer
+    if is_zero3(engine):
+        exact_groups = optimizer._get_norm_groups
+        optimizer._get_norm_groups = lambda: [_rounded(norm) for norm in exact_groups()]
+    elif hasattr(optimizer, "scaled_global_norm"):
+        exact = optimizer.scaled_global_norm
+        optimizer.scaled_global_norm = lambda *args, **kwargs: _rounded(exact(*args, **kwargs))
+
+
+def _rounded(norm: torch.Tensor | float) -> torch.Tensor:
+    mantissa, exponent = torch.frexp(torch.as_tensor(norm, dtype=torch.float32))
+    return torch.ldexp(torch.round(mantissa * 8192) / 8192, exponent)
+
+
+def _flat_masters(engine: Any) -> list[torch.Tensor]:
+    optimizer = engine.optimizer
+    for attribute in ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(optimizer, attribute):
+            return getattr(optimizer, attribute)
+    raise TypeError(f"{type(optimizer).__name__} keeps its master weights where this version does not know")
+
+
+def _zero3_fragments(engine: Any) -> Iterator[Fragment]:
+    optimizer = engine.optimizer
+    for parameter in parameters(engine):
+        if not parameter.trained:
+            continue
+        tensor = parameter.tensor
+        group, offset, size = optimizer.grad_position[optimizer.get_param_id(tensor)]
+        flat = optimizer.fp32_partitioned_groups_flat[group]
+        start = size * optimizer._get_param_partition_rank(tensor)
+        valid = max(0, min(size, tensor.ds_numel - start))
+        if not valid:
+            continue
+        state = optimizer.optimizer.state.get(flat) or {}
+        moments = {key: state[key].narrow(0, offset, valid) for key in MOMENTS if key in state}
+        yield Fragment(parameter.name, start, flat.detach().narrow(0, offset, valid), moments, parameter.held)

@@ -1,0 +1,77 @@
+"""A suspended rank that stays as a process: its memory goes, what it had built stays.
+
+    suspend:  snapshot in shared memory -> `give_back` -> "done", parked
+    resume:   the same world, place by place -> `take_back` -> the snapshot is read into the memory that is there
+
+Model, optimizer and connections to the other ranks stand as they stood between two steps; only the bytes that the
+snapshot (or the base model) brings again are given up. They are given up lazily (MADV_FREE): the kernel takes them
+when anybody needs memory, and where nobody did, they need not be faulted in and zeroed again. That matters because a
+new page costs several times what is then copied into it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from train.model.model import checkpoint_name, load_model
+from train.plan.spec import TrainSpec
+from train.state import fragments
+
+_MADV_FREE = 8
+_SMALLEST_BYTES = 256 * 1024  # what is smaller may share its pages with other things
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+def can_park(spec: TrainSpec) -> bool:
+    """Whether a rank of this run gives back its device without ending.
+
+    Not on a GPU, where a living process keeps a context on the device. Under ZeRO-3 and with offloading DeepSpeed keeps
+    parameters in buffers of its own; such ranks are forked anew.
+    """
+    return spec.device_kind == "cpu" and spec.zero_stage <= 2 and spec.offload == "none"
+
+
+def restorable(engine: Any) -> list[torch.UntypedStorage]:
+    """Memory of weights and optimizer state of which every byte is either written again by a resume or zero between two
+    steps. To be asked after the first step, once: looking takes longer than giving back."""
+    tensors = [p.tensor.data for p in fragments.parameters(engine)]
+    tensors += fragments.flat_state(engine)
+    return list({tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}.values())
+
+
+def give_back(storages: Iterable[torch.UntypedStorage]) -> int:
+    """Give up this memory, whose contents are lost; the number of bytes."""
+    return sum(_free_lazily(storage) for storage in storages)
+
+
+def take_back(engine: Any, spec: TrainSpec) -> None:
+    """Make the frozen weights what they were. The snapshot brings all others."""
+    frozen = {p.name: p.tensor for p in fragments.parameters(engine) if not p.trained}
+    if not frozen:
+        return
+    model = load_model(spec)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if (target := frozen.get(checkpoint_name(name))) is not None:
+                target.data.copy_(parameter)
+
+
+def _free_lazily(storage: torch.UntypedStorage) -> int:
+    if storage.nbytes() < _SMALLEST_BYTES:
+        return 0
+    first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - first
+    if _libc.madvise(first, length, _MADV_FREE):
+        error = ctypes.get_errno()
+        if error == errno.EINVAL:  # mapped from a file, so the kernel can drop it already
+            return 0
+        raise OSError(error, f"the memory of weights cannot be given back: {os.strerror(error)}")
+    return length

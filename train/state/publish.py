@@ -1,0 +1,195 @@
+"""Publish the weights: every rank writes what it owns, cast to the serving dtype, into a version in shared memory.
+
+No gather and no process with a full copy. A LoRA run publishes its factors alone, as peft stores them, or merged on
+the way: the rank that owns a range of a base weight adds the same range of scaling * B @ A to it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm, zero
+
+from train.model import adapter
+from train.model.adapter import ADAPTER
+from train.model.model import DTYPES, checkpoint_name
+from train.plan.spec import TrainSpec
+from train.state import fragments
+from train.state.async_checkpoint import Writing, Written
+from train.state.fragments import Fragment
+from train.state.snapshot import reserve_together, write_runs
+from train.state.stored_names import StoredNames, stored_names
+from weights.format.layout import Layout, TensorSpec
+from weights.format.slices import Strided
+from weights.format.torch_views import dtype_code
+from weights.memory.store import WeightStore
+
+_AUX_SUFFIXES = (".json", ".jinja", ".txt", ".model")
+_NOT_AUX = ("manifest.json",)
+_AUX_LIMIT_BYTES = 64 * 2**20
+
+
+def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any]) -> Written:
+    """Collective: `begin_publish` and its finish at once."""
+    return begin_publish(engine, spec, store, version=version, meta=meta).finish()
+
+
+def begin_publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any],
+                  pace_s: float | None = None) -> Writing | Written:  # fmt: skip
+    """Collective: write, and on `finish` commit, `version` of `spec.output_model`: a complete Hugging Face
+    directory, or for kind "adapter" (`spec.published_kind`) a peft one.
+
+    With `pace_s` the copy goes on beside the next step, until its optimizer is due; not so for LoRA under ZeRO-3, where
+    merging gathers the factors and a collective has no place on a thread.
+    """
+    began = time.perf_counter()
+    kind = spec.published_kind
+    known = store.find(kind, spec.output_model, version)
+    if known is not None:
+        # An earlier world of this job committed it at the same step and died before its end was heard.
+        return Written(str(known.path), known.nbytes, time.perf_counter() - began)
+    layout = Layout.plan(published_tensors(engine, spec), stem=adapter.STEM if kind == "adapter" else "model")
+
+    def reserve():
+        return store.reserve(layout, kind=kind, model=spec.output_model, version=version,
+                             aux_files=aux_files(engine, spec), writers=comm.get_world_size())  # fmt: skip
+
+    draft = reserve_together(store, reserve, layout)
+    names = _names(engine, spec.base_path)
+    # Merging computes, so it is left to the thread; without it the fragments are views, listed at once.
+    merging = kind == "version" and bool(_adapter_names(engine))
+    factors = fragments.trained_fragments(engine) if kind == "adapter" else []
+    served = iter(()) if kind == "adapter" else fragments.written(engine, served_fragments(engine))
+    served = served if merging else list(served)
+
+    def fill() -> Iterator[int]:
+        for fragment in factors:
+            for runs, ours in fragment.pieces():
+                write_runs(draft, adapter.stored_name(fragment.name), runs, fragment.weights[ours])
+            yield fragment.numel
+        for fragment in served:
+            for runs, ours in fragment.pieces():
+                _write(draft, names, fragment.name, runs, fragment.weights[ours])
+            yield fragment.numel
+        if kind == "version" and comm.get_rank() == 0:
+            for name, buffer in _buffers(engine):
+                _write(draft, names, name, Strided(0, buffer.numel(), buffer.numel(), 1), buffer.reshape(-1))
+                yield buffer.numel()
+
+    if fragments.is_zero3(engine) and merging:
+        pace_s = None
+    elements = sum(math.prod(placed.spec.shape) for placed in layout) // comm.get_world_size()
+    return Writing(draft, fill, elements=elements, meta=meta, began=began, pace_s=pace_s)
+
+
+def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:
+    """What a published version holds, in the serving dtype: the base checkpoint's tensors under their stored names, or
+    LoRA's factors.
+
+    In the order of the model's parameters, fused ones in their order in memory: what an engine fuses lies adjacent.
+    """
+    code = dtype_code(DTYPES[spec.serve_dtype])
+    if spec.published_kind == "adapter":
+        return [TensorSpec(adapter.stored_name(p.name), code, p.shape)
+                for p in fragments.parameters(engine) if p.trained]  # fmt: skip
+    names, adapters = _names(engine, spec.base_path), _adapter_names(engine)
+    dtypes = {p.name: code for p in fragments.parameters(engine) if p.name not in adapters}
+    dtypes |= {name: dtype_code(buffer.dtype) for name, buffer in _buffers(engine)}
+    return [TensorSpec(t.name, dtype, t.shape) for name, dtype in dtypes.items() for t in names.of(name)]
+
+
+def check_publishable(engine: Any, spec: TrainSpec) -> None:
+    """Raises UnsupportedModel, before any step, if the result could not be written under the base's own names."""
+    _names(engine, spec.base_path)
+
+
+@lru_cache(maxsize=1)  # a rank has one engine
+def _names(engine: Any, base_path: str) -> StoredNames:
+    adapters = _adapter_names(engine)
+    shapes = {p.name: p.shape for p in fragments.parameters(engine) if p.name not in adapters}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in _buffers(engine)}
+    return stored_names(engine.module.model, shapes, base_path)
+
+
+def _write(draft: Any, names: StoredNames, parameter: str, runs: Strided, weights: torch.Tensor) -> None:
+    if runs.count > 1:
+        # Columns of a matrix, and train.model.tensor_parallel cuts only what is stored as it is.
+        (stored,) = names.of(parameter)
+        write_runs(draft, stored.name, runs, weights)
+        return
+    for name, at, ours in names.cut(parameter, runs.start, runs.run):
+        piece = weights[ours]
+        write_runs(draft, name, Strided(at, piece.numel(), piece.numel(), 1), piece)
+
+
+def served_fragments(engine: Any) -> Iterator[Fragment]:
+    """This rank's fragments of what is served, LoRA merged; collective under ZeRO-3 with LoRA."""
+    adapters = _adapter_names(engine)
+    if not adapters:
+        yield from fragments.trained_fragments(engine)
+        yield from fragments.frozen_fragments(engine)
+        return
+    layers = {checkpoint_name(f"{name}.base_layer.weight").removeprefix("model."): layer
+              for name, layer in adapter.layers(engine.module).items()}  # fmt: skip
+    owned = {fragment.name: fragment for fragment in fragments.frozen_fragments(engine)}
+    for parameter in fragments.parameters(engine):
+        fragment = owned.get(parameter.name)
+        if parameter.name in layers:  # on every rank in the same order: gathering is collective
+            layer = layers[parameter.name]
+            factors = [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
+            gathered = zero.GatheredParameters(factors) if fragments.is_zero3(engine) else nullcontext()
+            with gathered:
+                if fragment is not None:
+                    fragment = _merged(fragment, *factors, layer.scaling[ADAPTER])
+        if fragment is not None and parameter.name not in adapters:
+            yield fragment
+
+
+def _merged(fragment: Fragment, down: torch.Tensor, up: torch.Tensor, scaling: float) -> Fragment:
+    """`fragment` of W (out, in) plus its range of scaling * up (out, r) @ down (r, in), in float32."""
+    width = down.shape[1]
+    first, last = fragment.start // width, -(-(fragment.start + fragment.numel) // width)
+    delta = (up[first:last].float() @ down.float()).view(-1)
+    offset = fragment.start - first * width
+    merged = fragment.weights.float() + scaling * delta[offset : offset + fragment.numel]
+    return replace(fragment, weights=merged)
+
+
+def aux_files(engine: Any, spec: TrainSpec) -> dict[str, bytes]:
+    """adapter_config.json for an adapter; for whole weights config.json with the serving dtype, tokenizer and the
+    like, from the base directory."""
+    if spec.published_kind == "adapter":
+        return {adapter.CONFIG_FILE: adapter.config_json(engine.module.model.peft_config[ADAPTER], spec.base_model)}
+    files = {}
+    for path in sorted(Path(spec.base_path).iterdir()):
+        wanted = path.suffix in _AUX_SUFFIXES and path.name not in _NOT_AUX and not path.name.endswith(".index.json")
+        if wanted and path.is_file() and path.stat().st_size <= _AUX_LIMIT_BYTES:
+            files[path.name] = path.read_bytes()
+    config = json.loads(files["config.json"])
+    config.pop("torch_dtype", None)
+    config["dtype"] = {"bf16": "bfloat16", "fp32": "float32"}[spec.serve_dtype]
+    files["config.json"] = json.dumps(config, indent=2).encode()
+    return files
+
+
+def _adapter_names(engine: Any) -> set[str]:
+    return {p.name for p in fragments.parameters(engine) if adapter.is_factor(p.name)}
+
+
+def _buffers(engine: Any) -> list[tuple[str, torch.Tensor]]:
+    """Persistent buffers (they stand in the checkpoint), the same on every rank."""
+    kept = []
+    for prefix, module in engine.module.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                kept.append((f"{prefix}.{name}".removeprefix("model."), buffer))
+    return kept

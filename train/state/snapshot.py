@@ -1,0 +1,190 @@
+"""The state of a run by parameter in shared memory: written by the fragments each rank owns, read at any world size
+and any tensor-parallel size.
+
+A snapshot holds, for every trained parameter, `master.<name>`, `exp_avg.<name>` and `exp_avg_sq.<name>` whole, in
+float32 and in the parameter's shape, and in its meta what the loop needs: the step. Data position, order, learning
+rate and random streams are functions of the step and the spec, so there is nothing else to keep.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed import comm
+
+from train.control.rank_messages import told_by_first
+from train.plan.errors import SnapshotMismatch
+from train.plan.spec import TrainSpec
+from train.state import fragments
+from train.state.async_checkpoint import Writing
+from train.state.copies import CopyPlan
+from train.state.fragments import Fragment
+from weights.format.errors import IntegrityError, StoreError, error_as_json, error_from_json
+from weights.format.layout import Layout, TensorSpec
+from weights.format.slices import Strided
+from weights.format.torch_views import as_tensor, runs_view
+from weights.memory.draft import Draft
+from weights.memory.lease import StoredVersion
+from weights.memory.store import WeightStore
+
+KIND = "snapshot"
+FORMAT = 1
+PARTS = ("master", *fragments.MOMENTS)
+
+# What must be the same for the continued run to be the same run.
+_IDENTITY = ("seed", "batch_size", "micro_batch", "max_length", "packing", "n_epochs", "full", "lora_rank")
+
+
+def snapshot_layout(engine: Any) -> Layout:
+    """Where everything of a snapshot lies; the same on every rank and for every step of a run.
+
+    Each part in the optimizer's order of parameters (train.run.engine gives it matrices before vectors where it has two
+    groups): then what ZeRO keeps end to end lies end to end here too.
+    """
+    trained = [p for p in fragments.parameters(engine) if p.trained]
+    if len(engine.optimizer.optimizer.param_groups) > 1:
+        trained.sort(key=lambda p: len(p.shape) < 2)
+    return Layout.plan(TensorSpec(f"{part}.{p.name}", "F32", p.shape) for part in PARTS for p in trained)
+
+
+def plan_of_written(engine: Any, layout: Layout) -> CopyPlan:
+    """What this rank writes into a snapshot, for as long as the engine lives. After the first step, or a resume."""
+    assert fragments.has_moments(engine), "a snapshot before the first step would hold undefined bytes"
+    return CopyPlan.of(layout, _pieces(fragments.written(engine, fragments.trained_fragments(engine))))
+
+
+def reserve_snapshot(spec: TrainSpec, store: WeightStore, layout: Layout, step: int, world_size: int,
+                     draft: str | None = None) -> Draft:  # fmt: skip
+    """For one rank. Raises as `WeightStore.reserve`."""
+    stale = store.find(KIND, spec.job_id, version_name(step))
+    if stale:
+        store.remove(stale)
+    reserved = store.reserve(layout, kind=KIND, model=spec.job_id, version=version_name(step), writers=world_size,
+                             name=draft)  # fmt: skip
+    reserved.prepare()
+    return reserved
+
+
+def begin_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, layout: Layout, step: int,
+                   pace_s: float | None = None, *, plan: CopyPlan | None = None, draft: Draft | None = None,
+                   ) -> Writing:  # fmt: skip
+    """All ranks copy their fragments by `plan` (`plan_of_written`); `finish` commits. `step` is the number of steps
+    done. With `pace_s` the copy goes on beside the next step, until its optimizer is due.
+
+    Collective where no `draft` is given; then StoreFull is raised, on every rank, where the store has no room.
+    """
+    began = time.perf_counter()
+    plan = plan or plan_of_written(engine, layout)
+    world_size = comm.get_world_size()
+    if draft is None:
+        draft = reserve_together(store, lambda: reserve_snapshot(spec, store, layout, step, world_size), layout)
+    meta = {
+        "format": FORMAT, "step": step, "world_size": world_size, "zero_stage": spec.zero_stage,
+        "tensor_parallel": spec.tensor_parallel, "loss_scale": 1.0,
+        "spec": {key: getattr(spec, key) for key in _IDENTITY},
+    }  # fmt: skip
+    return Writing(draft, lambda: plan.write(draft), elements=plan.elements, meta=meta, began=began, pace_s=pace_s)
+
+
+def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | Path) -> int:
+    """Collective: fill the engine with the snapshot at `path`, written at any world size; returns its step.
+
+    Raises SnapshotMismatch if it is gone or belongs to another run.
+    """
+    try:
+        stored = StoredVersion.read(Path(path))
+    except IntegrityError as error:
+        raise SnapshotMismatch(f"there is no snapshot at {path}; it was removed or never committed") from error
+    meta = stored.manifest.meta
+    for key in _IDENTITY:
+        if meta["spec"][key] != getattr(spec, key):
+            raise SnapshotMismatch(f"the snapshot {path} was made with {key}={meta['spec'][key]!r}, "
+                                   f"the run has {getattr(spec, key)!r}")  # fmt: skip
+    step = int(meta["step"])
+    with store.lease(stored) as lease, torch.no_grad():
+        shapes = {placed.spec.name: placed.spec.shape for placed in lease.layout}
+        for parameter in fragments.parameters(engine):
+            if parameter.trained and shapes.get(f"master.{parameter.name}") != parameter.shape:
+                raise SnapshotMismatch(
+                    f"the snapshot {path} has {shapes.get(f'master.{parameter.name}')} for {parameter.name}, the model "
+                    f"{parameter.shape}; it belongs to another model or other LoRA targets"
+                )
+
+        def whole(name: str) -> torch.Tensor:
+            return as_tensor(lease.view(name), "F32", (math.prod(shapes[name]),))
+
+        fragments.create_moments(engine, step)
+        CopyPlan.of(lease.layout, _pieces(fragments.trained_fragments(engine))).read(lease)
+        fragments.refresh_low_precision(engine, lambda name: whole(f"master.{name}"))
+    engine.global_steps = step
+    engine.global_samples = step * spec.batch_size
+    return step
+
+
+def disk_store(spec: TrainSpec) -> WeightStore:
+    """Where snapshots go when shared memory is full: a store of the same form in the job's directory."""
+    return WeightStore(Path(spec.run_dir) / "snapshots", budget_bytes=None)
+
+
+def store_of(path: str | Path, shared: WeightStore, spec: TrainSpec) -> WeightStore:
+    """The store that holds the snapshot at `path`."""
+    return shared if Path(path).is_relative_to(shared.root) else disk_store(spec)
+
+
+def version_name(step: int) -> str:
+    return f"step-{step}"
+
+
+def newest_snapshot(store: WeightStore, job_id: str) -> str | None:
+    """Path of the job's snapshot of the highest step, None if it has none."""
+    newest = max(_of_job(store, job_id), key=lambda s: s.manifest.meta["step"], default=None)
+    return None if newest is None else str(newest.path)
+
+
+def reserve_together(store: WeightStore, reserve: Callable[[], Any], layout: Layout) -> Any:
+    """Rank 0 calls `reserve()`, all attach to the draft. An error on rank 0 is raised on every rank."""
+    outcome, draft = None, None
+    if comm.get_rank() == 0:
+        try:
+            draft = reserve()
+            outcome = {"draft": str(draft.path)}
+        except StoreError as error:
+            outcome = {"error": error_as_json(error)}
+    outcome = told_by_first(outcome)
+    if "error" in outcome:
+        raise error_from_json(outcome["error"])
+    return draft if draft is not None else store.attach(outcome["draft"], layout)
+
+
+def write_runs(draft: Any, name: str, runs: Strided, source: torch.Tensor) -> None:
+    """Copy `source` (n,) into the elements `runs`, n in all, of tensor `name`, cast to the tensor's dtype."""
+    spec = draft.layout.find(name).spec
+    whole = as_tensor(draft.view(name), spec.dtype, (math.prod(spec.shape),))
+    runs_view(whole, runs).copy_(source.view(runs.count, runs.run))
+
+
+def _pieces(owned: Iterable[Fragment]) -> Iterator[tuple[str, Strided, torch.Tensor]]:
+    for fragment in owned:
+        assert fragment.moments.keys() == set(fragments.MOMENTS)
+        for part, ours in (("master", fragment.weights), *fragment.moments.items()):
+            for runs, elements in fragment.pieces():
+                yield f"{part}.{fragment.name}", runs, ours[elements]
+
+
+def _of_job(store: WeightStore, job_id: str) -> Iterable[Any]:
+    return [stored for stored in store.list(KIND) if stored.model == job_id]
+
+
+def forget_older(store: WeightStore, spec: TrainSpec) -> None:
+    """Give back the job's snapshots but the newest `keep_snapshots`. For one rank."""
+    of_job = sorted(_of_job(store, spec.job_id), key=lambda s: s.manifest.meta["step"], reverse=True)
+    for stored in of_job[spec.keep_snapshots :]:
+        try:
+            store.remove(stored)
+        except StoreError:  # leased by a copy to disk: the next snapshot tries again
+            continue

@@ -1,0 +1,52 @@
+"""Opening and writing single files inside a version directory, without following what was planted there."""
+
+from __future__ import annotations
+
+import io
+import os
+import stat
+from pathlib import Path
+
+from weights.format.errors import InvalidName, ManifestInvalid, UnsafeFile
+from weights.format.names import check_file_name
+
+
+def open_regular(directory: Path, name: str) -> io.FileIO:
+    """Unbuffered reader of the regular file `name` directly inside `directory`.
+
+    Raises UnsafeFile for symlinks, devices and unsafe names, ManifestInvalid if the file is missing.
+    """
+    try:
+        check_file_name(name)
+        # O_NONBLOCK so that a FIFO planted here cannot hang the reader.
+        fd = os.open(directory / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+    except InvalidName as error:
+        raise UnsafeFile(str(error), path=directory) from error
+    except FileNotFoundError as error:
+        raise ManifestInvalid("the file is missing", path=directory, file=name) from error
+    except OSError as error:
+        raise UnsafeFile(f"cannot be opened: {error.strerror}", path=directory, file=name) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise UnsafeFile("not a regular file", path=directory, file=name)
+    return io.FileIO(fd, "rb")
+
+
+def write_file(directory_fd: int, name: str, data: bytes, *, durable: bool = False) -> None:
+    """Writes a small file, 0600, replacing what was there; `durable` waits until it is on the medium."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o600, dir_fd=directory_fd)
+    with os.fdopen(fd, "wb") as file:
+        file.write(data)
+        if durable:
+            file.flush()
+            os.fsync(fd)
+
+
+def sync_directory(path: Path) -> None:
+    """Waits until the names in `path` are on the medium."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,259 @@
+"""Where every tensor of a version stands: which file, which bytes.
+
+`Layout.plan` is pure; `Layout.read` opens files to read their headers and validates them, mapping nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+from weights.format.errors import HeaderInvalid, InvalidLayout, InvalidName, ManifestInvalid, UnknownTensor
+from weights.format.files import open_regular
+from weights.format.header import LENGTH_BYTES, TensorSpec, build_header, header_bytes_needed, parse_header
+from weights.format.names import INDEX_SUFFIX, TENSOR_SUFFIX, check_file_name
+
+__all__ = ["FileLayout", "Layout", "Placed", "TensorSpec"]
+
+DEFAULT_MAX_FILE_BYTES = 5_000_000_000  # transformers' own shard size
+DEFAULT_ALIGN_BYTES = 64  # a cache line, and what AVX-512 and cudaMemcpyAsync like best
+MAX_INDEX_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A tensor and its absolute byte range [start, end) inside `file`."""
+
+    spec: TensorSpec
+    file: str
+    start: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """One safetensors file: `header` is its exact first bytes, `tensors` stand in file order."""
+
+    name: str
+    header: bytes = field(repr=False)
+    tensors: tuple[Placed, ...] = field(repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the whole file in bytes."""
+        return self.tensors[-1].end if self.tensors else len(self.header)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of one version. Tensor names are unique over all files."""
+
+    files: tuple[FileLayout, ...]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Placed]:
+        return {placed.spec.name: placed for file in self.files for placed in file.tensors}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all safetensors files, headers included."""
+        return sum(file.nbytes for file in self.files)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._by_name)
+
+    def __iter__(self) -> Iterator[Placed]:
+        return iter(self._by_name.values())
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._by_name
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def find(self, name: str) -> Placed:
+        """Where tensor `name` stands. Raises UnknownTensor."""
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise UnknownTensor(name, self._by_name) from None
+
+    def file(self, name: str) -> FileLayout:
+        """The file called `name`. Raises UnknownTensor if the layout has no such file."""
+        for file in self.files:
+            if file.name == name:
+                return file
+        raise UnknownTensor(name, (file.name for file in self.files))
+
+    def header_bytes(self, file: str | FileLayout) -> bytes:
+        """The exact bytes before the data of `file` (length prefix, JSON, padding)."""
+        return file.header if isinstance(file, FileLayout) else self.file(file).header
+
+    def index_file(self) -> tuple[str, bytes] | None:
+        """Name and bytes of the transformers index over several files; None where one file holds all."""
+        if len(self.files) == 1:
+            return None
+        stem, numbered, _ = self.files[0].name.partition("-00001-of-")
+        if not numbered:
+            stem = "model"
+        body = {
+            "metadata": {"total_size": sum(placed.nbytes for placed in self)},
+            "weight_map": {placed.spec.name: placed.file for placed in self},
+        }
+        return stem + INDEX_SUFFIX, json.dumps(body, indent=1).encode()
+
+    @classmethod
+    def plan(
+        cls,
+        specs: Iterable[TensorSpec],
+        *,
+        max_file_bytes: int = DEFAULT_MAX_FILE_BYTES,
+        align_bytes: int = DEFAULT_ALIGN_BYTES,
+        stem: str = "model",
+        metadata: Mapping[str, str] | None = None,
+    ) -> Layout:
+        """Lays `specs` out in as few files as `max_file_bytes` of tensor data allows. Pure.
+
+        The format forbids holes, so a tensor starts aligned only if all before it have aligned sizes: within
+        a file tensors are ordered by how large a power of two divides their size, and otherwise as given.
+        All tensors whose size is a multiple of `align_bytes` (nearly all of a real model) start on such a
+        boundary, every tensor at least on a boundary of its own element size.
+
+        `stem` names the files ("model", or "adapter_model" for LoRA); `metadata` goes into the headers and
+        is {"format": "pt"} by default, which transformers insists on. Raises InvalidLayout.
+        """
+        specs = tuple(specs)
+        if align_bytes < 1 or align_bytes & (align_bytes - 1):
+            raise InvalidLayout(f"align_bytes must be a power of two, got {align_bytes}")
+        if max_file_bytes < 1:
+            raise InvalidLayout(f"max_file_bytes must be positive, got {max_file_bytes}")
+        if not specs:
+            raise InvalidLayout("a version needs at least one tensor, got none")
+        seen: set[str] = set()
+        for spec in specs:
+            if spec.name in seen:
+                raise InvalidLayout(f"tensor {spec.name!r} is given twice")
+            seen.add(spec.name)
+        groups: list[list[TensorSpec]] = [[]]
+        filled = 0
+        for spec in specs:
+            if groups[-1] and filled + spec.nbytes > max_file_bytes:
+                groups.append([])
+                filled = 0
+            groups[-1].append(spec)
+            filled += spec.nbytes
+        count = len(groups)
+        names = [
+            f"{stem}-{number:05d}-of-{count:05d}{TENSOR_SUFFIX}" if count > 1 else f"{stem}{TENSOR_SUFFIX}"
+            for number in range(1, count + 1)
+        ]
+        try:
+            check_file_name(names[0])
+        except InvalidName as error:
+            raise InvalidLayout(f"stem {stem!r} makes no usable file name: {error}") from error
+        if metadata is None:
+            metadata = {"format": "pt"}
+        return cls(
+            tuple(_plan_file(name, group, metadata, align_bytes) for name, group in zip(names, groups, strict=True))
+        )
+
+    @classmethod
+    def read(cls, directory: Path | str) -> Layout:
+        """The validated layout of a checkpoint directory.
+
+        The files are those named by `*.safetensors.index.json`, else `model.safetensors`, else all
+        `*.safetensors`. Raises HeaderInvalid, UnsafeFile (symlinks, unsafe names), ManifestInvalid (an index
+        that disagrees with the files) or InvalidLayout (no safetensors file at all).
+        """
+        directory = Path(directory)
+        names, weight_map = _files_of(directory)
+        files = tuple(_read_file(directory, name) for name in names)
+        owner: dict[str, str] = {}
+        for file in files:
+            for placed in file.tensors:
+                name = placed.spec.name
+                if name in owner:
+                    raise HeaderInvalid(
+                        f"the tensor stands in {owner[name]} too", path=directory, file=file.name, tensor=name
+                    )
+                owner[name] = file.name
+        if weight_map is not None and weight_map != owner:
+            differing = sorted(set(weight_map.items()) ^ set(owner.items()))[0][0]
+            raise ManifestInvalid(
+                "the index and the files disagree about a tensor", path=directory, tensor=str(differing)
+            )
+        return cls(files)
+
+
+def _plan_file(name: str, specs: list[TensorSpec], metadata: Mapping[str, str], align_bytes: int) -> FileLayout:
+    def alignment(spec: TensorSpec) -> int:
+        size = spec.nbytes
+        return align_bytes if size == 0 else min(size & -size, align_bytes)
+
+    offsets: list[tuple[TensorSpec, int, int]] = []
+    position = 0
+    for spec in sorted(specs, key=alignment, reverse=True):
+        offsets.append((spec, position, position + spec.nbytes))
+        position += spec.nbytes
+    header = build_header(offsets, metadata=metadata, align_bytes=align_bytes)
+    base = len(header)
+    return FileLayout(name, header, tuple(Placed(spec, name, base + start, base + end) for spec, start, end in offsets))
+
+
+def _files_of(directory: Path) -> tuple[list[str], dict[str, str] | None]:
+    try:
+        present = sorted(entry.name for entry in os.scandir(directory))
+    except OSError as error:
+        raise InvalidLayout(f"{directory} cannot be read as a checkpoint directory: {error.strerror}") from error
+    indexes = [name for name in present if name.endswith(INDEX_SUFFIX)]
+    if "model" + INDEX_SUFFIX in indexes:
+        indexes = ["model" + INDEX_SUFFIX]
+    if len(indexes) > 1:
+        raise InvalidLayout(f"{directory} has several indexes ({', '.join(indexes)}); keep the one that is meant")
+    if indexes:
+        weight_map = _read_index(directory, indexes[0])
+        return sorted(set(weight_map.values())), weight_map
+    names = [name for name in present if name.endswith(TENSOR_SUFFIX)]
+    if "model" + TENSOR_SUFFIX in names:
+        names = ["model" + TENSOR_SUFFIX]
+    if not names:
+        raise InvalidLayout(
+            f"{directory} has no *.safetensors file; other weight formats are not accepted, convert it first"
+        )
+    return names, None
+
+
+def _read_index(directory: Path, name: str) -> dict[str, str]:
+    with open_regular(directory, name) as fd:
+        if os.fstat(fd.fileno()).st_size > MAX_INDEX_BYTES:
+            raise ManifestInvalid(f"larger than {MAX_INDEX_BYTES} bytes", path=directory, file=name)
+        raw = fd.read(MAX_INDEX_BYTES)
+    try:
+        weight_map = json.loads(raw)["weight_map"]
+        pairs = {check_tensor: check_file_name(file) for check_tensor, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ManifestInvalid(f"not a usable index: {error}", path=directory, file=name) from error
+    if not pairs or not all(file.endswith(TENSOR_SUFFIX) for file in pairs.values()):
+        raise ManifestInvalid("the index must name *.safetensors files only", path=directory, file=name)
+    return pairs
+
+
+def _read_file(directory: Path, name: str) -> FileLayout:
+    with open_regular(directory, name) as fd:
+        size = os.fstat(fd.fileno()).st_size
+        needed = header_bytes_needed(fd.read(LENGTH_BYTES), path=directory, file=name, file_bytes=size)
+        fd.seek(0)
+        header = fd.read(needed)
+    if len(header) < needed:
+        raise HeaderInvalid("the file shrank while it was read", path=directory, file=name)
+    tensors = parse_header(header, path=directory, file=name, file_bytes=size)
+    return FileLayout(name, header, tuple(Placed(spec, name, start, end) for spec, start, end in tensors))

@@ -1,0 +1,79 @@
+"""Names on disk: model and version names become directory names, file names are checked.
+
+Pure. A name is percent-encoded (RFC 3986) so that `ft:starter:acme/x:1` is one path segment and decodes back.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from weights.format.errors import InvalidName
+
+MANIFEST_FILE = "manifest.json"
+PINNED_FILE = ".pinned"
+DRAFT_FILE = ".draft.json"
+WRITTEN_FILE = ".written"  # one byte per writer of a draft, 1 once that writer has written its part
+TENSOR_SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+MAX_SEGMENT_BYTES = 255  # NAME_MAX of Linux file systems
+
+
+def encode_name(name: str) -> str:
+    """One directory name for a model or version name. Raises InvalidName."""
+    if not isinstance(name, str) or not name:
+        raise InvalidName(f"a model or version name must be a non-empty string, got {name!r}")
+    if any(ord(char) < 32 or ord(char) == 127 for char in name):
+        raise InvalidName(f"a model or version name must not hold control characters, got {name!r}")
+    try:
+        encoded = quote(name, safe=":@+,=")
+    except UnicodeEncodeError as error:
+        raise InvalidName(f"a model or version name must be valid Unicode, got {name!r}") from error
+    # quote() leaves dots alone, and a leading dot would make ".", ".." or a hidden entry.
+    if encoded.startswith("."):
+        encoded = "%2E" + encoded[1:]
+    if len(encoded) > MAX_SEGMENT_BYTES:
+        raise InvalidName(
+            f"the name {name[:40]!r}... takes {len(encoded)} bytes as a directory name; "
+            f"at most {MAX_SEGMENT_BYTES} are possible, use a shorter one"
+        )
+    return encoded
+
+
+def decode_name(encoded: str) -> str | None:
+    """The name that `encode_name` made `encoded` from; None if it never made it."""
+    name = unquote(encoded, errors="strict") if encoded.isascii() else ""
+    try:
+        return name if name and encode_name(name) == encoded else None
+    except InvalidName:
+        return None
+
+
+def check_file_name(name: str) -> str:
+    """`name` if it may stand inside a version directory, else InvalidName."""
+    if not isinstance(name, str) or not name:
+        raise InvalidName(f"a file name must be a non-empty string, got {name!r}")
+    if name.startswith(".") or "/" in name or "\\" in name:
+        raise InvalidName(f"a file in a version must be a plain, visible name without slashes, got {name!r}")
+    if any(ord(char) < 32 or ord(char) == 127 for char in name):
+        raise InvalidName(f"a file name must not hold control characters, got {name!r}")
+    try:
+        size = len(name.encode("utf-8"))
+    except UnicodeEncodeError as error:
+        raise InvalidName(f"a file name must be valid Unicode, got {name!r}") from error
+    if size > MAX_SEGMENT_BYTES:
+        raise InvalidName(f"a file name takes at most {MAX_SEGMENT_BYTES} bytes, got {size}")
+    return name
+
+
+def check_aux_name(name: str) -> str:
+    """`name` if it may be an auxiliary file (configuration, tokenizer), else InvalidName."""
+    check_file_name(name)
+    if name == MANIFEST_FILE or name.endswith((TENSOR_SUFFIX, INDEX_SUFFIX)):
+        raise InvalidName(f"{name!r} is written by the store itself and cannot be an auxiliary file")
+    return name
+
+
+def version_path(root: Path, kind: str, model: str, version: str) -> Path:
+    """Where a version of this name stands in the store at `root` once committed. Raises InvalidName."""
+    return root / f"{kind}s" / encode_name(model) / encode_name(version)

@@ -1,0 +1,125 @@
+"""A checkpoint directory on any file system as a source of a version: what is taken, what is refused."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from blake3 import blake3
+
+from weights.format.checksums import checksum
+from weights.format.errors import ChecksumMismatch, HeaderInvalid, ManifestInvalid, UnsafeFile
+from weights.format.files import open_regular
+from weights.format.layout import Layout, Placed
+from weights.format.manifest import Manifest
+from weights.format.names import INDEX_SUFFIX, MANIFEST_FILE
+
+# Configuration, tokenizers, chat templates. Code (*.py) and pickles (*.bin, *.pt) never enter a store.
+AUX_SUFFIXES = (".json", ".txt", ".model", ".jinja", ".tiktoken", ".spm")
+MAX_AUX_BYTES = 256 << 20
+COPY_CHUNK_BYTES = 64 << 20
+READ_BYTES = 8 << 20
+
+
+@dataclass(frozen=True)
+class Source:
+    """A validated checkpoint directory. `checksums` are those its manifest recorded, if it has one."""
+
+    directory: Path
+    layout: Layout
+    aux_files: Mapping[str, bytes]
+    meta: Mapping[str, Any]
+    checksums: Mapping[str, str | None]
+
+
+def read_source(directory: Path) -> Source:
+    """Reads headers, manifest and auxiliary files of `directory`. Raises IntegrityError, InvalidLayout.
+
+    Taken are the safetensors files of the layout and top-level files with one of `AUX_SUFFIXES`; other files
+    and sub-directories stay behind. A symlink among what would be taken raises UnsafeFile.
+    """
+    layout = Layout.read(directory)
+    manifest = Manifest.read(directory) if (directory / MANIFEST_FILE).exists() else None
+    aux_files = {}
+    for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
+        name = entry.name
+        if name == MANIFEST_FILE or name.startswith(".") or name.endswith(INDEX_SUFFIX):
+            continue
+        if not name.endswith(AUX_SUFFIXES) or entry.is_dir(follow_symlinks=False):
+            continue
+        with open_regular(directory, name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if size > MAX_AUX_BYTES:
+                raise UnsafeFile(f"{size} bytes, at most {MAX_AUX_BYTES} are taken", path=directory, file=name)
+            aux_files[name] = file.readall()
+    if manifest is not None:
+        manifest.check_layout(layout, path=directory)
+        check_aux(manifest, aux_files, path=directory)
+    return Source(
+        directory,
+        layout,
+        aux_files,
+        meta={} if manifest is None else manifest.meta,
+        checksums={} if manifest is None else {name: r.checksum for name, r in manifest.tensors.items()},
+    )
+
+
+def check_aux(manifest: Manifest, aux_files: Mapping[str, bytes], *, path: object) -> None:
+    """Raises ManifestInvalid or ChecksumMismatch if a recorded auxiliary file is missing or differs."""
+    for name, record in manifest.aux_files.items():
+        if name.endswith(INDEX_SUFFIX):
+            continue  # derived from the headers, which are checked themselves
+        if name not in aux_files:
+            raise ManifestInvalid("the file is missing", path=path, file=name)
+        if checksum(aux_files[name]) != record.checksum:
+            raise ChecksumMismatch("the bytes differ from the manifest", path=path, file=name)
+
+
+def copy_tensors(source: Source, target: Path) -> None:
+    """Copies the data of every tensor file over the reserved file of the same name in `target`.
+
+    Raises HeaderInvalid if a source file changes size meanwhile.
+    """
+    for layout_file in source.layout.files:
+        out = os.open(target / layout_file.name, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            with open_regular(source.directory, layout_file.name) as file:
+                position = len(layout_file.header)
+                os.lseek(out, position, os.SEEK_SET)
+                while position < layout_file.nbytes:
+                    # sendfile keeps the bytes in the kernel: no page of either file is mapped.
+                    count = min(COPY_CHUNK_BYTES, layout_file.nbytes - position)
+                    sent = os.sendfile(out, file.fileno(), position, count)
+                    if sent == 0:
+                        raise HeaderInvalid(
+                            f"the file ended at byte {position} while it was copied",
+                            path=source.directory,
+                            file=layout_file.name,
+                        )
+                    position += sent
+        finally:
+            os.close(out)
+
+
+def tensor_chunks(directory: Path, placed: Placed, running: blake3) -> Iterator[bytes]:
+    """The bytes of one tensor of a checkpoint directory, which `running` digests as they pass. Raises HeaderInvalid if
+    the file shrinks meanwhile."""
+    # Reading instead of mapping: a file that shrinks is an error then, not a SIGBUS.
+    with open_regular(directory, placed.file) as file:
+        for start in range(placed.start, placed.end, READ_BYTES):
+            chunk = os.pread(file.fileno(), min(READ_BYTES, placed.end - start), start)
+            if len(chunk) != min(READ_BYTES, placed.end - start):
+                raise HeaderInvalid("the file ended early", path=directory, file=placed.file, tensor=placed.spec.name)
+            running.update(chunk)
+            yield chunk
+
+
+def tensor_checksum(directory: Path, placed: Placed) -> str:
+    """Of one tensor of a checkpoint directory, as manifests have it. Raises HeaderInvalid."""
+    running = blake3()
+    for _ in tensor_chunks(directory, placed, running):
+        pass
+    return "blake3:" + running.hexdigest()

@@ -1,0 +1,63 @@
+"""Bytes of the store as torch tensors that share memory with it. The only file here that imports torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+
+import torch
+
+from weights.format.errors import InvalidLayout
+from weights.format.header import DTYPE_BITS, count_elements
+from weights.format.slices import Strided
+
+# The safetensors codes torch has a dtype for (safetensors.torch._TYPES); sub-byte codes have none.
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "I32": torch.int32,
+    "I64": torch.int64, "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64,
+    "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz, "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "C64": torch.complex64,
+}  # fmt: skip
+CODES: dict[torch.dtype, str] = {dtype: code for code, dtype in TORCH_DTYPES.items()}
+
+
+def dtype_code(dtype: torch.dtype) -> str:
+    """The safetensors code of `dtype`. Raises InvalidLayout for dtypes the format does not have."""
+    try:
+        return CODES[dtype]
+    except KeyError:
+        raise InvalidLayout(f"safetensors has no code for {dtype}; cast the tensor first") from None
+
+
+def torch_dtype(code: str) -> torch.dtype:
+    """The torch dtype of a safetensors code. Raises InvalidLayout where torch has none."""
+    try:
+        return TORCH_DTYPES[code]
+    except KeyError:
+        raise InvalidLayout(f"torch has no dtype for the safetensors code {code!r}") from None
+
+
+def as_tensor(view: memoryview, code: str, shape: Sequence[int]) -> torch.Tensor:
+    """Tensor of `shape` and dtype `code` over `view` (uint8 bytes), sharing its memory.
+
+    The tensor keeps the view, and with it the mapping and its lease, alive. A tensor over a read-only view
+    must not be written: the process would die of SIGSEGV. Raises InvalidLayout if the sizes differ.
+    """
+    dtype = torch_dtype(code)
+    expected = count_elements(shape) * DTYPE_BITS[code] // 8
+    if view.nbytes != expected:
+        raise InvalidLayout(f"{code} of shape {tuple(shape)} takes {expected} bytes, the view has {view.nbytes}")
+    if expected == 0:
+        return torch.empty(tuple(shape), dtype=dtype)
+    if not view.readonly:
+        return torch.frombuffer(view, dtype=dtype).reshape(tuple(shape))
+    with warnings.catch_warnings():
+        # Read-only is what a lease means here; the docstring says so instead of a warning per tensor.
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        return torch.frombuffer(view, dtype=dtype).reshape(tuple(shape))
+
+
+def runs_view(flat: torch.Tensor, runs: Strided) -> torch.Tensor:
+    """The elements `runs` of `flat` (n,), shape (runs.count, runs.run), sharing its memory."""
+    return flat.as_strided((runs.count, runs.run), (runs.stride, 1), flat.storage_offset() + runs.start)

@@ -1,0 +1,147 @@
+"""Stored versions and the leases that keep them. A lease is a shared file lock that dies with its process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from weights.format.errors import VersionNotFound
+from weights.format.layout import Layout
+from weights.format.manifest import Manifest
+from weights.format.names import PINNED_FILE
+from weights.memory import segment
+from weights.memory.locks import DirectoryLock
+from weights.memory.mapped import Mapped
+
+
+@dataclass(frozen=True)
+class StoredVersion:
+    """A committed version: `path` is its HF-style directory, `nbytes` the bytes of its files.
+
+    Plain data: it keeps nothing alive. Take a lease to read the bytes.
+    """
+
+    kind: str
+    model: str
+    version: str
+    path: Path
+    nbytes: int
+    manifest: Manifest = field(repr=False)
+
+    @property
+    def sealed(self) -> bool:
+        """Whether checksums of all tensors are recorded."""
+        return self.manifest.sealed
+
+    @property
+    def pinned(self) -> bool:
+        """Whether eviction must pass by because no other tier has the bytes yet."""
+        return (self.path / PINNED_FILE).exists()
+
+    @classmethod
+    def read(cls, path: Path) -> StoredVersion:
+        """The version at `path`. Raises ManifestInvalid or UnsafeFile; opens no tensor file."""
+        manifest = Manifest.read(path)
+        return cls(manifest.kind, manifest.model, manifest.version, path, manifest.nbytes, manifest)
+
+
+class Lease(Mapped):
+    """The right to read a version: while it or any view taken from it lives, the bytes stay as they are.
+
+    Use `take_lease` or `WeightStore.lease`. `path` is the directory, `layout` the validated layout,
+    `manifest` the current manifest. Views are read-only and shared, or with `copy_on_write` writable and private. A
+    context manager; `release` is safe to call twice. A process forked meanwhile does not hold the lease and must take
+    its own.
+    """
+
+    def __init__(
+        self, path: Path, layout: Layout, manifest: Manifest, lock: DirectoryLock, *, copy_on_write: bool
+    ) -> None:
+        super().__init__(path, layout, lock, "private" if copy_on_write else "read")
+        self.manifest = manifest
+
+    @property
+    def released(self) -> bool:
+        return not self._held
+
+    def views(self) -> Mapping[str, memoryview]:
+        """All tensors by name, in file order."""
+        return {placed.spec.name: self.view(placed.spec.name) for placed in self.layout}
+
+    def populate(self) -> None:
+        """Maps every page now, so that a later copy (in a pause, say) takes no page fault."""
+        for file in self.layout.files:
+            segment.populate(self.file_view(file.name), write=False)
+
+    def release(self) -> None:
+        """Gives the lease back; living views keep the version until they are gone."""
+        self._let_go()
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    def _closed(self) -> str:
+        return f"the lease on {self.path} was released or lost in a fork; take a new one"
+
+
+def take_lease(stored: StoredVersion, *, copy_on_write: bool = False) -> Lease:
+    """A lease on `stored`, after its headers and manifest were validated against each other.
+
+    With `copy_on_write` the views are writable and private to this process, for libraries that write into
+    what they are given. Raises VersionNotFound if it was removed or replaced meanwhile, and IntegrityError
+    before anything is mapped.
+    """
+    lock = DirectoryLock.try_shared(stored.path)
+    if lock is None:
+        raise VersionNotFound(f"{stored.kind} {stored.model!r} {stored.version!r} is no longer at {stored.path}")
+    try:
+        manifest = Manifest.read(stored.path)
+        if (manifest.kind, manifest.model, manifest.version, manifest.created_s) != (
+            stored.kind,
+            stored.model,
+            stored.version,
+            stored.manifest.created_s,
+        ):
+            raise VersionNotFound(f"{stored.path} holds another version now than the one asked for; find it again")
+        layout = Layout.read(stored.path)
+        manifest.check_layout(layout, path=stored.path)
+        os.utime(lock.fd)  # the directory's mtime is "last used", the order of eviction
+    except BaseException:
+        lock.close()
+        raise
+    return Lease(stored.path, layout, manifest, lock, copy_on_write=copy_on_write)
+
+
+def unpin(stored: StoredVersion) -> None:
+    """Lets eviction take `stored`, because another tier has its bytes. Safe to call twice."""
+    with _without_use(stored) as fd:
+        try:
+            os.unlink(PINNED_FILE, dir_fd=fd)
+        except FileNotFoundError:
+            pass
+
+
+def pin(stored: StoredVersion) -> None:
+    """Forbids eviction of `stored`, across restarts, until `unpin`. Safe to call twice."""
+    with _without_use(stored) as fd:
+        os.close(os.open(PINNED_FILE, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600, dir_fd=fd))
+
+
+@contextmanager
+def _without_use(stored: StoredVersion) -> Iterator[int]:
+    """The locked directory; changing its entries in the block does not count as a use of the version."""
+    lock = DirectoryLock.try_shared(stored.path)
+    if lock is None:
+        raise VersionNotFound(f"{stored.kind} {stored.model!r} {stored.version!r} is no longer at {stored.path}")
+    try:
+        before = os.fstat(lock.fd)
+        yield lock.fd
+        os.utime(lock.fd, ns=(before.st_atime_ns, before.st_mtime_ns))
+    finally:
+        lock.close()

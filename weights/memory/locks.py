@@ -1,0 +1,141 @@
+"""File locks that die with the process that holds them.
+
+`flock` on a directory needs no lock file and follows the directory through renames. The kernel drops it when
+the last descriptor of it closes, so kill -9 releases it. A fork would share the descriptor and keep a dead
+parent's lock alive: forked children therefore close the descriptors they inherit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+import weakref
+from pathlib import Path
+
+from weights.format.errors import HandleClosed
+
+# How long a shared lock waits out somebody else's probe or removal, both of which take microseconds.
+SHARED_WAIT_S = 2.0
+SHARED_POLL_S = 0.001
+
+
+class DirectoryLock:
+    """A shared or exclusive lock on a directory, held until `close` or the last reference goes.
+
+    Use `try_shared` or `try_exclusive`. Mappings keep a reference, so that no byte under a living view is
+    ever re-used.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd: int | None = fd
+        self.pid = os.getpid()
+        _held.add(self)
+
+    @classmethod
+    def try_shared(cls, directory: Path) -> DirectoryLock | None:
+        """A shared lock on what stands at `directory` now; None if it is gone or being removed."""
+        deadline_s = time.monotonic() + SHARED_WAIT_S
+        while True:
+            fd = _open_directory(directory)
+            if fd is None:
+                return None
+            try:
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(fd)
+                if time.monotonic() > deadline_s:
+                    return None
+                time.sleep(SHARED_POLL_S)
+                continue
+            # Between open and flock the directory may have been renamed away by its remover.
+            if _same_directory(fd, directory):
+                return cls(fd)
+            os.close(fd)
+
+    @classmethod
+    def try_exclusive(cls, directory: Path) -> DirectoryLock | None:
+        """The exclusive lock on what stands at `directory`; None if anybody holds it or it is gone."""
+        fd = _open_directory(directory)
+        if fd is None:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        if not _same_directory(fd, directory):
+            os.close(fd)
+            return None
+        return cls(fd)
+
+    @property
+    def held(self) -> bool:
+        return self._fd is not None
+
+    @property
+    def fd(self) -> int:
+        """The directory's descriptor. Raises HandleClosed after `close`, or in a forked child."""
+        if self._fd is None:
+            raise HandleClosed("this handle was closed, or the process was forked after it was taken: take a new one")
+        return self._fd
+
+    def close(self) -> None:
+        """Lets go. Safe to call twice."""
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        # Interpreter shutdown may have emptied the module before the last lock goes.
+        if os is not None and getattr(self, "_fd", None) is not None:
+            self.close()
+
+
+class StoreMutex:
+    """The exclusive lock on a whole store, for the short time in which space is counted and given out."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = -1
+
+    def __enter__(self) -> StoreMutex:
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        fd, self._fd = self._fd, -1
+        os.close(fd)
+
+
+_held: weakref.WeakSet[DirectoryLock] = weakref.WeakSet()
+
+
+def _open_directory(directory: Path) -> int | None:
+    try:
+        return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+
+
+def _same_directory(fd: int, directory: Path) -> bool:
+    try:
+        there = os.stat(directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    mine = os.fstat(fd)
+    return (there.st_dev, there.st_ino) == (mine.st_dev, mine.st_ino)
+
+
+def _drop_inherited() -> None:
+    for lock in list(_held):
+        lock.close()
+
+
+os.register_at_fork(after_in_child=_drop_inherited)

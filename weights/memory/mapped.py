@@ -1,0 +1,58 @@
+"""Bytes of a directory's tensor files as views, for as long as a lock on the directory is held.
+
+What a draft and a lease have in common: the files are mapped when they are first asked for, and a view keeps the lock.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from weights.format.errors import HandleClosed
+from weights.format.layout import Layout
+from weights.memory import segment
+from weights.memory.locks import DirectoryLock
+
+
+class Mapped:
+    """`path` is the directory, `layout` that of its files, `access` how they are mapped (see weights.memory.segment).
+
+    A process forked meanwhile does not hold the lock and cannot map anything.
+    """
+
+    def __init__(self, path: Path, layout: Layout, lock: DirectoryLock, access: segment.Access) -> None:
+        self.path = path
+        self.layout = layout
+        self._lock: DirectoryLock | None = lock
+        self._access: segment.Access = access
+        self._windows: dict[str, memoryview] = {}
+
+    def view(self, name: str) -> memoryview:
+        """Bytes of tensor `name` (uint8, 1-D). The view holds the directory until it is gone, even when this does not
+        any more. Raises UnknownTensor, HandleClosed."""
+        placed = self.layout.find(name)
+        return self.file_view(placed.file)[placed.start : placed.end]
+
+    def file_view(self, file: str) -> memoryview:
+        """As `view`, of a whole file, its header included: for who knows the layout's offsets."""
+        lock = self._open_lock()
+        if file not in self._windows:
+            self._windows[file] = segment.window(self.path / file, self.layout.file(file).nbytes, self._access, lock)
+        return self._windows[file]
+
+    @property
+    def _held(self) -> bool:
+        return self._lock is not None and self._lock.held
+
+    def _open_lock(self) -> DirectoryLock:
+        if self._lock is None or not self._lock.held:
+            raise HandleClosed(self._closed())
+        return self._lock
+
+    def _let_go(self) -> DirectoryLock | None:
+        """Forget the lock and the mappings. The lock, if it was held: who drops it last gives the directory back."""
+        lock, self._lock, self._windows = self._lock, None, {}
+        return lock if lock is not None and lock.held else None
+
+    def _closed(self) -> str:
+        """Why nothing can be read or written any more, and what to do."""
+        raise NotImplementedError

@@ -1,0 +1,98 @@
+"""Freed segment files, kept to be written again: their pages are already there.
+
+Files are claimed and given back by rename, which only one process can win. What the pool holds counts in the
+store's budget and goes first when room is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import uuid
+from dataclasses import dataclass
+from pathlib import Path
+
+from weights.memory import segment
+
+_NAME = re.compile(r"[0-9a-f]{32}\.seg")
+MIN_SEGMENT_BYTES = 1 << 16  # smaller files cost less to allocate than to look up
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """A file of the pool; `freed_ns` is when it came back."""
+
+    path: Path
+    nbytes: int
+    freed_ns: int
+
+
+class Pool:
+    """The files under one pool directory. Cheap; holds no state of its own."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def files(self) -> list[Pooled]:
+        """All segments, oldest first."""
+        found = []
+        for entry in os.scandir(self.directory):
+            if _NAME.fullmatch(entry.name):
+                try:
+                    status = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:  # claimed by another process meanwhile
+                    continue
+                found.append(Pooled(Path(entry.path), status.st_size, status.st_mtime_ns))
+        return sorted(found, key=lambda pooled: pooled.freed_ns)
+
+    def give(self, path: Path) -> None:
+        """Takes over a file that nobody reads or writes any more."""
+        try:
+            status = os.lstat(path)
+        except FileNotFoundError:
+            return
+        if status.st_size < MIN_SEGMENT_BYTES or status.st_nlink != 1:
+            segment.destroy(path)
+            return
+        os.utime(path)
+        os.rename(path, self.directory / f"{uuid.uuid4().hex}.seg")
+
+    def claim(self, nbytes: int, target: Path) -> bool:
+        """Moves the best segment for a file of `nbytes` to `target` with exactly that size; False if none."""
+        while (pooled := best_fit(self.files(), nbytes)) is not None:
+            try:
+                os.rename(pooled.path, target)
+            except FileNotFoundError:
+                continue
+            os.truncate(target, nbytes)
+            return True
+        return False
+
+    def trim(self, keep_bytes: int) -> int:
+        """Destroys the oldest segments until at most `keep_bytes` are left; returns the bytes freed."""
+        files = self.files()
+        total = sum(pooled.nbytes for pooled in files)
+        freed = 0
+        for pooled in files:
+            if total - freed <= keep_bytes:
+                break
+            segment.destroy(pooled.path)
+            freed += pooled.nbytes
+        return freed
+
+
+def best_fit(files: list[Pooled], nbytes: int) -> Pooled | None:
+    """The segment whose pages serve `nbytes` best. Pure.
+
+    Exact size first, the last freed of them (a writer most likely still has it mapped); then the smallest
+    larger one, cut down; then the largest smaller one, grown.
+    """
+    if nbytes < MIN_SEGMENT_BYTES:
+        return None
+    exact = [pooled for pooled in files if pooled.nbytes == nbytes]
+    if exact:
+        return max(exact, key=lambda pooled: pooled.freed_ns)
+    larger = [pooled for pooled in files if pooled.nbytes > nbytes]
+    if larger:
+        return min(larger, key=lambda pooled: pooled.nbytes)
+    return max(files, key=lambda pooled: pooled.nbytes, default=None)

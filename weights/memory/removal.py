@@ -1,0 +1,36 @@
+"""Taking directories apart. The caller holds the exclusive lock on the directory: nobody reads it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+from weights.format.names import TENSOR_SUFFIX
+from weights.memory import segment
+from weights.memory.pool import Pool
+
+
+def dismantle(directory: Path, pool: Pool | None) -> None:
+    """Removes `directory`; its tensor files go to `pool`, or their memory is freed where that is None."""
+    for entry in list(os.scandir(directory)):
+        path = Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(path)
+        elif entry.name.endswith(TENSOR_SUFFIX) and entry.is_file(follow_symlinks=False):
+            pool.give(path) if pool is not None else segment.destroy(path)
+        else:
+            os.unlink(path)
+    os.rmdir(directory)
+
+
+def hide(directory: Path, staging: Path) -> Path:
+    """Renames a version out of sight in one step; what a crash leaves there, a sweep removes."""
+    hidden = staging / f"removed-{uuid.uuid4().hex}"
+    os.rename(directory, hidden)
+    try:
+        os.rmdir(directory.parent)
+    except OSError:  # other versions of the model stay, or a commit just came
+        pass
+    return hidden

@@ -1,0 +1,175 @@
+"""Segment files: allocated in time, mapped once per process, and mapped again for nothing.
+
+A page fault on a tmpfs page costs more than copying the page. A process therefore keeps its mappings after
+the version that used them is gone: when the file comes back from the pool under another name, its mapping is
+already populated and a write runs at memcpy rate.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import stat
+import threading
+import weakref
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from weights.format.errors import UnsafeFile
+from weights.memory.locks import DirectoryLock
+
+Access = Literal["read", "write", "private"]
+
+_MADV_POPULATE_READ = 22  # Linux 5.14; not in Python's mmap module
+_MADV_POPULATE_WRITE = 23
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class _Window(np.ndarray):
+    """uint8 array over a mapping whose `keeps` (the lock) lives as long as any view of the bytes."""
+
+    keeps: object
+
+
+class _Mapped:
+    """A whole-file mapping and the descriptor that tells whether the file still has a name."""
+
+    def __init__(self, fd: int, size: int, access: Access) -> None:
+        self.fd = fd
+        self.size = size
+        flags = mmap.MAP_PRIVATE if access == "private" else mmap.MAP_SHARED
+        prot = mmap.PROT_READ if access == "read" else mmap.PROT_READ | mmap.PROT_WRITE
+        self.map = mmap.mmap(fd, size, flags=flags, prot=prot)
+        weakref.finalize(self, os.close, fd)
+
+    @property
+    def named(self) -> bool:
+        return os.fstat(self.fd).st_nlink > 0
+
+
+# (device, inode, access) -> mapping. The open descriptor pins the inode, so its number cannot be given to
+# another file while the entry lives.
+_mapped: dict[tuple[int, int, str], _Mapped] = {}
+_guard = threading.Lock()
+
+
+def create(directory_fd: int, name: str, nbytes: int) -> None:
+    """A new file of `nbytes` that has its size but not yet its memory. 0600, must not exist."""
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
+    try:
+        os.ftruncate(fd, nbytes)
+    finally:
+        os.close(fd)
+
+
+def allocate(directory_fd: int, name: str) -> bool:
+    """Gives the file all memory of its size; True if any page was missing.
+
+    Raises OSError ENOSPC now instead of a SIGBUS in some later write (bare ftruncate would promise what the
+    file system does not have).
+    """
+    fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
+    try:
+        status = os.fstat(fd)
+        # posix_fallocate walks even over present pages, at a third of memcpy's cost.
+        if status.st_blocks * 512 >= status.st_size:
+            return False
+        os.posix_fallocate(fd, 0, status.st_size)
+        return True
+    finally:
+        os.close(fd)
+
+
+def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock | None) -> memoryview:
+    """All `nbytes` of the file as a memoryview (uint8) that keeps `keeps` alive as long as it lives.
+
+    "read" views are read-only; "write" views are shared with every other process; "private" views are
+    writable copies on write that nobody else sees. Raises UnsafeFile if the file is no regular file of this
+    size: a mapping past the end would be a SIGBUS.
+    """
+    if nbytes == 0:
+        return memoryview(b"")
+    try:
+        fd = os.open(path, (os.O_RDONLY if access != "write" else os.O_RDWR) | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        raise UnsafeFile(f"cannot be opened: {error.strerror}", path=path.parent, file=path.name) from error
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
+        os.close(fd)
+        raise UnsafeFile(
+            f"expected a regular file of {nbytes} bytes, found {status.st_size} bytes",
+            path=path.parent,
+            file=path.name,
+        )
+    if access == "private":
+        mapped = _Mapped(fd, nbytes, access)
+    else:
+        with _guard:
+            _forget_unnamed()
+            key = (status.st_dev, status.st_ino, access)
+            known = _mapped.get(key)
+            if known is not None and known.size >= nbytes:
+                os.close(fd)
+                mapped = known
+            else:
+                mapped = _mapped[key] = _Mapped(fd, nbytes, access)
+    array = np.frombuffer(mapped.map, dtype=np.uint8, count=nbytes).view(_Window)
+    array.keeps = keeps
+    return memoryview(array)
+
+
+def populate(view: memoryview, *, write: bool) -> None:
+    """Takes the page faults of `view` now, in one call of the kernel, instead of during a copy."""
+    if view.nbytes == 0:
+        return
+    array = np.frombuffer(view, dtype=np.uint8)
+    base = array
+    while isinstance(base, (np.ndarray, memoryview)):
+        base = base.obj if isinstance(base, memoryview) else base.base
+    if not isinstance(base, mmap.mmap):
+        raise TypeError(f"only views of a segment can be populated, got one of {type(base).__name__}")
+    origin = np.frombuffer(base, dtype=np.uint8, count=1).ctypes.data
+    start = (array.ctypes.data - origin) // mmap.PAGESIZE * mmap.PAGESIZE
+    length = array.ctypes.data - origin + view.nbytes - start
+    # Not `base.madvise`, which holds the interpreter's lock for as long as the kernel takes.
+    if _libc.madvise(origin + start, length, _MADV_POPULATE_WRITE if write else _MADV_POPULATE_READ):
+        code = ctypes.get_errno()
+        raise OSError(code, f"pages cannot be populated: {os.strerror(code)}")
+
+
+def destroy(path: Path) -> None:
+    """Frees the file's memory even where some process still maps it, then its name.
+
+    Only for files under an exclusively locked directory or in the pool: nobody reads them, but caches of
+    mappings may still pin the inode.
+    """
+    try:
+        status = os.lstat(path)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink == 1:
+            os.truncate(path, 0)
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+
+
+def forget_mappings() -> None:
+    """Drops this process's cached mappings; those with living views stay mapped until the views go."""
+    with _guard:
+        _mapped.clear()
+
+
+def _forget_unnamed() -> None:
+    for key in [key for key, mapped in _mapped.items() if not mapped.named]:
+        del _mapped[key]
+
+
+def _new_guard() -> None:
+    global _guard
+    _guard = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_new_guard)

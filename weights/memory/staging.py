@@ -1,0 +1,69 @@
+"""Directories of drafts and the memory of their files: staked out within the bounds, allocated, thrown away."""
+
+from __future__ import annotations
+
+import errno
+import uuid
+from pathlib import Path
+
+from weights.format.layout import Layout
+from weights.memory import segment
+from weights.memory.evictor import Keeper
+from weights.memory.locks import DirectoryLock
+from weights.memory.pool import Pool
+from weights.memory.removal import dismantle
+
+
+class Staging:
+    """Of one store root, whose bounds are the `keeper`'s."""
+
+    def __init__(self, keeper: Keeper) -> None:
+        self._keeper = keeper
+
+    def path(self, name: str) -> Path:
+        """Where a draft of this name stands until it is committed."""
+        return self._keeper.staging / name
+
+    def stake(self, layout: Layout, needed_bytes: int, *, pooled: bool = True,
+              name: str | None = None) -> tuple[Path, DirectoryLock]:  # fmt: skip
+        """A locked draft directory whose files have their sizes, counted against the budget. Raises StoreFull."""
+        path = self.path(name or uuid.uuid4().hex)
+        with self._keeper.mutex():
+            if self._keeper.budget_bytes is not None:
+                self._keeper.make_room(needed_bytes)
+            path.mkdir(mode=0o700)
+            lock = DirectoryLock.try_shared(path)
+            assert lock is not None, "nobody else removes drafts while we hold the mutex"
+            try:
+                for file in layout.files:
+                    if not pooled or not self._keeper.pool.claim(file.nbytes, path / file.name):
+                        segment.create(lock.fd, file.name, file.nbytes)
+                self._keeper.trim(needed_bytes - layout.nbytes)
+            except BaseException:
+                lock.close()
+                self.discard(path)
+                raise
+        return path, lock
+
+    def allocate(self, layout: Layout, directory_fd: int, needed_bytes: int) -> None:
+        """Gives the files their memory. Raises OSError ENOSPC where eviction did not help."""
+        for file in layout.files:
+            try:
+                segment.allocate(directory_fd, file.name)
+            except OSError as error:
+                if error.errno != errno.ENOSPC:
+                    raise
+                # The file system is fuller than the budget knows: give it the pool and evictable versions.
+                with self._keeper.mutex():
+                    self._keeper.evict(needed_bytes)
+                    self._keeper.pool.trim(0)
+                segment.allocate(directory_fd, file.name)
+
+    def discard(self, path: Path, pool: Pool | None = None) -> None:
+        """Removes a draft that nobody holds; its segments go to `pool`, or back to the system."""
+        lock = DirectoryLock.try_exclusive(path)
+        if lock is not None:
+            try:
+                dismantle(path, pool)
+            finally:
+                lock.close()

@@ -1,0 +1,362 @@
+"""The store: reserve -> write -> commit -> lease -> evict, safe against kill -9 at any point.
+
+Rules, and why each holds, stand in docs/weight-store.md. Directory locks decide who may remove what; one
+mutex file serialises the counting of space; a rename is the only way in or out of visibility.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from weights.format.checksums import checksum_all
+from weights.format.errors import (
+    IntegrityError,
+    InvalidName,
+    StoreUnsafe,
+    VersionExists,
+    VersionLeased,
+    VersionNotFound,
+)
+from weights.format.files import write_file
+from weights.format.layout import Layout
+from weights.format.manifest import KINDS
+from weights.format.names import MANIFEST_FILE, WRITTEN_FILE, check_aux_name, version_path
+from weights.format.source import copy_tensors, read_source
+from weights.memory import segment
+from weights.memory.draft import Draft, attach_draft, describe_draft
+from weights.memory.evictor import Keeper
+from weights.memory.lease import Lease, StoredVersion, pin, take_lease, unpin
+from weights.memory.locks import DirectoryLock
+from weights.memory.pool import best_fit
+from weights.memory.space import Usage
+from weights.memory.staging import Staging
+
+
+@dataclass(frozen=True)
+class SweepReport:
+    """What a sweep removed, and the committed versions it found damaged (left in place)."""
+
+    removed: tuple[Path, ...]
+    freed_bytes: int
+    damaged: tuple[IntegrityError, ...]
+
+
+class WeightStore:
+    """Versions and snapshots under `root`. Any number of processes may hold one on the same root.
+
+    `budget_bytes` bounds everything the store holds, pool and drafts included; None means no bound but the
+    file system's. `pool_bytes` bounds the pool of freed segments (default: only by the budget). The root is
+    made if it is absent. Raises StoreUnsafe if it is a symlink, belongs to another user or is open to others.
+    """
+
+    def __init__(self, root: Path | str, *, budget_bytes: int | None, pool_bytes: int | None = None) -> None:
+        for what, value in (("budget_bytes", budget_bytes), ("pool_bytes", pool_bytes)):
+            if value is not None and value < 0:
+                raise ValueError(f"{what} must be at least 0 or None, got {value}")
+        self.root = Path(root)
+        self.budget_bytes = budget_bytes
+        self.pool_bytes = pool_bytes
+        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _check_private(self.root)
+        self._keeper = Keeper(self.root, budget_bytes=budget_bytes, pool_bytes=pool_bytes)
+        self._staging = Staging(self._keeper)
+        for directory in (*(self.root / f"{kind}s" for kind in KINDS), self._keeper.staging, self.root / "pool"):
+            directory.mkdir(mode=0o700, exist_ok=True)
+
+    # Writing
+
+    def reserve(
+        self, layout: Layout, *, kind: str, model: str, version: str, aux_files: Mapping[str, bytes] | None = None,
+        writers: int = 1, name: str | None = None,
+    ) -> Draft:  # fmt: skip
+        """A draft with all its memory allocated, headers and `aux_files` written, tensors undefined.
+
+        `kind` is "version", "adapter" or "snapshot". Evicts unleased, unpinned versions if the budget asks for it. The
+        tensors' bytes are undefined (segments are re-used): write every byte before the commit. `writers` is how many
+        will say so (`Draft.mark_written`). Under a `name` that the others know, `draft_path` tells them where it is.
+        Raises StoreFull (nothing left behind), VersionExists, InvalidName.
+        """
+        aux_files = dict(aux_files or {})
+        for aux in aux_files:
+            check_aux_name(aux)
+        if version_path(self.root, _check_kind(kind), model, version).exists():
+            raise VersionExists(f"{kind} {model!r} {version!r} exists; choose another version name or remove it")
+        index = layout.index_file()
+        if index is not None:
+            aux_files[index[0]] = index[1]
+        needed_bytes = layout.nbytes + sum(len(data) for data in aux_files.values())
+        try:
+            path, lock = self._staging.stake(layout, needed_bytes, name=name)
+        except OSError as error:  # not even a directory
+            if error.errno == errno.ENOSPC:
+                with self._keeper.mutex():
+                    raise self._keeper.full(needed_bytes) from error
+            raise
+        try:
+            self._staging.allocate(layout, lock.fd, needed_bytes)
+            for file in layout.files:
+                with open(os.open(file.name, os.O_WRONLY | os.O_NOFOLLOW, dir_fd=lock.fd), "wb") as out:
+                    out.write(file.header)
+            for aux, data in aux_files.items():
+                write_file(lock.fd, aux, data)
+            write_file(lock.fd, WRITTEN_FILE, bytes(writers))
+            describe_draft(lock.fd, kind=kind, model=model, version=version)
+        except BaseException as error:
+            lock.close()
+            self._staging.discard(path)
+            if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+                with self._keeper.mutex():
+                    raise self._keeper.full(needed_bytes) from error
+            raise
+        return Draft(
+            self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True
+        )  # fmt: skip
+
+    def draft_path(self, name: str) -> Path:
+        """Where a draft reserved under `name` stands until it is committed."""
+        return self._staging.path(name)
+
+    def attach(self, path: Path | str, layout: Layout | None = None) -> Draft:
+        """The draft that another process reserved at `path`; a caller who knows its layout saves the reading of it.
+        Raises DraftNotFound, IntegrityError."""
+        return attach_draft(self.root, Path(path), layout)
+
+    def stock(self, layout: Layout) -> bool:
+        """Leaves segments for a later reservation of `layout` in the pool, with their memory, unless they are there.
+
+        Evicts nobody, and asks for twice the room, so that a reservation that comes meanwhile still finds its own;
+        False where there is not so much. Any other reservation may take what is stocked. Raises StoreFull in a race.
+        """
+        if self._stocked_paths(layout) is not None:
+            return True
+        usage, free = self.usage(), shutil.disk_usage(self.root).free
+        if self.budget_bytes is not None:
+            free = min(free, self.budget_bytes - usage.committed_bytes - usage.draft_bytes)
+        if free < 2 * layout.nbytes:
+            return False
+        # Not out of the pool: it would cut down or grow what was stocked for another layout.
+        path, lock = self._staging.stake(layout, layout.nbytes, pooled=False)
+        try:
+            self._staging.allocate(layout, lock.fd, layout.nbytes)
+        finally:
+            lock.close()
+            self._staging.discard(path, self._keeper.pool)
+        return True
+
+    def stocked(self, layout: Layout) -> dict[str, memoryview]:
+        """Writable views, by file name, of the segments that the next reservation of `layout` will take; empty where
+        they are not all in the pool. To be populated, not written: they may go to another at any time."""
+        paths = self._stocked_paths(layout)
+        if paths is None:
+            return {}
+        return {file.name: segment.window(path, file.nbytes, "write", None)
+                for file, path in zip(layout.files, paths, strict=True)}  # fmt: skip
+
+    def _stocked_paths(self, layout: Layout) -> list[Path] | None:
+        pooled, found = self._keeper.pool.files(), []
+        for file in layout.files:
+            best = best_fit(pooled, file.nbytes)
+            if best is None or best.nbytes != file.nbytes:
+                return None
+            pooled.remove(best)
+            found.append(best.path)
+        return found
+
+    def import_dir(
+        self,
+        src_dir: Path | str,
+        *,
+        model: str,
+        version: str,
+        kind: str = "version",
+        meta: Mapping[str, Any] | None = None,
+        checksums: bool = True,
+        checksum_threads: int = 1,
+        pinned: bool = False,
+    ) -> StoredVersion:
+        """A committed copy of a checkpoint directory, evictable unless `pinned`: same tensor files byte for byte.
+
+        `meta` defaults to that of the source's manifest. A source with a manifest is compared with its
+        checksums before anything becomes visible, unless `checksums` is False. Raises IntegrityError,
+        InvalidLayout, StoreFull, VersionExists.
+        """
+        source = read_source(Path(src_dir))
+        with self.reserve(source.layout, kind=kind, model=model, version=version, aux_files=source.aux_files) as draft:
+            copy_tensors(source, draft.path)
+            return draft.commit(
+                meta=source.meta if meta is None else meta,
+                checksums=checksums,
+                checksum_threads=checksum_threads,
+                pinned=pinned,
+                expected_checksums=source.checksums,
+                source=source.directory,
+            )
+
+    # Reading
+
+    def find(self, kind: str, model: str, version: str) -> StoredVersion | None:
+        """The committed version of this name, or None. Raises ManifestInvalid if it is damaged."""
+        path = version_path(self.root, _check_kind(kind), model, version)
+        try:
+            return StoredVersion.read(path) if path.exists() else None
+        except IntegrityError:
+            if path.exists():
+                raise
+            return None  # removed while we read it
+
+    def list(self, kind: str) -> list[StoredVersion]:
+        """All readable versions of `kind`, oldest first. Damaged ones are reported by `sweep`, not here."""
+        found = []
+        for path in self._keeper.committed(_check_kind(kind)):
+            try:
+                found.append(StoredVersion.read(path))
+            except IntegrityError:
+                continue
+        return sorted(found, key=lambda stored: stored.manifest.created_s)
+
+    def lease(self, stored: StoredVersion, *, copy_on_write: bool = False) -> Lease:
+        """The right to read `stored`; see `weights.memory.lease.take_lease`."""
+        return take_lease(stored, copy_on_write=copy_on_write)
+
+    # Keeping
+
+    def seal(self, stored: StoredVersion, *, threads: int = 1) -> StoredVersion:
+        """Computes and records the checksums that `commit(checksums=False)` left out; returns the sealed one.
+
+        Runs beside readers; the manifest is replaced in one step. Raises VersionNotFound, IntegrityError.
+        """
+        with self.lease(stored) as lease:
+            if lease.manifest.sealed:
+                return StoredVersion.read(stored.path)
+            sealed = lease.manifest.with_checksums(checksum_all(lease.views(), threads=threads))
+            # Under the mutex, because a sweep removes stray files from staging.
+            with self._keeper.mutex():
+                draft = self._keeper.staging / f"manifest-{uuid.uuid4().hex}"
+                staging_fd = os.open(self._keeper.staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    write_file(staging_fd, draft.name, sealed.to_bytes())
+                finally:
+                    os.close(staging_fd)
+                os.rename(draft, stored.path / MANIFEST_FILE)
+        return StoredVersion.read(stored.path)
+
+    def pin(self, stored: StoredVersion) -> None:
+        """Forbids eviction of `stored`, across restarts, until `unpin`. Raises VersionNotFound."""
+        pin(stored)
+
+    def unpin(self, stored: StoredVersion) -> None:
+        """Allows eviction of `stored`: the caller knows another copy. Raises VersionNotFound."""
+        unpin(stored)
+
+    # Removing
+
+    def remove(self, stored: StoredVersion) -> None:
+        """Removes a version, pinned or not; its segments go to the pool.
+
+        Raises VersionLeased while anybody reads it, VersionNotFound if it is gone.
+        """
+        name = f"{stored.kind} {stored.model!r} {stored.version!r}"
+        with self._keeper.mutex():
+            lock = DirectoryLock.try_exclusive(stored.path)
+            if lock is None:
+                if stored.path.exists():
+                    raise VersionLeased(f"{name} is being read; it can be removed when its last lease is released")
+                raise VersionNotFound(f"{name} is no longer at {stored.path}")
+            self._keeper.take_down(stored.path, lock)
+            self._keeper.trim(0)
+
+    def discard(self, kind: str, model: str, version: str) -> None:
+        """Removes what stands under this name, also what can no longer be read. Idempotent. Raises VersionLeased."""
+        path = version_path(self.root, _check_kind(kind), model, version)
+        with self._keeper.mutex():
+            lock = DirectoryLock.try_exclusive(path)
+            if lock is not None:
+                self._keeper.take_down(path, lock)
+            elif path.exists():
+                raise VersionLeased(f"{path} is being read; it can be removed when its last lease is released")
+
+    def evict(self, bytes_needed: int) -> int:
+        """Frees at least `bytes_needed` bytes if it can: the pool first, then unleased, unpinned versions,
+        least recently used first. Returns the bytes freed."""
+        with self._keeper.mutex():
+            before = self.usage()
+            self._keeper.pool.trim(max(0, before.pool_bytes - bytes_needed))
+            if before.pool_bytes < bytes_needed:
+                self._keeper.evict(bytes_needed - before.pool_bytes)
+                self._keeper.pool.trim(0)
+            return before.used_bytes - self.usage().used_bytes
+
+    def evictable_bytes(self) -> int:
+        """Held by versions and snapshots that nobody reads and that are not pinned: another place has them."""
+        with self._keeper.mutex():
+            return self._keeper.evictable_bytes()
+
+    def sweep(self) -> SweepReport:
+        """Removes what dead processes left: drafts nobody holds, half-removed versions, stray files.
+
+        Never touches what a living process holds, nor a committed version.
+        """
+        with self._keeper.mutex():
+            removed, freed = self._keeper.sweep_staging()
+        damaged = []
+        for kind in KINDS:
+            for path in self._keeper.committed(kind):
+                try:
+                    stored = StoredVersion.read(path)
+                    if version_path(self.root, stored.kind, stored.model, stored.version) != path:
+                        raise IntegrityError(
+                            f"the manifest names {stored.model!r} {stored.version!r}, not this directory", path=path
+                        )
+                    stored.manifest.check_layout(Layout.read(path), path=path)
+                except IntegrityError as error:
+                    if path.exists():
+                        damaged.append(error)
+        return SweepReport(tuple(removed), freed, tuple(damaged))
+
+    def trim_pool(self, keep_bytes: int = 0) -> int:
+        """Gives freed segments back to the system until the pool holds at most `keep_bytes`; bytes freed."""
+        with self._keeper.mutex():
+            return self._keeper.pool.trim(keep_bytes)
+
+    def usage(self) -> Usage:
+        """What the store holds now, in bytes of file sizes (reserved counts as held)."""
+        return self._keeper.usage()
+
+    def room_bytes(self, *, enough_bytes: int | None = None) -> int:
+        """Bytes that a reservation made now could get: what is free, and what nobody leases or has pinned.
+
+        With `enough_bytes` the answer may be less than the whole truth once it is at least that, and cheap.
+        """
+        usage, disk_free = self.usage(), shutil.disk_usage(self.root).free + self._keeper.pool_bytes_held()
+        free = disk_free if self.budget_bytes is None else min(disk_free, self.budget_bytes - usage.committed_bytes
+                                                               - usage.draft_bytes)  # fmt: skip
+        if enough_bytes is not None and free >= enough_bytes:
+            return free
+        with self._keeper.mutex():
+            return free + self._keeper.evictable_bytes()
+
+
+def _check_kind(kind: str) -> str:
+    if kind not in KINDS:
+        raise InvalidName(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
+    return kind
+
+
+def _check_private(root: Path) -> None:
+    status = os.lstat(root)
+    if not stat.S_ISDIR(status.st_mode):
+        raise StoreUnsafe(f"{root} must be a real directory, not a symlink or file")
+    if status.st_uid != os.geteuid():
+        raise StoreUnsafe(f"{root} belongs to user {status.st_uid}, this process runs as {os.geteuid()}")
+    if status.st_mode & 0o077:
+        raise StoreUnsafe(
+            f"{root} is open to other users (mode {stat.S_IMODE(status.st_mode):o}); make it 0700: chmod 700 {root}"
+        )

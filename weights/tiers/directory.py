@@ -1,0 +1,148 @@
+"""Versions on the local disk as plain checkpoint directories: what training maps and every tool reads."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+
+from weights.format.errors import IntegrityError, InvalidLayout, TierExists, TierFull, TierUnavailable, VersionNotFound
+from weights.format.files import sync_directory
+from weights.format.layout import Layout
+from weights.format.manifest import Manifest
+from weights.format.names import MANIFEST_FILE, decode_name, encode_name
+from weights.memory.lease import StoredVersion
+from weights.memory.space import directories
+from weights.memory.store import WeightStore
+from weights.tiers import copies
+from weights.tiers.pace import Pace
+from weights.tiers.record import Name
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+STAGING = ".staging"
+
+
+class DirectoryTier:
+    """`<root>/<model>/<version>/` with a sealed manifest each; the same verbs as `weights.tiers.packed.PackedTier`.
+
+    `free_bytes` of the file system are left to others. Holds only versions.
+    """
+
+    def __init__(self, name: str, root: Path, *, free_bytes: int = 0) -> None:
+        self.name = name
+        self.where = str(root)
+        self._root = root
+        self._free_bytes = free_bytes
+        self._read: dict[Path, tuple[int, Manifest]] = {}
+
+    def path(self, name: Name) -> Path:
+        """Where a version stands or would stand. Raises InvalidName."""
+        return self._root / encode_name(name.model) / encode_name(name.version)
+
+    def names(self, kind: str) -> Mapping[Name, float]:
+        """Creation time (Unix seconds) by name, of every version whose manifest can be read."""
+        return {name: manifest.created_s for name, manifest in self._manifests().items() if name.kind == kind}
+
+    def usage_bytes(self) -> int:
+        return sum(manifest.nbytes for manifest in self._manifests().values())
+
+    def put(self, source: Path, *, pace: Pace | None = None) -> None:
+        """Copies the version in shared memory at `source` and unpins it there. What is damaged at its place is
+        replaced. Raises TierExists if another version stands there, TierFull, TierUnavailable, IntegrityError."""
+        stored = StoredVersion.read(source)
+        target = self.path(Name(stored.kind, stored.model, stored.version))
+        try:
+            self._require_space(stored.nbytes)
+            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            try:
+                copies.persist(stored, target, pace=pace)
+            except TierExists:
+                if _is_whole(target):
+                    raise
+                self._hide(target)
+                copies.persist(stored, target, pace=pace)
+        except OSError as error:
+            kind = TierFull if error.errno in _NO_ROOM else TierUnavailable
+            raise kind(f"{target}: {error.strerror or error}") from error
+
+    def restore(self, store: WeightStore, name: Name) -> StoredVersion:
+        """Raises VersionNotFound, IntegrityError, StoreFull, VersionExists."""
+        if not self.path(name).is_dir():
+            raise VersionNotFound(f"{name} is not in the {self.name} tier")
+        return copies.restore(store, self.path(name))
+
+    def verify(self, name: Name) -> Manifest:
+        if not self.path(name).is_dir():
+            raise VersionNotFound(f"{name} is not in the {self.name} tier")
+        return copies.verify(self.path(name))
+
+    def remove(self, name: Name) -> bool:
+        """Deletes a version; False if there was none. It is out of sight in one step, whatever happens then."""
+        try:
+            return self._hide(self.path(name))
+        except OSError as error:
+            raise TierUnavailable(f"{self.path(name)}: {error.strerror or error}") from error
+
+    quarantine = remove
+
+    def collect(self) -> int:
+        """Removes half-written copies that no living process holds; returns 0 (their bytes are not counted)."""
+        for family in directories(self._root):
+            for path in family.glob(".*.partial-*"):
+                copies.remove_partials(path.parent / path.name[1:].partition(".partial-")[0])
+        return 0
+
+    def _manifests(self) -> dict[Name, Manifest]:
+        found = {}
+        for path in (path for family in directories(self._root) for path in directories(family)):
+            model, version = decode_name(path.parent.name), decode_name(path.name)
+            if model is None or version is None:
+                continue  # .staging, .downloads, a copy being written
+            try:
+                changed_ns = os.stat(path / MANIFEST_FILE, follow_symlinks=False).st_mtime_ns
+                if self._read.get(path, (0,))[0] != changed_ns:
+                    self._read[path] = changed_ns, Manifest.read(path)
+                manifest = self._read[path][1]
+                found[Name(manifest.kind, model, version)] = manifest
+            except (FileNotFoundError, IntegrityError):
+                continue
+        self._read = {path: known for path, known in self._read.items() if path.exists()}
+        return found
+
+    def _hide(self, path: Path) -> bool:
+        # The process id in the name lets the model library's sweep see whose it was.
+        hidden = self._root / STAGING / f"removed-{os.getpid()}-{uuid.uuid4().hex}"
+        hidden.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            os.rename(path, hidden)
+        except FileNotFoundError:
+            return False
+        sync_directory(path.parent)
+        shutil.rmtree(hidden)
+        try:
+            path.parent.rmdir()
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+                raise
+        return True
+
+    def _require_space(self, needed_bytes: int) -> None:
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        free = shutil.disk_usage(self._root).free
+        if free - needed_bytes < self._free_bytes:
+            raise TierFull(
+                f"{self._root} has {free} bytes free and must keep {self._free_bytes}: {needed_bytes} more do not fit; "
+                "free some, or keep fewer versions and snapshots"
+            )
+
+
+def _is_whole(directory: Path) -> bool:
+    """Whether manifest and headers of a version agree; its tensors are not read."""
+    try:
+        Manifest.read(directory).check_layout(Layout.read(directory), path=directory)
+    except (IntegrityError, InvalidLayout):
+        return False
+    return True

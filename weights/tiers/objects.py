@@ -1,0 +1,140 @@
+"""Where a packed tier keeps its objects: a flat space of keys and bytes. A directory here, S3 in objects_s3.py."""
+
+from __future__ import annotations
+
+import errno
+import os
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol
+
+from weights.format.errors import ObjectDamaged, TierFull, TierUnavailable
+from weights.format.files import open_regular, sync_directory
+
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_PARTIAL = ".partial"
+
+
+class Objects(Protocol):
+    """Keys are relative paths without dots at the start of a part. Every call may raise TierUnavailable."""
+
+    where: str
+    """For people: a path or URL, without credentials."""
+
+    def put(self, key: str, data: bytes) -> None:
+        """Stores `data` durably and at once: the key has all of it or what it had before. Raises TierFull."""
+
+    def get(self, key: str) -> bytes:
+        """Raises ObjectDamaged if there is none."""
+
+    def size(self, key: str) -> int | None:
+        """Bytes stored under `key`, None if there is none."""
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        """Keys that begin with the folder `prefix` (it ends in "/") and their bytes."""
+
+    def delete(self, key: str) -> None:
+        """Idempotent."""
+
+    def sweep(self) -> None:
+        """Removes what a writer that died left half written. Called when nobody writes."""
+
+
+class DirectoryObjects:
+    """Files below `root`, on a local disk or a mount. `free_bytes` of the file system are left to others.
+
+    With `create` the root is made; a mount must be there already, so that a lost one is not filled in beneath.
+    """
+
+    def __init__(self, root: Path | str, *, free_bytes: int = 0, create: bool = False) -> None:
+        self.root = Path(root)
+        self.where = str(root)
+        self._free_bytes = free_bytes
+        if create:
+            self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def put(self, key: str, data: bytes) -> None:
+        with self._translated():
+            self._require_root()
+            space = os.statvfs(self.root)
+            free = space.f_bavail * space.f_frsize
+            if free - len(data) < self._free_bytes:
+                raise TierFull(
+                    f"{self.root} has {free} bytes free and must keep {self._free_bytes}: {len(data)} more do not fit; "
+                    "free some, or keep fewer versions and snapshots"
+                )
+            target, partial = self.root / key, self.root / _PARTIAL / uuid.uuid4().hex
+            partial.parent.mkdir(mode=0o700, exist_ok=True)
+            self._make_folder(target.parent)
+            try:
+                fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+                with os.fdopen(fd, "wb", buffering=0) as file:
+                    rest = memoryview(data)
+                    while rest:
+                        rest = rest[file.write(rest) :]
+                    os.fsync(fd)
+                    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+                os.rename(partial, target)
+            except BaseException:
+                partial.unlink(missing_ok=True)
+                raise
+            sync_directory(target.parent)
+
+    def get(self, key: str) -> bytes:
+        path = self.root / key
+        with self._translated():
+            self._require_root()
+            if not path.parent.is_dir() or not path.exists():
+                raise ObjectDamaged("it is missing", path=path)
+            with open_regular(path.parent, path.name) as file:
+                return file.readall()
+
+    def size(self, key: str) -> int | None:
+        with self._translated():
+            self._require_root()
+            try:
+                return os.stat(self.root / key, follow_symlinks=False).st_size
+            except FileNotFoundError:
+                return None
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        with self._translated():
+            self._require_root()
+            for folder, _, names in os.walk(self.root / prefix):
+                for name in sorted(names):
+                    path = Path(folder) / name
+                    yield path.relative_to(self.root).as_posix(), path.stat(follow_symlinks=False).st_size
+
+    def delete(self, key: str) -> None:
+        with self._translated():
+            self._require_root()
+            (self.root / key).unlink(missing_ok=True)
+
+    def sweep(self) -> None:
+        with self._translated():
+            self._require_root()
+            for path in (self.root / _PARTIAL).glob("*"):
+                path.unlink(missing_ok=True)
+
+    def _require_root(self) -> None:
+        if not self.root.is_dir():
+            raise TierUnavailable(f"there is no directory {self.root}; is it mounted?")
+
+    def _make_folder(self, folder: Path) -> None:
+        missing = []
+        while not folder.is_dir():
+            missing.append(folder)
+            folder = folder.parent
+        for folder in reversed(missing):
+            folder.mkdir(mode=0o700, exist_ok=True)
+            sync_directory(folder.parent)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            kind = TierFull if error.errno in _NO_ROOM else TierUnavailable
+            raise kind(f"{self.root}: {error.strerror or error}") from error

@@ -1,0 +1,101 @@
+"""Objects in an S3-compatible store. The one file that knows boto3.
+
+One PUT per object (they are small enough), so that a key has all of its bytes or none. Keys of the store are `prefix`
+plus ours. Credentials come from a file by profile name, or from where boto3 looks by itself; they appear in no message.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import boto3
+import botocore.config
+import botocore.session
+from botocore.exceptions import BotoCoreError, ClientError
+
+from weights.format.errors import ObjectDamaged, TierFull, TierUnavailable
+
+# At debug level they log requests with their signed headers.
+for _name in ("boto3", "botocore", "s3transfer", "urllib3"):
+    logging.getLogger(_name).setLevel(logging.WARNING)
+
+_MISSING = ("NoSuchKey", "404", "NotFound")
+_FULL = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507")
+
+
+class S3Objects:
+    """`bucket` has to exist. `endpoint` None: Amazon's own. Raises TierUnavailable if the settings make no client."""
+
+    def __init__(
+        self, bucket: str, prefix: str = "", *, endpoint: str | None = None, region: str | None = None,
+        credentials_file: str | None = None, credentials_profile: str | None = None, timeout_s: float = 30.0,
+        page_keys: int = 1000,
+    ) -> None:  # fmt: skip
+        self._bucket = bucket
+        self._page_keys = page_keys
+        self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
+        self.where = f"s3://{bucket}/{self._prefix}"
+        with self._translated(""):
+            session = botocore.session.Session(profile=credentials_profile)
+            if credentials_file is not None:
+                session.set_config_variable("credentials_file", credentials_file)
+            self._client = boto3.session.Session(botocore_session=session).client(
+                "s3", endpoint_url=endpoint, region_name=region or "us-east-1",
+                config=botocore.config.Config(
+                    connect_timeout=timeout_s, read_timeout=timeout_s, retries={"mode": "standard", "max_attempts": 2},
+                    # Stores other than Amazon's often know no trailing checksums; ours are checked on every read.
+                    request_checksum_calculation="when_required", response_checksum_validation="when_required",
+                    s3={"addressing_style": "path" if endpoint else "auto"},
+                ),
+            )  # fmt: skip
+
+    def put(self, key: str, data: bytes) -> None:
+        with self._translated(key):
+            self._client.put_object(Bucket=self._bucket, Key=self._prefix + key, Body=data)
+
+    def get(self, key: str) -> bytes:
+        with self._translated(key):
+            return self._client.get_object(Bucket=self._bucket, Key=self._prefix + key)["Body"].read()
+
+    def size(self, key: str) -> int | None:
+        try:
+            with self._translated(key):
+                return self._client.head_object(Bucket=self._bucket, Key=self._prefix + key)["ContentLength"]
+        except ObjectDamaged:
+            return None
+
+    def list(self, prefix: str) -> Iterator[tuple[str, int]]:
+        with self._translated(prefix):
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=self._prefix + prefix, PaginationConfig={"PageSize": self._page_keys}
+            )
+            for page in pages:
+                for entry in page.get("Contents", ()):
+                    yield entry["Key"][len(self._prefix) :], entry["Size"]
+
+    def delete(self, key: str) -> None:
+        with self._translated(key):
+            self._client.delete_object(Bucket=self._bucket, Key=self._prefix + key)
+
+    def sweep(self) -> None:
+        """Nothing to do: an object of one PUT is never half there."""
+
+    @contextmanager
+    def _translated(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except ClientError as error:
+            # Only code and operation: a server's message may repeat the access key.
+            code, operation = error.response.get("Error", {}).get("Code", "unknown"), error.operation_name
+            if code in _MISSING:
+                raise ObjectDamaged("it is missing", path=self.where + key) from error
+            kind = TierFull if code in _FULL else TierUnavailable
+            raise kind(f"{self.where}: {operation} was refused with {code}") from None
+        except (BotoCoreError, OSError) as error:
+            raise TierUnavailable(f"{self.where} cannot be used: {type(error).__name__} {_short(error)}") from None
+
+
+def _short(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200]
