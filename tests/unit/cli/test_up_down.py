@@ -183,7 +183,7 @@ def test_what_had_to_be_forced_is_told(data_dir):
 def test_in_the_foreground_the_box_ends_with_its_command(data_dir, tmp_path, number):
     """Also when the command is killed: a box nobody watches any more must not stay."""
     program = (
-        "import sys; from appliance.cli import up; up.sys.executable = sys.argv.pop(1); "
+        "import sys; from appliance.cli.box import up; up.sys.executable = sys.argv.pop(1); "
         "from appliance.cli.main import run; run()"
     )
     command = [PYTHON, "-c", program, str(tmp_path / "python"), "up", "--data-dir", str(data_dir)]

@@ -49,7 +49,7 @@ def copy(tmp_path: Path) -> Path:
 def test_an_edited_file_is_never_hidden(copy: Path) -> None:
     assert says_form(copy) == gateway.FORM
     assert says_form(copy, "-X", "gateway=interpreted") == "interpreted"
-    edited = copy / "appliance" / "gateway" / "usage.py"
+    edited = copy / "appliance" / "gateway" / "payload" / "usage.py"
     edited.write_text(edited.read_text() + "\n")
     assert says_form(copy) == "interpreted"
 
@@ -64,4 +64,4 @@ def test_what_cannot_be_loaded_is_left_alone(tmp_path: Path, monkeypatch: pytest
 
 
 def test_what_is_compiled_exists() -> None:
-    assert all((compiled.HERE / f"{name}.py").is_file() for name in compiled.MODULES)
+    assert all((compiled.HERE / (name.replace(".", "/") + ".py")).is_file() for name in compiled.MODULES)

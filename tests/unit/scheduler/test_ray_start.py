@@ -22,7 +22,7 @@ from scheduler.ray.start import (
 
 AFTERWARDS = """
 import sys
-from scheduler import ray_start
+from scheduler.ray import start as ray_start
 sys.argv = ["ray", "/logs", "start", "--help"]
 try:
     ray_start.main()

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 import torch
 from torch import distributed
-from serve import gloo_device
+from serve.cpu import gloo_device
 
 def loops():
     return sum((task / "comm").read_text().startswith("gloo_tcp_loop") for task in Path("/proc/self/task").iterdir())

@@ -15,7 +15,7 @@ WRITER = """
 import sys
 from pathlib import Path
 from appliance.controller.jobs.events import add_message
-from appliance.store import jobs
+from appliance.store.objects import jobs
 from appliance.store.database import Database
 from appliance.store.rows import JobRow
 

@@ -108,7 +108,7 @@ def test_a_commit_that_fails_leaves_no_transaction_open(db: Database, monkeypatc
 SMALL = """
 import os, sys
 from pathlib import Path
-from appliance.store import keys
+from appliance.store.records import keys
 from appliance.store.database import Database
 folder = Path(sys.argv[1])
 db = Database(folder / "appliance.db")
