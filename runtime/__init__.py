@@ -1,4 +1,5 @@
-"""Processes: the warm parent that forks, the leash a forked child hangs on, and its supervisor's end of it.
+"""What every process of the box shares: logs, sockets, background tasks, the relay between nodes.
 
-Knows neither vLLM nor DeepSpeed. Reading order: channel -> warm_parent -> leash -> child.
+Never: it knows neither vLLM nor DeepSpeed.
+Begin with processes/, then background_tasks.py.
 """

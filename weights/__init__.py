@@ -1,5 +1,4 @@
-"""Weight versions and training snapshots as safetensors bytes in shared memory.
+"""Weight versions and training snapshots as safetensors bytes: their format, shared memory, tiers.
 
-`layout` plans and validates files, `store` reserves, commits, leases and evicts versions, `slices` is the
-arithmetic of moving shards, `tiers` copies versions to and from disk, `torch_views` shows bytes as tensors.
+Reading order: format.layout -> memory.store -> format.slices -> tiers.copies.
 """

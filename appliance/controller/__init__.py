@@ -1,1 +1,5 @@
-"""The control side of the box: files, fine-tuning jobs, models and administration over HTTP, and the gateways' bus."""
+"""The controller's process: it assembles store, scheduler, bus and routes on one asyncio loop.
+
+Never: No route and no rule stands here, only their assembly.
+Begin with main.py.
+"""

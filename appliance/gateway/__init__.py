@@ -1,4 +1,8 @@
-"""The public HTTP endpoint: a process of its own that authenticates, holds, routes and relays bytes."""
+"""The public HTTP endpoint: a process of its own that authenticates, holds, routes and relays bytes.
+
+Never: it opens no database and starts no engine; it knows what the controller's table says.
+Begin with gateway.py, then inference/handler.py.
+"""
 
 from appliance.gateway import compiled
 

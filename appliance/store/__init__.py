@@ -1,1 +1,5 @@
-"""The box's only truth: one SQLite database. `database` opens it, one file per table reads and writes it."""
+"""The box's only truth, one SQLite database: opened, migrated, kept writable on a full disk.
+
+Never: It decides nothing; tables stand in the rooms below, one file each.
+Begin with database.py.
+"""

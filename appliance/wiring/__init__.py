@@ -1,1 +1,5 @@
-"""Joins the controller's store and bus to the scheduler: each file implements one port, and owns nothing else."""
+"""The controller's ports carried out on the scheduler, the engines and the weights, one file per port.
+
+Never: It owns no state but what a port needs, and no rule.
+Begin with scheduler_port.py.
+"""

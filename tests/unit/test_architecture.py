@@ -23,6 +23,55 @@ BELOW = {
 }
 PACKAGES = tuple(BELOW)
 
+# Every room, from the top down: a room imports only rooms that stand below it here. What runs nothing counts too
+# (`if TYPE_CHECKING`): it still says who knows whom.
+ROOMS = (
+    "appliance.demo",
+    "appliance.controller",
+    "appliance.boot",
+    "appliance.cli.box", "appliance.cli.models", "appliance.cli.jobs", "appliance.cli.mode", "appliance.cli",
+    "appliance.wiring", "appliance.tiers", "appliance.nodes",
+    "appliance.controller.admin", "appliance.controller.openai", "appliance.controller.batches",
+    "appliance.controller.responses", "appliance.controller.jobs", "appliance.controller.files",
+    "appliance.controller.models", "appliance.controller.devices", "appliance.controller.http",
+    "appliance.controller.context", "appliance.controller.access", "appliance.controller.bus",
+    "appliance.gateway",
+    "appliance",
+    "appliance.controller.interfaces",
+    "appliance.gateway.control", "appliance.gateway.inference", "appliance.gateway.observe", "appliance.gateway.http",
+    "appliance.gateway.access", "appliance.gateway.routing", "appliance.gateway.payload", "appliance.gateway.core",
+    "appliance.models",
+    "appliance.store.upkeep", "appliance.store.objects", "appliance.store.records", "appliance.store",
+    "scheduler.simulator", "scheduler.ray", "scheduler.devices", "scheduler.loop", "scheduler.handover",
+    "scheduler.plan", "scheduler.autoscale", "scheduler.core",
+    "train.starter", "train.run", "train.state", "train.control", "train.model", "train.data", "train.plan",
+    "serve.engine", "serve.vllm", "serve.cpu", "serve.adapters", "serve.load", "serve.core",
+    "weights.tiers", "weights.memory", "weights.format",
+    "runtime.processes", "runtime",
+)  # fmt: skip
+# Imports that point up, and are to go: this set only shrinks.
+UPWARD = {
+    ("appliance.controller.batches.background_responses", "appliance.controller.openai.model_routes"),
+    ("appliance.controller.interfaces.peers", "appliance.controller.http.middleware"),
+    ("appliance.gateway.access.admission", "appliance.gateway.http.wire"),
+    ("appliance.gateway.access.spending", "appliance.gateway.http.wire"),
+    ("appliance.gateway.control.previous_response", "appliance.gateway.gateway"),
+    ("appliance.gateway.control.relay", "appliance.gateway.gateway"),
+    ("appliance.gateway.control.scrape", "appliance.gateway.gateway"),
+    ("appliance.gateway.core.error_shapes", "appliance.gateway.http.wire"),
+    ("appliance.gateway.http.request_parser", "appliance.gateway.gateway"),
+    ("appliance.gateway.http.server", "appliance.gateway.gateway"),
+    ("appliance.gateway.http.wire", "appliance.gateway.observe.tracing"),
+    ("appliance.gateway.inference.placement", "appliance.gateway.gateway"),
+    ("appliance.gateway.inference.response_copies", "appliance.gateway.gateway"),
+    ("appliance.gateway.observe.reports", "appliance.gateway.gateway"),
+    ("appliance.gateway.observe.reports", "appliance.gateway.inference.handler"),
+    ("scheduler.core.workload", "scheduler.autoscale.recent_load"),
+    ("scheduler.core.workload", "scheduler.autoscale.standby"),
+    ("serve.cpu.worker", "serve.vllm.shm_transfer"),
+}
+MOST_FILES, MOST_LINES = 16, 2_700
+
 # Library -> the only files that may import it. A name ending in "/" stands for every file below it, * for any text.
 FENCES = {
     "ray": {"scheduler/ray/", "appliance/controller/main.py"},
@@ -174,25 +223,102 @@ def test_the_command_line_is_a_thin_client():
     }
 
 
-def test_no_cycles():
-    """Late imports count: one that hides a cycle is a cycle."""
-    graph: dict[str, set[str]] = {}
+def room_of(module: str) -> str:
+    return module.rpartition(".")[0]
+
+
+@cache
+def graph() -> dict[str, frozenset[str]]:
+    """Who imports whom among the modules, late imports and those for types included.
+
+    Importing a module runs its packages first; they are empty by rule, so they join nothing.
+    """
     modules = {module_of(path): path for path in files()}
-    for module, path in modules.items():
-        graph[module] = {name for name in imports(path, typing=False) if name in modules and name != module}
-        # Importing a module runs its packages first; they are empty by rule, so they join nothing.
-        graph[module] -= {name for name in graph[module] if modules[name].name == "__init__.py"}
-    done: set[str] = set()
+    return {
+        module: frozenset(
+            name
+            for name in imports(path)
+            if name in modules and name != module and modules[name].name != "__init__.py"
+        )
+        for module, path in modules.items()
+        if path.name != "__init__.py"
+    }
 
-    def visit(module: str, path: tuple[str, ...]) -> None:
-        assert module not in path, " -> ".join([*path[path.index(module) :], module])
-        if module not in done:
-            for following in sorted(graph[module]):
-                visit(following, (*path, module))
-            done.add(module)
 
-    for module in graph:
-        visit(module, ())
+def test_rooms_import_one_way():
+    assert len(set(ROOMS)) == len(ROOMS) and {room_of(module) for module in graph()} == set(ROOMS)
+    height = {room: -place for place, room in enumerate(ROOMS)}
+    upward = {
+        (module, name)
+        for module, known in graph().items()
+        for name in known
+        if room_of(name) != room_of(module) and height[room_of(name)] >= height[room_of(module)]
+    }
+    assert upward - UPWARD == set(), "a room imports only what stands below it in ROOMS"
+    assert UPWARD - upward == set(), "these point up no more: take them out of UPWARD"
+
+
+def test_rooms_are_small_and_say_what_they_are():
+    rooms: dict[Path, list[Path]] = {}
+    for path in files():
+        rooms.setdefault(path.parent, []).append(path)
+    for room, inside in rooms.items():
+        own = [path for path in inside if path.name != "__init__.py"]
+        lines = sum(path.read_text().count("\n") for path in own)
+        assert len(own) <= MOST_FILES and lines <= MOST_LINES, f"{name_of(room)}: {len(own)} files, {lines} lines"
+        if own and "." in module_of(room / "__init__.py"):
+            doc = ast.get_docstring(tree(room / "__init__.py")) or ""
+            assert "Never: " in doc and "Begin with " in doc, f"{name_of(room)}/__init__.py says not what the room is"
+
+
+# Circles among single files, and are to go: this set only shrinks.
+CIRCLES = {
+    frozenset({"appliance.store.database", "appliance.store.reserve"}),
+    frozenset({"appliance.controller.batches.runner", "appliance.controller.batches.work"}),
+    frozenset({"appliance.gateway.http.wire", "appliance.gateway.observe.tracing"}),
+    frozenset({
+        "appliance.gateway.control.previous_response",
+        "appliance.gateway.control.relay",
+        "appliance.gateway.control.scrape",
+        "appliance.gateway.gateway",
+        "appliance.gateway.http.request_parser",
+        "appliance.gateway.http.server",
+        "appliance.gateway.inference.answer",
+        "appliance.gateway.inference.handler",
+        "appliance.gateway.inference.placement",
+        "appliance.gateway.inference.response_copies",
+        "appliance.gateway.observe.reports",
+    }),
+}
+
+
+def test_no_circles():
+    """Late imports count, and imports for types: what hides a circle is a circle."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    circles: set[frozenset[str]] = set()
+
+    def visit(module: str) -> None:
+        index[module] = low[module] = len(index)
+        stack.append(module)
+        for name in sorted(graph()[module]):
+            if name not in index:
+                visit(name)
+                low[module] = min(low[module], low[name])
+            elif name in stack:
+                low[module] = min(low[module], index[name])
+        if low[module] == index[module]:
+            circle = stack[stack.index(module) :]
+            del stack[stack.index(module) :]
+            if len(circle) > 1:
+                circles.add(frozenset(circle))
+
+    for module in sorted(graph()):
+        if module not in index:
+            visit(module)
+    assert circles - CIRCLES == set(), [sorted(circle) for circle in circles - CIRCLES]
+    assert CIRCLES - circles == set(), "these are circles no more: take them out of CIRCLES"
 
 
 def environment_reads(path: Path) -> Iterator[str]:
