@@ -6,13 +6,15 @@ import asyncio
 import json
 import stat
 import time
+from pathlib import Path
 
 import openai
 import pytest
 from openai.types import FileObject
 
 from appliance.controller.app import keep_house
-from appliance.controller.files import routes
+from appliance.controller.files import multipart, routes
+from appliance.controller.interfaces.errors import BadRequest
 from tests.unit.controller.conftest import Control, chat_lines
 
 BOUNDARY = "xxBOUNDARYxx"
@@ -123,6 +125,7 @@ async def test_names_that_are_no_plain_names_are_refused(control: Control, filen
         (b"no boundary at all", None, "invalid_multipart"),
         (b"", None, "invalid_multipart"),
         (form(*[field(b"f%d" % n, b"x") for n in range(40)]), None, "invalid_multipart"),
+        (form(*[field(b"a", b"")] * 40, file_part(), PURPOSE), None, "invalid_multipart"),
         (form(b"X-Long: " + b"a" * 30_000 + b"\r\n\r\nx"), None, "invalid_multipart"),
         (form(file_part(), PURPOSE, field(b"expires_after[anchor]", b"now")), "expires_after.anchor", "invalid_value"),
         (
@@ -208,3 +211,23 @@ async def test_a_retried_upload_makes_one_file_and_a_new_one_makes_two(control: 
     again = await upload(0, **{"Idempotency-Key": "k1"})
     assert again.id not in (keyed.id, first.id, second.id)
     assert sorted(left_on_disk(control)) == sorted([first.id, second.id, again.id])
+
+
+async def test_what_of_a_form_is_no_file_is_little_however_it_comes(tmp_path: Path):
+    """The parser looks at it byte by byte, on the loop that answers everybody: 512 MiB of spaces before a value, or of
+    a part of 13 bytes again and again, took it for minutes."""
+    given = 0
+
+    async def pieces():
+        nonlocal given
+        yield f"--{BOUNDARY}\r\nX-Long:".encode()
+        while given < 8 << 20:
+            given += 1 << 16
+            yield b" " * (1 << 16)
+
+    with pytest.raises(BadRequest) as caught:
+        await multipart.receive(
+            pieces(), f"multipart/form-data; boundary={BOUNDARY}", tmp_path / "in", 1 << 30,
+            lambda _: None,
+        )  # fmt: skip
+    assert caught.value.code == "invalid_multipart" and given <= 1 << 18
