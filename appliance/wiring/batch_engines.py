@@ -69,6 +69,9 @@ class SocketEngines:
     async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
         content = orjson.dumps(body)
         try:
+            if len(content) > self._limits.inference_body_bytes:
+                # A background response's conversation is put together behind the gateways, which bound what they read.
+                raise gateway_errors.body_too_large(self._limits.inference_body_bytes)
             transcript = check_body(route_of(b"POST", url.encode()), content, self._limits).transcript
             if transcript is not None and (transcript.previous_id or transcript.background):
                 raise gateway_errors.bad_request(

@@ -124,12 +124,18 @@ class StoredResponses:
 
     async def items(self, ids: list[str]) -> AsyncIterator[list[Item]]:
         """Of each of these responses what a later one goes on from. One at a time, and others have the loop in between:
-        who asks needs no more than a hundred bytes to name a conversation of 64 MiB. Raises BadRequest."""
+        who asks needs no more than a hundred bytes to name a conversation of 64 MiB. Raises BadRequest, also once they
+        are more together than one request may hold: an engine is asked no more by going on than at once."""
+        left = self._config.json_body_bytes
         for response_id in ids:
             row = responses.find(self._db, response_id)
             if row is None:
                 raise previous_not_found(response_id)  # deleted since
-            yield turn_items(row)
+            items = turn_items(row)
+            left -= len(orjson.dumps(items))
+            if left < 0:
+                raise _too_long(ids[-1], self._config.json_body_bytes)
+            yield items
             await asyncio.sleep(0)
 
     def delete(self, row: ResponseRow) -> None:
@@ -196,9 +202,9 @@ class StoredResponses:
         return row if row is not None and viewer in (None, row.owner) else None
 
 
-def _too_long(response_id: str) -> ApiError:
+def _too_long(response_id: str, most_bytes: int = CONVERSATION_BYTES) -> ApiError:
     return BadRequest(f"The conversation up to {shown(response_id)} has more than {MAX_TURNS} turns or "
-                      f"{CONVERSATION_BYTES} bytes: begin a new one.", param="previous_response_id",
+                      f"{most_bytes} bytes: begin a new one.", param="previous_response_id",
                       code="context_length_exceeded")  # fmt: skip
 
 

@@ -85,6 +85,20 @@ async def test_it_goes_on_from_an_earlier_response_and_is_gone_on_from(control: 
         assert caught.value.code == "previous_response_not_found"
 
 
+async def test_going_on_asks_an_engine_no_more_than_one_request_may(control: Control):
+    """Ten turns of 12 kB, which one request of at most 16 KiB could not have held, came to an engine as 120 kB."""
+    scripted(control, *[EngineAnswer(400, {"error": {"message": "too long"}})] * 10)
+    previous: dict[str, str] = {}
+    for _ in range(4):
+        made = await ended(control, (await asked(control, "x" * 12_000, **previous)).id)
+        previous = {"previous_response_id": made.id}
+    assert made.status == "failed" and "begin a new one" in made.error.message
+    most = 2 * control.context.config.json_body_bytes
+    assert max(len(json.dumps(body)) for body in engines(control).sent) < most
+    asked_by_gateway = await control.http.get("/internal/responses/context", params={"id": made.id})
+    assert asked_by_gateway.json()["error"]["code"] == "context_length_exceeded"
+
+
 @pytest.mark.parametrize(
     ("script", "code", "words"),
     [

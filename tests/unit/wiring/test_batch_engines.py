@@ -114,6 +114,13 @@ async def test_the_gateways_checks_hold(lines):
     assert answer.status == 400 and answer.body["error"]["code"] == "unsupported_parameter"
 
 
+async def test_what_was_put_together_is_no_larger_than_what_a_gateway_reads(lines):
+    lines._bus.set_models(table(("r1", "/nowhere", "open")))
+    long = {"model": "starter", "messages": [{"role": "user", "content": "x" * Limits().inference_body_bytes}]}
+    answer = await lines.send("starter", URL, long, "req_1")
+    assert (answer.status, answer.body["error"]["code"]) == (413, "request_too_large")
+
+
 async def test_an_engines_refusal_is_an_answer_in_openais_shape(lines, tmp_path):
     async def script(request, reply):
         await reply.json({"error": {"message": "too long: maximum context length", "code": 400}}, 400)
