@@ -5,7 +5,7 @@ PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(PY) -m pytest
 RUFF := $(PY) -m ruff
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-unit test-property e2e soak bench sdk-conformance lint lock sbom clean
+.PHONY: help setup demo test test-unit test-property e2e soak bench sdk-conformance lint check map hooks lock sbom clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / {printf "  make %-16s %s\n", $$1, $$2}' Makefile
@@ -44,6 +44,17 @@ sdk-conformance: setup ## openai-python's own tests of our routes against a runn
 
 lint: setup ## ruff
 	$(RUFF) check .
+
+check: setup ## the inner loop, under a minute: lint, types of the packages that are typed, unit tests of what changed
+	@$(RUFF) check .
+	@$(PY) -m mypy
+	@$(PYTEST) --numprocesses "$$(nproc)" --maxprocesses 8 --dist worksteal $$($(PY) -m tests.tools.changed)
+
+map: setup ## draw docs/architecture.md anew from the imports
+	@$(PY) -m tests.tools.code_map
+
+hooks: ## let git run lint and the architecture test before each commit
+	@git config core.hooksPath .githooks && echo "git runs .githooks/pre-commit before each commit"
 
 lock: ## resolve images/requirements/*.in anew into cpu.txt, cuda.txt and test.txt, with hashes
 	images/lock.sh

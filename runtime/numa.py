@@ -30,9 +30,10 @@ def cpus_beside(
     """
     if sum(bool(cpus) for cpus in cpus_of.values()) < 2 or not numa_nodes:
         return None
-    if any(node is None or node not in cpus_of for node in numa_nodes):
+    known = [node for node in numa_nodes if node is not None and node in cpus_of]
+    if len(known) < len(numa_nodes):
         return None
-    beside = frozenset(cpu for node in numa_nodes for cpu in cpus_of[node]) & frozenset(allowed)
+    beside = frozenset(cpu for node in known for cpu in cpus_of[node]) & frozenset(allowed)
     return beside if beside and beside != frozenset(allowed) else None
 
 

@@ -168,8 +168,8 @@ class Tunnels:
 
         async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
-                _, *there = await _ask(address, self._shared, "socket", remote)
-                await _join((reader, writer), (there[0], there[1]))
+                _, far_reader, far_writer = await _ask(address, self._shared, "socket", remote)
+                await _join((reader, writer), (far_reader, far_writer))
             except (RelayRefused, OSError, TimeoutError):
                 writer.transport.abort()  # as if the engine had died: the gateway knows what to do then
             finally:

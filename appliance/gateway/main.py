@@ -141,8 +141,10 @@ def _supervise(config: GatewayConfig) -> int:
     failed = False
     while workers:
         pid, status = os.wait()
-        index = workers.pop(pid, None)
-        if index is None or stopping:
+        if pid not in workers:
+            continue
+        index = workers.pop(pid)
+        if stopping:
             continue
         code = os.waitstatus_to_exitcode(status)
         if code in (1, EXIT_USAGE):

@@ -20,8 +20,8 @@ def place_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) ->
     at_home = devices[0].node == HEAD_NODE
     env = (*WARM_ENV, *device_environment(devices[0].kind, paths.caches).items())
 
-    def warm(name: str, socket_path: Path) -> WarmSpec:
-        return WarmSpec(name, f"{name}.preload", str(socket_path), str(paths.logs / f"warm-{name}.log"), env)
+    def warm(name: str, preload: str, socket_path: Path) -> WarmSpec:
+        return WarmSpec(name, preload, str(socket_path), str(paths.logs / f"warm-{name}.log"), env)
 
     return Place(
         name=devices[0].node,
@@ -30,7 +30,10 @@ def place_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) ->
         run_dir=paths.run,
         log_dir=paths.logs,
         shm_root=paths.shm_root,
-        warm=(warm("serve", paths.warm_serve_socket), warm("train", paths.warm_train_socket)),
+        warm=(
+            warm("serve", "serve.engine.preload", paths.warm_serve_socket),
+            warm("train", "train.run.preload", paths.warm_train_socket),
+        ),
         token_path=paths.ray_token,
         jobs_dir=paths.jobs if at_home else paths.away_jobs,
         lends=(paths.models,) if at_home else (),

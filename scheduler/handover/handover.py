@@ -212,7 +212,7 @@ def steps(
 
     own = {c.holder: {s.target for s in c.steps if s.verb == "release"} for c in free}
     for chain in _takes(box, wanted, handover_id, own, busy):
-        needs = {lease.id for d in chain.devices if (lease := box.ledger.lease_on(d)) is not None}
+        needs = {on.id for d in chain.devices if (on := box.ledger.lease_on(d)) is not None}
         # Its own old lease too, even where the devices differ: a job must not start before it is suspended.
         take.append(replace(chain, needs=frozenset(needs | own.get(chain.holder, set()))))
     return Handover(handover_id, tuple(free), tuple(_wakes_first(take)), tuple(swap))

@@ -102,8 +102,8 @@ class Shares:
         if policy.kind == "split":
             share = policy.train_devices or 0
             given = min(share, total - floor)
-            kept = f", because the serving floor keeps {floor} of {total} devices" if given < share else ""
-            return given, f"mode split gives training {given}{kept}"
+            why = f", because the serving floor keeps {floor} of {total} devices" if given < share else ""
+            return given, f"mode split gives training {given}{why}"
         if policy.kind == "train":
             kept = self._serving_capacity()
             return total - kept, f"mode train keeps {kept} of {total} devices for serving"

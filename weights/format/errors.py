@@ -53,8 +53,9 @@ def error_as_json(error: WeightsError) -> dict[str, Any]:
 def error_from_json(told: Any) -> WeightsError:
     """The error that `error_as_json` told of; WeightsError itself for a kind that this module does not have."""
     kind = globals().get(told["type"])
-    known = isinstance(kind, type) and issubclass(kind, WeightsError)
-    return _rebuilt(kind if known else WeightsError, tuple(told["args"]), told["fields"])
+    if not (isinstance(kind, type) and issubclass(kind, WeightsError)):
+        kind = WeightsError
+    return _rebuilt(kind, tuple(told["args"]), told["fields"])
 
 
 class InvalidLayout(WeightsError, ValueError):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import struct
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -176,8 +177,7 @@ def _load_json(text: bytes, path: object, file: str) -> dict[str, Any]:
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):
-            seen: set[str] = set()
-            twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+            twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
             raise HeaderInvalid("the name stands twice in the header", path=path, file=file, tensor=twice)
         return made
 

@@ -196,9 +196,9 @@ class Manifest:
             missing = sorted(set(self.files) - {file.name for file in layout.files})
             raise ManifestInvalid("the file is missing", path=path, file=missing[0])
         for placed in layout:
-            record = self.tensors.get(placed.spec.name)
+            tensor = self.tensors.get(placed.spec.name)
             found = (placed.file, placed.spec.dtype, placed.spec.shape, placed.start, placed.end)
-            if record is None or found != (record.file, record.dtype, record.shape, record.start, record.end):
+            if tensor is None or found != (tensor.file, tensor.dtype, tensor.shape, tensor.start, tensor.end):
                 raise ManifestInvalid(
                     "place, dtype or shape differ from the manifest",
                     path=path, file=placed.file, tensor=placed.spec.name,

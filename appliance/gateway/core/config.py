@@ -172,7 +172,7 @@ def _build(cls: type, data: Any, prefix: str) -> Any:
         raise ConfigInvalid(f"{prefix}{unknown[0]}: unknown key, expected one of {', '.join(sorted(fields))}")
     values: dict[str, Any] = {}
     for name, value in data.items():
-        kind = fields[name].type
+        kind = str(fields[name].type)  # the text of the annotation: annotations are not evaluated in this module
         if name == "limits":
             values[name] = _build(Limits, value, "limits.")
         elif name == "holds":

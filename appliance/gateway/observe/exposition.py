@@ -92,7 +92,10 @@ class WorkerSnapshots:
             with contextlib.suppress(OSError, orjson.JSONDecodeError):
                 data = orjson.loads(path.read_bytes())
                 if data["at_s"] >= oldest_s:
-                    families = [Family(*row[:3], [Sample(*sample) for sample in row[3]]) for row in data["families"]]
+                    families = [
+                        Family(called, kind, text, [Sample(*sample) for sample in samples])
+                        for called, kind, text, samples in data["families"]
+                    ]
                     found += _labelled(families, name)
         return found
 

@@ -86,7 +86,9 @@ class RequestSpans:
     def attempt(self, request: Request) -> bytes:
         """The request goes to a replica now; returns the `traceparent` for the engine."""
         self._attempts += 1
-        ids = {"replica": request.replica, "version": request.model_version, "attempt": self._attempts}
+        ids: dict[str, str | int] = {
+            "replica": request.replica, "version": request.model_version, "attempt": self._attempts,
+        }  # fmt: skip
         self._attempt = self._tracer.start_span("attempt", context=self._context, kind=SpanKind.CLIENT, attributes=ids)
         return _traceparent(self._attempt)
 

@@ -24,7 +24,7 @@ def page(
     db: Database, *, viewer: str | None, now_s: float, purpose: str | None, after: str | None, limit: int,
     descending: bool,
 ) -> Page[FileRow]:  # fmt: skip
-    where, parameters = "(expires_s IS NULL OR expires_s > ?)", [now_s]
+    where, parameters = "(expires_s IS NULL OR expires_s > ?)", list[object]([now_s])
     if purpose is not None:
         where, parameters = where + " AND purpose = ?", [*parameters, purpose]
     return db.page(

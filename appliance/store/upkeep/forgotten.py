@@ -72,8 +72,8 @@ def pseudonymise(db: Database, owner: str, pseudonym: str) -> None:
             error = {**row.error, "message": NAMELESS} if row.error else None
             jobs.update(db, job_id, metadata=None, integrations=None, error=error, reason="")
         audited(db, names, mine, pseudonym)
-        for number, row in enumerate(known, 1):
-            keys.update(db, row.id, name=f"{pseudonym}-{number}")
+        for number, key in enumerate(known, 1):
+            keys.update(db, key.id, name=f"{pseudonym}-{number}")
         for table in _with_column(db, "owner"):
             db.execute(f"UPDATE {table} SET owner = ?2 WHERE owner = ?1", [owner, pseudonym])
 

@@ -1,5 +1,6 @@
 """What the warm parents find in their environment, by the kind of the node's devices."""
 
+import importlib.util
 from pathlib import Path
 
 from appliance.config import BoxConfig
@@ -41,3 +42,10 @@ def test_processes_run_beside_their_devices_unless_told_otherwise(tmp_path):
     assert place_of(free, paths, gpus).numa_nodes(gpus) == (None, None)
     logical = logical_devices(1)
     assert place_of(BoxConfig(), paths, logical).numa_nodes(logical) == (None,)
+
+
+def test_what_the_warm_parents_import_exists(tmp_path):
+    paths = BoxPaths.of(tmp_path / "data", tmp_path)
+    paths.shm_root.mkdir()
+    place = place_of(BoxConfig(), paths, logical_devices(2))
+    assert all(importlib.util.find_spec(spec.preload) for spec in place.warm)
