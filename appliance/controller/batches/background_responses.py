@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import orjson
 
 from appliance.controller.access.model_access import may_use, viewer_of
-from appliance.controller.batches.metering import Charge, Toll
+from appliance.controller.batches.metering import Charge, Sent, Toll
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
@@ -48,6 +49,8 @@ class BackgroundResponses:
         self._toll = Toll(context.db, context.publish_keys)
         self._waiting: dict[str, str] = {}  # model by id, in the order of their coming
         self._flying: dict[str, tuple[str, asyncio.Task[None]]] = {}
+        self._sent: dict[str, tuple[str, Sent]] = {}  # at an engine now, with the key's id
+        self._unpaid: list[dict[str, Any]] = []
         self._deaths: Counter[str] = Counter()
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -78,6 +81,11 @@ class BackgroundResponses:
         _, task = self._flying.pop(response_id, ("", None))
         if task is not None:
             task.cancel()
+        if (sent := self._sent.pop(response_id, None)) is not None:
+            key_id, line = sent
+            # Not written here: a key is revoked on a full disk, too.
+            self._unpaid += self._toll.left(key_id, line.body["model"], [line])
+            self._wake.set()
         self._deaths.pop(response_id, None)
         self._tell_wants()
 
@@ -123,6 +131,8 @@ class BackgroundResponses:
     async def _run(self) -> None:
         while True:
             self._wake.clear()
+            unpaid, self._unpaid = self._unpaid, []
+            self._toll.pay(unpaid)
             self._send_what_may_go()
             if self._waiting:
                 await self._context.batch_engines.changed(LOOK_EVERY_S)
@@ -183,7 +193,11 @@ class BackgroundResponses:
         self._set(row, {**orjson.loads(row.response), "status": "in_progress"}, status="in_progress")
         key = keys.find(self._db, row.key_id) if row.key_id else None
         body = salted(objects.engine_body(request, items), key.owner if key is not None else "")
-        return await self._context.batch_engines.send(model, URL, body, new_id("req_"))
+        self._sent[row.id] = row.key_id, Sent(URL, body, time.monotonic())
+        try:
+            return await self._context.batch_engines.send(model, URL, body, new_id("req_"))
+        finally:
+            self._sent.pop(row.id, None)
 
     def _take(self, row: ResponseRow, model: str, answer: EngineAnswer) -> None:
         key = keys.find(self._db, row.key_id) if row.key_id else None

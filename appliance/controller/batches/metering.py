@@ -19,20 +19,40 @@ from appliance.controller.batches.answers import tokens_of
 from appliance.controller.interfaces.ports import EngineAnswer
 from appliance.gateway.access.allowance import Allowance
 from appliance.gateway.core import errors as gateway_errors
+from appliance.gateway.core.config import Limits
+from appliance.gateway.core.routes import resolve
+from appliance.gateway.payload.request_check import check_body
 from appliance.store.database import Database
 from appliance.store.records import keys
 from appliance.store.rows import BatchRow, KeyRow
 
+_LIMITS = Limits()
+# As at the gateways: tokens that an engine writes in a second for one sequence, where its model was not measured yet.
+_UNKNOWN_RATE = 10.0
+_MEASURED_FROM_TOKENS = 8
+_SMOOTHING = 0.1
+
 
 @dataclass(frozen=True, slots=True)
 class Charge:
-    """One line that an engine has answered. estimated: tokens that its key's allowance was charged when it was sent."""
+    """One line that an engine has answered. estimated: tokens that its key's allowance was charged when it was sent.
+    took_s: 0 where that is not known."""
 
     custom_id: str
     version: str
     status: int
     body: Any
     estimated: int
+    took_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A line that an engine works on. at_s: monotonic."""
+
+    url: str
+    body: dict[str, Any]
+    at_s: float
 
 
 class Toll:
@@ -41,6 +61,7 @@ class Toll:
     def __init__(self, db: Database, changed: Callable[[], None]):
         self._db, self._spending = db, Spending(db, changed)
         self._allowances: dict[str, Allowance] = {}
+        self._rates: dict[str, float] = {}
 
     def key_of(self, batch: BatchRow) -> KeyRow | None:
         """None for a batch of the box itself, which is bound by nothing."""
@@ -73,14 +94,40 @@ class Toll:
         for charge in answered:
             used = tokens_of(charge.body)
             prompt, completion = used.get("input_tokens", 0), used.get("output_tokens", 0)
+            if completion >= _MEASURED_FROM_TOKENS and charge.took_s > 0:
+                rate = completion / charge.took_s
+                known = self._rates.get(model, rate)
+                self._rates[model] = known + _SMOOTHING * (rate - known)
             if key is not None:
                 self._allowance(key).correct(charge.estimated, prompt + completion)
             rows.append({
                 "key": key.id if key is not None else "", "model": model, "version": charge.version, "requests": 1,
                 "errors": int(charge.status >= 500), "prompt_tokens": prompt, "completion_tokens": completion,
             })  # fmt: skip
+        self.pay(rows)
+
+    def pay(self, rows: list[dict[str, Any]]) -> None:
+        """Raises sqlite3.Error where they cannot be written now; then they are with the next ones."""
         if rows:
             self._spending.take(rows)
+
+    def left(self, key_id: str, model: str, lines: list[Sent]) -> list[dict[str, Any]]:
+        """For `pay`: lines that their owner took back, or whose key was revoked, while engines worked on them.
+
+        No engine says what they have cost: the prompt as estimated, and the tokens that the model writes in that time;
+        never more than was asked for. Else whoever cancels in time computes for nothing."""
+        rows = []
+        for line in lines:
+            try:
+                asked = check_body(resolve(b"POST", line.url.encode()), orjson.dumps(line.body), _LIMITS).asked
+            except gateway_errors.ApiError:
+                continue  # no engine gets such a one
+            written = int((time.monotonic() - line.at_s) * self._rates.get(model, _UNKNOWN_RATE) * asked.sequences)
+            rows.append({
+                "key": key_id, "model": model, "version": "", "requests": 1, "errors": 0,
+                "prompt_tokens": asked.prompt_tokens, "completion_tokens": min(written, asked.completion_tokens),
+            })  # fmt: skip
+        return rows
 
     def _allowance(self, key: KeyRow) -> Allowance:
         limits = (key.requests_per_minute, key.tokens_per_minute)

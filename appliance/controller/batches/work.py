@@ -22,7 +22,7 @@ from appliance.controller.access.naming import resolve
 from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.input_lines import Line, Lines
-from appliance.controller.batches.metering import Charge
+from appliance.controller.batches.metering import Charge, Sent
 from appliance.controller.batches.output_files import linked, remove_bytes
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import error_object
@@ -67,6 +67,7 @@ class BatchWork:
         self._deaths: dict[str, int] = {}
         self._ready: list[dict[str, Any]] = []
         self._charges: list[Charge] = []
+        self._sent: dict[str, Sent] = {}  # at an engine now, by custom_id
         self._written_s = 0.0
 
     async def run(self) -> None:
@@ -144,7 +145,7 @@ class BatchWork:
                 self.wake.clear()
                 end = self._early_end()
                 if end is not None:
-                    await self._call_back()
+                    await self._call_back(paid=end != "expired")
                     return end
                 if self._ready:
                     await self._store_answers()  # first, so that what they cost counts for the next
@@ -166,12 +167,17 @@ class BatchWork:
             return "failed"
         return None
 
-    async def _call_back(self) -> None:
-        """Take the lines back from the engines, and keep what was answered until now."""
+    async def _call_back(self, *, paid: bool) -> None:
+        """Take the lines back from the engines, and keep what was answered until now. paid: what they have computed for
+        the rest is, too."""
+        taken_back = list(self._sent.values())
         for task in self.flying.values():
             task.cancel()
         await asyncio.gather(*self.flying.values(), return_exceptions=True)
         self.flying.clear()
+        if paid and taken_back:
+            toll = self._runner.toll
+            toll.pay(toll.left(self._row().key_id or "", self.model, taken_back))
         await self._store_answers()
 
     async def _wait(self) -> None:
@@ -210,6 +216,7 @@ class BatchWork:
 
     async def _send(self, custom_id: str, request: dict[str, Any]) -> None:
         request_id = new_id("req_")
+        sent = self._sent[custom_id] = Sent(request["url"], request["body"], time.monotonic())
         try:
             answer = await self._context.batch_engines.send(self.model, request["url"], request["body"], request_id)
             status, body, version = answer.status, answer.body, answer.version
@@ -221,10 +228,11 @@ class BatchWork:
             message = f"The engine serving this model failed while answering: {error}."
             status, body, version = 502, error_object(message, "server_error", None, "engine_failed"), ""
         finally:
+            del self._sent[custom_id]
             self.flying.pop(custom_id, None)
             self.wake.set()
         estimated = self._by_id[custom_id].size // _BYTES_PER_TOKEN
-        self._charges.append(Charge(custom_id, version, status, body, estimated))
+        self._charges.append(Charge(custom_id, version, status, body, estimated, time.monotonic() - sent.at_s))
         self._answered(custom_id, request_id, status, body)
 
     def _answered(self, custom_id: str, request_id: str, status: int, body: Any) -> None:

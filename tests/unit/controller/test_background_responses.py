@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import openai
 import pytest
 
-from appliance.controller.batches import background_responses
+from appliance.controller.batches import background_responses, metering
 from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
 from appliance.controller.responses import objects
@@ -144,6 +145,35 @@ async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Contro
     assert control.app.state.background.unfinished == 0
     with pytest.raises(openai.NotFoundError):
         await control.sdk.responses.retrieve(other.id)
+
+
+@pytest.mark.parametrize("way", ["cancel", "delete", "revoke"])
+async def test_who_takes_it_back_pays_for_what_was_computed(control: Control, way: str, monkeypatch):
+    """A quota was no bound for who cancels before the end: 1,000 tokens of prompt each, as often as one likes."""
+    key_id = control.as_key("ann")
+    begun = asyncio.Event()
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer:
+        begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    engines(control).rule = rule
+    made = await asked(control, "x" * 4000, max_output_tokens=64)
+    await asyncio.wait_for(begun.wait(), 10)
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + 3)  # 30 tokens at the rate of an unknown model
+    monkeypatch.setattr(metering, "time", later)
+    if way == "revoke":
+        admin = {"x-appliance-key-id": "key_admin", "x-appliance-scopes": "admin"}
+        (await control.http.delete(f"/admin/v1/keys/{key_id}", headers=admin)).raise_for_status()
+    else:
+        await getattr(control.sdk.responses, way)(made.id)
+    async with asyncio.timeout(10):
+        while not (found := control.db.execute("SELECT * FROM usage").fetchall()):
+            await asyncio.sleep(0.002)
+    (row,) = found
+    assert (row["key_id"], row["model"], row["requests"]) == (key_id, "starter", 1)
+    assert row["prompt_tokens"] > 1000 and 30 <= row["completion_tokens"] < 40
 
 
 async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: Control):

@@ -114,3 +114,22 @@ async def test_limits_by_the_minute_slow_a_batch_down(control: Control, monkeypa
             await asyncio.sleep(0.005)
     clock[0] += 30
     assert (await ended(control, batch_id)).request_counts.completed == 3
+
+
+async def test_who_cancels_a_batch_pays_for_the_lines_that_engines_were_at(control: Control):
+    as_key(control)
+    begun_at = asyncio.Event()
+
+    async def rule(body: dict[str, Any]) -> EngineAnswer | None:
+        begun_at.set()
+        await asyncio.Event().wait()
+        return None
+
+    engines(control).rule = rule
+    engines(control).lines = 2
+    batch_id = await begun(control, [line(n) for n in range(5)])
+    await asyncio.wait_for(begun_at.wait(), 10)
+    await control.sdk.batches.cancel(batch_id)
+    assert (await ended(control, batch_id)).status == "cancelled"
+    of_key = spent(control)["batcher"]
+    assert of_key.requests == 2 and of_key.prompt_tokens > 20
