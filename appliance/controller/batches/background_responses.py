@@ -16,6 +16,7 @@ from typing import Any
 import orjson
 
 from appliance.controller.access.model_access import may_use, viewer_of
+from appliance.controller.batches import share
 from appliance.controller.batches.metering import Charge, Sent, Toll
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError
@@ -50,6 +51,8 @@ class BackgroundResponses:
         self._waiting: dict[str, str] = {}  # model by id, in the order of their coming
         self._flying: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._sent: dict[str, tuple[str, Sent]] = {}  # at an engine now, with the key's id
+        self._owners: dict[str, str] = {}  # of those that wait or are at an engine
+        self._last_sent: dict[str, int] = {}  # by owner: a number that grows
         self._unpaid: list[dict[str, Any]] = []
         self._deaths: Counter[str] = Counter()
         self._wake = asyncio.Event()
@@ -57,7 +60,7 @@ class BackgroundResponses:
 
     def start(self) -> None:
         for row in responses.list_unfinished(self._db):
-            self._waiting[row.id] = _model(row)
+            self._waiting[row.id], self._owners[row.id] = _model(row), row.owner
         self._task = self._context.keepers.keep("background responses", self._run)
 
     async def stop(self) -> None:
@@ -71,7 +74,7 @@ class BackgroundResponses:
         return len(self._waiting) + len(self._flying)
 
     def begin(self, row: ResponseRow) -> None:
-        self._waiting[row.id] = _model(row)
+        self._waiting[row.id], self._owners[row.id] = _model(row), row.owner
         self._tell_wants()
         self._wake.set()
 
@@ -87,6 +90,7 @@ class BackgroundResponses:
             self._unpaid += self._toll.left(key_id, line.body["model"], [line])
             self._wake.set()
         self._deaths.pop(response_id, None)
+        self._owners.pop(response_id, None)
         self._tell_wants()
 
     def cancel(self, row: ResponseRow) -> ResponseRow:
@@ -118,6 +122,8 @@ class BackgroundResponses:
 
     def keep_house(self, now_s: float) -> None:
         """End what waited too long, or whose row went with its key."""
+        live = set(self._owners.values())
+        self._last_sent = {owner: number for owner, number in self._last_sent.items() if owner in live}
         for response_id in [*self._waiting, *self._flying]:
             row = responses.find(self._db, response_id)
             if row is None:
@@ -144,7 +150,18 @@ class BackgroundResponses:
         flying = Counter(model for model, _ in self._flying.values())
         for model in dict.fromkeys(self._waiting.values()):
             room = self._context.batch_engines.room(model).lines - flying[model]
-            for response_id in [one for one, asked in self._waiting.items() if asked == model][: max(room, 0)]:
+            if room <= 0:
+                continue
+            waiting = [one for one, asked in self._waiting.items() if asked == model]
+            wanting = Counter(self._owners[one] for one in waiting)
+            busy = Counter(self._owners[one] for one, (asked, _) in self._flying.items() if asked == model)
+            given = share.slots(room, wanting, busy, self._last_sent)
+            for response_id in waiting:
+                owner = self._owners[response_id]
+                if not given[owner]:
+                    continue
+                given[owner] -= 1
+                self._last_sent[owner] = max(self._last_sent.values(), default=0) + 1
                 del self._waiting[response_id]
                 task = asyncio.create_task(self._answer(response_id, model), name=f"response {response_id}")
                 self._flying[response_id] = (model, task)
@@ -170,12 +187,14 @@ class BackgroundResponses:
         except Exception as error:
             # A bug; without this the response would be in progress for ever, with the reason in a log.
             self._flying.pop(response_id, None)
+            self._owners.pop(response_id, None)
             self._fail(row, "server_error", f"The response failed: {type(error).__name__}: {error}.")
             raise
         else:
             self._flying.pop(response_id, None)
             self._take(row, model, answer)
         self._deaths.pop(response_id, None)
+        self._owners.pop(response_id, None)
         self._tell_wants()
         self._wake.set()
 

@@ -1,14 +1,16 @@
 """All unfinished batches: taken up when the box starts, and in which order they get engines.
 
 One task per batch, all on the controller's loop. Lines are sent as long as the engines have room
-(`ports.BatchEngines`), the oldest batch of a model first.
+(`ports.BatchEngines`), those of several owners by turns, and of one owner the oldest batch of a model first.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from functools import partial
 
+from appliance.controller.batches import share
 from appliance.controller.batches.metering import Toll
 from appliance.controller.batches.work import BatchWork
 from appliance.controller.context.context import ControllerContext
@@ -22,6 +24,8 @@ class BatchRunner:
         self._context = context
         self.toll = Toll(context.db, context.publish_keys)
         self._works: dict[str, BatchWork] = {}
+        self._sent = 0
+        self._last_sent: dict[str, int] = {}  # by owner
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     def start(self) -> None:
@@ -74,15 +78,35 @@ class BatchRunner:
         return self._context.batch_engines.room(work.model).why or None
 
     def room(self, asking: BatchWork) -> int:
-        """Lines that this batch may start now: what the engines have left, unless an older batch wants it."""
+        """Lines that this batch may start now: what the engines have left, in turns by owner; of one owner the oldest
+        batch goes first."""
         if self._older(asking):
             return 0
-        flying = sum(len(work.flying) for work in self._works.values() if work.model == asking.model)
-        return max(0, self._context.batch_engines.room(asking.model).lines - flying)
+        same = [work for work in self._works.values() if work.model == asking.model]
+        flying: Counter[str] = Counter()
+        wanting: Counter[str] = Counter()
+        for work in same:
+            flying[work.owner] += len(work.flying)
+            if work.left and not work.stopped_by and work.owner not in wanting:
+                wanting[work.owner] = len(work.left)
+        wanting[asking.owner] = len(asking.left)
+        free = self._context.batch_engines.room(asking.model).lines - flying.total()
+        return share.slots(free, wanting, flying, self._last_sent)[asking.owner]
+
+    def sent(self, work: BatchWork) -> None:
+        """A line of this batch went to an engine."""
+        self._sent += 1
+        self._last_sent[work.owner] = self._sent
+
+    def returned(self, work: BatchWork) -> None:
+        """One came back: it may be another owner's turn."""
+        for other in self._works.values():
+            if other.model == work.model:
+                other.wake.set()
 
     def _older(self, asking: BatchWork) -> list[BatchWork]:
-        """Batches of its model that go before it; not those whose own key keeps them back."""
-        same = [work for work in self._works.values() if work.model == asking.model]
+        """Batches of its model and owner that go before it; not those whose own key keeps them back."""
+        same = [work for work in self._works.values() if (work.model, work.owner) == (asking.model, asking.owner)]
         return [work for work in same[: same.index(asking)] if work.left and not work.stopped_by]
 
     def tell_wants(self) -> None:
@@ -92,6 +116,8 @@ class BatchRunner:
 
     def _ended(self, batch_id: str) -> None:
         self._works.pop(batch_id, None)
+        live = {work.owner for work in self._works.values()}
+        self._last_sent = {owner: number for owner, number in self._last_sent.items() if owner in live}
         self._tasks.pop(batch_id, None)
         self.tell_wants()
         for work in self._works.values():

@@ -10,6 +10,7 @@ model without an awake engine is woken for a batch only where that takes nothing
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
@@ -33,6 +34,20 @@ def room(names: Iterable[str], engines: Sequence[str], load: Load, *, lines_per_
         inflight = load.replicas[engine].inflight if engine in load.replicas else 0
         lines += lines_per_engine * max(0, busy_inflight - inflight) // busy_inflight
     return Room(lines, "" if lines else "the engines of the model are busy with interactive requests")
+
+
+def slots(
+    free: int, wanting: Mapping[str, int], flying: Mapping[str, int], last_sent: Mapping[str, int]
+) -> Counter[str]:
+    """Of `free` lines how many each owner may send now, who wants so many: one by one to whoever has the fewest at
+    engines, and among equals to who has sent none for longest. last_sent: a number that grows with each line sent."""
+    given: Counter[str] = Counter()
+    for _ in range(max(free, 0)):
+        asking = [owner for owner, wanted in wanting.items() if given[owner] < wanted]
+        if not asking:
+            break
+        given[min(asking, key=lambda owner: (flying.get(owner, 0) + given[owner], last_sent.get(owner, 0)))] += 1
+    return given
 
 
 def may_wake(policy: str, jobs_want_devices: bool, others_asked: bool, free_devices: int) -> bool:

@@ -55,7 +55,7 @@ class BatchWork:
 
     def __init__(self, context: ControllerContext, batch_id: str, runner: BatchRunner):
         self._context, self._db, self.batch_id, self._runner = context, context.db, batch_id, runner
-        self.model = ""
+        self.model = self.owner = ""
         self.answers = Answers(context.batches_dir, batch_id)
         self.opened = False
         self.left: deque[str] = deque()
@@ -90,6 +90,7 @@ class BatchWork:
 
     async def _run(self) -> None:
         row = self._row()
+        self.owner = row.owner
         if row.status == "finalizing":
             await to_thread.run_sync(self.answers.open)
             self.opened = True
@@ -213,6 +214,7 @@ class BatchWork:
             self.flying[custom_id] = asyncio.create_task(
                 self._send(custom_id, request), name=f"line of {self.batch_id}"
             )
+            self._runner.sent(self)
 
     async def _send(self, custom_id: str, request: dict[str, Any]) -> None:
         request_id = new_id("req_")
@@ -230,7 +232,7 @@ class BatchWork:
         finally:
             del self._sent[custom_id]
             self.flying.pop(custom_id, None)
-            self.wake.set()
+            self._runner.returned(self)
         estimated = self._by_id[custom_id].size // _BYTES_PER_TOKEN
         self._charges.append(Charge(custom_id, version, status, body, estimated, time.monotonic() - sent.at_s))
         self._answered(custom_id, request_id, status, body)

@@ -176,6 +176,19 @@ async def test_who_takes_it_back_pays_for_what_was_computed(control: Control, wa
     assert row["prompt_tokens"] > 1000 and 30 <= row["completion_tokens"] < 40
 
 
+async def test_owners_take_turns_however_many_one_of_them_has_asked(control: Control):
+    engines(control).lines = 0
+    scripted(control)
+    control.as_key("ann")
+    for number in range(20):
+        await asked(control, f"ann {number}")
+    control.as_key("ben")
+    made = await asked(control, "ben")
+    engines(control).lines = 1
+    await ended(control, made.id)
+    assert len(engines(control).sent) < 6
+
+
 async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: Control):
     scripted(control, EngineAnswer(200, answer(1, "two"), "v1"))
     stream = await control.sdk.responses.create(model="starter", input="1+1?", background=True, stream=True)

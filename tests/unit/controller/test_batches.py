@@ -332,6 +332,21 @@ async def test_the_oldest_batch_of_a_model_goes_first(control: Control):
     assert asked == [f"{n}+1?" for n in (*range(4), *range(10, 14))]
 
 
+async def test_owners_take_turns_however_long_ones_batch_is(control: Control):
+    """The lines of one owner's batch, 32 times 50,000 of them, kept everybody else's waiting."""
+    control.as_key("ann")
+    engines(control).lines = 0
+    first = await begun(control, [line(n) for n in range(40)])
+    await until(control, first, lambda b: b.status == "in_progress")
+    control.as_key("ben")
+    second = await begun(control, [line(n) for n in range(100, 104)])
+    await until(control, second, lambda b: b.status == "in_progress")
+    engines(control).lines = 1
+    await ended(control, second)
+    asked = [body["messages"][0]["content"] for body in engines(control).sent]
+    assert asked.index("103+1?") < 12
+
+
 async def test_a_retried_create_makes_one_batch(control: Control):
     file_id = await control.upload(jsonl([line(0)]), "in.jsonl", "batch")
     body = {"input_file_id": file_id, "endpoint": URL, "completion_window": "24h"}
