@@ -63,11 +63,17 @@ def list_unfinished_of(db: Database, key_id: str) -> list[JobRow]:
 
 
 def names_made_by(db: Database, owner: str) -> list[str]:
-    """Public names of the models that this owner's jobs made or will make, and of their checkpoints."""
+    """Public names of the models that this owner's jobs have made or may still make, and of their checkpoints.
+
+    Not of those that made nothing, or whose model is gone: they stand in the gateways' table for each key with a list,
+    and jobs that are made and cancelled by turns would make it longer and longer."""
+    live = ", ".join("?" * len(FINISHED_PHASES))
     rows = db.execute(
-        "SELECT output_model AS name FROM jobs WHERE owner = ?1 UNION"
-        " SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id WHERE jobs.owner = ?1",
-        [owner],
+        "SELECT output_model AS name FROM jobs WHERE owner = ?"
+        f" AND (phase NOT IN ({live}) OR EXISTS (SELECT 1 FROM models WHERE id = output_model)) UNION"
+        " SELECT c.name FROM checkpoints AS c JOIN jobs ON jobs.id = c.job_id JOIN models ON models.id = c.model"
+        " WHERE jobs.owner = ?",
+        [owner, *sorted(FINISHED_PHASES), owner],
     )
     return [row["name"] for row in rows]
 
