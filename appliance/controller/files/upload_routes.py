@@ -91,6 +91,8 @@ def routes(context: ControllerContext) -> APIRouter:
         if upload_rows.stored(db, row.id)[0] + coming[row.id] >= MAX_PARTS:
             raise BadRequest(f"The upload {row.id} has {MAX_PARTS} parts, the most that it may; send larger ones.",
                              param="data", code="too_many_parts")  # fmt: skip
+        if row.id in completing:
+            raise _busy(row)
         context.quotas.disk.check()
         mine = 0
 
@@ -137,12 +139,16 @@ def routes(context: ControllerContext) -> APIRouter:
         row = _pending(context, upload_id, caller)
         paths = _chosen(context, row, body)
         if row.id in completing:
-            raise Conflict(f"The upload {row.id} is being completed by another request.", code="upload_busy")
+            raise _busy(row)
+        if coming[row.id]:
+            raise Conflict(f"{coming[row.id]} parts of the upload {row.id} are still arriving; complete it once they "
+                           "are answered.", code="upload_busy")  # fmt: skip
         context.quotas.disk.check(row.bytes)
         completing.add(row.id)
         file_id = new_id("file-")
         incoming = context.files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
         try:
+            await _drop_all_but(context, row, set(body.part_ids))
             sha256, md5 = await context.file_work.run(row.owner, _join, paths, incoming)
             if body.md5 is not None and body.md5.lower() != md5:
                 raise BadRequest(f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected.",
@@ -230,6 +236,24 @@ def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete) ->
                          param="part_ids", code="upload_size_mismatch")  # fmt: skip
     folder = _folder(context, row.id)
     return [folder / part_id for part_id in body.part_ids]
+
+
+async def _drop_all_but(context: ControllerContext, row: UploadRow, part_ids: set[str]) -> None:
+    """Parts that were not named: with them and the file the disk would hold three times what was announced."""
+    unnamed = upload_rows.parts(context.db, row.id).keys() - part_ids
+    with context.db.transaction():
+        for part_id in unnamed:
+            upload_rows.delete_part(context.db, part_id)
+    await to_thread.run_sync(_unlink, [_folder(context, row.id) / part_id for part_id in unnamed])
+
+
+def _unlink(paths: list[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)
+
+
+def _busy(row: UploadRow) -> Conflict:
+    return Conflict(f"The upload {row.id} is being completed by another request.", code="upload_busy")
 
 
 def _join(parts: list[Path], target: Path) -> tuple[str, str]:

@@ -39,6 +39,10 @@ def insert_part(db: Database, row: UploadPartRow) -> None:
     db.insert("upload_parts", row, name=row.id)
 
 
+def delete_part(db: Database, part_id: str) -> None:
+    db.execute("DELETE FROM upload_parts WHERE id = ?", [part_id])
+
+
 def parts(db: Database, upload_id: str) -> dict[str, UploadPartRow]:
     """By id, in the order in which they came."""
     rows = db.all(UploadPartRow, "SELECT * FROM upload_parts WHERE upload_id = ? ORDER BY seq", [upload_id])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import time
+from pathlib import Path
 
 import openai
 import pytest
@@ -138,3 +139,19 @@ async def test_parts_are_bounded_by_number_however_small_they_are(control: Contr
     other = await begun(control, size=10)
     results = await asyncio.gather(*(part(control, other, b"") for _ in range(6)), return_exceptions=True)
     assert sum(isinstance(result, str) for result in results) == 3, "those on their way count"
+
+
+async def test_the_disk_holds_at_most_twice_what_was_announced_while_it_is_completed(control: Control, monkeypatch):
+    join, held = upload_routes._join, []
+
+    def watched(parts: list[Path], target: Path) -> tuple[str, str]:
+        made = join(parts, target)
+        folders = control.context.uploads_dir, control.context.files_dir
+        held.append(sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()))
+        return made
+
+    monkeypatch.setattr(upload_routes, "_join", watched)
+    made = await control.sdk.uploads.create(bytes=10_000, filename="a", mime_type="text/plain", purpose="user_data")
+    parts = [await control.sdk.uploads.parts.create(made.id, data=b"x" * 10_000) for _ in range(2)]
+    assert (await control.sdk.uploads.complete(made.id, part_ids=[parts[1].id])).status == "completed"
+    assert held == [20_000]
