@@ -9,12 +9,16 @@ Added is that all a raylet starts, its agents and the workers, ends with it by t
 workers miss it after up to two seconds and agents, where Ray's head is gone too, in a minute: each looks now and then,
 and the agents first try to tell the head.
 
+And that `--block` ends with whatever it started, however that ended. Ray takes an end with 0 or by SIGTERM for one that
+somebody asked for: a raylet whose agent had been killed ended so, and Ray's head stayed without a node for ever.
+
 And its folders are their owner's alone, where Ray opens them to everybody, and its logs lie where there is room.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -24,6 +28,8 @@ from typing import Any
 from runtime.processes import exec_with_parent
 
 OTHER_COMMANDS = ("ray.serve.scripts", "ray.dashboard.modules.job.cli", "ray.util.state.state_cli")
+CODES_OF_ASKED = (0, signal.SIGTERM, -signal.SIGTERM, 128 + signal.SIGTERM)
+MISSED = 1
 COMMANDS_OF_A_RAYLET = ("--python_worker_command=", "--dashboard_agent_command=", "--runtime_env_agent_command=")
 
 
@@ -38,6 +44,7 @@ def main() -> None:
     Node.start_ray_client_server = _without_ray_client
     Node._init_temp = _logging_to(Path(sys.argv.pop(1)), Node._init_temp)
     node.try_to_create_directory = _private_folder
+    Node.dead_processes = _all_missed(Node.dead_processes)
     services.start_ray_process = _tying(services.start_ray_process)
     scripts.main()
 
@@ -65,6 +72,19 @@ def _logging_to(logs: Path, init_temp: Callable[..., None]) -> Callable[..., Non
 
 def _private_folder(path: str) -> None:
     os.makedirs(path, mode=0o700, exist_ok=True)
+
+
+def _all_missed(dead_processes: Callable[[Any], list[tuple[str, Any]]]) -> Callable[[Any], list[tuple[str, Any]]]:
+    """`ray start --block` goes by the exit codes: each is one that it does not expect."""
+
+    def dead(node: Any) -> list[tuple[str, Any]]:
+        found = dead_processes(node)
+        for _, process in found:
+            if process.returncode in CODES_OF_ASKED:
+                process.returncode = MISSED
+        return found
+
+    return dead
 
 
 def _tying(start: Callable[..., Any]) -> Callable[..., Any]:

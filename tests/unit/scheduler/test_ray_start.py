@@ -9,10 +9,13 @@ from types import SimpleNamespace
 import pytest
 from ray._private import node, services
 from ray._private.node import Node
+from ray.scripts import scripts
 
 from runtime.processes import exec_with_parent
 from scheduler.ray.start import (
+    CODES_OF_ASKED,
     COMMANDS_OF_A_RAYLET,
+    _all_missed,
     _logging_to,
     _private_folder,
     _without_dashboard,
@@ -36,6 +39,7 @@ assert Node.start_ray_client_server is ray_start._without_ray_client
 from ray._private import node, services
 assert node.try_to_create_directory is ray_start._private_folder
 assert Node._init_temp.__module__ == ray_start.__name__
+assert Node.dead_processes.__module__ == ray_start.__name__
 assert services.start_ray_process.__module__ == ray_start.__name__
 """
 
@@ -74,6 +78,19 @@ def test_what_stands_for_a_part_of_ray_is_called_as_it_was(name, ours):
 def test_who_asks_for_the_dashboard_is_told_that_there_is_none():
     with pytest.raises(ValueError, match="no dashboard"):
         _without_dashboard(None, include_dashboard=None, raise_on_failure=True)
+
+
+@pytest.mark.parametrize("code", ["exit 0", "kill -TERM $$", "exit 15", "exit 143", "exit 3"])
+def test_ray_ends_with_each_process_of_its_however_that_ended(code):
+    """A raylet ends with 0 when its agent is killed, and `ray start --block` would go on without it."""
+    raylet = subprocess.Popen(["sh", "-c", code])
+    raylet.wait()
+    made = object.__new__(Node)
+    made.all_processes = {"raylet": [SimpleNamespace(process=raylet)]}
+    ((name, ended),) = _all_missed(Node.dead_processes)(made)
+    assert (name, ended) == ("raylet", raylet) and ended.returncode not in CODES_OF_ASKED
+    source = inspect.getsource(scripts.start.callback)
+    assert "deceased = node.dead_processes()" in source and "if process.returncode not in expected" in source
 
 
 def test_what_a_raylet_starts_is_tied_to_it():
