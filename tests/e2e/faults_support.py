@@ -104,8 +104,11 @@ class FaultyBox(WholeBox):
             return [self.main_pid()]
         if name in logs:
             return self.pids_logging_to(logs[name])
-        wanted = {"raylet": "/raylet", "ray's head": "/gcs_server", "supervisor": "ray::"}[name]
-        return sorted(pid for pid, command in self.running().items() if wanted in command.split(" ")[0])
+        wanted = {"raylet": "/raylet", "ray's head": "/gcs_server", "supervisor": "ray::", "ray's agent": "ray::"}[name]
+        programs = {pid: command.split(" ")[0] for pid, command in self.running().items()}
+        found = {pid for pid, program in programs.items() if wanted in program}
+        agents = {pid for pid in found if programs[pid].endswith("Agent")}
+        return sorted(agents if name == "ray's agent" else found - agents)
 
 
 # --- the machine of the test's own
