@@ -3,34 +3,70 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
+
 FILE = "events.jsonl"
+MOST_WAITING_BYTES = 1 << 20
 
 
 class EventLog:
-    """Appends each event as a line to `<run_dir>/events.jsonl`, then passes it on. One writer: rank 0."""
+    """Appends each event as a line to `<run_dir>/events.jsonl`, then passes it on. One writer: rank 0.
+
+    A disk that takes nothing more costs no step: lines wait for room, the rest of a line that was begun first. Beyond
+    `MOST_WAITING_BYTES` they are only passed on.
+    """
 
     def __init__(self, run_dir: str | Path, emit: Callable[..., None]):
-        self._file = open(Path(run_dir) / FILE, "a", buffering=1, encoding="utf-8")  # noqa: SIM115 - as long as the run
+        self._file = open(Path(run_dir) / FILE, "a+b", buffering=0)  # noqa: SIM115 - as long as the run
+        # A line that a kill cut short must not become one with the next.
+        self._waiting = bytearray(b"" if _ends_whole(self._file) else b"\n")
+        self._full = False
         self._emit = emit
 
     def __call__(self, event: str, **data: Any) -> None:
-        self._file.write(json.dumps({"event": event, **data}) + "\n")
+        line = json.dumps({"event": event, **data}).encode() + b"\n"
+        if len(self._waiting) + len(line) <= MOST_WAITING_BYTES:
+            self._waiting += line
+        try:
+            while self._waiting:
+                del self._waiting[: self._file.write(self._waiting)]
+            self._full = False
+        except OSError as error:
+            if not self._full:
+                log.warning("events wait, %s cannot be written: %s", self._file.name, error.strerror)
+            self._full = True
         self._emit(event, **data)
+
+
+def _ends_whole(file: Any) -> bool:
+    if not file.seek(0, os.SEEK_END):
+        return True
+    file.seek(-1, os.SEEK_END)
+    return file.read(1) == b"\n"
 
 
 def read_events(run_dir: str | Path) -> Iterator[dict[str, Any]]:
     """The events of all worlds of a run, in the order they were written; none when it never ran.
 
-    A last line that a kill cut short is left out.
+    Lines that a kill or a full disk cut short are left out.
     """
     path = Path(run_dir) / FILE
     if not path.exists():
         return
-    with open(path, encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                event = json.loads(line)
+            except ValueError:
+                log.warning("line %d of %s was cut short and is left out", number, path)
+                continue
+            if isinstance(event, dict) and "event" in event:
+                yield event

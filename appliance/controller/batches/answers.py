@@ -118,6 +118,11 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _write_all(handle: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(handle, view) :]
+    """All of it or nothing: after a disk that was full the next line would become one with half a line."""
+    before, view = os.fstat(handle).st_size, memoryview(data)
+    try:
+        while view:
+            view = view[os.write(handle, view) :]
+    except OSError:
+        os.ftruncate(handle, before)
+        raise

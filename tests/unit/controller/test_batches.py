@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import resource
 import sqlite3
 import time
 from typing import Any
@@ -317,6 +318,23 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
         await runner.idle()
     batch = await control.sdk.batches.retrieve(batch_id)
     assert batch.status == "completed" and len(await content(control, batch.output_file_id)) == 1
+
+
+def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
+    """The next line became one with it, and the batch could not be opened any more."""
+    answer = {"id": "batch_req_1", "error": None, "response": {"status_code": 200, "request_id": "req_1", "body": {}}}
+    answers = Answers(tmp_path, "batch_1").open()
+    answers.append([answer | {"custom_id": "r0"}])
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (answers.output_path.stat().st_size + 9, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            answers.append([answer | {"custom_id": "r1"}])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    answers.append([answer | {"custom_id": "r2"}])
+    answers.close()
+    assert Answers(tmp_path, "batch_1").open().answered == {"r0", "r2"}
 
 
 async def test_the_oldest_batch_of_a_model_goes_first(control: Control):

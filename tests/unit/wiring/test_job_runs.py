@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import resource
 import shutil
 
 import pytest
@@ -11,7 +13,9 @@ from appliance.store.rows import VersionRow
 from appliance.wiring.job_runs import JobRuns
 from tests.unit.weights.conftest import check, write
 from tests.unit.wiring.test_tier_flow import damage
+from train.run import event_log
 from train.run.event_log import EventLog, read_events
+from train.run.tensorboard_writer import Board
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.lease import StoredVersion
 from weights.tiers.record import Name
@@ -43,6 +47,64 @@ def test_missed_steps_are_read_in_once(runs, db, events, add_job, tmp_path):
     runs.catch_up("ftjob-1")
     assert [row.step for row in job_records.list_metrics(db, "ftjob-1")] == [1, 2, 3]
     assert len(job_records.page_events(db, "ftjob-1", after=None, limit=50).data) == 3
+
+
+@contextlib.contextmanager
+def room(nbytes):
+    """Files take no more than so many bytes from here on, as where the disk is full."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_costs_no_step_and_no_event(tmp_path):
+    """Half a line stayed, became one with the next, and the controller could not read its way past it any more."""
+    passed_on = []
+    log = EventLog(tmp_path, lambda event, **data: passed_on.append(data["step"]))
+    log("metrics", step=1)
+    with room((tmp_path / "events.jsonl").stat().st_size + 9):
+        log("metrics", step=2)
+        log("metrics", step=3)
+        assert [event["step"] for event in read_events(tmp_path)] == [1]
+    log("metrics", step=4)
+    assert passed_on == [1, 2, 3, 4] == [event["step"] for event in read_events(tmp_path)]
+
+
+def test_what_waits_for_a_full_disk_is_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr(event_log, "MOST_WAITING_BYTES", 80)
+    log = EventLog(tmp_path, lambda event, **data: None)
+    with room(0):
+        for step in range(9):
+            log("metrics", step=step)
+    log("metrics", step=9)
+    assert [event["step"] for event in read_events(tmp_path)] == [0, 1], "the rest was only passed on"
+    log("metrics", step=10)
+    assert [event["step"] for event in read_events(tmp_path)] == [0, 1, 10]
+
+
+def test_after_a_line_that_a_kill_cut_short_the_next_world_begins_a_new_one(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"event": "metrics", "step": 1}\n{"event": "met')
+    EventLog(tmp_path, lambda event, **data: None)("metrics", step=2)
+    assert [event["step"] for event in read_events(tmp_path)] == [1, 2]
+
+
+def test_lines_of_an_older_run_that_became_one_are_left_out(tmp_path):
+    (tmp_path / "events.jsonl").write_text('{"event": "met{"event": "metrics", "step": 1}\n7\n{"event": "done"}\n')
+    assert [event["event"] for event in read_events(tmp_path)] == ["done"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
+def test_a_full_disk_costs_points_of_a_curve_and_no_step(tmp_path):
+    board = Board(tmp_path / "tb")
+    with room(0):
+        board.write("train", 1, {"loss": 1.0})
+        board.close()
+    board.write("train", 2, {"loss": 1.0})
+    board.close()
+    assert max(path.stat().st_size for path in (tmp_path / "tb").iterdir()) > 0
 
 
 @pytest.mark.parametrize(
