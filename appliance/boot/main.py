@@ -240,6 +240,8 @@ class Box:
         return process
 
     async def _start_controller(self) -> asyncio.subprocess.Process:
+        # Each Ray has an address of its own: with that of the one before the controller waits for half a minute.
+        await self._ray.running()
         return await self._python("controller", "-m", "appliance.controller.main",
                                   "--config-json", self._config.model_dump_json(),
                                   "--ray-address", self._ray_address)  # fmt: skip

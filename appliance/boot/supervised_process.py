@@ -41,6 +41,7 @@ class Supervised:
         self._process: asyncio.subprocess.Process | None = None
         self._keeper: asyncio.Task | None = None
         self._started_s = 0.0
+        self._runs = asyncio.Event()
         self.restarts = 0
 
     @property
@@ -51,6 +52,7 @@ class Supervised:
         """Start it; raises what the first start raises."""
         self._started_s = time.monotonic()
         self._process = await self._start()
+        self._runs.set()
         self._keeper = asyncio.create_task(self._keep(), name=f"keeper of {self.name}")
 
     async def end(self, timeout_s: float) -> bool:
@@ -70,6 +72,10 @@ class Supervised:
         kill_group(process.pid)
         return await process.wait() == 0
 
+    async def running(self) -> None:
+        """Returns when it was started and is not known to have ended."""
+        await self._runs.wait()
+
     def restart(self) -> None:
         """Kill it; its keeper starts it anew."""
         if self._process is not None:
@@ -86,6 +92,7 @@ class Supervised:
         pause_s = _FIRST_PAUSE_S
         while True:
             what = await self._ended()
+            self._runs.clear()
             if time.monotonic() - self._started_s > _STEADY_S:
                 pause_s, self._trouble = _FIRST_PAUSE_S, None
             while True:
@@ -97,6 +104,7 @@ class Supervised:
                 self._started_s = time.monotonic()
                 try:
                     self._process = await self._start()
+                    self._runs.set()
                     break
                 except Exception as error:  # noqa: BLE001 - said, and tried again: nobody else would start it ever again
                     what = f"{self.name} could not be started ({first_words(error)})"
