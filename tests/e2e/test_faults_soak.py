@@ -127,6 +127,7 @@ class FaultRun:
         )  # fmt: skip
         self.at_first = self.at_first or before
         print(f"{number:3d} {datetime.now():%H:%M:%S} {kind}", flush=True)
+        victims = self.victims(kind)
         began_s = time.monotonic()
         try:
             with self.kinds[kind]():
@@ -139,6 +140,7 @@ class FaultRun:
             self.box.up()
         seen.times += 1
         try:
+            self.wait_successor(kind, victims)
             waited = self.wait_whole(began_s)
         except NotWholeError as why:
             seen.hands += 1
@@ -159,6 +161,18 @@ class FaultRun:
         if seen.whole_s[-1] > SLOW_S:
             print("\n".join(f"      {seconds:5.1f} s {why}" for why, seconds in waited.items()), flush=True)
             self.tell_logs(began_s)
+
+    def victims(self, kind: str) -> set[int]:
+        return set(self.box.pids_of(kind.removeprefix("kill "))) if kind.startswith("kill ") else set()
+
+    def wait_successor(self, kind: str, victims: set[int]) -> None:
+        """Until another process does the work of the one that was killed: before that the box may look as if nothing
+        had happened. Raises NotWholeError."""
+        until_s = time.monotonic() + WHOLE_S
+        while victims and not self.victims(kind) - victims:
+            if time.monotonic() > until_s:
+                raise NotWholeError(f"nobody took the place of the {kind.removeprefix('kill ')}")
+            time.sleep(0.25)
 
     def wait_whole(self, began_s: float) -> Counter[str]:
         """Seconds that were waited for each thing that was missing. Raises NotWholeError."""
