@@ -37,18 +37,18 @@ class Answers:
         return self
 
     def append(self, lines: list[dict[str, Any]]) -> None:
-        """Each {"id", "custom_id", "response", "error"}; synced on return. One that is there already is left out."""
+        """Each {"id", "custom_id", "response", "error"}; synced on return. One that is there already is left out.
+        Raises OSError; no line is half there then, and the same may be given again."""
         new = {line["custom_id"]: line for line in lines if line["custom_id"] not in self.answered}
         with self._lock:
             if self._output < 0:
                 return  # closed by the end of the controller: these lines are asked again
             for handle, good in ((self._output, True), (self._error, False)):
-                data = b"".join(orjson.dumps(line) + b"\n" for line in new.values() if _is_good(line) is good)
-                if data:
-                    _write_all(handle, data)
-                    os.fsync(handle)
-        for line in new.values():
-            self._count(line, _is_good(line))
+                mine = [line for line in new.values() if _is_good(line) is good]
+                if mine:
+                    _write_all(handle, b"".join(orjson.dumps(line) + b"\n" for line in mine))
+                for line in mine:  # now: should the other file have no room, these are not written again
+                    self._count(line, good)
 
     def close(self) -> None:
         """Waits for a write that was begun."""
@@ -118,11 +118,12 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _write_all(handle: int, data: bytes) -> None:
-    """All of it or nothing: after a disk that was full the next line would become one with half a line."""
+    """All of it, synced, or nothing: after a disk that was full the next line would become one with half a line."""
     before, view = os.fstat(handle).st_size, memoryview(data)
     try:
         while view:
             view = view[os.write(handle, view) :]
+        os.fsync(handle)
     except OSError:
         os.ftruncate(handle, before)
         raise

@@ -9,6 +9,7 @@ error.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections import deque
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("appliance.controller")
 
 LOOK_EVERY_S = 0.5
+ROOM_EVERY_S = 2.0  # on a full disk
 _MAX_DEATHS = 3
 _REFUSED_AT_ONCE = 1000
 # Of a line, to estimate what it will cost before an engine says so.
@@ -247,7 +249,7 @@ class BatchWork:
         ready, self._ready = self._ready, []
         charges, self._charges = self._charges, []
         if ready:
-            await to_thread.run_sync(self.answers.append, ready)
+            await self._append(ready)
             # After they are stored: what a crash loses is asked again, and nothing is charged twice.
             stored = [charge for charge in charges if charge.custom_id in self.answers.answered]
             self._runner.toll.charge(self._runner.toll.key_of(self._row()), self.model, stored)
@@ -255,6 +257,17 @@ class BatchWork:
         if now_s - self._written_s >= self._context.config.progress_every_s:
             self._written_s = now_s
             self._set(completed=self.answers.completed, failed=self.answers.failed)
+
+    async def _append(self, lines: list[dict[str, Any]]) -> None:
+        """Waits for room where the disk is full: what engines have computed is not thrown away. Raises OSError."""
+        while True:
+            try:
+                return await to_thread.run_sync(self.answers.append, lines)
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                log.warning("batch %s waits for room on the disk: %s", self.batch_id, error.strerror)
+            await asyncio.sleep(ROOM_EVERY_S)
 
     # --- finalizing
 
@@ -266,7 +279,7 @@ class BatchWork:
                 for custom_id in self._by_id
                 if custom_id not in self.answers.answered
             ]
-            await to_thread.run_sync(self.answers.append, unanswered)
+            await self._append(unanswered)
             self.left.clear()
         if end == "completed" and row.status == "cancelling":
             end = "cancelled"  # asked for as the last answer came

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
+import os
 import resource
 import sqlite3
 import time
@@ -12,6 +14,7 @@ from typing import Any
 import openai
 import pytest
 
+from appliance.controller.batches import work
 from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.output_files import sweep
 from appliance.controller.batches.runner import BatchRunner
@@ -335,6 +338,48 @@ def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
     answers.append([answer | {"custom_id": "r2"}])
     answers.close()
     assert Answers(tmp_path, "batch_1").open().answered == {"r0", "r2"}
+
+
+def test_a_file_without_room_doubles_no_line_of_the_other(tmp_path, monkeypatch):
+    """The good answers were written, the refused ones not, and all of them again with the next try."""
+    made = {"id": "batch_req_1", "error": None}
+    lines = [made | {"custom_id": f"r{status}", "response": {"status_code": status, "request_id": "r", "body": {}}}
+             for status in (200, 400)]  # fmt: skip
+    answers, real, fails = Answers(tmp_path, "batch_1").open(), os.fsync, [False, True]
+
+    def sync(handle):
+        if fails and fails.pop(0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with pytest.raises(OSError, match="No space"):
+        answers.append(lines)
+    answers.append(lines)
+    answers.close()
+    again = Answers(tmp_path, "batch_1").open()
+    again.close()
+    assert (again.completed, again.failed) == (1, 1)
+    assert [path.read_text().count("\n") for path in (again.output_path, again.error_path)] == [1, 1]
+
+
+async def test_a_batch_waits_for_room_on_a_full_disk(control: Control, monkeypatch):
+    """It had failed, for ever, and what engines had computed was thrown away."""
+    monkeypatch.setattr(work, "ROOM_EVERY_S", 0.0)
+    real, full = Answers.append, [True, True]
+
+    def append(answers, lines):
+        if full:
+            full.pop()
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(answers, lines)
+
+    monkeypatch.setattr(Answers, "append", append)
+    batch_id = await begun(control, [line(n) for n in range(3)])
+    await ended(control, batch_id)
+    batch = await control.sdk.batches.retrieve(batch_id)
+    assert (batch.status, batch.request_counts.completed, full) == ("completed", 3, [])
+    assert len(await content(control, batch.output_file_id)) == 3
 
 
 async def test_the_oldest_batch_of_a_model_goes_first(control: Control):
