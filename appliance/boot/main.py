@@ -30,7 +30,7 @@ import httpx
 from appliance.boot import endpoint, ray_head
 from appliance.boot.box_state import BoxState
 from appliance.boot.clock_watch import EVERY_S as CLOCK_EVERY_S
-from appliance.boot.clock_watch import ClockWatch
+from appliance.boot.clock_watch import LEAST_FOR_RAY_S, ClockWatch
 from appliance.boot.liveness import Pulse
 from appliance.boot.log_rotation import keep_logs_short
 from appliance.boot.supervised_process import BOX_VARIABLE, Supervised, kill_leftovers
@@ -148,7 +148,7 @@ class Box:
             BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         self._keepers = Keepers()
-        self._clock = ClockWatch()
+        self._clock, self._clock_of_ray = ClockWatch(), ClockWatch(LEAST_FOR_RAY_S)
         self.hopeless = ""
         self._ray_address = ""
         self._ray = Supervised("ray", self._start_ray, self._on_ray_change, self._give_up)
@@ -274,9 +274,12 @@ class Box:
         return Pulse(self._gateway, local_url(self._config), "/health", None, self._say)
 
     async def _look_at_clock(self) -> None:
-        if back_s := self._clock.set_back_s():
-            why = f"the clock was set back by {back_s:.0f} s"
-            self._say(f"{why}: the controller starts anew, or it would wait for that")
+        back_s, far_back_s = self._clock.set_back_s(), self._clock_of_ray.set_back_s()
+        if far_back_s:
+            self._say(f"the clock was set back by {far_back_s:.0f} s: Ray starts anew, or it would wait for that")
+            self._ray.restart()  # and the controller with it
+        elif back_s:
+            self._say(f"the clock was set back by {back_s:.0f} s: the controller starts anew, or it would wait for that")
             self._controller.restart()
 
     async def _tell_troubles(self) -> None:

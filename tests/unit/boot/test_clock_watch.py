@@ -1,8 +1,8 @@
-"""A clock that is set back is noticed, and the controller starts anew: what is due in a minute would take an hour."""
+"""A clock that is set back is noticed, and the controller and Ray start anew: what is due in a minute would take an hour."""
 
 from types import SimpleNamespace
 
-from appliance.boot.clock_watch import LEAST_S, ClockWatch
+from appliance.boot.clock_watch import LEAST_FOR_RAY_S, LEAST_S, ClockWatch
 from appliance.boot.main import Box
 
 
@@ -10,8 +10,8 @@ class Clocks:
     def __init__(self):
         self.steady_s, self.shift_s = 1000.0, 1_700_000_000.0
 
-    def watch(self) -> ClockWatch:
-        return ClockWatch(lambda: self.steady_s + self.shift_s, lambda: self.steady_s)
+    def watch(self, least_s: float = LEAST_S) -> ClockWatch:
+        return ClockWatch(least_s, lambda: self.steady_s + self.shift_s, lambda: self.steady_s)
 
 
 def test_only_a_step_back_is_told_and_once():
@@ -36,15 +36,22 @@ def test_small_steps_back_add_up():
     assert told == [0, LEAST_S, 0, LEAST_S]
 
 
-async def test_the_controller_starts_anew_when_the_clock_was_set_back():
+async def test_the_controller_starts_anew_when_the_clock_was_set_back_and_ray_when_it_was_far():
     clocks, done, said = Clocks(), [], []
     box = SimpleNamespace(
-        _clock=clocks.watch(), _say=said.append, _controller=SimpleNamespace(restart=lambda: done.append("restart"))
-    )
+        _clock=clocks.watch(), _clock_of_ray=clocks.watch(LEAST_FOR_RAY_S), _say=said.append,
+        _controller=SimpleNamespace(restart=lambda: done.append("controller")),
+        _ray=SimpleNamespace(restart=lambda: done.append("Ray")),
+    )  # fmt: skip
     await Box._look_at_clock(box)
     assert done == []
+    clocks.shift_s -= LEAST_S
+    await Box._look_at_clock(box)
+    await Box._look_at_clock(box)
+    assert done == ["controller"]
     clocks.shift_s -= 3600
     await Box._look_at_clock(box)
     await Box._look_at_clock(box)
-    assert done == ["restart"]
-    assert said == ["the clock was set back by 3600 s: the controller starts anew, or it would wait for that"]
+    assert done == ["controller", "Ray"], "the controller starts with Ray"
+    assert said == ["the clock was set back by 30 s: the controller starts anew, or it would wait for that",
+                    "the clock was set back by 3630 s: Ray starts anew, or it would wait for that"]  # fmt: skip
