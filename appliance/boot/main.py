@@ -279,7 +279,8 @@ class Box:
             self._say(f"the clock was set back by {far_back_s:.0f} s: Ray starts anew, or it would wait for that")
             self._ray.restart()  # and the controller with it
         elif back_s:
-            self._say(f"the clock was set back by {back_s:.0f} s: the controller starts anew, or it would wait for that")
+            why = f"the clock was set back by {back_s:.0f} s"
+            self._say(f"{why}: the controller starts anew, or it would wait for that")
             self._controller.restart()
 
     async def _tell_troubles(self) -> None:

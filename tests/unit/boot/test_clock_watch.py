@@ -1,4 +1,4 @@
-"""A clock that is set back is noticed, and the controller and Ray start anew: what is due in a minute would take an hour."""
+"""A clock that is set back is noticed, and controller or Ray start anew: what is due in a minute would take an hour."""
 
 from types import SimpleNamespace
 
