@@ -12,6 +12,7 @@ with it, which is worth it from minutes on.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -41,3 +42,10 @@ class ClockWatch:
         if back_s <= 0 or back_s >= self._least_s:
             self._ahead_s = ahead_s
         return back_s if back_s >= self._least_s else 0.0
+
+
+async def far_back_s(watch: ClockWatch, every_s: float = EVERY_S) -> float:
+    """Returns when the clock was set back by as much as `watch` looks for: by how many seconds."""
+    while not (back_s := watch.set_back_s()):
+        await asyncio.sleep(every_s)
+    return back_s

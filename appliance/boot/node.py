@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from appliance.boot import ray_head
+from appliance.boot.clock_watch import LEAST_FOR_RAY_S, ClockWatch, far_back_s
 from appliance.boot.log_rotation import keep_logs_short
 from appliance.boot.supervised_process import BOX_VARIABLE, kill_leftovers
 from appliance.config import BoxConfig, load_resolved
@@ -117,7 +118,12 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certifi
         print(f"{name} joined the box at {head} with {len(devices)} devices; Ctrl-C takes it out again", flush=True)
         ended = asyncio.create_task(ray.wait())
         stopping = asyncio.create_task(stop.wait())
-        await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        set_back = asyncio.create_task(far_back_s(ClockWatch(LEAST_FOR_RAY_S)), name="watch of the clock")
+        await asyncio.wait({ended, stopping, set_back}, return_when=asyncio.FIRST_COMPLETED)
+        if set_back.done():
+            log.error("the clock was set back by %.0f s, for which Ray would tell nothing: this node ends, and "
+                      "what supervises it is to start it anew", set_back.result())  # fmt: skip
+        set_back.cancel()
         if not stop.is_set():
             return 1
         print("leaving: the box moves what runs here elsewhere first; Ctrl-C again ends it at once", flush=True)

@@ -1,8 +1,9 @@
 """A clock that is set back is noticed, and controller or Ray start anew: what is due in a minute would take an hour."""
 
+import asyncio
 from types import SimpleNamespace
 
-from appliance.boot.clock_watch import LEAST_FOR_RAY_S, LEAST_S, ClockWatch
+from appliance.boot.clock_watch import LEAST_FOR_RAY_S, LEAST_S, ClockWatch, far_back_s
 from appliance.boot.main import Box
 
 
@@ -34,6 +35,18 @@ def test_small_steps_back_add_up():
         clocks.shift_s -= LEAST_S / 2
         told.append(watch.set_back_s())
     assert told == [0, LEAST_S, 0, LEAST_S]
+
+
+async def test_a_node_waits_until_its_clock_is_set_back_far():
+    clocks = Clocks()
+    waiting = asyncio.create_task(far_back_s(clocks.watch(LEAST_FOR_RAY_S), every_s=0.0))
+    clocks.shift_s -= LEAST_FOR_RAY_S - 1
+    for _ in range(3):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    clocks.shift_s -= 1
+    async with asyncio.timeout(10):
+        assert await waiting == LEAST_FOR_RAY_S
 
 
 async def test_the_controller_starts_anew_when_the_clock_was_set_back_and_ray_when_it_was_far():
