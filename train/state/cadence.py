@@ -41,10 +41,10 @@ class Cadence:
 
     @property
     def interval_s(self) -> float:
-        """Between the last one and the next. Where there was no room it is tried again as often as work may be lost:
-        asking costs next to nothing, and waiting longer each time lost 76 steps once memory had room again."""
+        """Between the last one and the next. Where there was no room it is due still, and asking costs next to nothing:
+        waiting 30 s lost 50 steps once memory had room again, waiting longer each time 76."""
         base_s = every_s(self._cost_s) if self._fixed_s is None else self._fixed_s
-        return max(base_s, LOST_S) if self._refused else base_s
+        return min(max(base_s, SHORTEST_S), LOST_S) if self._refused else base_s
 
     def due(self) -> bool:
         return self._fixed_s != 0 and self._clock() - self._last_s >= self.interval_s

@@ -96,15 +96,25 @@ def test_an_interval_that_a_person_chose_is_kept():
     assert not never.due()
 
 
-def test_no_room_is_news_once_and_is_asked_for_as_often_as_work_may_be_lost():
-    """It was asked for less often each time: after two minutes of full memory a killed rank lost 76 steps."""
+def test_no_room_is_news_once_and_is_asked_for_soon_again():
+    """It was asked for less often each time: after two minutes of full memory a killed rank lost 76 steps; then every
+    30 s, and it lost 50 where memory had been full for 4 s."""
     clock = Clock()
     one = Cadence(None, clock)
-    assert one.refused() and one.interval_s == cadence.LOST_S
+    assert one.refused() and one.interval_s == cadence.SHORTEST_S
     for _ in range(2000):
-        assert not one.refused() and one.interval_s == cadence.LOST_S
+        assert not one.refused() and one.interval_s == cadence.SHORTEST_S
     one.wrote(0.01)
     assert one.interval_s == cadence.SHORTEST_S and one.refused(), "news again"
+
+
+@pytest.mark.parametrize(("fixed_s", "tried_s"), [(2.0, cadence.SHORTEST_S), (20.0, 20.0), (120.0, cadence.LOST_S)])
+def test_without_room_it_is_tried_within_what_may_be_lost(fixed_s, tried_s):
+    one = Cadence(fixed_s, Clock())
+    one.refused()
+    assert one.interval_s == tried_s
+    one.wrote(0.01)
+    assert one.interval_s == fixed_s
 
 
 def test_a_spec_takes_automatic_and_numbers():
