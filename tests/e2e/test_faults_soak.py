@@ -163,15 +163,18 @@ class FaultRun:
             self.tell_logs(began_s)
 
     def victims(self, kind: str) -> set[int]:
-        return set(self.box.pids_of(kind.removeprefix("kill "))) if kind.startswith("kill ") else set()
+        """The processes whose work another one must do before the box can be whole: of the name that is killed, and
+        where the clock is set back, Ray."""
+        name = "raylet" if kind.startswith("clock") else kind.removeprefix("kill ") if kind.startswith("kill ") else ""
+        return set(self.box.pids_of(name)) if name else set()
 
     def wait_successor(self, kind: str, victims: set[int]) -> None:
-        """Until another process does the work of the one that was killed: before that the box may look as if nothing
+        """Until another process does the work of the one that ended: before that the box may look as if nothing
         had happened. Raises NotWholeError."""
         until_s = time.monotonic() + WHOLE_S
         while victims and not self.victims(kind) - victims:
             if time.monotonic() > until_s:
-                raise NotWholeError(f"nobody took the place of the {kind.removeprefix('kill ')}")
+                raise NotWholeError(f"nobody took the place of what ended with {kind}")
             time.sleep(0.25)
 
     def wait_whole(self, began_s: float) -> Counter[str]:
