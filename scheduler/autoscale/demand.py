@@ -16,9 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
-from scheduler.autoscale.standby import Standby
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import DeploymentView, ModelMemory, ReplicaView
+from scheduler.core.workload import DeploymentView, ModelMemory, ReplicaView, Standby
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,30 +19,16 @@ import math
 from dataclasses import dataclass
 
 from scheduler.core.config import SchedulerConfig
+from scheduler.core.workload import PATIENT, Standby
 
 MEMORY_S = 1800.0
 """After this long what was seen counts 1/e."""
-EARLY, PATIENT = 0.25, 0.5
-"""Shares of the target for the time to first token that the backlog may take before another replica is woken."""
+EARLY = 0.25
+"""As PATIENT: the share of the target for the time to first token that the backlog may take before another is woken."""
 WAYS = ((PATIENT, 1), (EARLY, 1), (EARLY, 2))
 """Ways to take more: at which backlog, and how many times what it asks for. A hand-over stops the job whether it gives
 one device or four, and a second one cannot begin before the first has ended."""
 _FINE = 8
-
-
-@dataclass(frozen=True, slots=True)
-class Standby:
-    """replicas: awake whatever happens. backlog_share: of the latency target that a backlog may take before more are
-    woken; times: that many times what the backlog asks for."""
-
-    replicas: int
-    backlog_share: float = PATIENT
-    times: int = 1
-
-    def asked_by_backlog(self, backlog_s: float, target_s: float) -> int:
-        """Replicas for a backlog of so many replica-seconds; no bound."""
-        count = math.ceil(backlog_s / (self.backlog_share * target_s))
-        return count * self.times if count > self.replicas else count
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,18 +5,20 @@ Times are seconds since the epoch by the box's clock (`_s`), device counts are w
 
 from __future__ import annotations
 
+import math
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal
 
-from scheduler.autoscale.recent_load import RecentLoad
-from scheduler.autoscale.standby import Standby
 from scheduler.core.errors import InvalidWorkload
 from scheduler.core.inventory import Device
+from scheduler.core.recent_load import RecentLoad
 
 JobPhase = Literal["wanted", "running", "suspended", "paused"]
 ReplicaState = Literal["starting", "ready", "open", "draining", "asleep", "dead"]
 PolicyKind = Literal["serve", "train", "split", "auto"]
 Busy = Literal["coming", "leaving"] | None
+PATIENT = 0.5
+"""Share of the target for the time to first token that the backlog may take before another replica is woken."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,21 @@ class Demand:
     @property
     def requests(self) -> int:
         return self.inflight + self.held
+
+
+@dataclass(frozen=True, slots=True)
+class Standby:
+    """replicas: awake whatever happens. backlog_share: of the latency target that a backlog may take before more are
+    woken; times: that many times what the backlog asks for."""
+
+    replicas: int
+    backlog_share: float = PATIENT
+    times: int = 1
+
+    def asked_by_backlog(self, backlog_s: float, target_s: float) -> int:
+        """Replicas for a backlog of so many replica-seconds; no bound."""
+        count = math.ceil(backlog_s / (self.backlog_share * target_s))
+        return count * self.times if count > self.replicas else count
 
 
 @dataclass(frozen=True, slots=True)

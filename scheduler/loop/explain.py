@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from scheduler.autoscale.standby import Standby
 from scheduler.core.allocation import Allocation
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Holder
-from scheduler.core.workload import DeploymentView, Policy, ReplicaView, Snapshot
+from scheduler.core.workload import DeploymentView, Policy, ReplicaView, Snapshot, Standby
 from scheduler.handover.handover import Chain, Handover
 from scheduler.handover.runner import Doing
 

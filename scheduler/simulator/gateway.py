@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import Standby, StandbyLearner
+from scheduler.autoscale.standby import StandbyLearner
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import DeploymentView
+from scheduler.core.workload import DeploymentView, Standby
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.world import REPORT_S, SimEffects, SimStore

@@ -10,11 +10,10 @@ import math
 from dataclasses import dataclass, replace
 
 from scheduler.autoscale.forecast import Rise
-from scheduler.autoscale.standby import Standby
 from scheduler.core.errors import EffectFailed
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Device, Lease
-from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, ReplicaState, Workload
+from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, ReplicaState, Standby, Workload
 from scheduler.handover.effects import Event, GroupEnded, GroupObserved, Observed, ReplicaObserved, ReplicaOrder
 from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.trace import TraceJob

@@ -66,8 +66,6 @@ UPWARD = {
     ("appliance.gateway.inference.response_copies", "appliance.gateway.gateway"),
     ("appliance.gateway.observe.reports", "appliance.gateway.gateway"),
     ("appliance.gateway.observe.reports", "appliance.gateway.inference.handler"),
-    ("scheduler.core.workload", "scheduler.autoscale.recent_load"),
-    ("scheduler.core.workload", "scheduler.autoscale.standby"),
     ("serve.cpu.worker", "serve.vllm.shm_transfer"),
 }
 MOST_FILES, MOST_LINES = 16, 2_700

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.standby import Standby, StandbyLearner, levels, standby_costs
+from scheduler.autoscale.standby import StandbyLearner, levels, standby_costs
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.workload import Demand, DeploymentView, ModelMemory
+from scheduler.core.workload import Demand, DeploymentView, ModelMemory, Standby
 
 CONFIG = SchedulerConfig()
 LOOK_S = 0.25
