@@ -1,8 +1,8 @@
 """Tasks that a process needs for as long as it lives: an exception ends none of them.
 
 What one of them raises is logged with its name, and it is begun anew after a pause that doubles from 1 s to 60 s. Until
-it is well again it is degraded: the process goes on without it, and `Keepers.degraded` says since when and why, which
-`appliance status` and `/health` show. Cancellation passes, and a task that returns has done what it was for.
+it is well again it is degraded: the process goes on without it, and `BackgroundTasks.degraded` says since when and why,
+which `appliance status` and `/health` show. Cancellation passes, and a task that returns has done what it was for.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def first_words(error: BaseException) -> str:
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-class Keepers:
+class BackgroundTasks:
     """Of one process; all on one event loop. `clock` is Unix time."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Keepers:
             began_s = self._clock()
             try:
                 await run()
-            except Exception as error:  # noqa: BLE001 - logged, shown and tried again: this is what keepers are for
+            except Exception as error:  # noqa: BLE001 - logged, shown and tried again: background tasks are for that
                 if self._clock() - began_s >= STEADY_S:
                     pause_s = FIRST_PAUSE_S
                     self._well(name)

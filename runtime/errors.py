@@ -1,7 +1,7 @@
 """Errors of the process layer.
 
 RuntimeLayerError
-├── ChannelClosed      the other end of a leash is gone
+├── ChannelClosed      the other end of a lifeline is gone
 ├── FrameTooLarge      a frame's length is over the limit: the peer does not speak this protocol
 ├── WarmParentError    the warm parent could not be reached or could not fork
 ├── ChildDied          the forked process ended while something was asked of it
@@ -34,7 +34,7 @@ class FrameTooLarge(RuntimeLayerError):
         self._given = (length_bytes, limit_bytes)
         super().__init__(
             f"frame of {length_bytes} bytes refused, the limit is {limit_bytes}: "
-            "the peer does not speak the leash protocol"
+            "the peer does not speak the lifeline protocol"
         )
 
 
@@ -54,7 +54,7 @@ class ChildDied(RuntimeLayerError):
 
 
 class SupervisorDied(ChildDied):
-    """The supervisor of a process ended, and the process on its leash with it."""
+    """The supervisor of a process ended, and the process on its lifeline with it."""
 
     def __init__(self, name: str, why: str):
         RuntimeLayerError.__init__(self, f"the supervisor {name} died: {why}")

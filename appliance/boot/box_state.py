@@ -14,7 +14,8 @@ log = logging.getLogger(__name__)
 
 class BoxState:
     """Fields: pid, url, controller_socket, state (starting|ready|stopping|stopped|failed|killed), message,
-    started_s (Unix time), troubles (of the processes that the main process keeps, as `Keepers.degraded` has them)."""
+    started_s (Unix time), troubles (of the processes that the main process keeps, as `BackgroundTasks.degraded` has
+    them)."""
 
     def __init__(self, path: Path):
         self._path = path

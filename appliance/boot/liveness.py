@@ -1,4 +1,4 @@
-"""Whether a process that lives also answers: one that hangs is killed, and its keeper starts it anew."""
+"""Whether a process that lives also answers: one that hangs is killed, and its supervisor starts it anew."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from appliance.config import BoxConfig, load_resolved
 from appliance.nodes.certificate_authority import Credentials, Unfit
 from appliance.nodes.enrolment import NotEnrolled, enrol, port_of
 from appliance.paths import BoxPaths, UnsafeFolder
-from appliance.wiring.node_config import place_of
+from appliance.wiring.node_config import node_config_of
 from runtime.logs import configure_logging
 from runtime.processes.kernel import kill_group
 from runtime.relay import NodeCertificate
@@ -108,7 +108,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certifi
     # Ray reads how it is to authenticate when it is imported: imported above, it would not show the token.
     from scheduler.ray.nodes import announced_from, emptied
 
-    place = place_of(config, paths, devices)
+    place = node_config_of(config, paths, devices)
     ray = await ray_head.join(
         paths, head, place.address, [device.id for device in devices], paths.logs / "ray.log", environment, timeout_s
     )

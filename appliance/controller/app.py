@@ -66,11 +66,11 @@ def create_app(context: ControllerContext) -> FastAPI:
         runner.start()
         background.start()
         context.publish_keys()
-        keepers = context.keepers
+        tasks = context.background
         kept = (
-            keepers.keep_every("housekeeping", partial(_keep_house, context, stored, background),
-                               context.config.housekeeping_every_s),
-            keepers.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
+            tasks.keep_every("housekeeping", partial(_keep_house, context, stored, background),
+                             context.config.housekeeping_every_s),
+            tasks.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
         )  # fmt: skip
         try:
             yield
@@ -122,13 +122,13 @@ async def _keep_house(
 ) -> None:
     """One round. What one part cannot do keeps none of the others from their work."""
     now_s = time.time()
-    with context.keepers.guard("housekeeping of files and uploads"):
+    with context.background.guard("housekeeping of files and uploads"):
         keep_house(context, now_s)
-    with context.keepers.guard("housekeeping of what was kept long enough"):
+    with context.background.guard("housekeeping of what was kept long enough"):
         await retention.keep_house(context, now_s)
-    with context.keepers.guard("housekeeping of stored responses"):
+    with context.background.guard("housekeeping of stored responses"):
         stored.keep_house(now_s)
-    with context.keepers.guard("housekeeping of background responses"):
+    with context.background.guard("housekeeping of background responses"):
         background.keep_house(now_s)
 
 

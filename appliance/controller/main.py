@@ -47,20 +47,20 @@ from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
 from appliance.wiring.adapter_source import AdapterSource
 from appliance.wiring.batch_engines import SocketEngines, circumstances
-from appliance.wiring.demand_learning import Standbys
+from appliance.wiring.demand_learning import DemandLearning
 from appliance.wiring.device_watch import DeviceWatch
-from appliance.wiring.handover_trigger import Asked
+from appliance.wiring.handover_trigger import HandoverTrigger
 from appliance.wiring.host_memory import LOOK_EVERY_S, HostMemory, Means, both
-from appliance.wiring.job_admission import JobRoom
+from appliance.wiring.job_admission import JobAdmission
 from appliance.wiring.job_runs import TIDY_EVERY_S, JobRuns
 from appliance.wiring.journal import SqliteJournal
 from appliance.wiring.model_work import LibraryOps
-from appliance.wiring.node_config import place_of, weight_budget_bytes
+from appliance.wiring.node_config import node_config_of, weight_budget_bytes
 from appliance.wiring.routing_table import BusRouting
 from appliance.wiring.scheduler_port import RSS_EVERY_S, LoopPort
 from appliance.wiring.state_store import SqliteStateStore
-from appliance.wiring.version_provider import VersionShelf
-from runtime.background_tasks import Keepers
+from appliance.wiring.version_provider import VersionProvider
+from runtime.background_tasks import BackgroundTasks
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.processes.kernel import die_with_parent
 from runtime.processes.oom import DiesAs, dies_as
@@ -116,11 +116,11 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     db.keep_reserve(config.controller.database_reserve_bytes)
     store = _open_store(config, paths)
     devices = discover_devices(config.box.devices)
-    keepers = Keepers()
+    background = BackgroundTasks()
     spending = Spending(db, lambda: context.publish_keys())
     bus = Bus(
         paths.bus_socket, config.controller, first_generation=first_generation(db), on_load=lambda _: load_changed(),
-        on_table=lambda: lines.load_changed(), on_usage=spending.take, keepers=keepers,
+        on_table=lambda: lines.load_changed(), on_usage=spending.take, background=background,
     )  # fmt: skip
 
     def load_changed() -> None:
@@ -136,36 +136,37 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         lambda: circumstances(db, config.box.serving_floor, loop.status()["devices"]), lambda: loop.nudge(),
     )  # fmt: skip
     tiers = Tiers(db, store, make_levels(config.weights, paths), jobs_dir=paths.jobs)
-    flow = TierFlow(db, tiers, owner=paths.box_id, is_held=lambda name: shelf.holds(name), keepers=keepers)
+    flow = TierFlow(db, tiers, owner=paths.box_id, is_held=lambda name: provider.holds(name), background=background)
     back = TierReturn(tiers)
-    shelf = VersionShelf(db, store, back, config, devices[0])
+    provider = VersionProvider(db, store, back, config, devices[0])
     library = ModelLibrary(
         paths.models, hub_settings=HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
     )
     events = JobEvents(db, paths.files, config.controller.organization)
     runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, tiers, back, lambda: port.nudge("published"))
-    nodes = Nodes(place_of(config, paths, devices))
-    effects = RayEffects(nodes, routing, shelf, runs, config.serve)
+    nodes = Nodes(node_config_of(config, paths, devices))
+    effects = RayEffects(nodes, routing, provider, runs, config.serve)
 
     def models_changed() -> None:
         routing.refresh()
         context.publish_keys()  # a key may call what its jobs made
 
-    memory, rooms = HostMemory(db, store, config.box.memory_reserve_bytes), JobRoom(db, store, _facts(devices, store))
-    standbys = Standbys(routing.traffic, config.scheduler, len(devices))
+    memory = HostMemory(db, store, config.box.memory_reserve_bytes)
+    admission = JobAdmission(db, store, _facts(devices, store))
+    demand_learning = DemandLearning(routing.traffic, config.scheduler, len(devices))
     states = SqliteStateStore(
         db, events, lambda model: lines.demand(model, routing.demand(model)), config.box.serving_floor, len(devices),
         config.serve, models_changed,
-        both(memory.waits_for, rooms.waits_for),
-        lambda deployments: memory.bounded(standbys.learned(deployments)),
+        both(memory.waits_for, admission.waits_for),
+        lambda deployments: memory.bounded(demand_learning.learned(deployments)),
         nodes.alike,
         lambda: memory.sleepers,
     )
-    asked = Asked(lambda: loop.status())
+    asked = HandoverTrigger(lambda: loop.status())
     journal = SqliteJournal(db, asked.now)
     loop = SchedulerLoop(effects, states, journal, SystemClock(), config.scheduler, memory.admits)
     memory.means = Means(
-        engine_bytes=shelf.host_bytes, job_bytes=rooms.host_bytes, loop_status=loop.status, parked=effects,
+        engine_bytes=provider.host_bytes, job_bytes=admission.host_bytes, loop_status=loop.status, parked=effects,
         nudge=loop.nudge, on_enough=lambda: loop.retry("memory"), save=tiers.nudge,
     )  # fmt: skip
     port = LoopPort(
@@ -178,15 +179,15 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         uploads_dir=paths.uploads,
         batches_dir=paths.batches,
         scheduler=port,
-        model_ops=LibraryOps(library, store, tiers, flow, shelf.let_go),
+        model_ops=LibraryOps(library, store, tiers, flow, provider.let_go),
         key_sink=bus,
         tiers=tiers,
         batch_engines=lines,
-        adapter_rank_limit=shelf.adapter_rank_limit,
+        adapter_rank_limit=provider.adapter_rank_limit,
         load=bus.load,
         models_shared=lambda: models_changed(),
         config=config.controller,
-        keepers=keepers,
+        background=background,
         main_troubles=lambda: read_troubles(paths.state_file),
         box={
             "id": paths.box_id,
@@ -197,7 +198,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     )
     health = DeviceWatch(db, nodes.readings, config.scheduler, loop.nudge)
     nodes.on_change = health.node_changed
-    effects.on_death(partial(_tell_of_death, keepers, health))
+    effects.on_death(partial(_tell_of_death, background, health))
     # Before the first gateway connects: to it, a table without its keys means that all of them were revoked.
     routing.refresh()
     context.publish_keys()
@@ -222,23 +223,23 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
             tasks.create_task(server.serve(sockets=[_listen(path)]), name=f"control routes on {path.name}")
             for server, path in listeners
         ]
-        keepers.keep("nodes that come and go", effects.watch)
-        keepers.keep_every("health of devices", health.look, config.scheduler.device_check_s, at_once=True)
-        keepers.keep_every("resident memory of engines", port.read_memory, RSS_EVERY_S, at_once=True)
-        keepers.keep_every("host memory", memory.look, LOOK_EVERY_S, at_once=True)
-        keepers.keep_every("what is degraded", partial(_tell_degraded, bus, context), DEGRADED_EVERY_S)
-        keepers.keep_every("usage", spending.flush, USAGE_EVERY_S)
-        keepers.keep_every("snapshots of finished jobs", runs.tidy, TIDY_EVERY_S, at_once=True)
-        keepers.keep("tiers", flow.run)
+        background.keep("nodes that come and go", effects.watch)
+        background.keep_every("health of devices", health.look, config.scheduler.device_check_s, at_once=True)
+        background.keep_every("resident memory of engines", port.read_memory, RSS_EVERY_S, at_once=True)
+        background.keep_every("host memory", memory.look, LOOK_EVERY_S, at_once=True)
+        background.keep_every("what is degraded", partial(_tell_degraded, bus, context), DEGRADED_EVERY_S)
+        background.keep_every("usage", spending.flush, USAGE_EVERY_S)
+        background.keep_every("snapshots of finished jobs", runs.tidy, TIDY_EVERY_S, at_once=True)
+        background.keep("tiers", flow.run)
         if copy_limit.read(db)["measured_s"] is None:
-            keepers.keep("limits of the hardware", partial(_measure, db, devices[0].kind))
+            background.keep("limits of the hardware", partial(_measure, db, devices[0].kind))
         await stop.wait()
         log.info("ending: suspending jobs and saving what only memory holds")
         for server, _ in listeners:
             server.should_exit = True
         loop.stop()
         await asyncio.wait({deciding, *serving})
-        await keepers.stop()
+        await background.stop()
     saved = await _save_everything(effects, flow)
     await lines.close()
     await source.stop()
@@ -250,7 +251,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
 
 async def _tell_degraded(bus: Bus, context: ControllerContext) -> None:
     others = {trouble["name"].partition(":")[0] for trouble in context.main_troubles()}
-    bus.set_degraded(sorted({*context.keepers.names(), *others}))
+    bus.set_degraded(sorted({*context.background.names(), *others}))
 
 
 async def _measure(db: Database, kind: str) -> None:
@@ -258,10 +259,10 @@ async def _measure(db: Database, kind: str) -> None:
 
 
 def _tell_of_death(
-    keepers: Keepers, health: DeviceWatch, device_ids: tuple[str, ...], holder: str, reason: str
+    background: BackgroundTasks, health: DeviceWatch, device_ids: tuple[str, ...], holder: str, reason: str
 ) -> None:
     """Who noticed the death has more to do about it than to count it against a device."""
-    with keepers.guard("health of devices"):
+    with background.guard("health of devices"):
         health.died(device_ids, holder, reason)
 
 

@@ -20,7 +20,7 @@ import orjson
 
 from appliance.gateway.access.admission import check_head, check_scopes, key_digest
 from appliance.gateway.access.spending import Spending
-from appliance.gateway.control.previous_response import Recall
+from appliance.gateway.control.previous_response import PreviousResponse
 from appliance.gateway.control.relay import Relay, WholeRelay
 from appliance.gateway.control.scrape import Scrape
 from appliance.gateway.core import errors
@@ -33,7 +33,7 @@ from appliance.gateway.http.outbox import Outbox
 from appliance.gateway.http.server import ClientConnection
 from appliance.gateway.http.upstream import UpstreamPool
 from appliance.gateway.http.wire import Request
-from appliance.gateway.inference.handler import Exchange
+from appliance.gateway.inference.handler import InferenceHandler
 from appliance.gateway.inference.placement import Placement
 from appliance.gateway.inference.response_copies import ResponseCopies
 from appliance.gateway.observe.access_log import AccessLog
@@ -45,7 +45,7 @@ from appliance.gateway.routing.canary_comparison import Comparison
 from appliance.gateway.routing.holds import Bounds, Holds, Refusal
 from appliance.gateway.routing.router import Choice, Model, Router
 from appliance.gateway.routing.table import Principal, Table
-from runtime.background_tasks import Keepers
+from runtime.background_tasks import BackgroundTasks
 
 if TYPE_CHECKING:
     from appliance.gateway.http.certificates import Certificate
@@ -85,7 +85,7 @@ class Gateway:
         self.generation = -1
         self.tables_applied = 0
         self.stopping = False
-        self.keepers = Keepers()
+        self.background = BackgroundTasks()
         # What /health says beside "ok": of the rest of the box, as far as the controller has told.
         self.box_troubles: list[str] = []
         self.controller_away = False
@@ -115,7 +115,7 @@ class Gateway:
         )
         self._servers.append(server)
         if self._sweeper is None:
-            self._sweeper = self.keepers.keep("sweep", self._sweep_forever)
+            self._sweeper = self.background.keep("sweep", self._sweep_forever)
         return server.sockets[0].getsockname()[1]
 
     async def close_listeners(self) -> None:
@@ -333,17 +333,17 @@ class Gateway:
         transcript = checked.transcript
         if transcript is not None:
             transcript.stores = transcript.stores and self.config.stores_responses
-            if not transcript.recalled:
+            if not transcript.has_previous:
                 self.take_body(request, len(transcript.input))  # which is here twice until the answer is
             if transcript.background:
                 self.spending.spend(request, checked, self.limits)
                 self.spending.opened(request, checked)
                 return WholeRelay(self, client, request)
-            if transcript.previous_id and not transcript.recalled:
+            if transcript.previous_id and not transcript.has_previous:
                 # The controller's time: a hundred bytes name a conversation of megabytes.
                 assert request.use is not None
                 self.spending.admit_control(request.principal, request.use, self.limits)
-                return Recall(self, client, request, checked)
+                return PreviousResponse(self, client, request, checked)
         self.spending.spend(request, checked, self.limits)
         self.spending.opened(request, checked)
         # What is counted and logged is about the model; which version it was, the replica says.
@@ -352,7 +352,7 @@ class Gateway:
         self.metrics.arrived(name, checked.prompt_tokens, request.received_s)
         if self.tracing is not None:
             self.tracing.begin(request)
-        return Exchange(self, client, request, checked)
+        return InferenceHandler(self, client, request, checked)
 
     def callable_model(self, name: str, principal: Principal) -> Model:
         """The row of a model that this key may call. Raises ApiError, the same for one that it may not as for one that
@@ -375,7 +375,7 @@ class Gateway:
         """/health: status, content type, body."""
         ready = self.generation >= 0 and not self.stopping
         away = ["controller"] if self.controller_away else []
-        degraded = sorted({*self.keepers.names(), *self.box_troubles, *away})
+        degraded = sorted({*self.background.names(), *self.box_troubles, *away})
         told = {"status": "ok" if ready else "starting", "boot": self.config.boot, "degraded": degraded}
         return (200 if ready else 503), b"application/json", orjson.dumps(told)
 

@@ -82,7 +82,7 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
     loop.add_signal_handler(signal.SIGHUP, gateway.reload)
     keyed = asyncio.Event()
     bus = BusClient(gateway, on_table=lambda: keyed.set() if gateway.keys else None)
-    bus_task = gateway.keepers.keep("bus", bus.run)
+    bus_task = gateway.background.keep("bus", bus.run)
     # Everything imported lives as long as the process: without this each full collection walks all of it while
     # every stream waits. Requests form no lasting cycles, so collections may be rare.
     gc.collect()

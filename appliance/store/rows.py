@@ -354,7 +354,7 @@ class OperationRow:
 
 @dataclass(frozen=True, slots=True)
 class WindowRow:
-    """A tidal window, see scheduler.loop.mode_schedule. serving_floor None: the box's own."""
+    """A mode window, see scheduler.loop.mode_schedule. serving_floor None: the box's own."""
 
     id: str
     cron: str

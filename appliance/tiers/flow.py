@@ -19,7 +19,7 @@ from appliance.store.database import Database
 from appliance.store.records import box, tier_removals
 from appliance.tiers.facts import Facts, name_of, read_facts
 from appliance.tiers.tiers import Level, Tier, Tiers
-from runtime.background_tasks import Keepers
+from runtime.background_tasks import BackgroundTasks
 from train.state.cadence import every_s
 from weights.format.errors import StoreError, TierFull, TierUnavailable, VersionNotFound, WeightsError
 from weights.format.manifest import KINDS
@@ -49,10 +49,10 @@ class TierFlow:
 
     def __init__(
         self, db: Database, tiers: Tiers, *, owner: str, is_held: Callable[[Name], bool] = lambda name: False,
-        keepers: Keepers | None = None,
+        background: BackgroundTasks | None = None,
     ) -> None:  # fmt: skip
         self._db, self._tiers, self._owner, self._is_held = db, tiers, owner, is_held
-        self._keepers = keepers or Keepers()
+        self._background = background or BackgroundTasks()
         self._stopping = threading.Event()
         self._deleted: set[Name] = set()
         self._not_before_s: dict[tuple[str, str], float] = {}  # (tier, job): the next copy of a snapshot of its
@@ -62,7 +62,7 @@ class TierFlow:
         self._tiers.loop = asyncio.get_running_loop()
         # Each is kept for itself: what one tier stumbles over holds up none of the others.
         await asyncio.gather(
-            *(self._keepers.keep(f"tier: {tier.level.name}", partial(self._work, tier)) for tier in self._tiers.all)
+            *(self._background.keep(f"tier: {tier.level.name}", partial(self._work, tier)) for tier in self._tiers.all)
         )
 
     async def finish(self) -> bool:
@@ -151,10 +151,10 @@ class TierFlow:
         if not above:
             self._after_first(facts, tier.here, stored, plan)
         if tier.dirty and not tier.backlog:
-            for keeper in level.all():
-                await self._on(tier, keeper.collect)
+            for holding in level.all():
+                await self._on(tier, holding.collect)
             tier.dirty = False
-        tier.used_bytes = await self._on(tier, lambda: sum(keeper.usage_bytes() for keeper in level.all()))
+        tier.used_bytes = await self._on(tier, lambda: sum(holding.usage_bytes() for holding in level.all()))
 
     def _too_soon(self, tier: Tier, name: Name) -> bool:
         """A running job writes snapshots every few seconds. Copying them takes 2 % of the time too; what is not

@@ -20,7 +20,7 @@ from appliance.controller.batches import share
 from appliance.controller.bus.bus import Bus
 from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.ports import DeviceStatus, EngineAnswer, LineReturned, Room
+from appliance.controller.interfaces.ports import BatchCapacity, DeviceStatus, EngineAnswer, LineReturned
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve as route_of
@@ -59,7 +59,7 @@ class SocketEngines:
 
     # --- ports.BatchEngines
 
-    def room(self, model: str) -> Room:
+    def room(self, model: str) -> BatchCapacity:
         config = self._config
         return share.room(
             {model, self._hosts(model)}, list(self._open(model)), self._bus.load(),

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from appliance.controller.bus.load import Arrived
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.forecast import Rise
+from scheduler.autoscale.forecast import DemandForecast
 from scheduler.autoscale.standby import StandbyLearner, standby_costs
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
@@ -30,7 +30,7 @@ class Traffic:
     prefill_tokens_per_s: float | None = None
 
 
-class Standbys:
+class DemandLearning:
     """Adds to deployments how fast their requests rise, the measured rate and the learned standby.
 
     A model has neither of the latter while its rate is unknown or it has no target for the first token (nothing says
@@ -46,7 +46,7 @@ class Standbys:
     ):
         self._traffic, self._config, self._devices, self._now_s = traffic, config, devices, now_s
         self._learners: dict[str, tuple[tuple[float, ...], StandbyLearner]] = {}
-        self._rises: dict[str, Rise] = {}
+        self._forecasts: dict[str, DemandForecast] = {}
         self._counted: dict[str, Arrived] = {}
         self._looked_s: float | None = None
 
@@ -58,7 +58,7 @@ class Standbys:
             self._looked_s = now_s
             names = {d.model for d in deployments}
             self._learners = {name: kept for name, kept in self._learners.items() if name in names}
-            self._rises = {name: kept for name, kept in self._rises.items() if name in names}
+            self._forecasts = {name: kept for name, kept in self._forecasts.items() if name in names}
         return tuple(self._one(d, now_s, look) for d in deployments)
 
     def _one(self, deployment: DeploymentView, now_s: float, look: bool) -> DeploymentView:
@@ -78,11 +78,11 @@ class Standbys:
         return replace(deployment, standby=learner.best)
 
     def _rising(self, deployment: DeploymentView, traffic: Traffic, now_s: float, look: bool) -> DeploymentView:
-        rise = self._rises.setdefault(deployment.model, Rise(self._config.next_answer_s))
+        forecast = self._forecasts.setdefault(deployment.model, DemandForecast(self._config.next_answer_s))
         if look:
             arrived = sum(total.requests for total in traffic.arrived.values())
-            rise.seen(now_s, deployment.demand.requests, arrived)
-        return replace(deployment, demand=replace(deployment.demand, expected=rise.expected))
+            forecast.seen(now_s, deployment.demand.requests, arrived)
+        return replace(deployment, demand=replace(deployment.demand, expected=forecast.expected))
 
     def _learner(self, deployment: DeploymentView, target_s: float) -> StandbyLearner:
         """Its learner, a new one when what it was asked to learn has changed."""

@@ -1,4 +1,4 @@
-"""Who asked for the hand-overs that begin now: a person, a tidal window, or nobody but the scheduler itself."""
+"""Who asked for the hand-overs that begin now: a person, a mode window, or nobody but the scheduler itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class _Ask:
     what: str
 
 
-class Asked:
+class HandoverTrigger:
     """What people asked for and the loop has not settled yet; the newest of it is why devices move.
 
     status: the loop's, with "settled", and "policy" with "schedule" and "since_s".

@@ -15,7 +15,7 @@ CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
 and pinned buffers."""
 
 
-class JobRoom:
+class JobAdmission:
     """`waits_for` is asked in every round of the loop, so what never changes of a job is worked out once."""
 
     def __init__(self, db: Database, store: WeightStore, facts: BoxFacts):

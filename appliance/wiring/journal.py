@@ -17,7 +17,7 @@ from scheduler.handover.journal import HandoverRecord, HandoverState, StepRecord
 class SqliteJournal:
     """Implements `scheduler.handover.journal.Journal`. Hand-over numbers are the rows' ids as text.
 
-    asked: answers who asked for the hand-over that begins now, as `Asked.now` does.
+    asked: answers who asked for the hand-over that begins now, as `HandoverTrigger.now` does.
     """
 
     def __init__(self, db: Database, asked: Callable[[], dict[str, str]] = dict):

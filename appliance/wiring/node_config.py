@@ -11,19 +11,19 @@ from runtime.processes.warm_parents import WARM_ENV, WarmSpec
 from runtime.relay import NodeCertificate
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import HEAD_NODE
-from scheduler.ray.node import Place
+from scheduler.ray.node import NodeConfig
 
 LOOPBACK = "127.0.0.1"
 
 
-def place_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) -> Place:
+def node_config_of(config: BoxConfig, paths: BoxPaths, devices: tuple[Device, ...]) -> NodeConfig:
     at_home = devices[0].node == HEAD_NODE
     env = (*WARM_ENV, *device_environment(devices[0].kind, paths.caches).items())
 
     def warm(name: str, preload: str, socket_path: Path) -> WarmSpec:
         return WarmSpec(name, preload, str(socket_path), str(paths.logs / f"warm-{name}.log"), env)
 
-    return Place(
+    return NodeConfig(
         name=devices[0].node,
         address=config.box.node_address or LOOPBACK,
         devices=devices,

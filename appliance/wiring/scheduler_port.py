@@ -10,7 +10,7 @@ from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.ports import Mode, SchedulerStatus
 from appliance.store.database import Database
 from appliance.store.objects import models
-from appliance.wiring.handover_trigger import Asked
+from appliance.wiring.handover_trigger import HandoverTrigger
 from appliance.wiring.host_memory import HostMemory
 from appliance.wiring.journal import measured_swap
 from appliance.wiring.routing_table import BusRouting
@@ -40,7 +40,7 @@ class LoopPort:
         db: Database,
         config: SchedulerConfig,
         serving_floor: int,
-        asked: Asked,
+        asked: HandoverTrigger,
         host: HostMemory,
     ):
         self._host = host
@@ -56,8 +56,8 @@ class LoopPort:
         if by:
             self._asked.note(generation, by, reason)
 
-    def forgive(self, model: str) -> None:
-        self._loop.forgive(model)
+    def reset_failures(self, model: str) -> None:
+        self._loop.reset_failures(model)
 
     def explain(self, policy: Policy | None) -> dict[str, Any]:
         return self._loop.explain(policy)
@@ -117,7 +117,7 @@ class LoopPort:
 
     async def converge_model(self, model: str) -> dict[str, Any]:
         last = self._journal.last_id()
-        self._loop.forgive(model)
+        self._loop.reset_failures(model)
         await self._loop.wait_settled(self._loop.nudge())
         await self._routing.wait_applied()  # for an adapter that is all there is to it
         wanted = models.find(self._db, model).active_version

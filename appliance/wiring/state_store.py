@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from appliance.controller.devices.cordons import CORDONED
-from appliance.controller.devices.mode import policy_of, read_mode, tidal_windows
+from appliance.controller.devices.mode import mode_windows, policy_of, read_mode
 from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs import pauses
 from appliance.controller.jobs.events import JobEvents
@@ -67,7 +67,7 @@ class SqliteStateStore:
         return Workload(
             policy=policy_of(mode, self._serving_floor),
             policy_since_s=mode.since_s,
-            windows=tidal_windows(self._db, self._serving_floor),
+            windows=mode_windows(self._db, self._serving_floor),
             jobs=tuple(
                 self._job(row)
                 for row in jobs.list_unfinished(self._db)

@@ -25,7 +25,7 @@ GPU_ENGINE_BYTES = 4 * 2**30
 """Of the host, an engine whose tensors lie on a GPU: Python, torch, CUDA's context, vLLM's buffers."""
 
 
-class VersionShelf:
+class VersionProvider:
     """Implements `scheduler.ray.replicas.Versions`.
 
     What an engine is about to load is leased here until it has a lease of its own (`taken`). A sleeping engine has

@@ -1,4 +1,4 @@
-"""Frames on a leash: a 4-byte big-endian length, then that many bytes of UTF-8 JSON.
+"""Frames on a lifeline: a 4-byte big-endian length, then that many bytes of UTF-8 JSON.
 
 One connected AF_UNIX stream socket joins a supervisor and the process forked for it. It carries requests down,
 answers and events up, and its end of file is the signal that the other side is dead, which the kernel delivers
@@ -32,7 +32,7 @@ def _plain(value: Any) -> Any:
         return str(value)
     if hasattr(value, "item"):  # numpy and torch scalars
         return value.item()
-    raise TypeError(f"{type(value).__name__} cannot travel on a leash; send numbers, strings, lists and dicts")
+    raise TypeError(f"{type(value).__name__} cannot travel on a lifeline; send numbers, strings, lists and dicts")
 
 
 def _length(head: bytes) -> int:

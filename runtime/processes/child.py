@@ -1,4 +1,4 @@
-"""The supervisor's end of the leash: ask a warm parent for a process, talk to it, notice its death, kill it."""
+"""The supervisor's end of the lifeline: ask a warm parent for a process, talk to it, notice its death, kill it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Child:
         self._gone = asyncio.Event()
         self._kills, self.starved = kills_so_far(), False
         self._watch = asyncio.create_task(self._watch_kills(), name=f"memory of {name}")
-        self._reader = asyncio.create_task(self._read(), name=f"leash of {name}")
+        self._reader = asyncio.create_task(self._read(), name=f"lifeline of {name}")
 
     @classmethod
     async def spawn(

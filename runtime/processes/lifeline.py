@@ -1,4 +1,4 @@
-"""The child's end of the leash: answers its supervisor, and dies with it."""
+"""The child's end of the lifeline: answers its supervisor, and dies with it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runtime.processes.channel import BlockingChannel
 from runtime.processes.kernel import kill_group
 
 
-class Leash:
+class Lifeline:
     """What a forked entry function gets to talk to its supervisor with.
 
     The supervisor's death closes the socket; the reader thread then kills this process's whole group, so no
@@ -25,7 +25,7 @@ class Leash:
         self._channel = channel
         self._handlers: Future[dict[str, Callable[..., Any]]] = Future()
         # From the first moment: a process that is still starting must not outlive its supervisor either.
-        threading.Thread(target=self._read, name="leash", daemon=True).start()
+        threading.Thread(target=self._read, name="lifeline", daemon=True).start()
 
     def serve(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
         """Answer requests, those that came before too, on one daemon thread.

@@ -4,8 +4,8 @@
 
 A supervisor connects to the socket and sends one frame
 `{"entry": "module:function", "args": {...}, "env": {...}, "numa_nodes": [...], "log_path": ..., "name": ...}`. The
-parent forks; the child keeps that very connection as its leash (runtime.processes.lifeline) and calls `function(leash,
-args)`.
+parent forks; the child keeps that very connection as its lifeline (runtime.processes.lifeline) and calls
+`function(lifeline, args)`.
 
 Rules
 - The parent runs no OpenMP work and never initialises CUDA: neither survives a fork.
@@ -33,7 +33,7 @@ from runtime.errors import ChannelClosed, FrameTooLarge
 from runtime.logs import adopt_libraries, configure_logging
 from runtime.processes.channel import BlockingChannel
 from runtime.processes.kernel import die_with_parent
-from runtime.processes.lifeline import Leash
+from runtime.processes.lifeline import Lifeline
 from runtime.sockets import owner_only
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]
 
 
 def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
-    # Not tied to the warm parent's life: the leash ties it to its supervisor, and a lost warm parent is just
+    # Not tied to the warm parent's life: the lifeline ties it to its supervisor, and a lost warm parent is just
     # started anew while engines and ranks go on.
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -115,14 +115,14 @@ def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
     if cpus is not None:
         log.info("bound to processors %s, beside NUMA node %s", numa.shown(cpus), sorted(set(message["numa_nodes"])))
     connection.settimeout(None)
-    # A grandchild that kept the leash open would hide this process's death from its supervisor.
+    # A grandchild that kept the lifeline open would hide this process's death from its supervisor.
     os.register_at_fork(after_in_child=connection.close)
     channel = BlockingChannel(connection)
     channel.send({"pid": os.getpid()})
     code = 1
     try:
         entry = _resolve(message["entry"])
-        code = int(entry(Leash(channel), message["args"]) or 0)
+        code = int(entry(Lifeline(channel), message["args"]) or 0)
     except BaseException as error:  # noqa: BLE001 - the last frame of a process: report, log, end
         log.exception("%s ends with an error", message["name"])
         _report_fatal(channel, error)
@@ -141,7 +141,7 @@ def _report_fatal(channel: BlockingChannel, error: BaseException) -> None:
         return
 
 
-def _resolve(entry: str) -> Callable[[Leash, dict], int | None]:
+def _resolve(entry: str) -> Callable[[Lifeline, dict], int | None]:
     module, _, function = entry.partition(":")
     return getattr(importlib.import_module(module), function)
 

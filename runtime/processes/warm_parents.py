@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from runtime.background_tasks import Keepers
+from runtime.background_tasks import BackgroundTasks
 from runtime.errors import WarmParentError
 from runtime.processes.kernel import tail
 
@@ -44,7 +44,7 @@ class NodeAgent:
 
     def __init__(self, warm: list[WarmSpec]):
         self._specs = {spec.name: spec for spec in warm}
-        self._keepers = Keepers()
+        self._background = BackgroundTasks()
         self._tasks: list[asyncio.Task[None]] = []
         self._ready = {name: asyncio.Event() for name in self._specs}
         self._pids: dict[str, int] = {}
@@ -53,7 +53,7 @@ class NodeAgent:
         """Begin starting all warm parents; returns at once (`wait_warm` waits for one)."""
         if not self._tasks:
             self._tasks = [
-                self._keepers.keep(f"warm parent: {spec.name}", partial(self._keep, spec))
+                self._background.keep(f"warm parent: {spec.name}", partial(self._keep, spec))
                 for spec in self._specs.values()
             ]
 
@@ -72,13 +72,13 @@ class NodeAgent:
     async def status(self) -> dict:
         return {
             "node_pid": os.getpid(),
-            "degraded": self._keepers.degraded(),
+            "degraded": self._background.degraded(),
             "warm": {name: {"pid": self._pids.get(name), "ready": self._ready[name].is_set()} for name in self._specs},
         }
 
     async def stop(self) -> None:
         """End the warm parents; what was forked from them goes on until its supervisor lets go of it."""
-        await self._keepers.stop()
+        await self._background.stop()
 
     async def _keep(self, spec: WarmSpec) -> None:
         while True:

@@ -20,7 +20,7 @@ KNOWN_REQUESTS = 100.0
 """Before so many it is not known how long one lasts."""
 
 
-class Rise:
+class DemandForecast:
     """Of one model. Owned by whoever receives the load reports; `seen` is called with each. ahead_s: how soon."""
 
     def __init__(self, ahead_s: float) -> None:

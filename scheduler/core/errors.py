@@ -6,11 +6,11 @@ SchedulerError
 │   ├── DeviceHeld       acquire of a device that another lease holds
 │   └── LeaseMismatch    a lease id that exists already with other devices or another holder
 ├── InvalidWorkload      a job, deployment or policy with values that contradict each other
-├── InvalidSchedule      a tidal window that is not a cron expression, time zone or policy we know
+├── InvalidSchedule      a mode window that is not a cron expression, time zone or policy we know
 ├── TraceError           a trace or job list that the simulator cannot read
 ├── NodeNameTaken        a node joined under a name that another one of the box has
 ├── EffectFailed         a verb did not do its work; the only thing an Effects implementation may raise
-├── CalledOff            a drain was taken back because its reason is gone; stays inside a hand-over
+├── DrainCancelled            a drain was taken back because its reason is gone; stays inside a hand-over
 └── Stopped              asked of a loop that has ended
 """
 
@@ -108,7 +108,7 @@ class EffectFailed(SchedulerError):
         self.verb, self.target, self.reason, self.blame = verb, target, reason, blame
 
 
-class CalledOff(SchedulerError):
+class DrainCancelled(SchedulerError):
     """The drain under way was taken back; `reason` is one sentence without a full stop."""
 
     def __init__(self, reason: str):

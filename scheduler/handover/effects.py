@@ -91,7 +91,7 @@ class GroupObserved:
 
 @dataclass(frozen=True, slots=True)
 class Observed:
-    """The truth, read from the processes and fences themselves, never from a record of what was asked."""
+    """The truth, read from the processes and reservations themselves, never from a record of what was asked."""
 
     devices: tuple[Device, ...]
     leases: tuple[Lease, ...] = ()
@@ -111,7 +111,7 @@ class Effects(Protocol):
     """The verbs. All but `observe` and `next_event` are steps of a hand-over."""
 
     async def acquire(self, lease: Lease) -> Detail:
-        """Fence exactly these devices for this holder. Held by another lease: EffectFailed. Again: no change."""
+        """Reserve exactly these devices for this holder. Held by another lease: EffectFailed. Again: no change."""
 
     async def release(self, lease_id: str) -> Detail:
         """Give the devices back. Unknown id: no change. Never called while the holder uses them."""

@@ -268,8 +268,8 @@ def _takes(
         if holder in busy or (now is not None and (now.state != "asleep")):
             continue
         lease = Lease(f"{handover_id}:{holder.kind}:{plan.id}", holder, plan.devices)
-        rise = wake_or_start(plan, lease, asleep=now is not None)
-        yield Chain(holder, "take", (acquire(lease), rise, open_replica(plan.id)))
+        waking = wake_or_start(plan, lease, asleep=now is not None)
+        yield Chain(holder, "take", (acquire(lease), waking, open_replica(plan.id)))
     for group in wanted.groups:
         holder = Holder("job", group.job_id)
         if holder in busy or (group.job_id in box.groups and not leaving.get(holder)):

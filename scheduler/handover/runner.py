@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.errors import Blame, CalledOff, EffectFailed
+from scheduler.core.errors import Blame, DrainCancelled, EffectFailed
 from scheduler.core.inventory import Holder
 from scheduler.handover import step_rules
 from scheduler.handover.box import Box
@@ -32,14 +32,14 @@ _OF_THE_ENGINE = ("start_replica", "wake_replica", "swap_replica")
 @dataclass(frozen=True, slots=True)
 class ChainEnd:
     """done: what was wanted holds. undone: taken back to what was before. failed: an undo or a release failed too.
-    skipped: it never began. called_off: taken back because nobody wants it any more, which is no failure.
+    skipped: it never began. cancelled: taken back because nobody wants it any more, which is no failure.
 
     `failed_step`: the step that made it so; None for a chain that never began because its devices did not come free.
     `reason`: what its verb said. `blame`: whose fault that was.
     """
 
     chain: Chain
-    state: Literal["done", "undone", "failed", "skipped", "called_off"]
+    state: Literal["done", "undone", "failed", "skipped", "cancelled"]
     failed_step: Step | None = None
     error: str = ""
     reason: str = ""
@@ -51,7 +51,7 @@ class Owner(Protocol):
 
     box: Box
 
-    def called_off(self, chain: Chain) -> str:
+    def unwanted(self, chain: Chain) -> str:
         """Why a chain that is about to take devices should not any more; empty if it should."""
 
     def step_done(self, step: Step) -> None: ...
@@ -140,7 +140,7 @@ class Runner:
         """Whose drain is under way and can be called off."""
         return tuple(holder for holder, drain in self._drains.items() if not drain.off)
 
-    def call_off(self, holder: Holder, reason: str) -> None:
+    def cancel_drain(self, holder: Holder, reason: str) -> None:
         """Take back a drain under way. Chains that wait for its lease are over when this returns: what they were to
         take would else look promised to them while it is open again."""
         drain = self._drains[holder]
@@ -153,8 +153,8 @@ class Runner:
                 self._owner.chain_ended(self._skip(chain, self._steps[n], reason))
 
     @contextlib.contextmanager
-    def _until_called_off(self, step: Step) -> Iterator[None]:
-        """While a drain runs inside, `call_off` ends it with CalledOff."""
+    def _until_cancelled(self, step: Step) -> Iterator[None]:
+        """While a drain runs inside, `cancel_drain` ends it with DrainCancelled."""
         if step.verb != "drain_replica":
             yield
             return
@@ -165,7 +165,7 @@ class Runner:
             yield
         except asyncio.CancelledError:
             if drain.off and task.uncancel() == 0:  # else the loop itself is ending, or the time is over
-                raise CalledOff(drain.off) from None
+                raise DrainCancelled(drain.off) from None
             raise
         finally:
             del self._drains[holder]
@@ -201,7 +201,7 @@ class Runner:
         if n in self._over:
             return ChainEnd(chain, "skipped")
         late = [lease for lease in sorted(chain.needs) if not self._released[lease].result()]
-        off = f"lease {late[0]} was not given back" if late else self._owner.called_off(chain)
+        off = f"lease {late[0]} was not given back" if late else self._owner.unwanted(chain)
         if off:
             return self._skip(chain, records, off)
 
@@ -209,10 +209,10 @@ class Runner:
         for at, (step, record) in enumerate(zip(chain.steps, records, strict=True)):
             try:
                 await self._with_patience(step, record)
-            except CalledOff as off_:
+            except DrainCancelled as off_:
                 self._skip(chain, records[at + 1 :], off_.reason)
                 clean = await self._undo(chain, step.undo, record.seq)
-                return ChainEnd(chain, "called_off" if clean else "failed", step, off_.reason)
+                return ChainEnd(chain, "cancelled" if clean else "failed", step, off_.reason)
             except EffectFailed as error:
                 if step.force and await self._undo(chain, step.force, record.seq):
                     undoable.clear()
@@ -263,9 +263,9 @@ class Runner:
         self._doing[record.seq] = Doing(step, started_s, limit_s)
         try:
             async with asyncio.timeout(limit_s):
-                with self._until_called_off(step):
+                with self._until_cancelled(step):
                     detail = await self._perform(step)
-        except CalledOff as off:
+        except DrainCancelled as off:
             self._ended(record, "skipped", {"reason": off.reason})
             raise
         except EffectFailed as error:

@@ -19,16 +19,16 @@ from scheduler.core.workload import ReplicaView
 from scheduler.handover.box import Box
 from scheduler.handover.effects import Effects, Event, GroupEnded, InventoryChanged, Observed, ReplicaDied
 from scheduler.handover.ports import Clock
-from scheduler.loop.status_reporter import Telling
+from scheduler.loop.status_reporter import StatusReporter
 
 log = logging.getLogger(__name__)
 
 
-class Truth:
+class ClusterState:
     """Owns the box, the failures and the events not yet applied. `look_again_s`: when the world is to be read again."""
 
-    def __init__(self, effects: Effects, clock: Clock, config: SchedulerConfig, telling: Telling):
-        self._effects, self._clock, self._config, self._telling = effects, clock, config, telling
+    def __init__(self, effects: Effects, clock: Clock, config: SchedulerConfig, reporter: StatusReporter):
+        self._effects, self._clock, self._config, self._reporter = effects, clock, config, reporter
         self.box = Box(devices={}, ledger=Ledger(()))
         self.failures = Failures(config)
         self.look_again_s = 0.0
@@ -56,10 +56,10 @@ class Truth:
     def _merge(self, observed: Observed, busy: frozenset[Holder]) -> None:
         """Take over the truth for every holder but those whose chains changed them while it was read."""
         now_s, old = self._clock.now_s(), self.box
-        truth = Box.of(observed, now_s)
-        replicas = dict(truth.replicas)
+        fresh = Box.of(observed, now_s)
+        replicas = dict(fresh.replicas)
         # "ended" means ended and told to the store: the events applied after this tell those that were not.
-        groups = {job_id: replace(group, ended=False) for job_id, group in truth.groups.items()}
+        groups = {job_id: replace(group, ended=False) for job_id, group in fresh.groups.items()}
         for replica in old.replicas.values():
             seen = replicas.get(replica.id)
             if Holder("replica", replica.id) in busy:
@@ -80,11 +80,11 @@ class Truth:
                 replicas.pop(holder.id, None)
             if holder.kind == "job" and holder.id not in old.groups:
                 groups.pop(holder.id, None)
-        ledger = Ledger(truth.devices)
-        ledger = ledger.resized([*truth.devices, *(d for le in old.ledger if le.holder in busy for d in le.device_ids)])
+        ledger = Ledger(fresh.devices)
+        ledger = ledger.resized([*fresh.devices, *(d for le in old.ledger if le.holder in busy for d in le.device_ids)])
         ledger = ledger.acquire(*(le for le in old.ledger if le.holder in busy))
-        ledger = ledger.acquire(*(le for le in truth.ledger if le.holder not in busy))
-        self.box = Box(truth.devices, ledger, replicas, groups)
+        ledger = ledger.acquire(*(le for le in fresh.ledger if le.holder not in busy))
+        self.box = Box(fresh.devices, ledger, replicas, groups)
 
     # --- hearing
 
@@ -146,7 +146,7 @@ class Truth:
                 lived_s = self._clock.now_s() - group.since_s
                 self.job_failed(event.job_id, event.step, event.error, blame=event.blame, lived_s=lived_s)
         else:
-            self._telling.over(event.job_id, event.outcome, event.error)
+            self._reporter.over(event.job_id, event.outcome, event.error)
             self.failures.forget_job(event.job_id)
 
     # --- failures
@@ -157,7 +157,7 @@ class Truth:
         for replica in self.box.replicas.values():
             if replica.state == "open" and now_s - replica.since_s >= self._config.replica_stable_s:
                 if self.failures.model_stable(replica.model, replica.version):
-                    self._telling.trouble(replica.model, None)
+                    self._reporter.trouble(replica.model, None)
 
     def model_failed(
         self, model: str, version: str, reason: str, *, blame: Blame = "own", lived_s: float = 0.0
@@ -166,7 +166,7 @@ class Truth:
         failure = self.failures.model_failed(model, version, reason, now_s, blame=blame, lived_s=lived_s)
         ids = {"model": model, "version": version}
         log.warning("%s; next try in %.1f s", reason, failure.not_before_s - now_s, extra=ids)
-        self._telling.trouble(model, self.failures.trouble(model, failure))
+        self._reporter.trouble(model, self.failures.trouble(model, failure))
 
     def job_failed(
         self, job_id: str, step: int, error: str, *, blame: Blame = "own", lived_s: float = 0.0
@@ -175,17 +175,17 @@ class Truth:
         failure = self.failures.job_failed(job_id, step, error, now_s, blame=blame, lived_s=lived_s)
         if self.failures.hopeless(failure):
             often = "" if failure.blame == "input" else f" (failed {failure.count} times without a step of progress)"
-            self._telling.over(job_id, "failed", f"{error}{often}")
+            self._reporter.over(job_id, "failed", f"{error}{often}")
             self.failures.forget_job(job_id)
             return
         log.warning("%s; next try in %.1f s", error, failure.not_before_s - now_s, extra={"job_id": job_id})
 
-    def forgive_model(self, model: str) -> None:
+    def reset_failures(self, model: str) -> None:
         """Try it again at once, as if it had never failed."""
         if self.failures.forget_model(model):
-            self._telling.trouble(model, None)
+            self._reporter.trouble(model, None)
 
     def retry(self, cause: Cause) -> None:
         """Try at once what may have failed for this cause."""
         for model in self.failures.retry(cause):
-            self._telling.trouble(model, next(t for t in self.failures.troubles() if t.model == model))
+            self._reporter.trouble(model, next(t for t in self.failures.troubles() if t.model == model))

@@ -16,7 +16,7 @@ from scheduler.core.inventory import Holder
 from scheduler.core.workload import Policy, ReplicaView, Workload
 from scheduler.handover.box import Box
 from scheduler.handover.handover import Handover
-from scheduler.loop.view import Moving
+from scheduler.loop.view import Transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ def worth_asking(drains: Iterable[Drain], policy: Policy, workload: Workload) ->
 
 
 def as_if_not_begun(
-    box: Box, moving: Mapping[Holder, Moving], drains: Iterable[Drain]
-) -> tuple[Box, dict[Holder, Moving]]:
+    box: Box, moving: Mapping[Holder, Transition], drains: Iterable[Drain]
+) -> tuple[Box, dict[Holder, Transition]]:
     """Box and movements as they would be without these drains and the takes that wait for them."""
     replicas, left = dict(box.replicas), dict(moving)
     for drain in drains:
@@ -65,11 +65,11 @@ def as_if_not_begun(
         for holder in drain.waiting:
             found = left.pop(holder, None)
             if found is not None and found.chains > 1:  # it also gives something back, and goes on with that
-                left[holder] = Moving(found.chains - 1, (), None)
+                left[holder] = Transition(found.chains - 1, (), None)
     return replace(box, replicas=replicas), left
 
 
-def to_call_off(drains: Iterable[Drain], allocation: Allocation) -> list[Drain]:
+def to_cancel(drains: Iterable[Drain], allocation: Allocation) -> list[Drain]:
     """Those whose replica stays open where it is in the plan made as if they had not begun."""
     stays = {(plan.id, plan.devices) for plan in allocation.open_replicas}
     return [drain for drain in drains if (drain.replica.id, drain.replica.devices) in stays]

@@ -34,11 +34,11 @@ from scheduler.handover.journal import HandoverRecord, Journal
 from scheduler.handover.ports import Clock, StateStore
 from scheduler.handover.runner import ChainEnd, Runner
 from scheduler.loop import drain_cancellation, mode_schedule, view
-from scheduler.loop.cluster_state import Truth
+from scheduler.loop.cluster_state import ClusterState
 from scheduler.loop.drain_cancellation import Drain
 from scheduler.loop.explain import explain, mode_of, not_serving, reason_of, waits_for
-from scheduler.loop.status_reporter import Telling
-from scheduler.loop.view import Moving
+from scheduler.loop.status_reporter import StatusReporter
+from scheduler.loop.view import Transition
 from scheduler.plan.plan import plan
 from scheduler.plan.queue import places
 
@@ -72,10 +72,10 @@ class SchedulerLoop:
         self._effects, self._store, self._journal, self._clock = effects, state_store, journal, clock
         self._admits = admits
         self._config = config or SchedulerConfig()
-        self._telling = Telling(state_store)
-        self._truth = Truth(effects, clock, self._config, self._telling)
+        self._reporter = StatusReporter(state_store)
+        self._state = ClusterState(effects, clock, self._config, self._reporter)
         self._memory: dict[str, ModelMemory] = {}
-        self._moving: dict[Holder, Moving] = {}
+        self._transitions: dict[Holder, Transition] = {}
         self._drains: dict[Holder, Drain] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._running: dict[int, Runner] = {}
@@ -95,11 +95,11 @@ class SchedulerLoop:
     @property
     def box(self) -> Box:
         """What is, as far as known; a runner's steps change it as they end."""
-        return self._truth.box
+        return self._state.box
 
     @box.setter
     def box(self, box: Box) -> None:
-        self._truth.box = box
+        self._state.box = box
 
     # --- from outside -------------------------------------------------------------------------------------------
 
@@ -124,20 +124,20 @@ class SchedulerLoop:
         self._stopping = True
         self._wake.set()
 
-    def forgive(self, model: str) -> None:
+    def reset_failures(self, model: str) -> None:
         """Something about this model was changed: try it again at once."""
-        self._truth.forgive_model(model)
+        self._state.reset_failures(model)
         self.nudge()
 
     def retry(self, cause: Cause) -> None:
         """What may have made jobs and models fail is gone: those that wait out a failure are tried at once."""
-        self._truth.retry(cause)
+        self._state.retry(cause)
         self.nudge()
 
     def trouble(self, model: str, version: str) -> Trouble | None:
         """What keeps engines of this version from starting; None where nothing does."""
-        failure = self._truth.failures.model(model, version)
-        return None if failure is None else self._truth.failures.trouble(model, failure)
+        failure = self._state.failures.model(model, version)
+        return None if failure is None else self._state.failures.trouble(model, failure)
 
     def status(self) -> dict[str, Any]:
         """What is, what is under way, and why jobs wait; plain values for JSON."""
@@ -192,10 +192,10 @@ class SchedulerLoop:
                 if self._crash is not None:
                     raise self._crash
                 generation = self._generation
-                self._truth.apply_events(self._moving)
-                if self._clock.now_s() >= self._truth.look_again_s:
-                    await self._truth.look(self._moving)
-                if not self._round() and not self._moving and not self._running and not self._truth.unheard:
+                self._state.apply_events(self._transitions)
+                if self._clock.now_s() >= self._state.look_again_s:
+                    await self._state.look(self._transitions)
+                if not self._round() and not self._transitions and not self._running and not self._state.unheard:
                     await self._settle(generation)
                 await self._pause()
         finally:
@@ -210,13 +210,13 @@ class SchedulerLoop:
         """Start from the truth; hand-overs that a crash interrupted are judged once the box is settled again."""
         self._interrupted = self._journal.unfinished()
         attempt = 0
-        while not await self._truth.look(self._moving):
+        while not await self._state.look(self._transitions):
             attempt += 1
-            await asyncio.sleep(self._truth.failures.backoff_s(attempt))
+            await asyncio.sleep(self._state.failures.backoff_s(attempt))
 
     async def _pump(self) -> None:
         while True:
-            self._truth.hear(await self._effects.next_event())
+            self._state.hear(await self._effects.next_event())
             self._wake.set()
 
     # --- one round ----------------------------------------------------------------------------------------------
@@ -226,19 +226,19 @@ class SchedulerLoop:
         self._workload = self._store.load()
         now_s = self._clock.now_s()
         self._tide(now_s)
-        self._truth.open_replicas_are_stable()
-        self._call_off_drains(now_s)
-        self._truth.failures.keep(self._workload)
+        self._state.open_replicas_are_stable()
+        self._cancel_drains(now_s)
+        self._state.failures.keep(self._workload)
         snapshot = self._snapshot()
         if self._devices_came(snapshot):
-            self._truth.retry("device")
+            self._state.retry("device")
             snapshot = self._snapshot()
         began_s = time.perf_counter()
         self._allocation = plan(snapshot, now_s, self._config)
         self._plan_s = time.perf_counter() - began_s
         self._memory = self._allocation.memory
         handover = handover_.only_admitted(self._steps(snapshot, self._allocation), self._admits)
-        self._telling.waiting(snapshot, self._allocation, self.box.groups, now_s)
+        self._reporter.waiting(snapshot, self._allocation, self.box.groups, now_s)
         if not handover.chains:
             return False
         self._launch(handover, reason_of(handover, snapshot.policy))
@@ -250,12 +250,12 @@ class SchedulerLoop:
             self.box,
             allocation,
             snapshot.epoch,
-            busy=self._moving.keys(),
+            busy=self._transitions.keys(),
             over={j for j in self.box.groups if j not in known},
             forced={
                 j
                 for j in self.box.groups
-                if self._truth.failures.chain_failures(f"free job {j}") >= self._config.suspend_attempts
+                if self._state.failures.chain_failures(f"free job {j}") >= self._config.suspend_attempts
             },
         )
 
@@ -272,23 +272,23 @@ class SchedulerLoop:
             self._settings = settings
             self._in_force = mode_schedule.in_force(*settings, now_s)
 
-    def _call_off_drains(self, now_s: float) -> None:
+    def _cancel_drains(self, now_s: float) -> None:
         """Take back the drains that would not be begun now; see drain_cancellation.py."""
         runners = {h: runner for runner in self._running.values() for h in runner.draining if h in self._drains}
         policy = self._in_force.policy
         drains = drain_cancellation.worth_asking((self._drains[h] for h in runners), policy, self._workload)
         if not drains:
             return
-        box, moving = drain_cancellation.as_if_not_begun(self.box, self._moving, drains)
+        box, moving = drain_cancellation.as_if_not_begun(self.box, self._transitions, drains)
         wanted = plan(self._snapshot(box=box, moving=moving), now_s, self._config)
-        for drain in drain_cancellation.to_call_off(drains, wanted):
-            runners[drain.holder].call_off(drain.holder, f"{mode_of(policy)} keeps replica {drain.replica.id} open")
-            self._moving[drain.holder].target = drain.replica.devices
+        for drain in drain_cancellation.to_cancel(drains, wanted):
+            runners[drain.holder].cancel_drain(drain.holder, f"{mode_of(policy)} keeps replica {drain.replica.id} open")
+            self._transitions[drain.holder].target = drain.replica.devices
 
     def _launch(self, handover: Handover, reason: str) -> None:
         self._drains |= drain_cancellation.drains_of(handover, self.box, self._in_force.policy, self._workload)
         for chain in handover.chains:
-            moving = self._moving.setdefault(chain.holder, Moving(0, (), None))
+            moving = self._transitions.setdefault(chain.holder, Transition(0, (), None))
             moving.chains += 1
             if chain.side == "take":
                 moving.target, moving.take = chain.devices, chain
@@ -317,64 +317,64 @@ class SchedulerLoop:
 
     # --- what the runner reports --------------------------------------------------------------------------------
 
-    def called_off(self, chain: Chain) -> str:
-        if chain.holder.kind == "job" and chain.side == "take" and self._truth.ended_meanwhile(chain.holder.id):
+    def unwanted(self, chain: Chain) -> str:
+        if chain.holder.kind == "job" and chain.side == "take" and self._state.ended_meanwhile(chain.holder.id):
             return "the job ended by itself meanwhile"
         return ""
 
     def step_done(self, step: Step) -> None:
         if step.verb == "start_group" and step.lease is not None:
-            self._telling.running(step.target, step.lease.device_ids)
+            self._reporter.running(step.target, step.lease.device_ids)
 
     def chain_ended(self, end: ChainEnd) -> None:
         chain, holder = end.chain, end.chain.holder
         self._drains.pop(holder, None)
-        if end.state in ("done", "skipped", "called_off"):
+        if end.state in ("done", "skipped", "cancelled"):
             if end.state == "done":
-                self._truth.failures.chain_done(chain.name)
+                self._state.failures.chain_done(chain.name)
             if end.state == "skipped" and chain.side == "take":
-                self._moving[holder].target, self._moving[holder].take = (), None
-            self._unhand(holder)
+                self._transitions[holder].target, self._transitions[holder].take = (), None
+            self._clear_in_progress(holder)
             return
-        self._truth.look_again_s = 0.0
+        self._state.look_again_s = 0.0
         if chain.side == "free":
             if holder.kind == "replica":
-                self._moving[holder].target = ()  # it was to stay after all, and could not
-            wait_s = self._truth.failures.chain_failed(chain.name)
+                self._transitions[holder].target = ()  # it was to stay after all, and could not
+            wait_s = self._state.failures.chain_failed(chain.name)
             ids = {"job_id" if holder.kind == "job" else "replica": holder.id}
             log.warning("%s failed, next try in %.1f s: %s", chain.name, wait_s, end.error, extra=ids)
             asyncio.get_running_loop().call_later(wait_s, self._try_again, holder)
             return
         if holder.kind == "job":
-            self._truth.job_failed(holder.id, -1, end.reason, blame=end.blame)
+            self._state.job_failed(holder.id, -1, end.reason, blame=end.blame)
         else:
-            rise = next(s for s in chain.steps if s.version or s.verb == "open_replica")
-            model = rise.model or self.box.replicas[holder.id].model
-            version = rise.version or self.box.replicas[holder.id].version
-            self._truth.model_failed(model, version, end.reason, blame=end.blame)
-        self._unhand(holder)
+            waking = next(s for s in chain.steps if s.version or s.verb == "open_replica")
+            model = waking.model or self.box.replicas[holder.id].model
+            version = waking.version or self.box.replicas[holder.id].version
+            self._state.model_failed(model, version, end.reason, blame=end.blame)
+        self._clear_in_progress(holder)
 
     def _try_again(self, holder: Holder) -> None:
         """Look first: what was read while the holder was in hand was not taken over, so an engine that went with the
         failed step was drained again for ever."""
-        self._truth.look_again_s = 0.0
-        self._unhand(holder)
+        self._state.look_again_s = 0.0
+        self._clear_in_progress(holder)
 
-    def _unhand(self, holder: Holder) -> None:
-        moving = self._moving[holder]
+    def _clear_in_progress(self, holder: Holder) -> None:
+        moving = self._transitions[holder]
         moving.chains -= 1
         if moving.chains == 0:
-            del self._moving[holder]
+            del self._transitions[holder]
         self._wake.set()
 
     def _snapshot(
-        self, policy: Policy | None = None, *, box: Box | None = None, moving: dict[Holder, Moving] | None = None
+        self, policy: Policy | None = None, *, box: Box | None = None, moving: dict[Holder, Transition] | None = None
     ) -> Snapshot:
         return view.snapshot(
             self.box if box is None else box,
-            self._moving if moving is None else moving,
+            self._transitions if moving is None else moving,
             self._workload,
-            self._truth.failures,
+            self._state.failures,
             policy=policy or self._in_force.policy,
             memory=self._memory,
             epoch=self._journal.last_id() + 1,
@@ -404,7 +404,7 @@ class SchedulerLoop:
         """Until a nudge, an event, the end of a chain, or the time to look again; not before the rest is over."""
         if (size := len(self.box.devices) + len(self._workload.jobs)) > _SMALL:
             await asyncio.sleep(_REST_S * size)
-        known = (self._truth.look_again_s, self._allocation.review_at_s, self._in_force.until_s)
+        known = (self._state.look_again_s, self._allocation.review_at_s, self._in_force.until_s)
         times = [t for t in known if t is not None]
         wait_s = max(min(times) - self._clock.now_s(), 0.001)
         with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""Tidal windows: modes that come and go by the clock ("serve by day, train by night").
+"""Mode windows: modes that come and go by the clock ("serve by day, train by night").
 
 A window begins when its cron expression fires in its time zone, and puts its policy in force. It ends when its second
 expression fires or after a time; without either it lasts until another window begins. Beginnings and ends are edges.

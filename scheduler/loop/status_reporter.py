@@ -11,7 +11,7 @@ from scheduler.core.workload import Snapshot
 from scheduler.handover.ports import StateStore
 
 
-class Telling:
+class StatusReporter:
     """Writes to the store; a reason for waiting is written once per change of its sentence or of the job's phase."""
 
     def __init__(self, store: StateStore):

@@ -13,11 +13,11 @@ from scheduler.core.workload import DeploymentView, JobView, ModelMemory, Policy
 from scheduler.handover.box import Box
 from scheduler.handover.handover import Chain
 from scheduler.loop.mode_schedule import InForce
-from scheduler.plan.queue import Place
+from scheduler.plan.queue import QueuePosition
 
 
 @dataclass(slots=True)
-class Moving:
+class Transition:
     """A holder in the hands of a hand-over: `chains` still to end, `target` the devices it will hold (if any)."""
 
     chains: int
@@ -27,7 +27,7 @@ class Moving:
 
 def snapshot(
     box: Box,
-    moving: Mapping[Holder, Moving],
+    moving: Mapping[Holder, Transition],
     workload: Workload,
     failures: Failures,
     *,
@@ -58,7 +58,7 @@ def _device(device: Device, cordoned: frozenset[str]) -> Device:
     return device
 
 
-def _job(job: JobView, box: Box, all_moving: Mapping[Holder, Moving], failures: Failures) -> JobView:
+def _job(job: JobView, box: Box, all_moving: Mapping[Holder, Transition], failures: Failures) -> JobView:
     group = box.groups.get(job.id)
     moving = all_moving.get(Holder("job", job.id))
     failure = failures.job(job.id)
@@ -93,22 +93,22 @@ def _deployment(deployment: DeploymentView, failures: Failures) -> DeploymentVie
     )
 
 
-def _replicas(box: Box, all_moving: Mapping[Holder, Moving], now_s: float) -> list[ReplicaView]:
+def _replicas(box: Box, all_moving: Mapping[Holder, Transition], now_s: float) -> list[ReplicaView]:
     views = dict(box.replicas)
     for holder, moving in all_moving.items():
         if holder.kind != "replica":
             continue
         found = views.get(holder.id)
         if moving.target and moving.take is not None and found is None:
-            rise = moving.take.steps[1]
-            found = ReplicaView(holder.id, rise.model, rise.version, "starting", moving.target, now_s)
+            waking = moving.take.steps[1]
+            found = ReplicaView(holder.id, waking.model, waking.version, "starting", moving.target, now_s)
         if found is not None:
             views[holder.id] = replace(found, busy="coming" if moving.target else "leaving")
     return list(views.values())
 
 
 def status(
-    box: Box, shown: Snapshot, allocation: Allocation, in_force: InForce, queue: Sequence[Place]
+    box: Box, shown: Snapshot, allocation: Allocation, in_force: InForce, queue: Sequence[QueuePosition]
 ) -> dict[str, Any]:
     """Mode, devices with their holders, replicas and jobs (in the order of the queue) as plain values for JSON."""
     jobs = {j.id: j for j in shown.jobs}

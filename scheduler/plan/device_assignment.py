@@ -1,4 +1,4 @@
-"""Which exact devices: everybody who was counted is seated, moving as little as possible."""
+"""Which exact devices: everybody who was counted gets devices, moving as little as possible."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from scheduler.core.workload import DeploymentView, JobView, ReplicaView, Snapsh
 from scheduler.plan.placement import Pool
 
 
-class Seating:
+class DeviceAssignment:
     """Who holds what, filled by `place` (anew each time), then by `keep_open`, `defer` and `let_sleep`.
 
     out: replicas by id, open or asleep. groups: by job. reviews: when time alone may change an answer.

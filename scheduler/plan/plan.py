@@ -12,7 +12,7 @@ from scheduler.core.allocation import Allocation
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Snapshot
 from scheduler.plan import queue
-from scheduler.plan.device_assignment import Seating
+from scheduler.plan.device_assignment import DeviceAssignment
 from scheduler.plan.shares import Shares
 
 _ROUNDS = 8
@@ -23,42 +23,42 @@ def plan(snapshot: Snapshot, now_s: float, config: SchedulerConfig | None = None
     """The allocation for this snapshot. The same snapshot and time always give the same answer."""
     config = config or SchedulerConfig()
     shares = Shares(snapshot, now_s, config)
-    seating = Seating(snapshot, now_s, config)
-    jobs = _seat(shares, seating)
-    seating.keep_open()
-    seating.defer()
-    seating.let_sleep()
+    assignment = DeviceAssignment(snapshot, now_s, config)
+    jobs = _assign(shares, assignment)
+    assignment.keep_open()
+    assignment.defer()
+    assignment.let_sleep()
     late = {job_id: "Its devices are still being given back by their last holder." for job_id in jobs.sizes}
-    reviews = [*shares.reviews, *seating.reviews, *([] if jobs.review_at_s is None else [jobs.review_at_s])]
+    reviews = [*shares.reviews, *assignment.reviews, *([] if jobs.review_at_s is None else [jobs.review_at_s])]
     return Allocation(
-        replicas=tuple(seating.out[r] for r in sorted(seating.out)),
-        groups=tuple(seating.groups[j] for j in sorted(seating.groups)),
-        waiting={**jobs.waiting, **{j: why for j, why in late.items() if j not in seating.groups}},
+        replicas=tuple(assignment.out[r] for r in sorted(assignment.out)),
+        groups=tuple(assignment.groups[j] for j in sorted(assignment.groups)),
+        waiting={**jobs.waiting, **{j: why for j, why in late.items() if j not in assignment.groups}},
         notes=shares.notes,
         memory=shares.memory,
         review_at_s=min((t for t in reviews if t > now_s), default=None),
     )
 
 
-def _seat(shares: Shares, seating: Seating) -> queue.Queue:
+def _assign(shares: Shares, assignment: DeviceAssignment) -> queue.Queue:
     """Count and place, until everybody who is counted for devices has found some. Answers what training gets."""
     limits: dict[str, int] = {}
     found: dict[str, int] = {}
     unplaced: list[str] = []
     for _ in range(len(shares.deployments) + _ROUNDS):
         claimed, serving, jobs = shares.count(limits, found)
-        unplaced = seating.place(serving, jobs.sizes)
-        short = seating.short(jobs.sizes)
-        if (short or (unplaced and seating.owed(unplaced, claimed))) and seating.jobs_may_move:
+        unplaced = assignment.place(serving, jobs.sizes)
+        short = assignment.short(jobs.sizes)
+        if (short or (unplaced and assignment.owed(unplaced, claimed))) and assignment.jobs_may_move:
             # Enough devices but not side by side: move the jobs that may be moved, if that helps.
-            if not seating.place(serving, jobs.sizes, keep_jobs=False) and not seating.short(jobs.sizes):
+            if not assignment.place(serving, jobs.sizes, keep_jobs=False) and not assignment.short(jobs.sizes):
                 unplaced, short = [], {}
             else:
-                unplaced = seating.place(serving, jobs.sizes)
+                unplaced = assignment.place(serving, jobs.sizes)
         if not unplaced and not short:
             break
         # Not to be had in this round: what they were counted for goes to others.
-        limits |= seating.placed(unplaced)
+        limits |= assignment.placed(unplaced)
         found |= short
     shares.note_no_room({*unplaced, *limits})
     return jobs

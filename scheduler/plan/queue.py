@@ -63,7 +63,7 @@ def order(jobs: Sequence[JobView], now_s: float) -> list[JobView]:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class QueuePosition:
     """Where a job stands. `reason`: why it waits, in one of Slurm's words; None while it has devices.
 
     Held: an operator keeps it. JobHeldUser: paused by request. BeginTime: waits out a failure. Priority: others are
@@ -76,7 +76,7 @@ class Place:
     reason: str | None
 
 
-def places(jobs: Sequence[JobView], now_s: float) -> list[Place]:
+def places(jobs: Sequence[JobView], now_s: float) -> list[QueuePosition]:
     """Every job in the order of the queue, from position 1."""
     out, waiting = [], False
     for position, job in enumerate(order(jobs, now_s), 1):
@@ -92,7 +92,7 @@ def places(jobs: Sequence[JobView], now_s: float) -> list[Place]:
         elif not job.devices or job.busy == "leaving":
             reason = "Priority" if waiting else "Resources"
             waiting = True
-        out.append(Place(job.id, position, reason))
+        out.append(QueuePosition(job.id, position, reason))
     return out
 
 

@@ -37,7 +37,7 @@ ANSWER_S = 20.0
 
 def named_actor(body: type, name: str, ray_node_id: str, *arguments: Any) -> Any:
     """Start or find a thin supervisor on a node: named, detached, restart left to us, no resources (the lease
-    fences)."""
+    reservations)."""
     here = NodeAffinitySchedulingStrategy(ray_node_id, soft=False)
     return (
         ray.remote(body)
@@ -127,7 +127,7 @@ class Supervisor:
         self.end(why)
 
     def kill(self) -> None:
-        """End its process, and what hangs on its leash with it. For one of this machine that does not need Ray."""
+        """End its process, and what hangs on its lifeline with it. For one of this machine that does not need Ray."""
         if self._pidfd >= 0 and not self._over.done():
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         ray.kill(self.actor)

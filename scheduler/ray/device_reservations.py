@@ -14,16 +14,16 @@ from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Holder, Lease
 from scheduler.handover.effects import Detail
 
-FENCE_TIMEOUT_S = 30.0
+RESERVE_TIMEOUT_S = 30.0
 AVAILABLE_TIMEOUT_S = 1.0
 DEVICE_RESOURCE = "device:"
 
 
-class Fences:
+class DeviceReservations:
     """Ray gives a device to one placement group at a time, whoever asks: the last line behind the ledger."""
 
     def __init__(self) -> None:
-        self._fences: dict[str, Any] = {}
+        self._reservations: dict[str, Any] = {}
         self._acquiring: set[str] = set()
 
     async def acquire(self, lease: Lease) -> Detail:
@@ -33,33 +33,33 @@ class Fences:
         if state:
             await self.release(lease.id)  # left by one who died or gave up waiting; its name would be taken
         bundles = [{f"{DEVICE_RESOURCE}{device_id}": 1} for device_id in lease.device_ids]
-        fence, given = placement_group(bundles, strategy="PACK", name=lease.id, lifetime="detached"), False
+        group, given = placement_group(bundles, strategy="PACK", name=lease.id, lifetime="detached"), False
         self._acquiring.add(lease.id)
         try:
-            # Not `fence.ready()`: that runs a task, for which Ray first starts a worker process.
-            given = await asyncio.to_thread(fence.wait, FENCE_TIMEOUT_S)
+            # Not `group.ready()`: that runs a task, for which Ray first starts a worker process.
+            given = await asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S)
         except Exception as error:  # Ray's is bare: `leases` took the group away, because its devices' node was lost
             raise EffectFailed("acquire", lease.id, str(error)) from error
         finally:
             self._acquiring.discard(lease.id)
             if not given:  # nor may a wait that was cancelled get the devices later
-                remove_placement_group(fence)
+                remove_placement_group(group)
         if not given:
-            raise EffectFailed("acquire", lease.id, f"Ray did not give {lease.device_ids} in {FENCE_TIMEOUT_S:.0f} s")
-        self._fences[lease.id] = fence
+            raise EffectFailed("acquire", lease.id, f"Ray did not give {lease.device_ids} in {RESERVE_TIMEOUT_S:.0f} s")
+        self._reservations[lease.id] = group
         return {"devices": list(lease.device_ids)}
 
     async def release(self, lease_id: str) -> Detail:
-        fence = self._fences.pop(lease_id, None)
+        group = self._reservations.pop(lease_id, None)
         _, devices = (await _table()).get(lease_id, ("", []))
         if not devices:
             return None
         # A look at the world may do the same now, of a lease whose node was lost: who comes second finds nothing.
-        fence = fence or _found(lease_id)
-        if fence is not None:
-            remove_placement_group(fence)
+        group = group or _found(lease_id)
+        if group is not None:
+            remove_placement_group(group)
         # Removal is asynchronous; the next holder's acquire would only wait, but "released" must be true.
-        async with asyncio.timeout(FENCE_TIMEOUT_S):
+        async with asyncio.timeout(RESERVE_TIMEOUT_S):
             while lease_id in await _table():
                 await asyncio.sleep(0.005)
         await self._until_available([f"{DEVICE_RESOURCE}{device}" for device in devices])
@@ -79,7 +79,7 @@ class Fences:
             await asyncio.sleep(0.005)
 
     async def leases(self, present: Collection[str]) -> tuple[Lease, ...]:
-        """Every lease that is fenced now, whoever acquired it, on those of its devices that are `present`.
+        """Every lease that is reserved now, whoever acquired it, on those of its devices that are `present`.
 
         A lease that lost some devices with their node keeps the others until its holder lets go of them. One that
         lost all, and one that a dead controller was still waiting for, holds nothing and is taken away.
@@ -94,7 +94,7 @@ class Fences:
         return tuple(found)
 
 
-async def any_fenced(device_ids: Collection[str]) -> bool:
+async def any_reserved(device_ids: Collection[str]) -> bool:
     """Whether somebody holds one of these devices, or is about to."""
     return any(not set(device_ids).isdisjoint(devices) for _, devices in (await _table()).values())
 

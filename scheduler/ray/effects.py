@@ -1,11 +1,11 @@
 """The verbs of `scheduler.handover.effects`, carried out with Ray: which file does which.
 
-    acquire, release              ray_fences     placement groups over the devices' names
+    acquire, release              device_reservations     placement groups over the devices' names
     replicas                      ray_replicas   one actor per engine
     groups                        ray_groups     one actor per device, holding its rank
     where all of it happens       ray_nodes      the nodes; ray_node is the actor on each of them
 
-Ray places and fences, and is never in the data path. Actors and placement groups are named and outlive the
+Ray places and reservations, and is never in the data path. Actors and placement groups are named and outlive the
 controller, so a restarted one finds them again in `observe`. These files (`ray_*`) are the only ones of `scheduler`
 that import Ray, `serve` and `train`.
 """
@@ -17,7 +17,7 @@ import logging
 
 from scheduler.core.errors import EffectFailed
 from scheduler.handover.effects import Event, Observed
-from scheduler.ray.device_reservations import Fences
+from scheduler.ray.device_reservations import DeviceReservations
 from scheduler.ray.groups import Groups, Jobs
 from scheduler.ray.nodes import Nodes, OnDeath
 from scheduler.ray.replicas import Replicas, Routing, Versions
@@ -32,11 +32,11 @@ class RayEffects:
     def __init__(self, nodes: Nodes, routing: Routing, versions: Versions, jobs: Jobs, engine: EngineConfig):
         self._nodes = nodes
         self._events: asyncio.Queue[Event] = asyncio.Queue()
-        self._fences = Fences()
+        self._reservations = DeviceReservations()
         self._replicas = Replicas(nodes, routing, versions, engine, self._events.put_nowait)
         self._groups = Groups(nodes, jobs, self._events.put_nowait)
 
-        self.acquire, self.release = self._fences.acquire, self._fences.release
+        self.acquire, self.release = self._reservations.acquire, self._reservations.release
         self.start_replica, self.stop_replica = self._replicas.start_replica, self._replicas.stop_replica
         self.open_replica, self.drain_replica = self._replicas.open_replica, self._replicas.drain_replica
         self.sleep_replica, self.wake_replica = self._replicas.sleep_replica, self._replicas.wake_replica
@@ -63,7 +63,7 @@ class RayEffects:
     async def observe(self) -> Observed:
         await self._nodes.look()
         devices = self._nodes.devices
-        leases = await self._fences.leases({device.id for device in devices})
+        leases = await self._reservations.leases({device.id for device in devices})
         return Observed(
             devices=devices,
             leases=leases,

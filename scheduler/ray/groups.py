@@ -18,9 +18,9 @@ from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device, Holder, Lease
 from scheduler.handover.effects import Detail, Event, GroupEnded, GroupObserved, InventoryChanged
 from scheduler.ray.actors import Supervisor, actor_names, ask, find_actor, within
-from scheduler.ray.node import Place, stored_bytes
+from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes, OnDeath
-from scheduler.ray.remote_jobs import Homecoming, outfit
+from scheduler.ray.remote_jobs import ResultTransfer, outfit
 from train.control.group import Group
 from train.control.rank_host import RankHost
 from train.plan.spec import TrainSpec
@@ -102,7 +102,7 @@ class Groups:
             spec, snapshot = await outfit(self._nodes, place, spec, snapshot)
         hosts = [_Host(host) for host in await self._living_hosts(job_id, lease.device_ids)]
         devices = [self._nodes.device(device_id) for device_id in lease.device_ids]
-        coming = self._homecoming(job_id, place)
+        coming = self._result_transfer(job_id, place)
         group = Group(on_event=self._teller(job_id, coming))
         began_s = time.monotonic()
         try:
@@ -132,13 +132,13 @@ class Groups:
             ),
         )
 
-    def _homecoming(self, job_id: str, place: Place) -> Homecoming | None:
+    def _result_transfer(self, job_id: str, place: NodeConfig) -> ResultTransfer | None:
         """For ranks on another node than home."""
         if place.name == self._nodes.home.name:
             return None
-        return Homecoming(self._nodes, place, job_id, lambda event: self._jobs.on_event(job_id, event))
+        return ResultTransfer(self._nodes, place, job_id, lambda event: self._jobs.on_event(job_id, event))
 
-    def _teller(self, job_id: str, coming: Homecoming | None) -> Callable[[dict[str, Any]], None]:
+    def _teller(self, job_id: str, coming: ResultTransfer | None) -> Callable[[dict[str, Any]], None]:
         return (lambda event: self._jobs.on_event(job_id, event)) if coming is None else coming.take
 
     async def suspend_group(self, job_id: str) -> Detail:
@@ -175,7 +175,7 @@ class Groups:
         return None
 
     def _attend(
-        self, job_id: str, group: Group, lease: Lease, in_order: Sequence[str], coming: Homecoming | None
+        self, job_id: str, group: Group, lease: Lease, in_order: Sequence[str], coming: ResultTransfer | None
     ) -> None:
         running = self._groups[job_id] = _RunningGroup(group, lease, tuple(in_order), coming)
         running.watcher = asyncio.create_task(self._wait_group(job_id, running))
@@ -254,7 +254,7 @@ class Groups:
         try:
             return await within("observe", device_id, self._host(device_id).call("status"))
         except (SupervisorDied, RayError):
-            gone = self._hosts.pop(device_id, None)  # its actor died, and the rank on its leash with it
+            gone = self._hosts.pop(device_id, None)  # its actor died, and the rank on its lifeline with it
             if gone is not None:
                 gone.end("it does not tell how it is")
             return None
@@ -322,7 +322,7 @@ class Groups:
         except LookupError as error:
             log.warning("what it trained meanwhile cannot be read in: %s", error, extra=ids)
         in_order = sorted(places, key=lambda device_id: places[device_id]["rank"])
-        coming = self._homecoming(job_id, self._nodes.place_of(lease.device_ids, "observe", job_id))
+        coming = self._result_transfer(job_id, self._nodes.place_of(lease.device_ids, "observe", job_id))
         group = Group(on_event=self._teller(job_id, coming))
         await group.adopt(job_id, [_Host(self._host(device_id)) for device_id in in_order])
         self._attend(job_id, group, lease, in_order, coming)
@@ -336,7 +336,7 @@ class _RunningGroup:
     group: Group
     lease: Lease
     in_order: tuple[str, ...]  # device of each rank
-    coming: Homecoming | None = None  # what its ranks make comes from another node
+    coming: ResultTransfer | None = None  # what its ranks make comes from another node
     watcher: asyncio.Task | None = None
     ended: GroupEnded | None = None
     leaving: bool = False

@@ -38,7 +38,7 @@ def stored_bytes(directory: Path) -> int | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodeConfig:
     """Where a node keeps what. `address`: this node's own on the network of the nodes; loopback where it is alone.
     `jobs_dir`: folders of the jobs that run here. `lends`: what other nodes may copy beside shared memory. `numa_bind`:
     processes run beside their devices. `certificate`: by which it is known on the network of the nodes."""
@@ -81,7 +81,7 @@ class Place:
 class Node(NodeAgent, NodeCopies):
     """Body of the actor `node:<name>`."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: NodeConfig):
         shared = Shared(place.token_path.read_bytes(), place.certificate)
         NodeAgent.__init__(self, list(place.warm))
         NodeCopies.__init__(self, place.shm_root, place.jobs_dir, place.budget_bytes, shared)
@@ -95,7 +95,7 @@ class Node(NodeAgent, NodeCopies):
         self._adapters: AdapterServer | None = None
         self._home, self._leaves = ("", 0), False
 
-    async def place(self) -> Place:
+    async def place(self) -> NodeConfig:
         return self._place
 
     async def leave(self) -> None:

@@ -21,8 +21,8 @@ from scheduler.core.inventory import Device, NodeChange
 from scheduler.devices.health import Reading
 from scheduler.handover.effects import Event, InventoryChanged
 from scheduler.ray.actors import actor_names, ask, find_actor, named_actor
-from scheduler.ray.device_reservations import DEVICE_RESOURCE, any_fenced
-from scheduler.ray.node import NODE, Node, Place
+from scheduler.ray.device_reservations import DEVICE_RESOURCE, any_reserved
+from scheduler.ray.node import NODE, Node, NodeConfig
 from weights.memory.lease import StoredVersion
 from weights.tiers.record import Name
 
@@ -41,7 +41,7 @@ OnDeath = Callable[[tuple[str, ...], str, str], None]
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    place: Place
+    place: NodeConfig
     ray_id: str
     actor: Any
     leaves: bool = False
@@ -56,7 +56,7 @@ class _Known:
 class Nodes:
     """The nodes as the controller knows them. `home` is its own. Ray must be initialised."""
 
-    def __init__(self, home: Place):
+    def __init__(self, home: NodeConfig):
         self.home = home
         self.on_change: Callable[[str, NodeChange, tuple[Device, ...]], None] = lambda name, what, devices: None
         self._known: dict[str, _Known] = {}
@@ -145,12 +145,12 @@ class Nodes:
             raise LookupError(f"device {device_id} is gone")
         return found
 
-    def place(self, name: str) -> Place | None:
+    def place(self, name: str) -> NodeConfig | None:
         """None when the node is gone."""
         known = self._known.get(name)
         return known.place if known else None
 
-    def place_of(self, device_ids: tuple[str, ...], verb: str, target: str) -> Place:
+    def place_of(self, device_ids: tuple[str, ...], verb: str, target: str) -> NodeConfig:
         """The one node that has all these devices; raises EffectFailed, said of this verb and target."""
         try:
             nodes = {self.device(device_id).node for device_id in device_ids}
@@ -160,7 +160,7 @@ class Nodes:
             raise EffectFailed(verb, target, f"its devices {', '.join(device_ids)} are on {len(nodes)} nodes")
         return self._known[nodes.pop()].place
 
-    def here(self, body: type, name: str, place: Place, *arguments: Any) -> Any:
+    def here(self, body: type, name: str, place: NodeConfig, *arguments: Any) -> Any:
         """Start or find an actor on this node. Raises EffectFailed when the node is gone."""
         known = self._known.get(place.name)
         if known is None:
@@ -176,14 +176,14 @@ class Nodes:
                 raise answer
         return tuple(one for answer in answers if not isinstance(answer, BaseException) for one in answer)
 
-    async def wait_warm(self, place: Place, name: str, verb: str, target: str) -> None:
+    async def wait_warm(self, place: NodeConfig, name: str, verb: str, target: str) -> None:
         """Returns when the node's warm parent takes requests."""
         await ask(verb, target, self._actor(place, verb, target).wait_warm.remote(name, WARM_TIMEOUT_S))
 
     # --- reaching it from home
 
     async def bring(
-        self, place: Place, version_dir: Path, holder: str, verb: str, target: str
+        self, place: NodeConfig, version_dir: Path, holder: str, verb: str, target: str
     ) -> tuple[Path, int]:
         """Where the node has this version, adapter or snapshot of home's, copied over if need be, and the bytes that
         took. It stays there until `holder` takes another."""
@@ -201,7 +201,7 @@ class Nodes:
             await ask(verb, target, home.take_back.remote(version_dir))
         return copied["path"], copied["bytes"]
 
-    async def bring_home(self, place: Place, name: Name, remote: Path, target: str) -> tuple[Path, int]:
+    async def bring_home(self, place: NodeConfig, name: Name, remote: Path, target: str) -> tuple[Path, int]:
         """Where home has what the node wrote at `remote`, and the bytes that took. Raises EffectFailed."""
         verb = "bring_home"
         there, home = self._actor(place, verb, target), self._actor(self.home, verb, target)
@@ -216,17 +216,17 @@ class Nodes:
             await ask(verb, target, there.take_back.remote(remote, safe))
         return path, copied_bytes
 
-    async def bring_job(self, place: Place, folder: Path, verb: str, target: str) -> Path:
+    async def bring_job(self, place: NodeConfig, folder: Path, verb: str, target: str) -> Path:
         """The folder of a job on another node, with the data that home has in `folder`."""
         address = await self._relay(self.home, verb, target)
         return await ask(verb, target, self._actor(place, verb, target).fetch_job.remote(address, folder, folder.name))
 
-    async def forget_job(self, place: Place, job_id: str, leases_only: bool) -> None:
+    async def forget_job(self, place: NodeConfig, job_id: str, leases_only: bool) -> None:
         """Nothing of this job is needed on the node any more, or not for now."""
         there = self._actor(place, "forget_job", job_id)
         await ask("forget_job", job_id, there.forget_job.remote(job_id, leases_only))
 
-    async def local_socket(self, place: Place, replica_id: str) -> Path:
+    async def local_socket(self, place: NodeConfig, replica_id: str) -> Path:
         """A socket of the home node that leads to the replica's engine, wherever that is. The engine in turn reaches
         home for adapters."""
         verb, path = "open_replica", self.home.socket_path(replica_id)
@@ -238,29 +238,29 @@ class Nodes:
             self._tunnels[replica_id] = home, there
         return path
 
-    async def mend_socket(self, place: Place, replica_id: str) -> None:
+    async def mend_socket(self, place: NodeConfig, replica_id: str) -> None:
         """Tunnels end with the agents at their ends: after one was started anew they are opened again."""
         ends = tuple(self._known[name].actor for name in (self.home.name, place.name) if name in self._known)
         if place.name != self.home.name and self._tunnels.get(replica_id) != ends:
             await self.local_socket(place, replica_id)
 
-    async def close_socket(self, place: Place, replica_id: str) -> None:
+    async def close_socket(self, place: NodeConfig, replica_id: str) -> None:
         self._tunnels.pop(replica_id, None)
         if place.name != self.home.name:
             home = self._actor(self.home, "stop_replica", replica_id)
             await ask("stop_replica", replica_id, home.close_tunnel.remote(self.home.socket_path(replica_id)))
 
-    def _actor(self, place: Place, verb: str, target: str) -> Any:
+    def _actor(self, place: NodeConfig, verb: str, target: str) -> Any:
         known = self._known.get(place.name)
         if known is None:
             raise EffectFailed(verb, target, f"node {place.name} is gone")
         return known.actor
 
-    async def _relay(self, place: Place, verb: str, target: str) -> tuple[str, int]:
+    async def _relay(self, place: NodeConfig, verb: str, target: str) -> tuple[str, int]:
         return tuple(await ask(verb, target, self._actor(place, verb, target).relay_address.remote()))
 
 
-async def announce(place: Place) -> None:
+async def announce(place: NodeConfig) -> None:
     """Make this node known to the box, once Ray runs on it. Raises NodeNameTaken, LookupError without Ray here."""
     ray_id = _ray_id(place, await _alive())
     if ray_id is None:
@@ -271,7 +271,7 @@ async def announce(place: Place) -> None:
         raise NodeNameTaken(place.name, known.address)
 
 
-async def announced_from(place: Place, head: str) -> None:
+async def announced_from(place: NodeConfig, head: str) -> None:
     """Announce a node whose Ray has joined the head at `head`, from a process of its own on that node."""
     await asyncio.to_thread(
         ray.init, address=head, namespace=NAMESPACE, log_to_driver=False, _node_ip_address=place.address
@@ -282,7 +282,7 @@ async def announced_from(place: Place, head: str) -> None:
         ray.shutdown()
 
 
-async def emptied(place: Place, head: str) -> None:
+async def emptied(place: NodeConfig, head: str) -> None:
     """Tell the box that this node leaves; returns when nobody holds a device of it. From a process of its own on it."""
     await asyncio.to_thread(
         ray.init, address=head, namespace=NAMESPACE, log_to_driver=False, _node_ip_address=place.address
@@ -291,13 +291,13 @@ async def emptied(place: Place, head: str) -> None:
         node = find_actor(NODE + place.name)
         if node is not None:
             await node.leave.remote()
-        while await any_fenced({device.id for device in place.devices}):
+        while await any_reserved({device.id for device in place.devices}):
             await asyncio.sleep(EMPTY_EVERY_S)
     finally:
         ray.shutdown()
 
 
-async def _start(place: Place, ray_id: str) -> Any:
+async def _start(place: NodeConfig, ray_id: str) -> Any:
     actor = named_actor(Node, NODE + place.name, ray_id, place)
     await actor.start.remote()
     return actor
@@ -309,6 +309,6 @@ async def _alive() -> dict[str, set[str]]:
     return {node["NodeID"]: set(node["Resources"]) for node in nodes if node["Alive"]}
 
 
-def _ray_id(place: Place, alive: dict[str, set[str]]) -> str | None:
+def _ray_id(place: NodeConfig, alive: dict[str, set[str]]) -> str | None:
     wanted = {f"{DEVICE_RESOURCE}{device.id}" for device in place.devices}
     return next((ray_id for ray_id, resources in alive.items() if wanted <= resources), None)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from scheduler.core.errors import EffectFailed
-from scheduler.ray.node import Place
+from scheduler.ray.node import NodeConfig
 from scheduler.ray.nodes import Nodes
 from train.plan.spec import TrainSpec
 from train.state.cadence import every_s
@@ -30,7 +30,9 @@ VERB = "start_group"
 _OVER = {"event": "over"}
 
 
-async def outfit(nodes: Nodes, place: Place, spec: TrainSpec, snapshot: Path | None) -> tuple[TrainSpec, Path | None]:
+async def outfit(
+    nodes: Nodes, place: NodeConfig, spec: TrainSpec, snapshot: Path | None
+) -> tuple[TrainSpec, Path | None]:
     """What ranks of this job are told on this node, and where it has the snapshot, once everything is there.
 
     Raises EffectFailed.
@@ -54,10 +56,10 @@ async def outfit(nodes: Nodes, place: Place, spec: TrainSpec, snapshot: Path | N
     return there, None if snapshot is None else Path(await bring(str(snapshot), "snapshot"))
 
 
-class Homecoming:
+class ResultTransfer:
     """Events of a job's ranks elsewhere, told in their order, each when what it speaks of is at home."""
 
-    def __init__(self, nodes: Nodes, place: Place, job_id: str, tell: Callable[[dict[str, Any]], None],
+    def __init__(self, nodes: Nodes, place: NodeConfig, job_id: str, tell: Callable[[dict[str, Any]], None],
                  clock: Callable[[], float] = time.monotonic):  # fmt: skip
         self._nodes, self._place, self._job_id, self._tell = nodes, place, job_id, tell
         self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
@@ -65,7 +67,7 @@ class Homecoming:
         self._clock = clock
         self._not_before_s = 0.0
         self._left: dict[str, Any] | None = None  # the newest snapshot that was not brought yet
-        self._telling = asyncio.create_task(self._run(), name=f"{job_id} homecoming")
+        self._transfer = asyncio.create_task(self._run(), name=f"{job_id} result transfer")
 
     def take(self, event: dict[str, Any]) -> None:
         self._events.put_nowait(event)
@@ -78,10 +80,10 @@ class Homecoming:
         """
         self._events.put_nowait(_OVER)
         told = asyncio.create_task(self._events.join())
-        await asyncio.wait({told, self._telling}, return_when=asyncio.FIRST_COMPLETED)
-        if self._telling.done():
+        await asyncio.wait({told, self._transfer}, return_when=asyncio.FIRST_COMPLETED)
+        if self._transfer.done():
             told.cancel()
-            return f"an event of its ranks could not be taken: {self._telling.exception()!r}"
+            return f"an event of its ranks could not be taken: {self._transfer.exception()!r}"
         self.stop()
         if not self._missing:
             with contextlib.suppress(EffectFailed):  # the node is gone, and all it kept
@@ -89,7 +91,7 @@ class Homecoming:
         return self._missing
 
     def stop(self) -> None:
-        self._telling.cancel()
+        self._transfer.cancel()
 
     async def _run(self) -> None:
         while True:

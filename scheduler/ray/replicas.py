@@ -24,7 +24,7 @@ from scheduler.ray.actors import (
     until_unnamed,
     within,
 )
-from scheduler.ray.node import Place, stored_bytes
+from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes, OnDeath
 from serve.core.config import EngineConfig
 from serve.core.spec import ReplicaSpec
@@ -85,7 +85,7 @@ class Replicas:
         self._nodes, self._routing, self._versions, self._engine, self._tell = nodes, routing, versions, engine, tell
         self.on_death: OnDeath = lambda device_ids, holder, reason: None
         self._replicas: dict[str, Supervisor] = {}
-        self._places: dict[str, Place] = {}
+        self._places: dict[str, NodeConfig] = {}
         self._watchers: dict[str, asyncio.Task] = {}
         self._stopping: set[str] = set()
 
@@ -128,7 +128,7 @@ class Replicas:
                 await replica.call("stop")
         except (SupervisorDied, RayError, TimeoutError) as error:
             log.warning("it did not stop by itself: %s", first_line(error), extra={"replica": replica_id})
-        replica.kill()  # its leash then kills whatever is left of the engine
+        replica.kill()  # its lifeline then kills whatever is left of the engine
         replica.end("it was stopped")
         try:
             await until_unnamed(ACTOR + replica_id)
@@ -211,7 +211,7 @@ class Replicas:
         socket_path = await self._nodes.local_socket(self._places[replica_id], replica_id)
         await self._routing.open(replica_id, model, version, str(socket_path))
 
-    def _replica_spec(self, order: ReplicaOrder, place: Place, path: Path) -> ReplicaSpec:
+    def _replica_spec(self, order: ReplicaOrder, place: NodeConfig, path: Path) -> ReplicaSpec:
         """What the engine is to be told."""
         devices = [self._nodes.device(device_id) for device_id in order.devices]
         settings = dict(self._versions.engine_settings(order.model, order.tensor_parallel))
@@ -233,7 +233,7 @@ class Replicas:
         )
 
     async def _version_path(
-        self, verb: str, target: str, model: str, version: str, place: Place
+        self, verb: str, target: str, model: str, version: str, place: NodeConfig
     ) -> tuple[Path, int]:
         try:
             at_home = await self._versions.in_memory(model, version)

@@ -221,14 +221,14 @@ def simulate(
     processes: with more than one the static splits run in so many beside this one, to the same figures.
     """
 
-    def telling(name: str) -> Callable[[float], None]:
+    def progress_of(name: str) -> Callable[[float], None]:
         return lambda share: progress(f"{name}, {100 * share:.0f} % of {setup.requests.horizon_s / 3600:.1f} h")
 
     shares = [setup.devices * n // 8 for n in range(9)] if setup.devices > 8 else list(range(setup.devices + 1))
     if not static:
         shares = []
-    with _running_splits(setup, shares, processes, telling) as split:
-        figures = run_policy(setup, policy, telling(f"policy {policy.kind}"))
+    with _running_splits(setup, shares, processes, progress_of) as split:
+        figures = run_policy(setup, policy, progress_of(f"policy {policy.kind}"))
         progress("oracle")
         bound_s = oracle.training_device_s(
             setup.requests,
@@ -262,18 +262,20 @@ def simulate(
 
 @contextmanager
 def _running_splits(
-    setup: Setup, shares: list[int], processes: int, telling: Callable[[str], Callable[[float], None]]
+    setup: Setup, shares: list[int], processes: int, progress_of: Callable[[str], Callable[[float], None]]
 ) -> Iterator[Callable[[int], Figures]]:
     """Yields what gives the figures of a share of devices that train: here and then, or from a process that runs."""
     if processes <= 1 or not shares:
-        yield lambda share: run_policy(setup, Policy("split", share), telling(f"static split {share}/{setup.devices}"))
+        yield lambda share: run_policy(
+            setup, Policy("split", share), progress_of(f"static split {share}/{setup.devices}")
+        )
         return
     spawn = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(processes, spawn, _end_with_parent) as pool:
         runs = {share: pool.submit(run_policy, setup, Policy("split", share)) for share in shares}
 
         def figures(share: int) -> Figures:
-            telling(f"static split {share}/{setup.devices}")(sum(run.done() for run in runs.values()) / len(runs))
+            progress_of(f"static split {share}/{setup.devices}")(sum(run.done() for run in runs.values()) / len(runs))
             return runs[share].result()
 
         try:

@@ -80,7 +80,7 @@ class EngineControl:
             )  # fmt: skip
             self._adapters.serve_on(spec.version_path)
 
-    # -- calls over the leash --------------------------------------------------------------------------------
+    # -- calls over the lifeline --------------------------------------------------------------------------------
 
     async def first_canary(self) -> dict[str, Any]:
         """Fingerprint of the engine's first load, before it serves anything."""

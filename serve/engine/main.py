@@ -1,8 +1,8 @@
-"""The forked engine process: vLLM's own OpenAI server on a Unix socket, controlled over the leash.
+"""The forked engine process: vLLM's own OpenAI server on a Unix socket, controlled over the lifeline.
 
 `main` is the entry that runtime.processes.warm_parent calls in the child. It builds vLLM's engine and FastAPI
 application from vLLM's own command line, loads the version from shared memory, checks its canary, and serves. No
-control route of vLLM is enabled; swap, sleep and wake come over the leash (serve.engine.control).
+control route of vLLM is enabled; swap, sleep and wake come over the lifeline (serve.engine.control).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from runtime.logs import configure_logging
-from runtime.processes.lifeline import Leash
+from runtime.processes.lifeline import Lifeline
 from runtime.sockets import owner_only
 from serve.core.errors import EngineStartFailed, WrongState
 from serve.core.spec import ReplicaSpec
@@ -49,7 +49,7 @@ DEAD_ENGINE_POLL_S = 0.2
 DEAD_ENGINE_GRACE_S = 0.5
 
 
-def main(leash: Leash, args: dict[str, Any]) -> int:
+def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     """Serve until `stop` or until the engine dies. `args`: `{"spec": ReplicaSpec as JSON, "limits": {...}}`."""
     started_s = time.perf_counter()
     spec = ReplicaSpec.from_json(args["spec"])
@@ -66,7 +66,7 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
                        numa_nodes=spec.numa_nodes)  # fmt: skip
     plugin.register()
     try:
-        return uvloop.run(_serve(leash, spec, options, limits, started_s))
+        return uvloop.run(_serve(lifeline, spec, options, limits, started_s))
     except RuntimeError as error:
         cause = patches.first_failure()
         if cause is None:
@@ -75,7 +75,7 @@ def main(leash: Leash, args: dict[str, Any]) -> int:
 
 
 async def _serve(
-    leash: Leash, spec: ReplicaSpec, options: Namespace, limits: dict[str, Any], started_s: float
+    lifeline: Lifeline, spec: ReplicaSpec, options: Namespace, limits: dict[str, Any], started_s: float
 ) -> int:
     parsed_s = time.perf_counter()
     async with build_async_engine_client_from_engine_args(AsyncEngineArgs.from_cli_args(options)) as llm:
@@ -104,8 +104,8 @@ async def _serve(
         while not server.started and not serving.done():
             await asyncio.sleep(0.001)
         dead = asyncio.create_task(_until_dead(llm))
-        leash.serve(_handlers(control, server, dead))
-        leash.emit(
+        lifeline.serve(_handlers(control, server, dead))
+        lifeline.emit(
             "ready",
             fingerprint=canary,
             seconds={

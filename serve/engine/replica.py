@@ -1,7 +1,7 @@
 """One replica: the torch-free supervisor of one forked engine.
 
 Runs inside a Ray actor (wrapped in scheduler.ray.replicas) or in any asyncio program. It asks the node's warm parent
-for an engine process, holds its leash, and passes calls through. The engine dies with it.
+for an engine process, holds its lifeline, and passes calls through. The engine dies with it.
 """
 
 from __future__ import annotations

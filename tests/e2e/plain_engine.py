@@ -8,7 +8,7 @@ import tempfile
 from typing import Any
 
 from runtime.processes.child import Child
-from runtime.processes.lifeline import Leash
+from runtime.processes.lifeline import Lifeline
 from serve.core.spec import ReplicaSpec
 from serve.vllm.arguments import engine_environment
 
@@ -29,18 +29,18 @@ async def answer_of_plain_engine(warm_socket: str, spec: ReplicaSpec, prompt: li
     return event["ids"], event["logprobs"]
 
 
-def main(leash: Leash, args: dict[str, Any]) -> int:
+def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     spec = ReplicaSpec.from_json(args["spec"])
     os.environ.update(engine_environment(spec, 1))
     os.makedirs(spec.scratch_path, mode=0o700, exist_ok=True)
     tempfile.tempdir = spec.scratch_path  # the warm parent has looked up and kept its own
     from vllm import LLM, SamplingParams
 
-    leash.serve({})
+    lifeline.serve({})
     engine = LLM(model=spec.version_path, load_format="safetensors", dtype=spec.dtype, enforce_eager=True,
                  kv_cache_memory_bytes=spec.kv_cache_bytes, max_num_seqs=spec.max_num_seqs)  # fmt: skip
     sampling = SamplingParams(temperature=0.0, max_tokens=args["tokens"], logprobs=0, ignore_eos=True)
     (answer,) = engine.generate({"prompt_token_ids": args["prompt"]}, sampling, use_tqdm=False)[0].outputs
     chosen = [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
-    leash.emit("answered", ids=list(answer.token_ids), logprobs=chosen)
+    lifeline.emit("answered", ids=list(answer.token_ids), logprobs=chosen)
     return 0

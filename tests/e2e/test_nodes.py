@@ -26,9 +26,9 @@ from scheduler.handover.journal import MemoryJournal
 from scheduler.handover.ports import SystemClock
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray import groups, replicas
-from scheduler.ray.device_reservations import DEVICE_RESOURCE, Fences
+from scheduler.ray.device_reservations import DEVICE_RESOURCE, DeviceReservations
 from scheduler.ray.effects import RayEffects
-from scheduler.ray.node import Place
+from scheduler.ray.node import NodeConfig
 from scheduler.ray.nodes import Nodes, announce
 from serve.core.config import EngineConfig
 from tests.unit.scheduler.fakes import FakeStore
@@ -214,7 +214,7 @@ def folder():
     shutil.rmtree(made)
 
 
-def place(folder: Path, name: str) -> Place:
+def place(folder: Path, name: str) -> NodeConfig:
     root = folder / name
     for part in ("run/r", "logs", "shm"):
         (root / part).mkdir(parents=True, mode=0o700)
@@ -224,11 +224,11 @@ def place(folder: Path, name: str) -> Place:
         WarmSpec(kind, "json", str(root / "run" / f"{kind}.sock"), str(root / "logs" / f"{kind}.log"))
         for kind in ("serve", "train")
     )
-    return Place(name, "127.0.0.1", logical_devices(8, name), root / "run", root / "logs", root / "shm", warm,
+    return NodeConfig(name, "127.0.0.1", logical_devices(8, name), root / "run", root / "logs", root / "shm", warm,
                  root / "token", root / "jobs")  # fmt: skip
 
 
-def version_in(place: Place, model: str) -> Path:
+def version_in(place: NodeConfig, model: str) -> Path:
     store = WeightStore(place.shm_root, budget_bytes=None)
     layout = Layout.plan([TensorSpec("w", "F32", (64, 64))])
     with store.reserve(layout, kind="version", model=model, version="v1") as draft:
@@ -249,7 +249,7 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
     for name in NODES[1:]:
         await announce(places[name])
     with pytest.raises(NodeNameTaken):
-        await announce(Place("n1", "10.9.9.9", places["n1"].devices, *[getattr(places["n1"], field) for field in
+        await announce(NodeConfig("n1", "10.9.9.9", places["n1"].devices, *[getattr(places["n1"], field) for field in
                              ("run_dir", "log_dir", "shm_root", "warm", "token_path", "jobs_dir")]))  # fmt: skip
     nodes, table = Nodes(places["n0"]), Table()
     changes = []
@@ -298,7 +298,7 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
             assert len(moved) == 8 or store.reasons[job], (job, held)
         assert all(r["devices"] and not r["devices"][0].startswith(lost) for r in status["replicas"])
         assert {r["id"] for r in status["replicas"] if r["state"] == "open"} <= holders
-        leases = await Fences().leases({device.id for device in nodes.devices})
+        leases = await DeviceReservations().leases({device.id for device in nodes.devices})
         assert sorted(d for le in leases for d in le.device_ids) == sorted(d for d, h in held.items() if h)
     finally:
         loop.stop()
@@ -309,19 +309,19 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
 
 async def test_a_lease_keeps_what_is_left_of_it_and_gives_it_back(cluster):
     _, raylets = cluster
-    fences, present = Fences(), {f"{name}/{i}" for name in NODES for i in range(8)}
+    reservations, present = DeviceReservations(), {f"{name}/{i}" for name in NODES for i in range(8)}
     across = Lease("1:job:j", Holder("job", "j"), ("n1/0", "n2/0"))
     away = Lease("2:job:k", Holder("job", "k"), ("n2/1",))
-    await fences.acquire(across)
-    await fences.acquire(away)
-    assert set(await fences.leases(present)) == {across, away}
+    await reservations.acquire(across)
+    await reservations.acquire(away)
+    assert set(await reservations.leases(present)) == {across, away}
     os.kill(raylets["n2"].all_processes["raylet"][0].process.pid, signal.SIGKILL)
     present -= {f"n2/{i}" for i in range(8)}
-    (left,) = await fences.leases(present)
+    (left,) = await reservations.leases(present)
     assert (left.id, left.device_ids) == ("1:job:j", ("n1/0",))
     second = Lease("3:job:l", Holder("job", "l"), ("n1/0",))
     with pytest.raises((EffectFailed, TimeoutError)):
         async with asyncio.timeout(2):
-            await fences.acquire(second)
-    await fences.release("1:job:j")
-    await Fences().acquire(second)
+            await reservations.acquire(second)
+    await reservations.release("1:job:j")
+    await DeviceReservations().acquire(second)

@@ -7,12 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from runtime.processes.lifeline import Leash
+from runtime.processes.lifeline import Lifeline
 
 
-def main(leash: Leash, args: dict[str, Any]) -> int:
+def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     """Reports `{"event": "contract", "failures": [...]}`."""
-    leash.emit("contract", failures=[text for text, holds in _claims() if not holds])
+    lifeline.emit("contract", failures=[text for text, holds in _claims() if not holds])
     return 0
 
 
@@ -116,7 +116,7 @@ def _claims():
     yield "the hash of compiled graphs is of the model's path too", "model" in described and (
         '"model"' not in inspect.getsource(ModelConfig.compute_hash)
     )
-    yield "no thread was inherited but main and leash", threading.active_count() <= 2
+    yield "no thread was inherited but main and lifeline", threading.active_count() <= 2
     yield "CUDA was not initialised in the warm parent", not torch.cuda.is_initialized()
     stream_chunks.apply()
     for module, name in stream_chunks.MADE_OF:

@@ -115,7 +115,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         except TimeoutError:
             recent = [f"{r.id} {r.state} {r.reason} {r.error}" for r in self.journal.recent(6)]
             raise AssertionError(
-                f"never at rest: {self.journal.last_id() - began} hand-overs, {recent}, {self.loop._moving}"
+                f"never at rest: {self.journal.last_id() - began} hand-overs, {recent}, {self.loop._transitions}"
             ) from None
 
     def changed(self) -> None:

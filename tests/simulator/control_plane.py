@@ -12,7 +12,15 @@ from typing import Any
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
-from appliance.controller.interfaces.ports import EngineAnswer, Mode, ModelStats, Progress, Report, Room, VersionPlace
+from appliance.controller.interfaces.ports import (
+    BatchCapacity,
+    EngineAnswer,
+    Mode,
+    ModelStats,
+    Progress,
+    Report,
+    VersionPlace,
+)
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.records import handovers
@@ -44,7 +52,7 @@ class SimulatedScheduler:
     def nudge(self, reason: str, by: str = "") -> None:
         self.nudges.append(reason)
 
-    def forgive(self, model: str) -> None:
+    def reset_failures(self, model: str) -> None:
         self.forgiven.append(model)
 
     def explain(self, policy: Policy | None) -> dict[str, Any]:
@@ -151,8 +159,8 @@ class SimulatedEngines:
         self._at_once = 0
         self.rule: Callable[[dict[str, Any]], Awaitable[EngineAnswer | None]] | None = None
 
-    def room(self, model: str) -> Room:
-        return Room(self.lines, "" if self.lines else self.why)
+    def room(self, model: str) -> BatchCapacity:
+        return BatchCapacity(self.lines, "" if self.lines else self.why)
 
     async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
         self.sent.append(body)

@@ -14,8 +14,8 @@ from peft.tuners.lora import LoraLayer
 from torch.distributed import ProcessGroup
 from transformers.core_model_loading import revert_weight_conversion
 
-from runtime.processes.lifeline import Leash
-from train.control.progress import Progress, Wishes
+from runtime.processes.lifeline import Lifeline
+from train.control.progress import ControlSignals, Progress
 from train.control.stop_point import _RANKS, POINTS_PER_STEP
 from train.model import adapter
 from train.plan.spec import TrainSpec
@@ -29,12 +29,12 @@ from weights.format.slices import Strided
 from weights.format.torch_views import as_tensor
 
 
-def compare_publish(leash: Leash, args: dict[str, Any]) -> int:
+def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
     """Train two steps, publish, gather the whole model the slow way, and report what differs."""
     spec = TrainSpec.from_dict(args["spec"])
-    leash.serve({})
+    lifeline.serve({})
     init_world("cpu", args["meeting"], 60.0)
-    run = prepare(spec, lambda event, **data: None, Wishes(), Progress())
+    run = prepare(spec, lambda event, **data: None, ControlSignals(), Progress())
     for _ in range(2):
         run._one_step(run.plan.total_steps)
     sent, written = _count_collective_bytes(), _count_written_elements()
@@ -75,25 +75,25 @@ def compare_publish(leash: Leash, args: dict[str, Any]) -> int:
             if difference:
                 worst[placed.spec.name] = difference
         names = sorted(placed.spec.name for placed in lease.layout)
-    leash.emit("compared", names=names, expected=sorted(whole), worst=worst, rank=comm.get_rank(),
+    lifeline.emit("compared", names=names, expected=sorted(whole), worst=worst, rank=comm.get_rank(),
                collective_bytes=collective_bytes, control_bytes=control_bytes, written_elements=written_elements,
                elements=elements)  # fmt: skip
     comm.barrier()
     return 0
 
 
-def leave_everywhere(leash: Leash, args: dict[str, Any]) -> int:
+def leave_everywhere(lifeline: Lifeline, args: dict[str, Any]) -> int:
     """Train to the end, but leave every second step: the first at its first point, the next at its second, and so on.
     Each life goes on from its snapshot on the same engine, as parked ranks do."""
     spec = TrainSpec.from_dict(args["spec"])
-    leash.serve({})
+    lifeline.serve({})
     init_world("cpu", args["meeting"], 60.0)
-    wishes, told = Wishes(), []
+    signals, told = ControlSignals(), []
 
     def emit(event: str, **data: Any) -> None:
         told.append({"event": event, **data})
 
-    run = prepare(spec, emit, wishes, Progress())
+    run = prepare(spec, emit, signals, Progress())
     left_at, aim = [], 0
     while True:
         aim += 1
@@ -103,12 +103,12 @@ def leave_everywhere(leash: Leash, args: dict[str, Any]) -> int:
         if outcome["outcome"] != "suspended":
             break
         left_at.append((outcome["step"], int(run.leaving._next % POINTS_PER_STEP)))
-        wishes.clear()
+        signals.clear()
         comm.barrier()  # rank 0 has committed it
         run = continued(run, outcome["snapshot_path"])
     losses = {event["step"]: event["loss"] for event in told if event["event"] == "metrics"}
     steps = {kind: [e["step"] for e in told if e["event"] == kind] for kind in ("metrics", "snapshot")}
-    leash.emit("left", left_at=left_at, losses=losses, outcome=outcome["outcome"], steps=steps)
+    lifeline.emit("left", left_at=left_at, losses=losses, outcome=outcome["outcome"], steps=steps)
     comm.barrier()
     return 0
 
@@ -126,7 +126,7 @@ def _ask_at(run: Run, aim: int) -> None:
                     os.sched_yield()
             elif coming % POINTS_PER_STEP == aim:
                 leaving._took_s = float("inf")  # a step that is late is taken to end soon
-                run.wishes.ask("suspend")
+                run.signals.ask("suspend")
         point()
 
     leaving.point = asking

@@ -390,7 +390,7 @@ def test_no_error_is_swallowed():
 
 
 # Every task of the product, by the function that begins it, and why its exception reaches somebody. A task that has to
-# run for as long as its process belongs to `runtime.background_tasks.Keepers`.
+# run for as long as its process belongs to `runtime.background_tasks.BackgroundTasks`.
 AWAITED = "what begins it waits for its end, and so raises what it raises"
 ONE_SHOT = "it has an end of its own, and says in the store or to its caller what became of it"
 FENCED = "whatever it raises, its `finally` tells those who wait for it"
@@ -409,15 +409,15 @@ TASKS = {
     "appliance/boot/supervised_process.py Supervised.begin": "catches everything that a start raises",
     "appliance/wiring/batch_engines.py SocketEngines.send": AWAITED,
     "appliance/wiring/scheduler_port.py LoopPort.set_mode": AWAITED,
-    "appliance/wiring/version_provider.py VersionShelf.in_memory": AWAITED,
+    "appliance/wiring/version_provider.py VersionProvider.in_memory": AWAITED,
     "runtime/processes/child.py Child.__init__": FENCED,
-    "runtime/background_tasks.py Keepers._task": "the keepers themselves",
+    "runtime/background_tasks.py BackgroundTasks._task": "the background themselves",
     "runtime/processes/warm_parents.py NodeAgent._keep": AWAITED,
     "runtime/relay.py _join": AWAITED,
     "scheduler/loop/loop.py SchedulerLoop._launch": ENDS_THE_PROCESS,
     "scheduler/loop/loop.py SchedulerLoop.run": ENDS_THE_PROCESS,
-    "scheduler/ray/remote_jobs.py Homecoming.__init__": ONE_SHOT,
-    "scheduler/ray/remote_jobs.py Homecoming.over": AWAITED,
+    "scheduler/ray/remote_jobs.py ResultTransfer.__init__": ONE_SHOT,
+    "scheduler/ray/remote_jobs.py ResultTransfer.over": AWAITED,
     "scheduler/ray/groups.py Groups._attend": "suspend_group waits for it; a group without a watcher is seen by a look",
     "scheduler/ray/replicas.py Replicas._watch": "a dead engine without a watcher is seen by the next look",
     "scheduler/ray/actors.py Supervisor.__init__": "ends the supervisor by what it hears, or leaves it to Ray's word",

@@ -178,7 +178,7 @@ class Group:
 
     async def snapshot(self) -> None:
         """Ask for a snapshot at the next step boundary; the "snapshot" event tells when it is there."""
-        await self._hosts[0].call("wish", name="snapshot")
+        await self._hosts[0].call("signal", name="snapshot")
 
     async def kill(self) -> Outcome:
         """End now, as a failure that can be retried (the devices are needed, or the box goes down)."""
@@ -194,7 +194,7 @@ class Group:
         assert self._ended is not None, "start the group first"
         if not self._ended.done():
             try:
-                await self._hosts[0].call("wish", name=name)
+                await self._hosts[0].call("signal", name=name)
             except RuntimeLayerError:
                 pass  # the rank died just now; its listener ends the group
         return await self.wait()

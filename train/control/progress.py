@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-WISHES = ("suspend", "cancel", "snapshot")
+SIGNALS = ("suspend", "cancel", "snapshot")
 
 
 class Events(Protocol):
@@ -17,7 +17,7 @@ class Events(Protocol):
 
 
 @dataclass
-class Wishes:
+class ControlSignals:
     """What was asked of this rank from outside; written by another thread, read at step boundaries
     and, through `listen`, inside a step."""
 
@@ -30,8 +30,8 @@ class Wishes:
 
     def ask(self, name: str) -> None:
         """Raises ValueError for an unknown name."""
-        if name not in WISHES:
-            raise ValueError(f"wish {name!r} is unknown; expected one of {WISHES}")
+        if name not in SIGNALS:
+            raise ValueError(f"signal {name!r} is unknown; expected one of {SIGNALS}")
         setattr(self, name, True)
         self._tell()
 

@@ -1,4 +1,4 @@
-"""A run's events on disk as well as on the leash: what happens while no controller listens is read in afterwards."""
+"""A run's events on disk as well as on the lifeline: what happens while no controller listens is read in afterwards."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The training loop: steps, and between them everything else a run does (validate, snapshot, publish, stop).
 
-    for each step:  micro-batches -> optimizer step -> one tiny all-reduce (loss and wishes) -> act on the wishes
+    for each step:  micro-batches -> optimizer step -> one tiny all-reduce (loss and signals) -> act on the signals
 
-The all-reduce makes all ranks see the same wishes at the same step boundary, so they suspend, cancel or snapshot
+The all-reduce makes all ranks see the same signals at the same step boundary, so they suspend, cancel or snapshot
 together without any other coordination. When devices are wanted, all leave the step under way at one point
 (train.run.leave_step), and the same all-reduce follows.
 """
@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from deepspeed import comm
 
-from train.control.progress import WISHES, Events, Progress, Wishes
+from train.control.progress import SIGNALS, ControlSignals, Events, Progress
 from train.control.stop_point import StopPoint
 from train.data.packing import StepPlan
 from train.data.token_set import TokenSet
@@ -29,7 +29,7 @@ from train.plan.errors import TrainingDiverged
 from train.plan.spec import TrainSpec
 from train.run.event_log import EventLog
 from train.run.leave_step import Leaving, StepLeft
-from train.run.tensorboard_writer import Board
+from train.run.tensorboard_writer import TensorboardWriter
 from train.state import fragments, parking, snapshot
 from train.state.saving import Saving
 from weights.memory.store import WeightStore
@@ -44,26 +44,26 @@ class Run:
     """
 
     def __init__(self, spec: TrainSpec, store: WeightStore, engine: Any, train: TokenSet, valid: TokenSet | None,
-                 emit: Events, wishes: Wishes, progress: Progress):  # fmt: skip
+                 emit: Events, signals: ControlSignals, progress: Progress):  # fmt: skip
         self.spec, self.store, self.engine = spec, store, engine
         self.train, self.valid = train, valid
         self.grid = fragments.grid(engine)
         self.rank, self.world_size = self.grid.rank, self.grid.world_size
-        self.leash_events = emit
+        self.lifeline_events = emit
         self.emit = EventLog(spec.run_dir, emit) if self.rank == 0 else lambda event, **data: None
-        self.wishes, self.progress = wishes, progress
+        self.signals, self.progress = signals, progress
         self.plan = StepPlan(len(train.packs), spec.batch_size, spec.micro_batch, spec.n_epochs, spec.seed)
         self.step = 0
         self._resumed_from: str | None = None
         self._pace_s = 0.0
         self.boundary_s = 0.0  # time.monotonic() when all ranks had ended or left the last step
-        self.saving = Saving(spec, store, engine, self.plan, len(train.packs), self.emit, wishes, progress)
+        self.saving = Saving(spec, store, engine, self.plan, len(train.packs), self.emit, signals, progress)
         self._first_step = 0
         stop = StopPoint(Path(spec.run_dir), self.rank, self.world_size)
         if self.rank == 0:
             stop.reset()  # nobody begins a step before the first all-reduce of `run`
         self.leaving = Leaving(engine, stop, spec.step_patience_s)
-        self._board = Board(Path(spec.run_dir) / "tb") if self.rank == 0 else None
+        self._board = TensorboardWriter(Path(spec.run_dir) / "tb") if self.rank == 0 else None
 
     def resume_from(self, path: str) -> None:
         """Collective: take the state of a snapshot. Raises SnapshotMismatch."""
@@ -78,20 +78,20 @@ class Run:
         epoch_ends = self.plan.epoch_end_steps()
         self._first_step = self.step
         self.leaving.at(self.step)
-        wishes, self.boundary_s = self._agreed(), time.monotonic()
+        signals, self.boundary_s = self._agreed(), time.monotonic()
         if self.rank == 0:
-            self.wishes.listen(self.leaving.ask)
-        if wishes["suspend"]:
+            self.signals.listen(self.leaving.ask)
+        if signals["suspend"]:
             return self._suspend(0)
         if self.step == 0:
             self._validate()
         while self.step < total:
             try:
-                wishes, left = self._one_step(total), False
+                signals, left = self._one_step(total), False
             except StepLeft:
                 left = True
             if left:  # no longer in the handler: what it handles holds the tensors of the step
-                wishes = self._leave_step()
+                signals = self._leave_step()
             else:
                 self.boundary_s = time.monotonic()
                 self.saving.finish()
@@ -102,14 +102,14 @@ class Run:
                         self.saving.begin_version(snapshot.version_name(self.step), self.step, self._pace_s)
             if self.step == total:
                 break
-            if wishes["cancel"]:
+            if signals["cancel"]:
                 self.saving.finish()
                 self.saving.drop_reserved()
                 return {"outcome": "cancelled", "step": self.step}
-            if wishes["suspend"]:
-                return self._suspend(wishes["draft"])
-            if wishes["snapshot"]:
-                self.saving.snapshot_if_room(self.step, wishes["draft"], self._pace_s)
+            if signals["suspend"]:
+                return self._suspend(signals["draft"])
+            if signals["snapshot"]:
+                self.saving.snapshot_if_room(self.step, signals["draft"], self._pace_s)
         self.saving.drop_reserved()
         self.saving.publish_result(self.step)
         self.saving.wait()
@@ -156,7 +156,7 @@ class Run:
         return self._agree_and_report(loss, rate, packs, total, started)
 
     def _leave_step(self) -> dict[str, Any]:
-        """Collective: the step under way is left; what was wished for."""
+        """Collective: the step under way is left; what was sent for."""
         lost_s = self.leaving.forget()
         self.emit("message", level="info", text=(
             f"step {self.step + 1} was left after {lost_s:.1f} s because its devices are wanted; it will be done anew"
@@ -186,14 +186,14 @@ class Run:
     def _agreed(self, loss: torch.Tensor | None = None) -> dict[str, Any]:
         """Collective: the loss of all ranks, what any of them was asked for, and as "draft" the number of what rank 0
         has reserved for the snapshot of this step, 0 if nothing."""
-        wishes = asdict(self.wishes)
+        signals = asdict(self.signals)
         reserved = self.saving.reserved(self.step)
-        message = torch.tensor([0.0, reserved] + [float(wishes[name]) for name in WISHES], device=self.engine.device)
+        message = torch.tensor([0.0, reserved] + [float(signals[name]) for name in SIGNALS], device=self.engine.device)
         if loss is not None and self.grid.tensor_rank == 0:  # its group has the same
             message[0] = loss
         comm.all_reduce(message)
-        total, draft, *wished = message.tolist()
-        found = {name: count > 0 for name, count in zip(WISHES, wished, strict=True)}
+        total, draft, *sent = message.tolist()
+        found = {name: count > 0 for name, count in zip(SIGNALS, sent, strict=True)}
         return {"loss": total, "draft": int(draft)} | found
 
     def _validate(self) -> None:

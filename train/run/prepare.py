@@ -10,7 +10,7 @@ from pathlib import Path
 
 from deepspeed import comm
 
-from train.control.progress import Events, Progress, Wishes
+from train.control.progress import ControlSignals, Events, Progress
 from train.data.chat import ChatEncoder
 from train.data.token_set import TokenSet, open_token_set
 from train.model.model import load_model, load_tokenizer
@@ -39,7 +39,7 @@ def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
     return held
 
 
-def prepare(spec: TrainSpec, emit: Events, wishes: Wishes, progress: Progress,
+def prepare(spec: TrainSpec, emit: Events, signals: ControlSignals, progress: Progress,
             snapshot_path: str | None = None) -> Run:  # fmt: skip
     """Collective: tokens, model, engine, and the state of `snapshot_path` if given. Raises what those raise."""
     rank, world_size = comm.get_rank(), comm.get_world_size()
@@ -63,7 +63,7 @@ def prepare(spec: TrainSpec, emit: Events, wishes: Wishes, progress: Progress,
     engine = build_engine(SupervisedObjective(load_model(spec, weights=snapshot_path is None)), spec)
     if snapshot_path is None:
         check_publishable(engine, spec)
-    run = Run(spec, store, engine, train, valid, emit, wishes, progress)
+    run = Run(spec, store, engine, train, valid, emit, signals, progress)
     if snapshot_path:
         run.resume_from(snapshot_path)
     return run
@@ -72,7 +72,7 @@ def prepare(spec: TrainSpec, emit: Events, wishes: Wishes, progress: Progress,
 def continued(run: Run, snapshot_path: str) -> Run:
     """Collective: a run that was parked after its suspension, on its engine and from a snapshot. Raises
     SnapshotMismatch."""
-    again = Run(run.spec, run.store, run.engine, run.train, run.valid, run.leash_events, run.wishes, run.progress)
+    again = Run(run.spec, run.store, run.engine, run.train, run.valid, run.lifeline_events, run.signals, run.progress)
     parking.take_back(run.engine, run.spec)
     again.resume_from(snapshot_path)
     return again

@@ -1,8 +1,8 @@
-"""Entry of a rank: a process forked from the warm parent, on the leash of its RankHost.
+"""Entry of a rank: a process forked from the warm parent, on the lifeline of its RankHost.
 
-Calls it answers: `ping` (where the run is; answered by the leash thread, so only a stopped process stays silent),
-`wish` (suspend or cancel, by leaving the step or at its end; snapshot at its end) and, when parked, `resume` (from this
-snapshot).
+Calls it answers: `ping` (where the run is; answered by the lifeline thread, so only a stopped process stays silent),
+`signal` (suspend or cancel, by leaving the step or at its end; snapshot at its end) and, when parked, `resume` (from
+this snapshot).
 
 Events: those of the run, from rank 0; "ready" when the engine stands and "done" with the outcome, from every rank.
 A rank whose "done" says `parked` has given its memory back (train.state.parking) and waits for `resume`; else it ends.
@@ -17,48 +17,48 @@ from queue import SimpleQueue
 from typing import Any
 
 from runtime.logs import configure_logging
-from runtime.processes.lifeline import Leash
-from train.control.progress import Progress, Wishes
+from runtime.processes.lifeline import Lifeline
+from train.control.progress import ControlSignals, Progress
 from train.plan.spec import TrainSpec
 from train.run.engine import init_world, meeting_url
 from train.run.loop import Run
 from train.run.prepare import continued, hold_base, prepare
 
 
-def main(leash: Leash, args: dict[str, Any]) -> int:
+def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     """`args`: spec (dict), rank, world_size, snapshot (path or None), meeting (path of the file where the world meets),
     collective_timeout_s. What else torch.distributed needs stands in the environment."""
     started = time.perf_counter()
     spec = TrainSpec.from_dict(args["spec"])
     configure_logging("rank", job_id=spec.job_id, rank=args["rank"])
-    wishes, progress = Wishes(), Progress()
+    signals, progress = ControlSignals(), Progress()
     resumes: SimpleQueue[str] = SimpleQueue()
 
     def resume(snapshot: str) -> None:
         resumes.put(snapshot)
 
-    leash.serve({"ping": progress.report, "wish": wishes.ask, "resume": resume})
+    lifeline.serve({"ping": progress.report, "signal": signals.ask, "resume": resume})
     progress.enter("joining")
     meeting = meeting_url(args["meeting"], args["rank"], args["world_size"])
     init_world(spec.device_kind, meeting, args["collective_timeout_s"])
     joined = time.perf_counter()
     _base = hold_base(spec)
-    run: Run = prepare(spec, leash.emit, wishes, progress, args["snapshot"])
+    run: Run = prepare(spec, lifeline.emit, signals, progress, args["snapshot"])
     # Engine and model live until the process ends: nothing for the collector to find, every pass would cost.
     gc.collect()
     gc.freeze()
     seconds = {"join": joined - started, "prepare": time.perf_counter() - joined}
     while True:
-        leash.emit("ready", pid=os.getpid(), step=run.step, seconds=seconds)
+        lifeline.emit("ready", pid=os.getpid(), step=run.step, seconds=seconds)
         outcome = run.run()
         progress.enter("done", run.step)
         parked = outcome.get("parked", False)
         if parked:
-            wishes.clear()
+            signals.clear()
         else:
             run.close()
         seconds = {**outcome.pop("seconds", {}), "leave": time.monotonic() - run.boundary_s}
-        leash.emit("done", seconds=seconds, **outcome)
+        lifeline.emit("done", seconds=seconds, **outcome)
         if not parked:
             return 0
         run.close()

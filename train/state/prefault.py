@@ -24,7 +24,7 @@ _BURST_BYTES = 16 * 2**20
 _BREATH_S = 0.005
 
 
-def make_room(store: WeightStore, layout: Layout, ours: Iterable[tuple[str, int, int]], *, stock: bool) -> bool:
+def prefault(store: WeightStore, layout: Layout, ours: Iterable[tuple[str, int, int]], *, stock: bool) -> bool:
     """Whether the next reservation of `layout` finds its pages there and, for the byte ranges `ours` (file, first,
     last), mapped. `stock` on one rank of the node. False where there is no room ahead: then it only takes longer.
     """

@@ -17,16 +17,16 @@ from typing import Any
 
 import torch
 
-from train.control.progress import Events, Progress, Wishes
+from train.control.progress import ControlSignals, Events, Progress
 from train.data.packing import StepPlan
 from train.plan.spec import TrainSpec
 from train.state import fragments, parking, snapshot
 from train.state.async_checkpoint import Writing, Written
 from train.state.cadence import Cadence
 from train.state.copies import CopyPlan
-from train.state.prefault import make_room
+from train.state.prefault import prefault
 from train.state.publish import begin_publish, published_tensors
-from train.state.snapshot_reservation import Ahead, draft_name
+from train.state.snapshot_reservation import SnapshotReservation, draft_name
 from weights.format.errors import StoreFull
 from weights.format.layout import Layout
 from weights.memory.draft import Draft
@@ -41,10 +41,10 @@ class Saving:
     """
 
     def __init__(self, spec: TrainSpec, store: WeightStore, engine: Any, steps: StepPlan, packs: int, emit: Events,
-                 wishes: Wishes, progress: Progress):  # fmt: skip
+                 signals: ControlSignals, progress: Progress):  # fmt: skip
         self.spec, self.store, self.engine = spec, store, engine
         self._steps, self._packs = steps, packs
-        self._emit, self._wishes, self._progress = emit, wishes, progress
+        self._emit, self._signals, self._progress = emit, signals, progress
         grid = fragments.grid(engine)
         self._rank, self._world_size = grid.rank, grid.world_size
         self._cadence = Cadence(spec.snapshot_every_s)
@@ -54,26 +54,26 @@ class Saving:
         self._writing = []  # what is written, what tells of it, and what is told instead where there was no room
         self._beside = -1, Written("", 0, 0.0)
         self._room: threading.Thread | None = None
-        self._ahead = Ahead(spec.job_id, self._reserve_snapshot) if self._rank == 0 else None
+        self._reservation = SnapshotReservation(spec.job_id, self._reserve_snapshot) if self._rank == 0 else None
 
     # --- in a step
 
     def foresee(self, step: int) -> None:
         """Rank 0 reserves what the snapshot after `step`, the step under way, will be written into, once it is wished
         for or due."""
-        if self._ahead is None:
+        if self._reservation is None:
             return
         if self._cadence.due():
-            self._wishes.snapshot = True
-        if self._wishes.snapshot or self._wishes.suspend:
+            self._signals.snapshot = True
+        if self._signals.snapshot or self._signals.suspend:
             # Where a version comes first, it comes first to what room there is as well.
             version_due = self.spec.publish == "epoch" and step in self._steps.epoch_end_steps()
             if not version_due and step < self._steps.total_steps:
-                self._ahead.begin(step)
+                self._reservation.begin(step)
 
     def reserved(self, step: int) -> int:
         """The number of what rank 0 has reserved for the snapshot of this step; 0 on other ranks, or if nothing."""
-        return self._ahead.number(step) if self._ahead is not None else 0
+        return self._reservation.number(step) if self._reservation is not None else 0
 
     def copied(self) -> None:
         """Returns when this rank's part of what is written beside the step is written: the state may change."""
@@ -127,7 +127,7 @@ class Saving:
             self._writing.append((self._begin_snapshot(step, draft=draft, pace_s=pace_s), tell, no_room))
         except StoreFull as full:  # raised on every rank; the run itself needs no room
             no_room(full)
-        self._wishes.snapshot = False
+        self._signals.snapshot = False
 
     def begin_version(self, version: str, step: int, pace_s: float | None) -> None:
         """A version of the model as it is after this step, copied beside the next over about `pace_s`; None: now."""
@@ -187,8 +187,8 @@ class Saving:
 
     def drop_reserved(self) -> None:
         """What was reserved and is not needed after all."""
-        if self._ahead is not None:
-            self._ahead.drop()
+        if self._reservation is not None:
+            self._reservation.drop()
 
     def wait(self) -> None:
         """Returns when no thread of it is at work."""
@@ -224,7 +224,7 @@ class Saving:
     def _end_snapshot(self, writing: Writing, step: int) -> Written:
         written = writing.finish()
         self._cadence.begun()
-        self._wishes.snapshot = False
+        self._signals.snapshot = False
         self._emit("snapshot", step=step, **asdict(written))
         store = snapshot.store_of(written.path, self.store, self.spec)
         if self._rank == 0 and store is not self.store:
@@ -238,8 +238,8 @@ class Saving:
         """What rank 0 has reserved under this number, on every rank; None for 0."""
         if not number:
             return None
-        if self._ahead is not None:
-            return self._ahead.take()
+        if self._reservation is not None:
+            return self._reservation.take()
         return self.store.attach(self.store.draft_path(draft_name(self.spec.job_id, number)), self.layout)
 
     def _make_room(self) -> None:
@@ -255,8 +255,8 @@ class Saving:
             if self._rank == 0:
                 snapshot.forget_older(self.store, self.spec)
                 if self.spec.publish == "epoch":  # else the version would be cut out of the snapshot's segment
-                    make_room(self.store, version, [], stock=True)
-            make_room(self.store, self.layout, ours, stock=self._rank == 0)
+                    prefault(self.store, version, [], stock=True)
+            prefault(self.store, self.layout, ours, stock=self._rank == 0)
             self._room_s = time.thread_time() - began_s
 
         self._room = threading.Thread(target=make, name="room", daemon=True)

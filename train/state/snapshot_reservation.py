@@ -25,7 +25,7 @@ def draft_name(job_id: str, number: int) -> str:
     return f"{hashlib.sha256(job_id.encode()).hexdigest()[:16]}-{number:06x}"
 
 
-class Ahead:
+class SnapshotReservation:
     """At most one draft at a time, on rank 0. `reserve(step, name)` reserves it; it runs on a thread."""
 
     def __init__(self, job_id: str, reserve: Callable[[int, str], Any]):
@@ -41,7 +41,7 @@ class Ahead:
             return
         self.drop()
         self._step = step
-        self._thread = threading.Thread(target=self._run, name="ahead", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="snapshot-reservation", daemon=True)
         self._thread.start()
 
     def number(self, step: int) -> int:

@@ -18,7 +18,7 @@ from weights.memory.removal import dismantle, hide
 from weights.memory.space import Held, Usage, choose_evictions, directories, held_at
 
 
-class Keeper:
+class Evictor:
     """The bounds of one store root; holds no state of its own beyond them."""
 
     def __init__(self, root: Path, *, budget_bytes: int | None, pool_bytes: int | None) -> None:

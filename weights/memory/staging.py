@@ -8,37 +8,37 @@ from pathlib import Path
 
 from weights.format.layout import Layout
 from weights.memory import segment
-from weights.memory.evictor import Keeper
+from weights.memory.evictor import Evictor
 from weights.memory.locks import DirectoryLock
 from weights.memory.pool import Pool
 from weights.memory.removal import dismantle
 
 
 class Staging:
-    """Of one store root, whose bounds are the `keeper`'s."""
+    """Of one store root, whose bounds are the `evictor`'s."""
 
-    def __init__(self, keeper: Keeper) -> None:
-        self._keeper = keeper
+    def __init__(self, evictor: Evictor) -> None:
+        self._evictor = evictor
 
     def path(self, name: str) -> Path:
         """Where a draft of this name stands until it is committed."""
-        return self._keeper.staging / name
+        return self._evictor.staging / name
 
     def stake(self, layout: Layout, needed_bytes: int, *, pooled: bool = True,
               name: str | None = None) -> tuple[Path, DirectoryLock]:  # fmt: skip
         """A locked draft directory whose files have their sizes, counted against the budget. Raises StoreFull."""
         path = self.path(name or uuid.uuid4().hex)
-        with self._keeper.mutex():
-            if self._keeper.budget_bytes is not None:
-                self._keeper.make_room(needed_bytes)
+        with self._evictor.mutex():
+            if self._evictor.budget_bytes is not None:
+                self._evictor.make_room(needed_bytes)
             path.mkdir(mode=0o700)
             lock = DirectoryLock.try_shared(path)
             assert lock is not None, "nobody else removes drafts while we hold the mutex"
             try:
                 for file in layout.files:
-                    if not pooled or not self._keeper.pool.claim(file.nbytes, path / file.name):
+                    if not pooled or not self._evictor.pool.claim(file.nbytes, path / file.name):
                         segment.create(lock.fd, file.name, file.nbytes)
-                self._keeper.trim(needed_bytes - layout.nbytes)
+                self._evictor.trim(needed_bytes - layout.nbytes)
             except BaseException:
                 lock.close()
                 self.discard(path)
@@ -54,9 +54,9 @@ class Staging:
                 if error.errno != errno.ENOSPC:
                     raise
                 # The file system is fuller than the budget knows: give it the pool and evictable versions.
-                with self._keeper.mutex():
-                    self._keeper.evict(needed_bytes)
-                    self._keeper.pool.trim(0)
+                with self._evictor.mutex():
+                    self._evictor.evict(needed_bytes)
+                    self._evictor.pool.trim(0)
                 segment.allocate(directory_fd, file.name)
 
     def discard(self, path: Path, pool: Pool | None = None) -> None:

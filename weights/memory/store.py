@@ -32,7 +32,7 @@ from weights.format.names import MANIFEST_FILE, WRITTEN_FILE, check_aux_name, ve
 from weights.format.source import copy_tensors, read_source
 from weights.memory import segment
 from weights.memory.draft import Draft, attach_draft, describe_draft
-from weights.memory.evictor import Keeper
+from weights.memory.evictor import Evictor
 from weights.memory.lease import Lease, StoredVersion, pin, take_lease, unpin
 from weights.memory.locks import DirectoryLock
 from weights.memory.pool import best_fit
@@ -66,9 +66,9 @@ class WeightStore:
         self.pool_bytes = pool_bytes
         self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         _check_private(self.root)
-        self._keeper = Keeper(self.root, budget_bytes=budget_bytes, pool_bytes=pool_bytes)
-        self._staging = Staging(self._keeper)
-        for directory in (*(self.root / f"{kind}s" for kind in KINDS), self._keeper.staging, self.root / "pool"):
+        self._evictor = Evictor(self.root, budget_bytes=budget_bytes, pool_bytes=pool_bytes)
+        self._staging = Staging(self._evictor)
+        for directory in (*(self.root / f"{kind}s" for kind in KINDS), self._evictor.staging, self.root / "pool"):
             directory.mkdir(mode=0o700, exist_ok=True)
 
     # Writing
@@ -97,8 +97,8 @@ class WeightStore:
             path, lock = self._staging.stake(layout, needed_bytes, name=name)
         except OSError as error:  # not even a directory
             if error.errno == errno.ENOSPC:
-                with self._keeper.mutex():
-                    raise self._keeper.full(needed_bytes) from error
+                with self._evictor.mutex():
+                    raise self._evictor.full(needed_bytes) from error
             raise
         try:
             self._staging.allocate(layout, lock.fd, needed_bytes)
@@ -113,8 +113,8 @@ class WeightStore:
             lock.close()
             self._staging.discard(path)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                with self._keeper.mutex():
-                    raise self._keeper.full(needed_bytes) from error
+                with self._evictor.mutex():
+                    raise self._evictor.full(needed_bytes) from error
             raise
         return Draft(
             self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True
@@ -148,7 +148,7 @@ class WeightStore:
             self._staging.allocate(layout, lock.fd, layout.nbytes)
         finally:
             lock.close()
-            self._staging.discard(path, self._keeper.pool)
+            self._staging.discard(path, self._evictor.pool)
         return True
 
     def stocked(self, layout: Layout) -> dict[str, memoryview]:
@@ -161,7 +161,7 @@ class WeightStore:
                 for file, path in zip(layout.files, paths, strict=True)}  # fmt: skip
 
     def _stocked_paths(self, layout: Layout) -> list[Path] | None:
-        pooled, found = self._keeper.pool.files(), []
+        pooled, found = self._evictor.pool.files(), []
         for file in layout.files:
             best = best_fit(pooled, file.nbytes)
             if best is None or best.nbytes != file.nbytes:
@@ -215,7 +215,7 @@ class WeightStore:
     def list(self, kind: str) -> list[StoredVersion]:
         """All readable versions of `kind`, oldest first. Damaged ones are reported by `sweep`, not here."""
         found = []
-        for path in self._keeper.committed(_check_kind(kind)):
+        for path in self._evictor.committed(_check_kind(kind)):
             try:
                 found.append(StoredVersion.read(path))
             except IntegrityError:
@@ -238,9 +238,9 @@ class WeightStore:
                 return StoredVersion.read(stored.path)
             sealed = lease.manifest.with_checksums(checksum_all(lease.views(), threads=threads))
             # Under the mutex, because a sweep removes stray files from staging.
-            with self._keeper.mutex():
-                draft = self._keeper.staging / f"manifest-{uuid.uuid4().hex}"
-                staging_fd = os.open(self._keeper.staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            with self._evictor.mutex():
+                draft = self._evictor.staging / f"manifest-{uuid.uuid4().hex}"
+                staging_fd = os.open(self._evictor.staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
                 try:
                     write_file(staging_fd, draft.name, sealed.to_bytes())
                 finally:
@@ -264,51 +264,51 @@ class WeightStore:
         Raises VersionLeased while anybody reads it, VersionNotFound if it is gone.
         """
         name = f"{stored.kind} {stored.model!r} {stored.version!r}"
-        with self._keeper.mutex():
+        with self._evictor.mutex():
             lock = DirectoryLock.try_exclusive(stored.path)
             if lock is None:
                 if stored.path.exists():
                     raise VersionLeased(f"{name} is being read; it can be removed when its last lease is released")
                 raise VersionNotFound(f"{name} is no longer at {stored.path}")
-            self._keeper.take_down(stored.path, lock)
-            self._keeper.trim(0)
+            self._evictor.take_down(stored.path, lock)
+            self._evictor.trim(0)
 
     def discard(self, kind: str, model: str, version: str) -> None:
         """Removes what stands under this name, also what can no longer be read. Idempotent. Raises VersionLeased."""
         path = version_path(self.root, _check_kind(kind), model, version)
-        with self._keeper.mutex():
+        with self._evictor.mutex():
             lock = DirectoryLock.try_exclusive(path)
             if lock is not None:
-                self._keeper.take_down(path, lock)
+                self._evictor.take_down(path, lock)
             elif path.exists():
                 raise VersionLeased(f"{path} is being read; it can be removed when its last lease is released")
 
     def evict(self, bytes_needed: int) -> int:
         """Frees at least `bytes_needed` bytes if it can: the pool first, then unleased, unpinned versions,
         least recently used first. Returns the bytes freed."""
-        with self._keeper.mutex():
+        with self._evictor.mutex():
             before = self.usage()
-            self._keeper.pool.trim(max(0, before.pool_bytes - bytes_needed))
+            self._evictor.pool.trim(max(0, before.pool_bytes - bytes_needed))
             if before.pool_bytes < bytes_needed:
-                self._keeper.evict(bytes_needed - before.pool_bytes)
-                self._keeper.pool.trim(0)
+                self._evictor.evict(bytes_needed - before.pool_bytes)
+                self._evictor.pool.trim(0)
             return before.used_bytes - self.usage().used_bytes
 
     def evictable_bytes(self) -> int:
         """Held by versions and snapshots that nobody reads and that are not pinned: another place has them."""
-        with self._keeper.mutex():
-            return self._keeper.evictable_bytes()
+        with self._evictor.mutex():
+            return self._evictor.evictable_bytes()
 
     def sweep(self) -> SweepReport:
         """Removes what dead processes left: drafts nobody holds, half-removed versions, stray files.
 
         Never touches what a living process holds, nor a committed version.
         """
-        with self._keeper.mutex():
-            removed, freed = self._keeper.sweep_staging()
+        with self._evictor.mutex():
+            removed, freed = self._evictor.sweep_staging()
         damaged = []
         for kind in KINDS:
-            for path in self._keeper.committed(kind):
+            for path in self._evictor.committed(kind):
                 try:
                     stored = StoredVersion.read(path)
                     if version_path(self.root, stored.kind, stored.model, stored.version) != path:
@@ -323,25 +323,25 @@ class WeightStore:
 
     def trim_pool(self, keep_bytes: int = 0) -> int:
         """Gives freed segments back to the system until the pool holds at most `keep_bytes`; bytes freed."""
-        with self._keeper.mutex():
-            return self._keeper.pool.trim(keep_bytes)
+        with self._evictor.mutex():
+            return self._evictor.pool.trim(keep_bytes)
 
     def usage(self) -> Usage:
         """What the store holds now, in bytes of file sizes (reserved counts as held)."""
-        return self._keeper.usage()
+        return self._evictor.usage()
 
     def room_bytes(self, *, enough_bytes: int | None = None) -> int:
         """Bytes that a reservation made now could get: what is free, and what nobody leases or has pinned.
 
         With `enough_bytes` the answer may be less than the whole truth once it is at least that, and cheap.
         """
-        usage, disk_free = self.usage(), shutil.disk_usage(self.root).free + self._keeper.pool_bytes_held()
+        usage, disk_free = self.usage(), shutil.disk_usage(self.root).free + self._evictor.pool_bytes_held()
         free = disk_free if self.budget_bytes is None else min(disk_free, self.budget_bytes - usage.committed_bytes
                                                                - usage.draft_bytes)  # fmt: skip
         if enough_bytes is not None and free >= enough_bytes:
             return free
-        with self._keeper.mutex():
-            return free + self._keeper.evictable_bytes()
+        with self._evictor.mutex():
+            return free + self._evictor.evictable_bytes()
 
 
 def _check_kind(kind: str) -> str:

@@ -13,7 +13,7 @@ from appliance.cli.command import Session, examples, for_box, group
 from appliance.cli.errors import BadUsage
 from appliance.cli.paths import segment
 
-app = group("Tidal windows: modes that come and go by the clock, such as serve by day and train by night.")
+app = group("Mode windows: modes that come and go by the clock, such as serve by day and train by night.")
 
 _BAR_CELLS = 48
 _LETTERS = {"serve": "s", "train": "T", "split": "/", "auto": "."}

@@ -72,7 +72,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             else:
                 deployments.update(db, name, **changes)
             record(context, caller, "model.deploy", name, **told)
-        context.scheduler.forgive(name)  # what failed with the old settings may work with the new ones
+        context.scheduler.reset_failures(name)  # what failed with the old settings may work with the new ones
         context.scheduler.nudge(f"deployment of {name}", name_of(context, caller))
         return views.deployment(wanted, context.scheduler.status())
 

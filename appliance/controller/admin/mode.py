@@ -17,9 +17,9 @@ from appliance.controller.devices import copy_limit
 from appliance.controller.devices.mode import (
     floor_notes,
     mode_in_force,
+    mode_windows,
     policy_of,
     read_mode,
-    tidal_windows,
     window_of,
     write_mode,
 )
@@ -158,7 +158,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         """What holds over the coming hours, one entry per change."""
         mode = read_mode(db)
         segments = preview(
-            tidal_windows(db, floor()), policy_of(mode, floor()), mode.since_s, time.time(), hours=hours
+            mode_windows(db, floor()), policy_of(mode, floor()), mode.since_s, time.time(), hours=hours
         )
         return {
             "object": "list",

@@ -55,7 +55,7 @@ class Sent:
     at_s: float
 
 
-class Toll:
+class Metering:
     """Of all batches. `changed` publishes the keys anew when a quota was used up."""
 
     def __init__(self, db: Database, changed: Callable[[], None]):

@@ -15,25 +15,25 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from appliance.controller.bus.load import Load
-from appliance.controller.interfaces.ports import Room
+from appliance.controller.interfaces.ports import BatchCapacity
 from scheduler.core.workload import Demand
 
 
 def room(names: Iterable[str], engines: Sequence[str], load: Load, *, lines_per_engine: int,
-         busy_inflight: int) -> Room:  # fmt: skip
+         busy_inflight: int) -> BatchCapacity:  # fmt: skip
     """Lines that the open `engines` (replica ids) of a model may work on, all batches together.
 
     names: under which the engines are asked: the model's, and that of an adapter on them.
     """
     if not engines:
-        return Room(0, "no engine of the model is awake")
+        return BatchCapacity(0, "no engine of the model is awake")
     if any(load.models[name].held for name in names if name in load.models):
-        return Room(0, "interactive requests of the model are waiting")
+        return BatchCapacity(0, "interactive requests of the model are waiting")
     lines = 0
     for engine in engines:
         inflight = load.replicas[engine].inflight if engine in load.replicas else 0
         lines += lines_per_engine * max(0, busy_inflight - inflight) // busy_inflight
-    return Room(lines, "" if lines else "the engines of the model are busy with interactive requests")
+    return BatchCapacity(lines, "" if lines else "the engines of the model are busy with interactive requests")
 
 
 def slots(

@@ -196,9 +196,9 @@ class BatchWork:
 
     def _send_what_may_go(self, source: Any) -> None:
         """As many lines as engines have room for and the key's limits allow; lines it may not ask are answered here."""
-        row, toll = self._row(), self._runner.toll
-        key = toll.key_of(row)
-        refusal = toll.refusal(key, self.model, row)
+        row, metering = self._row(), self._runner.metering
+        key = metering.key_of(row)
+        refusal = metering.refusal(key, self.model, row)
         if refusal is not None:
             for _ in range(min(len(self.left), _REFUSED_AT_ONCE)):
                 self._answered(self.left.popleft(), new_id("req_"), refusal.status, refusal.body)
@@ -206,7 +206,7 @@ class BatchWork:
         self.stopped_by = ""
         for _ in range(min(len(self.left), self._runner.room(self))):
             line = self._by_id[self.left[0]]
-            self.stopped_by = toll.waits_for(key, line.size // _BYTES_PER_TOKEN)
+            self.stopped_by = metering.waits_for(key, line.size // _BYTES_PER_TOKEN)
             if self.stopped_by:
                 return
             custom_id = self.left.popleft()
@@ -252,7 +252,7 @@ class BatchWork:
             await self._append(ready)
             # After they are stored: what a crash loses is asked again, and nothing is charged twice.
             stored = [charge for charge in charges if charge.custom_id in self.answers.answered]
-            self._runner.toll.charge(self._runner.toll.key_of(self._row()), self.model, stored)
+            self._runner.metering.charge(self._runner.metering.key_of(self._row()), self.model, stored)
         now_s = time.monotonic()
         if now_s - self._written_s >= self._context.config.progress_every_s:
             self._written_s = now_s

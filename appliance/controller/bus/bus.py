@@ -28,7 +28,7 @@ from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BusTimeout
 from appliance.store.database import Database
 from appliance.store.records import box
-from runtime.background_tasks import Keepers
+from runtime.background_tasks import BackgroundTasks
 from runtime.sockets import owner_only
 
 log = logging.getLogger("appliance.controller")
@@ -63,7 +63,7 @@ class Bus:
 
     `on_load` is called after every report (for the scheduler's nudge), `on_table` when the models of the table have
     changed, `on_usage` with the rows of every message about what requests have cost (it raises ValueError for others);
-    they must not block. What else they raise is held against them in `keepers`, and breaks no connection.
+    they must not block. What else they raise is held against them in `background`, and breaks no connection.
     `first_generation`: larger than any of an earlier controller's (see `first_generation`), or the report of a gateway
     that still routes by an old table would count for a new one.
     """
@@ -72,8 +72,8 @@ class Bus:
                  on_load: Callable[[Load], None] | None = None,
                  on_table: Callable[[], None] | None = None,
                  on_usage: Callable[[list[dict[str, Any]]], None] | None = None,
-                 keepers: Keepers | None = None):  # fmt: skip
-        self._path, self._config, self._keepers = path, config, keepers or Keepers()
+                 background: BackgroundTasks | None = None):  # fmt: skip
+        self._path, self._config, self._background = path, config, background or BackgroundTasks()
         self._on_load, self._on_table, self._on_usage = on_load, on_table, on_usage
         self._generation = first_generation
         self._models: dict[str, Any] = {}
@@ -275,7 +275,7 @@ class Bus:
         """A fault of ours, a full disk among them, is held against `name`; the gateway has done nothing wrong, and its
         connection stays. One of the message is the gateway's."""
         refused: list[ValueError] = []
-        with self._keepers.guard(name):
+        with self._background.guard(name):
             try:
                 told(what)
             except ValueError as error:

@@ -17,7 +17,7 @@ from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.ports import BatchEngines, KeySink, ModelOps, SchedulerPort, TierPort
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
-from runtime.background_tasks import Keepers
+from runtime.background_tasks import BackgroundTasks
 
 
 @dataclass
@@ -26,8 +26,9 @@ class ControllerContext:
     unfinished batches. uploads_dir: parts by upload. box: {"id",
     "version", "url", "data_dir"} as `/admin/v1/status` shows it. adapter_rank_limit: the largest LoRA rank that
     engines of a model take, 0: none. load: what the gateways report. models_shared: whom a model exists for has
-    changed; the gateways are to know. keepers: of this process. main_troubles: of the processes that the main process
-    keeps, as `Keepers.degraded` has them."""
+    changed; the gateways are to know. background: of this process. main_troubles: of the processes that the main
+    process
+    keeps, as `BackgroundTasks.degraded` has them."""
 
     db: Database
     files_dir: Path
@@ -45,7 +46,7 @@ class ControllerContext:
     models_shared: Callable[[], None] = lambda: None
     box: dict[str, str] = field(default_factory=dict)
     started_s: float = field(default_factory=time.time)
-    keepers: Keepers = field(default_factory=Keepers)
+    background: BackgroundTasks = field(default_factory=BackgroundTasks)
     main_troubles: Callable[[], list[dict[str, Any]]] = list
     file_work: FileWork = field(default_factory=FileWork)
 

@@ -1,4 +1,4 @@
-"""The mode of the box: what a person set last, the tidal windows, and which of them holds now."""
+"""The mode of the box: what a person set last, the mode windows, and which of them holds now."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def floor_notes(policy: Policy, device_count: int) -> list[str]:
     return [f"The serving floor of {policy.serving_floor} keeps {have} {device_count} devices: training gets none."]
 
 
-def tidal_windows(db: Database, box_floor: int) -> tuple[Window, ...]:
+def mode_windows(db: Database, box_floor: int) -> tuple[Window, ...]:
     return tuple(window_of(row, box_floor) for row in windows.list_all(db))
 
 
@@ -67,4 +67,4 @@ def window_of(row: WindowRow, box_floor: int) -> Window:
 
 def mode_in_force(db: Database, box_floor: int, now_s: float) -> InForce:
     mode = read_mode(db)
-    return in_force(tidal_windows(db, box_floor), policy_of(mode, box_floor), mode.since_s, now_s)
+    return in_force(mode_windows(db, box_floor), policy_of(mode, box_floor), mode.since_s, now_s)

@@ -85,7 +85,7 @@ class SchedulerPort(Protocol):
         """The mode was just written to the store; returns once it is planned for: the id of the hand-over that
         brings it about, or None when nothing has to move."""
 
-    def forgive(self, model: str) -> None:
+    def reset_failures(self, model: str) -> None:
         """Something about this model was changed: if its engines failed, try it again at once."""
 
     def explain(self, policy: Policy | None) -> dict[str, Any]:
@@ -199,7 +199,7 @@ class TierPort(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class BatchCapacity:
     """How many lines of batches a model's engines may work on now. why: what they wait for where it is 0."""
 
     lines: int
@@ -226,7 +226,7 @@ class LineReturned(Exception):
 class BatchEngines(Protocol):
     """Engines for lines of batches, which take what interactive requests leave idle."""
 
-    def room(self, model: str) -> Room:
+    def room(self, model: str) -> BatchCapacity:
         """Of all batches together."""
 
     async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:

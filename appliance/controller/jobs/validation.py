@@ -65,7 +65,7 @@ class JobValidation:
         return stats, max(1, node_sizes.known(context).largest)
 
     def start(self, job_id: str) -> None:
-        task = self._context.keepers.keep(f"validation: {job_id}", partial(self._run, job_id))
+        task = self._context.background.keep(f"validation: {job_id}", partial(self._run, job_id))
         self._tasks[job_id] = task
         task.add_done_callback(lambda _: self._tasks.pop(job_id, None))
 

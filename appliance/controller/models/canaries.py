@@ -38,7 +38,7 @@ class Canaries:
     async def look(self, now_s: float) -> None:
         """Look at every one that ends on its own; called every `canary_every_s`."""
         for row in canaries.list_running(self._context.db):
-            with self._context.keepers.guard(f"canary: {row.name}"):
+            with self._context.background.guard(f"canary: {row.name}"):
                 try:
                     await self._look_at(row.model, now_s)
                 except (Conflict, NotFound) as error:  # a person was faster: it ended, or its model is gone
@@ -86,7 +86,7 @@ class Canaries:
             row = replace(row, created_s=running.created_s)
         canaries.put(db, row)
         self._leaving.discard(row.name)
-        self._context.scheduler.forgive(row.name)
+        self._context.scheduler.reset_failures(row.name)
         self._context.scheduler.nudge(f"{row.name} takes {row.share:.0%} of the requests of {row.model}")
         record(self._context, caller, "model.canary", row.model, version=row.version, share=row.share,
                auto=bool(row.auto), watch_s=row.watch_s, min_requests=row.min_requests)  # fmt: skip

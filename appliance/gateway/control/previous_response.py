@@ -11,7 +11,7 @@ from urllib.parse import quote
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http import wire
-from appliance.gateway.http.upstream import UpstreamConnection, lose_interest
+from appliance.gateway.http.upstream import UpstreamConnection, cancel
 from appliance.gateway.http.wire import Request
 from appliance.gateway.payload.request_check import Checked, check_body
 from appliance.gateway.payload.transcript import joined
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from appliance.gateway.http.server import ClientConnection
 
 
-class Recall:
-    """Implements `handler.Handler` until the items are there; then an `Exchange` does."""
+class PreviousResponse:
+    """Implements `handler.Handler` until the items are there; then an `InferenceHandler` does."""
 
     __slots__ = ("gateway", "client", "request", "checked", "_conn", "_connecting", "_kept", "_kept_bytes", "_since_s")
 
@@ -130,7 +130,7 @@ class Recall:
             gateway.take_body(request, len(body) - len(own))
             checked = check_body(request.route, body, gateway.limits)
             request.chunks = [body]
-            transcript.recalled = True
+            transcript.has_previous = True
             checked.transcript = transcript
             handler = gateway.answering(client, request, checked)
         except ApiError as error:
@@ -148,5 +148,5 @@ class Recall:
             client.answer_error(error)
 
     def _drop(self) -> None:
-        lose_interest(self._connecting, self._conn)
+        cancel(self._connecting, self._conn)
         self._connecting = self._conn = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http import wire
-from appliance.gateway.http.upstream import CHUNKED, UpstreamConnection, lose_interest
+from appliance.gateway.http.upstream import CHUNKED, UpstreamConnection, cancel
 from appliance.gateway.http.wire import Request
 
 if TYPE_CHECKING:
@@ -241,7 +241,7 @@ class Relay:
             client.answer_error(error)
 
     def _drop(self) -> None:
-        lose_interest(self._connecting, self._conn)
+        cancel(self._connecting, self._conn)
         self._connecting = self._conn = None
 
 

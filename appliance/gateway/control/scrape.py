@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http import wire
-from appliance.gateway.http.upstream import UpstreamConnection, lose_interest
+from appliance.gateway.http.upstream import UpstreamConnection, cancel
 from appliance.gateway.http.wire import Request
 from appliance.gateway.observe.exposition import CONTENT_TYPE
 from appliance.gateway.observe.reports import metrics_text
@@ -104,5 +104,5 @@ class Scrape:
             )
 
     def _drop(self) -> None:
-        lose_interest(self._connecting, self._conn)
+        cancel(self._connecting, self._conn)
         self._connecting = self._conn = None

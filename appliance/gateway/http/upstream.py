@@ -238,7 +238,7 @@ class UpstreamConnection(Connection):
         self._done = self._head_done
 
 
-def lose_interest(connecting: asyncio.Task[None] | None, conn: UpstreamConnection | None) -> None:
+def cancel(connecting: asyncio.Task[None] | None, conn: UpstreamConnection | None) -> None:
     """Of a request that has no use for its upstream any more, whether still connecting (`UpstreamPool.connect`) or
     connected: nothing more is heard of either."""
     if connecting is not None:
@@ -270,7 +270,7 @@ class UpstreamPool:
     def connect(
         self, path: str, done: Callable[[UpstreamConnection | OSError], None], *, wait_s: float = 0.0
     ) -> asyncio.Task[None]:
-        """Open a connection and call `done` with it or with the OSError; `lose_interest` ends the task.
+        """Open a connection and call `done` with it or with the OSError; `cancel` ends the task.
 
         wait_s: for so long a refused or missing socket is tried again (a server that restarts).
         """

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from appliance.gateway.access.allowance import KeyUse
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.core.routes import Kind, Route
-from appliance.gateway.payload.usage import NOTHING_ASKED, Asked, Tokens
+from appliance.gateway.payload.usage import NO_TOKENS, TokenRequest, Tokens
 from appliance.gateway.routing.table import Principal
 
 if TYPE_CHECKING:
@@ -113,7 +113,7 @@ class Request:
     left_after_s: float = 0.0
     unread: bool = False
     refused_model: str = ""
-    asked: Asked = NOTHING_ASKED
+    asked: TokenRequest = NO_TOKENS
     use: KeyUse | None = None
 
     def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes], version: str) -> None:

@@ -34,7 +34,7 @@ TOKEN_IDS_BYTES: Final = 64 << 20
 _JSON: Final = b"application/json"
 
 
-class Exchange(Placement):
+class InferenceHandler(Placement):
     """See the module's docstring."""
 
     _kept: list[bytes] | None = None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http import wire
-from appliance.gateway.http.upstream import UpstreamConnection, lose_interest
+from appliance.gateway.http.upstream import UpstreamConnection, cancel
 from appliance.gateway.http.wire import Request
 from appliance.gateway.inference.answer import Answer
 from appliance.gateway.payload.continuation import ASK_FOR_TOKEN_IDS, CHAT, COMPLETIONS
@@ -251,7 +251,7 @@ class Placement:
     # -- given back
 
     def _drop_upstream(self, *, failed: bool = False) -> None:
-        lose_interest(self._connecting, self._conn)
+        cancel(self._connecting, self._conn)
         self._connecting = self._conn = None
         self._undispatch(failed=failed)
 

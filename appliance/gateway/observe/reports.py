@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from appliance.gateway.inference.handler import Exchange
+from appliance.gateway.inference.handler import InferenceHandler
 from appliance.gateway.observe.exposition import render
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def load_report(gateway: Gateway) -> dict[str, Any]:
     inflight: dict[str, int] = {}
     waiting: dict[str, int] = {}
     for conn in gateway.connections:
-        if conn.active is not None and isinstance(conn.active, Exchange):
+        if conn.active is not None and isinstance(conn.active, InferenceHandler):
             name = conn.active.row
             inflight[name] = inflight.get(name, 0) + 1
             waiting[name] = waiting.get(name, 0) + conn.active.waiting_prompt_tokens

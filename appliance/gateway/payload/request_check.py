@@ -25,7 +25,7 @@ from appliance.gateway.payload.nesting import walk
 from appliance.gateway.payload.shapes import check_items, check_messages
 from appliance.gateway.payload.structure import check_structure
 from appliance.gateway.payload.transcript import Transcript, transcript_of
-from appliance.gateway.payload.usage import Asked
+from appliance.gateway.payload.usage import TokenRequest
 
 MODEL_NAME_CHARS = 512
 DEFAULT_COMPLETION_TOKENS = 256
@@ -53,7 +53,7 @@ class Checked:
         self.stream = stream
         self.tokens = prompt + min(completion or DEFAULT_COMPLETION_TOKENS, 4096) * sequences
         self.prompt_tokens = prompt
-        self.asked = Asked(prompt, (completion or _UNBOUNDED) * sequences, sequences)
+        self.asked = TokenRequest(prompt, (completion or _UNBOUNDED) * sequences, sequences)
         self.cache_salt = ""
         self._beginning = beginning
         self.continuation: Continuation | None = None

@@ -32,12 +32,12 @@ class Transcript:
     """Of one request.
 
     input: its own `input` as JSON. previous_id: the response it goes on from, empty without one. stores: whether a copy
-    goes to the controller; the object says so as `store`. recalled: the earlier turns are in the body already. counts:
-    only the tokens of the input are asked for, and the engine answers with the ids of all.
+    goes to the controller; the object says so as `store`. has_previous: the earlier turns are in the body already.
+    counts: only the tokens of the input are asked for, and the engine answers with the ids of all.
     final: the object as answered, empty until it is.
     """
 
-    recalled: bool = False
+    has_previous: bool = False
     counts: bool = False
     final: bytes = b""
     _partial: bytes = b""

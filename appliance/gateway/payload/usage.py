@@ -67,7 +67,7 @@ def with_fingerprint(body: bytes, fingerprint: str) -> bytes:
     return body
 
 
-class Asked:
+class TokenRequest:
     """Of one request: its prompt as estimated, how many tokens it may be answered with, and by how many sequences."""
 
     def __init__(self, prompt_tokens: int, completion_tokens: int, sequences: int) -> None:
@@ -76,7 +76,7 @@ class Asked:
         self.sequences = sequences
 
 
-NOTHING_ASKED: Final = Asked(0, 0, 1)
+NO_TOKENS: Final = TokenRequest(0, 0, 1)
 
 
 class _Sums:

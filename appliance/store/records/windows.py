@@ -1,4 +1,4 @@
-"""Tidal windows: modes that come and go by the clock, in the order they were made."""
+"""Mode windows: modes that come and go by the clock, in the order they were made."""
 
 from __future__ import annotations
 

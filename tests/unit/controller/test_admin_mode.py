@@ -1,4 +1,4 @@
-"""/admin/v1/mode: floors, tidal windows and what a mode would do."""
+"""/admin/v1/mode: floors, mode windows and what a mode would do."""
 
 from __future__ import annotations
 

@@ -436,4 +436,4 @@ async def test_a_batch_goes_on_when_even_its_failure_could_not_be_written(contro
     batch_id = await begun(control, [line(n) for n in range(3)])
     batch = await ended(control, batch_id)
     assert not full and batch.status == "completed" and batch.request_counts.completed == 3
-    assert len(await content(control, batch.output_file_id)) == 3 and control.context.keepers.degraded() == []
+    assert len(await content(control, batch.output_file_id)) == 3 and control.context.background.degraded() == []

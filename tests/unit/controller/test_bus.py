@@ -18,7 +18,7 @@ from appliance.controller.bus.load import ModelLoad, ReplicaLoad, parse_report, 
 from appliance.controller.interfaces.config import ControllerConfig
 from appliance.controller.interfaces.errors import BusTimeout
 from appliance.store.database import Database
-from runtime.background_tasks import Keepers
+from runtime.background_tasks import BackgroundTasks
 
 QUICK = {"gateway_gone_after_s": 0.05, "gateway_expected_s": 0.05}
 
@@ -294,21 +294,21 @@ async def test_what_a_message_sets_off_here_breaks_no_connection(tmp_path: Path)
         if not rows:
             raise ValueError("usage: no rows")
 
-    keepers = Keepers()
-    bus = Bus(tmp_path / "b.sock", ControllerConfig(), first_generation=1, on_usage=take, keepers=keepers)
+    background = BackgroundTasks()
+    bus = Bus(tmp_path / "b.sock", ControllerConfig(), first_generation=1, on_usage=take, background=background)
     await bus.start()
     gateway = await GatewayEnd.connect(tmp_path / "b.sock")
     await gateway.send({"type": "usage", "rows": [{}]})
     await gateway.report(1, {"r1": 1})
     await reported(bus, "r1", 1)
-    assert [trouble["why"] for trouble in keepers.degraded()] == ["OperationalError: database or disk is full"]
+    assert [trouble["why"] for trouble in background.degraded()] == ["OperationalError: database or disk is full"]
     await gateway.send({"type": "usage", "rows": [{}, {}]})
     await gateway.report(1, {"r1": 2})
     await reported(bus, "r1", 2)
-    assert taken == [1, 2] and keepers.degraded() == []
+    assert taken == [1, 2] and background.degraded() == []
     await gateway.send({"type": "usage", "rows": []})  # but a message that is none of ours does
     await gateway.table()
-    assert await asyncio.wait_for(gateway._reader.read(), 5) == b"" and keepers.degraded() == []
+    assert await asyncio.wait_for(gateway._reader.read(), 5) == b"" and background.degraded() == []
     await gateway.close()
     await bus.stop()
 

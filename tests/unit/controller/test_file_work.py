@@ -28,6 +28,8 @@ async def test_an_owners_files_take_turns_and_others_do_not_wait_for_them():
     hers = [asyncio.create_task(files.run("alice", slow, number)) for number in range(60)]
     assert await files.run("bob", len, "abc") == 3
     assert await asyncio.wait_for(asyncio.to_thread(len, "abcd"), 20) == 4
+    while not running:  # her first piece waits for its thread, nothing else
+        await asyncio.sleep(0)
     assert len(running) == 1
     go_on.set()
     assert await asyncio.gather(*hers) == list(range(60))

@@ -267,7 +267,7 @@ async def test_health_says_what_the_box_cannot_do_now_and_goes_on_serving(start_
         assert answer.status == 200
         return json.loads(answer.body)["degraded"]
 
-    with box.gateway.keepers.guard("sweep: inner"):
+    with box.gateway.background.guard("sweep: inner"):
         raise RuntimeError("a bug")
     box.gateway.box_troubles, box.gateway.controller_away = ["usage"], True
     assert await degraded() == ["controller", "sweep", "usage"]

@@ -18,7 +18,7 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.http.wire import Request
 from appliance.gateway.payload.request_check import check_body
-from appliance.gateway.payload.usage import Asked, Tokens, with_fingerprint, without_usage_event
+from appliance.gateway.payload.usage import TokenRequest, Tokens, with_fingerprint, without_usage_event
 from appliance.gateway.routing.table import Principal
 
 from .conftest import KEY, Box, Start, chat, request_bytes
@@ -357,7 +357,7 @@ def test_a_stream_that_its_client_let_stand_is_paid_for_by_the_time(unread: bool
     request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
     request.principal = Principal("key_a", "", frozenset(), b"")
     request.model, request.streams, request.stream_events, request.status = "m", True, 3, 200
-    request.left_after_s, request.unread, request.asked = 10.0, unread, Asked(7, 500, 1)
+    request.left_after_s, request.unread, request.asked = 10.0, unread, TokenRequest(7, 500, 1)
     spending.account(request, 10.0)
     (row,) = spending.meter.take()
     assert (row["prompt_tokens"], row["completion_tokens"]) == (7, completion)

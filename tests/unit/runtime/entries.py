@@ -8,20 +8,20 @@ import time
 PRELOADED_IN = os.getpid()
 
 
-def echo(leash, args):
+def echo(lifeline, args):
     stop = threading.Event()
     pool = concurrent.futures.ThreadPoolExecutor(1)
 
     def fail(message):
         raise ValueError(message)
 
-    leash.serve(
+    lifeline.serve(
         {
             "echo": lambda **kw: {"args": args, "got": kw, "pid": os.getpid(), "preloaded_in": PRELOADED_IN},
             "env": lambda name: os.environ.get(name),
             "fail": fail,
             "later": lambda value: pool.submit(lambda: value * 2),
-            "emit": lambda n: [leash.emit("tick", i=i) for i in range(n)] and None,
+            "emit": lambda n: [lifeline.emit("tick", i=i) for i in range(n)] and None,
             "fork": _fork_sleeper,
             "hang": lambda: time.sleep(3600),
             "stop": stop.set,
@@ -32,9 +32,9 @@ def echo(leash, args):
     return 0
 
 
-def starting(leash, args):
+def starting(lifeline, args):
     """Never comes to `serve`, as an engine that loads for a long time."""
-    leash.emit("forked", grandchild=_fork_sleeper())
+    lifeline.emit("forked", grandchild=_fork_sleeper())
     time.sleep(3600)
     return 0
 
@@ -47,5 +47,5 @@ def _fork_sleeper():
     return pid
 
 
-def crash(leash, args):
+def crash(lifeline, args):
     raise RuntimeError("boom at start")

@@ -1,4 +1,4 @@
-"""The leash's end is the signal that the other side is dead, however the socket tells it."""
+"""The lifeline's end is the signal that the other side is dead, however the socket tells it."""
 
 import asyncio
 import socket

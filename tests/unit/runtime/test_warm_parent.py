@@ -1,4 +1,4 @@
-"""The warm parent, the leash and the child, with real processes."""
+"""The warm parent, the lifeline and the child, with real processes."""
 
 import asyncio
 import os

@@ -1,7 +1,7 @@
 """A world of fake devices, engines and groups that survives the death of the loop that moves it.
 
-It checks, at every verb, what the real world would not forgive: two holders of a device, an engine put to sleep while
-it has requests, a release under somebody's feet. A violation is an AssertionError, never an EffectFailed.
+It checks, at every verb, what the real world would not reset_failures: two holders of a device, an engine put to sleep
+while it has requests, a release under somebody's feet. A violation is an AssertionError, never an EffectFailed.
 """
 
 from __future__ import annotations

@@ -241,7 +241,7 @@ def test_what_is_changed_is_tried_at_once() -> None:
     async def test() -> None:
         changes = {
             "version": lambda rig: rig.store.deployments.update(m=replace(MODEL, version="v2")),
-            "configuration": lambda rig: rig.loop.forgive("m"),
+            "configuration": lambda rig: rig.loop.reset_failures("m"),
             "device": lambda rig: setattr(rig.store, "cordoned", frozenset()),
         }
         for what, change in changes.items():
@@ -330,10 +330,10 @@ def test_a_job_that_was_cancelled_fails_no_more() -> None:
             await asyncio.sleep(0.01)  # its stop is under way
             rig.effects.end_group("j1", "failed", error="rank 0 died")
             await rig.settle()
-            assert rig.jobs() == {} and rig.loop._truth.failures.job("j1") is None
+            assert rig.jobs() == {} and rig.loop._state.failures.job("j1") is None
             rig.effects.events.put_nowait(GroupEnded("j1", "l1", "failed", 0, "rank 1 died"))
             await asyncio.sleep(1)
-            assert rig.loop._truth.failures.job("j1") is None and rig.store.ended == {}
+            assert rig.loop._state.failures.job("j1") is None and rig.store.ended == {}
 
     go(test)
 

@@ -12,7 +12,7 @@ import pytest
 
 from runtime.errors import RelayRefused
 from scheduler.devices.discovery import logical_devices
-from scheduler.ray.node import Node, Place
+from scheduler.ray.node import Node, NodeConfig
 from serve.adapters.source import AdapterServer, AdapterUnavailable, brought_in
 from tests.unit.weights.conftest import check, write
 from weights.format.errors import VersionLeased
@@ -30,7 +30,7 @@ class OneNode:
         (folder / name / "shm").chmod(0o700)
         (folder / name / "token").write_text("the same on all nodes")
         shm = folder / name / "shm"
-        self.place = Place(name, "127.0.0.1", logical_devices(1, name), shm / "run", folder, shm, (),
+        self.place = NodeConfig(name, "127.0.0.1", logical_devices(1, name), shm / "run", folder, shm, (),
                            folder / name / "token", folder / name / "jobs")  # fmt: skip
         self.node, self.store = Node(self.place), WeightStore(shm, budget_bytes=None)
 

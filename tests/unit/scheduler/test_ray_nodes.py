@@ -10,7 +10,7 @@ from ray.exceptions import ActorUnschedulableError
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import logical_devices
 from scheduler.ray import nodes as ray_nodes
-from scheduler.ray.node import Place
+from scheduler.ray.node import NodeConfig
 from scheduler.ray.nodes import Nodes
 
 
@@ -40,7 +40,7 @@ class Agent:
 def place(name, kind="cpu"):
     devices = logical_devices(2, name) if kind == "cpu" else (Device(f"{name}/0", name, 0, "cuda"),)
     root = Path("/dev/shm") / name
-    return Place(name, f"10.0.0.{name[1:]}", devices, root / "run", root, root, (), root / "token", root / "jobs")
+    return NodeConfig(name, f"10.0.0.{name[1:]}", devices, root / "run", root, root, (), root / "token", root / "jobs")
 
 
 class Machines:

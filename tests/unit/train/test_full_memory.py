@@ -25,12 +25,12 @@ def run(tmp_path):
     steps(engine, 2)
     spec = TrainSpec(job_id="j", base_path="", train_path="", run_dir=str(tmp_path), shm_root="", output_model="m")
     store, told = WeightStore(tmp_path / "store", budget_bytes=None), []
-    wishes = SimpleNamespace(snapshot=True, suspend=False)
+    signals = SimpleNamespace(snapshot=True, suspend=False)
 
     def emit(event, **data):
         told.append((event, data))
 
-    saving = Saving(spec, store, engine, None, 1, emit, wishes, None)
+    saving = Saving(spec, store, engine, None, 1, emit, signals, None)
     saving._make_room = lambda: None  # a thread that is not looked at here
     return saving, store, told
 
@@ -84,12 +84,12 @@ def test_not_even_a_directory_is_no_room_either(run, monkeypatch):
 
 def test_what_is_due_is_wished_for(run):
     saving, _, _ = run
-    saving._wishes.snapshot = False
+    saving._signals.snapshot = False
     saving._steps = SimpleNamespace(total_steps=9, epoch_end_steps=lambda: ())
     saving._cadence = Cadence(None, lambda: 0.0)
     saving.foresee(3)
-    assert not saving._wishes.snapshot
+    assert not saving._signals.snapshot
     saving._cadence = Cadence(0.001, iter(range(9)).__next__)
     saving.foresee(3)
-    assert saving._wishes.snapshot
+    assert saving._signals.snapshot
     saving.drop_reserved()

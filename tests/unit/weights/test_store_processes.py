@@ -283,7 +283,7 @@ def test_two_processes_never_overrun_the_budget(root):
             try:
                 with store.reserve(layout, kind="version", model=who, version=str(number)) as draft:
                     # Without the mutex a segment that another process moves meanwhile could be counted twice.
-                    with store._keeper.mutex():
+                    with store._evictor.mutex():
                         used_bytes = store.usage().used_bytes
                     if used_bytes > budget_bytes + 64_000:  # manifests are not reserved
                         over.touch()

@@ -9,7 +9,7 @@ from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import write_mode
 from appliance.controller.interfaces.ports import Mode
 from appliance.store.records import deployments, handovers
-from appliance.wiring.handover_trigger import Asked
+from appliance.wiring.handover_trigger import HandoverTrigger
 from appliance.wiring.journal import SqliteJournal
 from appliance.wiring.scheduler_port import LoopPort
 from appliance.wiring.state_store import SqliteStateStore
@@ -43,7 +43,7 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     world = World(box_of(3))
     states = SqliteStateStore(db, events, lambda _: Demand(), 0, 3, EngineConfig(), lambda: None)
     write_mode(db, Mode("serve"))
-    asked = Asked(lambda: loop.status())
+    asked = HandoverTrigger(lambda: loop.status())
     journal = SqliteJournal(db, asked.now)
     loop = SchedulerLoop(FakeEffects(world), states, journal, SystemClock(), SchedulerConfig())
     nothing = SimpleNamespace(

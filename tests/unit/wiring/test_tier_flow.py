@@ -14,7 +14,7 @@ from appliance.store.records import tier_removals
 from appliance.store.rows import VersionRow
 from appliance.tiers.flow import TierFlow
 from appliance.tiers.tiers import Level, Tiers
-from appliance.wiring.version_provider import VersionShelf
+from appliance.wiring.version_provider import VersionProvider
 from runtime import background_tasks
 from tests.unit.weights.conftest import check, write
 from weights.format.config import KeepRules
@@ -89,10 +89,10 @@ async def test_evicted_from_memory_and_damaged_on_disk_it_is_served_from_the_rem
     await passes(flow, "disk", "remote")
     assert store.evict(1 << 40) > 0 and tiers.version_places("starter", "v1") == ["disk", "remote"]
     damage(tmp_path / "data/models/starter/v1/model.safetensors")
-    shelf = VersionShelf(db, store, back, None, None)
-    path = await shelf.in_memory("starter", "v1")
+    provider = VersionProvider(db, store, back, None, None)
+    path = await provider.in_memory("starter", "v1")
     check(store, store.find(*V1))
-    assert path == stored.path and shelf.holds(V1)
+    assert path == stored.path and provider.holds(V1)
     await quiet(tiers)
     assert not (tmp_path / "data/models/starter/v1").exists(), "the damaged copy is gone"
     told = put_off(tiers, "disk")
@@ -342,8 +342,8 @@ def test_an_unreachable_tier_is_named_when_nothing_else_has_the_bytes(publish, m
 async def test_a_tier_that_stumbles_holds_up_neither_itself_nor_another(db, tiers, monkeypatch):
     """An error that was none of the expected ones ended the flow, and the controller with it."""
     monkeypatch.setattr(background_tasks, "FIRST_PAUSE_S", 0.01)
-    keepers = background_tasks.Keepers()
-    flow = TierFlow(db, tiers, owner="box", keepers=keepers)
+    background = background_tasks.BackgroundTasks()
+    flow = TierFlow(db, tiers, owner="box", background=background)
     passes, both = [], asyncio.Event()
 
     async def run_once(name, **_):
@@ -354,9 +354,9 @@ async def test_a_tier_that_stumbles_holds_up_neither_itself_nor_another(db, tier
             both.set()
 
     monkeypatch.setattr(flow, "run_once", run_once)
-    running = keepers.keep("tiers", flow.run)
+    running = background.keep("tiers", flow.run)
     async with asyncio.timeout(5):
         await both.wait()
-    assert passes.count("remote") == 1 and [one["name"] for one in keepers.degraded()] == ["tier: disk"]
+    assert passes.count("remote") == 1 and [one["name"] for one in background.degraded()] == ["tier: disk"]
     running.cancel()
-    await keepers.stop()
+    await background.stop()

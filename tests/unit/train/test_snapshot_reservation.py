@@ -1,6 +1,6 @@
 """A draft reserved while a step goes on is there at its end, or every rank hears that it is not."""
 
-from train.state.snapshot_reservation import Ahead, draft_name
+from train.state.snapshot_reservation import SnapshotReservation, draft_name
 from weights.format.errors import StoreFull
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.store import WeightStore
@@ -14,7 +14,7 @@ def test_others_find_the_draft_by_its_number_and_what_is_not_needed_goes(tmp_pat
     def reserve(step, name):
         return store.reserve(LAYOUT, kind="snapshot", model="j", version=str(step), name=name, writers=2)
 
-    ahead = Ahead("j", reserve)
+    ahead = SnapshotReservation("j", reserve)
     assert ahead.number(1) == 0, "nobody asked"
     ahead.begin(1)
     ahead.begin(1)
@@ -35,7 +35,7 @@ def test_a_full_store_is_left_to_the_step_boundary(tmp_path):
         raise StoreFull(needed_bytes=2, used_bytes=1, budget_bytes=1, free_bytes=0, leased_bytes=0, pinned_bytes=0,
                         draft_bytes=0)  # fmt: skip
 
-    ahead = Ahead("j", reserve)
+    ahead = SnapshotReservation("j", reserve)
     ahead.begin(1)
     assert ahead.number(1) == 0 and ahead.take() is None
 

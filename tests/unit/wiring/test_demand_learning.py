@@ -9,7 +9,7 @@ import pytest
 from appliance.controller.bus.arrivals import Arrivals
 from appliance.controller.bus.load import Load, Report, parse_report, total
 from appliance.store.records import deployments
-from appliance.wiring.demand_learning import LOOK_S, Standbys
+from appliance.wiring.demand_learning import LOOK_S, DemandLearning
 from appliance.wiring.routing_table import BusRouting
 from appliance.wiring.state_store import SqliteStateStore
 from scheduler.core.config import SchedulerConfig
@@ -45,7 +45,7 @@ class Box:
         self.bus = ReportedBus()
         routing = BusRouting(self.bus, db, 60.0)
         routing.refresh()
-        self.standbys = Standbys(routing.traffic, SchedulerConfig(), 8, lambda: self.now_s)
+        self.standbys = DemandLearning(routing.traffic, SchedulerConfig(), 8, lambda: self.now_s)
         self._states = SqliteStateStore(
             db, events, routing.demand, 1, 8, EngineConfig(max_replicas=8), lambda: None, learned=self.standbys.learned
         )

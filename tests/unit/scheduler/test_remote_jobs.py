@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from scheduler.core.errors import EffectFailed
-from scheduler.ray.remote_jobs import Homecoming, name_at
+from scheduler.ray.remote_jobs import ResultTransfer, name_at
 from weights.format.names import version_path
 from weights.tiers.record import Name
 
@@ -23,7 +23,7 @@ def steps(*numbers):
 
 
 class Nodes:
-    """What a Homecoming asks of `ray_nodes.Nodes`."""
+    """What a ResultTransfer asks of `ray_nodes.Nodes`."""
 
     def __init__(self):
         self.lost, self.gate, self.forgotten = set(), asyncio.Event(), []
@@ -49,7 +49,7 @@ def nodes():
 
 
 def coming(nodes, told):
-    return Homecoming(nodes, At(), "job-1", told.append)
+    return ResultTransfer(nodes, At(), "job-1", told.append)
 
 
 async def test_events_wait_for_what_they_speak_of_and_keep_their_order(nodes):
@@ -71,7 +71,7 @@ async def test_events_wait_for_what_they_speak_of_and_keep_their_order(nodes):
 async def test_snapshots_come_home_as_often_as_that_is_cheap_and_the_last_one_always(nodes):
     told: list[dict] = []
     now = [100.0]
-    home = Homecoming(nodes, At(), "job-1", told.append, lambda: now[0])
+    home = ResultTransfer(nodes, At(), "job-1", told.append, lambda: now[0])
 
     async def written(step):
         path = SNAPSHOT["path"].replace("step-5", f"step-{step}")
@@ -104,7 +104,7 @@ async def test_an_event_that_cannot_be_taken_ends_the_job_instead_of_hanging_it(
     def refuse(event):
         raise ValueError("no such column")
 
-    home = Homecoming(nodes, At(), "job-1", refuse)
+    home = ResultTransfer(nodes, At(), "job-1", refuse)
     home.take(*steps(1))
     home.take(*steps(2))
     async with asyncio.timeout(5):

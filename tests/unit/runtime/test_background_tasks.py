@@ -7,7 +7,7 @@ import logging
 
 import pytest
 
-from runtime.background_tasks import LONGEST_PAUSE_S, STEADY_S, Keepers
+from runtime.background_tasks import LONGEST_PAUSE_S, STEADY_S, BackgroundTasks
 
 
 class Time:
@@ -28,11 +28,11 @@ def time() -> Time:
 
 
 @pytest.fixture
-def keepers(time: Time) -> Keepers:
-    return Keepers(lambda: time.now_s, time.sleep)
+def background(time: Time) -> BackgroundTasks:
+    return BackgroundTasks(lambda: time.now_s, time.sleep)
 
 
-async def test_what_it_raises_is_logged_by_name_and_it_is_begun_anew_later_and_later(time, keepers, caplog):
+async def test_what_it_raises_is_logged_by_name_and_it_is_begun_anew_later_and_later(time, background, caplog):
     begun = 0
 
     async def fails_eight_times():
@@ -42,28 +42,28 @@ async def test_what_it_raises_is_logged_by_name_and_it_is_begun_anew_later_and_l
             raise KeyError("shelf")
 
     with caplog.at_level(logging.ERROR):
-        await keepers.keep("tidying", fails_eight_times)
+        await background.keep("tidying", fails_eight_times)
     assert begun == 9 and time.slept == [1, 2, 4, 8, 16, 32, 60, 60] and time.slept[-1] == LONGEST_PAUSE_S
-    assert keepers.degraded() == []  # it came to its end
+    assert background.degraded() == []  # it came to its end
     first = caplog.records[0]
     assert "tidying failed, time 1 in a row; begun anew in 1 s" in first.message
     assert first.exc_info is not None and first.exc_info[0] is KeyError
 
 
-async def test_cancellation_is_no_failure(keepers):
+async def test_cancellation_is_no_failure(background):
     began = asyncio.Event()
 
     async def runs_on():
         began.set()
         await asyncio.Event().wait()
 
-    task = keepers.keep("endless", runs_on)
+    task = background.keep("endless", runs_on)
     await began.wait()
-    await keepers.stop()
-    assert task.cancelled() and keepers.degraded() == []
+    await background.stop()
+    assert task.cancelled() and background.degraded() == []
 
 
-async def test_it_is_degraded_until_it_has_run_steadily_again(time, keepers):
+async def test_it_is_degraded_until_it_has_run_steadily_again(time, background):
     failed, goes_on = False, asyncio.Event()
 
     async def fails_once():
@@ -73,52 +73,52 @@ async def test_it_is_degraded_until_it_has_run_steadily_again(time, keepers):
             raise OSError("No space left on device\nand more")
         await goes_on.wait()
 
-    task = keepers.keep("bus: one", fails_once)
+    task = background.keep("bus: one", fails_once)
     while time.slept != [1]:
         await asyncio.sleep(0)
     await asyncio.sleep(0)
-    (trouble,) = keepers.degraded()
+    (trouble,) = background.degraded()
     assert trouble == {"name": "bus: one", "since_s": 1000.0, "why": "OSError: No space left on device", "failures": 1,
                        "next_try_s": None}  # fmt: skip
-    assert keepers.names() == ["bus"]
+    assert background.names() == ["bus"]
     time.now_s += STEADY_S
-    assert keepers.degraded() == []
+    assert background.degraded() == []
     goes_on.set()
     await task
 
 
-async def test_rounds_go_on_after_one_that_failed_and_one_that_ended_well_heals(time, keepers):
+async def test_rounds_go_on_after_one_that_failed_and_one_that_ended_well_heals(time, background):
     rounds, seen = 0, []
     enough = asyncio.Event()
 
     async def once():
         nonlocal rounds
         rounds += 1
-        seen.append([trouble["failures"] for trouble in keepers.degraded()])
+        seen.append([trouble["failures"] for trouble in background.degraded()])
         if rounds in (2, 3):
             raise RuntimeError("not this time")
         if rounds == 5:
             enough.set()
             await asyncio.Event().wait()
 
-    keepers.keep_every("house", once, 60.0)
+    background.keep_every("house", once, 60.0)
     await enough.wait()
-    await keepers.stop()
+    await background.stop()
     # A failed round is tried again after the pause alone, then the rhythm goes on.
     assert time.slept == [60, 60, 1, 2, 60] and seen == [[], [], [1], [2], []]
 
 
-async def test_guarded_work_of_others_breaks_nothing_of_theirs(keepers, caplog):
-    with caplog.at_level(logging.ERROR), keepers.guard("usage"):
+async def test_guarded_work_of_others_breaks_nothing_of_theirs(background, caplog):
+    with caplog.at_level(logging.ERROR), background.guard("usage"):
         raise OSError("database or disk is full")
-    assert [trouble["why"] for trouble in keepers.degraded()] == ["OSError: database or disk is full"]
+    assert [trouble["why"] for trouble in background.degraded()] == ["OSError: database or disk is full"]
     assert "usage failed, time 1 in a row" in caplog.text
-    with keepers.guard("usage"):
+    with background.guard("usage"):
         pass
-    assert keepers.degraded() == []
+    assert background.degraded() == []
 
 
-async def test_a_guard_lets_cancellation_pass(keepers):
-    with pytest.raises(asyncio.CancelledError), keepers.guard("usage"):
+async def test_a_guard_lets_cancellation_pass(background):
+    with pytest.raises(asyncio.CancelledError), background.guard("usage"):
         raise asyncio.CancelledError
-    assert keepers.degraded() == []
+    assert background.degraded() == []

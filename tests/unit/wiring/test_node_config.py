@@ -5,7 +5,7 @@ from pathlib import Path
 
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
-from appliance.wiring.node_config import device_environment, place_of
+from appliance.wiring.node_config import device_environment, node_config_of
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import logical_devices
 
@@ -28,7 +28,7 @@ def test_both_warm_parents_get_it(tmp_path):
     paths.shm_root.mkdir()
     gpus = (Device("n0/0", "n0", 0, "cuda"),)
     for devices, kind in ((gpus, "cuda"), (logical_devices(2), "cpu")):
-        place = place_of(BoxConfig(), paths, devices)
+        place = node_config_of(BoxConfig(), paths, devices)
         assert [dict(spec.env)["DS_ACCELERATOR"] for spec in place.warm] == [kind, kind]
         assert all("GLIBC_TUNABLES" in dict(spec.env) for spec in place.warm)
 
@@ -37,15 +37,15 @@ def test_processes_run_beside_their_devices_unless_told_otherwise(tmp_path):
     paths = BoxPaths.of(tmp_path / "data", tmp_path)
     paths.shm_root.mkdir()
     gpus = tuple(Device(f"n0/{i}", "n0", i, "cuda", numa_node=i // 4) for i in (0, 4))
-    assert place_of(BoxConfig(), paths, gpus).numa_nodes(gpus) == (0, 1)
+    assert node_config_of(BoxConfig(), paths, gpus).numa_nodes(gpus) == (0, 1)
     free = BoxConfig.model_validate({"box": {"numa_bind": False}})
-    assert place_of(free, paths, gpus).numa_nodes(gpus) == (None, None)
+    assert node_config_of(free, paths, gpus).numa_nodes(gpus) == (None, None)
     logical = logical_devices(1)
-    assert place_of(BoxConfig(), paths, logical).numa_nodes(logical) == (None,)
+    assert node_config_of(BoxConfig(), paths, logical).numa_nodes(logical) == (None,)
 
 
 def test_what_the_warm_parents_import_exists(tmp_path):
     paths = BoxPaths.of(tmp_path / "data", tmp_path)
     paths.shm_root.mkdir()
-    place = place_of(BoxConfig(), paths, logical_devices(2))
+    place = node_config_of(BoxConfig(), paths, logical_devices(2))
     assert all(importlib.util.find_spec(spec.preload) for spec in place.warm)

@@ -1,4 +1,4 @@
-"""Fences without Ray: giving back is idempotent, also for two who do it at once."""
+"""DeviceReservations without Ray: giving back is idempotent, also for two who do it at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Holder, Lease
 from scheduler.ray import device_reservations
-from scheduler.ray.device_reservations import Fences
+from scheduler.ray.device_reservations import DeviceReservations
 
 
 @pytest.fixture
@@ -41,11 +41,12 @@ def groups(monkeypatch):
 
 
 async def test_a_lease_is_given_back_once_whoever_is_second(groups):
-    fences = Fences()
+    reservations = DeviceReservations()
     # A hand-over's release and a look at the world after its node was lost; the second once ended the controller.
-    await asyncio.gather(fences.release("1:job:j"), fences.release("1:job:j"), fences.leases(["n0/0"]))
+    released = [reservations.release("1:job:j") for _ in range(2)]
+    await asyncio.gather(*released, reservations.leases(["n0/0"]))
     assert groups == {}
-    await fences.release("1:job:j")
+    await reservations.release("1:job:j")
 
 
 async def test_a_node_lost_while_its_devices_are_waited_for_fails_the_step_and_not_the_controller(groups, monkeypatch):
@@ -56,4 +57,4 @@ async def test_a_node_lost_while_its_devices_are_waited_for_fails_the_step_and_n
 
     monkeypatch.setattr(device_reservations, "placement_group", lambda *_, **__: Group)
     with pytest.raises(EffectFailed, match="does not exist"):
-        await Fences().acquire(Lease("2:job:k", Holder("job", "k"), ("n1/0",)))
+        await DeviceReservations().acquire(Lease("2:job:k", Holder("job", "k"), ("n1/0",)))

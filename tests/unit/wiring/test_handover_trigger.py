@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from appliance.store.database import Database
-from appliance.wiring.handover_trigger import Asked
+from appliance.wiring.handover_trigger import HandoverTrigger
 from appliance.wiring.journal import SqliteJournal
 from scheduler.handover.journal import HandoverRecord
 
@@ -13,7 +13,7 @@ NIGHT = {"schedule": "0 22 * * *", "since_s": 9.0, "window": "win_1", "kind": "t
 
 def test_the_newest_ask_that_is_not_settled_is_why_devices_move():
     status = {"settled": 3, "policy": BY_HAND}
-    asked = Asked(lambda: status)
+    asked = HandoverTrigger(lambda: status)
     assert asked.now() == {"asked_by": "scheduler", "asked_for": "demand and queue"}
     asked.note(4, "ops", "mode train")
     asked.note(5, "alice", "pause of ftjob-1")
@@ -26,7 +26,7 @@ def test_the_newest_ask_that_is_not_settled_is_why_devices_move():
 
 def test_a_window_asks_once_each_time_it_begins():
     status = {"settled": 0, "policy": NIGHT}
-    asked = Asked(lambda: status)
+    asked = HandoverTrigger(lambda: status)
     assert asked.now() == {"asked_by": "window win_1", "asked_for": "mode train"}
     assert asked.now()["asked_by"] == "scheduler"
     status["policy"] = {**NIGHT, "since_s": 10.0}

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from scheduler.autoscale import demand as demand_
-from scheduler.autoscale.forecast import KNOWN_REQUESTS, LEAST_S, WINDOW_S, Rise
+from scheduler.autoscale.forecast import KNOWN_REQUESTS, LEAST_S, WINDOW_S, DemandForecast
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, DeploymentView, ModelMemory
 
@@ -20,7 +20,7 @@ class Life:
     """Poisson requests, each lasting about as long, and what is expected of them at every report."""
 
     def __init__(self, seed: int, lasts_s: float, inflight: int = 0):
-        self.rng, self.rise, self.lasts_s = random.Random(seed), Rise(AHEAD_S), lasts_s
+        self.rng, self.rise, self.lasts_s = random.Random(seed), DemandForecast(AHEAD_S), lasts_s
         self.arrived, self.now_s = 0, 0.0
         self.ends = [self.rng.expovariate(1 / lasts_s) for _ in range(inflight)]
 
@@ -63,7 +63,7 @@ def test_short_requests_are_not_expected_to_pile_up_once_it_is_known_that_they_a
 
 
 def test_nothing_is_told_of_a_fall_or_of_a_moment() -> None:
-    rise = Rise(AHEAD_S)
+    rise = DemandForecast(AHEAD_S)
     assert rise.expected == 0.0
     rise.seen(0.0, 0, 0)
     rise.seen(LEAST_S / 2, 100, 100)

@@ -9,8 +9,8 @@ from scheduler.core.allocation import Allocation, ReplicaPlan
 from scheduler.core.inventory import Holder, Ledger
 from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, ReplicaView, Workload
 from scheduler.handover.box import Box
-from scheduler.loop.drain_cancellation import Drain, as_if_not_begun, to_call_off, worth_asking
-from scheduler.loop.view import Moving
+from scheduler.loop.drain_cancellation import Drain, as_if_not_begun, to_cancel, worth_asking
+from scheduler.loop.view import Transition
 from tests.unit.scheduler.fakes import FakeStore
 from tests.unit.scheduler.test_loop import JOB, MODEL, Rig, go
 
@@ -156,10 +156,14 @@ def test_what_waits_for_the_drain_is_as_before_it() -> None:
     draining = replace(REPLICA, state="draining", since_s=9.0)
     box = Box({}, Ledger(()), {"r1": draining})
     job, other = Holder("job", "j1"), Holder("job", "j2")
-    moving = {DRAIN.holder: Moving(1, (), None), job: Moving(2, ("n0/0",), None), other: Moving(1, ("n0/1",), None)}
+    moving = {
+        DRAIN.holder: Transition(1, (), None),
+        job: Transition(2, ("n0/0",), None),
+        other: Transition(1, ("n0/1",), None),
+    }
     as_before, left = as_if_not_begun(box, moving, [DRAIN])
     assert as_before.replicas == {"r1": REPLICA}
-    assert left == {job: Moving(1, (), None), other: moving[other]}, "its own suspend goes on, its take is not begun"
+    assert left == {job: Transition(1, (), None), other: moving[other]}, "its suspend goes on, its take is not begun"
     assert box.replicas == {"r1": draining} and moving[job].chains == 2, "nothing is changed in place"
 
 
@@ -167,7 +171,7 @@ def test_a_replica_that_would_be_open_elsewhere_is_not_kept_here() -> None:
     def wanted(*devices: str, state: str = "open") -> Allocation:
         return Allocation((ReplicaPlan("r1", "m", "v1", 1, devices, state),))
 
-    assert to_call_off([DRAIN], wanted("n0/0")) == [DRAIN]
-    assert to_call_off([DRAIN], wanted("n0/1")) == []
-    assert to_call_off([DRAIN], wanted("n0/0", state="asleep")) == []
-    assert to_call_off([DRAIN], Allocation()) == []
+    assert to_cancel([DRAIN], wanted("n0/0")) == [DRAIN]
+    assert to_cancel([DRAIN], wanted("n0/1")) == []
+    assert to_cancel([DRAIN], wanted("n0/0", state="asleep")) == []
+    assert to_cancel([DRAIN], Allocation()) == []

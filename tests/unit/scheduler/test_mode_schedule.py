@@ -150,7 +150,7 @@ def test_what_is_no_time_zone(zone: str) -> None:
         Window("0 22 * * *", TRAIN, zone)
 
 
-class TidalStore(FakeStore):
+class WindowStore(FakeStore):
     windows: tuple[Window, ...] = ()
 
     def load(self) -> Workload:
@@ -159,7 +159,7 @@ class TidalStore(FakeStore):
 
 def test_the_loop_changes_mode_when_a_window_fires() -> None:
     async def life() -> None:
-        store = TidalStore(AUTO, (JobView("j", 1, 2),), (DeploymentView("m", "v1", min_replicas=1),))
+        store = WindowStore(AUTO, (JobView("j", 1, 2),), (DeploymentView("m", "v1", min_replicas=1),))
         store.windows = (Window("0 22 * * *", TRAIN), Window("0 6 * * *", SERVE))
         world = World(box_of(2))
         loop = SchedulerLoop(FakeEffects(world), store, MemoryJournal(), virtual_time.VirtualClock())

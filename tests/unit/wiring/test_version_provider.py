@@ -1,0 +1,79 @@
+"""Versions that engines are about to load, and how long they are held for them."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+
+from appliance.config import BoxConfig
+from appliance.store.objects import models
+from appliance.store.rows import ModelRow, VersionRow
+from appliance.wiring.version_provider import VersionProvider
+from tests.unit.weights.conftest import check, write
+from weights.memory.lease import take_lease
+from weights.memory.store import WeightStore
+from weights.tiers.record import Name
+
+GB = 10**9
+
+
+@pytest.fixture
+async def provider(db, store, back, flow, add_model):
+    """Two models, both on disk and evicted from memory; the budget has room for one of them."""
+    add_model()
+    models.insert(db, ModelRow(id="other", kind="base", arch="LlamaForCausalLM", params=5, bytes=10, owned_by="org",
+                               source="here", created_s=1.0))  # fmt: skip
+    models.insert_version(db, VersionRow("other", "v1", "here", 10, 1.0))
+    models.activate(db, "other", "v1")
+    nbytes = write(store, "v1").nbytes
+    write(store, "v1", model="other")
+    await flow.run_once("disk")
+    store.evict(1 << 40)
+    store.budget_bytes = store._evictor.budget_bytes = nbytes * 3 // 2
+    return VersionProvider(db, store, back, None, None)
+
+
+async def test_what_a_sleeping_engine_served_makes_room_for_another_model(provider, store: WeightStore):
+    """It stayed leased while the engine slept: with room for one model, no other could be served ever after."""
+    first = await provider.in_memory("starter", "v1")
+    assert store.evict(1 << 40) == 0, "the engine has not come to load it yet"
+    provider.taken("starter")
+    await provider.in_memory("other", "v1")
+    provider.taken("other")
+    assert store.find("version", "starter", "v1") is None and not first.exists()
+    assert provider.holds(Name("version", "starter", "v1")), "retention still knows that an engine is served from it"
+    check(store, store.find("version", "other", "v1"))
+    again = await provider.in_memory("starter", "v1")
+    assert again == first and store.evict(1 << 40) == 0
+
+
+async def test_it_is_held_until_all_engines_that_it_was_brought_in_for_have_it(provider, store: WeightStore):
+    paths = await asyncio.gather(provider.in_memory("starter", "v1"), provider.in_memory("starter", "v1"))
+    assert paths[0] == paths[1]
+    provider.taken("starter")
+    with pytest.raises(LookupError, match="no room for"):
+        await provider.in_memory("other", "v1")
+    provider.taken("starter")
+    await provider.in_memory("other", "v1")
+    assert store.find("version", "starter", "v1") is None
+
+
+async def test_what_an_awake_engine_reads_does_not(provider, store: WeightStore):
+    await provider.in_memory("starter", "v1")
+    with take_lease(store.find("version", "starter", "v1")), pytest.raises(LookupError, match="no room for"):
+        provider.taken("starter")
+        await provider.in_memory("other", "v1")
+    assert store.find("version", "starter", "v1") is not None
+
+
+async def test_what_an_engine_takes_of_the_host_is_less_once_its_version_is_in_memory(provider, db, store):
+    models.update(db, "starter", bytes=GB)
+    provider._config, provider._device = BoxConfig(), SimpleNamespace(kind="cpu")
+    assert provider.host_bytes("starter") == 2 * GB + 256 * 2**20 + 400_000_000  # in shared memory, and its own copy
+    await provider.in_memory("starter", "v1")
+    assert provider.host_bytes("starter") == GB + 256 * 2**20 + 400_000_000
+    provider._device = SimpleNamespace(kind="cuda")
+    assert provider.host_bytes("starter") == 4 * 2**30 and provider.host_bytes("nobody") == 0
+    provider.taken("starter")
