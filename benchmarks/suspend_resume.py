@@ -285,7 +285,7 @@ def _cold_world(part: str, size: int, spec: Any, disk: Path) -> tuple[list[dict[
 
 
 def _baseline_rank(options: argparse.Namespace) -> int:
-    from train.control.progress import Progress, Wishes
+    from train.control.progress import ControlSignals, Progress
     from train.plan.spec import TrainSpec
     from train.run import engine
     from train.run.engine import init_world, meeting_url
@@ -297,7 +297,7 @@ def _baseline_rank(options: argparse.Namespace) -> int:
     if options.rank_of == "load":
         config = engine._config
         engine._config = lambda *given: config(*given) | {"checkpoint": {"load_universal": True}}
-    run = prepare(spec, lambda event, **data: None, Wishes(), Progress())
+    run = prepare(spec, lambda event, **data: None, ControlSignals(), Progress())
     folder = str(Path(options.disk) / "checkpoint")
     seconds = 0.0
     if options.rank_of == "load":

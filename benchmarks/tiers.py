@@ -167,7 +167,7 @@ def _persist(store: WeightStore, disk: Path, name: Name, rounds: int) -> dict[st
 
 def _train(options: argparse.Namespace) -> int:
     """In a process of its own: train, snapshot, one more step, snapshot, publish; DeepSpeed's own checkpoint."""
-    from train.control.progress import Progress, Wishes
+    from train.control.progress import ControlSignals, Progress
     from train.plan.spec import TrainSpec
     from train.run.engine import init_world, meeting_url
     from train.run.prepare import prepare
@@ -175,7 +175,7 @@ def _train(options: argparse.Namespace) -> int:
 
     spec = TrainSpec.from_json(options.child)
     init_world("cpu", meeting_url(Path(options.disk) / f"meeting-{os.getpid()}"))
-    run = prepare(spec, lambda event, **data: None, Wishes(), Progress())
+    run = prepare(spec, lambda event, **data: None, ControlSignals(), Progress())
     for _ in range(options.steps):
         run._one_step(run.plan.total_steps)
     snapshot.begin_snapshot(run.engine, spec, run.store, run.saving.layout, options.steps).finish()

@@ -191,7 +191,7 @@ def _run_side(options: argparse.Namespace) -> int:
 
 def _ours(options: argparse.Namespace) -> tuple[list[tuple[float, float]], list[int], int]:
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"}
-    from train.control.progress import Progress, Wishes
+    from train.control.progress import ControlSignals, Progress
     from train.plan.spec import TrainSpec
     from train.run.engine import init_world, meeting_url
     from train.run.prepare import prepare
@@ -205,7 +205,7 @@ def _ours(options: argparse.Namespace) -> tuple[list[tuple[float, float]], list[
         precision=options.precision,
     )  # fmt: skip
     events: list[dict[str, Any]] = []
-    run = prepare(spec, lambda event, **data: events.append({"event": event, **data}), Wishes(), Progress())
+    run = prepare(spec, lambda event, **data: events.append({"event": event, **data}), ControlSignals(), Progress())
     times = []
     for _ in range(options.steps):
         started = _now()

@@ -17,7 +17,7 @@ import orjson
 
 from appliance.controller.access.model_access import may_use, viewer_of
 from appliance.controller.batches import share
-from appliance.controller.batches.metering import Charge, Sent, Toll
+from appliance.controller.batches.metering import Charge, Metering, Sent
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
@@ -47,7 +47,7 @@ class BackgroundResponses:
 
     def __init__(self, context: ControllerContext, stored: StoredResponses):
         self._context, self._db, self._stored = context, context.db, stored
-        self._toll = Toll(context.db, context.publish_keys)
+        self._metering = Metering(context.db, context.publish_keys)
         self._waiting: dict[str, str] = {}  # model by id, in the order of their coming
         self._flying: dict[str, tuple[str, asyncio.Task[None]]] = {}
         self._sent: dict[str, tuple[str, Sent]] = {}  # at an engine now, with the key's id
@@ -61,7 +61,7 @@ class BackgroundResponses:
     def start(self) -> None:
         for row in responses.list_unfinished(self._db):
             self._waiting[row.id], self._owners[row.id] = _model(row), row.owner
-        self._task = self._context.keepers.keep("background responses", self._run)
+        self._task = self._context.background.keep("background responses", self._run)
 
     async def stop(self) -> None:
         tasks = [task for _, task in self._flying.values()] + ([self._task] if self._task else [])
@@ -87,7 +87,7 @@ class BackgroundResponses:
         if (sent := self._sent.pop(response_id, None)) is not None:
             key_id, line = sent
             # Not written here: a key is revoked on a full disk, too.
-            self._unpaid += self._toll.left(key_id, line.body["model"], [line])
+            self._unpaid += self._metering.left(key_id, line.body["model"], [line])
             self._wake.set()
         self._deaths.pop(response_id, None)
         self._owners.pop(response_id, None)
@@ -138,7 +138,7 @@ class BackgroundResponses:
         while True:
             self._wake.clear()
             unpaid, self._unpaid = self._unpaid, []
-            self._toll.pay(unpaid)
+            self._metering.pay(unpaid)
             self._send_what_may_go()
             if self._waiting:
                 await self._context.batch_engines.changed(LOOK_EVERY_S)
@@ -220,7 +220,7 @@ class BackgroundResponses:
 
     def _take(self, row: ResponseRow, model: str, answer: EngineAnswer) -> None:
         key = keys.find(self._db, row.key_id) if row.key_id else None
-        self._toll.charge(key, model, [Charge(row.id, answer.version, answer.status, answer.body, 0)])
+        self._metering.charge(key, model, [Charge(row.id, answer.version, answer.status, answer.body, 0)])
         before = orjson.loads(row.response)
         if answer.status == 200:
             self._end(row, objects.answered(before, answer.body))

@@ -11,7 +11,7 @@ from collections import Counter
 from functools import partial
 
 from appliance.controller.batches import share
-from appliance.controller.batches.metering import Toll
+from appliance.controller.batches.metering import Metering
 from appliance.controller.batches.work import BatchWork
 from appliance.controller.context.context import ControllerContext
 from appliance.store.objects import batches
@@ -22,7 +22,7 @@ class BatchRunner:
 
     def __init__(self, context: ControllerContext):
         self._context = context
-        self.toll = Toll(context.db, context.publish_keys)
+        self.metering = Metering(context.db, context.publish_keys)
         self._works: dict[str, BatchWork] = {}
         self._sent = 0
         self._last_sent: dict[str, int] = {}  # by owner
@@ -34,7 +34,7 @@ class BatchRunner:
 
     def begin(self, batch_id: str) -> None:
         self._works[batch_id] = BatchWork(self._context, batch_id, self)
-        task = self._tasks[batch_id] = self._context.keepers.keep(f"batch: {batch_id}", partial(self._run, batch_id))
+        task = self._tasks[batch_id] = self._context.background.keep(f"batch: {batch_id}", partial(self._run, batch_id))
         task.add_done_callback(lambda _: self._ended(batch_id))
 
     async def _run(self, batch_id: str) -> None:

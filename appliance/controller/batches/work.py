@@ -179,8 +179,8 @@ class BatchWork:
         await asyncio.gather(*self.flying.values(), return_exceptions=True)
         self.flying.clear()
         if paid and taken_back:
-            toll = self._runner.toll
-            toll.pay(toll.left(self._row().key_id or "", self.model, taken_back))
+            metering = self._runner.metering
+            metering.pay(metering.left(self._row().key_id or "", self.model, taken_back))
         await self._store_answers()
 
     async def _wait(self) -> None:
