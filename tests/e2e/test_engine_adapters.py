@@ -89,10 +89,7 @@ async def test_adapters_and_base_in_one_batch_answer_as_merged_weights(box, base
             for (model, prompt), (tokens, logprobs) in zip(asked, answers, strict=True):
                 number = ("starter", *names).index(model)
                 expected_tokens, expected = wanted[number][prompts.index(prompt)]
-                same = agreed(tokens, expected_tokens)
-                assert same >= 2, (model, prompt, tokens, expected_tokens)
-                # Less the last: different bytes of unfinished characters are shown alike.
-                assert max(abs(a - b) for a, b in zip(logprobs[: same - 1], expected[: same - 1], strict=True)) < 0.15
+                assert_same_model((tokens, logprobs), (expected_tokens, expected))
         assert wanted[0][0][0] != wanted[1][0][0] != wanted[2][0][0]
         chat = await sdk.chat.completions.create(
             model=names[0], messages=[{"role": "user", "content": "hello"}], max_tokens=2
@@ -108,12 +105,12 @@ async def test_adapters_and_base_in_one_batch_answer_as_merged_weights(box, base
         back = await engine.swap("starter", "v1", str(base))  # its canary agrees with that of the first load
         assert (back["how"], back["canary"]) == ("staged", "staged")
         again = await greedy(sdk, names[0], prompts[0])
-        assert agreed(again[0], wanted[1][0][0]) >= 3
+        assert_same_model(again, wanted[1][0])
         before = await engine.sleep()
         await engine.wake("starter", "v1", str(base))
         assert before["rss_after_bytes"] < before["rss_before_bytes"]
         again = await greedy(sdk, names[1], prompts[0])
-        assert agreed(again[0], wanted[2][0][0]) >= 3
+        assert_same_model(again, wanted[2][0])
     finally:
         await engine.stop()
 
@@ -163,6 +160,14 @@ async def test_many_adapters_share_few_places_and_are_forgotten_on_request(box, 
         assert await engine.unload_adapter("ft:nobody@v1") is False
     finally:
         await engine.stop()
+
+
+def assert_same_model(answer: tuple[list[str], list[float]], expected: tuple[list[str], list[float]]) -> None:
+    """Two greedy answers to one prompt are of the same weights, on processors that round bf16 differently too."""
+    same = agreed(answer[0], expected[0])
+    assert same >= 2, (answer[0], expected[0])
+    # Less the last: different bytes of unfinished characters are shown alike.
+    assert max(abs(a - b) for a, b in zip(answer[1][: same - 1], expected[1][: same - 1], strict=True)) < 0.15
 
 
 def agreed(tokens: list[str], expected: list[str]) -> int:
