@@ -38,7 +38,7 @@ from appliance.config import BoxConfig, load_resolved
 from appliance.nodes.certificate_authority import Authority, Unfit
 from appliance.nodes.enrolment import EnrolmentServer, Tokens, port_of
 from appliance.paths import BoxPaths, UnsafeFolder, write_secret
-from runtime.background_tasks import Keepers
+from runtime.background_tasks import BackgroundTasks
 from runtime.logs import configure_logging
 from runtime.processes.kernel import die_with_parent, tail
 from scheduler.devices.discovery import HEAD_NODE, discover_devices
@@ -147,7 +147,7 @@ class Box:
             **os.environ, **ray_head.environment(paths, config.box.start_timeout_s, certificate),
             BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1",
         }  # fmt: skip
-        self._keepers = Keepers()
+        self._background = BackgroundTasks()
         self._clock, self._clock_of_ray = ClockWatch(), ClockWatch(LEAST_FOR_RAY_S)
         self.hopeless = ""
         self._ray_address = ""
@@ -184,10 +184,10 @@ class Box:
         await self._wait_for(self._gateway, local_url(self._config), "/health", boot=self._boot)
         self._state.update(state="ready", message="ready")
         self._announce(has_first_key)
-        self._keepers.keep("pulse of the controller", self._pulse_of_controller().watch)
-        self._keepers.keep("pulse of the gateway", self._pulse_of_gateway().watch)
-        self._keepers.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
-        self._keepers.keep_every("watch of the clock", self._look_at_clock, CLOCK_EVERY_S)
+        self._background.keep("pulse of the controller", self._pulse_of_controller().watch)
+        self._background.keep("pulse of the gateway", self._pulse_of_gateway().watch)
+        self._background.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
+        self._background.keep_every("watch of the clock", self._look_at_clock, CLOCK_EVERY_S)
 
     async def _let_nodes_enrol(self) -> None:
         if self._enrolment is None:
@@ -203,7 +203,7 @@ class Box:
 
     async def end(self) -> str:
         """Stop everything in order and give shared memory back; what went wrong with that, "" if nothing."""
-        await self._keepers.stop()
+        await self._background.stop()
         self._state.update(state="stopping", message="finishing requests")
         if self._enrolment is not None:
             await self._enrolment.stop()
@@ -285,7 +285,7 @@ class Box:
 
     async def _tell_troubles(self) -> None:
         kept = [process.trouble for process in (self._ray, self._controller, self._gateway)]
-        self._state.troubles([*self._keepers.degraded(), *(trouble for trouble in kept if trouble is not None)])
+        self._state.troubles([*self._background.degraded(), *(trouble for trouble in kept if trouble is not None)])
 
     def _give_up(self, why: str) -> None:
         self.hopeless = self.hopeless or why

@@ -39,7 +39,7 @@ class Supervised:
         self._trouble: dict[str, Any] | None = None
         self._trouble_since_s = 0.0  # steady: a clock that is set on by an hour makes nothing hopeless
         self._process: asyncio.subprocess.Process | None = None
-        self._keeper: asyncio.Task | None = None
+        self._supervision: asyncio.Task | None = None
         self._started_s = 0.0
         self._runs = asyncio.Event()
         self.restarts = 0
@@ -53,12 +53,12 @@ class Supervised:
         self._started_s = time.monotonic()
         self._process = await self._start()
         self._runs.set()
-        self._keeper = asyncio.create_task(self._keep(), name=f"keeper of {self.name}")
+        self._supervision = asyncio.create_task(self._keep(), name=f"supervision of {self.name}")
 
     async def end(self, timeout_s: float) -> bool:
         """SIGTERM, then SIGKILL of its process group after `timeout_s` seconds. True if it ended by itself with 0."""
-        if self._keeper is not None:
-            self._keeper.cancel()
+        if self._supervision is not None:
+            self._supervision.cancel()
         process = self._process
         if process is None:
             return True
@@ -77,7 +77,7 @@ class Supervised:
         await self._runs.wait()
 
     def restart(self) -> None:
-        """Kill it; its keeper starts it anew."""
+        """Kill it; its supervisor starts it anew."""
         if self._process is not None:
             kill_group(self._process.pid)
 

@@ -10,7 +10,7 @@ from torch.utils.tensorboard import SummaryWriter
 log = logging.getLogger(__name__)
 
 
-class Board:
+class TensorboardWriter:
     """Only rank 0 has one. Steps already written before a resume are purged. A disk that takes nothing more costs
     points of a curve, and no step: the next one is tried with a new file."""
 

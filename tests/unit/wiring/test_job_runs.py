@@ -15,7 +15,7 @@ from tests.unit.weights.conftest import check, write
 from tests.unit.wiring.test_tier_flow import damage
 from train.run import event_log
 from train.run.event_log import EventLog, read_events
-from train.run.tensorboard_writer import Board
+from train.run.tensorboard_writer import TensorboardWriter
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.lease import StoredVersion
 from weights.tiers.record import Name
@@ -98,7 +98,7 @@ def test_lines_of_an_older_run_that_became_one_are_left_out(tmp_path):
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of TensorBoard's thread
 def test_a_full_disk_costs_points_of_a_curve_and_no_step(tmp_path):
-    board = Board(tmp_path / "tb")
+    board = TensorboardWriter(tmp_path / "tb")
     with room(0):
         board.write("train", 1, {"loss": 1.0})
         board.close()
