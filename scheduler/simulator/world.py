@@ -9,7 +9,7 @@ import asyncio
 import math
 from dataclasses import dataclass, replace
 
-from scheduler.autoscale.forecast import Rise
+from scheduler.autoscale.forecast import DemandForecast
 from scheduler.core.errors import EffectFailed
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Device, Lease
@@ -85,15 +85,17 @@ class SimStore:
         """Until then one replica is kept whatever the deployment says: a model that was asked for before the trace."""
         self.jobs = {j.view.id: j for j in jobs}
         self.standby: Standby | None = None
-        self._rise = Rise(next_answer_s)
+        self._forecast = DemandForecast(next_answer_s)
 
     def requests_seen(self, now_s: float) -> None:
         """A load report: called as often as gateways give one."""
-        self._rise.seen(now_s, self._cluster.inflight_total + len(self._cluster.held), self._cluster.arrived)
+        self._forecast.seen(now_s, self._cluster.inflight_total + len(self._cluster.held), self._cluster.arrived)
 
     def deployment(self) -> DeploymentView:
         c, d = self._cluster, self._deployment
-        demand = Demand(c.inflight_total, len(c.held), c.waiting_tokens, c.last_request_s, expected=self._rise.expected)
+        demand = Demand(
+            c.inflight_total, len(c.held), c.waiting_tokens, c.last_request_s, expected=self._forecast.expected
+        )
         least = max(d.min_replicas, 1) if c.now_s < self.warm_until_s else d.min_replicas
         return replace(d, demand=demand, standby=self.standby, min_replicas=least)
 
