@@ -63,7 +63,8 @@ def environment(
         "RAY_memory_monitor_refresh_ms": "0",
         # Its workers would be the first that the kernel kills (1000), and everything forked below them.
         "RAY_worker_oom_score_adjustment": str(int(DiesAs.SUPERVISOR)),
-        # Freed devices are known after one report; a lease asked for before that waits most of a second (ray_fences).
+        # Freed devices are known after one report; a lease asked for before that waits most of a second
+        # (scheduler/ray/device_reservations.py).
         "RAY_raylet_report_resources_period_milliseconds": "20",
         # When Ray is told to end, the controller has ended everything on it already: nothing to drain.
         "RAY_GRACEFUL_SHUTDOWN_DRAIN_TIMEOUT_S": "0",

@@ -10,7 +10,7 @@ SchedulerError
 ├── TraceError           a trace or job list that the simulator cannot read
 ├── NodeNameTaken        a node joined under a name that another one of the box has
 ├── EffectFailed         a verb did not do its work; the only thing an Effects implementation may raise
-├── DrainCancelled            a drain was taken back because its reason is gone; stays inside a hand-over
+├── DrainCancelled       a drain was taken back because its reason is gone; stays inside a hand-over
 └── Stopped              asked of a loop that has ended
 """
 

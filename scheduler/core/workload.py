@@ -211,7 +211,7 @@ class ReplicaView:
 class Workload:
     """What the store holds: read anew in every round.
 
-    policy: set by a person at `policy_since_s`. cordoned: devices that an operator asked to leave. windows: tidal
+    policy: set by a person at `policy_since_s`. cordoned: devices that an operator asked to leave. windows: mode
     windows (`scheduler.loop.mode_schedule.Window`); the latest firing of any of them replaces a policy set before it.
     max_asleep: sleeping engines that the host has memory for; None: as many as are configured.
     """

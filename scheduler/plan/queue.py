@@ -96,10 +96,6 @@ def places(jobs: Sequence[JobView], now_s: float) -> list[QueuePosition]:
     return out
 
 
-def runnable(jobs: Sequence[JobView], now_s: float) -> bool:
-    return any(j.wants_devices(now_s) or (j.busy == "coming") for j in jobs)
-
-
 class _Rooms:
     """Devices that work on each node, less those given to jobs that are bound to nodes. None: not told, no bound."""
 

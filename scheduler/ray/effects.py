@@ -1,13 +1,13 @@
 """The verbs of `scheduler.handover.effects`, carried out with Ray: which file does which.
 
-    acquire, release              device_reservations     placement groups over the devices' names
-    replicas                      ray_replicas   one actor per engine
-    groups                        ray_groups     one actor per device, holding its rank
-    where all of it happens       ray_nodes      the nodes; ray_node is the actor on each of them
+    acquire, release              device_reservations   placement groups over the devices' names
+    replicas                      replicas              one actor per engine
+    groups                        groups                one actor per device, holding its rank
+    where all of it happens       nodes                 the nodes; node is the actor on each of them
 
-Ray places and reservations, and is never in the data path. Actors and placement groups are named and outlive the
-controller, so a restarted one finds them again in `observe`. These files (`ray_*`) are the only ones of `scheduler`
-that import Ray, `serve` and `train`.
+Ray places processes and reserves devices, and is never in the data path. Actors and placement groups are named and
+outlive the controller, so a restarted one finds them again in `observe`. The files of this room are the only ones of
+`scheduler` that import Ray, `serve` and `train`.
 """
 
 from __future__ import annotations

@@ -43,11 +43,6 @@ class VerbTimes:
     start_group_s: float = 2.0
     stop_s: float = 0.1
 
-    @property
-    def there_and_back_s(self) -> float:
-        """The least time a device is of use to nobody when training gets it from serving and gives it back."""
-        return self.sleep_s + 4 * self.lease_s + self.start_group_s + self.suspend_s + self.wake_s + self.open_s
-
 
 @dataclass(slots=True)
 class SimJob:

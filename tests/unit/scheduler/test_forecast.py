@@ -20,7 +20,7 @@ class Life:
     """Poisson requests, each lasting about as long, and what is expected of them at every report."""
 
     def __init__(self, seed: int, lasts_s: float, inflight: int = 0):
-        self.rng, self.rise, self.lasts_s = random.Random(seed), DemandForecast(AHEAD_S), lasts_s
+        self.rng, self.forecast, self.lasts_s = random.Random(seed), DemandForecast(AHEAD_S), lasts_s
         self.arrived, self.now_s = 0, 0.0
         self.ends = [self.rng.expovariate(1 / lasts_s) for _ in range(inflight)]
 
@@ -34,8 +34,8 @@ class Life:
                 self.ends.append(next_s + self.rng.expovariate(1 / self.lasts_s))
                 self.arrived, next_s = self.arrived + 1, next_s + self.rng.expovariate(per_s)
             self.ends = [end for end in self.ends if end > self.now_s]
-            self.rise.seen(self.now_s, len(self.ends), self.arrived)
-            found.append((len(self.ends), self.rise.expected))
+            self.forecast.seen(self.now_s, len(self.ends), self.arrived)
+            found.append((len(self.ends), self.forecast.expected))
         return found
 
 
@@ -63,15 +63,15 @@ def test_short_requests_are_not_expected_to_pile_up_once_it_is_known_that_they_a
 
 
 def test_nothing_is_told_of_a_fall_or_of_a_moment() -> None:
-    rise = DemandForecast(AHEAD_S)
-    assert rise.expected == 0.0
-    rise.seen(0.0, 0, 0)
-    rise.seen(LEAST_S / 2, 100, 100)
-    assert rise.expected == 0.0, "too short to tell"
-    rise.seen(WINDOW_S, 100, 100)
-    assert rise.expected > 0
-    rise.seen(2 * WINDOW_S, 10, 110)
-    assert rise.expected == 0.0
+    forecast = DemandForecast(AHEAD_S)
+    assert forecast.expected == 0.0
+    forecast.seen(0.0, 0, 0)
+    forecast.seen(LEAST_S / 2, 100, 100)
+    assert forecast.expected == 0.0, "too short to tell"
+    forecast.seen(WINDOW_S, 100, 100)
+    assert forecast.expected > 0
+    forecast.seen(2 * WINDOW_S, 10, 110)
+    assert forecast.expected == 0.0
 
 
 def test_one_hand_over_takes_what_the_next_would_have_to() -> None:
