@@ -14,7 +14,8 @@ import sysconfig
 from pathlib import Path
 
 MODULES = (
-    "access.admission", "access.allowance", "access.spending", "core.routes", "gateway", "http.connection",
+    "access.admission", "access.allowance", "access.request", "access.spending", "core.routes", "gateway",
+    "http.connection",
     "http.engine_framing", "http.outbox", "http.repeated_head", "http.request_parser", "http.server", "http.upstream",
     "http.wire", "inference.answer", "inference.handler", "inference.placement", "observe.access_log",
     "observe.metrics", "payload.body_weight", "payload.fields", "payload.nesting", "payload.request_check",

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 import orjson
 
 from appliance.gateway.access.admission import check_head, check_scopes, key_digest
+from appliance.gateway.access.request import Headers, Request
 from appliance.gateway.access.spending import Spending
 from appliance.gateway.control.previous_response import PreviousResponse
 from appliance.gateway.control.relay import Relay, WholeRelay
@@ -32,7 +33,6 @@ from appliance.gateway.http.handler import Handler
 from appliance.gateway.http.outbox import Outbox
 from appliance.gateway.http.server import ClientConnection
 from appliance.gateway.http.upstream import UpstreamPool
-from appliance.gateway.http.wire import Request
 from appliance.gateway.inference.handler import InferenceHandler
 from appliance.gateway.inference.placement import Placement
 from appliance.gateway.inference.response_copies import ResponseCopies
@@ -258,7 +258,7 @@ class Gateway:
             self._id_block = b"%b%04x" % (self._id_prefix, serial >> 8)
         return self._id_block + _TWO_DIGITS[low]
 
-    def request_id(self, headers: wire.Headers) -> bytes:
+    def request_id(self, headers: Headers) -> bytes:
         return wire.accepted_request_id(headers) or self.new_request_id()
 
     def admit(self, request: Request) -> None:
@@ -390,7 +390,7 @@ class Gateway:
             self.spending.refused(request)
         self.metrics.finished(request, now_s)
         if request.spans is not None:
-            request.spans.end(request)
+            request.spans.end()
         if self.access_log.enabled:
             self.access_log.add(request, now_s)
 

@@ -55,15 +55,11 @@ ROOMS = (
 UPWARD = {
     ("appliance.controller.batches.background_responses", "appliance.controller.openai.model_routes"),
     ("appliance.controller.interfaces.peers", "appliance.controller.http.middleware"),
-    ("appliance.gateway.access.admission", "appliance.gateway.http.wire"),
-    ("appliance.gateway.access.spending", "appliance.gateway.http.wire"),
     ("appliance.gateway.control.previous_response", "appliance.gateway.gateway"),
     ("appliance.gateway.control.relay", "appliance.gateway.gateway"),
     ("appliance.gateway.control.scrape", "appliance.gateway.gateway"),
-    ("appliance.gateway.core.error_shapes", "appliance.gateway.http.wire"),
     ("appliance.gateway.http.request_parser", "appliance.gateway.gateway"),
     ("appliance.gateway.http.server", "appliance.gateway.gateway"),
-    ("appliance.gateway.http.wire", "appliance.gateway.observe.tracing"),
     ("appliance.gateway.inference.placement", "appliance.gateway.gateway"),
     ("appliance.gateway.inference.response_copies", "appliance.gateway.gateway"),
     ("appliance.gateway.observe.reports", "appliance.gateway.gateway"),
@@ -275,7 +271,6 @@ def test_rooms_are_small_and_say_what_they_are():
 CIRCLES = {
     frozenset({"appliance.store.database", "appliance.store.reserve"}),
     frozenset({"appliance.controller.batches.runner", "appliance.controller.batches.work"}),
-    frozenset({"appliance.gateway.http.wire", "appliance.gateway.observe.tracing"}),
     frozenset({
         "appliance.gateway.control.previous_response",
         "appliance.gateway.control.relay",

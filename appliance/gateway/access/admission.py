@@ -6,19 +6,18 @@ from __future__ import annotations
 import hashlib
 from typing import Final
 
+from appliance.gateway.access.request import Headers, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.core.routes import ADMIN, Kind, Route
-from appliance.gateway.http import wire
-from appliance.gateway.http.wire import Request
 from appliance.gateway.routing.table import Principal
 
 _JSON: Final = b"application/json"
 _WITH_BODY: Final = frozenset({b"POST", b"PUT", b"PATCH"})
 
 
-def key_digest(headers: wire.Headers) -> str:
+def key_digest(headers: Headers) -> str:
     """SHA-256 of the key that a request carries, as the table names it. Raises ApiError 401 without one."""
     value = headers.get(b"authorization")
     if value is not None:

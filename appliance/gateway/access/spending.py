@@ -8,10 +8,10 @@ from collections.abc import Iterable
 from typing import Final
 
 from appliance.gateway.access.allowance import Allowance, Bucket, KeyUse
+from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import ADMIN
-from appliance.gateway.http.wire import Request
 from appliance.gateway.payload.request_check import Checked
 from appliance.gateway.payload.usage import Meter
 from appliance.gateway.routing.table import Principal

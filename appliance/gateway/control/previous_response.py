@@ -8,11 +8,11 @@ import time
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
+from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http import wire
 from appliance.gateway.http.upstream import UpstreamConnection, cancel
-from appliance.gateway.http.wire import Request
 from appliance.gateway.payload.request_check import Checked, check_body
 from appliance.gateway.payload.transcript import joined
 

@@ -9,11 +9,11 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http import wire
 from appliance.gateway.http.upstream import CHUNKED, UpstreamConnection, cancel
-from appliance.gateway.http.wire import Request
 
 if TYPE_CHECKING:
     from appliance.gateway.gateway import Gateway

@@ -6,10 +6,10 @@ import asyncio
 import time
 from typing import TYPE_CHECKING
 
+from appliance.gateway.access.request import Request
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http import wire
 from appliance.gateway.http.upstream import UpstreamConnection, cancel
-from appliance.gateway.http.wire import Request
 from appliance.gateway.observe.exposition import CONTENT_TYPE
 from appliance.gateway.observe.reports import metrics_text
 

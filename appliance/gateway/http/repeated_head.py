@@ -10,8 +10,8 @@ from __future__ import annotations
 import re
 from typing import Final
 
+from appliance.gateway.access.request import Request
 from appliance.gateway.core.routes import Kind
-from appliance.gateway.http.wire import Request
 
 _LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})\r\n", re.IGNORECASE)
 _DIGITS: Final = 9

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 import httptools
 
+from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http.repeated_head import RepeatedHead, repeated_head
-from appliance.gateway.http.wire import Request
 
 if TYPE_CHECKING:
     from appliance.gateway.gateway import Gateway

@@ -15,15 +15,15 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Final
 
 from appliance.gateway.access.admission import body_limit, check_scopes
+from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
-from appliance.gateway.core.error_shapes import error_response
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.core.routes import Kind, resolve
 from appliance.gateway.http import wire
 from appliance.gateway.http.connection import Connection
+from appliance.gateway.http.error_shapes import error_response
 from appliance.gateway.http.handler import Handler
 from appliance.gateway.http.request_parser import Closing, RequestParser
-from appliance.gateway.http.wire import Request
 from appliance.gateway.routing.table import Principal
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Requests as parsed and heads as written: header hygiene in both directions. Pure.
+"""Heads as written: header hygiene in both directions. Pure.
 
 RFC 9110 (semantics) and RFC 9112 (HTTP/1.1 framing). Nothing a client sent is copied into an engine's request
 head; towards the controller headers are copied less those that are ours, hop-by-hop or about framing.
@@ -8,20 +8,10 @@ from __future__ import annotations
 
 import http
 import re
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from appliance.gateway.access.allowance import KeyUse
+from appliance.gateway.access.request import Headers, Pairs, Request
 from appliance.gateway.core.errors import ApiError
-from appliance.gateway.core.routes import Kind, Route
-from appliance.gateway.payload.usage import NO_TOKENS, TokenRequest, Tokens
-from appliance.gateway.routing.table import Principal
-
-if TYPE_CHECKING:
-    from appliance.gateway.observe.tracing import RequestSpans
-
-Headers = Mapping[bytes, bytes]
-Pairs = Sequence[tuple[bytes, bytes]]
 
 # An engine's answer says so too (serve/vllm/answer_version.py).
 VERSION = b"x-appliance-model-version"
@@ -71,83 +61,6 @@ _HEX_LINES: Final = [b"%x\r\n" % number for number in range(_WRITTEN)]
 _ENGINE_HEAD: Final = b" HTTP/1.1\r\nhost: engine\r\ncontent-type: application/json\r\nx-request-id: "
 _LENGTH: Final = b"\r\ncontent-length: "
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
-
-
-class Request:
-    """One request as the client connection parsed it. `chunks` is the body received but not yet passed on.
-
-    replica, model_version: where it was placed last, empty before; the version as the engine names it, once it answers.
-    stream_events: SSE events relayed. trace: its W3C traceparent, empty without one. spans: only where traces are
-    exported. estimated_tokens: what its key's allowance was charged; tokens: what the engine said it cost.
-    rate_headers: what its answer says of that allowance. use: of its key; counted: as open, streams: as a stream.
-    asked: what it may cost. sent_s: when an engine got it; left_after_s: for how long one had computed when its client
-    left or its key was revoked, 0 otherwise; unread: its client took no more of it then.
-    refused_model: the model it named, once that is known to exist.
-    """
-
-    # Defaults stand in the class: most of them hold for most requests, and each that is set costs every request. Not
-    # `None` for what is no class of the compiled modules (see compiled.py): there mypyc would leave it unset.
-    keep_alive: bool = False
-    content_length: int | None = None
-    chunked: bool = False
-    route: Route | None = None
-    principal: Principal | None = None
-    request_id: bytes = b""
-    received_s: float = 0.0
-    body_bytes: int = 0
-    buffered_bytes: int = 0
-    complete: bool = False
-    status: int = 0
-    sent_bytes: int = 0
-    model: str = ""
-    model_version: str = ""
-    replica: str = ""
-    first_byte_s: float = 0.0
-    stream_events: int = 0
-    trace: bytes = b""
-    estimated_tokens: int = 0
-    rate_headers: Pairs = ()
-    counted: bool = False
-    streams: bool = False
-    sent_s: float = 0.0
-    left_after_s: float = 0.0
-    unread: bool = False
-    refused_model: str = ""
-    asked: TokenRequest = NO_TOKENS
-    use: KeyUse | None = None
-
-    def __init__(self, method: bytes, target: bytes, headers: dict[bytes, bytes], version: str) -> None:
-        self.method = method
-        self.target = target
-        self.path = target.partition(b"?")[0]
-        self.headers = headers
-        self.version = version
-        self.chunks: list[bytes] = []
-        self.tokens = Tokens()
-        self.refusal: ApiError | None = None
-        self.spans: RequestSpans | None = None
-
-    @property
-    def trace_id(self) -> str:
-        """The second field of its traceparent, empty without one."""
-        return self.trace[3:35].decode()
-
-    @property
-    def ids(self) -> dict[str, str]:
-        """What a line of the log says of it (runtime.logs)."""
-        return {
-            "request_id": self.request_id.decode(), "key_id": self.principal.id if self.principal is not None else "",
-            "model": self.model, "version": self.model_version, "replica": self.replica, "trace_id": self.trace_id,
-        }  # fmt: skip
-
-    @property
-    def route_name(self) -> str:
-        return self.route.name if self.route is not None else "unknown"
-
-    @property
-    def buffered(self) -> bool:
-        """Whether the body is gathered whole before anything is done with it."""
-        return self.route is None or self.route.kind is not Kind.CONTROL
 
 
 def accepted_request_id(headers: Headers) -> bytes | None:

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Final
 
 import orjson
 
-from appliance.gateway.core import error_shapes, errors
+from appliance.gateway.access.request import Pairs, Request
+from appliance.gateway.core import errors
 from appliance.gateway.core.errors import ApiError
-from appliance.gateway.http import wire
-from appliance.gateway.http.wire import Request
+from appliance.gateway.http import error_shapes, wire
 from appliance.gateway.payload.usage import FINISHED, with_fingerprint, without_usage_event
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _SSE_HEADERS: Final = ((b"cache-control", b"no-cache"), (b"x-accel-buffering", b
 class Answer:
     """`client` is None once the client is gone or the response is finished."""
 
-    # Defaults stand in the class, as wire.Request says.
+    # Defaults stand in the class, as access.request.Request says.
     head_sent: bool = False
     sse: bool = False
     _chunked: bool = False
@@ -53,7 +53,7 @@ class Answer:
     def begin_body(self, content_type: bytes, length: int | None, version: bytes | None) -> None:
         self._head(content_type, length, version, tuple(self.request.rate_headers))
 
-    def _head(self, content_type: bytes, length: int | None, version: bytes | None, extra: wire.Pairs) -> None:
+    def _head(self, content_type: bytes, length: int | None, version: bytes | None, extra: Pairs) -> None:
         client = self.client
         assert client is not None
         self.head_sent = True

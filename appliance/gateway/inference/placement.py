@@ -9,11 +9,11 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
+from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http import wire
 from appliance.gateway.http.upstream import UpstreamConnection, cancel
-from appliance.gateway.http.wire import Request
 from appliance.gateway.inference.answer import Answer
 from appliance.gateway.payload.continuation import ASK_FOR_TOKEN_IDS, CHAT, COMPLETIONS
 from appliance.gateway.payload.request_check import Checked, with_fields, with_model
@@ -34,7 +34,7 @@ _HELD_COMMENT: Final = b": held\n\n"
 class Placement:
     """See the module's docstring. `answer.client` is None once the client is gone or the response is finished."""
 
-    # Defaults stand in the class, as wire.Request says.
+    # Defaults stand in the class, as access.request.Request says.
     _conn: UpstreamConnection | None = None
     _held_since_s: float = 0.0
     _hold_deadline_s: float = 0.0
@@ -175,7 +175,7 @@ class Placement:
             body = with_model(body, model.adapter)
         elif self._row != self.checked.model:
             body = with_model(body, self._row)
-        trace = request.trace if request.spans is None else request.spans.attempt(request)
+        trace = request.trace if request.spans is None else request.spans.attempt()
         conn.start(self, wire.engine_request(self._path, engine_id, body, trace))
         client = self.answer.client
         if client is not None and client.write_paused:

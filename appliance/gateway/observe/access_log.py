@@ -9,8 +9,8 @@ from typing import Final
 
 import orjson
 
+from appliance.gateway.access.request import Request
 from appliance.gateway.http import wire
-from appliance.gateway.http.wire import Request
 
 log = logging.getLogger("appliance.gateway")
 

@@ -9,8 +9,8 @@ from bisect import bisect_left
 from collections import defaultdict, deque
 from collections.abc import Iterable
 
+from appliance.gateway.access.request import Request
 from appliance.gateway.core.routes import ADMIN, FINE_TUNING, INFERENCE
-from appliance.gateway.http.wire import Request
 from appliance.gateway.observe.exposition import Family, Sample, labels
 from appliance.gateway.routing import prefill_rate
 

@@ -27,7 +27,7 @@ from opentelemetry.trace import (
     set_span_in_context,
 )
 
-from appliance.gateway.http.wire import Request
+from appliance.gateway.access.request import Request
 
 EXPORT_TIMEOUT_S = 3.0
 _FAILED = Status(StatusCode.ERROR)
@@ -46,8 +46,9 @@ class Tracing:
 
     def begin(self, request: Request) -> None:
         """Give the request its spans, and its `traceparent` the trace that they are in."""
-        request.spans = RequestSpans(self._tracer, request)
-        request.trace = _traceparent(request.spans.span)
+        spans = RequestSpans(self._tracer, request)
+        request.spans = spans
+        request.trace = _traceparent(spans.span)
 
     def close(self) -> None:
         """Send what is left; blocks for at most about EXPORT_TIMEOUT_S."""
@@ -55,12 +56,13 @@ class Tracing:
 
 
 class RequestSpans:
-    """The spans of one request. Whatever is open when it ends, ends with it."""
+    """The spans of one request (access/spans.py)."""
 
-    __slots__ = ("_tracer", "span", "_context", "_hold", "_attempt", "_attempts")
+    __slots__ = ("_tracer", "_request", "span", "_context", "_hold", "_attempt", "_attempts")
 
     def __init__(self, tracer: trace.Tracer, request: Request) -> None:
         self._tracer = tracer
+        self._request = request
         waited_s = time.monotonic() - request.received_s
         self.span: Span = tracer.start_span(
             "request",
@@ -83,8 +85,8 @@ class RequestSpans:
             self._hold.end()
             self._hold = None
 
-    def attempt(self, request: Request) -> bytes:
-        """The request goes to a replica now; returns the `traceparent` for the engine."""
+    def attempt(self) -> bytes:
+        request = self._request
         self._attempts += 1
         ids: dict[str, str | int] = {
             "replica": request.replica, "version": request.model_version, "attempt": self._attempts,
@@ -99,7 +101,9 @@ class RequestSpans:
             self._attempt.end()
             self._attempt = None
 
-    def end(self, request: Request) -> None:
+    def end(self) -> None:
+        request = self._request
+        request.spans = None  # it knows them and they know it
         self.unhold()
         self.attempt_ended(failed=False)
         span, principal = self.span, request.principal

@@ -6,7 +6,7 @@ import json
 import time
 from pathlib import Path
 
-from appliance.gateway.http.wire import Request
+from appliance.gateway.access.request import Request
 from appliance.gateway.observe.access_log import AccessLog
 
 

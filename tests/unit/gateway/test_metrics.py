@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from appliance.gateway.http.wire import Request
+from appliance.gateway.access.request import Request
 from appliance.gateway.observe.exposition import STALE_S, Family, Sample, WorkerSnapshots, render
 from appliance.gateway.observe.metrics import SERIES_PER_MODEL, Metrics, key_class
 

@@ -13,10 +13,10 @@ import orjson
 import pytest
 
 from appliance.gateway.access.allowance import Allowance, duration
+from appliance.gateway.access.request import Request
 from appliance.gateway.access.spending import Spending
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.http.wire import Request
 from appliance.gateway.payload.request_check import check_body
 from appliance.gateway.payload.usage import TokenRequest, Tokens, with_fingerprint, without_usage_event
 from appliance.gateway.routing.table import Principal

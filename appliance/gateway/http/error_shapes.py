@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import orjson
 
+from appliance.gateway.access.request import Request
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http import wire
-from appliance.gateway.http.wire import Request
 
 _ANTHROPIC = b"/v1/messages"
 _TYPES = {
