@@ -50,7 +50,7 @@ WHOLE_S = 180.0
 HELD_S, SLOW_S = 3.0, 60.0
 LOST_S = 60.0  # of work: half a minute, and what a busy machine adds
 DATA_BYTES, SHM_BYTES = 2 * GB, 3 * GB  # memory of this machine while they are full
-SETTINGS = "[scheduler]\ndevice_deaths = 0\n"  # here it is not the devices that kill
+SETTINGS = f"[box]\ndevices = {DEVICES}\n[scheduler]\ndevice_deaths = 0\n"  # here it is not the devices that kill
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(7200)]
 
@@ -282,7 +282,7 @@ class FaultRun:
         """Nothing happens to the box: a copy of what it had on disk at this moment is started beside it."""
         self.torn += 1
         folder = self.box.data_dir.parent / f"torn-{self.torn}"
-        known = {model.id for model in self.box.client().models.list()}
+        known = {model.id for model in self.box.client(max_retries=5).models.list()}
         faults.torn_copy(self.box, folder, self.random)
         copy = WholeBox(folder)
         try:
@@ -345,7 +345,7 @@ def box(mounts, tmp_path_factory):
     one = FaultyBox(folder, tmp_path_factory.mktemp("tools"))
     (folder / "appliance.toml").write_text(SETTINGS)
     try:
-        one.run("up", "--detach", "--port", str(one.port), "--devices", str(DEVICES))
+        one.run("up", "--detach", "--port", str(one.port))
         scopes = [word for scope in ("admin", "inference", "fine_tuning") for word in ("--scope", scope)]
         one.key = one.ask("key", "create", "--name", "faults", *scopes)["key"]
         yield one
