@@ -34,7 +34,7 @@ from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus, first_generation
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import copy_limit
-from appliance.controller.interfaces.peers import FromBox, FromGateways
+from appliance.controller.http.peers import FromBox, FromGateways
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.models.capacity import BoxFacts
 from appliance.models.hub import HubSettings

@@ -8,16 +8,23 @@ from the start; it is written over from its beginning after each checkpoint, whi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import sqlite3
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from appliance.store.database import Database
+from typing import Protocol
 
 MIB = 2**20
 WAL_BYTES = 8 * MIB
 _ROW_BYTES = MIB
+
+
+class Statements(Protocol):
+    """What the reserve asks of the database that it is in."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def execute(self, sql: str, parameters: Sequence[object] = ()) -> sqlite3.Cursor: ...
 
 
 class Reserve:
@@ -25,7 +32,7 @@ class Reserve:
     where it has room again."""
 
     def __init__(
-        self, db: Database, want_bytes: int, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
+        self, db: Statements, want_bytes: int, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
     ):
         self._db, self._rows, self._statvfs = db, want_bytes // _ROW_BYTES, statvfs
         self._held = self._count()

@@ -10,17 +10,17 @@ from __future__ import annotations
 import ctypes
 import gc
 import mmap
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from serve.cpu.finishing import Weights
 from serve.cpu.finishing_scheduler import WEIGHTS
 from serve.load.direct_load import drop_packed, drop_weights
 from serve.load.kernel_threads import renew_pool
-from serve.vllm.shm_transfer import ShmWeightTransferEngine
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
@@ -29,10 +29,20 @@ _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _INT_MAX = 2**31 - 1
 
 
+class StagedTransfer(Protocol):
+    """What the worker asks of its weight-transfer engine (`serve.vllm.shm_transfer`)."""
+
+    layerwise_reason: str | None
+
+    def bring_in(self, weights: Weights) -> None: ...
+
+    def drop_staged(self) -> None: ...
+
+
 class ShmCPUWorker(CPUWorker):
     """Chosen with `--worker-cls`: vLLM lets an extension class add methods but not replace them."""
 
-    weight_transfer_engine: ShmWeightTransferEngine
+    weight_transfer_engine: StagedTransfer
 
     def init_device(self) -> None:
         renew_pool()

@@ -11,7 +11,7 @@ from pathlib import Path
 import uvicorn
 
 from appliance.controller.app import create_app
-from appliance.controller.interfaces.peers import FromBox
+from appliance.controller.http.peers import FromBox
 from appliance.store.database import Database
 from tests.simulator.control_plane import simulated_context
 

@@ -25,8 +25,8 @@ import uvloop
 from appliance.controller.app import create_app
 from appliance.controller.bus.bus import Bus, first_generation
 from appliance.controller.context.context import ControllerContext
+from appliance.controller.http.peers import FromGateways
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.peers import FromGateways
 from appliance.controller.main import _listen
 from appliance.models.hub import HubSettings
 from appliance.models.library import ModelLibrary

@@ -6,11 +6,17 @@ The gateways ask the same of the table (`gateway.table.Principal`): a request fi
 from __future__ import annotations
 
 from appliance.controller.access.naming import model_of
+from appliance.controller.interfaces.errors import NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, Principal
 from appliance.store.database import Database
 from appliance.store.objects import jobs, models
 from appliance.store.records import keys
 from appliance.store.rows import KeyRow
+
+
+def unknown_model(name: str) -> NotFound:
+    return NotFound(f"The model {shown(name)} does not exist or you do not have access to it.",
+                    param="model", code="model_not_found")  # fmt: skip
 
 
 def allowed_models(db: Database, row: KeyRow) -> list[str]:

@@ -15,13 +15,12 @@ from typing import Any
 
 import orjson
 
-from appliance.controller.access.model_access import may_use, viewer_of
+from appliance.controller.access.model_access import may_use, unknown_model, viewer_of
 from appliance.controller.batches import share
 from appliance.controller.batches.metering import Charge, Metering, Sent
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import ApiError
 from appliance.controller.interfaces.ports import EngineAnswer, LineReturned
-from appliance.controller.openai.model_routes import unknown_model
 from appliance.controller.responses import objects
 from appliance.controller.responses.items import items_of, salted
 from appliance.controller.responses.stored import DAY_S, StoredResponses

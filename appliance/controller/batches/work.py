@@ -14,7 +14,7 @@ import logging
 import time
 from collections import deque
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from anyio import to_thread
 
@@ -23,7 +23,7 @@ from appliance.controller.access.naming import resolve
 from appliance.controller.batches import input_lines
 from appliance.controller.batches.answers import Answers
 from appliance.controller.batches.input_lines import Line, Lines
-from appliance.controller.batches.metering import Charge, Sent
+from appliance.controller.batches.metering import Charge, Metering, Sent
 from appliance.controller.batches.output_files import linked, remove_bytes
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import error_object
@@ -34,9 +34,6 @@ from appliance.store.objects import batches, models
 from appliance.store.objects import files as file_rows
 from appliance.store.records import canaries, keys
 from appliance.store.rows import BatchRow, ModelRow
-
-if TYPE_CHECKING:
-    from appliance.controller.batches.runner import BatchRunner
 
 log = logging.getLogger("appliance.controller")
 
@@ -51,11 +48,25 @@ _EXPIRED = {"code": "batch_expired",
             "message": "This request could not be executed before the completion window expired."}  # fmt: skip
 
 
+class Turns(Protocol):
+    """What one batch asks of who runs all of them: its turn at the engines, and what its key's rules mean for it."""
+
+    metering: Metering
+
+    def room(self, asking: BatchWork) -> int: ...
+
+    def sent(self, work: BatchWork) -> None: ...
+
+    def returned(self, work: BatchWork) -> None: ...
+
+    def tell_wants(self) -> None: ...
+
+
 class BatchWork:
     """One batch. `left`: custom_ids not yet sent (or returned), in order; `flying`: tasks of those at engines;
     `stopped_by`: what of its key's limits keeps the next line back, empty if nothing does."""
 
-    def __init__(self, context: ControllerContext, batch_id: str, runner: BatchRunner):
+    def __init__(self, context: ControllerContext, batch_id: str, runner: Turns):
         self._context, self._db, self.batch_id, self._runner = context, context.db, batch_id, runner
         self.model = self.owner = ""
         self.answers = Answers(context.batches_dir, batch_id)

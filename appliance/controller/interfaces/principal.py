@@ -9,7 +9,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from appliance.controller.interfaces.errors import Forbidden, Unauthorized
-from appliance.controller.interfaces.peers import ADMIN, GATEWAY, Identity
+from appliance.controller.interfaces.identity import ADMIN, GATEWAY, Identity
 from appliance.store.records import keys
 
 FINE_TUNING, INFERENCE, READ, METRICS = "fine_tuning", "inference", "read", "metrics"

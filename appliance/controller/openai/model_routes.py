@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends
 from pydantic import BaseModel, ConfigDict, Field
 
-from appliance.controller.access.model_access import caller_may_use, usable_models
+from appliance.controller.access.model_access import caller_may_use, unknown_model, usable_models
 from appliance.controller.access.naming import OwnerName, Resolved, resolve
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
@@ -20,7 +20,6 @@ from appliance.controller.interfaces.errors import (
     BadRequest,
     Conflict,
     Forbidden,
-    NotFound,
     OperationFailed,
     shown,
 )
@@ -133,11 +132,6 @@ def known_model(context: ControllerContext, name: str) -> Resolved:
     if found is None:
         raise unknown_model(name)
     return found
-
-
-def unknown_model(name: str) -> NotFound:
-    return NotFound(f"The model {shown(name)} does not exist or you do not have access to it.",
-                    param="model", code="model_not_found")  # fmt: skip
 
 
 def usable_model(context: ControllerContext, name: str, caller: Principal) -> Resolved:

@@ -13,7 +13,7 @@ import orjson
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from appliance.controller.access.model_access import caller_may_use
+from appliance.controller.access.model_access import caller_may_use, unknown_model
 from appliance.controller.batches.background_responses import MAX_UNFINISHED, BackgroundResponses
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import idempotency
@@ -21,7 +21,6 @@ from appliance.controller.http.paging import After
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, shown
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
-from appliance.controller.openai.model_routes import unknown_model
 from appliance.controller.responses import objects
 from appliance.controller.responses.items import items_of, listed, may_list
 from appliance.controller.responses.stored import StoredResponses

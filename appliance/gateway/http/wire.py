@@ -129,7 +129,7 @@ def _identity(request: Request, token: bytes) -> bytes:
 
 def _identity_lines(request_id: bytes, key_id: bytes, scopes: bytes, token: bytes) -> bytes:
     """The last lines of a head for the controller: who asks, and that a gateway wrote it (appliance.controller
-    .interfaces.peers)."""
+    .http.peers)."""
     return (
         b"x-request-id: %b\r\nx-appliance-key-id: %b\r\nx-appliance-scopes: %b\r\nx-appliance-gateway: %b\r\n\r\n"
         % (request_id, key_id, scopes, token)

@@ -23,7 +23,7 @@ from typer.testing import CliRunner, Result
 from appliance.cli.main import app
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.peers import FromBox
+from appliance.controller.http.peers import FromBox
 from appliance.controller.jobs.events import JobEvents
 from appliance.store.database import Database
 from tests.simulator.control_plane import simulated_context

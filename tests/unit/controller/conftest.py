@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from appliance.controller.app import create_app
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.interfaces.peers import FromBox
+from appliance.controller.http.peers import FromBox
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import keys

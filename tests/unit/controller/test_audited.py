@@ -9,8 +9,8 @@ from fastapi.routing import APIRoute
 
 from appliance.controller.admin import session_keys
 from appliance.controller.http.audited import CHANGES, NOT_AUDITED, READS, audited
+from appliance.controller.http.peers import FromBox
 from appliance.controller.http.strict_json import StrictRoute
-from appliance.controller.interfaces.peers import FromBox
 from appliance.store.records import audit, keys, usage
 from appliance.store.rows import AuditRow
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control, chat_lines, insert_model

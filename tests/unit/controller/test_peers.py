@@ -11,7 +11,7 @@ import httpx
 import pytest
 from starlette.types import ASGIApp
 
-from appliance.controller.interfaces.peers import FromBox, FromGateways
+from appliance.controller.http.peers import FromBox, FromGateways
 from appliance.controller.main import _listen, _server
 
 from .conftest import Control

@@ -16,8 +16,8 @@ import pytest
 from appliance.controller import retention
 from appliance.controller.access.disk import GIB, Disk, floor_of
 from appliance.controller.app import create_app
+from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import ApiError
-from appliance.controller.interfaces.peers import FromBox
 from appliance.store.database import Database
 from appliance.store.objects import responses
 from appliance.store.records import keys

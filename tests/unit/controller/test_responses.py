@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from appliance.controller.app import create_app
-from appliance.controller.interfaces.peers import FromGateways
+from appliance.controller.http.peers import FromGateways
 from appliance.controller.responses import items as response_items
 from appliance.store.database import Database
 from appliance.store.objects import responses

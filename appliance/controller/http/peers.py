@@ -10,27 +10,15 @@ body of a request be read as a head was the administrator.)
 from __future__ import annotations
 
 import hmac
-from dataclasses import dataclass
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from appliance.controller.http.middleware import RequestIds
 from appliance.controller.interfaces.errors import Unauthorized
+from appliance.controller.interfaces.identity import BOX, Identity
 
 KEY_ID, SCOPES, TOKEN = b"x-appliance-key-id", b"x-appliance-scopes", b"x-appliance-gateway"
-ADMIN, GATEWAY = "admin", "gateway"
-
-
-@dataclass(frozen=True, slots=True)
-class Identity:
-    """key_id None: the box itself. A gateway on its own behalf has GATEWAY as its key's id and as its only scope."""
-
-    key_id: str | None
-    scopes: frozenset[str]
-
-
-BOX = Identity(None, frozenset({ADMIN}))
 
 
 class FromBox:

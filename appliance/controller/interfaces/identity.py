@@ -1,0 +1,18 @@
+"""Who a request comes from, as the listener that took it found out (`appliance.controller.http.peers`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ADMIN, GATEWAY = "admin", "gateway"
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """key_id None: the box itself. A gateway on its own behalf has GATEWAY as its key's id and as its only scope."""
+
+    key_id: str | None
+    scopes: frozenset[str]
+
+
+BOX = Identity(None, frozenset({ADMIN}))
