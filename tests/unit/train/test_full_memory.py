@@ -48,7 +48,7 @@ def test_a_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
     saving.snapshot_if_room(2, 0, 0.0)
     saving.finish()
     assert [event for event, _ in told] == ["message"]
-    assert "no snapshot at step 2, the next is tried in 30 s" in told[0][1]["text"] and told[0][1]["level"] == "warn"
+    assert "no snapshot at step 2, the next is tried in 5 s" in told[0][1]["text"] and told[0][1]["level"] == "warn"
     assert store.list("snapshot") == [] and store.usage().draft_bytes == 0, "it is given back"
     monkeypatch.undo()
     saving.snapshot_if_room(2, 0, 0.0)
