@@ -54,7 +54,8 @@ def pytest_sessionfinish(session: pytest.Session) -> Generator[None, object, obj
         return result
     left = config.stash[LEFT] + _started()
     left += [f"shared memory or Ray session: {name}" for name in sorted(_files() - config.stash[BEFORE])]
-    left += [f"process of a test's box: {p.pid}" for p in psutil.process_iter() if _belongs_to_a_test_box(p)]
+    folder = str(config._tmp_path_factory.getbasetemp())  # type: ignore[attr-defined]
+    left += [f"process of a test's box: {p.pid}" for p in psutil.process_iter() if _belongs_to_a_box_in(folder, p)]
     if left:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
         print("\nleft behind by these tests:", *left, sep="\n  ")
@@ -97,9 +98,10 @@ def _files() -> set[str]:
     return {str(path) for path in places}
 
 
-def _belongs_to_a_test_box(process: psutil.Process) -> bool:
+def _belongs_to_a_box_in(folder: str, process: psutil.Process) -> bool:
+    """folder: of this run's temporary files; a box in another one is of tests that run beside these."""
     try:
         environment = process.environ()
-        return "APPLIANCE_BOX" in environment and "pytest-of-" in environment.get("APPLIANCE_DATA_DIR", "")
+        return "APPLIANCE_BOX" in environment and environment.get("APPLIANCE_DATA_DIR", "").startswith(folder)
     except (psutil.NoSuchProcess, psutil.AccessDenied, psutil.ZombieProcess):
         return False

@@ -93,7 +93,7 @@ class Gateway:
         self.certificate: Certificate | None = None
         self.started_s = time.time()
         self.buffered_bytes = 0
-        self._id_prefix = b"req_" + secrets.token_hex(8).encode()
+        self._id_prefix = b"req_%b" % secrets.token_hex(8).encode()
         self._id_serial = 0
         self._id_block = b""
         self._servers: list[asyncio.Server] = []
@@ -256,7 +256,7 @@ class Gateway:
         low = serial & 255
         if not low:
             self._id_block = b"%b%04x" % (self._id_prefix, serial >> 8)
-        return self._id_block + _TWO_DIGITS[low]
+        return b"%b%b" % (self._id_block, _TWO_DIGITS[low])
 
     def request_id(self, headers: Headers) -> bytes:
         return wire.accepted_request_id(headers) or self.new_request_id()

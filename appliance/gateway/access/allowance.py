@@ -97,9 +97,9 @@ class Allowance:
         for what, bucket in ((b"requests", self._requests), (b"tokens", self._tokens)):
             if bucket is not None:
                 found += [
-                    (b"x-ratelimit-limit-" + what, b"%d" % bucket.limit),
-                    (b"x-ratelimit-remaining-" + what, b"%d" % max(0, int(bucket.level))),
-                    (b"x-ratelimit-reset-" + what, duration(bucket.wait_s(bucket.limit))),
+                    (b"x-ratelimit-limit-%b" % what, b"%d" % bucket.limit),
+                    (b"x-ratelimit-remaining-%b" % what, b"%d" % max(0, int(bucket.level))),
+                    (b"x-ratelimit-reset-%b" % what, duration(bucket.wait_s(bucket.limit))),
                 ]
         return found
 

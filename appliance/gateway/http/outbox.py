@@ -76,7 +76,7 @@ class Writer:
         if transport is None:
             return
         if unsent:
-            data = unsent + data
+            data = b"%b%b" % (unsent, data)
         elif len(data) < _LARGE_BYTES:
             self._unsent = data
             self._outbox.add(self)

@@ -141,7 +141,7 @@ class RequestParser:
         elif name in _ONCE:
             raise errors.protocol_error(f"The header {name.decode('latin-1')} was sent twice.")
         else:
-            headers[name] += b", " + value
+            headers[name] = b"%b, %b" % (headers[name], value)
 
     def on_headers_complete(self) -> None:
         parser, headers = self._parser, self._headers

@@ -225,7 +225,7 @@ class ClientConnection(Connection):
         head = wire.response_head(
             status, request.request_id, content_type=content_type, length=len(body), close=not self.will_keep_alive
         )
-        self.write(head + body)
+        self.write(b"%b%b" % (head, body))
         self.finished(keep_alive=True)
 
     def answer_error(self, error: ApiError) -> None:

@@ -92,7 +92,7 @@ class Answer:
     def _stream_bytes(self, body: bytes, *, last: bool = False) -> bytes:
         if self._hides_usage and (self._partial or body[-2:] != b"\n\n"):
             # An event can only be taken out whole.
-            body = self._partial + body
+            body = b"%b%b" % (self._partial, body)
             end = len(body) if last else body.rfind(b"\n\n") + 2
             if end < 2:
                 self._partial = body
@@ -117,7 +117,8 @@ class Answer:
             self._error_seen = True
         ending = self.request.route.stream_end  # type: ignore[union-attr]
         if ending is not None:
-            self._tail = body[-len(ending) :] if len(body) >= len(ending) else (self._tail + body)[-len(ending) :]
+            seen = body if len(body) >= len(ending) else b"%b%b" % (self._tail, body)
+            self._tail = seen[-len(ending) :]
         return body
 
     # -- ending
@@ -158,7 +159,7 @@ class Answer:
         end = self.request.route.stream_end  # type: ignore[union-attr]
         if not self.sse or end is None or self._error_seen or body.find(ERROR_EVENT) >= 0:
             return True
-        return (self._tail + self._partial + body).endswith(end)
+        return (b"%b%b%b" % (self._tail, self._partial, body)).endswith(end)
 
     @property
     def error_seen(self) -> bool:
@@ -172,7 +173,7 @@ class Answer:
             body = self._stream_bytes(body, last=True)
         if self._chunked:
             self.request.sent_bytes += len(body)
-            client.write((wire.chunk(body) if body else b"") + wire.LAST_CHUNK)
+            client.write(b"%b%b" % (wire.chunk(body) if body else b"", wire.LAST_CHUNK))
         else:
             self.write(body)
         self.client = None
@@ -188,8 +189,8 @@ class Answer:
         elif self.sse:
             event = error_shapes.event(error, self.request)
             if self._tail and not self._tail.endswith(b"\n\n"):
-                event = b"\n\n" + event
-            client.write(wire.chunk(event) + wire.LAST_CHUNK if self._chunked else event)
+                event = b"\n\n%b" % event
+            client.write(b"%b%b" % (wire.chunk(event), wire.LAST_CHUNK) if self._chunked else event)
             client.finished(keep_alive=False)
         else:
             client.abort_response()

@@ -65,9 +65,9 @@ class Placement:
         # The body is an object that was checked; of two fields of one name the engine takes the last.
         added = self._salt = self._salt_field()
         if asks:
-            added += ASK_FOR_USAGE
+            added = b"%b%b" % (added, ASK_FOR_USAGE)
         if checked.continuation is not None:
-            added += ASK_FOR_TOKEN_IDS
+            added = b"%b%b" % (added, ASK_FOR_TOKEN_IDS)
         self._body = with_fields(body, added) if added else body
 
     def _salt_field(self) -> bytes:
@@ -76,9 +76,8 @@ class Placement:
         principal, checked = self.request.principal, self.checked
         if principal is None or self.gateway.config.prefix_cache_shared:
             return b""
-        salt, own = principal.cache_salt, checked.cache_salt
-        checked.owner = salt.encode()
-        return b',"cache_salt":"%b"' % (cache_salt(principal.owner, own).encode() if own else checked.owner)
+        own, checked.owner = checked.cache_salt, principal.cache_salt
+        return b',"cache_salt":"%b"' % (cache_salt(principal.owner, own) if own else checked.owner)
 
     @property
     def row(self) -> str:

@@ -29,7 +29,7 @@ def _seconds(seconds: float) -> bytes:
     if not 0 <= seconds < 1:
         return b"%.6f" % seconds
     micros = int(seconds * 1_000_000)
-    return b"0" + _THOUSANDTHS[micros // 1000] + _THOUSANDTHS[micros % 1000][1:]
+    return b"0%b%b" % (_THOUSANDTHS[micros // 1000], _THOUSANDTHS[micros % 1000][1:])
 
 
 class AccessLog:

@@ -30,6 +30,7 @@ from appliance.gateway.payload.usage import TokenRequest
 MODEL_NAME_CHARS = 512
 DEFAULT_COMPLETION_TOKENS = 256
 _UNBOUNDED: Final = 1 << 20
+_BRACE: Final = 0x7D
 PREFIX_CHARS = 512
 CACHE_SALT_CHARS = 256
 
@@ -60,7 +61,7 @@ class Checked:
 
     def prefix(self) -> bytes:
         """The same for requests that begin alike: system prompt and first question, however they are spelt."""
-        return self.owner + self._opening()[:PREFIX_CHARS].encode("utf-8", "replace")
+        return b"%b%b" % (self.owner, self._opening()[:PREFIX_CHARS].encode("utf-8", "replace"))
 
     def conversation(self) -> bytes:
         """The same for all turns of a conversation: like `prefix`, but no long system prompt hides its question."""
@@ -211,12 +212,13 @@ def _plain_messages(messages: Any) -> bool:
 def with_model(body: bytes, model: str) -> bytes:
     """A checked body with `model` as its model. A second key is appended: both parsers take the last, and nothing
     else of the client's bytes changes."""
-    return body.rstrip()[:-1] + b',"model":' + orjson.dumps(model) + b"}"
+    return b'%b,"model":%b}' % (body.rstrip()[:-1], orjson.dumps(model))
 
 
 def with_fields(body: bytes, fields: bytes) -> bytes:
     """A checked body with more fields, each as `,"name":value`, of which the engine takes the last of a name."""
-    return b"%b%b}" % (body[: body.rindex(b"}")], fields)
+    end = -1 if body[-1] == _BRACE else body.rindex(b"}")  # a search costs 1 % of a plain request
+    return b"%b%b}" % (body[:end], fields)
 
 
 # The bounds are not called `float`: compiled, that would make floats of them, and 2^63 no greater than 2^63 - 1.

@@ -68,7 +68,7 @@ class Transcript:
         max_bytes: of an event that is kept back; a longer one passes as it is, and the response is not stored.
         """
         if self._partial:
-            data = self._partial + data
+            data = b"%b%b" % (self._partial, data)
             self._partial = b""
         end = len(data) if last else data.rfind(b"\n\n") + 2
         if end < 2:
@@ -157,7 +157,7 @@ def joined(body: bytes, own_input: bytes, earlier: bytes) -> bytes:
         own = b'[{"type":"message","role":"user","content":%b}]' % own
     before, after = earlier.strip()[1:-1].strip(), own[1:-1].strip()
     items = b"[%b%b%b]" % (before, b"," if before and after else b"", after)
-    return body.rstrip()[:-1] + b',"input":%b,"previous_response_id":null}' % items
+    return b'%b,"input":%b,"previous_response_id":null}' % (body.rstrip()[:-1], items)
 
 
 def _flag(data: dict[str, Any], name: str) -> bool | None:

@@ -51,7 +51,7 @@ def without_usage_event(body: bytes) -> bytes:
     if at < 0:
         return body
     start, end = body.rfind(b"data: ", 0, at), body.find(b"\n\n", at) + 2
-    return body[:start] + body[end:] if start >= 0 and end >= 2 else body
+    return b"%b%b" % (body[:start], body[end:]) if start >= 0 and end >= 2 else body
 
 
 def with_fingerprint(body: bytes, fingerprint: str) -> bytes:

@@ -207,4 +207,5 @@ class Router:
 
 def _score(replica_id: str, prefix: bytes) -> int:
     # CRC is linear, so on its own the order of the replicas would hang on a few bits of the text; the product mixes.
-    return zlib.crc32(zlib.crc32(prefix).to_bytes(4, "little") + replica_id.encode()) * 0x9E3779B1 & 0xFFFFFFFF
+    of_prefix = zlib.crc32(prefix).to_bytes(4, "little")
+    return zlib.crc32(replica_id.encode(), zlib.crc32(of_prefix)) * 0x9E3779B1 & 0xFFFFFFFF

@@ -38,7 +38,7 @@ class Principal:
     tokens_per_minute: int | None = None
     spent_until_s: float | None = None
     owner: str = ""
-    cache_salt: str = ""
+    cache_salt: bytes = b""
 
     def sees(self, model: Model) -> bool:
         """Whether the model exists for this key; one that does not is answered for as one that nobody has."""
@@ -224,9 +224,9 @@ def _principal(digest: str, row: Any) -> Principal:
     )
 
 
-def cache_salt(owner: str, own: str = "") -> str:
+def cache_salt(owner: str, own: str = "") -> bytes:
     """The `cache_salt` of an owner's requests. own: what a request asks for itself, to be kept apart still more."""
-    return hashlib.sha256(f"{len(owner)} {owner} {own}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    return hashlib.sha256(f"{len(owner)} {owner} {own}".encode("utf-8", "surrogatepass")).hexdigest()[:32].encode()
 
 
 def _models(value: Any, where: str) -> frozenset[str] | None:

@@ -12,6 +12,7 @@ import pytest
 
 from appliance import gateway
 from appliance.gateway import compiled
+from images import compile_gateway
 
 PROJECT = Path(__file__).resolve().parents[3]
 ON_THE_HOT_PATH = ("test_repeated_head.py", "test_relay_inference.py", "test_access_log.py", "test_spending.py")
@@ -65,3 +66,15 @@ def test_what_cannot_be_loaded_is_left_alone(tmp_path: Path, monkeypatch: pytest
 
 def test_what_is_compiled_exists() -> None:
     assert all((compiled.HERE / (name.replace(".", "/") + ".py")).is_file() for name in compiled.MODULES)
+
+
+def test_bytes_are_never_added_in_compiled_files(tmp_path: Path) -> None:
+    """Each addition of bytes leaked its left operand: the head of every error answer, a canary's whole request."""
+    (tmp_path / "sum.py").write_text("def both(a: bytes, b: bytes) -> bytes:\n    return a + b\n")
+    (tmp_path / "one.py").write_text('def both(a: bytes, b: bytes) -> bytes:\n    return b"%b%b" % (a, b)\n')
+    made = []
+    for name in ("sum", "one"):
+        program = f"from mypyc.build import mypycify; mypycify(['{name}.py'], target_dir='{name}')"
+        subprocess.run([sys.executable, "-c", program], cwd=tmp_path, check=True, capture_output=True)
+        made.append(compile_gateway.leaks_in(tmp_path / name))
+    assert made == [["sum.py:2"], []]
