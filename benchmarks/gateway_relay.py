@@ -377,21 +377,25 @@ async def measure(
         else:
             print("nginx is not installed: left out (apt-get install nginx-light)", file=sys.stderr)
         server = await push_table(bus, engine)
-        config = {
-            "controller_socket": str(folder / "c.sock"),
-            "bus_socket": bus,
-            "port": ports["gateway"],
-            "log_path": str(folder / "access.log"),
-        }
-        pids["gateway"] = stack.enter_context(
-            pinned(
-                [sys.executable, "-m", "appliance.gateway.main", "--config-json", json.dumps(config)],
-                own_core,
-                cwd=Path(__file__).parents[1],
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
-        ).pid
+        gateways = {"gateway": (Path(__file__).parents[1], sys.executable)}
+        if before := commands.pop("before", None):
+            gateways["before"] = (Path(before), str(Path(before).absolute() / ".venv/bin/python"))
+        for name, (project, python) in gateways.items():
+            config = {
+                "controller_socket": str(folder / "c.sock"),
+                "bus_socket": bus,
+                "port": ports[name],
+                "log_path": str(folder / f"{name}.access.log"),
+            }
+            pids[name] = stack.enter_context(
+                pinned(
+                    [python, "-m", "appliance.gateway.main", "--config-json", json.dumps(config)],
+                    own_core,
+                    cwd=project,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                )
+            ).pid
         for name, command in others(folder, ports["direct"], ports, commands).items():
             environment = {**os.environ, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
             log = stack.enter_context((folder / f"{name}.log").open("wb"))
@@ -425,6 +429,8 @@ async def measure(
                 row["rps"] = max(r["rps"] for r in rows)
                 row["requests"] = sum(r["requests"] for r in rows)
                 used = min(r["cpu_us"] for r in rows)
+                if name == "gateway" and "before" in rounds:
+                    _print_pairs(rows, rounds["before"])
                 row |= {"peer": name, "mode": mode, "concurrency": concurrency}
                 if name == "direct":
                     direct = row
@@ -448,6 +454,13 @@ async def measure(
         "results": results,
         "ratios": _ratios(results),
     }
+
+
+def _print_pairs(now: list[dict[str, Any]], before: list[dict[str, Any]]) -> None:
+    """The median of the ratios within each round: what else the machine does falls on both of a pair."""
+    for key, what in (("cpu_us", "CPU"), ("p50_us", "p50")):
+        ratio = statistics.median(a[key] / b[key] for a, b in zip(now, before, strict=True))
+        print(f"    {what} of a request, now over before, median of {len(now)} pairs: {ratio:.3f}")
 
 
 def _ratios(results: list[dict[str, Any]]) -> dict[str, float]:
@@ -500,13 +513,14 @@ def main() -> None:
     parser.add_argument("--concurrency", type=int, nargs="+", default=list(CONCURRENCY))
     for peer in ("vllm-router", "litellm"):
         parser.add_argument(f"--{peer}", metavar="BIN", help=f"the command `{peer}` of an environment that has it")
+    parser.add_argument("--before", metavar="DIR", help="another checkout, with its .venv: its gateway takes turns")
     parser.add_argument("--json", metavar="FILE", help="write the results there ('-': standard output)")
     parser.add_argument("--upstream", nargs=2, metavar=("SOCKET", "PORT"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.upstream:
         uvloop.run(run_upstream(arguments.upstream[0], int(arguments.upstream[1])))
         return
-    commands = {"vllm-router": arguments.vllm_router, "litellm": arguments.litellm}
+    commands = {"vllm-router": arguments.vllm_router, "litellm": arguments.litellm, "before": arguments.before}
     commands = {name: command for name, command in commands.items() if command}
     result = uvloop.run(measure(arguments.seconds, arguments.rounds, tuple(arguments.concurrency), commands))
     for name, value in result["ratios"].items():
