@@ -1,7 +1,7 @@
 """The public HTTP endpoint: a process of its own that authenticates, holds, routes and relays bytes.
 
 Never: it opens no database and starts no engine; it knows what the controller's table says.
-Begin with gateway.py, then inference/handler.py.
+Begin with gateway.py, then server/dispatch.py and inference/handler.py.
 """
 
 from appliance.gateway import compiled

@@ -14,8 +14,8 @@ import orjson
 
 from appliance.gateway.core.errors import TableInvalid
 from appliance.gateway.gateway import Gateway
-from appliance.gateway.observe.reports import load_report
 from appliance.gateway.routing.table import parse_table
+from appliance.gateway.state.reports import load_report
 
 log = logging.getLogger("appliance.gateway")
 
@@ -32,7 +32,7 @@ class BusClient:
         self._on_table = on_table or (lambda: None)
         self._writer: asyncio.StreamWriter | None = None
         self._timer: asyncio.TimerHandle | None = None
-        gateway.on_change = self.changed
+        gateway.state.on_change = self.changed
 
     @property
     def connected(self) -> bool:
@@ -46,20 +46,20 @@ class BusClient:
             try:
                 reader, writer = await asyncio.open_unix_connection(path, limit=LINE_BYTES)
             except OSError as error:
-                self._gateway.controller_away = True
+                self._gateway.state.controller_away = True
                 if attempt == 0:
                     log.info("bus: controller is away (%s), serving from the last table", error.strerror)
             else:
                 attempt = 0
                 self._writer = writer
-                self._gateway.controller_away = False
+                self._gateway.state.controller_away = False
                 try:
                     await self._read(reader)
                 except (OSError, ValueError) as error:
                     log.warning("bus: connection given up: %s", error)
                 finally:
                     self._writer = None
-                    self._gateway.controller_away = True
+                    self._gateway.state.controller_away = True
                     writer.close()
             await asyncio.sleep(BACKOFF_S[min(attempt, len(BACKOFF_S) - 1)])
             attempt += 1
@@ -77,7 +77,7 @@ class BusClient:
                 return
             message = orjson.loads(line)
             if isinstance(message, dict) and message.get("type") == "degraded":
-                self._gateway.box_troubles = [str(name) for name in message.get("names", [])]
+                self._gateway.state.box_troubles = [str(name) for name in message.get("names", [])]
                 continue
             if not isinstance(message, dict) or message.get("type") != "table":
                 continue  # a newer controller may say more than we know
@@ -108,8 +108,8 @@ class BusClient:
             log.warning("bus: the controller does not read, reconnecting")
             writer.transport.abort()
             return
-        writer.write(orjson.dumps(load_report(self._gateway), option=orjson.OPT_APPEND_NEWLINE))
-        rows = self._gateway.spending.meter.take()
+        writer.write(orjson.dumps(load_report(self._gateway.state), option=orjson.OPT_APPEND_NEWLINE))
+        rows = self._gateway.state.spending.meter.take()
         if rows:
             message = {"type": "usage", "gateway": self._gateway.config.name, "rows": rows}
             writer.write(orjson.dumps(message, option=orjson.OPT_APPEND_NEWLINE))

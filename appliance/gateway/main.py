@@ -81,8 +81,8 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
     gateway = Gateway(config)
     loop.add_signal_handler(signal.SIGHUP, gateway.reload)
     keyed = asyncio.Event()
-    bus = BusClient(gateway, on_table=lambda: keyed.set() if gateway.keys else None)
-    bus_task = gateway.background.keep("bus", bus.run)
+    bus = BusClient(gateway, on_table=lambda: keyed.set() if gateway.state.keys else None)
+    bus_task = gateway.state.background.keep("bus", bus.run)
     # Everything imported lives as long as the process: without this each full collection walks all of it while
     # every stream waits. Requests form no lasting cycles, so collections may be rare.
     gc.collect()
@@ -100,7 +100,7 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
             await gateway.listen(config.host, port, reuse_port=reuse_port)
             _announce(config.host, port)
     await stop.wait()
-    log.info("stopping: %d connections", len(gateway.connections))
+    log.info("stopping: %d connections", len(gateway.state.connections))
     await gateway.stop(config.shutdown_s)
     bus.send()
     for task in (bus_task, *waiting):

@@ -5,32 +5,37 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 from urllib.parse import quote
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http import wire
+from appliance.gateway.http.client import Client
+from appliance.gateway.http.handler import Handler
 from appliance.gateway.http.upstream import UpstreamConnection, cancel
 from appliance.gateway.payload.request_check import Checked, check_body
 from appliance.gateway.payload.transcript import joined
-
-if TYPE_CHECKING:
-    from appliance.gateway.gateway import Gateway
-    from appliance.gateway.http.server import ClientConnection
+from appliance.gateway.state.state import State
 
 
-class PreviousResponse:
-    """Implements `handler.Handler` until the items are there; then an `InferenceHandler` does."""
+class PreviousResponse(Handler):
+    """Answers until the items are there; then whoever `go_on` returns, which may raise ApiError."""
 
-    __slots__ = ("gateway", "client", "request", "checked", "_conn", "_connecting", "_kept", "_kept_bytes", "_since_s")
-
-    def __init__(self, gateway: Gateway, client: ClientConnection, request: Request, checked: Checked) -> None:
-        self.gateway = gateway
-        self.client: ClientConnection | None = client
+    def __init__(
+        self,
+        state: State,
+        client: Client,
+        request: Request,
+        checked: Checked,
+        go_on: Callable[[Client, Request, Checked], Handler],
+    ) -> None:
+        self.state = state
+        self.client: Client | None = client
         self.request = request
         self.checked = checked
+        self._go_on_with = go_on
         self._conn: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
         self._kept: list[bytes] = []
@@ -40,12 +45,12 @@ class PreviousResponse:
     # -- Handler
 
     def start(self) -> None:
-        pool, path = self.gateway.pool, self.gateway.config.controller_socket
+        pool, path = self.state.pool, self.state.config.controller_socket
         conn = pool.acquire(path)
         if conn is not None:
             self._connected(conn)
         else:
-            self._connecting = pool.connect(path, self._connected, wait_s=self.gateway.limits.controller_wait_s)
+            self._connecting = pool.connect(path, self._connected, wait_s=self.state.limits.controller_wait_s)
 
     def body(self, data: bytes) -> None:
         raise AssertionError("an inference request starts when its body is complete")
@@ -65,7 +70,7 @@ class PreviousResponse:
         self._fail(error)
 
     def tick(self, now_s: float) -> None:
-        if now_s - self._since_s > self.gateway.limits.upstream_silence_s:
+        if now_s - self._since_s > self.state.limits.upstream_silence_s:
             self.cancel(ApiError(504, "The controller did not answer in time.", kind="server_error", code="timeout"))
 
     # -- the controller
@@ -73,7 +78,7 @@ class PreviousResponse:
     def _connected(self, result: UpstreamConnection | OSError) -> None:
         self._connecting = None
         if isinstance(result, OSError):
-            self.gateway.metrics.events["controller_away"] += 1
+            self.state.metrics.events["controller_away"] += 1
             self._fail(
                 errors.unavailable("The controller of this box is restarting. Please retry.", "controller_away", 2)
             )
@@ -83,13 +88,13 @@ class PreviousResponse:
             self._conn = result
             transcript = self.checked.transcript
             assert transcript is not None
-            path = b"/internal/responses/context?id=" + quote(transcript.previous_id, safe="").encode()
-            result.start(self, wire.asked_head(path, self.request, self.gateway.token))
+            path = b"/internal/responses/context?id=%b" % quote(transcript.previous_id, safe="").encode()
+            result.start(self, wire.asked_head(path, self.request, self.state.token))
 
     def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
         self._kept.append(body)
         self._kept_bytes += len(body)
-        limit = self.gateway.limits.inference_body_bytes
+        limit = self.state.limits.inference_body_bytes
         if done:
             self._conn = None
         if self._kept_bytes > limit:
@@ -117,7 +122,7 @@ class PreviousResponse:
     # -- and then
 
     def _go_on(self, earlier: bytes) -> None:
-        client, request, gateway = self.client, self.request, self.gateway
+        client, request, state = self.client, self.request, self.state
         transcript = self.checked.transcript
         assert transcript is not None and request.route is not None
         if client is None:
@@ -125,14 +130,14 @@ class PreviousResponse:
         own = request.chunks[0]
         body = joined(own, transcript.input, earlier)
         try:
-            if len(body) > gateway.limits.inference_body_bytes:
-                raise errors.body_too_large(gateway.limits.inference_body_bytes)
-            gateway.take_body(request, len(body) - len(own))
-            checked = check_body(request.route, body, gateway.limits)
+            if len(body) > state.limits.inference_body_bytes:
+                raise errors.body_too_large(state.limits.inference_body_bytes)
+            state.take_body(request, len(body) - len(own))
+            checked = check_body(request.route, body, state.limits)
             request.chunks = [body]
             transcript.has_previous = True
             checked.transcript = transcript
-            handler = gateway.answering(client, request, checked)
+            handler = self._go_on_with(client, request, checked)
         except ApiError as error:
             # Only the body that was made here is too large, and the client's own connection is in order.
             error.close = False

@@ -7,26 +7,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http import wire
+from appliance.gateway.http.client import Client
+from appliance.gateway.http.handler import Handler
 from appliance.gateway.http.upstream import CHUNKED, UpstreamConnection, cancel
-
-if TYPE_CHECKING:
-    from appliance.gateway.gateway import Gateway
-    from appliance.gateway.http.server import ClientConnection
+from appliance.gateway.state.state import State
 
 ERROR_BODY_BYTES = 64 * 1024
 
 
-class Relay:
+class Relay(Handler):
     """See the module's docstring. `client` is None once the client is gone or the response is finished."""
 
     __slots__ = (
-        "gateway",
+        "state",
         "client",
         "request",
         "_conn",
@@ -40,9 +38,9 @@ class Relay:
         "_progress_s",
     )
 
-    def __init__(self, gateway: Gateway, client: ClientConnection, request: Request) -> None:
-        self.gateway = gateway
-        self.client: ClientConnection | None = client
+    def __init__(self, state: State, client: Client, request: Request) -> None:
+        self.state = state
+        self.client: Client | None = client
         self.request = request
         self._conn: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -57,7 +55,7 @@ class Relay:
     # -- Handler
 
     def start(self) -> None:
-        pool, path = self.gateway.pool, self.gateway.config.controller_socket
+        pool, path = self.state.pool, self.state.config.controller_socket
         self._progress_s = time.monotonic()
         # Only a request that may safely arrive twice rides on a connection that may just be closing.
         conn = pool.acquire(path) if self._is_repeatable() else None
@@ -66,7 +64,7 @@ class Relay:
             return
         assert self.client is not None
         self.client.pause_reading()
-        self._connecting = pool.connect(path, self._connected, wait_s=self.gateway.limits.controller_wait_s)
+        self._connecting = pool.connect(path, self._connected, wait_s=self.state.limits.controller_wait_s)
 
     def body(self, data: bytes) -> None:
         if self._conn is not None:
@@ -100,7 +98,7 @@ class Relay:
         client = self.client
         if client is None or client.write_paused or not self.request.complete:
             return
-        if now_s - self._progress_s > self.gateway.limits.upstream_silence_s:
+        if now_s - self._progress_s > self.state.limits.upstream_silence_s:
             self._drop()
             self._fail(ApiError(504, "The controller did not answer in time.", kind="server_error", code="timeout"))
 
@@ -114,7 +112,7 @@ class Relay:
                 result.abort()
             return
         if isinstance(result, OSError):
-            self.gateway.metrics.events["controller_away"] += 1
+            self.state.metrics.events["controller_away"] += 1
             self._fail(
                 errors.unavailable("The controller of this box is restarting. Please retry.", "controller_away", 2)
             )
@@ -127,7 +125,7 @@ class Relay:
         self._progress_s = time.monotonic()
         request = self.request
         owes = CHUNKED if request.chunked else request.content_length or 0
-        conn.start(self, wire.controller_head(request, self.gateway.token), owes)
+        conn.start(self, wire.controller_head(request, self.state.token), owes)
         pending, self._pending = self._pending, []
         for data in pending:
             conn.write_body(data)
@@ -222,7 +220,7 @@ class Relay:
         assert client is not None
         self.request.sent_bytes += len(body)
         if self._chunked:
-            data = (wire.chunk(body) if body else b"") + (wire.LAST_CHUNK if done else b"")
+            data = b"%b%b" % (wire.chunk(body) if body else b"", wire.LAST_CHUNK if done else b"")
         else:
             data = body
         if data:

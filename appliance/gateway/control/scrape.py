@@ -4,32 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http import wire
+from appliance.gateway.http.client import Client
+from appliance.gateway.http.handler import Handler
 from appliance.gateway.http.upstream import UpstreamConnection, cancel
 from appliance.gateway.observe.exposition import CONTENT_TYPE
-from appliance.gateway.observe.reports import metrics_text
-
-if TYPE_CHECKING:
-    from appliance.gateway.gateway import Gateway
-    from appliance.gateway.http.server import ClientConnection
+from appliance.gateway.state.reports import metrics_text
+from appliance.gateway.state.state import State
 
 CONTROLLER_PATH = b"/admin/v1/metrics"
 CONTROLLER_WAIT_S = 2.0
 CONTROLLER_BYTES = 8 << 20
 
 
-class Scrape:
-    """Implements `handler.Handler`. Whatever becomes of the controller, the client gets the gateway's own series."""
+class Scrape(Handler):
+    """Whatever becomes of the controller, the client gets the gateway's own series."""
 
-    __slots__ = ("gateway", "client", "request", "_conn", "_connecting", "_kept", "_kept_bytes", "_deadline_s")
+    __slots__ = ("state", "client", "request", "_conn", "_connecting", "_kept", "_kept_bytes", "_deadline_s")
 
-    def __init__(self, gateway: Gateway, client: ClientConnection, request: Request) -> None:
-        self.gateway = gateway
-        self.client: ClientConnection | None = client
+    def __init__(self, state: State, client: Client, request: Request) -> None:
+        self.state = state
+        self.client: Client | None = client
         self.request = request
         self._conn: UpstreamConnection | None = None
         self._connecting: asyncio.Task[None] | None = None
@@ -40,7 +38,7 @@ class Scrape:
     # -- Handler
 
     def start(self) -> None:
-        self._connecting = self.gateway.pool.connect(self.gateway.config.controller_socket, self._connected)
+        self._connecting = self.state.pool.connect(self.state.config.controller_socket, self._connected)
 
     def body(self, data: bytes) -> None:
         return
@@ -76,7 +74,7 @@ class Scrape:
             result.abort()
         else:
             self._conn = result
-            result.start(self, wire.asked_head(CONTROLLER_PATH, self.request, self.gateway.token))
+            result.start(self, wire.asked_head(CONTROLLER_PATH, self.request, self.state.token))
 
     def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
         self._kept.append(body)
@@ -99,9 +97,8 @@ class Scrape:
     def _answer(self, of_controller: bytes) -> None:
         client, self.client = self.client, None
         if client is not None:
-            client.answer(
-                200, CONTENT_TYPE, metrics_text(self.gateway, controller_up=bool(of_controller)) + of_controller
-            )
+            own = metrics_text(self.state, controller_up=bool(of_controller))
+            client.answer(200, CONTENT_TYPE, b"%b%b" % (own, of_controller))
 
     def _drop(self) -> None:
         cancel(self._connecting, self._conn)

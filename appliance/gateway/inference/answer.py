@@ -7,7 +7,7 @@ is broken off, so that the client sees a failed transfer. Errors inside streams 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import orjson
 
@@ -15,10 +15,8 @@ from appliance.gateway.access.request import Pairs, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http import error_shapes, wire
+from appliance.gateway.http.client import Client
 from appliance.gateway.payload.usage import FINISHED, with_fingerprint, without_usage_event
-
-if TYPE_CHECKING:
-    from appliance.gateway.http.server import ClientConnection
 
 SSE: Final = b"text/event-stream; charset=utf-8"
 ERROR_EVENT: Final = b'data: {"error"'
@@ -38,9 +36,9 @@ class Answer:
     _partial: bytes = b""
     _error_seen: bool = False
 
-    def __init__(self, client: ClientConnection, request: Request, *, hides_usage: bool) -> None:
+    def __init__(self, client: Client, request: Request, *, hides_usage: bool) -> None:
         """hides_usage: the engine was asked for an event that the client did not ask for."""
-        self.client: ClientConnection | None = client
+        self.client: Client | None = client
         self.request = request
         self._hides_usage = hides_usage
 

@@ -45,12 +45,6 @@ class InferenceHandler(Placement):
     def start(self) -> None:
         self.place(self.request.received_s)
 
-    def body(self, data: bytes) -> None:
-        raise AssertionError("an inference request starts when its body is complete")
-
-    def body_end(self) -> None:
-        raise AssertionError("an inference request starts when its body is complete")
-
     def client_lost(self) -> None:
         self._left()
         self.answer.client = None
@@ -85,8 +79,8 @@ class InferenceHandler(Placement):
             if self.checked.stream and now_s >= self._comment_s:
                 self._comment(now_s)
         elif self._conn is not None and self.answer.client is not None and not self.answer.client.write_paused:
-            if now_s - self._progress_s > self.gateway.limits.upstream_silence_s:
-                self.gateway.metrics.events["upstream_silent"] += 1
+            if now_s - self._progress_s > self.state.limits.upstream_silence_s:
+                self.state.metrics.events["upstream_silent"] += 1
                 log.warning("the engine was silent for too long", extra=self.request.ids)
                 self._drop_upstream(failed=True)
                 self._fail(errors.engine_failed(504))
@@ -129,7 +123,7 @@ class InferenceHandler(Placement):
         elif self._kept_bytes > self._buffered_bytes():
             self._first_bytes(now)
             if self.checked.transcript is not None and self.checked.transcript.stores:
-                self.gateway.metrics.events["responses_not_stored"] += 1
+                self.state.metrics.events["responses_not_stored"] += 1
             length = conn.headers.get(b"content-length")
             self.answer.begin_body(kind, int(length) if length is not None else None, self._version())
             self._kept = None
@@ -137,7 +131,7 @@ class InferenceHandler(Placement):
 
     def _buffered_bytes(self) -> int:
         """How much of a plain answer is kept back: one that is to be stored, or counted, is needed whole."""
-        transcript, limits = self.checked.transcript, self.gateway.limits
+        transcript, limits = self.checked.transcript, self.state.limits
         if transcript is None:
             return limits.buffered_response_bytes
         if transcript.counts:
@@ -163,7 +157,7 @@ class InferenceHandler(Placement):
             return
         stale = conn.reused and not conn.answered
         if not stale:
-            self.gateway.metrics.events["upstream_died"] += 1
+            self.state.metrics.events["upstream_died"] += 1
             log.warning("the engine broke off", extra=self.request.ids)
         if self._relayed:
             self._undispatch(failed=True)
@@ -184,12 +178,12 @@ class InferenceHandler(Placement):
         if self._attempts >= MAX_ATTEMPTS:
             self._fail(otherwise)
             return
-        self.gateway.metrics.events["retried"] += 1
+        self.state.metrics.events["retried"] += 1
         self.place()
 
     def _continue_or_fail(self, error: ApiError) -> None:
         """The engine is gone in the middle of a stream: another one writes the rest, if that is possible."""
-        continuation, model = self.checked.continuation, self.gateway.router.models.get(self.checked.model)
+        continuation, model = self.checked.continuation, self.state.router.models.get(self.checked.model)
         self._attempts += 1
         if continuation is None or model is None or self._attempts >= MAX_ATTEMPTS:
             self._fail(error)
@@ -198,7 +192,7 @@ class InferenceHandler(Placement):
             self._fail(error)
             return
         body = continuation.resume_body(model.max_model_len)
-        self.gateway.metrics.events["continued"] += 1
+        self.state.metrics.events["continued"] += 1
         log.info("the stream is continued on another engine", extra=self.request.ids)
         if body is None:
             self.answer.end(continuation.ending())
@@ -223,7 +217,7 @@ class InferenceHandler(Placement):
             # was given another one a moment ago. Both pass with the next table. Any other 500 is the request's
             # own: retrying it, or avoiding the replica for it, would let one client starve the others.
             if moved:
-                error = errors.unavailable(error.message, "model_not_ready", self.gateway.config.holds.retry_after_s)
+                error = errors.unavailable(error.message, "model_not_ready", self.state.config.holds.retry_after_s)
             # An adapter that nobody has any more says nothing about the engine, which serves its base and others.
             self._retry(error, blame=not (moved and self._is_adapter()))
             return
@@ -251,12 +245,12 @@ class InferenceHandler(Placement):
         assert choice is not None
         self._relayed = True
         self._first_byte_s = now
-        self.gateway.router.succeed(choice)
+        self.state.router.succeed(choice)
         if not self._continued:
             request.first_byte_s = now
-            self.gateway.metrics.first_byte(request, now)
+            self.state.metrics.first_byte(request, now)
             if self._alone and self.checked.stream and choice.load.inflight == 1:
-                self.gateway.metrics.prefilled(choice.model, self.checked.prompt_tokens, now - self._sent_s)
+                self.state.metrics.prefilled(choice.model, self.checked.prompt_tokens, now - self._sent_s)
 
     def _whole(self, status: int, content_type: bytes, body: bytes, now: float) -> None:
         self._first_bytes(now)
@@ -271,22 +265,22 @@ class InferenceHandler(Placement):
 
     def _check_room(self, transcript: Transcript, body: bytes) -> None:
         """Before the object is made, which says whether it is stored."""
-        if transcript.stores and not self.gateway.copies.has_room(len(transcript.input) + len(body)):
+        if transcript.stores and not self.copies.has_room(len(transcript.input) + len(body)):
             transcript.stores = False
-            self.gateway.metrics.events["responses_not_stored"] += 1
+            self.state.metrics.events["responses_not_stored"] += 1
 
     def _store(self, transcript: Transcript) -> None:
         """Once its answer is complete, a copy of what is to be stored goes to the controller."""
         principal = self.request.principal
         if transcript.final and transcript.stores and principal is not None:
-            self.gateway.copies.add(transcript.copy(principal.id))
+            self.copies.add(transcript.copy(principal.id))
         transcript.final = b""
 
     def _relay(self, body: bytes, done: bool) -> None:
         transcript = self.checked.transcript
         if transcript is not None and self.answer.sse:
             self._check_room(transcript, body)
-            body = transcript.take(body, self.gateway.limits.stored_response_bytes, last=done)
+            body = transcript.take(body, self.state.limits.stored_response_bytes, last=done)
             self._store(transcript)
         continuation = self.checked.continuation if self.answer.sse else None
         if continuation is not None:
@@ -309,7 +303,7 @@ class InferenceHandler(Placement):
             self.answer.end(body)
             return
         self.answer.relay(body)
-        self.gateway.metrics.events["stream_unfinished"] += 1
+        self.state.metrics.events["stream_unfinished"] += 1
         if continuation is None:
             self._count(failed=True)
         self._undispatch(failed=continuation is not None)

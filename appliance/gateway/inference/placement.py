@@ -7,31 +7,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http import wire
+from appliance.gateway.http.client import Client
 from appliance.gateway.http.upstream import UpstreamConnection, cancel
 from appliance.gateway.inference.answer import Answer
+from appliance.gateway.inference.response_copies import ResponseCopies
 from appliance.gateway.payload.continuation import ASK_FOR_TOKEN_IDS, CHAT, COMPLETIONS
 from appliance.gateway.payload.request_check import Checked, with_fields, with_model
 from appliance.gateway.payload.usage import ASK_FOR_USAGE
 from appliance.gateway.routing.holds import Refusal, Ticket
 from appliance.gateway.routing.router import Choice
 from appliance.gateway.routing.table import cache_salt
-
-if TYPE_CHECKING:
-    from appliance.gateway.gateway import Gateway
-    from appliance.gateway.http.server import ClientConnection
+from appliance.gateway.state.placeable import Placeable
+from appliance.gateway.state.state import State
 
 log = logging.getLogger("appliance.gateway")
 
 _HELD_COMMENT: Final = b": held\n\n"
 
 
-class Placement:
+class Placement(Placeable):
     """See the module's docstring. `answer.client` is None once the client is gone or the response is finished."""
 
     # Defaults stand in the class, as access.request.Request says.
@@ -47,16 +47,19 @@ class Placement:
     _sent_s: float = 0.0
     _first_byte_s: float = 0.0
 
-    def __init__(self, gateway: Gateway, client: ClientConnection, request: Request, checked: Checked) -> None:
+    def __init__(
+        self, state: State, copies: ResponseCopies, client: Client, request: Request, checked: Checked
+    ) -> None:
         route = request.route
         assert route is not None
-        self.gateway = gateway
+        self.state = state
+        self.copies = copies
         self.request = request
         self.checked = checked
         self._path = route.engine_path
         self._row = checked.model
         self._choice: Choice | None = None
-        self._ticket: Ticket[Placement] | None = None
+        self._ticket: Ticket[Placeable] | None = None
         self._connecting: asyncio.Task[None] | None = None
         body = request.chunks[0]
         request.chunks = []
@@ -74,7 +77,7 @@ class Placement:
         """Keeps what its owner's requests leave in an engine's prefix cache from those of others, in time and in
         `cached_tokens`; empty where all may share it."""
         principal, checked = self.request.principal, self.checked
-        if principal is None or self.gateway.config.prefix_cache_shared:
+        if principal is None or self.state.config.prefix_cache_shared:
             return b""
         own, checked.owner = checked.cache_salt, principal.cache_salt
         return b',"cache_salt":"%b"' % (cache_salt(principal.owner, own) if own else checked.owner)
@@ -94,15 +97,15 @@ class Placement:
 
     def place(self, now: float = 0.0) -> None:
         """Send the request to a replica that can take it, or hold it. now: the monotonic clock, if it was just read."""
-        gateway, checked = self.gateway, self.checked
-        if checked.model not in gateway.router.models:
+        state, checked = self.state, self.checked
+        if checked.model not in state.router.models:
             # It was there when the request came: the model, or this version of it, went while it waited.
             self._leave_queue()
-            self._fail(gateway.unknown_model(checked.model, self.request.principal))
+            self._fail(state.unknown_model(checked.model, self.request.principal))
             return
         now = now or time.monotonic()
         # Whoever waits goes first, or a stream of new requests could starve them.
-        if self._ticket is None and gateway.holds.count and gateway.holds.held(checked.model):
+        if self._ticket is None and state.holds.count and state.holds.held(checked.model):
             self._hold(now)
             return
         choice = self._choose(now)
@@ -120,16 +123,16 @@ class Placement:
         self._choice, self._row = choice, choice.model
         self._alone = choice.load.inflight == 1
         request.replica, request.model_version = replica.id, replica.version
-        gateway.changed()
-        conn = gateway.pool.acquire(replica.socket)
+        state.changed()
+        conn = state.pool.acquire(replica.socket)
         if conn is not None:
             self._send(conn)
         else:
-            self._connecting = gateway.pool.connect(replica.socket, self._connected)
+            self._connecting = state.pool.connect(replica.socket, self._connected)
 
     def _choose(self, now: float) -> Choice | None:
         """The canary takes its share while it can; what failed there, and what it has no room for, the model takes."""
-        router, checked = self.gateway.router, self.checked
+        router, checked = self.state.router, self.checked
         if self._continued:
             if self._row not in router.models:
                 return None
@@ -148,10 +151,10 @@ class Placement:
         self._connecting = None
         if self.answer.client is None or self._choice is None:
             if isinstance(result, UpstreamConnection):
-                self.gateway.pool.put(result)
+                self.state.pool.put(result)
         elif isinstance(result, OSError):
             # Nothing was sent: this costs the request no attempt, only the replica its good name.
-            self.gateway.metrics.events["connect_failed"] += 1
+            self.state.metrics.events["connect_failed"] += 1
             log.warning("the engine's socket cannot be reached: %s", result, extra=self.request.ids)
             self._undispatch(failed=True)
             self.place()
@@ -162,14 +165,14 @@ class Placement:
         request = self.request
         now = time.monotonic()
         if not self._attempts and not self._held_since_s:
-            self.gateway.metrics.added.observe(now - request.received_s)
+            self.state.metrics.added.observe(now - request.received_s)
         self._conn = conn
         self._progress_s = now
         # Not the client's id, and a new one for each attempt: an engine must never see one twice.
-        engine_id = self.gateway.new_request_id()
+        engine_id = self.state.new_request_id()
         self._sent_s = request.sent_s = now
         self._first_byte_s = 0.0
-        body, model = self._body, self.gateway.router.models.get(self._row)
+        body, model = self._body, self.state.router.models.get(self._row)
         if model is not None and model.adapter:
             body = with_model(body, model.adapter)
         elif self._row != self.checked.model:
@@ -181,44 +184,44 @@ class Placement:
             conn.pause_reading()
 
     def _hold(self, now: float) -> None:
-        gateway = self.gateway
+        state = self.state
         if not self._held_since_s:
             self._held_since_s = now
-            hold_s = min(gateway.router.models[self.checked.model].hold_s, gateway.config.holds.hold_s)
+            hold_s = min(state.router.models[self.checked.model].hold_s, state.config.holds.hold_s)
             self._hold_deadline_s = now + hold_s
-            self._comment_s = now + gateway.config.holds.sse_grace_s
-        if gateway.next_try_s(self.checked.model) is not None:
+            self._comment_s = now + state.config.holds.sse_grace_s
+        if state.next_try_s(self.checked.model) is not None:
             self.hold_refused(Refusal.TROUBLE)
             return
-        result = gateway.holds.add(self.checked.model, self, len(self._body), self._hold_deadline_s, now)
+        result = state.holds.add(self.checked.model, self, len(self._body), self._hold_deadline_s, now)
         if isinstance(result, Refusal):
             self.hold_refused(result)
             return
         self._ticket = result
         if self.request.spans is not None:
             self.request.spans.hold()
-        gateway.metrics.events["held"] += 1
-        gateway.held(self.checked.model)
+        state.metrics.events["held"] += 1
+        state.held(self.checked.model)
 
     def hold_refused(self, refusal: Refusal) -> None:
         """It may not wait (any longer). Its ticket is already out of the queue."""
         self._ticket = None
-        self.gateway.metrics.events["hold_refused"] += 1
+        self.state.metrics.events["hold_refused"] += 1
         log.info("held no longer: %s", refusal.value, extra=self.request.ids)
         self._fail(self._not_ready(refusal))
 
     def _not_ready(self, refusal: Refusal) -> ApiError:
-        gateway, name = self.gateway, self.checked.model
-        model = gateway.router.models.get(name)
+        state, name = self.state, self.checked.model
+        model = state.router.models.get(name)
         if model is None or model.trouble is None:
             return errors.unavailable(
                 f"The model `{name}` is not ready: {refusal.value}. Please retry.",
                 "model_not_ready",
-                gateway.config.holds.retry_after_s,
+                state.config.holds.retry_after_s,
             )
-        next_try_s = gateway.next_try_s(name)
+        next_try_s = state.next_try_s(name)
         return errors.not_serving(
-            name, model.trouble.reason, gateway.config.holds.retry_after_s if next_try_s is None else next_try_s
+            name, model.trouble.reason, state.config.holds.retry_after_s if next_try_s is None else next_try_s
         )
 
     def _leave_queue(self) -> None:
@@ -226,26 +229,15 @@ class Placement:
             ticket, self._ticket = self._ticket, None
             if self.request.spans is not None:
                 self.request.spans.unhold()
-            if self.gateway.holds.remove(ticket):
-                self.gateway.metrics.held_for.observe(time.monotonic() - self._held_since_s)
-                self.gateway.changed()
+            if self.state.holds.remove(ticket):
+                self.state.metrics.held_for.observe(time.monotonic() - self._held_since_s)
+                self.state.changed()
 
     def _comment(self, now_s: float) -> None:
-        self._comment_s = now_s + self.gateway.config.holds.sse_interval_s
+        self._comment_s = now_s + self.state.config.holds.sse_interval_s
         if not self.answer.head_sent:
             self.answer.begin_stream(None)
         self.answer.write(_HELD_COMMENT)
-
-    # -- from its connection to the engine, once it is sent
-
-    def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
-        raise NotImplementedError
-
-    def upstream_lost(self, conn: UpstreamConnection) -> None:
-        raise NotImplementedError
-
-    def upstream_paused(self, paused: bool) -> None:
-        return  # the request was written whole; nothing of it can be paused
 
     # -- given back
 
@@ -256,7 +248,7 @@ class Placement:
 
     def _undispatch(self, *, failed: bool) -> None:
         if self._choice is not None and failed:
-            self.gateway.router.fail(self._choice, time.monotonic())
+            self.state.router.fail(self._choice, time.monotonic())
         self._end_dispatch(failed=True if failed else None)
 
     def _end_dispatch(self, *, failed: bool | None) -> None:
@@ -267,14 +259,14 @@ class Placement:
             self.request.spans.attempt_ended(bool(failed))
         if self._choice is not None:
             choice, self._choice = self._choice, None
-            self.gateway.ended(choice)
+            self.state.ended(choice)
 
     def _count(self, *, failed: bool) -> None:
-        if not self.gateway.comparison.compares:
+        if not self.state.comparison.compares:
             return
         choice, now, first_s = self._choice, time.monotonic(), self._first_byte_s
         if choice is not None:
-            self.gateway.comparison.add(
+            self.state.comparison.add(
                 self.checked.model,
                 choice.replica.version,
                 failed=failed,
@@ -284,9 +276,9 @@ class Placement:
 
     def _fail(self, error: ApiError) -> None:
         if self.answer.client is not None and self.answer.head_sent and self.answer.sse:
-            self.gateway.metrics.events["stream_error"] += 1
+            self.state.metrics.events["stream_error"] += 1
         self.answer.fail(error)
 
     def _is_adapter(self) -> bool:
-        model = self.gateway.router.models.get(self._row)
+        model = self.state.router.models.get(self._row)
         return model is not None and bool(model.adapter)

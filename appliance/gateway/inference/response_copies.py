@@ -12,13 +12,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from typing import TYPE_CHECKING
 
 from appliance.gateway.http import wire
-from appliance.gateway.http.upstream import UpstreamConnection
-
-if TYPE_CHECKING:
-    from appliance.gateway.gateway import Gateway
+from appliance.gateway.http.upstream import Owner, UpstreamConnection
+from appliance.gateway.state.state import State
 
 log = logging.getLogger("appliance.gateway")
 
@@ -30,11 +27,11 @@ SILENCE_S = 30.0
 MAX_REFUSALS = 3
 
 
-class ResponseCopies:
+class ResponseCopies(Owner):
     """Of one gateway. Invariant: `_bytes` is that of all copies in `_waiting` and `_flying`."""
 
-    def __init__(self, gateway: Gateway) -> None:
-        self._gateway = gateway
+    def __init__(self, state: State) -> None:
+        self._state = state
         self._waiting: deque[bytes] = deque()
         self._flying: list[bytes] = []
         self._bytes = 0
@@ -45,7 +42,7 @@ class ResponseCopies:
         self._refusals = 0
 
     def has_room(self, nbytes: int) -> bool:
-        return self._bytes + nbytes <= self._gateway.limits.response_copies_bytes
+        return self._bytes + nbytes <= self._state.limits.response_copies_bytes
 
     def add(self, copy: bytes) -> None:
         self._waiting.append(copy)
@@ -75,7 +72,7 @@ class ResponseCopies:
     def _send(self) -> None:
         if self._flying or self._connecting is not None or not self._waiting:
             return
-        pool, path = self._gateway.pool, self._gateway.config.controller_socket
+        pool, path = self._state.pool, self._state.config.controller_socket
         conn = pool.acquire(path)
         if conn is not None:
             self._connected(conn)
@@ -94,8 +91,8 @@ class ResponseCopies:
             size += len(copy)
         body = b"[%b]" % b",".join(self._flying)
         self._conn, self._sent_s = result, time.monotonic()
-        gateway = self._gateway
-        result.start(self, wire.own_head(PATH, gateway.new_request_id(), len(body), gateway.token) + body)
+        head = wire.own_head(PATH, self._state.new_request_id(), len(body), self._state.token)
+        result.start(self, b"%b%b" % (head, body))
 
     # -- upstream.Owner
 
@@ -110,7 +107,7 @@ class ResponseCopies:
         if conn.status >= 300:
             refused = len(self._flying)
             log.error("%d answered responses are not stored: the controller answered %d", refused, conn.status)
-            self._gateway.metrics.events["responses_not_stored"] += refused
+            self._state.metrics.events["responses_not_stored"] += refused
         self._bytes -= sum(map(len, self._flying))
         self._flying = []
         self._refusals, self._next_s = 0, 0.0
@@ -118,9 +115,6 @@ class ResponseCopies:
 
     def upstream_lost(self, conn: UpstreamConnection) -> None:
         self._failed("the controller broke off")
-
-    def upstream_paused(self, paused: bool) -> None:
-        return  # the batch was written whole
 
     def _failed(self, why: str) -> None:
         if not self._next_s:

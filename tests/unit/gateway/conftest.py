@@ -20,6 +20,7 @@ import uvloop
 from appliance.gateway.core.config import GatewayConfig
 from appliance.gateway.gateway import Gateway
 from appliance.gateway.routing.table import cache_salt, parse_table
+from appliance.gateway.state.state import State
 
 from .upstreams import DummyUpstream, Script, answer_chat
 
@@ -145,6 +146,10 @@ class Box:
     changes: list[bool] = field(default_factory=list)
     wires: list[Wire] = field(default_factory=list)
 
+    @property
+    def state(self) -> State:
+        return self.gateway.state
+
     async def engine(self, name: str, script: Script = answer_chat) -> DummyUpstream:
         self.engines[name] = await DummyUpstream(str(self.folder / f"{name}.sock"), script).start()
         return self.engines[name]
@@ -231,7 +236,7 @@ async def start_box() -> AsyncIterator[Start]:
         config = dataclasses.replace(config)
         gateway = Gateway(config)
         box = Box(gateway, await gateway.listen(config.host, 0), folder)
-        gateway.on_change = box.changes.append
+        box.state.on_change = box.changes.append
         box.keys = {
             hashlib.sha256(key.encode()).hexdigest(): {"id": id, "name": id, "scopes": scopes}
             for key, (id, scopes) in KEYS.items()

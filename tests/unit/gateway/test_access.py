@@ -9,7 +9,8 @@ import pytest
 
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.core.routes import resolve
-from appliance.gateway.http.server import ClientConnection
+from appliance.gateway.http.handler import Handler
+from appliance.gateway.server.client_connection import ClientConnection
 
 from .conftest import Box, Start, chat
 from .upstreams import Reply, UpstreamRequest
@@ -156,7 +157,7 @@ async def test_wrong_keys(box: Box) -> None:
         response = await box.ask("POST", "/v1/chat/completions", chat(), key=key)
         assert response.status == 401 and response.error["code"] == "invalid_api_key"
         assert key not in response.error["message"]
-    assert box.gateway.metrics.events["bad_key"] == 4
+    assert box.state.metrics.events["bad_key"] == 4
 
 
 async def test_keys_by_x_api_key_and_lower_case_scheme(box: Box) -> None:
@@ -180,7 +181,7 @@ async def test_health_says_which_gateway_answers(start_box: Start) -> None:
 
 async def test_before_the_first_table_clients_are_told_to_retry(start_box: Start) -> None:
     box = await start_box()
-    box.gateway.generation = -1
+    box.state.generation = -1
     response = await box.ask("POST", "/v1/chat/completions", chat())
     assert response.status == 503 and response.error["code"] == "starting" and "retry-after" in response.headers
     assert (await box.ask("GET", "/health")).status == 503
@@ -267,14 +268,14 @@ async def test_health_says_what_the_box_cannot_do_now_and_goes_on_serving(start_
         assert answer.status == 200
         return json.loads(answer.body)["degraded"]
 
-    with box.gateway.background.guard("sweep: inner"):
+    with box.state.background.guard("sweep: inner"):
         raise RuntimeError("a bug")
-    box.gateway.box_troubles, box.gateway.controller_away = ["usage"], True
+    box.state.box_troubles, box.state.controller_away = ["usage"], True
     assert await degraded() == ["controller", "sweep", "usage"]
 
 
-class _Ticking:
-    """A handler; connections themselves are of the compiled class, which nothing stands in for."""
+class _Ticking(Handler):
+    """Connections themselves are of the compiled class, which nothing stands in for."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error, self.ticked = error, []
@@ -295,12 +296,12 @@ class _Transport(asyncio.Transport):
 async def test_one_connection_that_cannot_be_looked_at_is_cut_and_stalls_no_other(start_box: Start) -> None:
     box = await start_box()
     box.apply()
-    connections = [ClientConnection(box.gateway) for _ in range(9)]
+    connections = [ClientConnection(box.state, box.gateway.dispatch) for _ in range(9)]
     for conn in connections:
         conn.active, conn.transport = _Ticking(), _Transport()  # type: ignore[assignment]
     connections[4].active.error = RuntimeError("a bug")  # type: ignore[union-attr]
-    box.gateway.connections = set(connections)
+    box.state.connections = set(connections)
     box.gateway.sweep(5.0)
     assert [conn.active.ticked for conn in connections] == [[5.0]] * 9  # type: ignore[union-attr]
     assert [conn.transport.is_aborted for conn in connections] == [False] * 4 + [True] + [False] * 4  # type: ignore[union-attr]
-    box.gateway.connections = set()
+    box.state.connections = set()

@@ -81,7 +81,7 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
     assert report["models"]["n"] == {"inflight": 0, "held": 0, "last_request_s": None, "ttft_p95_s": None,
                                      "tpot_p95_s": None, "waiting_prompt_tokens": 0, "prefill_tokens_per_s": None,
                                      "arrived_requests": 0, "arrived_prompt_tokens": 0}  # fmt: skip
-    assert report["started_s"] == box.gateway.started_s
+    assert report["started_s"] == box.state.started_s
     assert report["replicas"] == {"e0": {"inflight": 0, "streams": 0, "waiting_tokens": 0}}
 
 
@@ -111,7 +111,7 @@ async def test_load_is_reported_as_it_changes(box: Box, bus: DummyBus) -> None:
 
 
 async def test_no_table_at_all_is_refused_and_serving_goes_on(box: Box, bus: DummyBus) -> None:
-    before = box.gateway.generation
+    before = box.state.generation
     good = box.table()
     await bus.push({**good, "models": []})
     await bus.push({"type": "something newer"})
@@ -144,11 +144,11 @@ async def test_a_bad_row_costs_that_row_and_a_revocation_beside_it_takes_effect(
     said = report["notes"]
     assert len(said) == 3 and all(text.startswith("the gateway skips a row of its table: ") for text in said)
     assert all(any(part in text for text in said) for part in ("models.m.replicas.0", "models.n", f"keys.{bad[:8]}"))
-    assert box.gateway.metrics.events["table_row_refused"] == 3
+    assert box.state.metrics.events["table_row_refused"] == 3
     assert b"appliance_gateway_table_rows_refused 3" in (await box.ask("GET", "/metrics")).body
     await bus.push({**table, "generation": 52})
     assert (await bus.report(generation=52))["notes"] == said
-    assert box.gateway.metrics.events["table_row_refused"] == 3, "said once, not with every table"
+    assert box.state.metrics.events["table_row_refused"] == 3, "said once, not with every table"
     await bus.push({**first, "generation": 53})
     assert (await bus.report(generation=53))["notes"] == []
 
@@ -177,7 +177,7 @@ async def test_limits_of_the_table_override_the_config(start_box: Start) -> None
     box.gateway.apply(parse_table({**table, "limits": {"n": 2, "unknown": 3, "keepalive_s": 1}}, default_hold_s=1.0))
     assert (await box.ask("POST", "/v1/chat/completions", chat(n=3))).status == 400
     assert (await box.ask("POST", "/v1/chat/completions", chat(n=2))).status == 200
-    assert box.gateway.limits.keepalive_s == 1.0
+    assert box.state.limits.keepalive_s == 1.0
     box.apply()
     assert (await box.ask("POST", "/v1/chat/completions", chat(n=3))).status == 200
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.observe.reports import load_report
 from appliance.gateway.routing.router import Canary, Model, Replica, Router
+from appliance.gateway.state.reports import load_report
 
 from .conftest import Box, Start, chat
 from .upstreams import Reply, UpstreamRequest, chat_answer
@@ -46,7 +46,7 @@ async def test_conversations_keep_their_version_and_the_header_names_it(start_bo
     assert 4 <= versions.count("v2") <= 22
     assert {request.json["model"] for request in box.engines["e1"].requests} == {"m@v2"}, "as its engine knows it"
     assert {request.json["model"] for request in box.engines["e0"].requests} == {"m"}
-    counts = load_report(box.gateway)["canaries"]["m"]
+    counts = load_report(box.state)["canaries"]["m"]
     assert counts["since_s"] == 5.0 and {v: c["requests"] for v, c in counts["versions"].items()} == {
         "v1": 2 * versions.count("v1"), "v2": 2 * versions.count("v2"),
     }  # fmt: skip
@@ -58,7 +58,7 @@ async def test_nothing_waits_for_a_canary(start_box: Start) -> None:
     await split(box, 1.0, e1="draining")
     response = await box.ask("POST", "/v1/chat/completions", asked(1))
     assert (response.status, response.headers["x-appliance-model-version"]) == (200, "v1")
-    assert box.gateway.metrics.events["held"] == 0
+    assert box.state.metrics.events["held"] == 0
 
 
 async def test_what_dies_on_the_canary_is_answered_by_the_other_version_and_counts_for_the_canary(
@@ -73,7 +73,7 @@ async def test_what_dies_on_the_canary_is_answered_by_the_other_version_and_coun
     box.engines["e1"].script = dies
     response = await box.ask("POST", "/v1/chat/completions", asked(1))
     assert (response.status, response.headers["x-appliance-model-version"]) == (200, "v1")
-    versions = load_report(box.gateway)["canaries"]["m"]["versions"]
+    versions = load_report(box.state)["canaries"]["m"]["versions"]
     assert (versions["v2"]["requests"], versions["v2"]["errors"]) == (1, 1)
     assert (versions["v1"]["requests"], versions["v1"]["errors"]) == (1, 0)
 
@@ -90,7 +90,7 @@ async def test_answers_of_500_are_errors_and_of_400_are_not(start_box: Start) ->
     box.engines["e1"].script = script
     for status in (200, 400, 500):
         assert (await box.ask("POST", "/v1/chat/completions", asked(1) | {"seed": status})).status == status
-    counts = load_report(box.gateway)["canaries"]["m"]["versions"]["v2"]
+    counts = load_report(box.state)["canaries"]["m"]["versions"]["v2"]
     assert (counts["requests"], counts["errors"]) == (3, 1)
     metrics = (await box.ask("GET", "/metrics")).body.decode()
     assert 'appliance_gateway_canary_errors{model="m",version="v2"} 1' in metrics
@@ -102,13 +102,13 @@ async def test_counts_begin_anew_with_another_canary_and_end_with_it(start_box: 
     await box.ask("POST", "/v1/chat/completions", chat())
     box.models["m"]["canary"]["share"] = 0.5
     box.apply()
-    assert load_report(box.gateway)["canaries"]["m"]["versions"], "only its share changed"
+    assert load_report(box.state)["canaries"]["m"]["versions"], "only its share changed"
     box.models["m"]["canary"]["since_s"] = 6.0
     box.apply()
-    assert load_report(box.gateway)["canaries"]["m"] == {"since_s": 6.0, "versions": {}}
+    assert load_report(box.state)["canaries"]["m"] == {"since_s": 6.0, "versions": {}}
     del box.models["m"]["canary"]
     box.apply()
-    assert load_report(box.gateway)["canaries"] == {}
+    assert load_report(box.state)["canaries"] == {}
 
 
 @pytest.mark.parametrize("share", [0.01, 0.1, 0.5])
@@ -134,7 +134,7 @@ async def test_a_version_by_its_name(box: Box) -> None:
     answer = await box.ask("POST", "/v1/chat/completions", ask)
     assert (answer.status, answer.headers["x-appliance-model-version"]) == (200, "v1")
     assert box.engines["e0"].requests[0].json["model"] == "m", "as its engine knows it"
-    assert box.gateway.spending.meter.take()[0]["model"] == "m"
+    assert box.state.spending.meter.take()[0]["model"] == "m"
     missing = await box.ask("POST", "/v1/chat/completions", ask | {"model": "m@v9"})
     assert (missing.status, missing.error["code"], missing.error["param"]) == (404, "model_version_not_served", "model")
     assert "`v1` is" in missing.error["message"]
@@ -159,7 +159,7 @@ async def test_a_version_that_goes_while_a_request_for_it_is_held(box: Box) -> N
     call = asyncio.ensure_future(
         box.ask("POST", "/v1/chat/completions", {"model": "m@v1", "messages": [{"role": "user", "content": "hi"}]})
     )
-    await box.until(lambda: box.gateway.holds.held("m@v1") == 1)
+    await box.until(lambda: box.state.holds.held("m@v1") == 1)
     del box.models["m@v1"]
     box.apply()
     assert (await call).error["code"] == "model_version_not_served"

@@ -12,7 +12,8 @@ from cryptography import x509
 
 from appliance.gateway.core.errors import ConfigInvalid
 from appliance.gateway.http.certificates import LOOK_EVERY_S, Certificate
-from appliance.gateway.observe.reports import load_report
+from appliance.gateway.state.reports import gauges, load_report
+from appliance.gateway.state.state import State
 
 from .certificates import self_signed
 from .conftest import Start, request_bytes
@@ -36,8 +37,8 @@ async def test_a_new_pair_is_taken_up_and_old_connections_stay(start_box: Start,
     trusting = ssl.create_default_context(cafile=str(cert))
     reader, writer = await asyncio.open_connection("127.0.0.1", box.port, ssl=trusting, server_hostname="localhost")
     assert await _serial(box.port) == 1
-    assert load_report(box.gateway)["certificate_expires_s"] == pytest.approx(time.time() + 5 * DAY_S, abs=60)
-    (note,) = load_report(box.gateway)["notes"]
+    assert load_report(box.state)["certificate_expires_s"] == pytest.approx(time.time() + 5 * DAY_S, abs=60)
+    (note,) = load_report(box.state)["notes"]
     assert "expires in 5.0 days" in note and str(cert) in note
     self_signed(tmp_path, days=90, number=2)
     now = time.monotonic() + LOOK_EVERY_S
@@ -46,18 +47,16 @@ async def test_a_new_pair_is_taken_up_and_old_connections_stay(start_box: Start,
     box.changes.clear()
     box.gateway.sweep(now + LOOK_EVERY_S)
     assert await _serial(box.port) == 2 and box.changes == [True]
-    assert load_report(box.gateway)["notes"] == []
-    asked = await _metric(box.gateway)
+    assert load_report(box.state)["notes"] == []
+    asked = await _metric(box.state)
     assert asked == pytest.approx(time.time() + 90 * DAY_S, abs=60)
     writer.write(request_bytes("GET", "/health"))
     assert b" 200 " in await asyncio.wait_for(reader.readline(), 10)
     writer.transport.abort()
 
 
-async def _metric(gateway: object) -> float:
-    from appliance.gateway.observe.reports import gauges
-
-    (row,) = [row for row in gauges(gateway) if row[0] == "appliance_tls_expiry_seconds"]  # type: ignore[arg-type]
+async def _metric(state: State) -> float:
+    (row,) = [row for row in gauges(state) if row[0] == "appliance_tls_expiry_seconds"]
     return row[3]
 
 
@@ -89,12 +88,12 @@ async def test_a_broken_new_pair_is_said_and_the_old_one_stays(
         box.gateway.reload()
         box.gateway.sweep(time.monotonic() + 1000.0)
     assert await _serial(box.port) == 1
-    (note,) = load_report(box.gateway)["notes"]
+    (note,) = load_report(box.state)["notes"]
     assert "not taken up, the old one stays" in note
     assert sum("not taken up" in record.message for record in caplog.records) == 1, "once, and not every two seconds"
     self_signed(tmp_path, days=90, number=3)
     box.gateway.reload()
-    assert await _serial(box.port) == 3 and load_report(box.gateway)["notes"] == []
+    assert await _serial(box.port) == 3 and load_report(box.state)["notes"] == []
 
 
 def test_what_is_said_of_the_time_that_is_left(tmp_path: Path) -> None:

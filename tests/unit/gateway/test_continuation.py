@@ -100,7 +100,7 @@ async def test_the_client_sees_one_unbroken_stream(box: Box, route: str, dies_af
     assert seen[-1]["usage"] == events(unbroken.body)[-1]["usage"]
     finished = [c["finish_reason"] for event in seen for c in event["choices"] if c["finish_reason"]]
     assert finished == ["stop"]
-    assert box.gateway.metrics.events["continued"] == 1 and box.gateway.metrics.events["stream_error"] == 0
+    assert box.state.metrics.events["continued"] == 1 and box.state.metrics.events["stream_error"] == 0
 
 
 async def test_token_ids_asked_for_by_the_gateway_stay_in_it(box: Box) -> None:
@@ -120,7 +120,7 @@ async def test_a_second_death_is_outlived_too(box: Box) -> None:
 
     box.engines["e0"].script = script
     response = await box.ask("POST", "/v1/chat/completions", chat(stream=True, temperature=0, max_tokens=50))
-    assert text_of(response.body) == TEXT and box.gateway.metrics.events["continued"] == 2
+    assert text_of(response.body) == TEXT and box.state.metrics.events["continued"] == 2
 
 
 async def test_it_waits_for_an_engine_and_says_so(start_box: Start) -> None:
@@ -132,7 +132,7 @@ async def test_it_waits_for_an_engine_and_says_so(start_box: Start) -> None:
     body = chat(stream=True, temperature=0, max_tokens=50)
     await wire.send(request_bytes("POST", "/v1/chat/completions", body))
     await wire.head()
-    await box.until(lambda: box.gateway.metrics.events["continued"] == 1)
+    await box.until(lambda: box.state.metrics.events["continued"] == 1)
     box.serve("m")  # no replica is left
     received = b""
     while b": held" not in received:
@@ -166,7 +166,7 @@ async def test_without_a_limit_the_models_context_is_the_limit(box: Box) -> None
     assert b"engine_failed" in (await box.ask("POST", "/v1/chat/completions", body)).body
     box.models["m"]["max_model_len"] = 64
     box.apply()
-    box.gateway.router.loads["e0"].suspect_until_s = 0
+    box.state.router.loads["e0"].suspect_until_s = 0
     box.engines["e0"].script = greedy_engine({"tokens": 2})
     assert text_of((await box.ask("POST", "/v1/chat/completions", body)).body) == TEXT
     assert box.engines["e0"].requests[-1].json["max_tokens"] == 64 - len(PROMPT) - 2

@@ -73,7 +73,7 @@ async def test_uploads_stream_through_unbuffered(box: Box, chunked: bool) -> Non
         await wire.send(b"0\r\n\r\n")
     assert (await wire.response()).body == b"{}"
     assert received >= 50 * len(block)
-    assert box.gateway.buffered_bytes == 0
+    assert box.state.buffered_bytes == 0
     server.close()
 
 
@@ -98,7 +98,7 @@ async def test_controller_that_does_not_read_stops_the_uploader(box: Box) -> Non
                 await wire.send(b"x" * 1_000_000)
                 sent += 1_000_000
     assert sent < 40_000_000
-    assert all(conn.read_paused for conn in box.gateway.connections)
+    assert all(conn.read_paused for conn in box.state.connections)
     stop.set()
     server.close()
 
@@ -167,7 +167,7 @@ async def test_controller_that_restarts_is_waited_for(start_box: Start) -> None:
     box = await start_box(limits={"controller_wait_s": 5.0})
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/fine_tuning/jobs", {"model": "m"}))
-    await box.until(lambda: any(conn.active for conn in box.gateway.connections))
+    await box.until(lambda: any(conn.active for conn in box.state.connections))
     await box.control(_ok)
     assert (await wire.response()).status == 200
     assert json.loads(box.controller.requests[0].body) == {"model": "m"}
@@ -231,7 +231,7 @@ async def test_uploader_that_leaves_aborts_the_controllers_read(box: Box) -> Non
     await wire.send(
         b"POST /v1/files HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test-all\r\nContent-Length: 400000\r\n\r\nabc"
     )
-    await box.until(lambda: any(conn.active for conn in box.gateway.connections))
+    await box.until(lambda: any(conn.active for conn in box.state.connections))
     wire.close()
     await asyncio.wait_for(gone.wait(), 10)
     server.close()

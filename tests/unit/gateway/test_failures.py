@@ -31,7 +31,7 @@ async def test_death_before_the_first_byte_is_invisible(start_box: Start) -> Non
         box.serve("m", "bad", "good")
         for stream in (False, True):
             for _ in range(3):
-                box.gateway.router.loads["bad"].suspect_until_s = 0
+                box.state.router.loads["bad"].suspect_until_s = 0
                 response = await box.ask("POST", "/v1/chat/completions", chat(stream=stream, seed=_))
                 assert response.status == 200
                 assert b"hel" in response.body
@@ -39,7 +39,7 @@ async def test_death_before_the_first_byte_is_invisible(start_box: Start) -> Non
             await engine.stop()
         for name in list(box.engines):
             (box.folder / f"{name}.sock").unlink(missing_ok=True)
-        assert box.gateway.router.report()["good"]["inflight"] == 0
+        assert box.state.router.report()["good"]["inflight"] == 0
 
 
 async def test_partial_plain_answer_is_retried_because_nothing_was_sent(box: Box) -> None:
@@ -54,7 +54,7 @@ async def test_partial_plain_answer_is_retried_because_nothing_was_sent(box: Box
     response = await box.ask("POST", "/v1/chat/completions", chat())
     assert response.status == 200
     assert json.loads(response.body) == chat_answer()
-    assert box.gateway.metrics.events["retried"] == 1
+    assert box.state.metrics.events["retried"] == 1
 
 
 async def test_a_request_that_kills_every_engine_is_given_up(box: Box) -> None:
@@ -120,7 +120,7 @@ async def test_large_plain_answer_cut_short_breaks_the_transfer(box: Box) -> Non
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
     with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
         await wire.response()
-    assert box.gateway.router.report()["e0"]["inflight"] == 0
+    assert box.state.router.report()["e0"]["inflight"] == 0
 
 
 async def test_engine_errors_are_rewritten(box: Box) -> None:
@@ -155,7 +155,7 @@ async def test_engine_errors_are_rewritten(box: Box) -> None:
             response = await box.ask("POST", "/v1/chat/completions", chat(stream=stream))
             assert (response.status, response.error["param"], response.error["code"]) == (expected, param, code)
             assert response.headers["x-request-id"].startswith("req_")
-    assert box.gateway.router.choose("m", 1, False, lambda: b"", 0.0) is not None, (
+    assert box.state.router.choose("m", 1, False, lambda: b"", 0.0) is not None, (
         "one client's 500s must not block a replica"
     )
 
@@ -214,7 +214,7 @@ async def test_an_adapter_that_is_nowhere_is_not_its_engines_fault(box: Box) -> 
     box.apply()
     response = await box.ask("POST", "/v1/chat/completions", chat() | {"model": "ft:gone"})
     assert (response.status, response.error["code"]) == (503, "model_not_ready")
-    assert box.gateway.router.choose("m", 1, False, lambda: b"", 0.0) is not None, "requests of the base go on"
+    assert box.state.router.choose("m", 1, False, lambda: b"", 0.0) is not None, "requests of the base go on"
 
 
 async def test_error_events_inside_a_stream_are_rewritten(box: Box) -> None:
@@ -276,9 +276,9 @@ async def test_leaving_client_aborts_the_engine_at_once(box: Box, when: str) -> 
         await wire.head()
     wire.close()
     await asyncio.wait_for(box.engines["e0"].lost.wait(), 10)
-    await box.until(lambda: not box.gateway.connections)
-    assert box.gateway.router.report()["e0"] == {"inflight": 0, "streams": 0, "waiting_tokens": 0}
-    assert box.gateway.buffered_bytes == 0
+    await box.until(lambda: not box.state.connections)
+    assert box.state.router.report()["e0"] == {"inflight": 0, "streams": 0, "waiting_tokens": 0}
+    assert box.state.buffered_bytes == 0
 
 
 async def test_many_disconnects_leave_nothing_behind(box: Box) -> None:
@@ -296,10 +296,10 @@ async def test_many_disconnects_leave_nothing_behind(box: Box) -> None:
             await wire.head()
             wire.close()
         box.wires.clear()
-    await box.until(lambda: not box.gateway.connections)
-    assert box.gateway.metrics.events["client_disconnected"] == 200
-    assert box.gateway.router.report()["e0"] == {"inflight": 0, "streams": 0, "waiting_tokens": 0}
-    assert box.gateway.pool._idle == {}
+    await box.until(lambda: not box.state.connections)
+    assert box.state.metrics.events["client_disconnected"] == 200
+    assert box.state.router.report()["e0"] == {"inflight": 0, "streams": 0, "waiting_tokens": 0}
+    assert box.state.pool._idle == {}
 
 
 async def test_client_that_never_reads_is_bounded_and_dropped_while_neighbours_run(start_box: Start) -> None:
@@ -321,15 +321,15 @@ async def test_client_that_never_reads_is_bounded_and_dropped_while_neighbours_r
     wire = await box.connect()
     wire.reader._limit = 1  # the stream reader stops reading its socket at once
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
-    await box.until(lambda: any(conn.write_paused for conn in box.gateway.connections))
-    conn = next(conn for conn in box.gateway.connections if conn.write_paused)
+    await box.until(lambda: any(conn.write_paused for conn in box.state.connections))
+    conn = next(conn for conn in box.state.connections if conn.write_paused)
     for _ in range(5):
         assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
     # On a machine that is slow enough it has been dropped by now.
     assert conn.transport is None or conn.transport.get_write_buffer_size() < 1 << 20
     await asyncio.wait_for(box.engines["e0"].lost.wait(), 10)
     assert sent < 40 << 20
-    assert box.gateway.metrics.events["client_stalled"] == 1
+    assert box.state.metrics.events["client_stalled"] == 1
 
 
 async def test_slow_reader_gets_everything(box: Box) -> None:
@@ -354,7 +354,7 @@ async def test_slow_reader_gets_everything(box: Box) -> None:
 
 async def test_stale_pooled_connection_costs_no_attempt(box: Box) -> None:
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
-    (idle,) = box.gateway.pool._idle.values()
+    (idle,) = box.state.pool._idle.values()
     assert len(idle) == 1
 
     async def dies_on_old_connection(request: UpstreamRequest, reply: Reply) -> None:
@@ -365,8 +365,8 @@ async def test_stale_pooled_connection_costs_no_attempt(box: Box) -> None:
 
     box.engines["e0"].script = dies_on_old_connection
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
-    assert box.gateway.metrics.events["retried"] == 0
-    assert box.gateway.metrics.events["upstream_died"] == 0
+    assert box.state.metrics.events["retried"] == 0
+    assert box.state.metrics.events["upstream_died"] == 0
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import json
 import time
 from typing import Any
 
-from appliance.gateway.observe.reports import load_report
+from appliance.gateway.state.reports import load_report
 
 from .conftest import Box, Start, chat, request_bytes
 from .upstreams import Reply, UpstreamRequest, answer_chat, chat_events
@@ -27,17 +27,17 @@ async def test_held_until_a_replica_opens_in_order(start_box: Start) -> None:
     for i in range(5):
         wire = await box.connect()
         await wire.send(request_bytes("POST", "/v1/chat/completions", chat(seed=i, stream=i % 2 == 0)))
-        await box.until(lambda i=i: box.gateway.holds.held("m") == i + 1)
+        await box.until(lambda i=i: box.state.holds.held("m") == i + 1)
         wires.append(wire)
-    assert load_report(box.gateway)["models"]["m"]["held"] == 5
-    assert load_report(box.gateway)["models"]["m"]["inflight"] == 0
+    assert load_report(box.state)["models"]["m"]["held"] == 5
+    assert load_report(box.state)["models"]["m"]["inflight"] == 0
     assert True in box.changes, "the first held request must be reported at once: a sleeping model wakes on it"
     box.serve("m", "e0")
     responses = [await wire.response() for wire in wires]
     assert [response.status for response in responses] == [200] * 5
     assert sorted(order) == [0, 1, 2, 3, 4]
     assert responses[0].body == b"".join(chat_events("hel", "lo"))
-    assert box.gateway.holds.count == 0 and box.gateway.holds.body_bytes == 0
+    assert box.state.holds.count == 0 and box.state.holds.body_bytes == 0
 
 
 async def test_held_stream_gets_comments_then_its_answer(start_box: Start) -> None:
@@ -85,7 +85,7 @@ async def test_past_the_deadline_503_with_retry_after(start_box: Start) -> None:
     assert 1 <= int(response.headers["retry-after"]) <= 120
     box.serve("m", hold_s=0)
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 503
-    assert box.gateway.holds.count == 0
+    assert box.state.holds.count == 0
 
 
 def trouble(in_s: float, reason: str = "no memory for it", hold_before_s: float = 10.0) -> dict[str, Any]:
@@ -97,7 +97,7 @@ async def test_who_waits_for_a_model_that_is_not_tried_soon_is_told_why_and_when
     box.serve("m")
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
-    await box.until(lambda: box.gateway.holds.held("m") == 1)
+    await box.until(lambda: box.state.holds.held("m") == 1)
     box.serve("m", trouble=trouble(40.0))
     for response in (await wire.response(), await box.ask("POST", "/v1/chat/completions", chat())):
         assert response.status == 503 and response.error["code"] == "model_not_ready"
@@ -105,7 +105,7 @@ async def test_who_waits_for_a_model_that_is_not_tried_soon_is_told_why_and_when
         assert 38 <= wait_s <= 40
         told = f"The model `m` is not serving: no memory for it. The next try is in {wait_s} s."
         assert response.error["message"] == told
-    assert box.gateway.holds.count == 0 and box.gateway.holds.body_bytes == 0
+    assert box.state.holds.count == 0 and box.state.holds.body_bytes == 0
 
 
 async def test_who_comes_shortly_before_the_next_try_waits_for_it(start_box: Start) -> None:
@@ -115,7 +115,7 @@ async def test_who_comes_shortly_before_the_next_try_waits_for_it(start_box: Sta
         box.serve("m", trouble=trouble(in_s))
         wire = await box.connect()
         await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
-        await box.until(lambda: box.gateway.holds.held("m") == 1)
+        await box.until(lambda: box.state.holds.held("m") == 1)
         box.serve("m", "e0")
         assert (await wire.response()).status == 200
     box.serve("m", trouble=trouble(9.0, hold_before_s=1.0))
@@ -136,14 +136,14 @@ async def test_bounds_on_what_may_wait(start_box: Start) -> None:
     for i, model in enumerate(("a", "a")):
         wire = await box.connect()
         await wire.send(request_bytes("POST", "/v1/chat/completions", chat(model)))
-        await box.until(lambda i=i: box.gateway.holds.count == i + 1)
+        await box.until(lambda i=i: box.state.holds.count == i + 1)
     response = await box.ask("POST", "/v1/chat/completions", chat("a"))
     assert response.status == 503 and "this model" in response.error["message"]
     response = await box.ask("POST", "/v1/chat/completions", chat("b", user="x" * 1000))
     assert response.status == 503 and "too large" in response.error["message"]
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat("b")))
-    await box.until(lambda: box.gateway.holds.count == 3)
+    await box.until(lambda: box.state.holds.count == 3)
     response = await box.ask("POST", "/v1/chat/completions", chat("c"))
     assert response.status == 503 and "too many requests are waiting" in response.error["message"]
 
@@ -153,10 +153,10 @@ async def test_client_that_leaves_while_held_is_forgotten(start_box: Start) -> N
     box.serve("m")
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
-    await box.until(lambda: box.gateway.holds.count == 1)
+    await box.until(lambda: box.state.holds.count == 1)
     wire.close()
-    await box.until(lambda: box.gateway.holds.count == 0)
-    assert box.gateway.holds.body_bytes == 0 and box.gateway.buffered_bytes == 0
+    await box.until(lambda: box.state.holds.count == 0)
+    assert box.state.holds.body_bytes == 0 and box.state.buffered_bytes == 0
 
 
 async def test_draining_replica_finishes_its_work_and_gets_no_more(start_box: Start) -> None:
@@ -180,12 +180,12 @@ async def test_draining_replica_finishes_its_work_and_gets_no_more(start_box: St
     for _ in range(5):
         assert (await box.ask("POST", "/v1/chat/completions", chat(stream=True))).body.endswith(b"[DONE]\n\n")
     assert len(box.engines["old"].requests) == 1
-    assert load_report(box.gateway)["replicas"]["old"]["inflight"] == 1
+    assert load_report(box.state)["replicas"]["old"]["inflight"] == 1
     box.changes.clear()
     go_on.set()
     assert (await wire.response_body()).endswith(b"[DONE]\n\n")
     assert box.changes == [True], "the zero of a draining replica is reported at once"
-    assert load_report(box.gateway)["replicas"]["old"]["inflight"] == 0
+    assert load_report(box.state)["replicas"]["old"]["inflight"] == 0
 
 
 async def test_replica_removed_from_the_table_is_reported_until_idle(box: Box) -> None:
@@ -200,10 +200,10 @@ async def test_replica_removed_from_the_table_is_reported_until_idle(box: Box) -
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
     await box.until(lambda: bool(box.engines["e0"].requests))
     box.serve("m")
-    assert load_report(box.gateway)["replicas"]["e0"]["inflight"] == 1
+    assert load_report(box.state)["replicas"]["e0"]["inflight"] == 1
     go_on.set()
     assert (await wire.response()).status == 200
-    assert "e0" not in load_report(box.gateway)["replicas"]
+    assert "e0" not in load_report(box.state)["replicas"]
 
 
 async def test_dead_socket_holds_until_the_next_table(start_box: Start) -> None:
@@ -211,11 +211,11 @@ async def test_dead_socket_holds_until_the_next_table(start_box: Start) -> None:
     box.serve("m", "e0")  # its socket does not exist
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
-    await box.until(lambda: box.gateway.holds.count == 1)
+    await box.until(lambda: box.state.holds.count == 1)
     await box.engine("e1")
     box.serve("m", "e1")
     assert (await wire.response()).status == 200
-    assert box.gateway.metrics.events["connect_failed"] >= 1
+    assert box.state.metrics.events["connect_failed"] >= 1
 
 
 async def test_full_replicas_queue_in_the_gateway(start_box: Start) -> None:
@@ -255,8 +255,8 @@ async def test_ten_swaps_under_load_drop_nothing(start_box: Start) -> None:
     for i in range(10):
         current, other = ("a", "b") if i % 2 == 0 else ("b", "a")
         box.serve("m", **{current: "draining"})
-        await box.until(lambda current=current: not box.gateway.router.report()[current]["inflight"])
-        await box.until(lambda: box.gateway.holds.count >= 1)
+        await box.until(lambda current=current: not box.state.router.report()[current]["inflight"])
+        await box.until(lambda: box.state.holds.count >= 1)
         box.serve("m", other)
         count = len(answers)
         await box.until(lambda count=count: len(answers) > count + 8)
@@ -271,12 +271,12 @@ async def test_model_deleted_while_its_requests_wait(start_box: Start) -> None:
     box.serve("m")
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
-    await box.until(lambda: box.gateway.holds.count == 1)
+    await box.until(lambda: box.state.holds.count == 1)
     del box.models["m"]
     box.apply()
     response = await wire.response()
     assert response.status == 404 and response.error["code"] == "model_not_found"
-    assert box.gateway.holds.count == 0
+    assert box.state.holds.count == 0
 
 
 async def test_key_revoked_mid_stream_ends_the_stream_and_refuses_the_next(box: Box) -> None:
@@ -299,7 +299,7 @@ async def test_key_revoked_mid_stream_ends_the_stream_and_refuses_the_next(box: 
     assert await wires["sk-test-inference"].chunk() == b""
     refused = await box.ask("POST", "/v1/chat/completions", chat(), key="sk-test-inference")
     assert refused.status == 401
-    await box.until(lambda: load_report(box.gateway)["replicas"]["e0"]["inflight"] == 1)
+    await box.until(lambda: load_report(box.state)["replicas"]["e0"]["inflight"] == 1)
 
 
 async def test_shutdown_lets_streams_finish_and_refuses_new_ones(box: Box) -> None:
@@ -321,7 +321,7 @@ async def test_shutdown_lets_streams_finish_and_refuses_new_ones(box: Box) -> No
     go_on.set()
     assert (await busy.response_body()).endswith(b"[DONE]\n\n")
     await asyncio.wait_for(stopping, 10)
-    assert not box.gateway.connections
+    assert not box.state.connections
 
 
 async def test_shutdown_deadline_ends_streams_with_an_error_event(start_box: Start) -> None:
@@ -339,7 +339,7 @@ async def test_shutdown_deadline_ends_streams_with_an_error_event(start_box: Sta
     await stream.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
     await stream.head()
     await held.send(request_bytes("POST", "/v1/chat/completions", chat("cold")))
-    await box.until(lambda: box.gateway.holds.count == 1)
+    await box.until(lambda: box.state.holds.count == 1)
     await box.gateway.stop(0.02)
     assert b'"code":"shutting_down"' in await stream.eof()
     assert (await held.response()).status == 503

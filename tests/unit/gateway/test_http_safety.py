@@ -118,7 +118,7 @@ async def test_bodies_are_bounded_announced_or_not(start_box: Start) -> None:
             wire.writer.write(b"80\r\n" + b"x" * 128 + b"\r\n")
         response = await wire.response()
         assert response.status == 413
-    assert box.gateway.buffered_bytes == 0
+    assert box.state.buffered_bytes == 0
 
 
 async def test_all_bodies_together_are_bounded(start_box: Start) -> None:
@@ -127,12 +127,12 @@ async def test_all_bodies_together_are_bounded(start_box: Start) -> None:
     box.serve("m", "e0")
     slow = await box.connect()
     await slow.send(POST + b"Content-Length: 3500\r\n\r\n" + b" " * 3400)
-    await box.until(lambda: box.gateway.buffered_bytes == 3400)
+    await box.until(lambda: box.state.buffered_bytes == 3400)
     response = await box.ask("POST", "/v1/chat/completions", chat(user="x" * 1000))
     assert response.status == 503 and response.error["code"] == "overloaded"
     assert int(response.headers["retry-after"]) <= 120
     slow.close()
-    await box.until(lambda: box.gateway.buffered_bytes == 0)
+    await box.until(lambda: box.state.buffered_bytes == 0)
     assert (await box.ask("POST", "/v1/chat/completions", chat(user="x" * 1000))).status == 200
 
 
@@ -148,7 +148,7 @@ async def test_slow_loris_head_and_body_are_cut_off_and_idle_connections_closed(
     await kept.send(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n")
     assert (await kept.response()).status == 200
     assert await kept.eof() == b""
-    await box.until(lambda: not box.gateway.connections)
+    await box.until(lambda: not box.state.connections)
 
 
 async def test_connections_are_bounded(start_box: Start) -> None:
@@ -161,7 +161,7 @@ async def test_connections_are_bounded(start_box: Start) -> None:
     response = await third.response()
     assert response.status == 503 and response.error["code"] == "too_many_connections"
     wires[0].close()
-    await box.until(lambda: len(box.gateway.connections) <= 1)
+    await box.until(lambda: len(box.state.connections) <= 1)
     assert (await box.ask("GET", "/health")).status == 200
 
 

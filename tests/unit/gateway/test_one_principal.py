@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from appliance.gateway.http.outbox import Outbox
-from appliance.gateway.http.upstream import CHUNKED, UpstreamConnection, UpstreamPool
+from appliance.gateway.http.upstream import CHUNKED, Owner, UpstreamConnection, UpstreamPool
 
 from .conftest import Box, Start, Wire, chat, request_bytes
 from .upstreams import chat_answer
@@ -261,7 +261,7 @@ class _Transport(asyncio.Transport):
         return self.closed
 
 
-class _Owner:
+class _Owner(Owner):
     def __init__(self) -> None:
         self.done, self.lost = False, False
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from appliance.gateway.observe.reports import load_report
+from appliance.gateway.state.reports import load_report
 
 from .conftest import Box, Start, chat, request_bytes, salted
 from .upstreams import Reply, UpstreamRequest, chat_answer, chat_events
@@ -89,7 +89,7 @@ async def test_the_version_named_is_the_engines_own(box: Box) -> None:
     for stream in (False, True):
         response = await box.ask("POST", "/v1/chat/completions", chat(stream=stream))
         assert response.headers["x-appliance-model-version"] == "v2"
-    assert "v2" in {version for _, version, _ in box.gateway.metrics.models["m"]}
+    assert "v2" in {version for _, version, _ in box.state.metrics.models["m"]}
     box.serve("mine", "e0")
     box.models["mine"]["adapter"] = "a7"
     box.apply()
@@ -121,7 +121,7 @@ async def test_keep_alive_reuses_both_sides(box: Box) -> None:
         await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
         assert (await wire.response()).status == 200
     assert box.engines["e0"].connections == 1
-    assert len(box.gateway.connections) == 1
+    assert len(box.state.connections) == 1
 
 
 async def test_pipelined_requests_are_answered_in_order(box: Box) -> None:
@@ -201,7 +201,7 @@ async def test_load_is_counted_and_given_back(box: Box) -> None:
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat(max_tokens=100)))
     await box.until(lambda: bool(box.engines["e0"].requests))
-    report = load_report(box.gateway)
+    report = load_report(box.state)
     assert report["replicas"]["e0"]["inflight"] == 1
     assert report["replicas"]["e0"]["waiting_tokens"] > 100
     assert report["models"]["m"]["inflight"] == 1 and report["models"]["m"]["held"] == 0
@@ -210,11 +210,11 @@ async def test_load_is_counted_and_given_back(box: Box) -> None:
     assert report["models"]["m"]["waiting_prompt_tokens"] == 0, "an answer in one piece does not say when it began"
     go_on.set()
     assert (await wire.response()).status == 200
-    report = load_report(box.gateway)
+    report = load_report(box.state)
     assert report["replicas"]["e0"] == {"inflight": 0, "streams": 0, "waiting_tokens": 0}
     assert report["models"]["m"]["ttft_p95_s"] > 0
     assert report["models"]["m"]["tpot_p95_s"] is None, "nothing was streamed"
-    assert box.gateway.buffered_bytes == 0
+    assert box.state.buffered_bytes == 0
 
 
 async def test_streams_with_a_replica_to_themselves_tell_the_prefill_rate(box: Box) -> None:
@@ -222,7 +222,7 @@ async def test_streams_with_a_replica_to_themselves_tell_the_prefill_rate(box: B
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         await reply.sse_head()
-        waiting.append(load_report(box.gateway)["models"]["m"]["waiting_prompt_tokens"])
+        waiting.append(load_report(box.state)["models"]["m"]["waiting_prompt_tokens"])
         if len(waiting) > 1:
             await go_on.wait()
         for event in chat_events("a"):
@@ -231,14 +231,14 @@ async def test_streams_with_a_replica_to_themselves_tell_the_prefill_rate(box: B
 
     box.engines["e0"].script = script
     await box.ask("POST", "/v1/chat/completions", chat(stream=True))
-    one = box.gateway.metrics.arrivals("m")[1]
+    one = box.state.metrics.arrivals("m")[1]
     two = [asyncio.create_task(box.ask("POST", "/v1/chat/completions", chat(stream=True))) for _ in range(2)]
     await box.until(lambda: len(waiting) == 3)
     go_on.set()
     await asyncio.gather(*two)
     assert waiting[0] == one > 0 and waiting[2] == 2 * one
-    assert load_report(box.gateway)["models"]["m"]["waiting_prompt_tokens"] == 0
-    samples = box.gateway.metrics._idle_starts["m"]
+    assert load_report(box.state)["models"]["m"]["waiting_prompt_tokens"] == 0
+    samples = box.state.metrics._idle_starts["m"]
     assert 1 <= len(samples) <= 2 and samples[0][0] == one, "not of one that found or got a neighbour"
-    box.gateway.metrics.forget_models([])
-    assert box.gateway.metrics.arrivals("m")[0] == 3, "or its return would look like a restart"
+    box.state.metrics.forget_models([])
+    assert box.state.metrics.arrivals("m")[0] == 3, "or its return would look like a restart"

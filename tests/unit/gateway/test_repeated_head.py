@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from appliance.gateway.http import request_parser
+from appliance.gateway.server import request_parser
 
 from .conftest import KEY, Box, chat, request_bytes
 
@@ -39,7 +39,7 @@ async def test_the_same_head_with_other_bodies_is_parsed_once(box: Box, parsed: 
         ids.add(response.headers["x-request-id"])
     assert len(parsed) == 1 and len(ids) == 4
     assert [request.json["user"] for request in box.engines["e0"].requests] == ["a", "bc", "x" * 2000, "d"]
-    assert box.gateway.metrics.requests["chat.completions", 200] == 4 and box.gateway.buffered_bytes == 0
+    assert box.state.metrics.requests["chat.completions", 200] == 4 and box.state.buffered_bytes == 0
 
 
 async def test_a_revoked_key_is_refused_in_the_next_request(box: Box, parsed: list[bytes]) -> None:
@@ -96,7 +96,7 @@ async def test_a_connection_of_differing_heads_stops_comparing(box: Box) -> None
     for i in range(8):
         await wire.send(ask("a", headers=f"X-Trace: {i}\r\n"))
         assert (await wire.response()).status == 200
-    (connection,) = box.gateway.connections
+    (connection,) = box.state.connections
     assert connection._parser._differing == request_parser._DIFFERING_HEADS
 
 

@@ -168,7 +168,7 @@ async def test_what_has_no_room_to_wait_is_said_not_to_be_stored(start_box: Star
     box.serve("m", "e0")
     said = [json.loads((await box.ask("POST", URL, {"model": "m", "input": "x"})).body)["store"] for _ in range(3)]
     assert said == [True, False, False]
-    assert box.gateway.metrics.events["responses_not_stored"] == 2
+    assert box.state.metrics.events["responses_not_stored"] == 2
     await box.control(Controller())
     assert len(await stored(box)) == 1
 
@@ -202,7 +202,7 @@ async def test_a_copy_that_the_controller_refuses_is_dropped_in_the_end(front: B
     script = front.controller.script  # type: ignore[union-attr]
     script.status = status  # type: ignore[attr-defined]
     await front.ask("POST", URL, {"model": "m", "input": "bad"})
-    await front.until(lambda: front.gateway.metrics.events["responses_not_stored"] == 1)
+    await front.until(lambda: front.state.metrics.events["responses_not_stored"] == 1)
     script.status = 200  # type: ignore[attr-defined]
     await front.ask("POST", URL, {"model": "m", "input": "good"})
     assert [copy["input"] for copy in await stored(front)] == ["good"]
@@ -226,7 +226,7 @@ async def test_the_engine_gets_the_whole_conversation_and_the_client_sees_what_i
     assert said["previous_response_id"] == "resp_known"
     (copy,) = await stored(front)
     assert copy["previous"] == "resp_known" and copy["input"] == "and 3?"
-    assert front.gateway.buffered_bytes == 0
+    assert front.state.buffered_bytes == 0
 
 
 async def test_an_unknown_previous_response_is_openais_error_and_no_engine_hears_of_it(front: Box) -> None:
@@ -239,7 +239,7 @@ async def test_an_unknown_previous_response_is_openais_error_and_no_engine_hears
         assert response.error["param"] == "previous_response_id"
     assert front.controller is not None
     assert front.controller.requests[0].target == "/internal/responses/context?id=..%2Fx%3Fy%26id%3Dz"
-    assert not front.engines["e0"].requests and front.gateway.buffered_bytes == 0
+    assert not front.engines["e0"].requests and front.state.buffered_bytes == 0
 
 
 async def test_limits_hold_for_the_joined_input(start_box: Start) -> None:
@@ -259,7 +259,7 @@ async def test_limits_hold_for_the_joined_input(start_box: Start) -> None:
         controller.earlier = earlier
         response = await box.ask("POST", URL, body)
         assert (response.status, response.error["code"]) == (status, code)
-    assert not box.engines["e0"].requests and box.gateway.buffered_bytes == 0
+    assert not box.engines["e0"].requests and box.state.buffered_bytes == 0
 
 
 async def test_a_controller_that_is_away_is_503_for_who_goes_on_and_nobody_else(start_box: Start) -> None:
@@ -285,8 +285,8 @@ async def test_who_leaves_while_earlier_turns_are_fetched_costs_nothing(start_bo
     await box.until(lambda: bool(controller.requests))
     wire.close()
     await asyncio.wait_for(controller.lost.wait(), 10)
-    await box.until(lambda: not box.gateway.connections)
-    assert not box.engines["e0"].requests and box.gateway.buffered_bytes == 0
+    await box.until(lambda: not box.state.connections)
+    assert not box.engines["e0"].requests and box.state.buffered_bytes == 0
 
 
 async def test_many_that_go_on_at_once_are_no_more_than_a_key_may_have_open(start_box: Start) -> None:
@@ -310,11 +310,11 @@ async def test_many_that_go_on_at_once_are_no_more_than_a_key_may_have_open(star
         await wire.send(request_bytes("POST", URL, {"model": "m", "input": "x", "previous_response_id": "resp_known"}))
     await box.until(lambda: len(controller.requests) == 4)
     go_on.set()
-    await box.until(lambda: box.gateway.metrics.events["concurrency_limited"] == 2)
+    await box.until(lambda: box.state.metrics.events["concurrency_limited"] == 2)
     assert len(engine.requests) <= 2
     for wire in wires:
         wire.close()
-    await box.until(lambda: not box.gateway.connections)
+    await box.until(lambda: not box.state.connections)
 
 
 async def test_asking_what_was_said_before_is_metered_as_the_controllers_other_routes_are(start_box: Start) -> None:
@@ -430,4 +430,4 @@ async def test_in_background_is_the_controllers_business_after_the_gateways_chec
     for bad in ({"model": "none"}, {"temperature": 3}, {"input": None}):
         assert (await front.ask("POST", URL, {**body, **bad})).status in (400, 404)
     assert len(front.controller.requests) == 3 and not front.engines["e0"].requests
-    assert front.gateway.buffered_bytes == 0
+    assert front.state.buffered_bytes == 0

@@ -42,13 +42,13 @@ async def test_a_body_that_is_still_arriving(box: Box, framing: str) -> None:
     else:
         head = _head().replace(b"Content-Length: 1000", b"Transfer-Encoding: chunked")
         await wire.send(head + b"%x\r\n%b\r\n" % (len(BODY), BODY))
-    await box.until(lambda: box.gateway.buffered_bytes == len(BODY))
+    await box.until(lambda: box.state.buffered_bytes == len(BODY))
     _revoke(box, OTHER)
-    assert box.gateway.buffered_bytes == len(BODY), "another's key is not this one"
+    assert box.state.buffered_bytes == len(BODY), "another's key is not this one"
     _revoke(box)
     await _ended(wire)
-    assert box.gateway.buffered_bytes == 0 and box.engines["e0"].requests == []
-    assert box.gateway.metrics.events["revoked_in_flight"] == 1
+    assert box.state.buffered_bytes == 0 and box.engines["e0"].requests == []
+    assert box.state.metrics.events["revoked_in_flight"] == 1
 
 
 async def test_an_upload_that_is_passed_on(box: Box) -> None:
@@ -62,7 +62,7 @@ async def test_an_upload_that_is_passed_on(box: Box) -> None:
     server = await asyncio.start_unix_server(serve, box.gateway.config.controller_socket)
     wire = await box.connect()
     await wire.send(_head("/v1/files", "sk-test-tuning") + b"x")
-    await box.until(lambda: any(conn.active for conn in box.gateway.connections))
+    await box.until(lambda: any(conn.active for conn in box.state.connections))
     _revoke(box, "sk-test-tuning")
     await _ended(wire)
     await asyncio.wait_for(gone.wait(), 10)
@@ -85,22 +85,22 @@ async def test_what_was_pipelined_behind_a_stream_never_begins(box: Box) -> None
     await wire.send(asked)
     await asyncio.wait_for(going.wait(), 10)
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat(), key=KEY) + _head() + BODY)
-    await box.until(lambda: any(conn._waiting for conn in box.gateway.connections))
+    await box.until(lambda: any(conn._waiting for conn in box.state.connections))
     _revoke(box)
     assert (await wire.head())[0] == 200
     rest = await wire.eof()
     assert b"was revoked while it ran" in rest and b"HTTP/1.1 200" not in rest
-    assert len(box.engines["e0"].requests) == 1 and box.gateway.buffered_bytes == 0
+    assert len(box.engines["e0"].requests) == 1 and box.state.buffered_bytes == 0
 
 
 async def test_a_request_that_is_held(box: Box) -> None:
     box.serve("m", e0="draining")
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat(), key=KEY))
-    await box.until(lambda: box.gateway.holds.held("m") == 1)
+    await box.until(lambda: box.state.holds.held("m") == 1)
     _revoke(box)
     await _ended(wire)
-    assert box.gateway.holds.held("m") == 0
+    assert box.state.holds.held("m") == 0
 
 
 async def test_a_control_request_whose_answer_is_awaited(box: Box) -> None:
@@ -122,7 +122,7 @@ async def test_a_control_request_whose_answer_is_awaited(box: Box) -> None:
 async def test_a_scope_that_is_taken_away_counts_for_what_has_not_begun(box: Box) -> None:
     wire = await box.connect()
     await wire.send(_head() + BODY)
-    await box.until(lambda: box.gateway.buffered_bytes == len(BODY))
+    await box.until(lambda: box.state.buffered_bytes == len(BODY))
     box.keys[hashlib.sha256(KEY.encode()).hexdigest()]["scopes"] = ["fine_tuning"]
     box.apply()
     response = await wire.response()
@@ -136,12 +136,12 @@ async def test_a_body_that_drips_ends_however_steadily_it_comes(start_box: Start
     began = time.monotonic()
     await wire.send(_head() + b"x")
     for passed_s, received in ((30.0, 50), (61.0, 100), (69.0, 150)):
-        await box.until(lambda received=received: box.gateway.buffered_bytes >= received - 49)
+        await box.until(lambda received=received: box.state.buffered_bytes >= received - 49)
         box.gateway.sweep(began + passed_s)
         await wire.send(b"x" * 50)
-    await box.until(lambda: box.gateway.buffered_bytes == 151)
+    await box.until(lambda: box.state.buffered_bytes == 151)
     box.gateway.sweep(began + 74.0)
-    assert box.gateway.connections and next(iter(box.gateway.connections)).parsing is not None
+    assert box.state.connections and next(iter(box.state.connections)).parsing is not None
     box.gateway.sweep(began + 77.0)  # 60 s and 15.1 s for 151 bytes are over
     response = await wire.response()
     assert response.status == 408 and response.error["code"] == "request_timeout"
@@ -156,8 +156,8 @@ async def test_a_body_that_waits_for_the_controller_is_not_slow(box: Box) -> Non
     wire = await box.connect()
     await wire.send(_head("/v1/files", OTHER, 400_000_000))
     wire.writer.write(b"x" * 8_000_000)
-    await box.until(lambda: any(conn.active and conn.read_paused for conn in box.gateway.connections))
-    (conn,) = box.gateway.connections
+    await box.until(lambda: any(conn.active and conn.read_paused for conn in box.state.connections))
+    (conn,) = box.state.connections
     conn._paused_since_s -= 5000.0  # as if it had been paused for so long
     box.gateway.sweep(time.monotonic() + 100)
     assert conn.parsing is not None

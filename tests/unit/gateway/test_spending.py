@@ -106,12 +106,12 @@ async def test_every_answer_is_counted_in_tokens(box: Box) -> None:
         options = {"stream_options": {"include_usage": True}} if asks else {}
         response = await box.ask("POST", "/v1/completions", completion(stream=True, **options))
         assert ("usage" in events(response.body)[-1]) is asks
-    (row,) = box.gateway.spending.meter.take()
+    (row,) = box.state.spending.meter.take()
     assert row == {
         "key": "key_all", "model": "m", "version": "v1", "requests": 3, "errors": 0, "refused": 0,
         "prompt_tokens": 3 + 3 + 3, "completion_tokens": 2 + 6 + 6,
     }  # fmt: skip
-    assert box.gateway.spending.meter.take() == []
+    assert box.state.spending.meter.take() == []
 
 
 async def test_a_continued_stream_is_counted_once(box: Box) -> None:
@@ -119,7 +119,7 @@ async def test_a_continued_stream_is_counted_once(box: Box) -> None:
     body = chat(stream=True, temperature=0, max_tokens=50)
     response = await box.ask("POST", "/v1/chat/completions", body)
     assert response.body.endswith(b"[DONE]\n\n") and "usage" not in events(response.body)[-1]
-    (row,) = box.gateway.spending.meter.take()
+    (row,) = box.state.spending.meter.take()
     assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (1, 3, 6)
 
 
@@ -140,7 +140,7 @@ async def test_the_added_event_is_taken_out_however_the_bytes_are_cut(box: Box) 
         assert response.status == 200, response.body
         assert text_of(response.body) == "a" and b"usage" not in response.body, response.body
         assert response.body.endswith(b"data: [DONE]\n\n")
-    assert box.gateway.spending.meter.take()[0]["prompt_tokens"] == 140
+    assert box.state.spending.meter.take()[0]["prompt_tokens"] == 140
 
 
 async def test_failures_are_counted_too(box: Box) -> None:
@@ -149,7 +149,7 @@ async def test_failures_are_counted_too(box: Box) -> None:
 
     box.engines["e0"].script = script
     await box.ask("POST", "/v1/chat/completions", chat())
-    (row,) = box.gateway.spending.meter.take()
+    (row,) = box.state.spending.meter.take()
     assert (row["requests"], row["errors"], row["prompt_tokens"]) == (1, 1, 0)
 
 
@@ -210,17 +210,17 @@ async def test_a_stream_whose_usage_was_asked_for_keeps_its_fingerprint(box: Box
     answer = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
     shown = [json.loads(event[6:]) for event in answer.body.split(b"\n\n") if event.startswith(b"data: {")]
     assert [event.get("system_fingerprint") for event in shown] == [None, "v1"] and "usage" not in shown[-1]
-    (series,) = box.gateway.metrics.models["m"].values()
+    (series,) = box.state.metrics.models["m"].values()
     rows = {sample.suffix: sample.value for sample in series.per_token.samples()}
     assert rows["_count"] == 1 and rows["_sum"] < 5
-    assert box.gateway.spending.meter.take()[0]["completion_tokens"] == 9
+    assert box.state.spending.meter.take()[0]["completion_tokens"] == 9
 
 
 # --- what is used is billed, and what is refused is counted
 
 
 def taken(box: Box) -> dict[str, Any]:
-    (row,) = box.gateway.spending.meter.take()
+    (row,) = box.state.spending.meter.take()
     return row
 
 
@@ -238,10 +238,10 @@ async def leave(box: Box, body: dict[str, Any], after_s: float) -> None:
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", body))
     await engine_has(box, number)
-    (conn,) = (conn for conn in box.gateway.connections if conn.active is not None)
+    (conn,) = (conn for conn in box.state.connections if conn.active is not None)
     conn.active._sent_s -= after_s
     wire.close()
-    await box.until(lambda: not any(conn.active for conn in box.gateway.connections))
+    await box.until(lambda: not any(conn.active for conn in box.state.connections))
 
 
 async def test_a_client_that_leaves_a_plain_request_pays_for_the_time_that_was_computed(box: Box) -> None:
@@ -257,7 +257,7 @@ async def test_a_client_that_leaves_a_plain_request_pays_for_the_time_that_was_c
 
 
 async def test_the_time_is_paid_at_the_models_own_rate(box: Box) -> None:
-    box.gateway.spending._rates["m"] = 100.0
+    box.state.spending._rates["m"] = 100.0
     box.engines["e0"].script = hang
     await leave(box, chat(), 2.0)
     assert 200 <= taken(box)["completion_tokens"] <= 240
@@ -269,17 +269,17 @@ async def test_the_rate_is_that_of_answers_that_came(box: Box) -> None:
 
     box.engines["e0"].script = answer
     assert (await box.ask("POST", "/v1/chat/completions", chat())).status == 200
-    assert box.gateway.spending._rates["m"] > 500
+    assert box.state.spending._rates["m"] > 500
 
 
 async def test_a_request_that_left_before_an_engine_had_it_costs_nothing(box: Box) -> None:
     box.serve("m", e0="draining")
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
-    await box.until(lambda: box.gateway.holds.count == 1)
+    await box.until(lambda: box.state.holds.count == 1)
     wire.close()
-    await box.until(lambda: box.gateway.holds.count == 0)
-    await box.until(lambda: not box.gateway.connections)
+    await box.until(lambda: box.state.holds.count == 0)
+    await box.until(lambda: not box.state.connections)
     row = taken(box)
     assert (row["requests"], row["prompt_tokens"], row["completion_tokens"]) == (1, 0, 0)
 
@@ -296,12 +296,12 @@ async def test_a_stream_that_is_left_or_whose_key_is_revoked_pays_for_what_it_go
         wire = await box.connect()
         await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True)))
         await wire.head()
-        await box.until(lambda: any(r.stream_events == 4 for c in box.gateway.connections if (r := c.active_request)))
+        await box.until(lambda: any(r.stream_events == 4 for c in box.state.connections if (r := c.active_request)))
         if revoked:
             del box.keys[hashlib.sha256(KEY.encode()).hexdigest()]
             box.apply()
         wire.close()
-        await box.until(lambda: not any(conn.active for conn in box.gateway.connections))
+        await box.until(lambda: not any(conn.active for conn in box.state.connections))
         row = taken(box)
         assert row["completion_tokens"] == 4 and row["prompt_tokens"] > 0
 
@@ -311,7 +311,7 @@ async def test_a_revoked_plain_request_is_paid_for_and_a_failed_one_is_not(box: 
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat()))
     await engine_has(box, 1)
-    (conn,) = (conn for conn in box.gateway.connections if conn.active is not None)
+    (conn,) = (conn for conn in box.state.connections if conn.active is not None)
     conn.active._sent_s -= 1.0
     digest = hashlib.sha256(KEY.encode()).hexdigest()
     row = box.keys.pop(digest)
@@ -333,7 +333,7 @@ async def test_a_revoked_plain_request_is_paid_for_and_a_failed_one_is_not(box: 
 async def test_refusals_are_counted_by_key_and_model(box: Box) -> None:
     for body, status in ((chat("nobody"), 404), (b"{", 400), (chat(nonsense=1), 400), (chat(n=10_000), 400)):
         assert (await box.ask("POST", "/v1/chat/completions", body)).status == status
-    rows = {row["model"]: row for row in box.gateway.spending.meter.take()}
+    rows = {row["model"]: row for row in box.state.spending.meter.take()}
     assert {model: (row["refused"], row["requests"]) for model, row in rows.items()} == {"": (2, 0), "m": (2, 0)}
     assert {row["key"] for row in rows.values()} == {"key_all"}
 
@@ -381,7 +381,7 @@ async def test_a_key_has_so_many_requests_open_and_others_go_on(start_box: Start
     await other.send(request_bytes("POST", "/v1/chat/completions", chat(), key="sk-test-inference"))
     await engine_has(box, 4)
     wires[2].close()  # a plain one ends: another may come, but no third stream
-    use = box.gateway.spending.use_of(box.gateway.keys[hashlib.sha256(KEY.encode()).hexdigest()])
+    use = box.state.spending.use_of(box.state.keys[hashlib.sha256(KEY.encode()).hexdigest()])
     await box.until(lambda: use.requests == 2)
     refused = await box.ask("POST", "/v1/chat/completions", chat(stream=True))
     assert refused.status == 429 and "2 streams" in refused.error["message"]
@@ -408,7 +408,7 @@ async def test_what_a_key_asks_of_the_controller_counts_as_open_too(start_box: S
         refused = await box.ask(method, path, more, key="sk-test-inference")
         assert refused.status == 429 and "2 requests" in refused.error["message"]
     assert len(controller.requests) == 2
-    use = box.gateway.spending.use_of(box.gateway.keys[hashlib.sha256(b"sk-test-inference").hexdigest()])
+    use = box.state.spending.use_of(box.state.keys[hashlib.sha256(b"sk-test-inference").hexdigest()])
     assert use.requests == 2
     for wire in wires:
         wire.close()
@@ -421,7 +421,7 @@ async def test_the_bodies_of_one_key_do_not_fill_the_memory_for_all(start_box: S
     box.serve("m", "e0")
     slow = await box.connect()
     await slow.send(request_bytes("POST", "/v1/chat/completions", b"x" * 2500)[:-100])
-    use = box.gateway.spending.use_of(box.gateway.keys[hashlib.sha256(KEY.encode()).hexdigest()])
+    use = box.state.spending.use_of(box.state.keys[hashlib.sha256(KEY.encode()).hexdigest()])
     await box.until(lambda: use.body_bytes > 2000)
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat(user="x" * 1000)))
@@ -444,7 +444,7 @@ async def test_control_routes_are_metered_but_for_administrators(start_box: Star
         assert [r.status for r in statuses] == [200, 200, 200, last]
         if last == 429:
             assert 1 <= int(statuses[-1].headers["retry-after"]) <= 20
-    (row,) = box.gateway.spending.meter.take()
+    (row,) = box.state.spending.meter.take()
     assert (row["key"], row["refused"]) == ("key_inference", 1)
 
 

@@ -31,10 +31,10 @@ async def held_then_died_once(box: Box, headers: str) -> None:
     box.serve("m", e0="draining")
     wire = await box.connect()
     await wire.send(request_bytes("POST", "/v1/chat/completions", chat(stream=True), headers=headers))
-    await box.until(lambda: box.gateway.holds.held("m") == 1)
+    await box.until(lambda: box.state.holds.held("m") == 1)
     box.serve("m", "e0")
     assert b"[DONE]" in (await wire.response()).body
-    await box.until(lambda: not any(conn.active for conn in box.gateway.connections))
+    await box.until(lambda: not any(conn.active for conn in box.state.connections))
 
 
 async def test_a_streamed_request_is_one_trace(start_box: Start, collector: Collector) -> None:
@@ -82,7 +82,7 @@ async def test_a_request_without_a_trace_begins_one_and_an_unsampled_one_is_not_
 async def test_without_an_endpoint_the_clients_trace_is_passed_on(box: Box) -> None:
     trace = f"00-{TRACE}-{PARENT}-01"
     await box.ask("POST", "/v1/chat/completions", chat(), headers=f"traceparent: {trace}\r\n")
-    assert box.engines["e0"].requests[0].headers["traceparent"] == trace and box.gateway.tracing is None
+    assert box.engines["e0"].requests[0].headers["traceparent"] == trace and box.state.tracing is None
 
 
 def test_an_endpoint_that_is_no_url_is_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from appliance.gateway.http.engine_framing import whole_chunks
 from appliance.gateway.http.outbox import Outbox
-from appliance.gateway.http.upstream import UpstreamConnection, UpstreamPool
+from appliance.gateway.http.upstream import Owner, UpstreamConnection, UpstreamPool
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 BODIES = (b"data: 1\n\n", b"\r\n0\r\n\r\n", b"x" * 20)
@@ -30,7 +30,7 @@ class Transport:
         self.aborted = True
 
 
-class Owner:
+class Waiting(Owner):
     def __init__(self) -> None:
         self.body, self.done, self.lost = b"", False, False
 
@@ -46,8 +46,8 @@ class Owner:
         pass
 
 
-def read(pieces: list[bytes]) -> tuple[Owner, UpstreamConnection]:
-    owner = Owner()
+def read(pieces: list[bytes]) -> tuple[Waiting, UpstreamConnection]:
+    owner = Waiting()
 
     async def turn() -> UpstreamConnection:
         conn = UpstreamConnection(UpstreamPool(Outbox()), "/engine")

@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from appliance.gateway.access.admission import body_limit, check_scopes
 from appliance.gateway.access.request import Request
@@ -20,14 +20,11 @@ from appliance.gateway.core import errors
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.core.routes import Kind, resolve
 from appliance.gateway.http import wire
-from appliance.gateway.http.connection import Connection
 from appliance.gateway.http.error_shapes import error_response
-from appliance.gateway.http.handler import Handler
-from appliance.gateway.http.request_parser import Closing, RequestParser
 from appliance.gateway.routing.table import Principal
-
-if TYPE_CHECKING:
-    from appliance.gateway.gateway import Gateway
+from appliance.gateway.server.dispatch import Dispatch
+from appliance.gateway.server.request_parser import Closing, Receiver, RequestParser
+from appliance.gateway.state.state import State
 
 log = logging.getLogger("appliance.gateway")
 
@@ -37,12 +34,10 @@ _LINGER_S: Final = 2.0
 _LINGER_BYTES: Final = 4 * 1024 * 1024
 
 
-class ClientConnection(Connection):
+class ClientConnection(Receiver):
     """See the module's docstring."""
 
-    write_paused: bool = False
     active_request: Request | None = None
-    parsing: Request | None = None
     _deadline_s: float = 0.0
     _stalled_since_s: float = 0.0
     _closing: bool = False
@@ -52,10 +47,10 @@ class ClientConnection(Connection):
     _body_since_s: float = 0.0
     _paused_since_s: float = 0.0
 
-    def __init__(self, gateway: Gateway) -> None:
-        super().__init__(gateway.outbox)
-        self.gateway = gateway
-        self.active: Handler | None = None
+    def __init__(self, state: State, dispatch: Dispatch) -> None:
+        super().__init__(state.outbox)
+        self._state = state
+        self._dispatch = dispatch
         self._parser: RequestParser | None = None
         self._waiting: deque[Request | ApiError] = deque()
 
@@ -63,13 +58,13 @@ class ClientConnection(Connection):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
-        self._parser = RequestParser(self.gateway, self)
-        gateway = self.gateway
-        self._deadline_s = time.monotonic() + gateway.limits.head_timeout_s
-        full = len(gateway.connections) >= gateway.limits.max_connections
-        gateway.connections.add(self)
+        self._parser = RequestParser(self._state, self)
+        state = self._state
+        self._deadline_s = time.monotonic() + state.limits.head_timeout_s
+        full = len(state.connections) >= state.limits.max_connections
+        state.connections.add(self)
         if full:
-            gateway.metrics.events["connection_refused"] += 1
+            state.metrics.events["connection_refused"] += 1
             self._refuse(errors.unavailable("Too many open connections.", "too_many_connections", 2))
 
     def data_received(self, data: bytes) -> None:
@@ -91,20 +86,20 @@ class ClientConnection(Connection):
     def connection_lost(self, exc: Exception | None) -> None:
         self.transport = None
         self._stop_parsing()
-        self.gateway.connections.discard(self)
+        self._state.connections.discard(self)
         handler, request = self.active, self.active_request
         self.active = self.active_request = None
         if handler is not None and request is not None:
             handler.client_lost()
             request.status = request.status or 499
-            self.gateway.metrics.events["client_disconnected"] += 1
-            self.gateway.finished(request, time.monotonic())
+            self._state.metrics.events["client_disconnected"] += 1
+            self._state.finished(request, time.monotonic())
         for waiting in self._waiting:
             if isinstance(waiting, Request):
-                self.gateway.release_body(waiting)
+                self._state.release_body(waiting)
         self._waiting.clear()
         if self.parsing is not None and self.parsing is not request:
-            self.gateway.release_body(self.parsing)
+            self._state.release_body(self.parsing)
         self.parsing = None
 
     def pause_writing(self) -> None:
@@ -124,10 +119,10 @@ class ClientConnection(Connection):
         """Its first byte is there."""
         if self._closing:
             raise Closing
-        if self.gateway.stopping:
+        if self._state.stopping:
             raise errors.unavailable("The server is shutting down.", "shutting_down", 2)
         if self.active is None:
-            self._deadline_s = time.monotonic() + self.gateway.limits.head_timeout_s
+            self._deadline_s = time.monotonic() + self._state.limits.head_timeout_s
 
     def head_complete(self, request: Request) -> None:
         now = time.monotonic()
@@ -135,14 +130,14 @@ class ClientConnection(Connection):
         self._window_start_s = self._body_since_s = now
         self._window_bytes = 0
         try:
-            request.request_id = self.gateway.request_id(request.headers)
+            request.request_id = wire.accepted_request_id(request.headers) or self._state.new_request_id()
             request.route = resolve(request.method, request.path)
-            self.gateway.admit(request)
+            self._dispatch.admit(request)
         except ApiError as error:
             request.refusal = error
         if self.active is not None:
             # Pipelining: answered in order, and nothing more is read until its turn.
-            if len(self._waiting) >= self.gateway.limits.pipelined_requests:
+            if len(self._waiting) >= self._state.limits.pipelined_requests:
                 raise errors.protocol_error("Too many pipelined requests.")
             self.pause_reading()
         else:
@@ -172,11 +167,11 @@ class ClientConnection(Connection):
                 raise request.refusal
             request.body_bytes = 0
             return
-        limit = body_limit(request.route, self.gateway.limits)
+        limit = body_limit(request.route, self._state.limits)
         if request.body_bytes > limit:
             raise errors.body_too_large(limit)
         if request.buffered:
-            self.gateway.take_body(request, length)
+            self._state.take_body(request, length)
             request.chunks.append(data)
         elif request is self.active_request and self.active is not None:
             self.active.body(data)
@@ -206,7 +201,7 @@ class ClientConnection(Connection):
         if request.route.kind is not Kind.HEALTH:
             request.received_s = time.monotonic()
             try:
-                self.active = self.gateway.handler(self, request)
+                self.active = self._dispatch.handler(self, request)
             except ApiError as error:
                 self.answer_error(error)
                 return
@@ -214,7 +209,7 @@ class ClientConnection(Connection):
             if not request.buffered:
                 self._pass_on_body(request)
         else:
-            status, content_type, body = self.gateway.own_answer(request)
+            status, content_type, body = self._dispatch.health()
             self.answer(status, content_type, body)
 
     def answer(self, status: int, content_type: bytes, body: bytes) -> None:
@@ -244,14 +239,14 @@ class ClientConnection(Connection):
         request = self.active_request
         assert request is not None
         self.active = self.active_request = None
-        self.gateway.metrics.events["response_aborted"] += 1
-        self.gateway.finished(request, time.monotonic())
+        self._state.metrics.events["response_aborted"] += 1
+        self._state.finished(request, time.monotonic())
         self.abort()
 
     @property
     def will_keep_alive(self) -> bool:
         request = self.active_request
-        return request is not None and request.keep_alive and request.complete and not self.gateway.stopping
+        return request is not None and request.keep_alive and request.complete and not self._state.stopping
 
     def finished(self, *, keep_alive: bool, now_s: float = 0.0) -> None:
         """The active request's response is completely written. now_s: the monotonic clock, where it was just read."""
@@ -260,7 +255,7 @@ class ClientConnection(Connection):
         now_s = now_s or time.monotonic()
         reusable = keep_alive and self.will_keep_alive
         self.active = self.active_request = None
-        self.gateway.finished(request, now_s)
+        self._state.finished(request, now_s)
         if not reusable:
             self._close(read_rest=not request.complete)
         elif self._waiting:
@@ -282,7 +277,7 @@ class ClientConnection(Connection):
             self.active.body_end()
 
     def _next_idle(self, now_s: float) -> None:
-        self._deadline_s = now_s + self.gateway.limits.keepalive_s
+        self._deadline_s = now_s + self._state.limits.keepalive_s
         if self.parsing is not None:
             # Its head came while another request was answered; its turn is now.
             try:
@@ -304,19 +299,19 @@ class ClientConnection(Connection):
             else:
                 self._waiting.append(error)
                 if self.parsing is not None:
-                    self.gateway.release_body(self.parsing)
+                    self._state.release_body(self.parsing)
                     self.parsing = None
             self._stop_parsing()
             return
         request = self.parsing
         self._stop_parsing()
         request_id = request.request_id if request is not None else b""
-        data = error_response(error, request, request_id or self.gateway.new_request_id(), close=True)
+        data = error_response(error, request, request_id or self._state.new_request_id(), close=True)
         if request is not None:
             self.parsing = None
-            self.gateway.finished(request, time.monotonic())
+            self._state.finished(request, time.monotonic())
         else:
-            self.gateway.metrics.requests["unknown", error.status] += 1
+            self._state.metrics.requests["unknown", error.status] += 1
         self.write(data)
         self._close(read_rest=True)
 
@@ -329,12 +324,12 @@ class ClientConnection(Connection):
         transport = self.transport
         self._closing = True
         if self.parsing is not None:
-            self.gateway.release_body(self.parsing)
+            self._state.release_body(self.parsing)
             self.parsing = None
         if transport is None:
             return
         if not read_rest or not transport.can_write_eof():
-            self._deadline_s = time.monotonic() + self.gateway.limits.write_stall_s
+            self._deadline_s = time.monotonic() + self._state.limits.write_stall_s
             self.close()
             return
         # Closing with unread bytes sends a reset that can destroy the answer on its way: say EOF, read on a little.
@@ -360,9 +355,9 @@ class ClientConnection(Connection):
 
     def tick(self, now_s: float) -> None:
         """Called a few times a second: everything here that depends on time."""
-        limits = self.gateway.limits
+        limits = self._state.limits
         if self.write_paused and now_s - self._stalled_since_s > limits.write_stall_s:
-            self.gateway.metrics.events["client_stalled"] += 1
+            self._state.metrics.events["client_stalled"] += 1
             self.abort()
             return
         if self._closing:
@@ -373,21 +368,21 @@ class ClientConnection(Connection):
         if parsing is not None and not self.read_paused:
             if now_s - self._window_start_s > limits.body_window_s:
                 if self._window_bytes < limits.body_window_bytes:
-                    self.gateway.metrics.events["slow_body"] += 1
+                    self._state.metrics.events["slow_body"] += 1
                     self._refuse(ApiError(408, "The request body came too slowly.", code="request_timeout", close=True))
                     return
                 self._window_start_s, self._window_bytes = now_s, 0
             allowed_s = limits.body_grace_s + parsing.body_bytes / limits.body_bytes_per_s
             if now_s - self._body_since_s > allowed_s:
                 # A little in every window would keep it open for hours.
-                self.gateway.metrics.events["slow_body"] += 1
+                self._state.metrics.events["slow_body"] += 1
                 self._refuse(ApiError(408, "The request body came too slowly.", code="request_timeout", close=True))
                 return
         if self.active is not None:
             self.active.tick(now_s)
         elif parsing is None and now_s > self._deadline_s:
             if self._parser is not None and self._parser.head_started:
-                self.gateway.metrics.events["slow_head"] += 1
+                self._state.metrics.events["slow_head"] += 1
                 self._refuse(ApiError(408, "The request head came too slowly.", code="request_timeout", close=True))
             else:
                 self.close()
@@ -404,14 +399,14 @@ class ClientConnection(Connection):
         if parsing is not None and parsing is not request and parsing.refusal is None:
             refusal = _judged_anew(parsing, principals)
             if refusal is not None:
-                self.gateway.metrics.events["revoked_in_flight"] += 1
+                self._state.metrics.events["revoked_in_flight"] += 1
                 if self.active is None:
                     self._refuse(refusal)
                     return
                 parsing.refusal = refusal  # its turn comes
         # Last: what waits behind it begins at once.
         if self.active is not None and request is not None and _is_gone(request, principals):
-            self.gateway.metrics.events["revoked_in_flight"] += 1
+            self._state.metrics.events["revoked_in_flight"] += 1
             self.active.cancel(errors.key_revoked())
 
     def stop(self) -> None:

@@ -7,18 +7,16 @@ comes out of `feed` like those raised here: the connection is of no use after it
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import httptools
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import ApiError
-from appliance.gateway.http.repeated_head import RepeatedHead, repeated_head
-
-if TYPE_CHECKING:
-    from appliance.gateway.gateway import Gateway
-    from appliance.gateway.http.server import ClientConnection
+from appliance.gateway.http.client import Client
+from appliance.gateway.server.repeated_head import RepeatedHead, repeated_head
+from appliance.gateway.state.state import State
 
 # A header that may stand once only: two of them mean that two readers could disagree.
 _ONCE: Final = frozenset(
@@ -30,6 +28,33 @@ _DIFFERING_HEADS: Final = 4
 
 class Closing(Exception):
     """Raised into the parser: bytes after a response that ends the connection are not looked at."""
+
+
+class Receiver(Client):
+    """A client's connection as its parser sees it. An ApiError that it raises is one of `RequestParser.feed`.
+
+    parsing: the request whose head is there and whose body is not, or not wholly.
+    """
+
+    parsing: Request | None = None
+
+    def request_begins(self) -> None:
+        """Its first byte is there."""
+        raise NotImplementedError
+
+    def head_complete(self, request: Request) -> None:
+        raise NotImplementedError
+
+    def body_data(self, data: bytes) -> None:
+        """More of the body of the request that is parsed."""
+        raise NotImplementedError
+
+    def request_complete(self, request: Request) -> None:
+        raise NotImplementedError
+
+    def begin(self, request: Request) -> None:
+        """It is complete, or its body is to be streamed, and it is its turn."""
+        raise NotImplementedError
 
 
 class RequestParser:
@@ -46,8 +71,8 @@ class RequestParser:
     _repeat: RepeatedHead | None = None
     _differing: int = 0
 
-    def __init__(self, gateway: Gateway, connection: ClientConnection) -> None:
-        self._gateway = gateway
+    def __init__(self, state: State, connection: Receiver) -> None:
+        self._state = state
         self._connection = connection
         self._headers: dict[bytes, bytes] = {}
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
@@ -75,12 +100,12 @@ class RequestParser:
                 raise
             raise cause from None
         except httptools.HttpParserError as error:
-            self._gateway.metrics.events["bad_http"] += 1
+            self._state.metrics.events["bad_http"] += 1
             raise errors.protocol_error(f"The request is not well-formed HTTP/1.1: {error}.") from None
         if self._in_head:
             # Bytes of a head that httptools has not reported yet are held by its parser.
             self._unparsed_head += len(data)
-            if self._unparsed_head > self._gateway.limits.head_bytes + len(data):
+            if self._unparsed_head > self._state.limits.head_bytes + len(data):
                 raise errors.protocol_error("The request head is too large.", 431)
 
     def close(self) -> None:
@@ -89,24 +114,24 @@ class RequestParser:
 
     def _repeated(self, repeat: RepeatedHead, data: bytes) -> bool:
         """Begin a request whose head is known. False: httptools must look at these bytes."""
-        gateway, connection = self._gateway, self._connection
+        state, connection = self._state, self._connection
         # With a new table its key may be revoked, or may do something else.
-        if connection.active is not None or gateway.stopping or repeat.table != gateway.tables_applied:
+        if connection.active is not None or state.stopping or repeat.table != state.tables_applied:
             return False
         body = repeat.body_of(data)
         if body is None:
             self._differing += 1
             return False
-        if len(body) > gateway.limits.inference_body_bytes:
+        if len(body) > state.limits.inference_body_bytes:
             return False
         request = repeat.again(body)
         try:
-            gateway.take_body(request, len(body))
+            state.take_body(request, len(body))
         except ApiError:
             return False
         self._differing = 0
         self._between = True
-        request.request_id = gateway.new_request_id()
+        request.request_id = state.new_request_id()
         connection.begin(request)
         return True
 
@@ -123,11 +148,11 @@ class RequestParser:
 
     def on_url(self, url: bytes) -> None:
         self._url += url
-        if len(self._url) > self._gateway.limits.target_bytes:
+        if len(self._url) > self._state.limits.target_bytes:
             raise errors.protocol_error("The request URL is too long.", 414)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        limits = self._gateway.limits
+        limits = self._state.limits
         self._header_count += 1
         self._head_bytes += len(name) + len(value) + 4
         if self._head_bytes > limits.head_bytes or self._header_count > limits.header_count:
@@ -176,7 +201,7 @@ class RequestParser:
         self._in_head = self._between = True
         self._unparsed_head = 0
         if self._fed is not None:
-            self._repeat = repeated_head(self._fed, request, self._gateway.tables_applied)
+            self._repeat = repeated_head(self._fed, request, self._state.tables_applied)
         self._connection.request_complete(request)
 
 

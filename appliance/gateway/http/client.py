@@ -1,0 +1,60 @@
+"""A client's connection as who answers sees it: what is being answered, how answers are written and finished."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.http.connection import Connection
+from appliance.gateway.http.handler import Handler
+from appliance.gateway.routing.table import Principal
+
+
+class Client(Connection):
+    """`server.client_connection.ClientConnection` is the only one; handlers know this much of it.
+
+    active: who answers the request whose turn it is. write_paused: the client takes no more bytes for now.
+    """
+
+    active: Handler | None = None
+    write_paused: bool = False
+
+    # -- for who answers
+
+    @property
+    def will_keep_alive(self) -> bool:
+        """Whether the connection outlives the response that is being written."""
+        raise NotImplementedError
+
+    def answer(self, status: int, content_type: bytes, body: bytes) -> None:
+        """Send a whole response of the gateway's own and finish the active request."""
+        raise NotImplementedError
+
+    def answer_error(self, error: ApiError) -> None:
+        """Send an error as the whole response and finish the active request."""
+        raise NotImplementedError
+
+    def abort_response(self) -> None:
+        """Break off a response that cannot be completed: the client sees a failed transfer, not a short one."""
+        raise NotImplementedError
+
+    def finished(self, *, keep_alive: bool, now_s: float = 0.0) -> None:
+        """The active request's response is completely written. now_s: the monotonic clock, where it was just read."""
+        raise NotImplementedError
+
+    # -- for the process
+
+    def tick(self, now_s: float) -> None:
+        """Called a few times a second: everything here that depends on time."""
+        raise NotImplementedError
+
+    def keys_changed(self, principals: Mapping[str, Principal]) -> None:
+        """There is a new table: what a key that is gone has here ends, whatever has arrived of it. principals: by id.
+
+        Requests that have not begun are judged by their key as it is now.
+        """
+        raise NotImplementedError
+
+    def stop(self) -> None:
+        """The gateway stops: idle connections close now, others after their answer."""
+        raise NotImplementedError

@@ -1,0 +1,110 @@
+"""Who answers a request: admitted or refused by its head, checked by its body, given to a handler."""
+
+from __future__ import annotations
+
+import orjson
+
+from appliance.gateway.access.admission import check_head, check_scopes, key_digest
+from appliance.gateway.access.request import Request
+from appliance.gateway.control.previous_response import PreviousResponse
+from appliance.gateway.control.relay import Relay, WholeRelay
+from appliance.gateway.control.scrape import Scrape
+from appliance.gateway.core import errors
+from appliance.gateway.core.routes import Kind
+from appliance.gateway.http import wire
+from appliance.gateway.http.client import Client
+from appliance.gateway.http.handler import Handler
+from appliance.gateway.inference.handler import InferenceHandler
+from appliance.gateway.inference.response_copies import ResponseCopies
+from appliance.gateway.payload.request_check import Checked, check_object, parsed_body
+from appliance.gateway.state.state import State
+
+
+class Dispatch:
+    """One for all connections of a process."""
+
+    def __init__(self, state: State, copies: ResponseCopies) -> None:
+        self._state = state
+        self._copies = copies
+
+    def admit(self, request: Request) -> None:
+        """Everything that can be said of a request from its head. Raises ApiError."""
+        state, route = self._state, request.route
+        assert route is not None
+        if route.kind is not Kind.HEALTH:
+            digest = key_digest(request.headers)
+            if state.generation < 0:
+                raise errors.unavailable("The gateway has no routing table yet. Please retry.", "starting", 2)
+            principal = state.keys.get(digest)
+            if principal is None:
+                state.metrics.events["bad_key"] += 1
+                raise errors.invalid_key()
+            request.principal = principal
+            request.use = state.spending.use_of(principal)
+            check_scopes(route, principal)
+        check_head(request, state.limits)
+
+    def handler(self, client: Client, request: Request) -> Handler:
+        """Who answers this request. Raises ApiError if its body rules it out."""
+        state, route = self._state, request.route
+        assert route is not None
+        headers = request.headers
+        if b"traceparent" in headers:
+            request.trace = wire.accepted_trace(headers)
+        principal, use = request.principal, request.use
+        assert principal is not None and use is not None
+        if route.kind is not Kind.INFERENCE:
+            state.spending.admit_control(principal, use, state.limits)
+            state.spending.opened_control(request, principal, use, state.limits)
+            return Relay(state, client, request) if route.kind is Kind.CONTROL else Scrape(state, client, request)
+        # In the order of what it costs: the key's limits, then what the body holds, the model, and what it asks for.
+        state.spending.admit(request, use, state.limits)
+        chunks = request.chunks
+        if len(chunks) != 1:
+            request.chunks = chunks = [b"".join(chunks)]
+        data = parsed_body(chunks[0], state.limits)
+        name: str = data["model"]
+        state.callable_model(name, principal)
+        request.refused_model = name.partition("@")[0] if "@" in name else name
+        return self._checked(client, request, check_object(route, data, len(chunks[0]), state.limits))
+
+    def _checked(self, client: Client, request: Request, checked: Checked) -> Handler:
+        """Who answers this request for inference, whose body is `checked`. Raises ApiError."""
+        state, route = self._state, request.route
+        assert route is not None
+        assert request.principal is not None
+        model = state.callable_model(checked.model, request.principal)
+        if model.task != route.task:
+            raise errors.wrong_task(checked.model, route.name)
+        transcript = checked.transcript
+        if transcript is not None:
+            transcript.stores = transcript.stores and state.config.stores_responses
+            if not transcript.has_previous:
+                state.take_body(request, len(transcript.input))  # which is here twice until the answer is
+            if transcript.background:
+                state.spending.spend(request, checked, state.limits)
+                state.spending.opened(request, checked)
+                return WholeRelay(state, client, request)
+            if transcript.previous_id and not transcript.has_previous:
+                # The controller's time: a hundred bytes name a conversation of megabytes.
+                assert request.use is not None
+                state.spending.admit_control(request.principal, request.use, state.limits)
+                return PreviousResponse(state, client, request, checked, self._checked)
+        state.spending.spend(request, checked, state.limits)
+        state.spending.opened(request, checked)
+        # What is counted and logged is about the model; which version it was, the replica says.
+        name = checked.model
+        request.model = name.partition("@")[0] if "@" in name else name
+        state.metrics.arrived(name, checked.prompt_tokens, request.received_s)
+        if state.tracing is not None:
+            state.tracing.begin(request)
+        return InferenceHandler(state, self._copies, client, request, checked)
+
+    def health(self) -> tuple[int, bytes, bytes]:
+        """Of /health: status, content type, body."""
+        state = self._state
+        ready = state.generation >= 0 and not state.stopping
+        away = ["controller"] if state.controller_away else []
+        degraded = sorted({*state.background.names(), *state.box_troubles, *away})
+        told = {"status": "ok" if ready else "starting", "boot": state.config.boot, "degraded": degraded}
+        return (200 if ready else 503), b"application/json", orjson.dumps(told)

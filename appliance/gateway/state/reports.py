@@ -1,0 +1,106 @@
+"""What one gateway says of itself: the load report for the controller, and Prometheus text."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, Final
+
+from appliance.gateway.observe.exposition import render
+from appliance.gateway.state.placeable import Placeable
+from appliance.gateway.state.state import State
+
+Gauge = tuple[str, str, dict[str, str], int | float]
+# Of the rows that a table should not have had: so many are told one by one.
+REFUSED_ROWS_TOLD: Final = 10
+
+
+def load_report(state: State) -> dict[str, Any]:
+    """The load report of the bus.
+
+    last_request_s: Unix time, None before the first; ttft_p95_s, tpot_p95_s: of the last minute, None without
+    requests. arrived_*: since `started_s`. waiting_prompt_tokens: of requests without a first token, as far as
+    that can be seen: of those that are not streamed only while they are held.
+    """
+    now = time.monotonic()
+    unix_offset_s = time.time() - now
+    inflight: dict[str, int] = {}
+    waiting: dict[str, int] = {}
+    for conn in state.connections:
+        if conn.active is not None and isinstance(conn.active, Placeable):
+            name = conn.active.row
+            inflight[name] = inflight.get(name, 0) + 1
+            waiting[name] = waiting.get(name, 0) + conn.active.waiting_prompt_tokens
+    return {
+        "type": "load",
+        "generation": state.generation,
+        "gateway": state.config.name,
+        "started_s": state.started_s,
+        "replicas": state.router.report(),
+        "models": {
+            name: {
+                "inflight": inflight.get(name, 0) - state.holds.held(name),
+                "held": state.holds.held(name),
+                "last_request_s": state.metrics.last_request_s(name, unix_offset_s),
+                "ttft_p95_s": state.metrics.ttft_p95_s(name, now),
+                "tpot_p95_s": state.metrics.tpot_p95_s(name, now),
+                "waiting_prompt_tokens": waiting.get(name, 0),
+                "prefill_tokens_per_s": state.metrics.prefill_tokens_per_s(name),
+                "arrived_requests": state.metrics.arrivals(name)[0],
+                "arrived_prompt_tokens": state.metrics.arrivals(name)[1],
+            }
+            for name in state.router.models
+        },
+        "canaries": state.comparison.report(),
+        "notes": notes(state),
+        "certificate_expires_s": None if state.certificate is None else state.certificate.expires_s,
+    }
+
+
+def notes(state: State) -> list[str]:
+    """What a person who looks at the box's status should know of this gateway."""
+    told = [f"the gateway skips a row of its table: {text}" for text in state.refused_rows[:REFUSED_ROWS_TOLD]]
+    if len(state.refused_rows) > REFUSED_ROWS_TOLD:
+        told.append(f"the gateway skips {len(state.refused_rows) - REFUSED_ROWS_TOLD} more rows of its table")
+    if state.certificate is not None:
+        told += state.certificate.notes(time.time())
+    return told
+
+
+def metrics_text(state: State, *, controller_up: bool) -> bytes:
+    """Series of this gateway, all its workers together."""
+    up: Gauge = ("appliance_controller_up", "Whether the controller answered this scrape.", {}, int(controller_up))
+    families = state.metrics.families([*gauges(state), up])
+    return render(families if state.snapshots is None else state.snapshots.joined(families))
+
+
+def gauges(state: State) -> list[Gauge]:
+    rows: list[Gauge] = [
+        ("appliance_gateway_connections", "Open client connections.", {}, len(state.connections)),
+        ("appliance_gateway_table_generation", "Routing table in force, -1 before the first.", {}, state.generation),
+        ("appliance_gateway_buffered_body_bytes", "Request bodies in memory.", {}, state.buffered_bytes),
+        ("appliance_gateway_start_time_seconds", "Unix time of the start.", {}, state.started_s),
+    ]
+    rows += [
+        ("appliance_gateway_held", "Requests waiting for a replica.", {"model": name}, state.holds.held(name))
+        for name in state.router.models
+    ]
+    rows += [
+        ("appliance_gateway_inflight", "Requests on a replica.", {"replica": name}, load.inflight)
+        for name, load in state.router.loads.items()
+    ]
+    if state.certificate is not None:
+        rows.append(
+            ("appliance_tls_expiry_seconds", "Unix time at which the endpoint's certificate expires.", {},
+             state.certificate.expires_s)
+        )  # fmt: skip
+    rows.append(
+        ("appliance_gateway_table_rows_refused", "Rows of the table in force that are skipped.", {},
+         len(state.refused_rows))
+    )  # fmt: skip
+    compared = list(state.comparison.rows())
+    rows += [
+        ("appliance_gateway_canary_requests", "Since the canary began, by version.", labels, requests)
+        for labels, requests, _ in compared
+    ]
+    rows += [("appliance_gateway_canary_errors", "Of these, failed.", labels, errors) for labels, _, errors in compared]
+    return rows

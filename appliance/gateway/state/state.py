@@ -1,0 +1,206 @@
+"""What one gateway process knows, and what every handler may read and call: `Gateway` gives it life.
+
+Everything runs on one event loop thread, so nothing here is locked.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from appliance.gateway.access.request import Request
+from appliance.gateway.access.spending import Spending
+from appliance.gateway.core import errors
+from appliance.gateway.core.config import GatewayConfig, Limits
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.routes import Kind
+from appliance.gateway.http.client import Client
+from appliance.gateway.http.outbox import Outbox
+from appliance.gateway.http.upstream import UpstreamPool
+from appliance.gateway.observe.access_log import AccessLog
+from appliance.gateway.observe.exposition import WorkerSnapshots
+from appliance.gateway.observe.metrics import Metrics
+from appliance.gateway.routing.canary_comparison import Comparison
+from appliance.gateway.routing.holds import Bounds, Holds
+from appliance.gateway.routing.router import Choice, Model, Router
+from appliance.gateway.routing.table import Principal
+from appliance.gateway.state.placeable import Placeable
+from runtime.background_tasks import BackgroundTasks
+
+if TYPE_CHECKING:
+    from appliance.gateway.http.certificates import Certificate
+    from appliance.gateway.observe.tracing import Tracing
+
+_TWO_DIGITS: Final = [b"%02x" % low for low in range(256)]
+# Placing thousands of held requests in one go would stall every open stream for as long.
+_PLACED_AT_ONCE: Final = 128
+
+
+class State:
+    """One process's worth. `on_change(urgent)` is called when a load report is due.
+
+    limits: those of the configuration with what the table says of them. generation: of the table in force, -1 before
+    the first; tables_applied: how often there was one. buffered_bytes: of request bodies in memory. token: what proves
+    to the controller that a request came through here.
+    """
+
+    def __init__(self, config: GatewayConfig, on_change: Callable[[bool], None] | None = None) -> None:
+        self.config = config
+        self.limits: Limits = config.limits
+        self.on_change = on_change or (lambda urgent: None)
+        self.connections: set[Client] = set()
+        self.metrics = Metrics()
+        self.snapshots = WorkerSnapshots(config.bus_socket, config.name) if config.workers > 1 else None
+        self.comparison = Comparison()
+        self.outbox = Outbox()
+        self.pool = UpstreamPool(self.outbox)
+        self.router = Router(max_inflight=config.limits.replica_inflight)
+        holds = config.holds
+        self.holds: Holds[Placeable] = Holds(Bounds(holds.requests, holds.requests_per_model, holds.body_bytes))
+        self.access_log = AccessLog(config.log_path if config.access_log else None)
+        self.tracing = None if config.otlp_endpoint is None else _tracing(config.otlp_endpoint, config.name)
+        self.token = b"" if config.token_path is None else _token(config.token_path)
+        self.keys: dict[str, Principal] = {}
+        self.spending = Spending(self.metrics.events, config.workers)
+        self.generation = -1
+        self.tables_applied = 0
+        self.stopping = False
+        self.background = BackgroundTasks()
+        # What /health says beside "ok": of the rest of the box, as far as the controller has told.
+        self.box_troubles: list[str] = []
+        self.controller_away = False
+        self.refused_rows: tuple[str, ...] = ()
+        self.certificate: Certificate | None = None
+        self.started_s = time.time()
+        self.buffered_bytes = 0
+        self._id_prefix = b"req_%b" % secrets.token_hex(8).encode()
+        self._id_serial = 0
+        self._id_block = b""
+
+    def new_request_id(self) -> bytes:
+        serial = self._id_serial
+        self._id_serial = serial + 1
+        low = serial & 255
+        if not low:
+            self._id_block = b"%b%04x" % (self._id_prefix, serial >> 8)
+        return b"%b%b" % (self._id_block, _TWO_DIGITS[low])
+
+    # -- bodies in memory
+
+    def take_body(self, request: Request, nbytes: int) -> None:
+        """Account for body bytes kept in memory. Raises ApiError 503 when all bodies together are too large."""
+        if self.buffered_bytes + nbytes > self.limits.buffered_body_bytes:
+            raise errors.unavailable("The server is busy with other large requests. Please retry.", "overloaded", 2)
+        use = request.use
+        if use is not None:
+            if use.body_bytes + nbytes > self.limits.key_body_bytes:
+                raise errors.too_many_at_once("bytes of request bodies", self.limits.key_body_bytes)
+            use.body_bytes += nbytes
+        self.buffered_bytes += nbytes
+        request.buffered_bytes += nbytes
+
+    def release_body(self, request: Request) -> None:
+        self.buffered_bytes -= request.buffered_bytes
+        if request.use is not None:
+            request.use.body_bytes -= request.buffered_bytes
+        request.buffered_bytes = 0
+        if request.chunks:
+            request.chunks = []
+
+    # -- models, and who waits for them
+
+    def callable_model(self, name: str, principal: Principal) -> Model:
+        """The row of a model that this key may call. Raises ApiError, the same for one that it may not as for one that
+        nobody has; so nothing that depends on the model is said before."""
+        model = self.router.models.get(name)
+        if model is None or not principal.sees(model) or not principal.may_use(name):
+            raise self.unknown_model(name, principal)
+        return model
+
+    def unknown_model(self, name: str, principal: Principal | None) -> ApiError:
+        """Why a name that is not in the table cannot be called."""
+        base, at, version = name.partition("@")
+        row = self.router.models.get(base) if at else None
+        if row is None or principal is None or not principal.sees(row) or not principal.may_use(base):
+            return errors.model_not_found(name)
+        served = {replica.version for replica in row.replicas} or {row.version}
+        return errors.version_not_served(base, version, sorted(served))
+
+    def next_try_s(self, name: str) -> float | None:
+        """In how many seconds the engines of a model are tried again, where that is too far away to wait for."""
+        model = self.router.models.get(name)
+        trouble = None if model is None else model.trouble
+        if model is None or trouble is None or any(replica.state == "open" for replica in model.replicas):
+            return None
+        left_s = trouble.next_try_s - time.time()
+        return left_s if left_s > trouble.hold_before_s else None
+
+    def changed(self) -> None:
+        self.on_change(False)
+
+    def held(self, model: str) -> None:
+        """A request began to wait. The controller must hear at once: a sleeping model wakes on it."""
+        self.on_change(self.holds.held(model) == 1)
+
+    def ended(self, choice: Choice) -> None:
+        """A request left its replica."""
+        self.on_change(self.router.end(choice))
+        if self.holds.count and self.holds.held(choice.model):
+            asyncio.get_running_loop().call_soon(self.place_held, choice.model)
+
+    def place_held(self, model: str) -> None:
+        """Let waiting requests go for as long as some replica takes them."""
+        for _ in range(_PLACED_AT_ONCE):
+            ticket = self.holds.first(model)
+            if ticket is None:
+                return
+            ticket.item.place()
+            if self.holds.first(model) is ticket:
+                return
+        asyncio.get_running_loop().call_soon(self.place_held, model)
+
+    # -- what is said of a request once it is over
+
+    def finished(self, request: Request, now_s: float) -> None:
+        """A response is complete (or its client is gone)."""
+        self.release_body(request)
+        if request.counted:
+            self.spending.closed(request)
+        if request.model:
+            self.spending.account(request, now_s)
+        elif 400 <= request.status < 500 and request.status != 499 and _is_refusal(request):
+            self.spending.refused(request)
+        self.metrics.finished(request, now_s)
+        if request.spans is not None:
+            request.spans.end()
+        if self.access_log.enabled:
+            self.access_log.add(request, now_s)
+
+
+def _is_refusal(request: Request) -> bool:
+    """Of an inference route anything that was answered here, of a control route what was over a limit."""
+    route = request.route
+    if route is None or route.kind is not Kind.INFERENCE:
+        return request.status == 429
+    return True
+
+
+def _token(path: str) -> bytes:
+    try:
+        token = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise errors.ConfigInvalid(f"token_path {path!r}: cannot be read ({error.strerror})") from error
+    if not token.isalnum():
+        raise errors.ConfigInvalid(f"token_path {path!r}: expected a file with letters and digits")
+    return token
+
+
+def _tracing(endpoint: str, worker: str) -> Tracing:
+    # Here and not above: the SDK costs every start half a second, and most boxes export no traces.
+    from appliance.gateway.observe.tracing import Tracing
+
+    return Tracing(endpoint, worker)
