@@ -23,9 +23,7 @@ class RayStartError(RuntimeError):
     """Ray's head did not come up; the message holds the end of its log."""
 
 
-def environment(
-    paths: BoxPaths, start_timeout_s: float, certificate: NodeCertificate | None = None
-) -> dict[str, str]:
+def environment(paths: BoxPaths, start_timeout_s: float, certificate: NodeCertificate | None = None) -> dict[str, str]:
     """Settings every process that joins this Ray needs. `certificate`: of this node, where other nodes may join;
     all that Ray's processes say to each other is TLS then, and both sides show one. On 127.0.0.1 Ray listens nowhere
     else.
@@ -111,9 +109,7 @@ async def join(
 
     Returns once this node is part of the cluster. Raises RayStartError.
     """
-    process = await _start(
-        paths, [f"--address={head}", f"--node-ip-address={node_address}"], device_ids, log_path, env
-    )
+    process = await _start(paths, [f"--address={head}", f"--node-ip-address={node_address}"], device_ids, log_path, env)
     await _address(paths, process, log_path, timeout_s)
     return process
 
@@ -137,9 +133,7 @@ async def _start(
         )  # fmt: skip
 
 
-async def _address(
-    paths: BoxPaths, process: asyncio.subprocess.Process, log_path: Path, timeout_s: float
-) -> str:
+async def _address(paths: BoxPaths, process: asyncio.subprocess.Process, log_path: Path, timeout_s: float) -> str:
     """Host and port of the head that Ray here belongs to, once it is up. Ray writes them into its own folder."""
     told = paths.ray_session / "ray_current_cluster"
     try:

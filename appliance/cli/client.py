@@ -202,9 +202,7 @@ class Client:
             context = ssl.create_default_context()
             if not self.address.verified:
                 context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
-            return http.client.HTTPSConnection(
-                self.address.host, self.address.port, timeout=timeout_s, context=context
-            )
+            return http.client.HTTPSConnection(self.address.host, self.address.port, timeout=timeout_s, context=context)
         return http.client.HTTPConnection(self.address.host, self.address.port, timeout=timeout_s)
 
 

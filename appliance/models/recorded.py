@@ -42,7 +42,5 @@ def check_same(before: Manifest, now: Manifest, directory: Path) -> None:
             raise _differs(ChecksumMismatch, "not what manifest.json recorded", directory, name, None)
 
 
-def _differs(
-    kind: type[IntegrityError], reason: str, directory: Path, file: str, tensor: str | None
-) -> IntegrityError:
+def _differs(kind: type[IntegrityError], reason: str, directory: Path, file: str, tensor: str | None) -> IntegrityError:
     return kind(reason + _WAY_OUT, path=directory, file=file, tensor=tensor)

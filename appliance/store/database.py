@@ -131,9 +131,7 @@ class Database:
 
     def insert(self, table: str, row: Any, *, name: str) -> None:
         """Store a dataclass; `name` is what a DuplicateRow error calls it."""
-        values = {
-            field.name: _encode(field, getattr(row, field.name)) for field in dataclasses.fields(row)
-        }
+        values = {field.name: _encode(field, getattr(row, field.name)) for field in dataclasses.fields(row)}
         columns, marks = ", ".join(values), ", ".join("?" * len(values))
         try:
             self.execute(f"INSERT INTO {table} ({columns}) VALUES ({marks})", list(values.values()))

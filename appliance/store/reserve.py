@@ -31,9 +31,7 @@ class Reserve:
     """want_bytes: of rows. It is released where the volume has hardly a byte free, and made anew a row at a time
     where it has room again."""
 
-    def __init__(
-        self, db: Statements, want_bytes: int, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
-    ):
+    def __init__(self, db: Statements, want_bytes: int, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs):
         self._db, self._rows, self._statvfs = db, want_bytes // _ROW_BYTES, statvfs
         self._held = self._count()
         self._busy = False

@@ -216,9 +216,7 @@ def training_device_s(
     # The last part of a step is not on the grid.
     bound_s = min(best_s + devices * max(horizon_s - trace.steps * step_s, 0.0), devices * horizon_s)
     if jobs is not None:
-        offered_s = sum(
-            j.devices * min(j.duration_s, max(horizon_s - j.at_s - times.start_group_s, 0.0)) for j in jobs
-        )
+        offered_s = sum(j.devices * min(j.duration_s, max(horizon_s - j.at_s - times.start_group_s, 0.0)) for j in jobs)
         bound_s = min(bound_s, offered_s)
     return max(bound_s, 0.0)
 

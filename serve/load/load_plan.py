@@ -261,9 +261,7 @@ class LoadRecorder(TorchDispatchMode):
         if found is None or origin.dtype != self._source.described[found[0]].dtype or into.shape != origin.shape:
             self._odd.add(target[0])
             return
-        target[1].pieces.append(
-            Piece(Region.of(into, into.storage_offset()), found[0], Region.of(origin, found[1]))
-        )
+        target[1].pieces.append(Piece(Region.of(into, into.storage_offset()), found[0], Region.of(origin, found[1])))
 
     def _note_fill(self, into: torch.Tensor, value: object) -> None:
         target = self._target(into)

@@ -17,8 +17,14 @@ from serve.core.errors import VersionMismatch, VersionUnreadable
 # Keys of config.json that say how the file was written, not what the model computes.
 IGNORED_CONFIG_KEYS = frozenset(
     {
-        "_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache", "auto_map",
-        "_attn_implementation", "_from_model_config",
+        "_name_or_path",
+        "transformers_version",
+        "torch_dtype",
+        "dtype",
+        "use_cache",
+        "auto_map",
+        "_attn_implementation",
+        "_from_model_config",
     }
 )
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "chat_template.jinja", "vocab.json", "merges.txt")

@@ -121,7 +121,10 @@ def join(
     token_file: Annotated[
         Path | None,
         typer.Option(
-            "--token-file", exists=True, dir_okay=False, readable=True,
+            "--token-file",
+            exists=True,
+            dir_okay=False,
+            readable=True,
             help="A file with it, or a copy of <data dir>/ray.token of the box.",
         ),
     ] = None,

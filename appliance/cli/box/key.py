@@ -144,9 +144,7 @@ def limit(
 
 @app.command("list", epilog=examples("appliance key list", "appliance key list --all -o json"))
 @for_box
-def list_keys(
-    session: Session, all_: Annotated[bool, typer.Option("--all", help="Revoked ones too.")] = False
-) -> None:
+def list_keys(session: Session, all_: Annotated[bool, typer.Option("--all", help="Revoked ones too.")] = False) -> None:
     """Every key by name, scopes and first characters; the key itself is known only to its owner."""
     answer = session.client.get("/admin/v1/keys")
     shown = [key for key in answer["data"] if all_ or key["revoked_s"] is None]

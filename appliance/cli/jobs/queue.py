@@ -40,9 +40,7 @@ def update(
     preemptible: PREEMPTIBLE = None,
 ) -> None:
     """Change how a job that is not over may use the devices; it takes effect at once."""
-    cleared = {
-        field: None for field, text in (("allowed_sizes", sizes), ("deadline_s", deadline)) if text in _NONE
-    }
+    cleared = {field: None for field, text in (("allowed_sizes", sizes), ("deadline_s", deadline)) if text in _NONE}
     fields = device_fields(
         None if sizes in _NONE else sizes, priority, None if deadline in _NONE else deadline, preemptible
     )

@@ -24,9 +24,7 @@ def by_key(db: Database, key_id: str, route: str, idempotency_key: str) -> Idemp
     )
 
 
-def last_by_body(
-    db: Database, key_id: str, route: str, body_sha256: str, *, since_s: float
-) -> IdempotencyRow | None:
+def last_by_body(db: Database, key_id: str, route: str, body_sha256: str, *, since_s: float) -> IdempotencyRow | None:
     """The newest request with this body from this key, no older than `since_s`."""
     return db.one(
         IdempotencyRow,

@@ -83,9 +83,7 @@ def totals(db: Database) -> tuple[int, int]:
 
 def delete_unused(db: Database, before_s: float) -> int:
     """Those neither made nor gone on from since; an unfinished one stays."""
-    return db.execute(
-        f"DELETE FROM responses WHERE used_s < ? AND status NOT IN ({_UNFINISHED})", [before_s]
-    ).rowcount
+    return db.execute(f"DELETE FROM responses WHERE used_s < ? AND status NOT IN ({_UNFINISHED})", [before_s]).rowcount
 
 
 def delete_of_revoked_keys(db: Database) -> int:

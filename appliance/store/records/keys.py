@@ -17,9 +17,7 @@ SCOPES = ("inference", "fine_tuning", "read", "metrics", "admin")
 _SHOWN_CHARACTERS = len(KEY_PREFIX) + 4
 
 
-def create(
-    db: Database, name: str, scopes: list[str], owner: str | None = None, **limits: Any
-) -> tuple[KeyRow, str]:
+def create(db: Database, name: str, scopes: list[str], owner: str | None = None, **limits: Any) -> tuple[KeyRow, str]:
     """Store a new key; returns its row and the key itself, which nobody can read again. `owner` None: its name;
     `limits`: fields of KeyRow.
 

@@ -70,9 +70,7 @@ def tokens_since(db: Database, key_id: str, since_s: float) -> int:
 def devices_held(db: Database, job_id: str, devices: int, now_s: float) -> None:
     """From now on the job holds so many devices (0: none). Asked again with the same number, nothing changes."""
     with db.transaction():
-        row = db.execute(
-            "SELECT seq, devices FROM device_time WHERE job_id = ? AND to_s IS NULL", [job_id]
-        ).fetchone()
+        row = db.execute("SELECT seq, devices FROM device_time WHERE job_id = ? AND to_s IS NULL", [job_id]).fetchone()
         if row is not None and row["devices"] == devices:
             return
         if row is not None:
@@ -95,11 +93,11 @@ def close_left_open(db: Database, running: set[str]) -> None:
 _BOX_ITSELF = "CASE usage.key_id WHEN '' THEN 'the box itself' ELSE usage.key_id END"
 _NAME_OF: dict[By, str] = {
     "key": "coalesce((SELECT CASE owner WHEN 'the box itself' THEN owner ELSE name END FROM keys"
-           f" WHERE keys.id = usage.key_id), {_BOX_ITSELF})",
+    f" WHERE keys.id = usage.key_id), {_BOX_ITSELF})",
     "owner": f"coalesce((SELECT owner FROM keys WHERE keys.id = usage.key_id), {_BOX_ITSELF})",
     "model": "CASE usage.model WHEN '' THEN '(no such model)' ELSE usage.model END",
     "version": "CASE usage.version WHEN '' THEN CASE usage.model WHEN '' THEN '(no such model)' ELSE usage.model END"
-               " ELSE usage.model || '@' || usage.version END",
+    " ELSE usage.model || '@' || usage.version END",
     "hour": "strftime('%Y-%m-%dT%H:00Z', usage.hour_s, 'unixepoch')",
 }
 # A job's devices count for the key and owner it was made with, and for the model that it tunes.
