@@ -300,7 +300,7 @@ def stored_as(path: Path, dtype: str) -> Path:
     code = dtype_code(getattr(torch, dtype))
     layout = Layout.plan([TensorSpec(name, code, tuple(tensors[name].shape)) for name in order])
     with open(file, "wb") as stream:
-        stream.write(layout.header_bytes(file.name))
+        stream.write(layout.file(file.name).header)
         for placed in layout:
             stream.seek(placed.start)
             stream.write(tensors[placed.spec.name].contiguous().view(torch.uint8).numpy())

@@ -21,7 +21,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,7 +31,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks._claims import at_least, record
 from weights.format.layout import Layout, TensorSpec
-from weights.format.slices import bytes_of, group_partition
 from weights.memory.segment import forget_mappings
 from weights.memory.store import WeightStore
 
@@ -73,6 +72,17 @@ def copy_all(sources: dict, targets: dict, shares: list, pool: ThreadPoolExecuto
         done.result()
 
 
+def _share(specs: list[TensorSpec], rank: int, ranks: int) -> Iterator[tuple[str, int, int]]:
+    """(tensor, start, stop) in bytes of what a rank owns of the tensors laid end to end, as under ZeRO-1 and 2."""
+    total_bytes, begin = sum(spec.nbytes for spec in specs), 0
+    for spec in specs:
+        start = max(total_bytes * rank // ranks - begin, 0)
+        stop = min(total_bytes * (rank + 1) // ranks - begin, spec.nbytes)
+        if start < stop:
+            yield spec.name, start, stop
+        begin += spec.nbytes
+
+
 class Bench:
     """The cases for one size and thread count; each returns the seconds it took."""
 
@@ -84,11 +94,7 @@ class Bench:
         random = np.random.default_rng(0)
         self.sources = {spec.name: random.integers(0, 255, spec.nbytes, dtype=np.uint8) for spec in specs}
         self.warm = {name: array.copy() for name, array in self.sources.items()}
-        self.shares = []
-        for rank in range(threads):
-            spans = group_partition([spec.numel for spec in specs], rank, threads)
-            parts = [(spec.name, bytes_of(span, spec.dtype)) for spec, span in zip(specs, spans, strict=True)]
-            self.shares.append([(name, part.start, part.stop) for name, part in parts if len(part)])
+        self.shares = [list(_share(specs, rank, threads)) for rank in range(threads)]
         self.count = 0
 
     def memcpy(self) -> float:

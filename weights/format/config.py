@@ -12,7 +12,7 @@ class _Strict(BaseModel):
 
 
 class KeepRules(_Strict):
-    """What a tier keeps of each model's versions. Nothing set: everything. Several set: what any of them keeps."""
+    """What a tier keeps of each model's versions: everything if nothing is set, else what any of the rules keeps."""
 
     keep_last: int | None = Field(default=None, ge=1, description="the newest so many")
     keep_best: int | None = Field(default=None, ge=1, description="so many with the lowest validation loss")
@@ -26,7 +26,7 @@ class KeepRules(_Strict):
 
 
 class SnapshotRules(KeepRules):
-    """What a tier keeps of each unfinished job's snapshots. The newest that can be resumed always stays."""
+    """What a tier keeps of each unfinished job's snapshots. The newest one that can be resumed always stays."""
 
     keep_last: int | None = Field(default=1, ge=1, description="the newest so many")
 

@@ -32,8 +32,8 @@ from typing import Any
 
 
 class WeightsError(Exception):
-    """Base of every error this package raises on purpose. All survive pickling, as Ray's actors answer with them, and
-    `error_as_json`, as ranks tell each other."""
+    """Base of every error this package raises on purpose. All survive pickling, because Ray's actors answer with them,
+    and `error_as_json`, with which ranks report them to each other."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The default would call the constructor with the message alone, which keyword arguments refuse.
@@ -51,7 +51,7 @@ def error_as_json(error: WeightsError) -> dict[str, Any]:
 
 
 def error_from_json(told: Any) -> WeightsError:
-    """The error that `error_as_json` told of; WeightsError itself for a kind that this module does not have."""
+    """The inverse of `error_as_json`; a kind that this module does not have becomes WeightsError."""
     kind = globals().get(told["type"])
     if not (isinstance(kind, type) and issubclass(kind, WeightsError)):
         kind = WeightsError

@@ -40,7 +40,8 @@ class Placed:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One safetensors file: `header` is its exact first bytes, `tensors` stand in file order."""
+    """One safetensors file: `header` is its exact first bytes (length prefix, JSON, padding), `tensors` are in file
+    order."""
 
     name: str
     header: bytes = field(repr=False)
@@ -88,15 +89,11 @@ class Layout:
             raise UnknownTensor(name, self._by_name) from None
 
     def file(self, name: str) -> FileLayout:
-        """The file called `name`. Raises UnknownTensor if the layout has no such file."""
+        """The file called `name`. Raises UnknownTensor if there is none."""
         for file in self.files:
             if file.name == name:
                 return file
         raise UnknownTensor(name, (file.name for file in self.files))
-
-    def header_bytes(self, file: str | FileLayout) -> bytes:
-        """The exact bytes before the data of `file` (length prefix, JSON, padding)."""
-        return file.header if isinstance(file, FileLayout) else self.file(file).header
 
     def index_file(self) -> tuple[str, bytes] | None:
         """Name and bytes of the transformers index over several files; None where one file holds all."""

@@ -16,7 +16,7 @@ from weights.format.checksums import checksum, is_checksum
 from weights.format.errors import InvalidName, ManifestInvalid
 from weights.format.files import open_regular
 from weights.format.header import spec_fault
-from weights.format.layout import Layout
+from weights.format.layout import Layout, Placed
 from weights.format.names import MANIFEST_FILE, check_file_name, encode_name
 
 FORMAT = 1
@@ -58,6 +58,11 @@ class Manifest:
     aux_files: Mapping[str, FileRecord] = field(repr=False)
 
     @property
+    def identity(self) -> tuple[str, str, str, float]:
+        """Which version this is: equal names made at another time are another version."""
+        return self.kind, self.model, self.version, self.created_s
+
+    @property
     def sealed(self) -> bool:
         """Whether every tensor has its checksum."""
         return all(record.checksum is not None for record in self.tensors.values())
@@ -87,16 +92,10 @@ class Manifest:
             version=version,
             created_s=created_s,
             meta=meta,
-            tensors={
-                placed.spec.name: TensorRecord(
-                    placed.file, placed.spec.dtype, placed.spec.shape, placed.start, placed.end,
-                    None if checksums is None else checksums[placed.spec.name],
-                )
-                for placed in layout
-            },
+            tensors={placed.spec.name: _record(placed, checksums) for placed in layout},
             files={file.name: FileRecord(file.nbytes, checksum(file.header)) for file in layout.files},
             aux_files=dict(aux_files),
-        )  # fmt: skip
+        )
 
     def with_checksums(self, checksums: Mapping[str, str]) -> Manifest:
         """The same manifest with every tensor's checksum filled in."""
@@ -106,7 +105,7 @@ class Manifest:
         )
 
     def to_bytes(self, tensors: bytes | None = None) -> bytes:
-        """Canonical JSON; `tensors` is that of its tensors where it is known already. Raises ManifestInvalid if `meta`
+        """Canonical JSON. `tensors` is the JSON of its tensors, if the caller has it. Raises ManifestInvalid if `meta`
         is not JSON."""
         rest = {
             "format": FORMAT,
@@ -115,8 +114,8 @@ class Manifest:
             "version": self.version,
             "created_s": self.created_s,
             "meta": dict(self.meta),
-            "files": {name: {"bytes": r.nbytes, "checksum": r.checksum} for name, r in self.files.items()},
-            "aux_files": {name: {"bytes": r.nbytes, "checksum": r.checksum} for name, r in self.aux_files.items()},
+            "files": _files_body(self.files),
+            "aux_files": _files_body(self.aux_files),
         }
         try:
             parts = {key: _canonical(value) for key, value in rest.items()}
@@ -128,11 +127,7 @@ class Manifest:
 
     def tensors_text(self) -> bytes:
         """Canonical JSON of the tensors."""
-        return _canonical({
-            name: {"file": r.file, "dtype": r.dtype, "shape": list(r.shape), "start": r.start, "end": r.end,
-                   "checksum": r.checksum}
-            for name, r in self.tensors.items()
-        })  # fmt: skip
+        return _canonical({name: vars(record) for name, record in self.tensors.items()})
 
     @classmethod
     def from_bytes(cls, raw: bytes, *, path: object) -> Manifest:
@@ -199,10 +194,8 @@ class Manifest:
             tensor = self.tensors.get(placed.spec.name)
             found = (placed.file, placed.spec.dtype, placed.spec.shape, placed.start, placed.end)
             if tensor is None or found != (tensor.file, tensor.dtype, tensor.shape, tensor.start, tensor.end):
-                raise ManifestInvalid(
-                    "place, dtype or shape differ from the manifest",
-                    path=path, file=placed.file, tensor=placed.spec.name,
-                )  # fmt: skip
+                reason = "place, dtype or shape differ from the manifest"
+                raise ManifestInvalid(reason, path=path, file=placed.file, tensor=placed.spec.name)
         if len(layout) != len(self.tensors):
             missing = sorted(set(self.tensors) - set(layout.names))
             raise ManifestInvalid("the tensor is missing from the files", path=path, tensor=missing[0])
@@ -210,7 +203,7 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Prepared:
-    """What of an unsealed manifest is known before the bytes are: nearly all, and nearly all of the work."""
+    """The part of an unsealed manifest that does not depend on the bytes: nearly all of it, and of the work."""
 
     manifest: Manifest
     tensors: bytes
@@ -223,9 +216,13 @@ class Prepared:
         return cls(manifest, manifest.tensors_text())
 
     def complete(
-        self, *, created_s: float, meta: Mapping[str, Any], aux_files: Mapping[str, FileRecord],
-        checksums: Mapping[str, str] | None = None,
-    ) -> tuple[Manifest, bytes]:  # fmt: skip
+        self,
+        *,
+        created_s: float,
+        meta: Mapping[str, Any],
+        aux_files: Mapping[str, FileRecord],
+        checksums: Mapping[str, str] | None,
+    ) -> tuple[Manifest, bytes]:
         """The manifest and its bytes. Raises ManifestInvalid if `meta` is not JSON."""
         manifest = replace(self.manifest, created_s=created_s, meta=meta, aux_files=dict(aux_files))
         if checksums is None:
@@ -234,8 +231,17 @@ class Prepared:
         return sealed, sealed.to_bytes()
 
 
+def _record(placed: Placed, checksums: Mapping[str, str] | None) -> TensorRecord:
+    known = None if checksums is None else checksums[placed.spec.name]
+    return TensorRecord(placed.file, placed.spec.dtype, placed.spec.shape, placed.start, placed.end, known)
+
+
 def _canonical(body: Any) -> bytes:
     return json.dumps(body, separators=(",", ":"), sort_keys=True, allow_nan=False).encode()
+
+
+def _files_body(part: Mapping[str, FileRecord]) -> dict[str, Any]:
+    return {name: {"bytes": record.nbytes, "checksum": record.checksum} for name, record in part.items()}
 
 
 def _file_records(part: Mapping[str, Any], fault: Any) -> dict[str, FileRecord]:

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from blake3 import blake3
-
-from weights.format.checksums import checksum
+from weights.format.checksums import Running, checksum
 from weights.format.errors import ChecksumMismatch, HeaderInvalid, ManifestInvalid, UnsafeFile
 from weights.format.files import open_regular
 from weights.format.layout import Layout, Placed
@@ -38,8 +36,8 @@ class Source:
 def read_source(directory: Path) -> Source:
     """Reads headers, manifest and auxiliary files of `directory`. Raises IntegrityError, InvalidLayout.
 
-    Taken are the safetensors files of the layout and top-level files with one of `AUX_SUFFIXES`; other files
-    and sub-directories stay behind. A symlink among what would be taken raises UnsafeFile.
+    It takes the safetensors files of the layout and top-level files with one of `AUX_SUFFIXES`, and leaves other files
+    and sub-directories. A symlink among the files it would take raises UnsafeFile.
     """
     layout = Layout.read(directory)
     manifest = Manifest.read(directory) if (directory / MANIFEST_FILE).exists() else None
@@ -104,10 +102,10 @@ def copy_tensors(source: Source, target: Path) -> None:
             os.close(out)
 
 
-def tensor_chunks(directory: Path, placed: Placed, running: blake3) -> Iterator[bytes]:
+def tensor_chunks(directory: Path, placed: Placed, running: Running) -> Iterator[bytes]:
     """The bytes of one tensor of a checkpoint directory, which `running` digests as they pass. Raises HeaderInvalid if
     the file shrinks meanwhile."""
-    # Reading instead of mapping: a file that shrinks is an error then, not a SIGBUS.
+    # Read, not mapped: a file that shrinks is then an error and not a SIGBUS.
     with open_regular(directory, placed.file) as file:
         for start in range(placed.start, placed.end, READ_BYTES):
             chunk = os.pread(file.fileno(), min(READ_BYTES, placed.end - start), start)
@@ -118,8 +116,8 @@ def tensor_chunks(directory: Path, placed: Placed, running: blake3) -> Iterator[
 
 
 def tensor_checksum(directory: Path, placed: Placed) -> str:
-    """Of one tensor of a checkpoint directory, as manifests have it. Raises HeaderInvalid."""
-    running = blake3()
+    """The checksum of one tensor of a checkpoint directory. Raises HeaderInvalid."""
+    running = Running()
     for _ in tensor_chunks(directory, placed, running):
         pass
-    return "blake3:" + running.hexdigest()
+    return running.text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -20,27 +21,35 @@ from weights.memory.lease import StoredVersion
 from weights.memory.locks import DirectoryLock
 from weights.memory.mapped import Mapped
 from weights.memory.pool import Pool
-from weights.memory.removal import dismantle
+from weights.memory.removal import dismantle_unheld
 
 MAX_WRITERS = 1 << 16
-WRITTEN_POLL_S = 0.0005  # a reader of a few bytes that are in memory; the last writer is waited for no longer than this
+WRITTEN_POLL_S = 0.0005  # each look reads a few bytes of memory; a commit waits at most this long after the last writer
 
 
 class Draft(Mapped):
-    """Made by `WeightStore.reserve` or `WeightStore.attach`. A context manager: leaving it uncommitted aborts
-    it where it was reserved, and lets go of it where it was attached.
+    """Made by `WeightStore.reserve` or `WeightStore.attach`. A context manager: leaving it without a commit aborts the
+    draft on the handle that reserved it, and only closes an attached handle.
 
     Every process that has it open holds a shared lock on its directory. When all are gone without a commit,
     a sweep removes it. `path` is what other processes attach to.
 
     Views are writable and shared with every process that has the draft open: what is written is in the version at once.
-    Writers of disjoint ranges need no coordination but that all are done before `commit`.
+    Writers of disjoint ranges need no coordination, except that all are done before `commit`.
     """
 
     def __init__(
-        self, root: Path, path: Path, layout: Layout, lock: DirectoryLock, *, kind: str, model: str, version: str,
+        self,
+        root: Path,
+        path: Path,
+        layout: Layout,
+        lock: DirectoryLock,
+        *,
+        kind: str,
+        model: str,
+        version: str,
         owner: bool,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(path, layout, lock, "write")
         self.kind = kind
         self.model = model
@@ -56,10 +65,10 @@ class Draft(Mapped):
     @property
     def target(self) -> Path:
         """Where the version will stand once it is committed."""
-        return self._target()
+        return version_path(self._root, self.kind, self.model, self.version)
 
     def mark_written(self, writer: int) -> None:
-        """Says that `writer` (0-based, of those the draft was reserved for) has written all that it will. Raises
+        """Notes that `writer` (0-based, of those the draft was reserved for) has written its part. Raises
         HandleClosed."""
         fd = os.open(WRITTEN_FILE, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._open_lock().fd)
         try:
@@ -68,8 +77,8 @@ class Draft(Mapped):
             os.close(fd)
 
     def wait_written(self) -> None:
-        """Returns when every writer has said so. There is no time limit: who dies without a word is for the caller's
-        supervisor to notice. Raises HandleClosed."""
+        """Returns when every writer has marked its part. There is no time limit: the caller's supervisor notices a
+        writer that dies without its mark. Raises HandleClosed."""
         fd = os.open(WRITTEN_FILE, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._open_lock().fd)
         try:
             while b"\0" in os.pread(fd, MAX_WRITERS, 0):
@@ -78,13 +87,13 @@ class Draft(Mapped):
             os.close(fd)
 
     def prepare(self) -> None:
-        """Makes what of the manifest is known before the bytes are, so that `commit` need not."""
+        """Makes the part of the manifest that does not depend on the bytes, so that `commit` need not."""
         if self._prepared is None:
             self._prepared = Prepared.of(self.layout, kind=self.kind, model=self.model, version=self.version)
 
     def populate(self, views: Iterable[memoryview] | None = None) -> None:
-        """Takes the page faults of `views` (default: everything) now, so that writing them runs at memcpy
-        rate. Worth it ahead of time for a draft whose segments are new."""
+        """Takes the page faults of `views` (default: everything) now, so that writing them runs at memcpy rate. Worth
+        it for a draft whose segments are new, ahead of the time that counts."""
         if views is None:
             views = [self.file_view(file.name) for file in self.layout.files]
         for view in views:
@@ -103,14 +112,14 @@ class Draft(Mapped):
         """Makes the version visible, all at once, and closes the draft.
 
         `checksums=False` leaves the hot path at memcpy rate; `WeightStore.seal` adds them later. A `pinned`
-        version is not evicted until `tiers.persist` or `WeightStore.unpin`: eviction never takes a last copy.
-        With `expected_checksums` (tensor name -> checksum) a version whose bytes differ is never published; `source` is
-        where they came from, for the error.
+        version is not evicted until `copies.persist` or `WeightStore.unpin`: eviction never takes a last copy.
+        With `expected_checksums` (tensor name -> checksum) a version whose bytes differ is never published; the error
+        names `source`, where the bytes came from.
         Raises VersionExists, ChecksumMismatch (the draft stays open), ManifestInvalid if `meta` is not JSON.
         """
-        # Only the number: a frame in a traceback that held the lock itself would outlive the abort that follows.
+        # The number, not the lock: a traceback would keep a lock in its frames open beyond the abort that follows.
         fd = self._open_lock().fd
-        target = self._target()
+        target = self.target
         if target.exists():
             raise VersionExists(
                 f"{self.kind} {self.model!r} {self.version!r} exists; commit under another version or remove it"
@@ -135,10 +144,10 @@ class Draft(Mapped):
         return StoredVersion(self.kind, self.model, self.version, target, manifest.nbytes, manifest)
 
     def abort(self) -> None:
-        """Gives the draft's memory back; nothing of it was ever visible. Safe to call twice and after commit.
+        """Gives the draft's memory back; the draft was never visible. Safe to call twice and after commit.
 
-        Where other processes or views still hold the draft, the last of them to close it cleans up, or a
-        sweep after they died.
+        If other processes or views still hold the draft, the last of them to close it cleans up, or a sweep does after
+        they died.
         """
         lock = self._let_go()
         if lock is None:
@@ -148,7 +157,7 @@ class Draft(Mapped):
         self._dismantle_if_last()
 
     def close(self) -> None:
-        """Lets go of an attached draft without deciding about it; on the reserving handle this aborts."""
+        """Closes an attached handle and leaves the draft to the others; on the reserving handle it aborts."""
         if self._owner:
             self.abort()
             return
@@ -166,10 +175,7 @@ class Draft(Mapped):
         self.close()
 
     def _closed(self) -> str:
-        return f"the draft {self.path} was committed, aborted, or lost in a fork; a forked child attaches anew"
-
-    def _target(self) -> Path:
-        return version_path(self._root, self.kind, self.model, self.version)
+        return f"the draft {self.path} was committed, aborted, or lost in a fork; attach to it again in a forked child"
 
     def _aux_records(self) -> dict[str, FileRecord]:
         index = self.layout.index_file()
@@ -188,8 +194,8 @@ class Draft(Mapped):
                 os.rename(self.path, target)
                 return
             except FileNotFoundError:
-                # The model's directory was removed as empty between mkdir and rename: make it again. If the
-                # draft itself is gone, nothing will bring it back.
+                # The model's directory was removed as empty between mkdir and rename: make it again, unless the draft
+                # itself is gone.
                 if not self.path.exists():
                     raise DraftNotFound(f"the draft {self.path} is gone: swept or already committed") from None
             except OSError as error:
@@ -200,29 +206,22 @@ class Draft(Mapped):
                 raise
 
     def _unlist(self, directory_fd: int) -> None:
-        try:
+        with contextlib.suppress(FileNotFoundError):
             os.unlink(DRAFT_FILE, dir_fd=directory_fd)
-        except FileNotFoundError:
-            pass
 
     def _dismantle_if_last(self) -> None:
-        exclusive = DirectoryLock.try_exclusive(self.path)
-        if exclusive is not None:
-            try:
-                dismantle(self.path, Pool(self._root / "pool"))
-            finally:
-                exclusive.close()
+        dismantle_unheld(self.path, Pool(self._root / "pool"))
 
 
 def describe_draft(directory_fd: int, *, kind: str, model: str, version: str) -> None:
-    """Lists the draft for `attach`; written last, so that an attach never sees half a draft."""
+    """Makes the draft known to `attach`. Written last, so that nobody attaches to half a draft."""
     body = json.dumps({"kind": kind, "model": model, "version": version})
     write_file(directory_fd, DRAFT_FILE, body.encode())
 
 
 def attach_draft(root: Path, path: Path, layout: Layout | None = None) -> Draft:
-    """The draft at `path`, in this process; `layout` is that of its reservation, read from its files where it is not
-    given. Raises DraftNotFound, IntegrityError."""
+    """The draft at `path`, in this process. `layout` is the one it was reserved with; without it the files are read.
+    Raises DraftNotFound, IntegrityError."""
     gone = f"no draft at {path}: it was committed, aborted or swept, or is of another store"
     lock = DirectoryLock.try_shared(path) if path.parent == root / "staging" else None
     if lock is None:
@@ -231,7 +230,7 @@ def attach_draft(root: Path, path: Path, layout: Layout | None = None) -> Draft:
         body = json.loads((path / DRAFT_FILE).read_bytes())
         layout = layout or Layout.read(path)
     except BaseException as error:
-        # At once, not when the traceback goes: the last holder of an aborted draft cleans up.
+        # Now, not when the traceback goes: the last holder of an aborted draft cleans up.
         lock.close()
         if isinstance(error, FileNotFoundError):
             raise DraftNotFound(gone) from None

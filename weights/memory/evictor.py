@@ -1,7 +1,7 @@
 """Keeping a store within its bounds: counting, evicting, sweeping, trimming.
 
-Everything here but `mutex`, `usage` and `committed` is to be called under the store's mutex, so that probing a lock
-never looks like a lease to another process and no space is given out twice.
+Call everything here except `mutex`, `usage` and `committed` under the store's mutex: then probing a lock never looks
+like a lease to another process, and no space is given out twice.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Evictor:
         return StoreMutex(self.root / ".mutex")
 
     def usage(self) -> Usage:
-        """What the store holds now, in bytes of file sizes (reserved counts as held)."""
+        """What the store holds now, in bytes of file sizes (what is reserved counts as held)."""
         return Usage(
             committed_bytes=sum(held.nbytes for held in self.all_committed()),
             draft_bytes=sum(held.nbytes for path in directories(self.staging) if (held := held_at(path)) is not None),
@@ -51,8 +51,8 @@ class Evictor:
         return [held for held in found if held is not None]
 
     def make_room(self, needed_bytes: int) -> None:
-        """Sweeps and evicts until `needed_bytes` fit beside what must stay; the pool is not counted, because
-        all of it can go. Raises StoreFull, having evicted nothing if that could not have helped."""
+        """Sweeps and evicts until `needed_bytes` fit beside what must stay. The pool is not counted, because all of it
+        can go. Raises StoreFull, and then evicts nothing if eviction could not have helped."""
         assert self.budget_bytes is not None
 
         def excess_bytes() -> int:
@@ -64,18 +64,14 @@ class Evictor:
         excess = excess_bytes()
         if excess > 0:
             # Refuse before evicting anything that would not help.
-            evictable = [held for held in self.all_committed() if not held.pinned and not _leased(held)]
-            if sum(held.nbytes for held in evictable) >= excess:
+            if self.evictable_bytes() >= excess:
                 self.evict(excess)
             if excess_bytes() > 0:
                 raise self.full(needed_bytes)
 
     def evictable_bytes(self) -> int:
-        """Held by versions that nobody leases and that are not pinned."""
+        """Bytes of versions that nobody leases and that are not pinned."""
         return sum(held.nbytes for held in self.all_committed() if not held.pinned and not _leased(held))
-
-    def pool_bytes_held(self) -> int:
-        return sum(pooled.nbytes for pooled in self.pool.files())
 
     def evict(self, excess_bytes: int) -> None:
         """Takes down unleased, unpinned versions, least recently used first, until `excess_bytes` are free or
@@ -123,7 +119,8 @@ class Evictor:
         return removed, freed
 
     def trim(self, upcoming_bytes: int) -> None:
-        """Cuts the pool to what both bounds leave beside the rest and `upcoming_bytes` still to be written."""
+        """Cuts the pool to what both bounds leave beside everything else and the `upcoming_bytes` still to be
+        written."""
         if self.budget_bytes is None and self.pool_bytes is None:
             return
         usage = self.usage()

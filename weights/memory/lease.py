@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,15 +52,12 @@ class Lease(Mapped):
     """The right to read a version: while it or any view taken from it lives, the bytes stay as they are.
 
     Use `take_lease` or `WeightStore.lease`. `path` is the directory, `layout` the validated layout,
-    `manifest` the current manifest. Views are read-only and shared, or with `copy_on_write` writable and private. A
-    context manager; `release` is safe to call twice. A process forked meanwhile does not hold the lease and must take
-    its own.
+    `manifest` the current manifest. Views are read-only and shared. A context manager; `release` is safe to call twice.
+    A process forked meanwhile does not hold the lease and must take its own.
     """
 
-    def __init__(
-        self, path: Path, layout: Layout, manifest: Manifest, lock: DirectoryLock, *, copy_on_write: bool
-    ) -> None:
-        super().__init__(path, layout, lock, "private" if copy_on_write else "read")
+    def __init__(self, path: Path, layout: Layout, manifest: Manifest, lock: DirectoryLock) -> None:
+        super().__init__(path, layout, lock, "read")
         self.manifest = manifest
 
     @property
@@ -72,7 +69,7 @@ class Lease(Mapped):
         return {placed.spec.name: self.view(placed.spec.name) for placed in self.layout}
 
     def populate(self) -> None:
-        """Maps every page now, so that a later copy (in a pause, say) takes no page fault."""
+        """Maps every page now, so that a later copy, in a pause for instance, takes no page fault."""
         for file in self.layout.files:
             segment.populate(self.file_view(file.name), write=False)
 
@@ -90,24 +87,15 @@ class Lease(Mapped):
         return f"the lease on {self.path} was released or lost in a fork; take a new one"
 
 
-def take_lease(stored: StoredVersion, *, copy_on_write: bool = False) -> Lease:
+def take_lease(stored: StoredVersion) -> Lease:
     """A lease on `stored`, after its headers and manifest were validated against each other.
 
-    With `copy_on_write` the views are writable and private to this process, for libraries that write into
-    what they are given. Raises VersionNotFound if it was removed or replaced meanwhile, and IntegrityError
-    before anything is mapped.
+    Raises VersionNotFound if it was removed or replaced meanwhile, and IntegrityError before anything is mapped.
     """
-    lock = DirectoryLock.try_shared(stored.path)
-    if lock is None:
-        raise VersionNotFound(f"{stored.kind} {stored.model!r} {stored.version!r} is no longer at {stored.path}")
+    lock = _locked(stored)
     try:
         manifest = Manifest.read(stored.path)
-        if (manifest.kind, manifest.model, manifest.version, manifest.created_s) != (
-            stored.kind,
-            stored.model,
-            stored.version,
-            stored.manifest.created_s,
-        ):
+        if manifest.identity != stored.manifest.identity:
             raise VersionNotFound(f"{stored.path} holds another version now than the one asked for; find it again")
         layout = Layout.read(stored.path)
         manifest.check_layout(layout, path=stored.path)
@@ -115,16 +103,14 @@ def take_lease(stored: StoredVersion, *, copy_on_write: bool = False) -> Lease:
     except BaseException:
         lock.close()
         raise
-    return Lease(stored.path, layout, manifest, lock, copy_on_write=copy_on_write)
+    return Lease(stored.path, layout, manifest, lock)
 
 
 def unpin(stored: StoredVersion) -> None:
     """Lets eviction take `stored`, because another tier has its bytes. Safe to call twice."""
     with _without_use(stored) as fd:
-        try:
+        with suppress(FileNotFoundError):
             os.unlink(PINNED_FILE, dir_fd=fd)
-        except FileNotFoundError:
-            pass
 
 
 def pin(stored: StoredVersion) -> None:
@@ -136,12 +122,17 @@ def pin(stored: StoredVersion) -> None:
 @contextmanager
 def _without_use(stored: StoredVersion) -> Iterator[int]:
     """The locked directory; changing its entries in the block does not count as a use of the version."""
-    lock = DirectoryLock.try_shared(stored.path)
-    if lock is None:
-        raise VersionNotFound(f"{stored.kind} {stored.model!r} {stored.version!r} is no longer at {stored.path}")
+    lock = _locked(stored)
     try:
         before = os.fstat(lock.fd)
         yield lock.fd
         os.utime(lock.fd, ns=(before.st_atime_ns, before.st_mtime_ns))
     finally:
         lock.close()
+
+
+def _locked(stored: StoredVersion) -> DirectoryLock:
+    lock = DirectoryLock.try_shared(stored.path)
+    if lock is None:
+        raise VersionNotFound(f"{stored.kind} {stored.model!r} {stored.version!r} is no longer at {stored.path}")
+    return lock

@@ -21,10 +21,9 @@ SHARED_POLL_S = 0.001
 
 
 class DirectoryLock:
-    """A shared or exclusive lock on a directory, held until `close` or the last reference goes.
+    """A shared or exclusive lock on a directory, held until `close` or until the last reference goes.
 
-    Use `try_shared` or `try_exclusive`. Mappings keep a reference, so that no byte under a living view is
-    ever re-used.
+    Use `try_shared` or `try_exclusive`. Mappings keep a reference, so that no byte under a living view is ever re-used.
     """
 
     def __init__(self, fd: int) -> None:

@@ -1,6 +1,6 @@
 """Bytes of a directory's tensor files as views, for as long as a lock on the directory is held.
 
-What a draft and a lease have in common: the files are mapped when they are first asked for, and a view keeps the lock.
+Draft and lease share this: a file is mapped when it is first asked for, and each view keeps the lock.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Mapped:
         self._windows: dict[str, memoryview] = {}
 
     def view(self, name: str) -> memoryview:
-        """Bytes of tensor `name` (uint8, 1-D). The view holds the directory until it is gone, even when this does not
-        any more. Raises UnknownTensor, HandleClosed."""
+        """Bytes of tensor `name` (uint8, 1-D). The view holds the directory as long as it lives, also after this was
+        closed. Raises UnknownTensor, HandleClosed."""
         placed = self.layout.find(name)
         return self.file_view(placed.file)[placed.start : placed.end]
 
     def file_view(self, file: str) -> memoryview:
-        """As `view`, of a whole file, its header included: for who knows the layout's offsets."""
+        """As `view`, of a whole file with its header, for callers that use the layout's offsets."""
         lock = self._open_lock()
         if file not in self._windows:
             self._windows[file] = segment.window(self.path / file, self.layout.file(file).nbytes, self._access, lock)
@@ -49,7 +49,8 @@ class Mapped:
         return self._lock
 
     def _let_go(self) -> DirectoryLock | None:
-        """Forget the lock and the mappings. The lock, if it was held: who drops it last gives the directory back."""
+        """Forgets lock and mappings. Returns the lock if it was held; dropping the last reference gives the directory
+        back."""
         lock, self._lock, self._windows = self._lock, None, {}
         return lock if lock is not None and lock.held else None
 

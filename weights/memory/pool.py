@@ -1,7 +1,7 @@
-"""Freed segment files, kept to be written again: their pages are already there.
+"""Freed segment files, kept to be written again because their pages are already there.
 
-Files are claimed and given back by rename, which only one process can win. What the pool holds counts in the
-store's budget and goes first when room is needed.
+Files are claimed and given back by rename, which only one process can win. The pool counts in the store's budget and
+goes first when room is needed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Taking directories apart. The caller holds the exclusive lock on the directory: nobody reads it."""
+"""Taking directories apart, under the exclusive lock on the directory: nobody reads it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from pathlib import Path
 
 from weights.format.names import TENSOR_SUFFIX
 from weights.memory import segment
+from weights.memory.locks import DirectoryLock
 from weights.memory.pool import Pool
 
 
 def dismantle(directory: Path, pool: Pool | None) -> None:
-    """Removes `directory`; its tensor files go to `pool`, or their memory is freed where that is None."""
+    """Removes `directory`, whose exclusive lock the caller holds. Its tensor files go to `pool`; without one their
+    memory is freed."""
     for entry in list(os.scandir(directory)):
         path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
@@ -25,8 +27,18 @@ def dismantle(directory: Path, pool: Pool | None) -> None:
     os.rmdir(directory)
 
 
+def dismantle_unheld(directory: Path, pool: Pool | None = None) -> None:
+    """`dismantle`, unless a living process holds the directory or it is gone."""
+    lock = DirectoryLock.try_exclusive(directory)
+    if lock is not None:
+        try:
+            dismantle(directory, pool)
+        finally:
+            lock.close()
+
+
 def hide(directory: Path, staging: Path) -> Path:
-    """Renames a version out of sight in one step; what a crash leaves there, a sweep removes."""
+    """Renames a version out of sight in one step. A sweep removes what a crash leaves there."""
     hidden = staging / f"removed-{uuid.uuid4().hex}"
     os.rename(directory, hidden)
     try:

@@ -1,4 +1,4 @@
-"""Segment files: allocated in time, mapped once per process, and mapped again for nothing.
+"""Segment files: allocated in time, mapped once per process, and then mapped again at no cost.
 
 A page fault on a tmpfs page costs more than copying the page. A process therefore keeps its mappings after
 the version that used them is gone: when the file comes back from the pool under another name, its mapping is
@@ -21,7 +21,7 @@ import numpy as np
 from weights.format.errors import UnsafeFile
 from weights.memory.locks import DirectoryLock
 
-Access = Literal["read", "write", "private"]
+Access = Literal["read", "write"]
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; not in Python's mmap module
 _MADV_POPULATE_WRITE = 23
@@ -41,9 +41,8 @@ class _Mapped:
     def __init__(self, fd: int, size: int, access: Access) -> None:
         self.fd = fd
         self.size = size
-        flags = mmap.MAP_PRIVATE if access == "private" else mmap.MAP_SHARED
         prot = mmap.PROT_READ if access == "read" else mmap.PROT_READ | mmap.PROT_WRITE
-        self.map = mmap.mmap(fd, size, flags=flags, prot=prot)
+        self.map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=prot)
         weakref.finalize(self, os.close, fd)
 
     @property
@@ -58,7 +57,7 @@ _guard = threading.Lock()
 
 
 def create(directory_fd: int, name: str, nbytes: int) -> None:
-    """A new file of `nbytes` that has its size but not yet its memory. 0600, must not exist."""
+    """Makes a new file (0600) that has the size `nbytes` but not yet the memory."""
     fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600, dir_fd=directory_fd)
     try:
         os.ftruncate(fd, nbytes)
@@ -69,13 +68,13 @@ def create(directory_fd: int, name: str, nbytes: int) -> None:
 def allocate(directory_fd: int, name: str) -> bool:
     """Gives the file all memory of its size; True if any page was missing.
 
-    Raises OSError ENOSPC now instead of a SIGBUS in some later write (bare ftruncate would promise what the
-    file system does not have).
+    Raises OSError ENOSPC now; a bare ftruncate would promise what the file system does not have, and a later write
+    would die of SIGBUS.
     """
     fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
     try:
         status = os.fstat(fd)
-        # posix_fallocate walks even over present pages, at a third of memcpy's cost.
+        # Skip files that are complete: posix_fallocate walks over present pages too, at a third of memcpy's cost.
         if status.st_blocks * 512 >= status.st_size:
             return False
         os.posix_fallocate(fd, 0, status.st_size)
@@ -87,36 +86,29 @@ def allocate(directory_fd: int, name: str) -> bool:
 def window(path: Path, nbytes: int, access: Access, keeps: DirectoryLock | None) -> memoryview:
     """All `nbytes` of the file as a memoryview (uint8) that keeps `keeps` alive as long as it lives.
 
-    "read" views are read-only; "write" views are shared with every other process; "private" views are
-    writable copies on write that nobody else sees. Raises UnsafeFile if the file is no regular file of this
-    size: a mapping past the end would be a SIGBUS.
+    "read" views are read-only; "write" views are shared with every other process. Raises UnsafeFile if the file is no
+    regular file of this size: a mapping past the end would be a SIGBUS.
     """
     if nbytes == 0:
         return memoryview(b"")
     try:
-        fd = os.open(path, (os.O_RDONLY if access != "write" else os.O_RDWR) | os.O_NOFOLLOW | os.O_CLOEXEC)
+        fd = os.open(path, (os.O_RDWR if access == "write" else os.O_RDONLY) | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError as error:
         raise UnsafeFile(f"cannot be opened: {error.strerror}", path=path.parent, file=path.name) from error
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode) or status.st_size != nbytes:
         os.close(fd)
-        raise UnsafeFile(
-            f"expected a regular file of {nbytes} bytes, found {status.st_size} bytes",
-            path=path.parent,
-            file=path.name,
-        )
-    if access == "private":
-        mapped = _Mapped(fd, nbytes, access)
-    else:
-        with _guard:
-            _forget_unnamed()
-            key = (status.st_dev, status.st_ino, access)
-            known = _mapped.get(key)
-            if known is not None and known.size >= nbytes:
-                os.close(fd)
-                mapped = known
-            else:
-                mapped = _mapped[key] = _Mapped(fd, nbytes, access)
+        reason = f"expected a regular file of {nbytes} bytes, found {status.st_size} bytes"
+        raise UnsafeFile(reason, path=path.parent, file=path.name)
+    with _guard:
+        _forget_unnamed()
+        key = (status.st_dev, status.st_ino, access)
+        known = _mapped.get(key)
+        if known is not None and known.size >= nbytes:
+            os.close(fd)
+            mapped = known
+        else:
+            mapped = _mapped[key] = _Mapped(fd, nbytes, access)
     array = np.frombuffer(mapped.map, dtype=np.uint8, count=nbytes).view(_Window)
     array.keeps = keeps
     return memoryview(array)
@@ -142,10 +134,10 @@ def populate(view: memoryview, *, write: bool) -> None:
 
 
 def destroy(path: Path) -> None:
-    """Frees the file's memory even where some process still maps it, then its name.
+    """Frees the file's memory, even if some process still maps it, and then its name.
 
-    Only for files under an exclusively locked directory or in the pool: nobody reads them, but caches of
-    mappings may still pin the inode.
+    Only for files in the pool or under an exclusively locked directory: nobody reads them, but caches of mappings may
+    still pin the inode.
     """
     try:
         status = os.lstat(path)

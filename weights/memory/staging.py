@@ -1,4 +1,4 @@
-"""Directories of drafts and the memory of their files: staked out within the bounds, allocated, thrown away."""
+"""Directories of drafts and the memory of their files: reserved within the bounds, allocated, discarded."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weights.memory import segment
 from weights.memory.evictor import Evictor
 from weights.memory.locks import DirectoryLock
 from weights.memory.pool import Pool
-from weights.memory.removal import dismantle
+from weights.memory.removal import dismantle_unheld
 
 
 class Staging:
-    """Of one store root, whose bounds are the `evictor`'s."""
+    """The drafts of one store root, within the bounds of `evictor`."""
 
     def __init__(self, evictor: Evictor) -> None:
         self._evictor = evictor
@@ -24,8 +24,9 @@ class Staging:
         """Where a draft of this name stands until it is committed."""
         return self._evictor.staging / name
 
-    def stake(self, layout: Layout, needed_bytes: int, *, pooled: bool = True,
-              name: str | None = None) -> tuple[Path, DirectoryLock]:  # fmt: skip
+    def stake(
+        self, layout: Layout, needed_bytes: int, *, pooled: bool = True, name: str | None = None
+    ) -> tuple[Path, DirectoryLock]:
         """A locked draft directory whose files have their sizes, counted against the budget. Raises StoreFull."""
         path = self.path(name or uuid.uuid4().hex)
         with self._evictor.mutex():
@@ -61,9 +62,4 @@ class Staging:
 
     def discard(self, path: Path, pool: Pool | None = None) -> None:
         """Removes a draft that nobody holds; its segments go to `pool`, or back to the system."""
-        lock = DirectoryLock.try_exclusive(path)
-        if lock is not None:
-            try:
-                dismantle(path, pool)
-            finally:
-                lock.close()
+        dismantle_unheld(path, pool)

@@ -1,7 +1,7 @@
 """The store: reserve -> write -> commit -> lease -> evict, safe against kill -9 at any point.
 
-Rules, and why each holds, stand in docs/weight-store.md. Directory locks decide who may remove what; one
-mutex file serialises the counting of space; a rename is the only way in or out of visibility.
+docs/weight-store.md has the rules and why each holds. Directory locks decide who may remove what; one mutex file
+serialises the counting of space; a rename is the only way in or out of visibility.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from weights.format.checksums import checksum_all
 from weights.format.errors import (
@@ -74,14 +73,21 @@ class WeightStore:
     # Writing
 
     def reserve(
-        self, layout: Layout, *, kind: str, model: str, version: str, aux_files: Mapping[str, bytes] | None = None,
-        writers: int = 1, name: str | None = None,
-    ) -> Draft:  # fmt: skip
+        self,
+        layout: Layout,
+        *,
+        kind: str,
+        model: str,
+        version: str,
+        aux_files: Mapping[str, bytes] | None = None,
+        writers: int = 1,
+        name: str | None = None,
+    ) -> Draft:
         """A draft with all its memory allocated, headers and `aux_files` written, tensors undefined.
 
         `kind` is "version", "adapter" or "snapshot". Evicts unleased, unpinned versions if the budget asks for it. The
         tensors' bytes are undefined (segments are re-used): write every byte before the commit. `writers` is how many
-        will say so (`Draft.mark_written`). Under a `name` that the others know, `draft_path` tells them where it is.
+        will call `Draft.mark_written`. If the others know the `name`, `draft_path` tells them where the draft is.
         Raises StoreFull (nothing left behind), VersionExists, InvalidName.
         """
         aux_files = dict(aux_files or {})
@@ -116,24 +122,22 @@ class WeightStore:
                 with self._evictor.mutex():
                     raise self._evictor.full(needed_bytes) from error
             raise
-        return Draft(
-            self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True
-        )  # fmt: skip
+        return Draft(self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True)
 
     def draft_path(self, name: str) -> Path:
         """Where a draft reserved under `name` stands until it is committed."""
         return self._staging.path(name)
 
     def attach(self, path: Path | str, layout: Layout | None = None) -> Draft:
-        """The draft that another process reserved at `path`; a caller who knows its layout saves the reading of it.
-        Raises DraftNotFound, IntegrityError."""
+        """The draft that another process reserved at `path`. A caller that knows the layout saves reading it. Raises
+        DraftNotFound, IntegrityError."""
         return attach_draft(self.root, Path(path), layout)
 
     def stock(self, layout: Layout) -> bool:
-        """Leaves segments for a later reservation of `layout` in the pool, with their memory, unless they are there.
+        """Puts segments with memory into the pool for a later reservation of `layout`, unless they are there.
 
-        Evicts nobody, and asks for twice the room, so that a reservation that comes meanwhile still finds its own;
-        False where there is not so much. Any other reservation may take what is stocked. Raises StoreFull in a race.
+        Evicts nothing. Returns False unless twice the room is free, so that a reservation that comes meanwhile still
+        finds its own. Any other reservation may take what is stocked. Raises StoreFull in a race.
         """
         if self._stocked_paths(layout) is not None:
             return True
@@ -142,7 +146,7 @@ class WeightStore:
             free = min(free, self.budget_bytes - usage.committed_bytes - usage.draft_bytes)
         if free < 2 * layout.nbytes:
             return False
-        # Not out of the pool: it would cut down or grow what was stocked for another layout.
+        # Not from the pool: that would cut down or grow what was stocked for another layout.
         path, lock = self._staging.stake(layout, layout.nbytes, pooled=False)
         try:
             self._staging.allocate(layout, lock.fd, layout.nbytes)
@@ -152,13 +156,13 @@ class WeightStore:
         return True
 
     def stocked(self, layout: Layout) -> dict[str, memoryview]:
-        """Writable views, by file name, of the segments that the next reservation of `layout` will take; empty where
-        they are not all in the pool. To be populated, not written: they may go to another at any time."""
+        """Writable views, by file name, of the segments that the next reservation of `layout` will take; empty unless
+        all are in the pool. Populate them, do not write: they may go to another reservation at any time."""
         paths = self._stocked_paths(layout)
         if paths is None:
             return {}
-        return {file.name: segment.window(path, file.nbytes, "write", None)
-                for file, path in zip(layout.files, paths, strict=True)}  # fmt: skip
+        pairs = zip(layout.files, paths, strict=True)
+        return {file.name: segment.window(path, file.nbytes, "write", None) for file, path in pairs}
 
     def _stocked_paths(self, layout: Layout) -> list[Path] | None:
         pooled, found = self._evictor.pool.files(), []
@@ -177,27 +181,18 @@ class WeightStore:
         model: str,
         version: str,
         kind: str = "version",
-        meta: Mapping[str, Any] | None = None,
-        checksums: bool = True,
-        checksum_threads: int = 1,
         pinned: bool = False,
     ) -> StoredVersion:
         """A committed copy of a checkpoint directory, evictable unless `pinned`: same tensor files byte for byte.
 
-        `meta` defaults to that of the source's manifest. A source with a manifest is compared with its
-        checksums before anything becomes visible, unless `checksums` is False. Raises IntegrityError,
-        InvalidLayout, StoreFull, VersionExists.
+        A source with a manifest keeps its `meta`, and is compared with its checksums before anything becomes visible.
+        Raises IntegrityError, InvalidLayout, StoreFull, VersionExists.
         """
         source = read_source(Path(src_dir))
         with self.reserve(source.layout, kind=kind, model=model, version=version, aux_files=source.aux_files) as draft:
             copy_tensors(source, draft.path)
             return draft.commit(
-                meta=source.meta if meta is None else meta,
-                checksums=checksums,
-                checksum_threads=checksum_threads,
-                pinned=pinned,
-                expected_checksums=source.checksums,
-                source=source.directory,
+                meta=source.meta, pinned=pinned, expected_checksums=source.checksums, source=source.directory
             )
 
     # Reading
@@ -222,9 +217,9 @@ class WeightStore:
                 continue
         return sorted(found, key=lambda stored: stored.manifest.created_s)
 
-    def lease(self, stored: StoredVersion, *, copy_on_write: bool = False) -> Lease:
+    def lease(self, stored: StoredVersion) -> Lease:
         """The right to read `stored`; see `weights.memory.lease.take_lease`."""
-        return take_lease(stored, copy_on_write=copy_on_write)
+        return take_lease(stored)
 
     # Keeping
 
@@ -274,7 +269,7 @@ class WeightStore:
             self._evictor.trim(0)
 
     def discard(self, kind: str, model: str, version: str) -> None:
-        """Removes what stands under this name, also what can no longer be read. Idempotent. Raises VersionLeased."""
+        """Removes whatever has this name, also if it can no longer be read. Idempotent. Raises VersionLeased."""
         path = version_path(self.root, _check_kind(kind), model, version)
         with self._evictor.mutex():
             lock = DirectoryLock.try_exclusive(path)
@@ -295,7 +290,7 @@ class WeightStore:
             return before.used_bytes - self.usage().used_bytes
 
     def evictable_bytes(self) -> int:
-        """Held by versions and snapshots that nobody reads and that are not pinned: another place has them."""
+        """Bytes of versions and snapshots that nobody reads and that are not pinned, because another place has them."""
         with self._evictor.mutex():
             return self._evictor.evictable_bytes()
 
@@ -327,17 +322,18 @@ class WeightStore:
             return self._evictor.pool.trim(keep_bytes)
 
     def usage(self) -> Usage:
-        """What the store holds now, in bytes of file sizes (reserved counts as held)."""
+        """What the store holds now, in bytes of file sizes (what is reserved counts as held)."""
         return self._evictor.usage()
 
     def room_bytes(self, *, enough_bytes: int | None = None) -> int:
         """Bytes that a reservation made now could get: what is free, and what nobody leases or has pinned.
 
-        With `enough_bytes` the answer may be less than the whole truth once it is at least that, and cheap.
+        With `enough_bytes` the answer is cheaper: it may be too low once it is at least that.
         """
-        usage, disk_free = self.usage(), shutil.disk_usage(self.root).free + self._evictor.pool_bytes_held()
-        free = disk_free if self.budget_bytes is None else min(disk_free, self.budget_bytes - usage.committed_bytes
-                                                               - usage.draft_bytes)  # fmt: skip
+        usage = self.usage()
+        free = shutil.disk_usage(self.root).free + usage.pool_bytes
+        if self.budget_bytes is not None:
+            free = min(free, self.budget_bytes - usage.committed_bytes - usage.draft_bytes)
         if enough_bytes is not None and free >= enough_bytes:
             return free
         with self._evictor.mutex():

@@ -1,8 +1,8 @@
-"""How bytes of tensors lie in a packed tier: byte planes apart, each with zstd where that gains something.
+"""How bytes of tensors are encoded in a packed tier: as byte planes, each compressed with zstd where that helps.
 
 Neighbouring weights differ in their mantissas and share their exponents. So an object is cut into planes (byte 0 of
 every element, byte 1, ...). A plane that a sample shows to be noise is kept as it is, which costs a copy and no
-compression. Lossless but for the two moment codecs, which are used only where the `moments` setting asks for them.
+compression. All codecs are lossless except the two for moments, which only the `moments` setting turns on.
 Pure functions of bytes.
 """
 

@@ -1,8 +1,8 @@
 """Versions on other tiers: copies on disk that are the same bytes, and the proof that they still are.
 
 A copy is written beside its destination, checked, synced and renamed, so a destination that exists is whole.
-It runs in chunks with an optional rate so that it can stay in the background, and it drops what it wrote from
-the page cache, which serving needs more.
+It is made in chunks at a pace, so that it stays in the background, and it drops what it wrote from the page cache,
+which serving needs more.
 """
 
 from __future__ import annotations
@@ -10,21 +10,21 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from weights.format.checksums import Running, checksum, compare
-from weights.format.errors import ChecksumMismatch, IntegrityError, InvalidName, ManifestInvalid, NotSealed, TierExists
+from weights.format.errors import ChecksumMismatch, IntegrityError, InvalidName, NotSealed, TierExists
 from weights.format.files import open_regular, sync_directory, write_file
-from weights.format.layout import FileLayout, Layout
+from weights.format.layout import Layout
 from weights.format.manifest import FileRecord, Manifest
 from weights.format.names import MANIFEST_FILE
-from weights.format.source import check_aux, read_source
+from weights.format.source import check_aux, read_source, tensor_checksum
 from weights.memory.lease import Lease, StoredVersion, take_lease, unpin
 from weights.memory.locks import DirectoryLock
-from weights.memory.removal import dismantle
+from weights.memory.removal import dismantle, dismantle_unheld
 from weights.memory.store import WeightStore
 from weights.tiers.pace import Pace
 
@@ -41,30 +41,20 @@ class TierCopy:
     manifest: Manifest
 
 
-def persist(
-    stored: StoredVersion,
-    dst_dir: Path | str,
-    *,
-    rate_bytes_s: float | None = None,
-    keep_pinned: bool = False,
-    on_progress: Callable[[int, int], None] | None = None,
-    pace: Pace | None = None,
-) -> TierCopy:
+def persist(stored: StoredVersion, dst_dir: Path | str, *, pace: Pace | None = None) -> TierCopy:
     """Copies `stored` to the new directory `dst_dir`, durably; then unpins it, so that eviction may take it.
 
     The copy is sealed: checksums are computed on the way, and compared where the version had them. It
     appears by a rename after everything is on the medium; after a crash only a hidden
-    `.<name>.partial-*` sibling is left, which the next call removes. `on_progress(done_bytes, total_bytes)`
-    is called after every chunk; a `pace` replaces both. If `dst_dir` already holds this very version (a crash
-    came between the rename and the unpinning), nothing is copied. Raises TierExists if it holds anything else,
+    `.<name>.partial-*` sibling is left, which the next call removes. If `dst_dir` already holds this very version (a
+    crash came between the rename and the unpinning), nothing is copied. Raises TierExists if it holds anything else,
     ChecksumMismatch, VersionNotFound, OSError (disk full: nothing is left behind).
     """
     dst_dir = Path(dst_dir)
     started_s = time.monotonic()
     if dst_dir.exists():
         copy = _already_there(stored, dst_dir)
-        if not keep_pinned:
-            unpin(stored)
+        unpin(stored)
         return copy
     dst_dir.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     remove_partials(dst_dir)
@@ -74,8 +64,7 @@ def persist(
         lock = DirectoryLock.try_shared(partial)
         assert lock is not None
         try:
-            pace = pace or Pace(rate_bytes_s, lease.manifest.nbytes, on_progress)
-            manifest = _write_copy(lease, partial, lock.fd, pace)
+            manifest = _write_copy(lease, partial, lock.fd, pace or Pace())
             os.rename(partial, dst_dir)
         except BaseException as error:
             dismantle(partial, None)
@@ -85,25 +74,22 @@ def persist(
         finally:
             lock.close()
     sync_directory(dst_dir.parent)
-    if not keep_pinned:
-        unpin(stored)
+    unpin(stored)
     return TierCopy(dst_dir, manifest.nbytes, time.monotonic() - started_s, manifest)
 
 
-def restore(store: WeightStore, src_dir: Path | str, *, verify_checksums: bool = True) -> StoredVersion:
+def restore(store: WeightStore, src_dir: Path | str) -> StoredVersion:
     """Brings a persisted version back into `store` under the name its manifest records.
 
     Raises IntegrityError before anything is visible if the copy is damaged, else as `WeightStore.import_dir`.
     """
     manifest = Manifest.read(Path(src_dir))
-    if verify_checksums and not manifest.sealed:
+    if not manifest.sealed:
         raise NotSealed("the copy has no checksums to be verified by", path=src_dir, file=MANIFEST_FILE)
-    return store.import_dir(
-        src_dir, model=manifest.model, version=manifest.version, kind=manifest.kind, checksums=verify_checksums
-    )
+    return store.import_dir(src_dir, model=manifest.model, version=manifest.version, kind=manifest.kind)
 
 
-def verify(directory: Path | str, *, rate_bytes_s: float | None = None) -> Manifest:
+def verify(directory: Path | str) -> Manifest:
     """Reads every byte of a version directory, in any tier, and compares it with the manifest.
 
     Returns the manifest. Raises IntegrityError naming file and tensor; NotSealed without checksums.
@@ -114,7 +100,7 @@ def verify(directory: Path | str, *, rate_bytes_s: float | None = None) -> Manif
         raise NotSealed("checksums were never recorded", path=directory, file=MANIFEST_FILE)
     layout = Layout.read(directory)
     manifest.check_layout(layout, path=directory)
-    digests = _checksums_of(directory, layout, Pace(rate_bytes_s))
+    digests = _checksums_of(directory, layout)
     compare(digests, {name: record.checksum for name, record in manifest.tensors.items()}, layout, path=directory)
     aux_files = {}
     for name in manifest.aux_files:
@@ -127,7 +113,7 @@ def verify(directory: Path | str, *, rate_bytes_s: float | None = None) -> Manif
 def seal_dir(
     directory: Path | str, *, kind: str, model: str, version: str, meta: Mapping[str, Any] | None = None
 ) -> Manifest:
-    """Gives a foreign checkpoint directory (a download, say) its manifest with checksums, in one step.
+    """Gives a foreign checkpoint directory, such as a download, its manifest with checksums, in one step.
 
     Raises IntegrityError or InvalidLayout if the directory is no clean checkpoint.
     """
@@ -142,7 +128,7 @@ def seal_dir(
         created_s=time.time(),
         meta=meta or {},
         aux_files={name: FileRecord(len(data), checksum(data)) for name, data in source.aux_files.items()},
-        checksums=_checksums_of(directory, source.layout, Pace()),
+        checksums=_checksums_of(directory, source.layout),
     )
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -162,13 +148,7 @@ def _already_there(stored: StoredVersion, dst_dir: Path) -> TierCopy:
         there.check_layout(Layout.read(dst_dir), path=dst_dir)
     except IntegrityError as error:
         raise TierExists(taken) from error
-    mine = stored.manifest
-    if (there.kind, there.model, there.version, there.created_s) != (
-        mine.kind,
-        mine.model,
-        mine.version,
-        mine.created_s,
-    ):
+    if there.identity != stored.manifest.identity:
         raise TierExists(taken)
     return TierCopy(dst_dir, 0, 0.0, there)
 
@@ -214,42 +194,14 @@ def _write_all(fd: int, data: memoryview) -> None:
         data = data[os.write(fd, data) :]
 
 
-def _checksums_of(directory: Path, layout: Layout, pace: Pace) -> dict[str, str]:
-    digests: dict[str, str] = {}
-    for layout_file in layout.files:
-        for name, text in _file_checksums(directory, layout_file, pace):
-            digests[name] = text
-    return digests
-
-
-def _file_checksums(directory: Path, layout_file: FileLayout, pace: Pace) -> Iterator[tuple[str, str]]:
-    # Reading instead of mapping: a file that shrinks meanwhile is an error, not a SIGBUS.
-    buffer = memoryview(bytearray(CHUNK_BYTES))
-    with open_regular(directory, layout_file.name) as file:
-        file.seek(len(layout_file.header))
-        for placed in layout_file.tensors:
-            running, left = Running(), placed.nbytes
-            while left:
-                count = file.readinto(buffer[: min(left, CHUNK_BYTES)])
-                if not count:
-                    raise ManifestInvalid(
-                        "the file ended early", path=directory, file=layout_file.name, tensor=placed.spec.name
-                    )
-                running.update(buffer[:count])
-                pace.moved(count)
-                left -= count
-            yield placed.spec.name, running.text()
+def _checksums_of(directory: Path, layout: Layout) -> dict[str, str]:
+    return {placed.spec.name: tensor_checksum(directory, placed) for placed in layout}
 
 
 def remove_partials(dst_dir: Path) -> None:
     """Removes half-written copies of `dst_dir` that no living process holds."""
     for path in dst_dir.parent.glob(f".{_escape(dst_dir.name)}.partial-*"):
-        lock = DirectoryLock.try_exclusive(path)
-        if lock is not None:  # else a living process is writing it
-            try:
-                dismantle(path, None)
-            finally:
-                lock.close()
+        dismantle_unheld(path)
 
 
 def _escape(name: str) -> str:

@@ -9,7 +9,7 @@ import uuid
 from collections.abc import Mapping
 from pathlib import Path
 
-from weights.format.errors import IntegrityError, InvalidLayout, TierExists, TierFull, TierUnavailable, VersionNotFound
+from weights.format.errors import IntegrityError, InvalidLayout, TierExists, VersionNotFound
 from weights.format.files import sync_directory
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
@@ -18,10 +18,10 @@ from weights.memory.lease import StoredVersion
 from weights.memory.space import directories
 from weights.memory.store import WeightStore
 from weights.tiers import copies
+from weights.tiers.objects import require_space, tier_errors
 from weights.tiers.pace import Pace
 from weights.tiers.record import Name
 
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 STAGING = ".staging"
 
 
@@ -50,12 +50,13 @@ class DirectoryTier:
         return sum(manifest.nbytes for manifest in self._manifests().values())
 
     def put(self, source: Path, *, pace: Pace | None = None) -> None:
-        """Copies the version in shared memory at `source` and unpins it there. What is damaged at its place is
-        replaced. Raises TierExists if another version stands there, TierFull, TierUnavailable, IntegrityError."""
+        """Copies the version in shared memory at `source` and unpins it there, replacing a damaged copy. Raises
+        TierExists if another version stands there, TierFull, TierUnavailable, IntegrityError."""
         stored = StoredVersion.read(source)
         target = self.path(Name(stored.kind, stored.model, stored.version))
-        try:
-            self._require_space(stored.nbytes)
+        with tier_errors(target):
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            require_space(self._root, stored.nbytes, self._free_bytes)
             target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
                 copies.persist(stored, target, pace=pace)
@@ -64,36 +65,34 @@ class DirectoryTier:
                     raise
                 self._hide(target)
                 copies.persist(stored, target, pace=pace)
-        except OSError as error:
-            kind = TierFull if error.errno in _NO_ROOM else TierUnavailable
-            raise kind(f"{target}: {error.strerror or error}") from error
 
     def restore(self, store: WeightStore, name: Name) -> StoredVersion:
         """Raises VersionNotFound, IntegrityError, StoreFull, VersionExists."""
-        if not self.path(name).is_dir():
-            raise VersionNotFound(f"{name} is not in the {self.name} tier")
-        return copies.restore(store, self.path(name))
+        return copies.restore(store, self._there(name))
 
     def verify(self, name: Name) -> Manifest:
-        if not self.path(name).is_dir():
-            raise VersionNotFound(f"{name} is not in the {self.name} tier")
-        return copies.verify(self.path(name))
+        """Reads every byte. Raises VersionNotFound, IntegrityError."""
+        return copies.verify(self._there(name))
 
     def remove(self, name: Name) -> bool:
         """Deletes a version; False if there was none. It is out of sight in one step, whatever happens then."""
-        try:
+        with tier_errors(self.path(name)):
             return self._hide(self.path(name))
-        except OSError as error:
-            raise TierUnavailable(f"{self.path(name)}: {error.strerror or error}") from error
 
     quarantine = remove
 
     def collect(self) -> int:
-        """Removes half-written copies that no living process holds; returns 0 (their bytes are not counted)."""
+        """Removes half-written copies that no living process holds. Returns 0: their bytes are not counted."""
         for family in directories(self._root):
             for path in family.glob(".*.partial-*"):
                 copies.remove_partials(path.parent / path.name[1:].partition(".partial-")[0])
         return 0
+
+    def _there(self, name: Name) -> Path:
+        path = self.path(name)
+        if not path.is_dir():
+            raise VersionNotFound(f"{name} is not in the {self.name} tier")
+        return path
 
     def _manifests(self) -> dict[Name, Manifest]:
         found = {}
@@ -113,7 +112,7 @@ class DirectoryTier:
         return found
 
     def _hide(self, path: Path) -> bool:
-        # The process id in the name lets the model library's sweep see whose it was.
+        # The model library's sweep reads the process id from the name.
         hidden = self._root / STAGING / f"removed-{os.getpid()}-{uuid.uuid4().hex}"
         hidden.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         try:
@@ -128,15 +127,6 @@ class DirectoryTier:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
                 raise
         return True
-
-    def _require_space(self, needed_bytes: int) -> None:
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        free = shutil.disk_usage(self._root).free
-        if free - needed_bytes < self._free_bytes:
-            raise TierFull(
-                f"{self._root} has {free} bytes free and must keep {self._free_bytes}: {needed_bytes} more do not fit; "
-                "free some, or keep fewer versions and snapshots"
-            )
 
 
 def _is_whole(directory: Path) -> bool:

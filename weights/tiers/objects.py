@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Protocol
 
@@ -17,14 +18,34 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _PARTIAL = ".partial"
 
 
+@contextmanager
+def tier_errors(where: Path) -> Iterator[None]:
+    """Turns an OSError in the block into TierFull or TierUnavailable."""
+    try:
+        yield
+    except OSError as error:
+        kind = TierFull if error.errno in _NO_ROOM else TierUnavailable
+        raise kind(f"{where}: {error.strerror or error}") from error
+
+
+def require_space(root: Path, needed_bytes: int, free_bytes: int) -> None:
+    """Raises TierFull where `needed_bytes` more would leave less than `free_bytes` of the file system of `root`."""
+    free = shutil.disk_usage(root).free
+    if free - needed_bytes < free_bytes:
+        raise TierFull(
+            f"{root} has {free} bytes free and must keep {free_bytes}: {needed_bytes} more do not fit; "
+            "free some, or keep fewer versions and snapshots"
+        )
+
+
 class Objects(Protocol):
-    """Keys are relative paths without dots at the start of a part. Every call may raise TierUnavailable."""
+    """Keys are relative paths; no part of one begins with a dot. Every call may raise TierUnavailable."""
 
     where: str
     """For people: a path or URL, without credentials."""
 
     def put(self, key: str, data: bytes) -> None:
-        """Stores `data` durably and at once: the key has all of it or what it had before. Raises TierFull."""
+        """Stores `data` durably and in one step: the key has all of it or what it had before. Raises TierFull."""
 
     def get(self, key: str) -> bytes:
         """Raises ObjectDamaged if there is none."""
@@ -33,7 +54,7 @@ class Objects(Protocol):
         """Bytes stored under `key`, None if there is none."""
 
     def list(self, prefix: str) -> Iterator[tuple[str, int]]:
-        """Keys that begin with the folder `prefix` (it ends in "/") and their bytes."""
+        """Keys below the folder `prefix` (it ends in "/") and their sizes in bytes."""
 
     def delete(self, key: str) -> None:
         """Idempotent."""
@@ -45,7 +66,7 @@ class Objects(Protocol):
 class DirectoryObjects:
     """Files below `root`, on a local disk or a mount. `free_bytes` of the file system are left to others.
 
-    With `create` the root is made; a mount must be there already, so that a lost one is not filled in beneath.
+    With `create` the root is made. A mount must be there already, so that nothing is written below a lost one.
     """
 
     def __init__(self, root: Path | str, *, free_bytes: int = 0, create: bool = False) -> None:
@@ -58,13 +79,7 @@ class DirectoryObjects:
     def put(self, key: str, data: bytes) -> None:
         with self._translated():
             self._require_root()
-            space = os.statvfs(self.root)
-            free = space.f_bavail * space.f_frsize
-            if free - len(data) < self._free_bytes:
-                raise TierFull(
-                    f"{self.root} has {free} bytes free and must keep {self._free_bytes}: {len(data)} more do not fit; "
-                    "free some, or keep fewer versions and snapshots"
-                )
+            require_space(self.root, len(data), self._free_bytes)
             target, partial = self.root / key, self.root / _PARTIAL / uuid.uuid4().hex
             partial.parent.mkdir(mode=0o700, exist_ok=True)
             self._make_folder(target.parent)
@@ -131,10 +146,5 @@ class DirectoryObjects:
             folder.mkdir(mode=0o700, exist_ok=True)
             sync_directory(folder.parent)
 
-    @contextmanager
-    def _translated(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            kind = TierFull if error.errno in _NO_ROOM else TierUnavailable
-            raise kind(f"{self.root}: {error.strerror or error}") from error
+    def _translated(self) -> AbstractContextManager[None]:
+        return tier_errors(self.root)

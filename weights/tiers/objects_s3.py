@@ -1,7 +1,7 @@
 """Objects in an S3-compatible store. The one file that knows boto3.
 
-One PUT per object (they are small enough), so that a key has all of its bytes or none. Keys of the store are `prefix`
-plus ours. Credentials come from a file by profile name, or from where boto3 looks by itself; they appear in no message.
+Each object is one PUT (they are small enough), so a key has all of its bytes or none. Keys in the store are `prefix`
+plus ours. Credentials come from a file by profile name, or from where boto3 looks by itself; no message shows them.
 """
 
 from __future__ import annotations
@@ -26,13 +26,20 @@ _FULL = ("QuotaExceeded", "XMinioStorageFull", "InsufficientStorage", "507")
 
 
 class S3Objects:
-    """`bucket` has to exist. `endpoint` None: Amazon's own. Raises TierUnavailable if the settings make no client."""
+    """`bucket` has to exist. `endpoint` None is Amazon's own. Raises TierUnavailable if the settings make no client."""
 
     def __init__(
-        self, bucket: str, prefix: str = "", *, endpoint: str | None = None, region: str | None = None,
-        credentials_file: str | None = None, credentials_profile: str | None = None, timeout_s: float = 30.0,
+        self,
+        bucket: str,
+        prefix: str = "",
+        *,
+        endpoint: str | None = None,
+        region: str | None = None,
+        credentials_file: str | None = None,
+        credentials_profile: str | None = None,
+        timeout_s: float = 30.0,
         page_keys: int = 1000,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._bucket = bucket
         self._page_keys = page_keys
         self._prefix = f"{prefix.strip('/')}/" if prefix.strip("/") else ""
@@ -41,15 +48,18 @@ class S3Objects:
             session = botocore.session.Session(profile=credentials_profile)
             if credentials_file is not None:
                 session.set_config_variable("credentials_file", credentials_file)
+            config = botocore.config.Config(
+                connect_timeout=timeout_s,
+                read_timeout=timeout_s,
+                retries={"mode": "standard", "max_attempts": 2},
+                # Stores other than Amazon's often know no trailing checksums; ours are checked on every read.
+                request_checksum_calculation="when_required",
+                response_checksum_validation="when_required",
+                s3={"addressing_style": "path" if endpoint else "auto"},
+            )
             self._client = boto3.session.Session(botocore_session=session).client(
-                "s3", endpoint_url=endpoint, region_name=region or "us-east-1",
-                config=botocore.config.Config(
-                    connect_timeout=timeout_s, read_timeout=timeout_s, retries={"mode": "standard", "max_attempts": 2},
-                    # Stores other than Amazon's often know no trailing checksums; ours are checked on every read.
-                    request_checksum_calculation="when_required", response_checksum_validation="when_required",
-                    s3={"addressing_style": "path" if endpoint else "auto"},
-                ),
-            )  # fmt: skip
+                "s3", endpoint_url=endpoint, region_name=region or "us-east-1", config=config
+            )
 
     def put(self, key: str, data: bytes) -> None:
         with self._translated(key):
@@ -80,7 +90,7 @@ class S3Objects:
             self._client.delete_object(Bucket=self._bucket, Key=self._prefix + key)
 
     def sweep(self) -> None:
-        """Nothing to do: an object of one PUT is never half there."""
+        """Does nothing: an object of one PUT is never half there."""
 
     @contextmanager
     def _translated(self, key: str) -> Iterator[None]:

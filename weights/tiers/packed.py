@@ -3,9 +3,9 @@
     records/<kind>s/<model>/<version>      what it is made of; written last, so what has a record is whole
     objects/<2 digits>/<BLAKE3 of itself>  up to 32 MiB of pieces, encoded by `weights.tiers.codec`
 
-An object is named by the checksum of its stored bytes: written twice it is written once, after a crash nothing is
-sent again, and a damaged one is known by its name. A tensor whose checksum stands in another record of the tier is not
-written at all; the new record points at the old bytes. One process writes a tier; any number may read it.
+An object's name is the checksum of its stored bytes. So no object is written twice, nothing is sent again after a
+crash, and a damaged object shows by its name. A tensor whose checksum is in another record of the tier is not written
+at all; the new record points at the old bytes. One process writes a tier; any number may read it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 
 from blake3 import blake3
 
-from weights.format.checksums import checksum, compare
+from weights.format.checksums import Running, checksum, compare
 from weights.format.errors import (
     ChecksumMismatch,
     HeaderInvalid,
@@ -64,9 +64,13 @@ class PackedTier:
     """
 
     def __init__(
-        self, name: str, objects: Objects, *, level: int = 1,
+        self,
+        name: str,
+        objects: Objects,
+        *,
+        level: int = 1,
         codec_of: Callable[[str, TensorSpec], Codec] = lambda kind, spec: "zstd",
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.name = name
         self.where = objects.where
         self._objects = objects
@@ -74,10 +78,9 @@ class PackedTier:
         self._codec_of = codec_of
         self._records = Records(name, objects)
 
-    # --- what is there ----------------------------------------------------------------------------------------------
-
     def names(self, kind: str) -> Mapping[Name, float]:
-        """Creation time (Unix seconds) by name, of what can be read. A damaged record is logged and left out."""
+        """Creation time (Unix seconds) by name of everything that can be read. A damaged record is logged and left
+        out."""
         return {name: record.manifest.created_s for name, record in self._records.all().items() if name.kind == kind}
 
     def usage_bytes(self) -> int:
@@ -85,7 +88,7 @@ class PackedTier:
         return sum(self._records.objects().values())
 
     def claim(self, owner: str, first: bool) -> None:
-        """Makes sure that the tier is `owner`'s; takes it if it is nobody's and this is the `first` time.
+        """Makes sure that the tier belongs to `owner`; takes it if it is nobody's and this is the `first` time.
 
         Raises TierUnavailable otherwise: a mount that is gone leaves an empty directory behind, and two boxes in one
         place would remove each other's objects.
@@ -101,13 +104,11 @@ class PackedTier:
                 f"delete {OWNER_KEY} there to take it over"
             )
 
-    # --- writing ----------------------------------------------------------------------------------------------------
-
     def put(self, source: Path, *, pace: Pace | None = None) -> Packed:
         """Writes the version directory `source`, which nobody may change meanwhile (in shared memory: lease it).
 
-        What the tier has already is skipped, also what an interrupted put left. The source's bytes are compared with
-        its checksums where it has them. Raises IntegrityError if they differ; then no record is written.
+        It skips what the tier has already, also what an interrupted put left. The source's bytes are compared with its
+        checksums where it has them. Raises IntegrityError if they differ, and then writes no record.
         """
         started_s, pace = time.monotonic(), pace or Pace()
         manifest, layout = Manifest.read(source), Layout.read(source)
@@ -134,28 +135,26 @@ class PackedTier:
             name, width = placed.spec.name, _width(placed)
             chosen = self._codec_of(manifest.kind, placed.spec)
             if chosen in ("moment", "second_moment"):
-                lossy[name] = packer.add_lossy(TENSOR + name, b"".join(tensor_chunks(source, placed, blake3())), chosen)
+                lossy[name] = packer.add_lossy(
+                    TENSOR + name, b"".join(tensor_chunks(source, placed, Running())), chosen
+                )
             elif (parts := known.get(digests[name])) is not None and self._still_there(parts, sizes):
                 pieces[TENSOR + name] = parts
             else:
-                running = blake3()
+                running = Running()
                 packer.add(TENSOR + name, width, tensor_chunks(source, placed, running), chosen)
-                written[name] = "blake3:" + running.hexdigest()
+                written[name] = running.text()
         packer.flush()
         compare(written, {name: digests[name] for name in written}, layout, path=source)
         meta = {**manifest.meta, "quantised": sorted(lossy)} if lossy else manifest.meta
-        record = Record(
-            replace(manifest.with_checksums(digests | lossy), meta=meta),
-            pieces,
-            {part.object: packer.sizes.get(part.object) or sizes[part.object]
-             for parts in pieces.values() for part in parts},
-        )  # fmt: skip
-        self._records.put(record)
+        used = {part.object for parts in pieces.values() for part in parts}
+        objects = {key: packer.sizes.get(key) or sizes[key] for key in used}
+        self._records.put(Record(replace(manifest.with_checksums(digests | lossy), meta=meta), pieces, objects))
         new_bytes = sum(layout.find(name).nbytes for name in (*written, *lossy))
         return Packed(manifest.nbytes, new_bytes, pace.done_bytes, time.monotonic() - started_s)
 
     def copy_from(self, other: PackedTier, name: Name, *, pace: Pace | None = None) -> Packed:
-        """Takes over what `other` has under `name`, object by object. Raises as `restore` and `put`."""
+        """Copies what `other` has under `name`, object by object. Raises as `restore` and `put`."""
         started_s, pace = time.monotonic(), pace or Pace()
         record = other._records.find(name)
         for key, nbytes in record.objects.items():
@@ -171,8 +170,6 @@ class PackedTier:
 
     def _still_there(self, parts: tuple[Part, ...], sizes: Mapping[str, int]) -> bool:
         return all(self._objects.size(object_key(part.object)) == sizes[part.object] for part in parts)
-
-    # --- reading ----------------------------------------------------------------------------------------------------
 
     def restore(self, store: WeightStore, name: Name) -> StoredVersion:
         """Brings `name` back into `store`, evictable, every byte checked before it becomes visible.
@@ -199,7 +196,7 @@ class PackedTier:
         """Reads every byte of `name` and compares it. Raises VersionNotFound, IntegrityError."""
         record = self._records.find(name)
         _layout(record, self._gather(record, (HEADER, AUX)))
-        running = {tensor: (blake3(), 0) for tensor in record.manifest.tensors}
+        running = {tensor: (Running(), 0) for tensor in record.manifest.tensors}
         waiting: dict[str, dict[int, bytes]] = {}
         for piece, offset, data in self._tensor_parts(record):
             tensor = piece[len(TENSOR) :]
@@ -210,7 +207,7 @@ class PackedTier:
                 position += len(chunk)
             running[tensor] = digest, position
         for tensor, (digest, _) in running.items():
-            if record.manifest.tensors[tensor].checksum != "blake3:" + digest.hexdigest():
+            if record.manifest.tensors[tensor].checksum != digest.text():
                 raise ChecksumMismatch("the bytes differ from the manifest", path=self.where, tensor=tensor)
         return record.manifest
 
@@ -250,15 +247,13 @@ class PackedTier:
                     raise ObjectDamaged(f"it is too short for {piece}", path=f"{self.where}/{object_key(key)}")
                 yield piece, position, chunk
 
-    # --- removing ---------------------------------------------------------------------------------------------------
-
     def remove(self, name: Name) -> None:
-        """Takes `name` away. Its bytes go with the next `collect`. Idempotent."""
+        """Removes `name`; its bytes go with the next `collect`. Idempotent."""
         self._records.remove(name)
 
     def quarantine(self, name: Name) -> None:
-        """Removes `name`, and every object of it that is not what its name says, with all records that use such one:
-        nothing written later may build on them."""
+        """Removes `name`, its damaged objects, and all records that use one of those, so that nothing written later
+        builds on them."""
         try:
             objects = self._records.find(name).objects
         except (IntegrityError, VersionNotFound):
@@ -277,8 +272,8 @@ class PackedTier:
             self._objects.delete(object_key(key))
 
     def collect(self) -> int:
-        """Removes what no record needs: bytes of removed versions and of puts that will not be finished. Returns the
-        bytes. Not to be called while a put is to go on later: that would send its objects again."""
+        """Removes the objects that no record needs, those of removed versions and of abandoned puts; returns their
+        bytes. Do not call it while an interrupted put will go on later: that put would send its objects again."""
         self._objects.sweep()
         needed = {object_key(key) for record in self._records.all(strict=True).values() for key in record.objects}
         freed = 0

@@ -1,6 +1,6 @@
-"""Pieces of a version put together into objects: one codec and one width of elements in each.
+"""Puts pieces of a version together into objects, each with one codec and one width of elements.
 
-An object is up to 32 MiB of pieces, encoded by `weights.tiers.codec`, under the checksum of its stored bytes.
+An object is up to 32 MiB of pieces, encoded by `weights.tiers.codec` and named by the checksum of its stored bytes.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 
 from blake3 import blake3
 
+from weights.format.checksums import Running
 from weights.tiers import codec
 from weights.tiers.codec import Codec
 from weights.tiers.record import Part
@@ -17,7 +18,7 @@ OBJECT_BYTES = 32 << 20
 
 
 class Packer:
-    """Fills objects with pieces of one codec and element width, and stores each as it is full."""
+    """Fills objects with pieces of one codec and element width, and stores each object when it is full."""
 
     def __init__(self, level: int, store: Callable[[str, bytes], None], pieces: dict[str, tuple[Part, ...]]) -> None:
         self.sizes: dict[str, int] = {}
@@ -42,14 +43,14 @@ class Packer:
                     self.flush()
 
     def add_lossy(self, piece: str, data: bytes, chosen: Codec) -> str:
-        """Stores a quantised tensor in objects of its own; the checksum of what it decodes to."""
+        """Stores a quantised tensor in objects of its own; returns the checksum of what it decodes to."""
         self.flush()
-        self._pieces[piece], running = (), blake3()
+        self._pieces[piece], running = (), Running()
         for start in range(0, len(data), OBJECT_BYTES):
             self._kind, self._filled = (chosen, 4), bytearray(data[start : start + OBJECT_BYTES])
             self._open = [(piece, 0, len(self._filled))]
             running.update(codec.decode(self.flush(), name=piece))
-        return "blake3:" + running.hexdigest()
+        return running.text()
 
     def flush(self) -> bytes:
         if not self._filled:

@@ -1,4 +1,4 @@
-"""What a packed tier knows of one version: its manifest, and where in which objects each of its pieces lies.
+"""What a packed tier knows of one version: its manifest, and which bytes of which objects make each of its pieces.
 
 A piece is a tensor, the header of a safetensors file, or an auxiliary file. A record carries a checksum over itself,
 like a manifest. Pure.
@@ -40,7 +40,7 @@ class Name(NamedTuple):
 
     @classmethod
     def of_key(cls, key: str) -> Name | None:
-        """The name whose record has this key; None for a key that is none."""
+        """The name whose record has this key; None if it is no record's key."""
         parts = key.split("/")
         if len(parts) != 4 or parts[0] != "records" or parts[1] not in {f"{kind}s" for kind in KINDS}:
             return None
@@ -58,7 +58,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Record:
-    """`pieces`: by piece name, the parts it is made of in order. `objects`: stored bytes by object."""
+    """`pieces`: the parts of each piece in order, by its name. `objects`: stored bytes by object."""
 
     manifest: Manifest = field(repr=False)
     pieces: Mapping[str, tuple[Part, ...]] = field(repr=False)
@@ -67,11 +67,6 @@ class Record:
     @property
     def name(self) -> Name:
         return Name(self.manifest.kind, self.manifest.model, self.manifest.version)
-
-    @property
-    def stored_bytes(self) -> int:
-        """Bytes of all objects it needs, shared ones too."""
-        return sum(self.objects.values())
 
     def to_bytes(self) -> bytes:
         body = {

@@ -1,6 +1,6 @@
-"""The records of a packed tier: which versions it has, and which bytes of them are there to be shared.
+"""The records of a packed tier: which versions it has, and which of their bytes others can share.
 
-Read once and kept, since one process writes a tier; what is about to be relied on is read anew.
+They are read once and kept, since one process writes a tier. A record that is about to be relied on is read anew.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ log = logging.getLogger(__name__)
 
 
 class Records:
-    """Those under `records/` of `objects`, the `tier`'s. Errors of the store pass through."""
+    """The records in the `objects` of `tier`. Errors of the store pass through."""
 
     def __init__(self, tier: str, objects: Objects) -> None:
         self._tier, self._objects = tier, objects
         self._read: dict[Name, Record] | None = None
 
     def all(self, *, strict: bool = False) -> dict[Name, Record]:
-        """By name, a copy. A damaged record is logged and left out; `strict`: raises IntegrityError for it, because
-        what it names is not known then."""
+        """A copy, by name. A damaged record is logged and left out; with `strict` it raises IntegrityError, because
+        nobody knows which objects it names."""
         return dict(self._known(strict=strict))
 
     def find(self, name: Name) -> Record:
-        """Read anew. Raises VersionNotFound, IntegrityError."""
+        """Reads the record anew. Raises VersionNotFound, IntegrityError."""
         if self._objects.size(name.key) is None:
             raise VersionNotFound(f"{name} is not in the {self._tier} tier")
         return Record.from_bytes(self._objects.get(name.key), path=self._path(name.key))
@@ -42,7 +42,7 @@ class Records:
         self._known().pop(name, None)
 
     def parts_by_checksum(self) -> dict[str, tuple[Part, ...]]:
-        """Where the bytes of each tensor are that the tier has exactly, by the tensor's checksum."""
+        """Where the tier has the bytes of each tensor, by the tensor's checksum; quantised tensors are left out."""
         parts = {}
         for record in self.all().values():
             quantised = set(record.manifest.meta.get("quantised", ()))
@@ -67,7 +67,7 @@ class Records:
                 except IntegrityError as error:
                     log.error("the %s tier has a damaged record: %s", self._tier, error)
                     if strict:
-                        self._read = None  # so that the next look leaves it out, and what it named comes anew
+                        self._read = None  # the next look leaves it out, and what it named is written anew
                         raise
             self._read = found
         return self._read

@@ -1,6 +1,6 @@
-"""What a tier keeps and what it lets go. Pure functions over records and a clock.
+"""What a tier keeps and what it removes. Pure functions over records and a clock.
 
-A rule keeps; nothing removes but the absence of every rule that keeps. A tier without rules keeps everything.
+Rules only keep: a tier removes what no rule keeps. A tier without rules keeps everything.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ HOUR_S = 3600.0
 
 @dataclass(frozen=True)
 class Kept(Generic[K]):
-    """One version or snapshot as retention sees it. `family`: the model or job, each of which is counted by itself.
-    `valid_loss` None: never measured. `protected`: why it stays whatever the rules say ("" if nothing does)."""
+    """One version or snapshot as retention sees it. `family` is its model or job; each family is counted by itself.
+    `valid_loss` is None if it was never measured. `protected` says why it stays whatever the rules say, "" if nothing
+    protects it."""
 
     key: K
     family: str
@@ -30,7 +31,7 @@ class Kept(Generic[K]):
 
 @dataclass(frozen=True)
 class TierPlan(Generic[K]):
-    """`push`: what to bring to the tier, in order; `drop`: what to take away."""
+    """`push`: what to copy to the tier, in order; `drop`: what to remove from it."""
 
     push: tuple[K, ...]
     drop: tuple[K, ...]
@@ -65,10 +66,10 @@ def keep(records: Iterable[Kept[K]], rules: KeepRules, now_s: float) -> set[K]:
 def plan_tier(
     above: Iterable[Kept[K]], here: Collection[K], described: Mapping[K, Kept[K]], rules: KeepRules, now_s: float
 ) -> TierPlan[K]:
-    """What brings a tier to its rules, where `above` could be copied to it and `here` is in it.
+    """What makes a tier meet its rules: `above` could be copied to it, `here` is in it.
 
-    `described` says what `here` are; what it does not name is not ours to judge and stays. Newest first, so that the
-    state that matters most is safe soonest.
+    `described` says what `here` are; what it does not name stays. The newest are pushed first, so that the state that
+    matters most is safe soonest.
     """
     candidates = {record.key: record for record in above}
     judged = candidates | {key: described[key] for key in here if key in described}

@@ -255,15 +255,6 @@ def test_leased_views_are_read_only(store):
             view[0] = 1
 
 
-def test_copy_on_write_views_stay_private(store):
-    stored = write(store)
-    with store.lease(stored, copy_on_write=True) as lease:
-        view = lease.view("counter")
-        view[:] = b"\xff" * 8
-        assert bytes(view) == b"\xff" * 8
-    check(store, stored)
-
-
 def resident_bytes(path, *, writable: bool) -> int:
     """Of the pages of a file's mappings that this process can touch without a fault."""
     found, counts = 0, False
