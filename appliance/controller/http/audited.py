@@ -15,12 +15,14 @@ import orjson
 from fastapi import Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from appliance.controller.context import audit
 from appliance.controller.interfaces.principal import read_principal
 from appliance.store.errors import UnknownCursor
 
-_REFUSALS = (HTTPException, RequestValidationError, UnknownCursor)
+# Whoever leaves in the midst of a body has changed nothing either.
+_REFUSALS = (HTTPException, RequestValidationError, UnknownCursor, ClientDisconnect)
 READS = frozenset({"GET", "HEAD", "OPTIONS"})
 _PARSED_BYTES = 256 * 1024
 Route = tuple[str, str]

@@ -10,6 +10,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from appliance.controller.interfaces.errors import NEVER_RETRY, ApiError, error_object, shown
 from appliance.store.errors import UnknownCursor
@@ -46,6 +47,7 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(UnknownCursor, _unknown_cursor)
+    app.add_exception_handler(ClientDisconnect, _client_left)
     app.add_exception_handler(Exception, _bug)
 
 
@@ -96,6 +98,12 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 
 async def _unknown_cursor(request: Request, error: Exception) -> JSONResponse:
     return _answer(400, f"{error}.", "invalid_request_error", "after", "invalid_cursor")
+
+
+async def _client_left(request: Request, error: Exception) -> JSONResponse:
+    """Nobody hears the answer; 499 is nginx's status for it."""
+    log.info("%s %s: the client left before its body was complete", request.method, request.url.path)
+    return _answer(499, "The client left before its request was complete.", "invalid_request_error", None, None)
 
 
 async def _bug(request: Request, error: Exception) -> JSONResponse:

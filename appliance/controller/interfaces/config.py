@@ -36,7 +36,8 @@ class OwnerBounds(BaseModel):
 
 
 class RetentionSettings(BaseModel):
-    """Days after which housekeeping deletes; unset: for ever. Stored responses have `responses_kept_days`."""
+    """Days after which housekeeping deletes, unset: for ever; and numbers past which it deletes the oldest, whatever
+    their age. Stored responses have `responses_kept_days`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -45,6 +46,11 @@ class RetentionSettings(BaseModel):
     own."""
     batches_days: float | None = Field(None, gt=0)
     """What is known of batches that have ended; their output files are files."""
+    batches_per_owner: int = Field(10_000, ge=1)
+    """Batches that have ended, of all keys of one owner; past it the oldest go."""
+    jobs_per_owner: int = Field(2_000, ge=1)
+    """Jobs that have ended, of all keys of one owner; past it the oldest go, with their folders, events and steps. A
+    job stays for as long as a model that it made."""
     job_data_days: float | None = Field(30.0, gt=0)
     """The folders of jobs that have ended: events, TensorBoard files. The copy of the training data goes at once."""
     job_events_days: float | None = Field(None, gt=0)
@@ -53,6 +59,8 @@ class RetentionSettings(BaseModel):
     """Of an unfinished job; past it the oldest go."""
     audit_days: float | None = Field(None, gt=0)
     """Rows of the audit log."""
+    audit_rows_per_key: int = Field(200_000, ge=1000)
+    """Rows of the audit log of one key that is no admin's; past it the oldest go."""
     usage_days: float | None = Field(None, gt=0)
     """Tokens by the hour, and devices that jobs held."""
     handovers_days: float | None = Field(None, gt=0)

@@ -40,10 +40,12 @@ class Method(_Strict):
 
 
 class Wandb(_Strict):
-    project: Annotated[str, StringConstraints(min_length=1, max_length=256)]
-    entity: Annotated[str, StringConstraints(max_length=256)] | None = None
-    name: Annotated[str, StringConstraints(max_length=256)] | None = None
-    tags: Annotated[list[Annotated[str, StringConstraints(max_length=256)]], Field(max_length=64)] | None = None
+    """As long as W&B itself takes: names of 128 characters, tags of 64."""
+
+    project: Annotated[str, StringConstraints(min_length=1, max_length=128)]
+    entity: Annotated[str, StringConstraints(max_length=128)] | None = None
+    name: Annotated[str, StringConstraints(max_length=128)] | None = None
+    tags: Annotated[list[Annotated[str, StringConstraints(max_length=64)]], Field(max_length=32)] | None = None
 
 
 class Integration(_Strict):

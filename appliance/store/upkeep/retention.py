@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from appliance.store.database import Database
-from appliance.store.rows import UNFINISHED_BATCH
+from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH
 
 # (db, before_s, limit) -> how many went; fewer than `limit`: nothing more is that old.
 Drop = Callable[[Database, float, int], int]
 
+_FINISHED = ", ".join(f"'{phase}'" for phase in sorted(FINISHED_PHASES))
 _LIVE = ", ".join(f"'{status}'" for status in UNFINISHED_BATCH)
 
 
@@ -34,6 +35,46 @@ handovers = _head("handovers", "ended_s < ?2")
 operations = _head("operations", "ended_s < ?2 AND state != 'running'")
 device_time = _head("device_time", "to_s < ?2")
 batches = _head("batches", f"created_s < ?2 AND status NOT IN ({_LIVE})")
+
+
+def owners(db: Database, table: str) -> list[str]:
+    return [row["owner"] for row in db.execute(f"SELECT DISTINCT owner FROM {table}")]
+
+
+def batches_past(db: Database, owner: str, keep: int, limit: int) -> int:
+    """Ended batches of an owner beyond the newest `keep`."""
+    return db.execute(
+        "DELETE FROM batches WHERE seq IN (SELECT seq FROM batches"
+        f" WHERE owner = ?1 AND status NOT IN ({_LIVE}) ORDER BY seq DESC LIMIT ?3 OFFSET ?2)", [owner, keep, limit],
+    ).rowcount  # fmt: skip
+
+
+def audit_past(db: Database, key_id: str, keep: int, limit: int) -> int:
+    """Audit rows of a key beyond the newest `keep`."""
+    return db.execute(
+        "DELETE FROM audit WHERE seq IN (SELECT seq FROM audit WHERE key_id = ?1 ORDER BY seq DESC LIMIT ?3 OFFSET ?2)",
+        [key_id, keep, limit],
+    ).rowcount
+
+
+def jobs_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
+    """Ids of ended jobs of an owner beyond the newest `keep`; not of those whose snapshot is still to be given back, or
+    of whose models one is left."""
+    rows = db.execute(
+        f"SELECT id FROM jobs WHERE owner = ?1 AND phase IN ({_FINISHED}) AND snapshot IS NULL"
+        " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model)"
+        " AND NOT EXISTS (SELECT 1 FROM checkpoints JOIN models ON models.id = checkpoints.model"
+        " WHERE checkpoints.job_id = jobs.id) ORDER BY seq DESC LIMIT ?3 OFFSET ?2", [owner, keep, limit],
+    )  # fmt: skip
+    return [row["id"] for row in rows]
+
+
+def delete_job(db: Database, job_id: str) -> None:
+    """An ended job with its events, steps, checkpoints and who may use these."""
+    with db.transaction():
+        db.execute("DELETE FROM permissions WHERE checkpoint IN (SELECT name FROM checkpoints WHERE job_id = ?)",
+                   [job_id])  # fmt: skip
+        db.execute("DELETE FROM jobs WHERE id = ?", [job_id])
 
 
 def usage(db: Database, before_s: float, limit: int) -> int:

@@ -14,7 +14,9 @@ from openai.types import FileObject
 
 from appliance.controller.app import keep_house
 from appliance.controller.files import multipart, routes
+from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import BadRequest
+from appliance.store.records import audit
 from tests.unit.controller.conftest import Control, chat_lines
 
 BOUNDARY = "xxBOUNDARYxx"
@@ -231,3 +233,30 @@ async def test_what_of_a_form_is_no_file_is_little_however_it_comes(tmp_path: Pa
             lambda _: None,
         )  # fmt: skip
     assert caught.value.code == "invalid_multipart" and given <= 1 << 18
+
+
+async def test_a_client_that_leaves_in_the_midst_of_a_file_leaves_nothing(
+    control: Control, caplog: pytest.LogCaptureFixture
+):
+    """It was an error with a traceback in the log, and a row "failed" in the audit log."""
+    told = [{"type": "http.request", "body": form(PURPOSE, file_part())[:-40], "more_body": True},
+            {"type": "http.disconnect"}]  # fmt: skip
+    scope = {
+        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
+        "path": "/v1/files", "raw_path": b"/v1/files", "query_string": b"", "root_path": "", "state": {},
+        "headers": [(b"content-type", f"multipart/form-data; boundary={BOUNDARY}".encode())],
+        "client": ("127.0.0.1", 1), "server": ("box", 80), "extensions": {},
+    }  # fmt: skip
+    sent = []
+
+    async def receive() -> dict[str, object]:
+        return told.pop(0)
+
+    async def send(message: dict[str, object]) -> None:
+        sent.append(message.get("status"))
+
+    with caplog.at_level("INFO"):
+        await FromBox(control.app)(scope, receive, send)
+    assert sent[0] == 499 and left_on_disk(control) == []
+    assert not [record for record in caplog.records if record.levelname == "ERROR" or record.exc_info]
+    assert audit.page(control.context.db, after=None, limit=5).data == []

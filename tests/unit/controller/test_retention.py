@@ -9,18 +9,22 @@ from appliance.controller import retention
 from appliance.controller.interfaces.config import RetentionSettings
 from appliance.controller.retention import CHUNK, DAY_S
 from appliance.store.database import Database
-from appliance.store.objects import batches, files, job_records, jobs
-from appliance.store.records import audit, handovers, operations, usage
+from appliance.store.objects import batches, files, job_records, jobs, models
+from appliance.store.records import audit, handovers, keys, operations, usage
 from appliance.store.rows import (
     AuditRow,
     BatchRow,
+    CheckpointRow,
     FileRow,
     HandoverRow,
     HandoverStepRow,
     JobEventRow,
     JobMetricRow,
     JobRow,
+    KeyRow,
+    ModelRow,
     OperationRow,
+    PermissionRow,
 )
 from appliance.store.upkeep import retention as drops
 from tests.simulator.control_plane import simulated_context
@@ -118,6 +122,45 @@ async def test_a_job_that_runs_for_long_keeps_its_newest_events(tmp_path: Path, 
     assert len(job_records.page_events(db, "other", after=None, limit=2000).data) == 1
 
 
+async def test_of_what_has_ended_each_owner_keeps_the_newest(tmp_path: Path, db: Database):
+    (tmp_path / "files").mkdir()
+    keys.insert(db, KeyRow("key_a", "a", "1", "sk-a", 0.0, owner="ann", scopes=["fine_tuning"]))
+    keys.insert(db, KeyRow("key_b", "b", "2", "sk-b", 0.0, owner="bob", scopes=["admin"]))
+    for owner, number in (("ann", 6), ("bob", 2)):
+        for n in range(number):
+            name = f"{owner}-{n}"
+            job(db, name, phase="failed", finished_s=NOW_S, owner=owner)
+            job_records.insert_event(db, JobEventRow(f"ev-{name}", name, "info", "message", "", NOW_S))
+            (tmp_path / "jobs" / name).mkdir(parents=True)
+            (tmp_path / "jobs" / name / "events.jsonl").write_text("{}")
+            batches.insert(
+                db, BatchRow(f"batch-{name}", "/v1/x", "file-x", NOW_S, NOW_S, status="completed", owner=owner)
+            )
+    jobs.update(db, "ann-1", output_model="ft:kept")
+    models.insert(db, ModelRow("ft:kept", "fine-tuned", "Llama", 1, 1, "ann", "job", NOW_S))
+    job(db, "ann-live", phase="running", owner="ann")
+    batches.insert(db, BatchRow("batch-live", "/v1/x", "file-x", NOW_S, NOW_S, status="in_progress", owner="ann"))
+    job_records.insert_checkpoint(db, CheckpointRow("c", "ann-0", "ft:gone:ckpt", "ft:gone", "v1", 1, NOW_S))
+    job_records.insert_permission(db, PermissionRow("p", "ft:gone:ckpt", "proj", NOW_S))
+    with db.transaction():
+        for n in range(1203):
+            audit.insert(db, AuditRow(f"a{n}", "key_a", "job.create", "", "done", "", NOW_S))
+            audit.insert(db, AuditRow(f"b{n}", "key_b", "job.create", "", "done", "", NOW_S))
+    kept = {"jobs_per_owner": 2, "batches_per_owner": 3, "audit_rows_per_key": 1000}
+    await retention.keep_house(simulated_context(tmp_path, db, retention=kept), NOW_S)
+
+    def left(table: str, column: str = "id") -> set[str]:
+        return {row[0] for row in db.execute(f"SELECT {column} FROM {table}")}
+
+    # ann-1 stays with its model; of the five others the newest two.
+    assert left("jobs") == {"ann-1", "ann-4", "ann-5", "ann-live", "bob-0", "bob-1"}
+    assert {path.name for path in (tmp_path / "jobs").iterdir()} == left("jobs") - {"ann-live"}
+    assert left("job_events", "job_id") == left("jobs") - {"ann-live"}
+    assert not left("checkpoints") and not left("permissions")
+    assert left("batches") == {"batch-ann-3", "batch-ann-4", "batch-ann-5", "batch-live", "batch-bob-0", "batch-bob-1"}
+    assert left("audit") == {f"a{n}" for n in range(203, 1203)} | {f"b{n}" for n in range(1203)}
+
+
 def test_a_look_costs_the_same_however_much_is_kept(db: Database):
     """Nothing is scanned that is not old: the first rows say whether anything is."""
     with db.transaction():
@@ -138,5 +181,6 @@ def test_a_look_costs_the_same_however_much_is_kept(db: Database):
 
 def test_by_default_only_copies_and_reports_of_long_work_go():
     assert {name for name, days in RetentionSettings() if days is not None} == {
-        "job_data_days", "operations_days", "events_per_job",
+        "job_data_days", "operations_days", "events_per_job", "jobs_per_owner", "batches_per_owner",
+        "audit_rows_per_key",
     }  # fmt: skip
