@@ -1,5 +1,5 @@
 """Requests that the controller answers: relayed, scraped, or asked on behalf of a response.
 
 Never: It answers nothing from the gateway's own knowledge but /metrics.
-Begin with relay.py.
+Begin with controller_call.py, then relay.py.
 """

@@ -5,66 +5,37 @@ Uploads of any size pass through; only error answers are gathered, to be put int
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from appliance.gateway.access.request import Request
+from appliance.gateway.control.controller_call import ControllerCall
 from appliance.gateway.core import errors
 from appliance.gateway.core.errors import ApiError
 from appliance.gateway.http import wire
 from appliance.gateway.http.client import Client
-from appliance.gateway.http.handler import Handler
-from appliance.gateway.http.upstream import CHUNKED, UpstreamConnection, cancel
+from appliance.gateway.http.upstream import CHUNKED, UpstreamConnection
 from appliance.gateway.state.state import State
 
 ERROR_BODY_BYTES = 64 * 1024
 
 
-class Relay(Handler):
-    """See the module's docstring. `client` is None once the client is gone or the response is finished."""
+class Relay(ControllerCall):
+    """See the module's docstring."""
 
-    __slots__ = (
-        "state",
-        "client",
-        "request",
-        "_conn",
-        "_connecting",
-        "_pending",
-        "_body_ended",
-        "_head_sent",
-        "_chunked",
-        "_kept",
-        "_kept_bytes",
-        "_progress_s",
-    )
+    _body_ended: bool = False
+    _head_sent: bool = False
+    _chunked: bool = False
 
     def __init__(self, state: State, client: Client, request: Request) -> None:
-        self.state = state
-        self.client: Client | None = client
-        self.request = request
-        self._conn: UpstreamConnection | None = None
-        self._connecting: asyncio.Task[None] | None = None
+        super().__init__(state, client, request)
         self._pending: list[bytes] = []
-        self._body_ended = False
-        self._head_sent = False
-        self._chunked = False
-        self._kept: list[bytes] = []
-        self._kept_bytes = 0
-        self._progress_s = 0.0
 
     # -- Handler
 
     def start(self) -> None:
-        pool, path = self.state.pool, self.state.config.controller_socket
-        self._progress_s = time.monotonic()
-        # Only a request that may safely arrive twice rides on a connection that may just be closing.
-        conn = pool.acquire(path) if self._is_repeatable() else None
-        if conn is not None:
-            self._send(conn)
-            return
-        assert self.client is not None
-        self.client.pause_reading()
-        self._connecting = pool.connect(path, self._connected, wait_s=self.state.limits.controller_wait_s)
+        super().start()
+        if self._connecting is not None and self.client is not None:
+            self.client.pause_reading()
 
     def body(self, data: bytes) -> None:
         if self._conn is not None:
@@ -78,10 +49,6 @@ class Relay(Handler):
         if self._conn is not None:
             self._conn.end_body()
 
-    def client_lost(self) -> None:
-        self.client = None
-        self._drop()
-
     def client_paused(self, paused: bool) -> None:
         if self._conn is not None:
             if paused:
@@ -90,38 +57,19 @@ class Relay(Handler):
                 self._progress_s = time.monotonic()
                 self._conn.resume_reading()
 
-    def cancel(self, error: ApiError) -> None:
-        self._drop()
-        self._fail(error)
-
     def tick(self, now_s: float) -> None:
         client = self.client
-        if client is None or client.write_paused or not self.request.complete:
-            return
-        if now_s - self._progress_s > self.state.limits.upstream_silence_s:
-            self._drop()
-            self._fail(ApiError(504, "The controller did not answer in time.", kind="server_error", code="timeout"))
+        if client is not None and not client.write_paused and self.request.complete:
+            super().tick(now_s)
 
     # -- towards the controller
 
     def _connected(self, result: UpstreamConnection | OSError) -> None:
-        self._connecting = None
-        client = self.client
-        if client is None:
-            if isinstance(result, UpstreamConnection):
-                result.abort()
-            return
-        if isinstance(result, OSError):
-            self.state.metrics.events["controller_away"] += 1
-            self._fail(
-                errors.unavailable("The controller of this box is restarting. Please retry.", "controller_away", 2)
-            )
-            return
-        self._send(result)
-        client.resume_reading()
+        super()._connected(result)
+        if self._conn is not None and self.client is not None:
+            self.client.resume_reading()
 
     def _send(self, conn: UpstreamConnection) -> None:
-        self._conn = conn
         self._progress_s = time.monotonic()
         request = self.request
         owes = CHUNKED if request.chunked else request.content_length or 0
@@ -133,7 +81,7 @@ class Relay(Handler):
             conn.end_body()
 
     def _is_repeatable(self) -> bool:
-        """Whether it may arrive twice, and all of it is still here: a body that was passed on is not."""
+        """And all of it is still here: a body that was passed on is not."""
         request = self.request
         return request.method == b"GET" and not request.chunked and not request.content_length
 
@@ -157,9 +105,7 @@ class Relay(Handler):
         if self._head_sent:
             self._write(body, done)
         elif status >= 400:
-            self._kept.append(body)
-            self._kept_bytes += len(body)
-            if self._kept_bytes > ERROR_BODY_BYTES:
+            if not self._keep(body, ERROR_BODY_BYTES):
                 self._drop()
                 self._fail(errors.from_upstream(status, b""))
             elif done:
@@ -172,13 +118,7 @@ class Relay(Handler):
             self._send_head(conn)
             self._write(body, done)
 
-    def upstream_lost(self, conn: UpstreamConnection) -> None:
-        self._conn = None
-        if self.client is None:
-            return
-        if not self._head_sent and conn.reused and not conn.answered and self._is_repeatable():
-            self.start()
-            return
+    def _broken_off(self) -> None:
         self._fail(
             ApiError(
                 502,
@@ -238,15 +178,9 @@ class Relay(Handler):
         else:
             client.answer_error(error)
 
-    def _drop(self) -> None:
-        cancel(self._connecting, self._conn)
-        self._connecting = self._conn = None
-
 
 class WholeRelay(Relay):
     """Of a request whose body is here already: it was gathered to be checked."""
-
-    __slots__ = ()
 
     def start(self) -> None:
         # However the client sent it: its length is known by now.
