@@ -27,7 +27,7 @@ sys.path.insert(0, str(REPOSITORY))
 
 from benchmarks._claims import at_least, record, stated  # noqa: E402 - the path comes first
 from benchmarks._models import SIZES  # noqa: E402
-from runtime.arithmetic import computes_bf16  # noqa: E402
+from runtime.devices.kinds import HOST  # noqa: E402
 from serve.engine.replica import Replica  # noqa: E402
 from tests.e2e.engine_support import Box, client, save_model  # noqa: E402
 from tests.e2e.test_engine_adapters import save_adapter  # noqa: E402
@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     options = parser.parse_args()
-    dtype = "bfloat16" if computes_bf16("cpu") else "float32"
+    dtype = "bfloat16" if HOST.computes_bf16() else "float32"
     found = asyncio.run(measure(options.size, options.rounds, dtype))
     plain = found["tokens_per_s"]["base, plain engine"]
     print(f"{options.size}, {REQUESTS} requests of {TOKENS} tokens at once, {dtype}, median of {options.rounds}")

@@ -56,9 +56,9 @@ def main() -> int:
         print(json.dumps(measured(options.version)))
         return 0
 
-    from scheduler.devices.discovery import nvidia_devices
+    from runtime.devices import cuda
 
-    gpus = len(nvidia_devices()[: options.gpus])
+    gpus = len(cuda.KIND.probe()[: options.gpus])
     if not gpus:
         print("no NVIDIA GPU here: nothing measured")
         size = _size(options.gib)

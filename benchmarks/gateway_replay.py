@@ -45,7 +45,7 @@ sys.path.insert(0, str(REPOSITORY))
 from benchmarks._claims import at_least, at_most, record  # noqa: E402 - the path comes first
 from benchmarks._models import SIZES  # noqa: E402
 from benchmarks.gateway_relay import KEY, NGINX_CONFIG, cpu_s, free_port, push_table, tree  # noqa: E402
-from runtime.arithmetic import computes_bf16  # noqa: E402
+from runtime.devices.kinds import HOST  # noqa: E402
 from scheduler.simulator.trace import read_requests  # noqa: E402
 from serve.core.spec import ReplicaSpec  # noqa: E402
 from serve.engine.replica import Replica  # noqa: E402
@@ -143,7 +143,7 @@ async def measure(asked: list[Asked], rounds: int, with_nginx: bool) -> dict[str
     with contextlib.ExitStack() as stack:
         stack.callback(box.close)
         base = save_model(box.root / "versions" / "v1", seed=1, **SIZES["5M"])
-        dtype = "bfloat16" if computes_bf16("cpu") else "float32"
+        dtype = "bfloat16" if HOST.computes_bf16() else "float32"
         spec = box.spec("r", base, model="m", dtype=dtype, max_num_seqs=32, kv_cache_bytes=256 * 2**20)
         replica = Replica(str(box.warm_socket), str(box.logs))
         await replica.start(spec)

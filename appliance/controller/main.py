@@ -255,7 +255,7 @@ async def _tell_degraded(bus: Bus, context: ControllerContext) -> None:
 
 
 async def _measure(db: Database, kind: str) -> None:
-    await copy_limit.measure(db, kind == "cuda")
+    await copy_limit.measure(db, {kind})
 
 
 def _tell_of_death(

@@ -20,9 +20,10 @@ from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.records import audit, box
 from appliance.store.rows import AuditRow
+from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device, NodeChange
-from scheduler.devices.health import Death, Reading, failing
+from scheduler.devices.health import Death, failing
 
 log = logging.getLogger(__name__)
 

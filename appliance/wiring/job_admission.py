@@ -8,6 +8,7 @@ from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts
 from appliance.store.database import Database
 from appliance.store.rows import JobRow
+from runtime.devices.kinds import kind_of
 from weights.memory.store import WeightStore
 
 CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
@@ -46,7 +47,7 @@ class JobAdmission:
         if row.id not in self._host_needs:
             numbers = self._verdict(row, self._facts).numbers
             ranks = numbers.get("devices", 0)
-            on_cpu = self._facts.device_kind == "cpu"
+            on_cpu = kind_of(self._facts.device_kind).on_host
             each = CPU_RANK_BYTES + numbers["device"]["device_bytes"] if ranks and on_cpu else GPU_RANK_BYTES
             ranks_bytes = ranks * each
             offloaded = 0 if on_cpu else numbers.get("offload", {}).get("host_bytes", 0)

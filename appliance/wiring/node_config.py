@@ -7,6 +7,7 @@ from pathlib import Path
 
 from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
+from runtime.devices.kinds import fork_environment, kind_of
 from runtime.processes.warm_parents import WARM_ENV, WarmSpec
 from runtime.relay import NodeCertificate
 from scheduler.core.inventory import Device
@@ -53,19 +54,16 @@ def device_environment(kind: str, caches: Path) -> dict[str, str]:
         # Left to itself DeepSpeed asks CUDA for its devices, after which no forked rank can use them. And a box told to
         # use logical CPU devices on a machine with GPUs has to train on those.
         "DS_ACCELERATOR": kind,
-        # torch.cuda.is_available() asks NVML in place of CUDA, for the same reason.
-        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        **fork_environment(),
     }
-    if kind == "cpu":
+    if kind_of(kind).on_host:
         return env
     return env | {
-        # Devices are named as NVML numbers them; CUDA's own order puts the fastest first.
-        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "VLLM_CACHE_ROOT": str(caches / "vllm"),
         "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
         "TRITON_CACHE_DIR": str(caches / "triton"),
-        "CUDA_CACHE_PATH": str(caches / "cuda"),
         "FLASHINFER_WORKSPACE_BASE": str(caches),
+        **kind_of(kind).library_environment(caches),
     }
 
 

@@ -14,10 +14,10 @@ from appliance.wiring.handover_trigger import HandoverTrigger
 from appliance.wiring.host_memory import HostMemory
 from appliance.wiring.journal import measured_swap
 from appliance.wiring.routing_table import BusRouting
+from runtime.devices.cpu import host_memory_bytes
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy
-from scheduler.devices.discovery import host_memory_bytes
 from scheduler.handover.journal import Journal
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray.effects import RayEffects

@@ -15,6 +15,7 @@ from appliance.paths import BoxPaths
 from appliance.store.database import Database
 from appliance.store.rows import ModelRow
 from appliance.tiers.restore import TierReturn
+from runtime.devices.kinds import kind_of
 from scheduler.core.inventory import Device
 from serve.core.sizing import CPU_KV_BYTES, adapter_rank_limit, engine_settings
 from weights.format.errors import WeightsError
@@ -131,7 +132,7 @@ class VersionProvider:
         found = resolve(self._db, model)
         version = found.version.version if found is not None else row.active_version
         shared = 0 if self._store.find("version", row.id, version) is not None else row.bytes
-        if self._device.kind != "cpu":
+        if not kind_of(self._device.kind).on_host:
             return shared + GPU_ENGINE_BYTES
         return shared + row.bytes + (self._config.serve.kv_cache_bytes or CPU_KV_BYTES) + CPU_ENGINE_BYTES
 

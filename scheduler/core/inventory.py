@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from runtime.devices.kinds import HOST
 from scheduler.core.errors import DeviceHeld, InvalidWorkload, LeaseMismatch, UnknownDevice
 
 Health = Literal["ok", "draining"]
@@ -22,14 +23,15 @@ NodeChange = Literal["joined", "left", "lost"]
 class Device:
     """One whole accelerator (or one logical CPU device).
 
-    `id` is "<node>/<index>". `numa_node` is None where unknown. `nvlink_peers` names devices of the same node with a
-    direct link. `health`: "ok"; "draining" (a cordon, or its node that leaves, asks its holder to leave).
+    `id` is "<node>/<index>", `kind` a row of runtime.devices.kinds. `numa_node` is None where unknown. `nvlink_peers`
+    names devices of the same node with a direct link. `health`: "ok"; "draining" (a cordon, or its node that leaves,
+    asks its holder to leave).
     """
 
     id: str
     node: str
     index: int
-    kind: Literal["cpu", "cuda"] = "cpu"
+    kind: str = HOST.name
     name: str = ""
     memory_bytes: int = 0
     numa_node: int | None = None

@@ -13,25 +13,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 
 # Xids that an application causes (a bad kernel, a killed process); every other one is taken for the device's.
 # NVIDIA k8s-device-plugin, internal/rm/health.go, "application errors".
 APPLICATION_XIDS = frozenset({13, 31, 43, 45, 68, 109})
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """What a device told at `at_s`. None: it does not tell. `xids`: new since the reading before."""
-
-    device_id: str
-    at_s: float
-    xids: tuple[int, ...] = ()
-    ecc_uncorrected: int | None = None
-    remap_failed: bool = False
-    temperature_c: int | None = None
-    slowdown_c: int | None = None
-    lost: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
+from runtime.devices.kinds import kind_of
 from scheduler.core.errors import EffectFailed
 from scheduler.handover.effects import Event, Observed
 from scheduler.ray.device_reservations import DeviceReservations
@@ -50,7 +51,7 @@ class RayEffects:
         left out: they are one piece of hardware, and a death on one of them says nothing of it."""
 
         def of_hardware(device_ids: tuple[str, ...], holder: str, reason: str) -> None:
-            real = tuple(d.id for d in self._nodes.devices if d.id in device_ids and d.kind != "cpu")
+            real = tuple(d.id for d in self._nodes.devices if d.id in device_ids and not kind_of(d.kind).on_host)
             if real:
                 told(real, holder, reason)
 

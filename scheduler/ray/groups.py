@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from ray.exceptions import RayError
 
+from runtime.devices.kinds import kind_of
 from runtime.errors import SupervisorDied
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device, Holder, Lease
@@ -127,7 +128,7 @@ class Groups:
             group.start(
                 spec,
                 hosts,
-                ["cpu" if device.kind == "cpu" else str(device.index) for device in devices],
+                [kind_of(device.kind).address(device.index) for device in devices],
                 str(snapshot) if snapshot else None,
             ),
         )

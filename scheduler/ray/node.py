@@ -12,11 +12,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.devices.kind import Reading
 from runtime.errors import RuntimeLayerError
 from runtime.processes.warm_parents import NodeAgent, WarmSpec
 from runtime.relay import NodeCertificate, Relay, Shared, Tunnels
 from scheduler.core.inventory import Device
-from scheduler.devices.health import Reading
 from scheduler.devices.readings import DeviceReadings
 from scheduler.ray.node_copies import NodeCopies
 from serve.adapters.source import AdapterServer, AdapterUnavailable, brought_in

@@ -16,9 +16,9 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
+from runtime.devices.kind import Reading
 from scheduler.core.errors import EffectFailed, NodeNameTaken
 from scheduler.core.inventory import Device, NodeChange
-from scheduler.devices.health import Reading
 from scheduler.handover.effects import Event, InventoryChanged
 from scheduler.ray.actors import actor_names, ask, find_actor, named_actor
 from scheduler.ray.device_reservations import DEVICE_RESOURCE, any_reserved

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from runtime.arithmetic import computes_bf16
+from runtime.devices.kinds import kind_of
 from serve.core.config import EngineConfig
 
 CPU_KV_BYTES = 256 * 2**20
@@ -58,7 +58,7 @@ def engine_settings(
     longest = min(filter(None, (config.max_model_len, max_position_embeddings)), default=None)
     return {
         "task": task,
-        "dtype": "bfloat16" if computes_bf16(device_kind) else "float32",
+        "dtype": "bfloat16" if kind_of(device_kind).computes_bf16() else "float32",
         "max_model_len": longest,
         "max_num_seqs": config.max_num_seqs,
         "kv_cache_bytes": config.kv_cache_bytes
@@ -69,7 +69,7 @@ def engine_settings(
 
 
 def _kv_bytes(weight_bytes: int, device_kind: str, device_memory_bytes: int, fraction: float) -> int:
-    if device_kind == "cpu":
+    if kind_of(device_kind).on_host:
         return CPU_KV_BYTES
     left = int(device_memory_bytes * fraction) - weight_bytes - GPU_RESERVE_BYTES
     if left < LEAST_KV_BYTES:

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from runtime.devices.kinds import KINDS
 from serve.core import segments
 from serve.core.errors import InvalidReplicaSpec
 
-KINDS = ("cpu", "cuda")
 TASKS = ("generate", "embed")
 DTYPES = ("auto", "bfloat16", "float16", "float32")
 _LISTS = ("devices", "extra_args", "adapter_roots", "numa_nodes")

@@ -37,6 +37,7 @@ from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from runtime.devices.kinds import kind_of
 from runtime.processes.kernel import group_resident_bytes, group_rss_bytes
 from serve.adapters.adapters import EngineAdapters
 from serve.core.errors import BY_NAME, EngineFailed, ServeError, SwapFailed, WrongState
@@ -85,7 +86,7 @@ class EngineControl:
     async def first_canary(self) -> dict[str, Any]:
         """Fingerprint of the engine's first load, before it serves anything."""
         await self.llm.engine_core.set_weight_version_async(self.version)
-        if self.spec.kind == "cpu" and self._pooling_task is None:
+        if kind_of(self.spec.kind).on_host and self._pooling_task is None:
             await self.llm.collective_rpc("shm_watch_canary")
         return await self._canary("load")
 

@@ -17,8 +17,9 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
+
+from runtime.devices import kinds
 
 # Read by OpenMP and by tokenizers when they are loaded; both must not start threads in this process.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -26,8 +27,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["VLLM_NO_USAGE_STATS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
-# torch.cuda.is_available() without this initialises CUDA, which no forked engine could use any more.
-os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+os.environ.update(kinds.fork_environment())
 
 FRONTEND = (
     "serve.engine.main",
@@ -141,7 +141,7 @@ def _as_written(model: Callable[..., Any] | None = None, **_: Any) -> Any:
 
 
 def _import_all() -> int:
-    if Path("/dev/nvidiactl").exists():
+    if not kinds.present().on_host:
         return _import_wanted()
     with _without_inductor():
         return _import_wanted()

@@ -29,6 +29,7 @@ from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, UnquantizedEmbeddingMethod
 
+from runtime.devices.kinds import of_torch
 from serve.load.converting import Converting
 from serve.load.load_plan import Gather, LoadPlan, Target
 from serve.load.shm_source import VersionSource
@@ -76,7 +77,7 @@ class DirectLoader:
         `beside` is called meanwhile, as soon as all that is not converted (norms, embeddings) is in place. Raises what
         a conversion raised, or `beside`.
         """
-        if self.device.type != "cpu":
+        if not of_torch(self.device).on_host:
             self._copy_to_device(source)
             return
         inference = torch.is_inference_mode_enabled()
@@ -131,7 +132,7 @@ class DirectLoader:
                 continue
             plain = isinstance(method, UnquantizedLinearMethod | UnquantizedEmbeddingMethod)
             experts = isinstance(method, UnquantizedFusedMoEMethod)
-            if experts and (self.device.type != "cpu" or hasattr(module, "w13_bias")):
+            if experts and (not of_torch(self.device).on_host or hasattr(module, "w13_bias")):
                 return f"{name}: experts are re-laid out for the device's kernel"
             if not plain and not experts:
                 return f"{name} is quantised ({type(method).__name__})"
@@ -225,7 +226,7 @@ class DirectLoader:
                     continue
                 seen.add(tensor.data_ptr())
                 target.fill(tensor.data.view(-1), source, gather)
-        torch.cuda.synchronize(self.device)
+        of_torch(self.device).synchronize(self.device)
 
 
 def flip(ready: Ready) -> Ready:

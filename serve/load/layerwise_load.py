@@ -21,6 +21,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
+from runtime.devices.kinds import of_torch
 from serve.load.shm_source import VersionSource
 
 
@@ -37,7 +38,7 @@ def load_layerwise(
     except BaseException:
         _put_back(model)
         raise
-    if device.type == "cpu":
+    if of_torch(device).on_host:
         _repack(model)
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from runtime.devices.kinds import in_host_memory, of_torch
 from serve.core.errors import VersionMismatch
 from serve.load.shm_source import Described, VersionSource
 
@@ -112,11 +113,10 @@ class Gather:
 
     def __call__(self, strided: torch.Tensor) -> torch.Tensor:
         """`strided` in one piece, until the next call."""
-        on_gpu = self._device.type == "cuda"
-        if on_gpu:
-            torch.cuda.current_stream(self._device).synchronize()  # the last one may be on its way yet
+        kind = of_torch(self._device)
+        kind.wait_for_copies(self._device)  # the last one may be on its way yet
         if self._buffer.nbytes < strided.nbytes:
-            self._buffer = torch.empty(strided.nbytes, dtype=torch.uint8, pin_memory=on_gpu)
+            self._buffer = torch.empty(strided.nbytes, dtype=torch.uint8, pin_memory=kind.locks_pages)
         return self._buffer[: strided.nbytes].view(strided.dtype).view(strided.shape).copy_(strided)
 
 
@@ -252,7 +252,7 @@ class LoadRecorder(TorchDispatchMode):
         return key, self._targets.setdefault(key, Target(tuple(whole.shape), whole.dtype))
 
     def _note_copy(self, into: torch.Tensor, origin: torch.Tensor) -> None:
-        found = self._locator.find(origin.data_ptr()) if origin.device.type == "cpu" and origin.numel() else None
+        found = self._locator.find(origin.data_ptr()) if in_host_memory(origin.device) and origin.numel() else None
         if found is not None:
             self._read.add(found[0])
         target = self._target(into)

@@ -9,6 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+from runtime.devices.kinds import kind_of
 from serve.core.spec import ReplicaSpec
 
 # Which of vLLM's tool-call parsers reads what a model family writes (vllm/tool_parsers; docs "Tool Calling").
@@ -86,7 +87,7 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
         "--no-enable-log-requests",
         "--disable-fastapi-docs",
     ]
-    if spec.kind == "cpu":
+    if kind_of(spec.kind).on_host:
         args += ["--enforce-eager", "--worker-cls", CPU_WORKER, "--scheduler-cls", CPU_SCHEDULER]
     else:
         # The level-2 sleep of the cumem allocator: weights and KV give their memory back, addresses stay.
@@ -163,10 +164,9 @@ def engine_environment(spec: ReplicaSpec, max_sequences_per_request: int) -> dic
             # Also the longest that a collector which is away holds up an engine that ends.
             "OTEL_EXPORTER_OTLP_TRACES_TIMEOUT": "3",
         }
-    if spec.kind == "cuda":
+    env |= kind_of(spec.kind).visibility(spec.devices)
+    if not kind_of(spec.kind).on_host:
         env |= {
-            "CUDA_VISIBLE_DEVICES": ",".join(str(device) for device in spec.devices),
-            "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbers are NVML's
             # Its kernels are compiled by nvcc when the engine starts, minutes each time, and the engine dies where
             # there is no nvcc. vLLM's own Triton kernel takes its place.
             "VLLM_USE_FLASHINFER_SAMPLER": "0",

@@ -32,6 +32,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager, backend_outlines
 
 from runtime import numa
+from runtime.devices.kinds import kind_of
 from runtime.processes.kernel import die_with_parent
 from serve.cpu import gloo_device
 from serve.cpu.finishing_scheduler import FinishingScheduler
@@ -44,7 +45,7 @@ _applied: list[bool] = []
 
 
 def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[int | None] = ()) -> None:
-    """Idempotent. `kind` "cpu" or "cuda"; `eager`: the engine runs without compiled graphs; `numa_nodes`: of the device
+    """Idempotent. `kind` of device; `eager`: the engine runs without compiled graphs; `numa_nodes`: of the device
     of each worker."""
     if _applied:
         return
@@ -98,11 +99,11 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     LRUCacheWorkerLoRAManager.shm_loads, LRUCacheWorkerLoRAManager.shm_load_s = 0, 0.0
     LRUCacheWorkerLoRAManager._load_adapter = _counted(LRUCacheWorkerLoRAManager._load_adapter)
 
-    if kind == "cuda":
+    if not kind_of(kind).on_host:
         # Compiled graphs are kept by a hash that the model's path is part of. Every version has a path of its own, so
         # each new one would be compiled again, for half a minute and more, into the very same code.
         ModelConfig.compute_hash = _of_any_path(ModelConfig.compute_hash)
-    if kind == "cpu":
+    else:
         # vLLM hashes prompts beside the steps and labels a step's outputs with the newest version. Here a prompt's hash
         # belongs to a version, and steps may be computed by the one before (serve.cpu.finishing_scheduler).
         EngineCore.preprocess_add_request = _salted(EngineCore.preprocess_add_request)

@@ -12,6 +12,7 @@ import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
+from runtime.devices.kinds import of_torch
 from serve.core.errors import VersionMismatch
 from serve.load.direct_load import skip_unused_packing
 from serve.load.load_plan import LoadPlan, LoadRecorder
@@ -28,7 +29,7 @@ class ShmModelLoader(BaseModelLoader):
 
     def load_model(self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = "") -> torch.nn.Module:
         model = super().load_model(vllm_config, model_config, prefix)
-        if vllm_config.device_config.device.type == "cpu":
+        if of_torch(vllm_config.device_config.device).on_host:
             skip_unused_packing(model)
         return model
 

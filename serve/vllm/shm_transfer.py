@@ -36,6 +36,7 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from runtime.devices.kinds import of_torch
 from serve.core.errors import WrongState
 from serve.cpu.finishing import Weights
 from serve.cpu.staged_canary import CanaryTrace, StagedCanary, TwinRefused, watch_next_pass
@@ -105,6 +106,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         if plan is None:
             raise WrongState("weight transfer backend shm needs a model loaded with --load-format shm")
         self.plan: LoadPlan = plan
+        self._kind = of_torch(device)
         self.dirty = False
         self.report: dict[str, Any] = {}
         world_size = vllm_config.parallel_config.world_size
@@ -120,7 +122,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         self._trace: CanaryTrace | None = None
         compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
         self.layerwise_reason = self._direct.refusal
-        if self.layerwise_reason is None and device.type == "cpu" and compiled:
+        if self.layerwise_reason is None and self._kind.on_host and compiled:
             self.layerwise_reason = "compiled graphs hold the packed weights of the first load"
 
     # -- before a pause ------------------------------------------------------------------------------------
@@ -133,7 +135,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             return {
                 "bytes": source.nbytes,
                 "bytes_read": self._bytes_read(source),
-                "stageable": self.layerwise_reason is None and self.device.type == "cpu",
+                "stageable": self.layerwise_reason is None and self._kind.on_host,
                 "layerwise_reason": self.layerwise_reason,
             }
         finally:
@@ -279,7 +281,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         try:
             self.plan.check(source)
             # vLLM's loaders may write into what they are given: theirs stays a private mapping.
-            lock = self.device.type == "cuda" and not layerwise
+            lock = self._kind.locks_pages and not layerwise
             return source.map(PageLock(self.plan.copied_spans(source), CudaRTLibrary()) if lock else None)
         except BaseException:
             source.close()
@@ -300,10 +302,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
     def _stage(self, staging: Staging) -> None:
         me = threading.get_native_id()
         os.setpriority(os.PRIO_PROCESS, me, min(os.getpriority(os.PRIO_PROCESS, me) + STAGING_NICENESS, 19))
-        if self.device.type == "cuda":
-            # A thread begins on the first GPU: locking pages from there would leave a context of every tensor parallel
-            # worker on it, half a gigabyte each.
-            torch.cuda.set_device(self.device)
+        # A thread begins on the first GPU: locking pages from there would leave a context of every tensor parallel
+        # worker on it, half a gigabyte each.
+        self._kind.use(self.device)
         started_s = time.perf_counter()
         try:
             staging.source = self._open(staging.path, layerwise=self.layerwise_reason is not None)
@@ -318,7 +319,7 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                 except TwinRefused as refusal:
                     staging.no_canary = str(refusal)
                 staging.ready = ready
-            elif self.layerwise_reason is None and self.device.type == "cpu":
+            elif self.layerwise_reason is None and self._kind.on_host:
                 self._direct.make_room()
         except Exception as error:  # noqa: BLE001 - carried to `staged`, which raises it
             staging.error = error

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from runtime.devices import kinds
 from tests.tools import code_map
 
 ROOT = Path(__file__).parents[2]
@@ -50,14 +51,15 @@ ROOMS = (
     "train.starter", "train.run", "train.state", "train.control", "train.model", "train.data", "train.plan",
     "serve.engine", "serve.vllm", "serve.cpu", "serve.adapters", "serve.load", "serve.core",
     "weights.tiers", "weights.memory", "weights.format",
-    "runtime.processes", "runtime",
+    "runtime.devices", "runtime.processes", "runtime",
 )  # fmt: skip
 MOST_FILES, MOST_LINES = 16, 2_700
 
 # Library -> the only files that may import it. A name ending in "/" stands for every file below it, * for any text.
 FENCES = {
     "ray": {"scheduler/ray/", "appliance/controller/main.py"},
-    "torch": {"train/", "serve/", "weights/format/torch_views.py"},
+    # Kinds of devices import it in the methods that compute, and never before: LATE.
+    "torch": {"train/", "serve/", "weights/format/torch_views.py", "runtime/devices/cuda.py"},
     "vllm": {"serve/"},
     "deepspeed": {"train/"},
     "transformers": {"train/"},
@@ -77,6 +79,8 @@ WITHOUT_TORCH = (
     "serve/core/config.py", "serve/core/errors.py", "serve/core/sizing.py", "serve/core/spec.py",
     "serve/engine/replica.py",
 )  # fmt: skip
+# Here a heavy library inside a function costs nobody who does not call it.
+LATE = "runtime/devices/"
 HEAVY = ("torch", "vllm", "ray", "deepspeed", "transformers", "peft")
 
 
@@ -99,10 +103,11 @@ def module_of(path: Path) -> str:
 
 
 @cache
-def imports(path: Path, typing: bool = True) -> tuple[str, ...]:
+def imports(path: Path, typing: bool = True, late: bool = True) -> tuple[str, ...]:
     """Every module that a file imports, at its top or later, with relative names made absolute.
 
-    typing: also those under `if TYPE_CHECKING`, which run nothing but still say who knows whom.
+    typing: also those under `if TYPE_CHECKING`, which run nothing but still say who knows whom. late: also those inside
+    functions.
     """
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
     found = []
@@ -113,6 +118,9 @@ def imports(path: Path, typing: bool = True) -> tuple[str, ...]:
         for statement in node.body
         for below in ast.walk(statement)
     }  # fmt: skip
+    if not late:
+        functions = (node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+        unread |= {below for function in functions for below in ast.walk(function)}
     for node in ast.walk(tree(path)):
         if node in unread:
             continue
@@ -179,11 +187,33 @@ def test_what_runs_outside_the_heavy_processes_is_light(name):
         if current in seen:
             continue
         seen.add(current)
-        for module in imports(ROOT / current, typing=False):
+        for module in imports(ROOT / current, typing=False, late=not current.startswith(LATE)):
             assert top(module) not in HEAVY, f"{current} imports {module}, and {name} needs {current}"
             source = ROOT / Path(*module.split(".")).with_suffix(".py")
             if top(module) in BELOW and source.exists():
                 waiting.append(name_of(source))
+
+
+def _device_words(path: Path) -> Iterator[str]:
+    """Where a file says by itself which kind of device it means."""
+    for node in ast.walk(tree(path)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            if node.value in kinds.KINDS or node.value.startswith("cuda:"):
+                yield f"{name_of(path)} says {node.value!r}"
+        elif isinstance(node, ast.Attribute) and node.attr in ("cuda", "is_cuda"):
+            if node.attr == "is_cuda" or getattr(node.value, "id", "") == "torch":
+                yield f"{name_of(path)} asks .{node.attr}"
+
+
+def test_only_the_file_of_a_kind_of_device_names_it():
+    """Everybody else asks its row in runtime.devices.kinds: a third kind is one more file and one more row."""
+    wrong = {
+        word
+        for path in files()
+        if not name_of(path).startswith("runtime/devices/")
+        for word in _device_words(path)
+    }
+    assert wrong == set()
 
 
 def test_the_command_line_is_a_thin_client():

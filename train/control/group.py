@@ -108,7 +108,7 @@ class Group:
         self, spec: TrainSpec, hosts: Sequence[Host], devices: Sequence[str], snapshot: str | None = None
     ) -> None:
         """Fork one rank per host, or let the very ranks that were parked there go on, and return when all are training.
-        `devices[i]` is "cpu" or a CUDA index.
+        `devices[i]` is the address of a device (DeviceKind.address).
 
         Raises RankFailed if the world does not come up; nothing is left running then.
         """

@@ -12,6 +12,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from runtime.devices.kinds import HOST, kind_of
 from runtime.errors import ChildDied
 from runtime.processes.child import Child
 from runtime.processes.kernel import life
@@ -53,7 +54,7 @@ class RankHost:
         self, spec: dict[str, Any], rank: int, world_size: int, meeting: str, device: str,
         snapshot: str | None = None, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
     ) -> dict[str, Any]:  # fmt: skip
-        """Fork the rank; it joins the world by itself. `device` is "cpu" or the index of a CUDA device.
+        """Fork the rank; it joins the world by itself. `device`: its address (DeviceKind.address).
         `meeting` is the name of this world and of no other; its ranks are all on this node.
 
         Raises WarmParentError. Returns {"pid"} as soon as the process exists.
@@ -72,9 +73,8 @@ class RankHost:
             # A world is on one node. Left to themselves both take an address that other machines reach.
             "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
         }  # fmt: skip
-        if device != "cpu":
-            # Set after the fork: the parent never touched CUDA. By NVML's numbers, not by CUDA's fastest-first.
-            env |= {"CUDA_VISIBLE_DEVICES": device, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        # Set after the fork: the parent never touched a device.
+        env |= kind_of(spec.get("device_kind", HOST.name)).visibility([device])
         self._child = await Child.spawn(
             self._warm_socket, ENTRY,
             {"spec": spec, "rank": rank, "world_size": world_size, "snapshot": snapshot,

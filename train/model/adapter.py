@@ -15,6 +15,7 @@ from peft.tuners.lora import LoraLayer
 from peft.utils import load_peft_weights
 from transformers import PreTrainedModel
 
+from runtime.devices.cpu import HOST_MEMORY
 from train.plan.errors import UnsupportedModel
 
 ADAPTER = "default"
@@ -50,7 +51,7 @@ def merge_into(model: PreTrainedModel, directory: str | Path) -> None:
     config = PeftConfig.from_pretrained(str(directory))
     if not isinstance(config, LoraConfig) or config.use_dora or config.bias != "none" or config.modules_to_save:
         raise UnsupportedModel(f"the adapter {directory} is not plain LoRA and cannot be merged")
-    tensors = load_peft_weights(str(directory), device="cpu")
+    tensors = load_peft_weights(str(directory), device=HOST_MEMORY)
     weights = dict(model.named_parameters())
     for name in sorted(tensors):
         module, part, _ = name.removeprefix(_PREFIX).rpartition(".lora_A.weight")

@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from runtime.devices.kinds import in_host_memory
 from train.data.packing import Row
 
 CHUNK_BYTES = 64 * 2**20  # of fp32 logits at a time
@@ -97,7 +98,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _times(grad: torch.Tensor | None, upstream: torch.Tensor) -> torch.Tensor | None:
-    if grad is None or (upstream.device.type == "cpu" and upstream.item() == 1.0):
+    if grad is None or (in_host_memory(upstream.device) and upstream.item() == 1.0):
         return grad
     return grad * upstream.to(grad.dtype)
 

@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from runtime.devices.kinds import HOST, kind_of
 from train.plan.errors import InvalidHyperparameter
 
 LORA_FROM_PARAMETERS = 1_000_000_000
@@ -30,12 +31,12 @@ class ModelStats:
     """Of the base model and the devices. `max_position_embeddings` is its context in tokens.
 
     adapter_max_rank: the largest LoRA rank that engines serve beside this base without merging; 0: none.
-    computes_bf16: see runtime.arithmetic. tensor_slices: `train.plan.estimate.ModelShape.tensor_slices`.
+    computes_bf16: see runtime.devices. tensor_slices: `train.plan.estimate.ModelShape.tensor_slices`.
     """
 
     n_parameters: int
     max_position_embeddings: int
-    device_kind: str = "cpu"
+    device_kind: str = HOST.name
     adapter_max_rank: int = 0
     computes_bf16: bool = True
     tensor_slices: int = 0
@@ -174,7 +175,7 @@ def _zero_stage(given: _Given, model: ModelStats, fields: dict) -> int:
 
 def _max_length(dataset: DatasetStats, model: ModelStats) -> int:
     # Long enough for every example (estimates are off by a third at times), no longer than the device likes.
-    preferred = 512 if model.device_kind == "cpu" else 4096
+    preferred = 512 if kind_of(model.device_kind).on_host else 4096
     longest = 2 ** math.ceil(math.log2(max(32, 1.3 * dataset.longest_example_tokens)))
     return max(32, min(model.max_position_embeddings, max(preferred, min(longest, 4 * preferred))))
 

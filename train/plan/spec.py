@@ -8,6 +8,7 @@ import typing
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
+from runtime.devices.kinds import HOST, KINDS
 from train.plan.errors import InvalidSpec
 
 
@@ -59,7 +60,7 @@ class TrainSpec:
     precision: Literal["bf16", "fp32"] = "bf16"
     activation_checkpointing: bool = False
     offload: Literal["none", "optimizer", "parameters"] = "none"
-    device_kind: Literal["cpu", "cuda"] = "cpu"
+    device_kind: str = HOST.name
 
     snapshot_every_s: float | None = None  # None: as often as it is cheap (train.state.cadence); 0: only when asked
     keep_snapshots: int = 2
@@ -70,6 +71,7 @@ class TrainSpec:
 
     def __post_init__(self) -> None:
         checks = {
+            "device_kind": self.device_kind in KINDS,
             "n_epochs": self.n_epochs >= 1,
             "batch_size": self.batch_size >= 1,
             "micro_batch": self.micro_batch >= 1 and self.batch_size % max(1, self.micro_batch) == 0,

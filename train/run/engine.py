@@ -16,6 +16,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from torch.distributed import distributed_c10d
 
 import train.model.muon_as_written  # noqa: F401
+from runtime.devices.cpu import HOST_MEMORY
+from runtime.devices.kinds import kind_of
 from train.model.objectives import SupervisedObjective
 from train.model.tensor_parallel import partition_config
 from train.plan.auto import allowed_sizes
@@ -46,13 +48,13 @@ def init_world(device_kind: str, meeting: str, timeout_s: float = COLLECTIVE_TIM
     deepspeed.ops.__dict__["__compatible_ops__"] = dict.fromkeys(ALL_OPS, False)
     timeout = timedelta(seconds=timeout_s)
     distributed_c10d._get_default_timeout = lambda backend: timeout
-    backend = "nccl" if device_kind == "cuda" else "gloo"
+    kind = kind_of(device_kind)
     # load_model gives every rank the same bytes; sending them once more through gloo costs more than loading them.
     DeepSpeedEngine._broadcast_model = lambda engine: None
     deepspeed.init_distributed(
-        dist_backend=backend, timeout=timeout, auto_mpi_discovery=False, verbose=False, init_method=meeting
+        dist_backend=kind.collectives, timeout=timeout, auto_mpi_discovery=False, verbose=False, init_method=meeting
     )
-    if device_kind == "cuda":
+    if not kind.on_host:
         # What is left to the processor (offloaded Adam, states read back from a snapshot) may use a rank's share of it.
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.get_world_size()))
 
@@ -111,19 +113,19 @@ def _groups(trained: list[torch.nn.Parameter], spec: TrainSpec) -> list[dict[str
 def _config(spec: TrainSpec, world_size: int, trained: list[torch.nn.Parameter]) -> dict[str, Any]:
     # Stage 0 differs from 1 only in that every rank keeps all optimizer state; in bf16 DeepSpeed has no fp32 master
     # weights there. Stage 1 computes the same in less memory.
-    stage = max(1, spec.zero_stage)
+    stage, kind = max(1, spec.zero_stage), kind_of(spec.device_kind)
     elements = sum(p.numel() for p in trained)
     zero: dict[str, Any] = {
         "stage": stage,
-        "overlap_comm": spec.device_kind == "cuda",
+        "overlap_comm": not kind.on_host,
         # The default of 5e8 elements is allocated anew in every backward pass.
         "reduce_bucket_size": max(max(p.numel() for p in trained), min(elements, MAX_BUCKET_ELEMENTS)) + 1,
         "allgather_bucket_size": 2 * MAX_BUCKET_ELEMENTS,
     }
     if spec.offload != "none":
-        zero["offload_optimizer"] = {"device": "cpu", "pin_memory": spec.device_kind == "cuda"}
+        zero["offload_optimizer"] = {"device": HOST_MEMORY, "pin_memory": kind.locks_pages}
     if spec.offload == "parameters":
-        zero["offload_param"] = {"device": "cpu", "pin_memory": spec.device_kind == "cuda"}
+        zero["offload_param"] = {"device": HOST_MEMORY, "pin_memory": kind.locks_pages}
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": spec.micro_batch,
         "gradient_accumulation_steps": accumulation_steps(spec, world_size),

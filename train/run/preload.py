@@ -6,15 +6,16 @@ Imports only: no OpenMP work (a forked child would hang in its thread pool) and 
 from __future__ import annotations
 
 import os
-from pathlib import Path
+
+from runtime.devices import kinds
 
 # Read by the libraries below when they are imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Without these two, DeepSpeed and transformers ask CUDA whether it is there: torch then refuses it to every forked rank
-# ("Cannot re-initialize CUDA in forked subprocess").
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-os.environ.setdefault("DS_ACCELERATOR", "cuda" if Path("/dev/nvidiactl").exists() else "cpu")
+# Without these, DeepSpeed and transformers ask CUDA whether it is there, and torch refuses it to every forked rank.
+for name, value in kinds.fork_environment().items():
+    os.environ.setdefault(name, value)
+os.environ.setdefault("DS_ACCELERATOR", kinds.present().name)
 
 # Imported inside deepspeed.init_distributed and deepspeed.initialize.
 import deepspeed.comm.mori  # noqa: E402, F401

@@ -29,7 +29,8 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch.optim import _muon
 
-from runtime.arithmetic import computes_bf16
+from runtime.devices import kinds
+from runtime.devices.cpu import HOST_MEMORY
 from runtime.processes.kernel import die_with_parent
 from train.starter.model import Shape, StarterNet
 from train.starter.text import documents
@@ -102,7 +103,7 @@ def choose_threads(net: StarterNet, tokenizer: Tokenizer) -> int:
     More is not better: on a machine that others keep busy, two threads that wait for each other at every matrix
     product were seen ten times slower than one.
     """
-    tokens, targets = (rows[:TIMED_ROWS] for rows in next(batches(tokenizer, 0, device="cpu")))
+    tokens, targets = (rows[:TIMED_ROWS] for rows in next(batches(tokenizer, 0, device=HOST_MEMORY)))
     seconds: dict[int, float] = {}
     count = 1
     while count <= min(16, len(os.sched_getaffinity(0))):
@@ -170,7 +171,9 @@ def save(out: Path, tokenizer: Tokenizer, net: StarterNet, card: str) -> None:
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     partial.mkdir(mode=0o700)
     try:
-        weights = {name: p.detach().to("cpu", torch.bfloat16).contiguous() for name, p in net.state_dict().items()}
+        weights = {
+            name: p.detach().to(HOST_MEMORY, torch.bfloat16).contiguous() for name, p in net.state_dict().items()
+        }
         save_file(weights, partial / "model.safetensors", metadata={"format": "pt"})
         tokenizer.save(str(partial / "tokenizer.json"))
         described = {
@@ -243,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, help="CPU threads (default: whatever is fastest; 1 with --steps)")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the calling thread ends")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    parser.add_argument("--device", choices=sorted(kinds.KINDS), help="default: what there is")
     parser.add_argument("--vocabulary-text", type=Path, action="append", default=[], metavar="FILE",
                         help="text or chat JSONL whose words the tokenizer should know; not trained on")  # fmt: skip
     args = parser.parse_args(argv)
@@ -258,7 +261,7 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"--vocabulary-text {path}: no such file")
     if args.die_with_parent:
         die_with_parent()
-    device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = args.device or kinds.available().name
     torch.manual_seed(args.seed)
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -267,9 +270,9 @@ def main(argv: list[str] | None = None) -> int:
     made = (render(document) for document in itertools.islice(documents(args.seed), TOKENIZER_DOCUMENTS))
     given = itertools.chain.from_iterable(map(vocabulary_texts, args.vocabulary_text))
     tokenizer = train_tokenizer(itertools.chain(made, given), vocab_size=shape.vocab_size)
-    dtype = torch.bfloat16 if computes_bf16(device) else torch.float32
+    dtype = torch.bfloat16 if kinds.kind_of(device).computes_bf16() else torch.float32
     net = StarterNet(shape, compute_dtype=dtype).to(device)
-    if device == "cpu":
+    if kinds.kind_of(device).on_host:
         threads = args.threads or (1 if args.steps is not None else choose_threads(net, tokenizer))
         torch.set_num_threads(threads)
         report("progress", stage="threads", fraction=0.05, threads=threads)

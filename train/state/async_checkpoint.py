@@ -17,12 +17,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from deepspeed import comm
+
+from runtime.devices.kinds import copy_streams
 
 _SHORTEST_PAUSE_S = 0.001
 
@@ -109,19 +110,9 @@ class Writing:
 
     def _run(self, fill: Iterator[int], pace_s: float) -> None:
         started, done = time.monotonic(), 0
-        with torch.no_grad(), _own_stream():  # both belong to the thread
+        with torch.no_grad(), copy_streams():  # both belong to the thread
             for piece in fill:
                 done += piece
                 ahead_s = pace_s * min(1.0, done / max(1, self._elements)) - (time.monotonic() - started)
                 if ahead_s > _SHORTEST_PAUSE_S:
                     self._hurry.wait(ahead_s)
-
-
-def _own_stream() -> AbstractContextManager:
-    """On a GPU a copy takes its turn in its stream. In the one that training computes in, each would wait for all the
-    kernels before it and hold up all after it."""
-    if not torch.cuda.is_initialized():
-        return nullcontext()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.default_stream())
-    return torch.cuda.stream(stream)

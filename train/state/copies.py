@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from runtime.devices.kinds import in_host_memory
 from weights.format.layout import Layout
 from weights.format.slices import Strided
 from weights.format.torch_views import as_tensor, runs_view
@@ -114,7 +115,7 @@ def _pieces(move: Move, file: torch.Tensor) -> Iterator[tuple[torch.Tensor, torc
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
-    if target.is_cuda or source.is_cuda or not (target.is_contiguous() and source.is_contiguous()):
+    if not all(in_host_memory(tensor.device) and tensor.is_contiguous() for tensor in (target, source)):
         target.copy_(source)
         return
     # glibc writes long runs past the cache (runtime.processes.warm_parents.WARM_ENV), which torch's own copy never

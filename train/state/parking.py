@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from runtime.devices.kinds import kind_of
 from train.model.model import checkpoint_name, load_model
 from train.plan.spec import TrainSpec
 from train.state import fragments
@@ -36,7 +37,7 @@ def can_park(spec: TrainSpec) -> bool:
     Not on a GPU, where a living process keeps a context on the device. Under ZeRO-3 and with offloading DeepSpeed keeps
     parameters in buffers of its own; such ranks are forked anew.
     """
-    return spec.device_kind == "cpu" and spec.zero_stage <= 2 and spec.offload == "none"
+    return kind_of(spec.device_kind).on_host and spec.zero_stage <= 2 and spec.offload == "none"
 
 
 def restorable(engine: Any) -> list[torch.UntypedStorage]:

@@ -94,8 +94,8 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     @router.post("/limits/measure")
     async def measure_limits(caller: Caller) -> dict[str, Any]:
         """Measure them again; best on a quiet box."""
-        devices = context.scheduler.status()["devices"]
-        found = await copy_limit.measure(db, any(device["kind"] == "cuda" for device in devices))
+        kinds = {device["kind"] for device in context.scheduler.status()["devices"]}
+        found = await copy_limit.measure(db, kinds)
         record(context, caller, "limits.measure", "box", **found)
         return found
 

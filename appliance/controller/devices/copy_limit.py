@@ -7,12 +7,14 @@ import logging
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from typing import Any
 
 from anyio import to_thread
 
 from appliance.store.database import Database
 from appliance.store.records import box
+from runtime.devices.kinds import kind_of
 from runtime.limits import memcpy_bytes_per_s
 
 log = logging.getLogger(__name__)
@@ -27,23 +29,25 @@ def read(db: Database) -> dict[str, Any]:
     return box.get(db, LIMITS, NONE)
 
 
-async def measure(db: Database, has_gpu: bool) -> dict[str, Any]:
-    """Measure and keep. Takes a fraction of a second, on a GPU some seconds, on a thread."""
-    found = {**(await to_thread.run_sync(measured, has_gpu)), "measured_s": time.time()}
+async def measure(db: Database, kinds: Collection[str]) -> dict[str, Any]:
+    """Measure and keep, on a box with devices of these kinds. Takes a fraction of a second, on a GPU some seconds, on a
+    thread."""
+    found = {**(await to_thread.run_sync(measured, kinds)), "measured_s": time.time()}
     box.put(db, LIMITS, found)
     return found
 
 
-def measured(has_gpu: bool) -> dict[str, Any]:
+def measured(kinds: Collection[str]) -> dict[str, Any]:
     """The rates of this machine now."""
+    linked = next((kind for kind in sorted(kinds) if not kind_of(kind).on_host), None)
     return {
         "memcpy_bytes_per_s": memcpy_bytes_per_s(),
-        "host_to_device_bytes_per_s": _host_to_device() if has_gpu else None,
+        "host_to_device_bytes_per_s": None if linked is None else _host_to_device(linked),
     }
 
 
-def _host_to_device() -> float | None:
-    command = [sys.executable, "-m", "serve.load.host_to_device"]
+def _host_to_device(kind: str) -> float | None:
+    command = [sys.executable, "-m", "serve.load.host_to_device", kind]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=GPU_TIMEOUT_S)
     except subprocess.TimeoutExpired:

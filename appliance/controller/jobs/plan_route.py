@@ -16,7 +16,7 @@ from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
-from runtime.arithmetic import computes_bf16
+from runtime.devices.kinds import HOST, kind_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
@@ -71,7 +71,7 @@ def box_facts(context: ControllerContext) -> BoxFacts:
     return BoxFacts(
         devices=max(1, len(devices)),
         node_devices=max(1, nodes.largest),
-        device_kind=devices[0]["kind"] if devices else "cpu",
+        device_kind=devices[0]["kind"] if devices else HOST.name,
         device_memory_bytes=min((d["memory_bytes"] for d in devices), default=0),
         store_budget_bytes=budget,
         host_memory_bytes=now["memory"].get("host_bytes"),
@@ -118,7 +118,7 @@ def _job(context: ControllerContext, body: JobPlan) -> dict[str, Any]:
         base.model.max_model_len or 2048,
         facts.device_kind,
         adapter_max_rank=context.adapter_rank_limit(base.model),
-        computes_bf16=computes_bf16(facts.device_kind),
+        computes_bf16=kind_of(facts.device_kind).computes_bf16(),
         tensor_slices=shape_of(base).tensor_slices,
     )
     dataset = auto.DatasetStats(body.examples, 200 * body.examples, 400)

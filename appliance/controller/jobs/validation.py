@@ -23,7 +23,7 @@ from appliance.controller.jobs.plan_route import job_verdict, shape_of
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import jobs
 from appliance.store.rows import FileRow, JobRow
-from runtime.arithmetic import computes_bf16
+from runtime.devices.kinds import HOST, kind_of
 from train.data.check import DataReport
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
@@ -52,12 +52,12 @@ class JobValidation:
         """What `train.plan.auto` wants to know of base model and box: (stats, the most devices a job can have)."""
         model = base.model
         devices = context.scheduler.status()["devices"]
-        kind = devices[0]["kind"] if devices else "cpu"
+        kind = devices[0]["kind"] if devices else HOST.name
         stats = auto.ModelStats(
             n_parameters=model.params,
             max_position_embeddings=model.max_model_len or DEFAULT_CONTEXT_TOKENS,
             device_kind=kind,
-            computes_bf16=computes_bf16(kind),
+            computes_bf16=kind_of(kind).computes_bf16(),
             tensor_slices=shape_of(base).tensor_slices,
             # What is trained on an adapter has merged weights below it, which no engine serves.
             adapter_max_rank=0 if base.version.meta.get("adapter") else context.adapter_rank_limit(model),

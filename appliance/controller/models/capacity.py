@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import islice
 from typing import Any
 
+from runtime.devices.kinds import kind_of
 from serve.core.config import EngineConfig
 from serve.core.sizing import CPU_KV_BYTES, GPU_RESERVE_BYTES, LEAST_KV_BYTES
 from train.plan import estimate
@@ -36,20 +37,25 @@ class BoxFacts:
     node_devices: int = 0
     host_memory_bytes: int | None = None
 
+    @property
+    def on_host(self) -> bool:
+        """Its devices are parts of the host: their memory is the host's, and what one leaves another may use."""
+        return kind_of(self.device_kind).on_host
+
     def room_per_device(self, used_devices: int) -> int:
-        if self.device_kind == "cpu":
+        if self.on_host:
             return self.devices * self.device_memory_bytes // max(1, used_devices)
         return self.device_memory_bytes
 
     def room_per_rank(self, ranks: int) -> int:
         """What weights, states and activations of a job may take on each of its devices."""
-        reserve = 0 if self.device_kind == "cpu" else estimate.GPU_RESERVE_BYTES
+        reserve = 0 if self.on_host else estimate.GPU_RESERVE_BYTES
         return self.room_per_device(ranks) - reserve
 
     def takes(self, memory: estimate.RankMemory) -> int:
         """What a rank takes of its device: a logical CPU device has the host's memory, so there nothing is saved by
         offloading."""
-        return memory.device_bytes + (memory.host_bytes if self.device_kind == "cpu" else 0)
+        return memory.device_bytes + (memory.host_bytes if self.on_host else 0)
 
     def holds(self, memory: estimate.RankMemory, ranks: int) -> bool:
         return self.takes(memory) <= self.room_per_rank(ranks)
@@ -57,7 +63,7 @@ class BoxFacts:
     def room_per_worker(self, workers: int) -> int:
         """What an engine may take of each device (serve.core.sizing), unless the configuration says otherwise."""
         room = self.room_per_device(workers)
-        return room if self.device_kind == "cpu" else int(room * EngineConfig().gpu_memory_fraction)
+        return room if self.on_host else int(room * EngineConfig().gpu_memory_fraction)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +175,7 @@ class _Offload:
     def _left(self, stored_bytes: int) -> int | None:
         """Of host memory beside so much in the store; None where there is nothing to compare."""
         host = self.box.host_memory_bytes
-        return None if not self.bytes or host is None or self.box.device_kind == "cpu" else host - stored_bytes
+        return None if not self.bytes or host is None or self.box.on_host else host - stored_bytes
 
 
 def serve(shape: ModelShape, weight_bytes: int, replicas: int, tensor_parallel: int, box: BoxFacts,
@@ -181,11 +187,11 @@ def serve(shape: ModelShape, weight_bytes: int, replicas: int, tensor_parallel: 
     problems, instead = [], []
     used = replicas * tensor_parallel
     room = box.room_per_worker(used)
-    reserve = CPU_ENGINE_BYTES if box.device_kind == "cpu" else GPU_RESERVE_BYTES
+    reserve = CPU_ENGINE_BYTES if box.on_host else GPU_RESERVE_BYTES
     weights = -(-weight_bytes // tensor_parallel)
     if kv_cache_bytes is None:
         left = room - weights - reserve
-        kv_cache_bytes = CPU_KV_BYTES if box.device_kind == "cpu" else max(left, LEAST_KV_BYTES)
+        kv_cache_bytes = CPU_KV_BYTES if box.on_host else max(left, LEAST_KV_BYTES)
     needed = weights + reserve + kv_cache_bytes
     widest = box.node_devices or box.devices
     if tensor_parallel > widest:
@@ -240,7 +246,7 @@ def _smaller_jobs(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[
         changes.append(("offload optimizer", {"offload": "optimizer"}))
     if fields["offload"] != "none":
         changes.append(("offload none", {"offload": "none"}))
-    if not cut and fields["offload"] == "none" and box.device_kind != "cpu":
+    if not cut and fields["offload"] == "none" and not box.on_host:
         changes.append(("zero_stage 3 with activation_checkpointing true and offload optimizer",
                         thrifty | {"offload": "optimizer"}))  # fmt: skip
     mild = (text for name, change in changes if (text := _fitting(shape, {**fields, **change}, name, sizes, box)))
@@ -263,13 +269,13 @@ def _fitting(shape: ModelShape, fields: Mapping[str, Any], name: str, sizes: Seq
 
 def _other_serving(weight_bytes: int, reserve: int, kv_bytes: int, replicas: int, tensor_parallel: int,
                    box: BoxFacts) -> Iterator[str]:  # fmt: skip
-    kv_bytes = kv_bytes if box.device_kind == "cpu" else min(kv_bytes, LEAST_KV_BYTES)
+    kv_bytes = kv_bytes if box.on_host else min(kv_bytes, LEAST_KV_BYTES)
     for fewer in range(replicas - 1, 0, -1):
         used = fewer * tensor_parallel
         if used <= box.devices and weight_bytes // tensor_parallel + reserve + kv_bytes <= box.room_per_worker(used):
             yield f"{_replicas(fewer)} over {_devices(tensor_parallel)} each"
             break
-    if box.device_kind == "cpu":
+    if box.on_host:
         return  # tensor parallelism divides memory that logical devices share anyway
     for wider in TENSOR_PARALLEL_SIZES:
         if tensor_parallel < wider <= box.devices:
@@ -280,7 +286,7 @@ def _other_serving(weight_bytes: int, reserve: int, kv_bytes: int, replicas: int
 
 def _parts(memory: estimate.RankMemory, box: BoxFacts) -> str:
     less = f", less {gb(memory.offloaded_bytes)} in host memory" if memory.offloaded_bytes else ""
-    if less and box.device_kind == "cpu":
+    if less and box.on_host:
         less += f", which is the same memory here and takes {gb(memory.host_bytes)}"
     return (
         f"weights {gb(memory.weights_bytes)}, gradients {gb(memory.gradients_bytes)}, optimizer "

@@ -64,12 +64,12 @@ async def test_a_hand_over_says_who_asked_and_how_near_the_limit_it_came(control
 
 async def test_limits_are_measured_once_and_kept(control: Control, monkeypatch: pytest.MonkeyPatch):
     assert await ask(control, "GET", "/limits") == copy_limit.NONE
-    asked: list[bool] = []
+    asked: list[set[str]] = []
     rates = {"memcpy_bytes_per_s": 5.0, "host_to_device_bytes_per_s": None}
-    monkeypatch.setattr(copy_limit, "measured", lambda has_gpu: (asked.append(has_gpu), rates)[1])
+    monkeypatch.setattr(copy_limit, "measured", lambda kinds: (asked.append(kinds), rates)[1])
     found = await ask(control, "POST", "/limits/measure")
     assert found == {**rates, "measured_s": found["measured_s"]} == await ask(control, "GET", "/limits")
-    assert asked == [False] and actions(control) == [("limits.measure", "box", "done")]
+    assert asked == [{"cpu"}] and actions(control) == [("limits.measure", "box", "done")]
 
 
 def test_a_copy_is_measured():

@@ -7,9 +7,10 @@ import types
 import pynvml
 import pytest
 
+from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device
-from scheduler.devices.health import Death, Reading, failing
+from scheduler.devices.health import Death, failing
 from scheduler.devices.readings import DeviceReadings
 
 CONFIG = SchedulerConfig(device_deaths=2, death_window_s=100, hot_for_s=30)

@@ -212,7 +212,7 @@ async def test_the_file_of_a_parked_world_goes_with_it(monkeypatch, tmp_path):
 
 async def test_a_rank_on_a_gpu_sees_that_one_as_nvml_numbers_it(monkeypatch, tmp_path):
     one, made = host(monkeypatch, tmp_path)
-    await one.start({"job_id": "j"}, 3, 8, "meeting", "5")
+    await one.start({"job_id": "j", "device_kind": "cuda"}, 3, 8, "meeting", "5")
     env = made[0].env
     assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"], env["LOCAL_RANK"]) == ("5", "PCI_BUS_ID", "0")
 

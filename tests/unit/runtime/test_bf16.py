@@ -2,7 +2,8 @@
 
 import pytest
 
-from runtime.arithmetic import bf16_in, computes_bf16
+from runtime.devices.cpu import bf16_in
+from runtime.devices.kinds import kind_of
 
 ZEN3 = "processor\t: 0\nmodel name\t: AMD EPYC\nflags\t\t: fpu avx avx2 fma sha_ni\nbugs\t\t: avx512_bf16\n"
 ZEN4 = ZEN3.replace("sha_ni", "avx512f avx512_bf16")
@@ -16,4 +17,4 @@ def test_bf16_is_read_off_the_processors_flags(cpuinfo, found):
 
 
 def test_every_gpu_computes_in_it():
-    assert computes_bf16("cuda")
+    assert kind_of("cuda").computes_bf16()

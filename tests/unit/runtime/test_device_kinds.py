@@ -1,0 +1,140 @@
+"""The table of kinds of devices: what is asked of a row, and that one more row is all that a third kind needs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pynvml
+import pytest
+import torch
+
+from appliance.controller.models.capacity import BoxFacts
+from appliance.wiring.node_config import device_environment
+from runtime.devices import kinds
+from runtime.devices.kind import DeviceKind, Found, Reading
+from runtime.devices.kinds import KINDS, UnknownDeviceKind, kind_of
+from scheduler.core.config import SchedulerConfig
+from scheduler.devices.discovery import discover_devices
+from scheduler.devices.health import failing
+from scheduler.devices.readings import DeviceReadings
+from serve.core.config import EngineConfig
+from serve.core.sizing import engine_settings
+from serve.core.spec import ReplicaSpec
+from serve.vllm.arguments import engine_arguments, engine_environment
+from train.plan import auto
+from train.plan.errors import InvalidSpec
+from train.plan.spec import TrainSpec
+from train.state.parking import can_park
+
+GIB = 2**30
+
+
+class Abacus(DeviceKind):
+    """Two devices of 64 GiB, of which the second has lost its beads."""
+
+    name = "abacus"
+    collectives = "beads"
+
+    def present(self):
+        return True
+
+    def probe(self):
+        return tuple(Found(index, "Abacus 2", 64 * GIB, 0, frozenset({1 - index})) for index in range(2))
+
+    def visibility(self, devices):
+        return {"ABACUS_VISIBLE": "+".join(map(str, devices))}
+
+    def watch(self, devices):
+        return lambda: tuple(
+            Reading(device_id, 1.0, lost="beads" if index else "") for index, device_id in devices.items()
+        )
+
+    def fork_environment(self):
+        return {"ABACUS_STAYS": "still"}
+
+    def library_environment(self, caches: Path):
+        return {"ABACUS_CACHE": str(caches / "beads")}
+
+    def available(self):
+        return True
+
+
+@pytest.fixture
+def abacus(monkeypatch):
+    def no_driver():
+        raise pynvml.NVMLError_LibraryNotFound()
+
+    monkeypatch.setattr(pynvml, "nvmlInit", no_driver)
+    monkeypatch.setitem(KINDS, Abacus.name, Abacus())
+
+
+def test_a_third_kind_is_found_before_the_host_and_watched(abacus):
+    devices = discover_devices("auto", "n7")
+    assert [(device.id, device.kind, device.memory_bytes) for device in devices] == [
+        ("n7/0", "abacus", 64 * GIB), ("n7/1", "abacus", 64 * GIB),
+    ]  # fmt: skip
+    assert devices[0].nvlink_peers == {"n7/1"} and devices[0].numa_node == 0
+    told = {reading.device_id: (reading,) for reading in DeviceReadings(devices).read()}
+    assert failing(told, (), 1.0, SchedulerConfig()) == {"n7/1": "does not answer any more (beads)"}
+    assert {device.kind for device in discover_devices(3)} == {"cpu"}, "a number asks for logical devices still"
+    assert kinds.present().name == kinds.available().name == "abacus"
+
+
+def test_a_third_kind_is_planned_for(abacus):
+    box = BoxFacts(8, "abacus", 64 * GIB, None, 0)
+    assert box.room_per_device(1) == 64 * GIB and box.room_per_rank(1) < 64 * GIB
+    settings = engine_settings(EngineConfig(), task="generate", arch="LlamaForCausalLM", max_position_embeddings=4096,
+                               weight_bytes=16 * GIB, tensor_parallel=1, device_kind="abacus",
+                               device_memory_bytes=64 * GIB)  # fmt: skip
+    assert settings["dtype"] == "bfloat16" and settings["kv_cache_bytes"] > 30 * GIB
+    model = auto.ModelStats(10**9, 8192, "abacus")
+    fields = auto.resolve({}, auto.DatasetStats(100, 100_000, 400), model, 8)
+    assert fields["max_length"] == 4096
+
+
+def test_a_third_kind_shows_its_devices_to_engines_and_ranks(abacus, tmp_path):
+    assert device_environment("abacus", tmp_path) == {
+        "DS_ACCELERATOR": "abacus", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "ABACUS_STAYS": "still",
+        "VLLM_CACHE_ROOT": str(tmp_path / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"), "FLASHINFER_WORKSPACE_BASE": str(tmp_path),
+        "ABACUS_CACHE": str(tmp_path / "beads"),
+    }  # fmt: skip
+    replica = ReplicaSpec("r", "m", "v", "/v", "/s.sock", (0, 1), "abacus", "/shm", GIB, tensor_parallel=2)
+    env = engine_environment(replica, 1)
+    assert env["ABACUS_VISIBLE"] == "0+1" and "CUDA_VISIBLE_DEVICES" not in env
+    assert "--enable-sleep-mode" in engine_arguments(replica, {}, None)
+    spec = TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", device_kind="abacus")
+    assert TrainSpec.from_json(spec.to_json()) == spec and not can_park(spec)
+    assert kind_of(spec.device_kind).collectives == "beads"
+    assert [kind_of(kind).address(3) for kind in ("abacus", "cuda", "cpu")] == ["3", "3", "cpu"]
+
+
+def test_a_kind_that_is_no_row_is_refused_by_name():
+    with pytest.raises(UnknownDeviceKind, match="'abacus' is not known; expected one of cuda, cpu"):
+        kind_of("abacus")
+    with pytest.raises(InvalidSpec, match="abacus"):
+        TrainSpec("j", "/b", "/t", "/r", "/shm", "ft:x", device_kind="abacus")
+
+
+def test_processes_see_their_devices_as_the_driver_numbers_them():
+    shown = {"CUDA_VISIBLE_DEVICES": "5,2", "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert kind_of("cuda").visibility([5, 2]) == shown and kind_of("cpu").visibility([5]) == {}
+
+
+def test_torch_names_a_kind_as_we_do():
+    assert kinds.of_torch(torch.device("cpu")) is kinds.HOST
+    assert kinds.of_torch(torch.device("cuda", 3)).name == "cuda"
+    assert kinds.in_host_memory(torch.zeros(1).device)
+
+
+def test_a_processs_copies_have_no_stream_where_nothing_computes_on_a_gpu():
+    with kinds.copy_streams():
+        assert torch.zeros(2).add_(1).sum() == 2
+
+
+def test_the_table_costs_no_torch():
+    code = "import sys, runtime.devices.kinds; print(sorted({'torch', 'vllm', 'ray'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
