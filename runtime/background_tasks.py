@@ -1,8 +1,9 @@
 """Tasks that a process needs for as long as it lives: an exception ends none of them.
 
-What one of them raises is logged with its name, and it is begun anew after a pause that doubles from 1 s to 60 s. Until
-it is well again it is degraded: the process goes on without it, and `BackgroundTasks.degraded` says since when and why,
-which `appliance status` and `/health` show. Cancellation passes, and a task that returns has done what it was for.
+An exception is logged with the task's name, and the task is begun anew after a pause that doubles from 1 s to 60 s.
+Until it is well again it is degraded: the process goes on without it, and `BackgroundTasks.degraded` says since when
+and why, which `appliance status` and `/health` show. Cancellation passes through. A task that returns has finished its
+work.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ log = logging.getLogger(__name__)
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 STEADY_S = 30.0
-"""A task that has run so long since it was begun anew is well; one that works in rounds is after the first that ends
-as it should."""
+"""A task that has run for so long since it was begun anew is well. A task that works in rounds is well after the first
+round that succeeds."""
 
 
 @dataclass(slots=True)
 class Trouble:
-    """Of one keeper, since its first failure in a row. `again_s`: when it was begun anew, None while it pauses."""
+    """One task's failures in a row since the first. `again_s`: when it was begun anew, None while it pauses."""
 
     since_s: float
     why: str
@@ -41,7 +42,7 @@ def first_words(error: BaseException) -> str:
 
 
 class BackgroundTasks:
-    """Of one process; all on one event loop. `clock` is Unix time."""
+    """The background tasks of one process, on one event loop. `clock` is Unix time."""
 
     def __init__(
         self, clock: Callable[[], float] = time.time, sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
@@ -51,19 +52,19 @@ class BackgroundTasks:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def keep(self, name: str, run: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Run it, begun anew after every exception, until it returns or the task is cancelled."""
+        """Run it, and begin it anew after every exception, until it returns or is cancelled."""
         return self._task(name, self._keep(name, run))
 
     def keep_every(
         self, name: str, once: Callable[[], Awaitable[None]], every_s: float, *, at_once: bool = False
     ) -> asyncio.Task[None]:
-        """One round every `every_s`, for ever; the first at once or after that time."""
+        """Run one round every `every_s`, for ever. The first comes `at_once`, else after that time."""
         return self._task(name, self._keep(name, lambda: self._rounds(name, once, every_s, at_once)))
 
     @contextlib.contextmanager
     def guard(self, name: str) -> Iterator[None]:
-        """Around work that somebody else's loop calls: an exception is logged and held against `name`, not raised; the
-        next time that none comes, it is well again."""
+        """For work that somebody else's loop calls: an exception is logged and makes `name` degraded, but is not
+        raised. The next time without an exception makes it well again."""
         try:
             yield
         except Exception as error:  # noqa: BLE001 - logged and shown; who calls goes on with its own work
@@ -72,7 +73,7 @@ class BackgroundTasks:
             self._well(name)
 
     def names(self) -> list[str]:
-        """Of what is degraded, for anybody to see: what a name says behind a colon is for those who run the box."""
+        """Names of what is degraded, for anybody to see: the part behind a colon is only for those who run the box."""
         return sorted({trouble["name"].partition(":")[0] for trouble in self.degraded()})
 
     def degraded(self) -> list[dict[str, Any]]:
@@ -82,10 +83,9 @@ class BackgroundTasks:
             if trouble.again_s is not None and now_s - trouble.again_s >= STEADY_S:
                 self._well(name)
         return [
-            {"name": name, "since_s": trouble.since_s, "why": trouble.why, "failures": trouble.failures,
-             "next_try_s": trouble.next_try_s}
+            {"name": name, **{key: getattr(trouble, key) for key in ("since_s", "why", "failures", "next_try_s")}}
             for name, trouble in sorted(self._troubles.items())
-        ]  # fmt: skip
+        ]
 
     async def stop(self) -> None:
         """Cancel all of them and wait for their ends."""
@@ -120,7 +120,7 @@ class BackgroundTasks:
                 trouble.again_s, trouble.next_try_s = self._clock(), None
 
     async def _rounds(self, name: str, once: Callable[[], Awaitable[None]], every_s: float, at_once: bool) -> None:
-        # One that failed a moment ago has paused already: its next round is due now.
+        # A task that failed a moment ago has paused already: its next round is due now.
         wait = not at_once and name not in self._troubles
         while True:
             if wait:

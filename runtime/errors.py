@@ -2,7 +2,7 @@
 
 RuntimeLayerError
 ├── ChannelClosed      the other end of a lifeline is gone
-├── FrameTooLarge      a frame's length is over the limit: the peer does not speak this protocol
+├── FrameTooLarge      a frame is longer than the limit: the peer does not speak this protocol
 ├── WarmParentError    the warm parent could not be reached or could not fork
 ├── ChildDied          the forked process ended while something was asked of it
 │   └── SupervisorDied it ended with its supervisor
@@ -43,7 +43,7 @@ class WarmParentError(RuntimeLayerError):
 
 
 class ChildDied(RuntimeLayerError):
-    """The forked process ended before it answered. starved: the kernel was killing for want of memory just then."""
+    """The forked process ended before it answered. starved: the kernel killed for want of memory at that moment."""
 
     def __init__(self, name: str, pid: int, log_path: str, log_tail: str = "", starved: bool = False):
         tail = f"; the log ends with:\n{log_tail}" if log_tail else ""
@@ -54,7 +54,7 @@ class ChildDied(RuntimeLayerError):
 
 
 class SupervisorDied(ChildDied):
-    """The supervisor of a process ended, and the process on its lifeline with it."""
+    """The supervisor of a process ended, and with it the process on its lifeline."""
 
     def __init__(self, name: str, why: str):
         RuntimeLayerError.__init__(self, f"the supervisor {name} died: {why}")

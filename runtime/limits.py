@@ -1,4 +1,4 @@
-"""What this machine's hardware can move: the copy rate of host memory, measured."""
+"""The copy rate of this machine's host memory, measured."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ MAX_THREADS = 8
 
 
 def memcpy_bytes_per_s(threads: int | None = None, buffer_bytes: int = BUFFER_BYTES) -> float:
-    """Fastest of a few warm copies of one buffer into another, in bytes copied per second.
+    """The fastest of a few warm copies of one buffer into another, in bytes per second.
 
-    threads: share the buffer; default one per core this process may use, MAX_THREADS at most. The buffer is larger
-    than the caches of any CPU core, so that memory is measured.
+    threads: how many share the buffer; by default one per core that this process may use, at most MAX_THREADS. The
+    buffer is larger than the caches of any CPU core, so that memory is measured.
     """
     threads = threads or min(MAX_THREADS, len(os.sched_getaffinity(0)))
     source, target = np.ones(buffer_bytes, np.uint8), np.ones(buffer_bytes, np.uint8)
@@ -26,7 +26,7 @@ def memcpy_bytes_per_s(threads: int | None = None, buffer_bytes: int = BUFFER_BY
     with ThreadPoolExecutor(threads) as pool:
         for _ in range(ROUNDS):
             began_s = time.perf_counter()
-            # numpy copies without holding the interpreter's lock.
+            # numpy does not hold the interpreter's lock while it copies.
             list(pool.map(lambda pair: np.copyto(pair[1], pair[0]), parts))
             fastest_s = min(fastest_s, time.perf_counter() - began_s)
     return buffer_bytes / fastest_s

@@ -1,14 +1,13 @@
-"""Logs that do not grow for ever, whoever writes them: ours, Ray's, engines', ranks' and what their libraries print.
+"""Rotation of logs, whoever writes them: ours, Ray's, engines', ranks' and what their libraries print.
 
-Writers hold their files open for append and know nothing of this. What is older is copied to `NAME.1` and then cut off
-the front of the file in one step of the kernel (FALLOC_FL_COLLAPSE_RANGE of fallocate(2)), so that no line is lost that
-is written meanwhile. On a file system without it (tmpfs, btrfs, ZFS) the file is truncated right after the copy: then
-what is written between the two is lost, which is microseconds a rotation.
+Writers keep their files open for append and do not know of the rotation. It copies older lines to `NAME.1` and cuts
+them off the front of the file in one kernel call (FALLOC_FL_COLLAPSE_RANGE of fallocate(2)), so that no line written
+meanwhile is lost. File systems without that call (tmpfs, btrfs, ZFS) have the file truncated right after the copy:
+lines written in between, some microseconds per rotation, are lost.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import logging
 import os
@@ -16,20 +15,21 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from runtime.libc import last_error, libc
+
 log = logging.getLogger(__name__)
 
 MIB = 2**20
 DAY_S = 86400.0
 _COLLAPSE_RANGE = 0x08
 _NUMBERED = re.compile(r"(.+\.log)\.(\d{1,4})\Z")
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 @dataclass(frozen=True)
 class LogLimits:
-    """size: of a file before it is rotated. keep: rotated ones of each. days: that one is kept which nobody writes any
-    more. total: bytes of all of them; past it the oldest go, but never one that is being written."""
+    """size: bytes of a file before it is rotated. keep: how many rotated files each log has. days: how long a log stays
+    that nobody writes any more. total: bytes of all logs; beyond it the oldest go, but never one that is being
+    written."""
 
     size: int
     keep: int
@@ -38,14 +38,14 @@ class LogLimits:
 
 
 class LogRotation:
-    """Of every `*.log` in a folder. `tend` is called from time to time, in a thread: it copies."""
+    """Rotates every `*.log` in a folder. Call `tend` from time to time, in a thread because it copies."""
 
     def __init__(self, folder: Path, limits: LogLimits):
         self._folder, self._limits = folder, limits
 
     def tend(self, now_s: float) -> None:
-        """Rotate what is too long and delete what is too old or too much. Raises OSError only where the folder cannot
-        be read; one file's trouble is logged."""
+        """Rotate files that are too long, delete what is too old or too much. Raises OSError only if the folder cannot
+        be read; errors of single files are logged."""
         for path in sorted(self._folder.glob("*.log")):
             try:
                 if not path.is_symlink() and path.stat().st_size > self._limits.size:
@@ -58,7 +58,7 @@ class LogRotation:
         incoming = path.with_name(f"{path.name}.rotating")
         with open(path, "r+b", buffering=0) as live:
             block = os.fstatvfs(live.fileno()).f_bsize
-            # Whole blocks, and never the whole file, which the kernel would refuse to cut off.
+            # The kernel cuts off whole blocks only, and never the whole file.
             length = (os.fstat(live.fileno()).st_size - 1) // block * block
             try:
                 with open(os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb", buffering=0) as out:
@@ -66,21 +66,21 @@ class LogRotation:
                     self._shift(path)
                     os.rename(incoming, _numbered(path, 1))
                     if not collapse(live.fileno(), copied):
-                        # To the very end, and cut at once.
+                        # Copy up to the very end, then truncate at once.
                         copied += _copy(live.fileno(), out.fileno(), copied, None)
                         os.ftruncate(live.fileno(), 0)
             except OSError as error:
                 incoming.unlink(missing_ok=True)
                 if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                     raise
-                # A full disk: the newest lines are worth more than the older ones.
+                # The disk is full: the newest lines are worth more than the older ones.
                 self._forget(path)
                 if length > 2 * self._limits.size and not collapse(live.fileno(), length):
                     os.ftruncate(live.fileno(), 0)
                 log.warning("the disk is full: older lines of %s are gone", path.name)
 
     def _shift(self, path: Path) -> None:
-        """NAME.1 becomes NAME.2, and so on; those past the number to keep go."""
+        """Renames NAME.1 to NAME.2, and so on; deletes those beyond the number to keep."""
         for number, old in sorted(_rotated(path).items(), reverse=True):
             if number >= self._limits.keep:
                 old.unlink(missing_ok=True)
@@ -114,19 +114,19 @@ class LogRotation:
 
 
 def collapse(handle: int, length: int) -> bool:
-    """Cut so many bytes, whole blocks, off the front of a file. False where its file system cannot."""
+    """Cut `length` bytes, whole blocks, off the front of a file. False if its file system cannot."""
     if not length or os.fstat(handle).st_size <= length:
         return False
-    if _libc.fallocate(handle, _COLLAPSE_RANGE, 0, length) == 0:
+    if libc.fallocate(handle, _COLLAPSE_RANGE, 0, length) == 0:
         return True
-    number = ctypes.get_errno()
-    if number in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
+    error = last_error("the front of a log cannot be cut off")
+    if error.errno in (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL):
         return False
-    raise OSError(number, os.strerror(number))
+    raise error
 
 
 def open_files(folder: Path) -> set[Path]:
-    """Files in this folder that a process which we may look into has open."""
+    """Files in this folder that are open in a process which we may look into."""
     found = set()
     prefix = f"{folder}/"
     for process in os.scandir("/proc"):
@@ -144,7 +144,7 @@ def open_files(folder: Path) -> set[Path]:
 
 
 def _copy(source: int, target: int, offset: int, length: int | None) -> int:
-    """Bytes copied; length None: up to the end."""
+    """Returns the bytes copied; length None copies up to the end."""
     copied = 0
     while length is None or copied < length:
         sent = os.sendfile(target, source, offset + copied, MIB if length is None else min(MIB, length - copied))

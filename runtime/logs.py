@@ -1,7 +1,8 @@
 """Logs as JSON lines on stderr: one object a line, the same words in every process of the box.
 
-`time` (UTC, ISO 8601), `level`, `process`, `event` (what happened, for people), `logger`; then the ids that apply, and
-`exception` with a traceback. Ids are given once for a process that is about one thing, and with `extra=` otherwise:
+A line has `time` (UTC, ISO 8601), `level`, `process`, `event` (what happened, for people) and `logger`, then the ids
+that apply, and `exception` with a traceback. A process that is about one thing gets its ids once; otherwise use
+`extra=`:
 
     log.warning("the engine died", extra={"replica": replica_id, "request_id": request_id})
 """
@@ -15,17 +16,14 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Any
 
-IDS = (
-    "request_id", "key_id", "model", "version", "replica", "job_id", "rank", "batch_id", "lease_id", "device", "node",
-    "trace_id",
-)  # fmt: skip
+IDS = tuple("request_id key_id model version replica job_id rank batch_id lease_id device node trace_id".split())
 
-# The request that is being answered: whatever is logged meanwhile carries its id.
+# The request that is being answered: everything logged meanwhile carries its id.
 REQUEST_ID: ContextVar[str] = ContextVar("request_id", default="")
 
 
 class JsonLines(logging.Formatter):
-    """process: what kind of process this is. ids: those of everything it logs."""
+    """process: what kind of process this is. ids: of everything that it logs."""
 
     def __init__(self, process: str, ids: dict[str, Any]):
         super().__init__()
@@ -33,9 +31,13 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
-            "time": timestamp(record.created), "level": record.levelname.lower(), "process": self._process,
-            "event": record.getMessage(), "logger": record.name, **self._ids,
-        }  # fmt: skip
+            "time": timestamp(record.created),
+            "level": record.levelname.lower(),
+            "process": self._process,
+            "event": record.getMessage(),
+            "logger": record.name,
+            **self._ids,
+        }
         if request_id := REQUEST_ID.get():
             line["request_id"] = request_id
         line |= {name: record.__dict__[name] for name in IDS if record.__dict__.get(name) not in (None, "")}
@@ -45,11 +47,11 @@ class JsonLines(logging.Formatter):
 
 
 def configure_logging(process: str, level: str = "info", **ids: Any) -> None:
-    """Send everything logged through `logging` to stderr, one JSON object a line; to a terminal, as text for people.
+    """Send everything logged through `logging` to stderr, one JSON object a line, or as text for people to a terminal.
 
-    level: debug, info, warning or error. ids: those of everything that this process logs.
+    level: debug, info, warning or error. ids: of everything that this process logs.
     """
-    # Not sys.stderr: vLLM wraps its `write` in the processes that it forks, and puts a prefix before each line.
+    # Not sys.stderr, because vLLM wraps its `write` in the processes that it forks and puts a prefix before each line.
     stream = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
     handler = logging.StreamHandler(stream)
     people = sys.stderr is not None and sys.stderr.isatty()
@@ -73,7 +75,7 @@ def timestamp(unix_s: float) -> str:
 
 
 def readable(text: str) -> str:
-    """Text for people of the lines of a log; what is no JSON line of ours stays as it is."""
+    """The lines of a log as text for people; lines that are not our JSON stay as they are."""
     return "\n".join(map(_readable, text.splitlines()))
 
 

@@ -1,9 +1,8 @@
-"""Processes beside their devices: on a machine with several NUMA nodes, a process runs on the processors of the node
-that its device hangs on.
+"""NUMA: a process runs on the processors of the node that its device is attached to.
 
-Only processors are bound. Memory follows by itself: Linux gives a page from the node of the thread that touches it
-first (numa(7), the default policy), so what a bound process reserves, pins and copies from lies beside its device too.
-Without that, half of the copies of a machine with two sockets cross the link between them.
+Only processors are bound, and memory follows: Linux takes a page from the node of the thread that touches it first
+(numa(7), the default policy). So what a bound process reserves, pins and copies from is near its device too. Without
+that, half of the copies on a machine with two sockets cross the link between them.
 """
 
 from __future__ import annotations
@@ -18,14 +17,14 @@ NODES = Path("/sys/devices/system/node")
 def cpus_beside(
     numa_nodes: Sequence[int | None], cpus_of: Mapping[int, Collection[int]], allowed: Collection[int]
 ) -> frozenset[int] | None:
-    """The processors that a process on devices of these NUMA nodes should run on; None: leave it as it is.
+    """The processors that a process on devices of these NUMA nodes should run on; None leaves it as it is.
 
-    Nothing is bound where there is one node only, where a device's node is not known, and where none of the nodes'
-    processors may be used (a container's cpuset): a process on the far side is slow, one on no processor does not run.
+    Nothing is bound if there is only one node, if a device's node is not known, or if none of the nodes' processors may
+    be used (a container's cpuset): a process on the far side is slow, one without a processor does not run.
 
     Args:
-        numa_nodes: one for each device, None where not known. Empty: no devices of that kind.
-        cpus_of: NUMA node to its processors; a node with memory alone has none.
+        numa_nodes: one for each device, None if not known. Empty if there are no devices of that kind.
+        cpus_of: the processors of each NUMA node; a node with memory alone has none.
         allowed: processors that the process may use now.
     """
     if sum(bool(cpus) for cpus in cpus_of.values()) < 2 or not numa_nodes:
@@ -38,8 +37,8 @@ def cpus_beside(
 
 
 def bind(numa_nodes: Sequence[int | None], root: Path | None = None) -> frozenset[int] | None:
-    """Let this process, with every thread and process that it starts from now on, run beside devices of these nodes.
-    The processors it is bound to, None if it is left as it is. Call it before threads are started."""
+    """Bind this process, and every thread and process that it starts from now on, to the processors of these nodes.
+    Returns the processors, None if nothing was bound. Call it before threads are started."""
     if not numa_nodes or None in numa_nodes:
         return None
     cpus = cpus_beside(numa_nodes, _cpus_of(root or NODES), os.sched_getaffinity(0))
@@ -56,7 +55,7 @@ def _cpus_of(root: Path) -> dict[int, frozenset[int]]:
 
 
 def parse_list(text: str) -> frozenset[int]:
-    """The kernel's list format: "0-3,8" is 0, 1, 2, 3 and 8; a node without processors has an empty line."""
+    """Parses the kernel's list format: "0-3,8" is 0, 1, 2, 3 and 8. A node without processors has an empty line."""
     found: set[int] = set()
     for part in text.strip().split(","):
         if part:

@@ -1,17 +1,17 @@
 """Between nodes: a tunnel from a Unix socket here to one there, and directories copied over.
 
-One TCP port per node, opened on one address. On a network both sides show certificates of the box's authority (TLS);
-without them a relay listens on loopback alone. Within, whoever connects gets a nonce and must answer with a proof under
-a key that is made from the token which the nodes share; the token itself never travels.
+Each node has one TCP port, open on one address. On a network both sides show certificates of the box's authority (TLS);
+without certificates a relay listens on loopback alone. Inside the connection, whoever connects gets a nonce and must
+answer with a proof under a key that is made from the token which the nodes share. The token itself never travels.
 
-A greeting is one line of JSON, `{"ask": "socket" | "directory", "path": ..., "nonce": hex, "proof": hex}`, answered by
-one line, `{"ok": ..., "proof": hex}` or `{"error": text}`. A proof is of all that its line says, of both nonces, and of
-who says it: neither an old line nor one's own is of use to anybody. After it
+A greeting is one line of JSON, `{"ask": "socket" | "directory", "path": ..., "nonce": hex, "proof": hex}`. The answer
+is one line, `{"ok": ..., "proof": hex}` or `{"error": text}`. A proof covers everything that its line says, both
+nonces, and who says it, so nobody can use an old line or the other side's own line again. After the answer:
 - "socket": both ends are joined byte by byte;
 - "directory": the files follow one after the other in the order of the answer, `{"ok": [[name, bytes], ...]}`; with
-  `"names": [...]` in the greeting only those of them that are there.
+  `"names": [...]` in the greeting, only those of them that exist.
 
-Only paths below what was given to the server are served, without following symbolic links out of it.
+The server serves only paths below the ones it was given, and follows no symbolic link out of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class NodeCertificate:
-    """Files by which a node shows that it is one, and knows the others: PEM."""
+    """The PEM files with which a node proves that it is one, and checks the others."""
 
     authority: Path
     certificate: Path
@@ -50,8 +50,8 @@ class NodeCertificate:
         return cls(folder / "ca.pem", folder / "node.pem", folder / "node.key")
 
     def context(self, purpose: int) -> ssl.SSLContext:
-        """`purpose`: ssl.PROTOCOL_TLS_SERVER or _CLIENT. Both ask the other side for its certificate; a client also for
-        the address that it connected to."""
+        """`purpose`: ssl.PROTOCOL_TLS_SERVER or _CLIENT. Both check the other side's certificate; a client also checks
+        that it is for the address it connected to."""
         context = ssl.SSLContext(purpose)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
@@ -62,7 +62,7 @@ class NodeCertificate:
 
 @dataclass(frozen=True)
 class Shared:
-    """What the nodes of a box share: a token, and on a network certificates."""
+    """What the nodes of a box share: a token and, on a network, certificates."""
 
     token: bytes
     certificate: NodeCertificate | None = None
@@ -77,7 +77,8 @@ class Shared:
 
 
 class Relay:
-    """This node's port. `sockets` (or folders of them) and `folders`: where tunnels may end, what may be copied."""
+    """This node's port. Tunnels may end at `sockets` (or in these folders); directories below `folders` may be
+    copied."""
 
     def __init__(self, address: str, shared: Shared, *, sockets: tuple[Path, ...], folders: tuple[Path, ...]):
         self._address, self._shared, self._sockets, self._folders = address, shared, sockets, folders
@@ -85,14 +86,15 @@ class Relay:
         self.bytes_sent = 0
 
     async def start(self) -> tuple[str, int]:
-        """Address and port; the same on every call. Raises RelayRefused without certificates off loopback."""
+        """Returns address and port, the same on every call. Raises RelayRefused off loopback without certificates."""
         if self._server is None:
             certificate = self._shared.certificate
             if certificate is None and not ipaddress.ip_address(self._address).is_loopback:
                 raise RelayRefused(f"no relay at {self._address}: this node has no certificate of the box")
-            secure: dict[str, Any] = {} if certificate is None else {
-                "ssl": certificate.context(ssl.PROTOCOL_TLS_SERVER), "ssl_handshake_timeout": GREETING_TIMEOUT_S,
-            }  # fmt: skip
+            secure: dict[str, Any] = {}
+            if certificate is not None:
+                context = certificate.context(ssl.PROTOCOL_TLS_SERVER)
+                secure = {"ssl": context, "ssl_handshake_timeout": GREETING_TIMEOUT_S}
             self._server = await asyncio.start_server(self._serve, self._address, 0, limit=GREETING_BYTES, **secure)
         return self._server.sockets[0].getsockname()[:2]
 
@@ -140,7 +142,7 @@ class Relay:
         files = sorted(file for file in path.iterdir() if file.is_file() and not file.is_symlink())
         wanted = [file for file in files if names is None or file.name in names]
         with contextlib.ExitStack() as opened:
-            # All at once: a manifest that is sealed meanwhile is another file, of another size.
+            # Open all files first: a manifest that is sealed meanwhile is another file, of another size.
             sources = [opened.enter_context(open(file, "rb")) for file in wanted]
             sizes = [os.fstat(source.fileno()).st_size for source in sources]
             told = [[file.name, size] for file, size in zip(wanted, sizes, strict=True)]
@@ -163,7 +165,7 @@ class Tunnels:
         self._servers: dict[str, asyncio.Server] = {}
 
     async def open(self, local: Path, address: tuple[str, int], remote: Path) -> None:
-        """From now on `local` leads to `remote` on the node whose relay listens at `address`; replaces an older one."""
+        """Make `local` lead to `remote` on the node whose relay listens at `address`; replaces an older tunnel."""
         await self.close(local)
 
         async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -171,7 +173,7 @@ class Tunnels:
                 _, far_reader, far_writer = await _ask(address, self._shared, "socket", remote)
                 await _join((reader, writer), (far_reader, far_writer))
             except (RelayRefused, OSError, TimeoutError):
-                writer.transport.abort()  # as if the engine had died: the gateway knows what to do then
+                writer.transport.abort()  # looks as if the engine had died, which the gateway handles
             finally:
                 writer.close()
 
@@ -188,7 +190,7 @@ class Tunnels:
 async def fetch_directory(
     address: tuple[str, int], shared: Shared, remote: Path, target: Path, names: Sequence[str] | None = None
 ) -> int:
-    """Copy the files of a directory of another node, or those of `names` that it has, into the new directory `target`;
+    """Copy the files of another node's directory, or those of `names` that it has, into the new directory `target`;
     returns the bytes received.
 
     Raises RelayRefused when the other node refuses or the connection ends early.
@@ -240,7 +242,7 @@ async def _ask(
 async def _join(
     here: tuple[asyncio.StreamReader, asyncio.StreamWriter], there: tuple[asyncio.StreamReader, asyncio.StreamWriter]
 ) -> None:
-    """Bytes both ways until both sides have ended; one that breaks takes the other along."""
+    """Carry bytes both ways until both sides have ended; if one breaks, both end."""
     try:
         async with asyncio.TaskGroup() as both:
             both.create_task(_pour(here[0], there[1]))
@@ -260,7 +262,7 @@ async def _pour(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
     if sink.can_write_eof():
         sink.write_eof()
     else:
-        sink.close()  # TLS knows no half end. Who sends no more here (HTTP/1.1 on both sides) reads no more either.
+        sink.close()  # TLS has no half-close. Both sides speak HTTP/1.1: one that sends no more reads no more either.
 
 
 def _inside(path: Path, folders: tuple[Path, ...]) -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def owner_only() -> Iterator[None]:
-    """Sockets bound meanwhile have mode 0600 from their first moment: a chmod afterwards would leave a gap."""
+    """Sockets bound inside have mode 0600 from the first moment; a chmod afterwards would leave a gap."""
     before = os.umask(0o177)
     try:
         yield
@@ -20,10 +20,10 @@ def owner_only() -> Iterator[None]:
 
 
 def check_free(host: str, port: int) -> None:
-    """Raises OSError where (host, port) cannot be listened on: it is taken, not this machine's, or not allowed.
+    """Raises OSError if nobody can listen on (host, port): it is taken, not this machine's, or not allowed.
 
-    A listener with SO_REUSEPORT finds a port free that others of its user share with it: two boxes would get each
-    other's requests. This looks without it. Of a name with several addresses one must be this machine's.
+    This looks without SO_REUSEPORT: with it a port seems free that other processes of the same user listen on with it
+    too, and two boxes would get each other's requests. If a name has several addresses, one must be this machine's.
     """
     absent, found = None, False
     for family, kind, number, _, address in socket.getaddrinfo(

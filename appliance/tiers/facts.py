@@ -10,6 +10,7 @@ from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import canaries
 from appliance.store.rows import JobRow, VersionRow
+from weights.format.names import step_of
 from weights.tiers.record import Name
 from weights.tiers.retention import Kept
 
@@ -66,11 +67,11 @@ def _versions(
 def _snapshots(
     db: Database, names: list[Name], unfinished: Mapping[str, JobRow], created: Mapping[Name, float]
 ) -> dict[Name, Kept[Name]]:
-    of_jobs = [name for name in names if name.model in unfinished and name.version.removeprefix("step-").isdigit()]
-    newest = {name.model: name for name in sorted(of_jobs, key=step_of)}
+    steps = {name: step for name in names if name.model in unfinished and (step := step_of(name.version)) >= 0}
+    newest = {name.model: name for name in sorted(steps, key=lambda name: steps[name])}
     kept = {}
-    for name in of_jobs:
-        metric = job_records.metric_at(db, name.model, step_of(name))
+    for name, step in steps.items():
+        metric = job_records.metric_at(db, name.model, step)
         loss = metric.valid_loss if metric is not None else None
         why = "newest of its job" if newest[name.model] == name else ""
         kept[name] = Kept(name, name.model, created[name], loss, why)
@@ -80,7 +81,3 @@ def _snapshots(
 def name_of(row: VersionRow) -> Name:
     """How a version is known in every tier."""
     return Name("adapter" if row.meta.get("adapter") else "version", row.model, row.version)
-
-
-def step_of(name: Name) -> int:
-    return int(name.version.removeprefix("step-"))

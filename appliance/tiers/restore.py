@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 from appliance.tiers.tiers import Tier, Tiers
 from weights.format.errors import IntegrityError, StoreFull, TierUnavailable, VersionExists, VersionNotFound
+from weights.format.names import step_of
 from weights.memory.lease import StoredVersion
 from weights.memory.store import WeightStore
 from weights.tiers.record import Name
@@ -63,7 +64,7 @@ class TierReturn:
                 found |= {name for name in tier.level.snapshots.names("snapshot") if name.model == job_id}
             except (TierUnavailable, OSError) as error:
                 self._tiers.note(tier, str(error))
-        return sorted(found, key=lambda name: int(name.version.removeprefix("step-")), reverse=True)
+        return sorted(found, key=lambda name: step_of(name.version), reverse=True)
 
     def _in_store(self, store: WeightStore, name: Name) -> StoredVersion | None:
         """What the store has; what cannot be read there gives way where a tier has it. Raises IntegrityError."""

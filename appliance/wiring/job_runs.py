@@ -16,12 +16,13 @@ from appliance.store.database import Database
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import deployments
 from appliance.store.rows import DeploymentRow, JobRow, VersionRow
-from appliance.tiers.facts import name_of, step_of
+from appliance.tiers.facts import name_of
 from appliance.tiers.restore import TierReturn
 from appliance.tiers.tiers import Tiers
 from train.plan.spec import TrainSpec
 from train.run.event_log import read_events
 from weights.format.errors import IntegrityError, NotSealed, StoreFull, VersionLeased, VersionNotFound, WeightsError
+from weights.format.names import step_of
 from weights.memory.store import StoredVersion, WeightStore
 from weights.tiers.copies import verify
 from weights.tiers.record import Name
@@ -157,9 +158,9 @@ class JobRuns:
         own = self._jobs_dir / job_id / "snapshots"
         stores = [self._store, *([WeightStore(own, budget_bytes=None)] if (own / "snapshots").is_dir() else [])]
         written = [stored for store in stores for stored in store.list("snapshot") if stored.model == job_id]
-        newest = max(written, key=_step, default=None)
+        newest = max(written, key=lambda stored: step_of(stored.version), default=None)
         for name in self._back.newest_snapshot(job_id):
-            if newest is not None and step_of(name) <= _step(newest):
+            if newest is not None and step_of(name.version) <= step_of(newest.version):
                 break
             try:
                 return self._bring_in(name).path
@@ -228,10 +229,6 @@ class JobRuns:
             return self._forget(job_id)  # the ending job removed it itself a moment ago
         shutil.rmtree(self._jobs_dir / job_id / "snapshots", ignore_errors=True)
         return True
-
-
-def _step(stored: StoredVersion) -> int:
-    return int(stored.version.removeprefix("step-"))
 
 
 def _kind(row: VersionRow) -> str:

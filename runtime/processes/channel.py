@@ -1,8 +1,7 @@
 """Frames on a lifeline: a 4-byte big-endian length, then that many bytes of UTF-8 JSON.
 
-One connected AF_UNIX stream socket joins a supervisor and the process forked for it. It carries requests down,
-answers and events up, and its end of file is the signal that the other side is dead, which the kernel delivers
-even after kill -9.
+One connected AF_UNIX stream socket joins a supervisor and the process forked for it. It carries requests down, and
+answers and events up. Its end of file says that the other side is dead; the kernel delivers it even after kill -9.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def _length(head: bytes) -> int:
 
 
 class BlockingChannel:
-    """The child's end: used by plain threads. `send` may be called from any thread."""
+    """The child's end, for plain threads. `send` may be called from any thread."""
 
     def __init__(self, sock: socket.socket):
         self.sock = sock
@@ -98,8 +97,8 @@ class AsyncChannel:
         try:
             head = await self._reader.readexactly(_LENGTH.size)
             return json.loads(await self._reader.readexactly(_length(head)))
-        # After a failed write asyncio raises that write's error here too, instead of an end of file: a child killed
-        # at that moment was never noticed while only ConnectionResetError was awaited.
+        # After a failed write asyncio raises that write's error here too, not an end of file. When only
+        # ConnectionResetError was caught, the death of a child at that moment was never noticed.
         except (asyncio.IncompleteReadError, BrokenPipeError, ConnectionResetError) as error:
             raise ChannelClosed("the process is gone") from error
 

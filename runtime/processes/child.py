@@ -15,6 +15,7 @@ from runtime.processes.kernel import group_alive, kill_group, tail
 from runtime.processes.oom import kills_so_far
 
 KILLS_EVERY_S = 2.0
+KILL_TIMEOUT_S = 10.0
 
 
 class Child:
@@ -51,16 +52,14 @@ class Child:
         """Fork `entry` ("module:function") from the warm parent listening on `warm_socket`.
 
         `args` must be plain JSON; `env` is set before the entry's module is used; `numa_nodes` are those of the
-        process' devices (see runtime.numa), on whose processors it is to run. Raises WarmParentError when
-        the parent is not there or does not fork within `timeout_s` seconds.
+        process's devices, and it runs on their processors (see runtime.numa). Raises WarmParentError when the parent is
+        not there or does not fork within `timeout_s` seconds.
         """
         try:
             async with asyncio.timeout(timeout_s):
                 channel = await AsyncChannel.connect(str(warm_socket))
-                await channel.send(
-                    {"entry": entry, "args": args, "env": env or {}, "numa_nodes": list(numa_nodes),
-                     "log_path": str(log_path), "name": name}
-                )  # fmt: skip
+                request = {"entry": entry, "args": args, "env": env or {}, "numa_nodes": list(numa_nodes)}
+                await channel.send({**request, "log_path": str(log_path), "name": name})
                 pid = (await channel.receive())["pid"]
         except (OSError, ChannelClosed, TimeoutError, json.JSONDecodeError) as error:
             raise WarmParentError(
@@ -76,8 +75,8 @@ class Child:
     async def call(self, method: str, *, timeout_s: float | None = None, **args: Any) -> Any:
         """Run a handler of the child and return its answer.
 
-        Raises ChildError (the child's own exception), ChildDied, or ChildTimeout after `timeout_s` seconds
-        (None: wait as long as the child lives).
+        Raises ChildError (the child's own exception), ChildDied, or ChildTimeout after `timeout_s` seconds. With None
+        it waits as long as the child lives.
         """
         if not self.alive:
             raise self._death()
@@ -96,7 +95,7 @@ class Child:
             self._waiting.pop(number, None)
 
     async def next_event(self) -> dict[str, Any] | None:
-        """Next event the child emitted, in order; None once it is gone and all events are read."""
+        """The child's next event, in order; None once it is gone and all events are read."""
         event = await self._events.get()
         if event is None:
             self._events.put_nowait(None)
@@ -107,13 +106,13 @@ class Child:
         await self._gone.wait()
 
     def kill(self) -> None:
-        """SIGKILL the child and everything it started; harmless when it is dead already."""
+        """SIGKILL the child and everything it started; does nothing if it is dead already."""
         kill_group(self.pid)
 
-    async def kill_and_wait(self, timeout_s: float = 10.0) -> None:
+    async def kill_and_wait(self) -> None:
         """Kill the whole group and return when no process of it is left, so that its devices are free."""
         self.kill()
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(KILL_TIMEOUT_S):
             await self.closed()
             while group_alive(self.pid):
                 await asyncio.sleep(0.002)
@@ -138,8 +137,8 @@ class Child:
                 self._dispatch(await self._channel.receive())
         except ChannelClosed:
             pass
-        finally:  # whatever ended the reading: nobody may wait for ever for a child that cannot be heard
-            # The kernel counts its kills, but does not say whose: one of these last seconds is taken to be this one.
+        finally:  # whatever ended the reading, nobody may wait for ever for a child that cannot be heard
+            # The kernel counts its kills but does not say of whom: a kill in these last seconds is taken for this one.
             self.starved = kills_so_far() > self._kills
             self._watch.cancel()
             self._gone.set()

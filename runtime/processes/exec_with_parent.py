@@ -1,7 +1,8 @@
-"""Runs a command that ends with the process that starts it, for starters not ours: `exec_with_parent.py COMMAND...`.
+"""Runs a command that ends with the process that starts it, for starters that are not ours.
 
-Started by path and without site-packages (`python -S exec_with_parent.py`), so that it costs a few milliseconds; it
-imports nothing of this project.
+    python -S exec_with_parent.py COMMAND...
+
+It is started by path and without site-packages, and imports nothing of this project: so it costs a few milliseconds.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _PR_SET_PDEATHSIG = 1
 
 def main() -> None:
     parent = os.getppid()
-    # The kernel forgets it after fork, not after exec (prctl(2)).
+    # The kernel forgets the request after a fork, but not after an exec (prctl(2)).
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
     if os.getppid() == parent:

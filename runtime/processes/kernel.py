@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import signal
 from pathlib import Path
 
+from runtime.libc import last_error, libc
 from runtime.logs import readable
 
 _PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with_parent(sig: int = signal.SIGKILL) -> None:
-    """Ask the kernel to send `sig` to this process when the thread that created it ends (prctl(2)).
+def die_with_parent() -> None:
+    """Ask the kernel to kill this process when the thread that created it ends (prctl(2)).
 
-    The request is lost on exec of a set-uid program and after fork, so every process asks for itself. A parent
-    that died before the call would never be noticed, hence the check of the parent pid.
+    A fork or the exec of a set-uid program loses the request, so every process asks for itself. The kernel does not
+    report a parent that died before the call, hence the check of the parent's pid.
     """
     parent = os.getppid()
-    if _libc.prctl(_PR_SET_PDEATHSIG, sig) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise last_error("prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:
-        os.kill(os.getpid(), sig)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def life() -> dict[str, int | str]:
-    """This process, and the kernel whose number that is: by it another process knows whether it can watch this one."""
+    """This process's pid, and the kernel and pid namespace it is valid in: another process learns from them whether it
+    can watch this one."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return {"pid": os.getpid(), "kernel": f"{boot} {os.readlink('/proc/self/ns/pid')}"}
 
 
 def kill_group(pgid: int) -> None:
-    """SIGKILL every process of a group; a group that is gone already is what we wanted."""
+    """SIGKILL every process of a group; does nothing if the group is gone already."""
     try:
         os.killpg(pgid, signal.SIGKILL)
     except ProcessLookupError:
@@ -42,7 +42,8 @@ def kill_group(pgid: int) -> None:
 
 
 def rss_bytes(pid: int) -> int:
-    """Proportional resident memory of one process in bytes (shared pages divided by their sharers), 0 if gone."""
+    """Proportional resident memory of one process in bytes (each shared page divided by its sharers); 0 if it is
+    gone."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -58,8 +59,8 @@ def group_rss_bytes(pgid: int) -> int:
 
 
 def group_resident_bytes(pgid: int) -> int:
-    """Resident memory of all processes of a group in bytes, shared pages counted for each: from the kernel's counters,
-    where the proportional figure walks every page (0.1 s for a GB)."""
+    """Resident memory of all processes of a group in bytes, with shared pages counted for each. It comes from the
+    kernel's counters; the proportional figure makes the kernel walk every page (0.1 s for a GB)."""
     return sum(map(_resident_bytes, group_pids(pgid)))
 
 
@@ -71,7 +72,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def held_bytes(pid: int) -> int:
-    """Private memory of a process in bytes, without what the kernel may take at will (MADV_FREE)."""
+    """Private memory of a process in bytes, without the pages that the kernel may take at will (MADV_FREE)."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
     kilobytes = {name: int(value.split()[0]) for name, value in (line.split(":") for line in lines)}
     return 1024 * (kilobytes["Private_Dirty"] + kilobytes["Private_Clean"] - kilobytes["LazyFree"])
@@ -93,7 +94,8 @@ def group_pids(pgid: int) -> list[int]:
 
 
 def group_alive(pgid: int) -> bool:
-    """Whether a process of the group is left that is no zombie. The kernel's answer first: /proc is slow to walk."""
+    """Whether a process of the group is left that is no zombie. It asks the kernel first, because /proc is slow to
+    walk."""
     try:
         os.killpg(pgid, 0)
     except ProcessLookupError:
@@ -102,7 +104,7 @@ def group_alive(pgid: int) -> bool:
 
 
 def tail(path: str | Path, limit_bytes: int = 2000) -> str:
-    """Last bytes of a log as text for people, empty when there is none."""
+    """The last bytes of a log as text for people, empty if there is no log."""
     try:
         with open(path, "rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - limit_bytes))

@@ -1,4 +1,4 @@
-"""The child's end of the lifeline: answers its supervisor, and dies with it."""
+"""The child's end of the lifeline: it answers its supervisor, and the child dies with it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runtime.processes.kernel import kill_group
 
 
 class Lifeline:
-    """What a forked entry function gets to talk to its supervisor with.
+    """A forked entry function talks to its supervisor through this.
 
     The supervisor's death closes the socket; the reader thread then kills this process's whole group, so no
     engine or rank outlives the actor that holds its devices.
@@ -24,15 +24,15 @@ class Lifeline:
     def __init__(self, channel: BlockingChannel):
         self._channel = channel
         self._handlers: Future[dict[str, Callable[..., Any]]] = Future()
-        # From the first moment: a process that is still starting must not outlive its supervisor either.
+        # The thread runs from the first moment: a process that is starting must not outlive its supervisor either.
         threading.Thread(target=self._read, name="lifeline", daemon=True).start()
 
     def serve(self, handlers: Mapping[str, Callable[..., Any]]) -> None:
-        """Answer requests, those that came before too, on one daemon thread.
+        """Answer requests, also those that came before, on one daemon thread.
 
-        A handler gets the request's args as keywords. What it returns is the answer; a
-        `concurrent.futures.Future` is answered when it is done, without blocking later requests. An exception
-        is answered as `{"type", "message", "data"}`, `data` being the exception's own `data` dict if it has one.
+        A handler gets the request's args as keywords, and what it returns is the answer. A `concurrent.futures.Future`
+        is answered when it is done, without blocking later requests. An exception is answered as
+        `{"type", "message", "data"}`, where `data` is the exception's own `data` dict if it has one.
         """
         self._handlers.set_result(dict(handlers))
 

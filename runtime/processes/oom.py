@@ -1,9 +1,9 @@
-"""Who dies first when the kernel runs out of memory and kills: its own choice, moved by `oom_score_adj`.
+"""The order in which the kernel kills when memory runs out, set through `oom_score_adj`.
 
-A process's score is its share of all memory in thousandths plus this number. The steps are small on purpose: they order
-processes of the box among each other, and a foreign program that took a third of the machine still goes before all of
-them. A rank costs a job the steps since its last snapshot, a sleeping engine a start, an awake one its streams, a
-supervisor what it supervises, and the main process everything.
+A process's score is its share of all memory in thousandths plus this number. The steps are small on purpose: they only
+order the box's own processes, and a foreign program that took a third of the machine still dies before all of them. The
+death of a rank costs the job the steps since its last snapshot; that of a sleeping engine costs a start, of an awake
+engine its streams, of a supervisor what it supervises, and of the main process everything.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 
 class DiesAs(IntEnum):
-    """`oom_score_adj` by what a process is. The main process stays as its unit or shell made it."""
+    """`oom_score_adj` of each kind of process. The main process keeps what its unit or shell gave it."""
 
     RANK = 300
     ASLEEP = 250
@@ -29,8 +29,8 @@ class DiesAs(IntEnum):
 
 
 def dies_as(kind: DiesAs, pid: int | str = "self") -> bool:
-    """Give one process its place; False if the kernel does not allow it (going below where a privileged hand set it) or
-    the process is gone."""
+    """Set one process's place in the order. False if the process is gone, or if the kernel does not allow it: nobody
+    may go below a value that a privileged process set."""
     try:
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(int(kind)))
     except OSError as error:
@@ -40,14 +40,13 @@ def dies_as(kind: DiesAs, pid: int | str = "self") -> bool:
 
 
 def group_dies_as(kind: DiesAs, pgid: int) -> None:
-    """The same for every process of a group; those it forks later inherit it."""
+    """`dies_as` for every process of a group; processes that they fork later inherit it."""
     for pid in group_pids(pgid):
         dies_as(kind, pid)
 
 
 def kills_so_far() -> int:
-    """How many processes the kernel has killed for want of memory since it started, whoever's they were; 0 where it
-    does not say."""
+    """How many processes of anybody the kernel has killed for want of memory since it started; 0 if it does not say."""
     try:
         for line in Path("/proc/vmstat").read_text().splitlines():
             if line.startswith("oom_kill "):

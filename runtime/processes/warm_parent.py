@@ -9,8 +9,8 @@ parent forks; the child keeps that very connection as its lifeline (runtime.proc
 
 Rules
 - The parent runs no OpenMP work and never initialises CUDA: neither survives a fork.
-- It stays single-threaded: a lock held by another thread at the fork would stay locked in the child for ever.
-- `gc.freeze()` after the imports keeps the collector from touching, and so copying, the shared pages.
+- It stays single-threaded: a lock that another thread holds at the fork would stay locked in the child for ever.
+- `gc.freeze()` after the imports keeps the collector from touching, and thereby copying, the shared pages.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main(argv: list[str] | None = None) -> int:
     die_with_parent()
     _redirect_output(options.log)
     configure_logging("warm parent")
-    gc.disable()  # it would go through all that was imported so far again and again, and find nothing to give back
+    gc.disable()  # it would walk everything imported so far again and again, and find nothing to free
     importlib.import_module(options.preload)
     adopt_libraries()
     gc.collect()
@@ -67,7 +67,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]] | None:
-    """Forks for each request; returns the request in the child, None in a parent told to stop."""
+    """Forks for each request. Returns the request in the child, and None in a parent that was told to stop."""
     wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.set_wakeup_fd(wake_write)
     stopping: list[int] = []
@@ -102,20 +102,20 @@ def _accept_loop(listener: socket.socket) -> tuple[socket.socket, dict[str, Any]
 
 
 def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
-    # Not tied to the warm parent's life: the lifeline ties it to its supervisor, and a lost warm parent is just
+    # The child does not die with the warm parent: its lifeline ties it to its supervisor, and a lost warm parent is
     # started anew while engines and ranks go on.
     os.setsid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ.update(message["env"])
     _redirect_output(message["log_path"])
-    configure_logging(message["name"])  # until the entry knows better
-    # Before the first thread: each inherits it, as does every process forked from here.
+    configure_logging(message["name"])  # until the entry configures it
+    # Bind before the first thread starts: threads and forked processes inherit it.
     cpus = numa.bind(message["numa_nodes"])
     if cpus is not None:
         log.info("bound to processors %s, beside NUMA node %s", numa.shown(cpus), sorted(set(message["numa_nodes"])))
     connection.settimeout(None)
-    # A grandchild that kept the lifeline open would hide this process's death from its supervisor.
+    # A grandchild with an open lifeline would hide this process's death from its supervisor.
     os.register_at_fork(after_in_child=connection.close)
     channel = BlockingChannel(connection)
     channel.send({"pid": os.getpid()})
@@ -129,7 +129,7 @@ def _run_child(connection: socket.socket, message: dict[str, Any]) -> int:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        # os._exit: interpreter teardown of a forked torch can hang on threads that exist only in the parent.
+        # os._exit, because the teardown of a forked torch can hang on threads that exist only in the parent.
         os._exit(code)
     return code
 
@@ -147,7 +147,7 @@ def _resolve(entry: str) -> Callable[[Lifeline, dict], int | None]:
 
 
 def _listen(path: str) -> socket.socket:
-    # Bound under another name and renamed once it listens: a path that exists can be connected to.
+    # Bind under another name and rename once it listens: whoever sees the path can connect.
     unborn = f"{path}.unborn"
     for stale in (path, unborn):
         if os.path.exists(stale):

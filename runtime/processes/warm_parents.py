@@ -1,4 +1,4 @@
-"""What one node of the box runs for everybody: its warm parents, kept alive."""
+"""The warm parents of one node, kept alive for everybody."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from runtime.processes.kernel import tail
 
 RESTART_PAUSE_S = 1.0
 
-# Read by glibc when a warm parent starts. Ranks take and give back hundreds of MB in every step, engines when they
-# wake: on huge pages the faults on that memory cost a fifth, and a killed process is gone sooner. Copies of more than
-# 2 MiB are written past the cache, at twice the rate: left alone, glibc begins at three quarters of the cache that a
-# virtual machine claims to have, 192 MiB and more. One arena, because what a staging thread took from its own is
-# no use to the thread that loads the next version in place: each page was faulted in anew then, half of the pause.
+# glibc reads these when a warm parent starts.
+# hugetlb: ranks allocate and free hundreds of MB in every step, engines when they wake. On huge pages the faults on
+# that memory cost a fifth, and a killed process is gone sooner. arena_max: with several arenas, memory that a staging
+# thread freed was of no use to the thread that loads the next version in place. It faulted in each page anew, which was
+# half of the pause. x86_non_temporal_threshold: copies of more than 2 MiB are written past the cache, at twice the
+# rate. By default glibc begins at three quarters of the cache that a virtual machine claims to have, 192 MiB and more.
 _TUNABLES = {
     "glibc.malloc.hugetlb": 1,
     "glibc.malloc.arena_max": 1,
@@ -40,7 +41,7 @@ class WarmSpec:
 
 
 class NodeAgent:
-    """Starts a node's warm parents and restarts one that dies; children forked from it live on meanwhile."""
+    """Starts a node's warm parents and restarts each that dies; children forked from it live on."""
 
     def __init__(self, warm: list[WarmSpec]):
         self._specs = {spec.name: spec for spec in warm}
@@ -50,7 +51,7 @@ class NodeAgent:
         self._pids: dict[str, int] = {}
 
     async def start(self) -> None:
-        """Begin starting all warm parents; returns at once (`wait_warm` waits for one)."""
+        """Begin to start all warm parents; returns at once. `wait_warm` waits for one."""
         if not self._tasks:
             self._tasks = [
                 self._background.keep(f"warm parent: {spec.name}", partial(self._keep, spec))
@@ -77,7 +78,7 @@ class NodeAgent:
         }
 
     async def stop(self) -> None:
-        """End the warm parents; what was forked from them goes on until its supervisor lets go of it."""
+        """End the warm parents; processes forked from them go on until their supervisors end them."""
         await self._background.stop()
 
     async def _keep(self, spec: WarmSpec) -> None:

@@ -21,6 +21,7 @@ from typing import Any
 
 from runtime.relay import Shared, fetch_directory
 from weights.format.errors import IntegrityError, StoreError, StoreFull, VersionNotFound
+from weights.format.names import step_of
 from weights.memory.lease import Lease, StoredVersion, take_lease, unpin
 from weights.memory.store import WeightStore
 from weights.tiers.record import Name
@@ -155,7 +156,7 @@ def _import(store: WeightStore, directory: Path, name: Name, pinned: bool) -> St
 def _forget_snapshots(store: WeightStore, job_id: str, keep: int) -> None:
     """Remove the job's snapshots but the newest `keep`."""
     of_job = [stored for stored in store.list("snapshot") if stored.model == job_id]
-    of_job.sort(key=lambda stored: int(stored.version.removeprefix("step-")), reverse=True)
+    of_job.sort(key=lambda stored: step_of(stored.version), reverse=True)
     for stored in of_job[keep:]:
         with contextlib.suppress(StoreError):  # leased by a copy to disk: the next time will do
             store.remove(stored)

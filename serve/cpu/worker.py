@@ -17,13 +17,12 @@ from vllm.lora.layers.base import BaseLayerWithLoRA
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.cpu_worker import CPUWorker
 
+from runtime.libc import last_error, libc
 from serve.cpu.finishing import Weights
 from serve.cpu.finishing_scheduler import WEIGHTS
 from serve.load.direct_load import drop_packed, drop_weights
 from serve.load.kernel_threads import renew_pool
 
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 # malloc.h
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _INT_MAX = 2**31 - 1
@@ -73,14 +72,14 @@ class ShmCPUWorker(CPUWorker):
                     for tensor in _tensors(module.__dict__.get(name)):
                         self._put_to_sleep(tensor, "adapters")
         gc.collect()
-        _libc.malloc_trim(0)
+        libc.malloc_trim(0)
         # Its addresses stay: the pages come back zeroed, each when a request first writes to it, not all in the wake.
         for storage in {t.untyped_storage()._cdata: t.untyped_storage() for t in self._kv_caches()}.values():
             _drop_pages(storage)
 
     def shm_give_back(self) -> None:
         """Give what malloc keeps of freed memory back to the host."""
-        _libc.malloc_trim(0)
+        libc.malloc_trim(0)
 
     def _kv_caches(self) -> list[torch.Tensor]:
         return _tensors(self.model_runner.kv_caches)
@@ -110,8 +109,8 @@ def _drop_pages(storage: torch.UntypedStorage) -> None:
     last = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE
     if last <= first:
         last = first = storage.data_ptr()
-    elif _libc.madvise(first, last - first, mmap.MADV_DONTNEED):
-        raise OSError(ctypes.get_errno(), "the memory of the KV cache cannot be given back")
+    elif libc.madvise(first, last - first, mmap.MADV_DONTNEED):
+        raise last_error("the memory of the KV cache cannot be given back")
     ctypes.memset(storage.data_ptr(), 0, first - storage.data_ptr())
     ctypes.memset(last, 0, storage.data_ptr() + storage.nbytes() - last)
 
@@ -131,5 +130,5 @@ def _keep_freed_memory() -> None:
     By default each large tensor is mapped anew and its pages are faulted in one by one, which halves the rate of an
     in-place load: it frees and allocates the same sizes over and over. `sleep` gives all back with malloc_trim.
     """
-    _libc.mallopt(_M_MMAP_MAX, 0)
-    _libc.mallopt(_M_TRIM_THRESHOLD, _INT_MAX)
+    libc.mallopt(_M_MMAP_MAX, 0)
+    libc.mallopt(_M_TRIM_THRESHOLD, _INT_MAX)

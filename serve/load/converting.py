@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
@@ -14,11 +13,11 @@ from typing import Generic, Self, TypeVar
 
 import torch
 
+from runtime.libc import libc
 from serve.load.kernel_threads import set_kernel_threads
 
 Item = TypeVar("Item", bound=Hashable)
 
-_libc = ctypes.CDLL(None)
 # Of the interpreter's lock, while threads convert: who comes back from a kernel waits so long for one that computes in
 # Python. By default 5 ms, the time of several layers.
 SWITCH_INTERVAL_S = 0.0002
@@ -82,7 +81,7 @@ class Converting(Generic[Item]):
         cores = os.sched_getaffinity(0)
         # Else all of them may run on this thread's core as long as the other cores have any work, be it of the lowest
         # priority: many loads were converted by one core of two.
-        self._cores = cores - {_libc.sched_getcpu()} or cores
+        self._cores = cores - {libc.sched_getcpu()} or cores
         self._others = [threading.Thread(target=self._convert_all, name="convert") for _ in range(self._threads - 1)]
         for thread in self._others:
             thread.start()

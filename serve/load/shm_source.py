@@ -20,13 +20,13 @@ from typing import Protocol
 
 import torch
 
+from runtime.libc import last_error, libc
 from serve.core.errors import VersionUnreadable
 from weights.format.errors import WeightsError
 from weights.format.layout import Layout, Placed
 from weights.format.torch_views import torch_dtype
 from weights.memory.locks import DirectoryLock
 
-_libc = ctypes.CDLL(None, use_errno=True)
 FAULT_IN_BYTES = 4 * 2**20
 MADV_POPULATE_READ = 22  # linux/mman.h; not yet a constant of Python's mmap module
 
@@ -228,11 +228,12 @@ def _fault_in(mapping: mmap.mmap) -> None:
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     for offset in range(0, len(mapping), FAULT_IN_BYTES):
         size = min(FAULT_IN_BYTES, len(mapping) - offset)
-        if _libc.madvise(ctypes.c_void_p(start + offset), ctypes.c_size_t(size), MADV_POPULATE_READ):
+        if libc.madvise(start + offset, size, MADV_POPULATE_READ):
             break
     else:
         return
-    if ctypes.get_errno() != errno.EINVAL:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    error = last_error("pages of a version cannot be made present")
+    if error.errno != errno.EINVAL:
+        raise error
     for offset in range(0, len(mapping), mmap.PAGESIZE):
         mapping[offset]

@@ -7,22 +7,20 @@ limits of CPU and memory.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import resource
-import signal
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from runtime.processes.kernel import die_with_parent
 from train.data.check import DataReport, check_training_file
 
 # An 8 GiB file of chats takes some minutes of CPU.
 CPU_S, MEMORY_BYTES = 3600, 4 << 30
 _NICENESS = 10
-_PR_SET_PDEATHSIG = 1
 
 
 def check_apart(path: Path, chat_path: Path | None = None) -> DataReport:
@@ -43,11 +41,7 @@ def check_apart(path: Path, chat_path: Path | None = None) -> DataReport:
 
 
 def main() -> None:
-    parent = os.getppid()
-    if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:
-        return
+    die_with_parent()
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))  # not AS: a large array is mapped whole

@@ -7,7 +7,6 @@ strided.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +14,13 @@ from typing import Any
 import torch
 
 from runtime.devices.kinds import in_host_memory
+from runtime.libc import libc
 from weights.format.layout import Layout
 from weights.format.slices import Strided
 from weights.format.torch_views import as_tensor, runs_view
 
 FLOAT_BYTES = 4
 _PIECE_ELEMENTS = 2**20  # copied without a look at the clock
-_libc = ctypes.CDLL(None)
-_libc.memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 @dataclass(frozen=True)
@@ -120,4 +118,4 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
         return
     # glibc writes long runs past the cache (runtime.processes.warm_parents.WARM_ENV), which torch's own copy never
     # does: half the time.
-    _libc.memmove(target.data_ptr(), source.data_ptr(), FLOAT_BYTES * source.numel())
+    libc.memmove(target.data_ptr(), source.data_ptr(), FLOAT_BYTES * source.numel())

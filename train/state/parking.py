@@ -11,24 +11,21 @@ new page costs several times what is then copied into it.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import mmap
-import os
 from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from runtime.devices.kinds import kind_of
+from runtime.libc import last_error, libc
 from train.model.model import checkpoint_name, load_model
 from train.plan.spec import TrainSpec
 from train.state import fragments
 
 _MADV_FREE = 8
 _SMALLEST_BYTES = 256 * 1024  # what is smaller may share its pages with other things
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def can_park(spec: TrainSpec) -> bool:
@@ -70,9 +67,9 @@ def _free_lazily(storage: torch.UntypedStorage) -> int:
         return 0
     first = -(-storage.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
     length = (storage.data_ptr() + storage.nbytes()) // mmap.PAGESIZE * mmap.PAGESIZE - first
-    if _libc.madvise(first, length, _MADV_FREE):
-        error = ctypes.get_errno()
-        if error == errno.EINVAL:  # mapped from a file, so the kernel can drop it already
+    if libc.madvise(first, length, _MADV_FREE):
+        error = last_error("the memory of weights cannot be given back")
+        if error.errno == errno.EINVAL:  # mapped from a file, so the kernel can drop it already
             return 0
-        raise OSError(error, f"the memory of weights cannot be given back: {os.strerror(error)}")
+        raise error
     return length

@@ -26,6 +26,7 @@ from train.state.copies import CopyPlan
 from train.state.fragments import Fragment
 from weights.format.errors import IntegrityError, StoreError, error_as_json, error_from_json
 from weights.format.layout import Layout, TensorSpec
+from weights.format.names import version_name
 from weights.format.slices import Strided
 from weights.format.torch_views import as_tensor, runs_view
 from weights.memory.draft import Draft
@@ -134,10 +135,6 @@ def disk_store(spec: TrainSpec) -> WeightStore:
 def store_of(path: str | Path, shared: WeightStore, spec: TrainSpec) -> WeightStore:
     """The store that holds the snapshot at `path`."""
     return shared if Path(path).is_relative_to(shared.root) else disk_store(spec)
-
-
-def version_name(step: int) -> str:
-    return f"step-{step}"
 
 
 def newest_snapshot(store: WeightStore, job_id: str) -> str | None:

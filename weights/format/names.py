@@ -74,6 +74,17 @@ def check_aux_name(name: str) -> str:
     return name
 
 
+def version_name(step: int) -> str:
+    """The version that a run makes after `step` steps, a snapshot or weights."""
+    return f"step-{step}"
+
+
+def step_of(version: str) -> int:
+    """The inverse of `version_name`; -1 for a version of another name."""
+    number = version.removeprefix("step-")
+    return int(number) if number != version and number.isdecimal() else -1
+
+
 def version_path(root: Path, kind: str, model: str, version: str) -> Path:
     """Where a version of this name stands in the store at `root` once committed. Raises InvalidName."""
     return root / f"{kind}s" / encode_name(model) / encode_name(version)
