@@ -80,7 +80,7 @@ class Placement(Placeable):
         if principal is None or self.state.config.prefix_cache_shared:
             return b""
         own, checked.owner = checked.cache_salt, principal.cache_salt
-        return b',"cache_salt":"%b"' % (cache_salt(principal.owner, own) if own else checked.owner)
+        return b',"cache_salt":"%b"' % (cache_salt(principal.owner, own).encode() if own else checked.owner)
 
     @property
     def row(self) -> str:

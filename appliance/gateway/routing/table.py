@@ -220,13 +220,13 @@ def _principal(digest: str, row: Any) -> Principal:
         _limit(row.get("tokens_per_minute"), f"{where}.tokens_per_minute"),
         _moment(row.get("spent_until_s"), f"{where}.spent_until_s"),
         owner,
-        cache_salt(owner),
+        cache_salt(owner).encode(),
     )
 
 
-def cache_salt(owner: str, own: str = "") -> bytes:
+def cache_salt(owner: str, own: str = "") -> str:
     """The `cache_salt` of an owner's requests. own: what a request asks for itself, to be kept apart still more."""
-    return hashlib.sha256(f"{len(owner)} {owner} {own}".encode("utf-8", "surrogatepass")).hexdigest()[:32].encode()
+    return hashlib.sha256(f"{len(owner)} {owner} {own}".encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _models(value: Any, where: str) -> frozenset[str] | None:

@@ -124,7 +124,7 @@ def request_bytes(
 
 def salted(body: bytes, owner: str = "key_all") -> bytes:
     """A body as an engine gets it: with the salt of its owner's prefixes."""
-    return b'%b,"cache_salt":"%b"}' % (body[: body.rindex(b"}")], cache_salt(owner))
+    return b'%b,"cache_salt":"%b"}' % (body[: body.rindex(b"}")], cache_salt(owner).encode())
 
 
 def chat(model: str = "m", **more: Any) -> dict[str, Any]:
