@@ -1,7 +1,8 @@
 """Watches the devices: reads what their drivers tell, hears of what dies on them, and cordons one that fails.
 
 A cordon is the same that `appliance gpu drain` sets: it is in the store, so it survives restarts, and holders leave the
-device as they would for an operator. `appliance gpu undrain` lifts it, and what was held against the device with it.
+device as they would for an operator. `appliance gpu undrain` lifts it, and what was held against the device with it; so
+does the watch itself, after a while, where the cause may have passed and no person drained the device.
 Every cordon, and every node that comes or goes, is a row of the audit log, in the name of the box itself. Devices of a
 lost node stay in view (appliance/controller/devices/lost_nodes.py).
 """
@@ -11,11 +12,12 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from dataclasses import asdict
+from typing import Any
 
 from appliance.controller.devices import lost_nodes
-from appliance.controller.devices.cordons import CORDONED, FAILING
+from appliance.controller.devices.cordons import CORDONED, DRAINS, FAILING, TRIALS
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.records import audit, box
@@ -23,7 +25,7 @@ from appliance.store.rows import AuditRow
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.inventory import Device, NodeChange
-from scheduler.devices.health import Death, failing
+from scheduler.devices.health import Death, failing, trial_after_s
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +47,7 @@ class DeviceWatch:
         self._readings: dict[str, deque[Reading]] = {}
         self._deaths: deque[Death] = deque(maxlen=1000)
         self._ours: set[str] = set(box.get(db, FAILING, {}))
+        self._trials: dict[str, dict[str, Any]] = box.get(db, TRIALS, {})
 
     async def look(self) -> None:
         """Read and judge; called every `device_check_s`."""
@@ -83,28 +86,57 @@ class DeviceWatch:
         self._tell("node.lost", node, {"reason": reason})
 
     def judge(self) -> None:
-        """Cordon what fails now; forget what was held against a device whose cordon somebody lifted."""
-        cordoned = set(box.get(self._db, CORDONED, []))
+        """Cordon what fails now, lift cordons whose time has come, forget what was held against devices that a person
+        put back."""
+        now_s, cordoned = self._clock(), set(box.get(self._db, CORDONED, []))
         for device_id in self._ours - cordoned:
-            self._readings.pop(device_id, None)
-            self._deaths = deque((d for d in self._deaths if d.device_id != device_id), maxlen=self._deaths.maxlen)
+            self._forget(device_id)
+            self._trials.pop(device_id, None)
         self._ours &= cordoned
+        for device_id, trial in list(self._trials.items()):
+            if device_id not in cordoned and now_s - trial["at_s"] > self._config.death_window_s:
+                del self._trials[device_id]  # it has lived long enough
         readings = {device_id: tuple(kept) for device_id, kept in self._readings.items()}
-        found = failing(readings, self._deaths, self._clock(), self._config)
-        fresh = {device_id: reason for device_id, reason in found.items() if device_id not in cordoned}
-        if not fresh and set(box.get(self._db, FAILING, {})) == self._ours:
+        found = failing(readings, self._deaths, now_s, self._config, self._trials)
+        fresh = {device_id: failure for device_id, failure in found.items() if device_id not in cordoned}
+        for device_id, failure in fresh.items():
+            cordons = self._trials.pop(device_id, {"cordons": 0})["cordons"] + 1
+            if failure.may_pass:
+                self._trials[device_id] = {"cordons": cordons, "at_s": now_s + trial_after_s(cordons, self._config)}
+        lifted = self._due(readings, cordoned, now_s)
+        if not fresh and not lifted and set(box.get(self._db, FAILING, {})) == self._ours:
             return
-        self._ours |= set(fresh)
+        for device_id in lifted:
+            self._forget(device_id)
+        self._ours = (self._ours | set(fresh)) - lifted
         with self._db.transaction():
-            reasons = {**box.get(self._db, FAILING, {}), **fresh}
-            box.put(self._db, CORDONED, sorted(cordoned | set(fresh)))
+            reasons = box.get(self._db, FAILING, {}) | {name: failure.reason for name, failure in fresh.items()}
+            box.put(self._db, CORDONED, sorted((cordoned | set(fresh)) - lifted))
             box.put(self._db, FAILING, {device_id: reasons[device_id] for device_id in sorted(self._ours)})
-            for device_id, reason in fresh.items():
-                self._tell("device.cordon", device_id, {"reason": reason})
-        if fresh:
-            self._on_change()
+            box.put(self._db, TRIALS, self._trials)
+            for device_id, failure in fresh.items():
+                self._tell("device.cordon", device_id, {"reason": failure.reason})
+            for device_id in sorted(lifted):
+                self._tell("device.try_again", device_id, {"reason": f"it was cordoned: {reasons[device_id]}"})
+        self._on_change()
+
+    def _due(self, readings: Mapping[str, tuple[Reading, ...]], cordoned: set[str], now_s: float) -> set[str]:
+        """Devices that are to be tried again now; one that its driver still finds bad waits once more."""
+        drained = box.get(self._db, DRAINS, {})
+        due = {device_id for device_id in self._ours & cordoned & self._trials.keys() - drained.keys()
+               if now_s >= self._trials[device_id]["at_s"]}  # fmt: skip
+        for device_id in due & failing({name: told[-1:] for name, told in readings.items()}, (), now_s,
+                                       self._config.model_copy(update={"hot_for_s": 0.0})).keys():  # fmt: skip
+            cordons = self._trials[device_id]["cordons"] + 1
+            self._trials[device_id] = {"cordons": cordons, "at_s": now_s + trial_after_s(cordons, self._config)}
+            due.discard(device_id)
+        return due
+
+    def _forget(self, device_id: str) -> None:
+        self._readings.pop(device_id, None)
+        self._deaths = deque((d for d in self._deaths if d.device_id != device_id), maxlen=self._deaths.maxlen)
 
     def _tell(self, action: str, target: str, detail: dict[str, str]) -> None:
-        level = logging.INFO if action in ("node.joined", "node.left") else logging.ERROR
+        level = logging.INFO if action in ("node.joined", "node.left", "device.try_again") else logging.ERROR
         log.log(level, "%s %s", action, detail.get("reason", ""), extra={"device": target})
         audit.insert(self._db, AuditRow(new_id("audit_"), None, action, target, "done", "", self._clock(), detail))

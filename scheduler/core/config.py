@@ -87,6 +87,11 @@ class SchedulerConfig(BaseModel):
     """Ranks or engines that die on one device before it is cordoned; 0: never for that reason."""
     death_window_s: Seconds = 600.0
     """Within how long they must have died."""
+    device_retry_first_s: Seconds = 60.0
+    """A device that was cordoned for deaths, heat or silence is tried again after this time; twice as long after each
+    cordon that follows."""
+    device_retry_longest_s: Seconds = 900.0
+    """The longest such wait. Broken memory and Xids of the hardware wait for `appliance gpu undrain`."""
     hot_for_s: Seconds = 30.0
     """How long a GPU may be above its slowdown temperature before it is cordoned."""
     device_check_s: Seconds = 5.0

@@ -4,13 +4,15 @@ Rules
 - An Xid error that means the hardware, a device that does not answer, a row that could not be remapped: at once.
 - Uncorrected ECC errors that were not there when the watch began: at once.
 - Hotter than its slowdown temperature for `hot_for_s`: the cooling has failed, not the load.
-- `deaths` ranks or engines that died on it within `death_window_s`. A job or model that died on more than one device
-  in that time is itself at fault, and its deaths count against none.
+- `deaths` ranks or engines that died on it within `death_window_s`; one, while it is on trial. A job or model that died
+  on more than one device in that time is itself at fault, and its deaths count against none.
+- Deaths, heat and silence may pass: such a device is tried again by itself after a time that doubles. What means broken
+  hardware waits for a person.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from runtime.devices.kind import Reading
@@ -31,46 +33,67 @@ class Death:
     reason: str = ""
 
 
-def failing(
-    readings: Mapping[str, tuple[Reading, ...]], deaths: Iterable[Death], now_s: float, config: SchedulerConfig
-) -> dict[str, str]:
-    """Device id to one sentence why it must not be used, for every device that must not.
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why a device must not be used, in one sentence, and whether that may pass without a person."""
 
-    `readings`: by device, oldest first, the first being the one that the watch began with.
+    reason: str
+    may_pass: bool
+
+
+def failing(
+    readings: Mapping[str, tuple[Reading, ...]],
+    deaths: Iterable[Death],
+    now_s: float,
+    config: SchedulerConfig,
+    on_trial: Collection[str] = (),
+) -> dict[str, Failure]:
+    """Every device that must not be used, by its id.
+
+    `readings`: by device, oldest first, the first being the one that the watch began with. `on_trial`: devices that
+    were cordoned not long ago.
     """
     found = {}
     for device_id, told in readings.items():
-        if told and (reason := _told(told, config.hot_for_s)):
-            found[device_id] = reason
-    for device_id, reason in _died(deaths, now_s, config).items():
-        found.setdefault(device_id, reason)
+        if told and (failure := _told(told, config.hot_for_s)):
+            found[device_id] = failure
+    for device_id, reason in _died(deaths, now_s, config, on_trial).items():
+        found.setdefault(device_id, Failure(reason, may_pass=True))
     return found
 
 
-def _told(told: tuple[Reading, ...], hot_for_s: float) -> str:
+def trial_after_s(cordons: int, config: SchedulerConfig) -> float:
+    """How long a device stays cordoned whose failure may pass. cordons: so many in a row, this one included."""
+    return min(config.device_retry_first_s * 2.0 ** min(cordons - 1, 32), config.device_retry_longest_s)
+
+
+def _told(told: tuple[Reading, ...], hot_for_s: float) -> Failure | None:
     last = told[-1]
     if last.lost:
-        return f"does not answer any more ({last.lost})"
+        return Failure(f"does not answer any more ({last.lost})", may_pass=True)
     xids = sorted({xid for reading in told for xid in reading.xids} - APPLICATION_XIDS)
     if xids:
-        return f"reported Xid {', '.join(map(str, xids))}"
+        return Failure(f"reported Xid {', '.join(map(str, xids))}", may_pass=False)
     if last.remap_failed:
-        return "could not remap a row of its memory"
+        return Failure("could not remap a row of its memory", may_pass=False)
     if last.ecc_uncorrected is not None and told[0].ecc_uncorrected is not None:
         more = last.ecc_uncorrected - told[0].ecc_uncorrected
         if more > 0:
-            return f"had {more} uncorrected memory error{'s' * (more > 1)}"
+            return Failure(f"had {more} uncorrected memory error{'s' * (more > 1)}", may_pass=False)
     hot_since_s = None
     for reading in reversed(told):
         if reading.temperature_c is None or reading.slowdown_c is None or reading.temperature_c < reading.slowdown_c:
             break
         hot_since_s = reading.at_s
     if hot_since_s is not None and last.at_s - hot_since_s >= hot_for_s:
-        return f"was at {last.temperature_c} °C for {last.at_s - hot_since_s:.0f} s, over its {last.slowdown_c} °C"
-    return ""
+        reason = f"was at {last.temperature_c} °C for {last.at_s - hot_since_s:.0f} s, over its {last.slowdown_c} °C"
+        return Failure(reason, may_pass=True)
+    return None
 
 
-def _died(deaths: Iterable[Death], now_s: float, config: SchedulerConfig) -> dict[str, str]:
+def _died(
+    deaths: Iterable[Death], now_s: float, config: SchedulerConfig, on_trial: Collection[str]
+) -> dict[str, str]:
     if not config.device_deaths:
         return {}
     recent = [death for death in deaths if death.at_s > now_s - config.death_window_s]
@@ -81,8 +104,9 @@ def _died(deaths: Iterable[Death], now_s: float, config: SchedulerConfig) -> dic
     for death in recent:
         if len(places[death.holder]) == 1:
             counted.setdefault(death.device_id, []).append(death)
-    return {
-        device_id: f"{len(here)} processes died on it within {config.death_window_s:.0f} s, the last: {here[-1].reason}"
-        for device_id, here in counted.items()
-        if len(here) >= config.device_deaths
-    }
+    found = {}
+    for device_id, here in counted.items():
+        if len(here) >= (1 if device_id in on_trial else config.device_deaths):
+            some = f"{len(here)} process{'es' * (len(here) > 1)} died on it within {config.death_window_s:.0f} s"
+            found[device_id] = f"{some}, the last: {here[-1].reason}"
+    return found

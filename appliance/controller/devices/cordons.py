@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from appliance.store.records import box
 CORDONED = "cordoned_devices"
 DRAINS = "drained_devices"
 FAILING = "cordon_reasons"
+TRIALS = "device_trials"
 
 
 def drain(db: Database, device_id: str, reason: str, by: str, now_s: float) -> bool:
@@ -37,10 +39,12 @@ def undrain(db: Database, device_id: str) -> bool:
 @dataclass(frozen=True, slots=True)
 class Cordons:
     """All of them as one read of the store found them, by device id. `drains`: {"reason", "by", "since_s"} of those
-    that somebody drained; `failing`: why the scheduler cordoned one."""
+    that somebody drained; `failing`: why the scheduler cordoned one; `trials`: {"cordons", "at_s"} of those that it
+    tries again by itself."""
 
     drains: dict[str, dict[str, Any]]
     failing: dict[str, str]
+    trials: dict[str, dict[str, Any]]
     cordoned: frozenset[str]
 
     def shown(self, device: dict[str, Any]) -> dict[str, Any]:
@@ -50,6 +54,8 @@ class Cordons:
             back = {"health": "ok", "health_reason": ""} if device["health"] == "draining" else {}
             return {**device, **back, "drain": None}
         drained, told = self.drains.get(device["id"]), self.failing.get(device["id"])
+        if told and (trial := self.trials.get(device["id"])) is not None:
+            told += f"; it is tried again in {max(0.0, trial['at_s'] - time.time()):.0f} s"
         health = "draining" if device["health"] == "ok" else device["health"]
         if drained:
             told = f"drained by {drained['by']}" + (f": {drained['reason']}" if drained["reason"] else "")
@@ -58,4 +64,5 @@ class Cordons:
 
 def read(db: Database) -> Cordons:
     with db.transaction():
-        return Cordons(box.get(db, DRAINS, {}), box.get(db, FAILING, {}), frozenset(box.get(db, CORDONED, [])))
+        return Cordons(box.get(db, DRAINS, {}), box.get(db, FAILING, {}), box.get(db, TRIALS, {}),
+                       frozenset(box.get(db, CORDONED, [])))  # fmt: skip

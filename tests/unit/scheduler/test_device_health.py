@@ -17,7 +17,8 @@ CONFIG = SchedulerConfig(device_deaths=2, death_window_s=100, hot_for_s=30)
 
 
 def judged(*readings: Reading, deaths: tuple[Death, ...] = (), now_s: float = 1000.0) -> dict[str, str]:
-    return failing({"n0/0": readings} if readings else {}, deaths, now_s, CONFIG)
+    found = failing({"n0/0": readings} if readings else {}, deaths, now_s, CONFIG)
+    return {device_id: failure.reason for device_id, failure in found.items()}
 
 
 def at(second: float, **told) -> Reading:
@@ -121,7 +122,7 @@ def test_the_driver_is_read_as_far_as_it_tells(driver):
     again, lost = readings.read()
     assert (again.xids, again.ecc_uncorrected, lost.lost) == ((79, 31), 2, "GPU is lost")
     told = {"n0/0": (first, again), "n0/1": (second, lost)}
-    assert failing(told, (), 0.0, CONFIG) == {
+    assert {name: failure.reason for name, failure in failing(told, (), 0.0, CONFIG).items()} == {
         "n0/0": "reported Xid 79",
         "n0/1": "does not answer any more (GPU is lost)",
     }

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from appliance.controller.devices import lost_nodes
+from appliance.controller.devices import cordons, lost_nodes
 from appliance.controller.devices.cordons import CORDONED, FAILING
 from appliance.store.records import audit, box
 from appliance.wiring.device_watch import DeviceWatch
+from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 from scheduler.devices.discovery import logical_devices
 
@@ -49,9 +50,80 @@ def test_two_deaths_cordon_and_undrain_forgives(db, watch):
 def test_a_cordon_survives_a_restart_of_the_watch(db, watch):
     for _ in range(2):
         watch.died(("n0/3",), "job a", "died")
-    again = DeviceWatch(db, None, SchedulerConfig(), lambda: None, clock=lambda: 9000.0)
+    again = DeviceWatch(db, None, SchedulerConfig(), lambda: None, clock=lambda: 1030.0)
     again.judge()
     assert box.get(db, CORDONED) == ["n0/3"] and list(box.get(db, FAILING)) == ["n0/3"]
+
+
+class Clock:
+    def __init__(self, read=()):
+        self.now_s, self.read, self.nudges = 1000.0, read, []
+
+    def watch(self, db) -> DeviceWatch:
+        async def read():
+            return tuple(Reading("n0/3", self.now_s, **told) for told in self.read)
+
+        return DeviceWatch(db, read, SchedulerConfig(), lambda: self.nudges.append(self.now_s), lambda: self.now_s)
+
+
+async def test_a_cordon_for_deaths_lifts_itself_later_and_later_until_the_device_has_lived(db):
+    """Two engines died within ten minutes, and their GPU was cordoned until a person came."""
+    clock = Clock()
+    watch = clock.watch(db)
+    for _ in range(2):
+        watch.died(("n0/3",), "model m", "SIGBUS")
+    for wait_s in (60.0, 120.0, 240.0, 480.0, 900.0, 900.0):
+        clock.now_s += wait_s - 1
+        await watch.look()
+        assert box.get(db, CORDONED) == ["n0/3"]
+        shown = cordons.read(db).shown({"id": "n0/3", "health": "draining"})["health_reason"]
+        assert "died on it" in shown and "; it is tried again in" in shown
+        clock.now_s += 1
+        await watch.look()
+        assert box.get(db, CORDONED) == [] and box.get(db, FAILING) == {}
+        assert told(db)[0][:2] == ("device.try_again", "n0/3")
+        watch.died(("n0/3",), "model m", "SIGBUS")  # on trial, one is enough
+        assert box.get(db, FAILING) == {"n0/3": "1 process died on it within 600 s, the last: SIGBUS"}
+    clock.now_s += 900.0
+    watch = clock.watch(db)  # a restart forgets nothing
+    await watch.look()
+    clock.now_s += 601.0
+    await watch.look()
+    watch.died(("n0/3",), "model m", "SIGBUS")
+    assert box.get(db, CORDONED) == [], "it lived for as long as deaths count"
+    assert clock.nudges[-1] < clock.now_s
+
+
+async def test_what_still_looks_bad_waits_and_broken_hardware_waits_for_a_person(db):
+    clock = Clock([{"lost": "GPU is lost"}])
+    watch = clock.watch(db)
+    await watch.look()
+    clock.now_s += 60.0
+    await watch.look()
+    assert box.get(db, CORDONED) == ["n0/3"]
+    clock.read = [{}]
+    clock.now_s += 119.0
+    await watch.look()
+    assert box.get(db, CORDONED) == ["n0/3"]
+    clock.now_s += 1.0
+    await watch.look()
+    assert box.get(db, CORDONED) == []
+    clock.read = [{"xids": (79,)}]
+    await watch.look()
+    clock.now_s, clock.read = clock.now_s + 1e6, [{}]
+    await watch.look()
+    assert box.get(db, CORDONED) == ["n0/3"]
+
+
+async def test_a_device_that_a_person_drained_too_stays_so(db):
+    clock = Clock()
+    watch = clock.watch(db)
+    for _ in range(2):
+        watch.died(("n0/3",), "model m", "SIGBUS")
+    cordons.drain(db, "n0/3", "new fan", "ann", clock.now_s)
+    clock.now_s += 1e6
+    await watch.look()
+    assert box.get(db, CORDONED) == ["n0/3"]
 
 
 DEVICES = logical_devices(2, "n1")
