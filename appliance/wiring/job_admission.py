@@ -9,6 +9,7 @@ from appliance.controller.models.capacity import BoxFacts
 from appliance.store.database import Database
 from appliance.store.rows import JobRow
 from runtime.devices.kinds import kind_of
+from train.methods.methods import method_of
 from weights.memory.store import WeightStore
 
 CPU_RANK_BYTES, GPU_RANK_BYTES = 200_000_000, 2 * 2**30
@@ -59,4 +60,4 @@ class JobAdmission:
         if base is None:  # deleted: starting it will say so
             return capacity.Verdict(True, (), (), {"host": {"needed_bytes": 0}})
         assert row.resolved is not None
-        return capacity.job(shape_of(base), row.resolved, row.allowed_sizes or [1], facts)
+        return capacity.job(shape_of(base), row.resolved, row.allowed_sizes or [1], facts, method_of(row.method))

@@ -98,6 +98,7 @@ class JobRuns:
             {
                 **row.resolved,
                 "job_id": job_id,
+                "method": row.method,
                 **base,
                 "train_path": str(folder / "train.jsonl"),
                 "valid_path": str(folder / "valid.jsonl") if row.validation_file else None,

@@ -48,7 +48,8 @@ ROOMS = (
     "appliance.store.upkeep", "appliance.store.objects", "appliance.store.records", "appliance.store",
     "scheduler.simulator", "scheduler.ray", "scheduler.devices", "scheduler.loop", "scheduler.handover",
     "scheduler.plan", "scheduler.autoscale", "scheduler.core",
-    "train.starter", "train.run", "train.state", "train.control", "train.model", "train.data", "train.plan",
+    "train.starter", "train.run", "train.state", "train.control", "train.methods", "train.model", "train.data",
+    "train.plan",
     "serve.engine", "serve.vllm", "serve.cpu", "serve.adapters", "serve.load", "serve.core",
     "weights.tiers", "weights.memory", "weights.format",
     "runtime.devices", "runtime.processes", "runtime",
@@ -75,12 +76,13 @@ FENCES = {
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
 WITHOUT_TORCH = (
     "train/plan/auto.py", "train/plan/errors.py", "train/plan/spec.py", "train/data/check.py",
-    "train/data/check_process.py", "train/data/formats.py", "train/control/group.py", "train/control/rank_host.py",
+    "train/methods/check_process.py", "train/data/formats.py", "train/control/group.py", "train/control/rank_host.py",
+    "train/methods/supervised.py", "train/methods/methods.py", "runtime/devices/kinds.py",
     "serve/core/config.py", "serve/core/errors.py", "serve/core/sizing.py", "serve/core/spec.py",
     "serve/engine/replica.py",
 )  # fmt: skip
 # Here a heavy library inside a function costs nobody who does not call it.
-LATE = "runtime/devices/"
+LATE = ("runtime/devices/", "train/methods/")
 HEAVY = ("torch", "vllm", "ray", "deepspeed", "transformers", "peft")
 
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 import mmap
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
 
-from train.data.formats import BadRecord, check_preference, shape_of, to_chat
+from train.data.formats import BadRecord, Record, conversation, shape_of
 
 MAX_EXAMPLE_BYTES = 16 * 2**20
 MAX_DEPTH = 64
@@ -34,6 +34,8 @@ PURPOSES = ("fine-tune",)
 
 _BYTES_PER_TOKEN = 3.5  # English text under a common byte-pair vocabulary; only an estimate is made from it
 _TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
+
+Convert = Callable[[Record, str], Record | None]
 
 # One match runs up to the next bracket outside a string. Possessive (Python 3.11): no backtracking, so the time is
 # linear in what is scanned, whatever the bytes are.
@@ -66,23 +68,26 @@ class DataReport:
 
 
 def check_training_file(path: str | Path, purpose: str = "fine-tune", *, chat_path: str | Path | None = None,
-                        max_example_bytes: int = MAX_EXAMPLE_BYTES) -> DataReport:  # fmt: skip
+                        max_example_bytes: int = MAX_EXAMPLE_BYTES,
+                        convert: Convert = conversation) -> DataReport:  # fmt: skip
     """Read the whole file once and report on it; with `chat_path`, also write it there as chat JSONL (mode 0600).
 
-    The shape of the first readable record is the shape of the file; a record of another shape is an error. The
-    chat file exists afterwards only if the report is `ok` and the shape is one to train on ("preference" files
-    are checked, not converted). Raises ValueError for a purpose not in PURPOSES, OSError if unreadable.
+    The shape of the first readable record is the shape of the file; a record of another shape is an error. `convert`
+    (a training method's) makes of a record what is written, None where it is only checked. The chat file exists
+    afterwards only if the report is `ok` and its records were converted. Raises ValueError for a purpose not in
+    PURPOSES, OSError if unreadable.
     """
     if purpose not in PURPOSES:
         raise ValueError(f"purpose is {purpose!r}; expected one of {PURPOSES}")
     report = DataReport()
     partial = Path(f"{chat_path}.partial") if chat_path else None
+    written = False
     output = os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") if partial else None
     try:
         with open(path, "rb") as file:
             for line, raw in _examples(file, max_example_bytes):
                 try:
-                    _example(report, raw, output)
+                    written = _example(report, raw, output, convert)
                 except BadRecord as bad:
                     report.add_error(line, str(bad))
                     if report.n_errors >= MAX_COUNTED_ERRORS:
@@ -96,7 +101,7 @@ def check_training_file(path: str | Path, purpose: str = "fine-tune", *, chat_pa
             output.close()
     _summarise(report)
     if partial:
-        if report.ok and report.shape != "preference":
+        if report.ok and written:
             partial.rename(chat_path)
         else:
             partial.unlink()
@@ -108,7 +113,8 @@ def convert_to_chat(path: str | Path, chat_path: str | Path) -> DataReport:
     return check_training_file(path, chat_path=chat_path)
 
 
-def _example(report: DataReport, raw: bytes | BadRecord, output: BinaryIO | None) -> None:
+def _example(report: DataReport, raw: bytes | BadRecord, output: BinaryIO | None, convert: Convert) -> bool:
+    """Whether it was converted."""
     if isinstance(raw, BadRecord):
         raise raw
     record = _parse(raw)
@@ -117,17 +123,14 @@ def _example(report: DataReport, raw: bytes | BadRecord, output: BinaryIO | None
         report.shape = shape
     if shape != report.shape:
         raise BadRecord(f"has the shape {shape!r}, but the file began with {report.shape!r}")
-    if shape == "preference":
-        check_preference(record)
-        tokens = int(len(raw) / _BYTES_PER_TOKEN)
-    else:
-        chat = to_chat(record, shape)
-        tokens = _estimate_tokens(chat)
-        if output:
-            output.write(orjson.dumps(chat) + b"\n")
+    made = convert(record, shape)
+    tokens = _estimate_tokens(made) if made and "messages" in made else int(len(raw) / _BYTES_PER_TOKEN)
+    if output and made is not None:
+        output.write(orjson.dumps(made) + b"\n")
     report.n_examples += 1
     report.n_tokens_estimate += tokens
     report.longest_example_tokens = max(report.longest_example_tokens, tokens)
+    return made is not None
 
 
 def _parse(raw: bytes) -> Any:

@@ -61,6 +61,14 @@ def to_chat(record: Record, shape: str) -> Record:
     return check_chat(_CONVERT[shape](record))
 
 
+def conversation(record: Record, shape: str) -> Record | None:
+    """`record` as chat; None of a preference pair, which is only checked. Raises BadRecord."""
+    if shape == "preference":
+        check_preference(record)
+        return None
+    return to_chat(record, shape)
+
+
 def check_chat(record: Record) -> Record:
     """The chat record with only what training reads; text parts joined. Raises BadRecord with the reason."""
     unknown = record.keys() - _CHAT_KEYS

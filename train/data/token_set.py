@@ -11,19 +11,22 @@ import hashlib
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import orjson
 
 from train.data.chat import ChatEncoder
-from train.data.formats import BadRecord
+from train.data.formats import BadRecord, Record
 from train.data.packing import Row, build_row, plan_packs
 from train.plan.errors import InvalidTrainingData
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 _MAX_LISTED_ERRORS = 20
 FORMAT = 2
+Encode = Callable[[ChatEncoder, Record], tuple[np.ndarray, np.ndarray]]
+LayOut = Callable[..., Row]
 
 
 class Packs:
@@ -42,11 +45,11 @@ class Packs:
 class TokenSet:
     """Examples as tokens, grouped into packs. Read-only, shared through the page cache by all ranks of a node."""
 
-    def __init__(self, directory: Path, *, max_length: int, packing: bool):
+    def __init__(self, directory: Path, *, max_length: int, packing: bool, lay_out: LayOut = build_row):
         self._tokens = np.load(directory / "tokens.npy", mmap_mode="r")
         self._learnt = np.load(directory / "learnt.npy", mmap_mode="r")
         self._offsets = np.load(directory / "offsets.npy")
-        self._max_length, self._packing = max_length, packing
+        self._max_length, self._packing, self._lay_out = max_length, packing, lay_out
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_dropped, self.n_truncated = facts["pad_id"], facts["n_dropped"], facts["n_truncated"]
         # Kept: planning a million examples anew at every resume takes longer than the rest of it.
@@ -76,7 +79,7 @@ class TokenSet:
     def row(self, packs: np.ndarray) -> Row:
         """One micro-batch of these packs."""
         examples = [[self._example(index) for index in self.packs[pack]] for pack in packs]
-        return build_row(examples, self._max_length, self._pad_id, packing=self._packing)
+        return self._lay_out(examples, self._max_length, self._pad_id, packing=self._packing)
 
     def _example(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         start, end = self._offsets[index], self._offsets[index + 1]
@@ -98,11 +101,13 @@ class TokenSet:
 
 def open_token_set(
     path: str | Path, base_path: str | Path, encoder: Callable[[], ChatEncoder], cache_dir: Path, *, max_length: int,
-    packing: bool, rank: int, world_size: int, barrier: Callable[[], None],
+    packing: bool, rank: int, world_size: int, barrier: Callable[[], None], encode: Encode = ChatEncoder.encode,
+    lay_out: LayOut = build_row,
 ) -> TokenSet:  # fmt: skip
     """Tokenise `path` (chat JSONL) unless `cache_dir` has it, all ranks sharing the work, and open the result.
 
     `encoder` makes the encoder of the tokenizer in `base_path`; it is called only where something is to be tokenised.
+    `encode` and `lay_out` are the training method's (train.methods.method: encode, row).
 
     Examples longer than `max_length` tokens are cut; those with nothing to learn left are dropped. Raises
     InvalidTrainingData, on every rank, when the chat template refuses an example or nothing is left.
@@ -114,7 +119,7 @@ def open_token_set(
     if not complete:
         shards = Path(f"{directory}.shards")
         shards.mkdir(parents=True, exist_ok=True)
-        _write_shard(Path(path), encoder(), shards, max_length, rank, world_size)
+        _write_shard(Path(path), partial(encode, encoder()), shards, max_length, rank, world_size)
         barrier()
         _raise_if_bad(Path(path), shards, world_size)
         if rank == 0:
@@ -122,7 +127,7 @@ def open_token_set(
         barrier()
         if rank == 0:  # only now has every rank read the others' errors
             shutil.rmtree(shards)
-    tokens = TokenSet(directory, max_length=max_length, packing=packing)
+    tokens = TokenSet(directory, max_length=max_length, packing=packing, lay_out=lay_out)
     if not len(tokens.packs):
         raise InvalidTrainingData(
             str(path), [(1, f"no example has anything to learn within max_length {max_length}")], 1
@@ -147,7 +152,10 @@ def _key(path: Path, base_path: Path, max_length: int) -> str:
     return digest.hexdigest()[:24]
 
 
-def _write_shard(path: Path, encoder: ChatEncoder, shards: Path, max_length: int, rank: int, world_size: int) -> None:
+def _write_shard(
+    path: Path, encode: Callable[[Record], tuple[np.ndarray, np.ndarray]], shards: Path, max_length: int, rank: int,
+    world_size: int,
+) -> None:  # fmt: skip
     lines = path.read_bytes().splitlines()
     begin, end = (len(lines) * part // world_size for part in (rank, rank + 1))
     tokens, learnt, lengths, errors = [], [], [], []
@@ -156,7 +164,7 @@ def _write_shard(path: Path, encoder: ChatEncoder, shards: Path, max_length: int
         if not lines[number].strip():
             continue
         try:
-            ids, mask = encoder.encode(orjson.loads(lines[number]))
+            ids, mask = encode(orjson.loads(lines[number]))
         except BadRecord as bad:
             errors.append((number + 1, str(bad)))
             continue

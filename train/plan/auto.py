@@ -6,12 +6,14 @@ The rules for "auto" are ours (OpenAI does not publish its own); each stands bes
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from runtime.devices.kinds import HOST, kind_of
 from train.plan.errors import InvalidHyperparameter
 
+Own = Callable[["Given", dict[str, Any]], None]
 LORA_FROM_PARAMETERS = 1_000_000_000
 ZERO3_FROM_PARAMETERS = 13_000_000_000
 ZERO2_FROM_PARAMETERS = 1_000_000_000
@@ -42,9 +44,12 @@ class ModelStats:
     tensor_slices: int = 0
 
 
-def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int) -> dict:
-    """Fields of a TrainSpec. Raises InvalidHyperparameter for an unknown name or a value out of range."""
-    given = _Given(hyperparameters)
+def resolve(
+    hyperparameters: dict[str, Any], dataset: DatasetStats, model: ModelStats, max_devices: int, own: Own | None = None
+) -> dict:
+    """Fields of a TrainSpec. `own` reads what only one training method takes. Raises InvalidHyperparameter for an
+    unknown name or a value out of range."""
+    given = Given(hyperparameters)
     fields: dict[str, Any] = {}
 
     fields["tensor_parallel"] = _tensor_parallel(given, model, max_devices)
@@ -77,11 +82,13 @@ def resolve(hyperparameters: dict[str, Any], dataset: DatasetStats, model: Model
     _refuse_pipeline_parallel(given)
     fields["snapshot_every_s"] = given.maybe_number("snapshot_every_s", 0, 86400)
     fields["step_patience_s"] = given.number("step_patience_s", 0, 86400, auto=0.1)
+    if own is not None:
+        own(given, fields)
     given.refuse_unread()
     return fields
 
 
-def _serve_dtype(given: _Given) -> str:
+def _serve_dtype(given: Given) -> str:
     if given.value("serve_dtype", "bf16") == "fp8":
         raise InvalidHyperparameter(
             "serve_dtype", "fp8",
@@ -92,7 +99,7 @@ def _serve_dtype(given: _Given) -> str:
     return given.choice("serve_dtype", ("bf16", "fp32"), auto="bf16")
 
 
-def _refuse_pipeline_parallel(given: _Given) -> None:
+def _refuse_pipeline_parallel(given: Given) -> None:
     if given.value("pipeline_parallel", 1) != 1:
         raise InvalidHyperparameter(
             "pipeline_parallel", given.value("pipeline_parallel", 1),
@@ -100,7 +107,7 @@ def _refuse_pipeline_parallel(given: _Given) -> None:
         )  # fmt: skip
 
 
-def _tensor_parallel(given: _Given, model: ModelStats, max_devices: int) -> int:
+def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
     # Never chosen on its own: it talks in every layer, ZeRO once per step, so it pays only between devices with fast
     # links and for models that one device cannot hold.
     size = given.integer("tensor_parallel", 1, max(1, max_devices), auto=1)
@@ -133,7 +140,7 @@ def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, tenso
             if micro_batches % groups == 0]  # fmt: skip
 
 
-def _full(given: _Given, model: ModelStats, fields: dict) -> bool:
+def _full(given: Given, model: ModelStats, fields: dict) -> bool:
     # LoRA above a size where the optimizer's 12 bytes per parameter hurt; asking for a rank asks for LoRA, and asking
     # for tensor parallelism for every weight.
     lora_asked = given.is_set("lora_rank") or given.is_set("lora_alpha") or given.is_set("lora_publish")
@@ -141,7 +148,7 @@ def _full(given: _Given, model: ModelStats, fields: dict) -> bool:
     return given.flag("full", auto=not lora_asked and small)
 
 
-def _lora_publish(given: _Given, model: ModelStats, fields: dict) -> str:
+def _lora_publish(given: Given, model: ModelStats, fields: dict) -> str:
     # An adapter wherever the base's engines take it: hundreds of them share one engine, and it has 1 % of the bytes.
     refusal = None
     if fields["full"]:
@@ -158,7 +165,7 @@ def _lora_publish(given: _Given, model: ModelStats, fields: dict) -> str:
     return publish
 
 
-def _zero_stage(given: _Given, model: ModelStats, fields: dict) -> int:
+def _zero_stage(given: Given, model: ModelStats, fields: dict) -> int:
     # Stage 1 reduces gradients once per step, 2 and 3 once per micro-batch: partition only what is large.
     trained = model.n_parameters if fields["full"] else 0
     auto = 1
@@ -188,7 +195,7 @@ def _n_epochs(dataset: DatasetStats) -> int:
     return 1
 
 
-def _batch(given: _Given, dataset: DatasetStats, fields: dict, max_devices: int) -> dict[str, int]:
+def _batch(given: Given, dataset: DatasetStats, fields: dict, max_devices: int) -> dict[str, int]:
     micro = given.integer("micro_batch", 1, 1024, auto=1)
     accumulation = given.integer("gradient_accumulation", 1, 4096, auto=0)
     if accumulation and not given.is_set("batch_size"):
@@ -217,7 +224,7 @@ def _batch_size(dataset: DatasetStats, fields: dict, micro: int, max_devices: in
     return batch * micro
 
 
-def _learning_rate(given: _Given, model: ModelStats, full: bool) -> float:
+def _learning_rate(given: Given, model: ModelStats, full: bool) -> float:
     # 1e-5 suits full tuning of 7e9 parameters; smaller models bear more, roughly with the root of the size.
     # LoRA wants about ten times as much (Schulman et al., "LoRA Without Regret", 2025).
     base = 1e-5 * math.sqrt(7e9 / max(model.n_parameters, 1))
@@ -226,7 +233,7 @@ def _learning_rate(given: _Given, model: ModelStats, full: bool) -> float:
     return given.number("learning_rate", 1e-9, 1.0, auto=base) * multiplier
 
 
-class _Given:
+class Given:
     """The hyperparameters as given; remembers which were read, so that a misspelt one is an error."""
 
     def __init__(self, values: dict[str, Any]):

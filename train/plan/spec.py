@@ -31,7 +31,8 @@ class TrainSpec:
     base_version: str = ""  # of base_model
     base_adapter: str | None = None  # directory of an adapter to be merged into base_path before training
     valid_path: str | None = None
-    method: Literal["supervised"] = "supervised"
+    method: str = "supervised"  # a row of train.methods.methods
+    options: dict = field(default_factory=dict)  # what the method alone takes (Method.own_hyperparameters)
     output_version: str | None = None  # of the final weights; None: "step-<n>"
     publish: Literal["end", "epoch"] = "end"
     seed: int = 0

@@ -18,7 +18,6 @@ from torch.distributed import distributed_c10d
 import train.model.muon_as_written  # noqa: F401
 from runtime.devices.cpu import HOST_MEMORY
 from runtime.devices.kinds import kind_of
-from train.model.objectives import SupervisedObjective
 from train.model.tensor_parallel import partition_config
 from train.plan.auto import allowed_sizes
 from train.plan.errors import InvalidSpec
@@ -59,7 +58,7 @@ def init_world(device_kind: str, meeting: str, timeout_s: float = COLLECTIVE_TIM
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // comm.get_world_size()))
 
 
-def build_engine(objective: SupervisedObjective, spec: TrainSpec) -> Any:
+def build_engine(objective: torch.nn.Module, spec: TrainSpec) -> Any:
     """A DeepSpeedEngine around `objective`. Collective. Raises InvalidSpec if the world size does not fit."""
     world_size = comm.get_world_size()
     if world_size not in allowed_sizes(spec.batch_size, world_size, spec.micro_batch, spec.tensor_parallel):

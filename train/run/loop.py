@@ -23,8 +23,8 @@ from train.control.progress import SIGNALS, ControlSignals, Events, Progress
 from train.control.stop_point import StopPoint
 from train.data.packing import StepPlan
 from train.data.token_set import TokenSet
+from train.methods.methods import method_of
 from train.model.learning_rate import learning_rate
-from train.model.objectives import to_batch
 from train.plan.errors import TrainingDiverged
 from train.plan.spec import TrainSpec
 from train.run.event_log import EventLog
@@ -46,6 +46,7 @@ class Run:
     def __init__(self, spec: TrainSpec, store: WeightStore, engine: Any, train: TokenSet, valid: TokenSet | None,
                  emit: Events, signals: ControlSignals, progress: Progress):  # fmt: skip
         self.spec, self.store, self.engine = spec, store, engine
+        self.method = method_of(spec.method)
         self.train, self.valid = train, valid
         self.grid = fragments.grid(engine)
         self.rank, self.world_size = self.grid.rank, self.grid.world_size
@@ -132,6 +133,7 @@ class Run:
 
         loss = torch.zeros((), dtype=torch.float32, device=self.engine.device)
         micro_batches = self.plan.micro_batches(step, self.grid.data_rank, self.grid.data_size)
+        self.method.metrics(self.engine.module)  # of a step that was left, or a validation
         self.leaving.begin()
         for turn, (number, micro) in enumerate(micro_batches, 1):
             self.progress.enter("step", step)
@@ -139,7 +141,7 @@ class Run:
             self.saving.foresee(step + 1)
             # Dropout depends on the micro-batch, not on the rank that computes it or on what ran before.
             torch.manual_seed(hash((spec.seed, step, number)) & 0x7FFF_FFFF)
-            part = self.engine(to_batch(self.train.row(micro), scale, self.engine.device))
+            part = self.engine(self.method.batch(self.train.row(micro), scale, self.engine.device))
             # A tensor of its own: on the engine's very output DeepSpeed 0.19.8 divides by the accumulation steps
             # although told not to (its hook there runs before it notices that this is its own backward).
             self.engine.backward(part * 1, scale_wrt_gas=False)
@@ -177,6 +179,7 @@ class Run:
             metrics = {
                 "loss": agreed["loss"], "grad_norm": grad_norm, "learning_rate": rate,
                 "tokens_per_s": tokens / (time.perf_counter() - started),
+                **agreed["metrics"],
             }  # fmt: skip
             self._board.write("train", self.step, metrics)
             self.emit("metrics", step=self.step, total_steps=total, devices=self.world_size, tokens=tokens,
@@ -184,17 +187,23 @@ class Run:
         return agreed
 
     def _agreed(self, loss: torch.Tensor | None = None) -> dict[str, Any]:
-        """Collective: the loss of all ranks, what any of them was asked for, and as "draft" the number of what rank 0
-        has reserved for the snapshot of this step, 0 if nothing."""
+        """Collective: the loss of all ranks, what any of them was asked for, as "metrics" those of the method, and
+        as "draft" the number of what rank 0 has reserved for the snapshot of this step, 0 if nothing."""
         signals = asdict(self.signals)
         reserved = self.saving.reserved(self.step)
-        message = torch.tensor([0.0, reserved] + [float(signals[name]) for name in SIGNALS], device=self.engine.device)
-        if loss is not None and self.grid.tensor_rank == 0:  # its group has the same
+        # The other ranks of a tensor parallel group have the same.
+        told = [0.0] * len(self.method.metric_names)
+        if loss is not None and self.grid.tensor_rank == 0:
+            told = self.method.metrics(self.engine.module)
+        sent_for = [float(signals[name]) for name in SIGNALS]
+        message = torch.tensor([0.0, reserved, *sent_for, *told], device=self.engine.device)
+        if loss is not None and self.grid.tensor_rank == 0:
             message[0] = loss
         comm.all_reduce(message)
         total, draft, *sent = message.tolist()
-        found = {name: count > 0 for name, count in zip(SIGNALS, sent, strict=True)}
-        return {"loss": total, "draft": int(draft)} | found
+        found = {name: count > 0 for name, count in zip(SIGNALS, sent[: len(SIGNALS)], strict=True)}
+        metrics = dict(zip(self.method.metric_names, sent[len(SIGNALS) :], strict=True))
+        return {"loss": total, "draft": int(draft), "metrics": metrics} | found
 
     def _validate(self) -> None:
         if self.valid is None:
@@ -210,7 +219,8 @@ class Run:
         for turn in range(-(-len(packs) // self.grid.data_size)):
             index = turn * self.grid.data_size + self.grid.data_rank
             with torch.no_grad():
-                part = self.engine(to_batch(self.valid.row(packs[[index % len(packs)]]), scale, self.engine.device))
+                row = self.valid.row(packs[[index % len(packs)]])
+                part = self.engine(self.method.batch(row, scale, self.engine.device))
             if index < len(packs) and self.grid.tensor_rank == 0:
                 loss += part
         self.engine.train()

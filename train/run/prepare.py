@@ -13,8 +13,8 @@ from deepspeed import comm
 from train.control.progress import ControlSignals, Events, Progress
 from train.data.chat import ChatEncoder
 from train.data.token_set import TokenSet, open_token_set
+from train.methods.methods import method_of
 from train.model.model import load_model, load_tokenizer
-from train.model.objectives import SupervisedObjective
 from train.plan.spec import TrainSpec
 from train.run.engine import build_engine
 from train.run.loop import Run
@@ -45,11 +45,13 @@ def prepare(spec: TrainSpec, emit: Events, signals: ControlSignals, progress: Pr
     rank, world_size = comm.get_rank(), comm.get_world_size()
     store = WeightStore(Path(spec.shm_root), budget_bytes=spec.shm_budget_bytes)
     progress.enter("tokenising")
+    method = method_of(spec.method)
     encoder = cache(lambda: ChatEncoder(load_tokenizer(spec.base_path)))
     sets = [
         open_token_set(
             path, spec.base_path, encoder, Path(spec.run_dir) / "tokens", max_length=spec.max_length,
             packing=spec.packing, rank=rank, world_size=world_size, barrier=comm.barrier,
+            encode=method.encode, lay_out=method.row,
         ) if path else None
         for path in (spec.train_path, spec.valid_path)
     ]  # fmt: skip
@@ -60,7 +62,7 @@ def prepare(spec: TrainSpec, emit: Events, signals: ControlSignals, progress: Pr
         _tell_about_stage(emit, spec)
 
     progress.enter("loading")
-    engine = build_engine(SupervisedObjective(load_model(spec, weights=snapshot_path is None)), spec)
+    engine = build_engine(method.objective(load_model(spec, weights=snapshot_path is None), spec.options), spec)
     if snapshot_path is None:
         check_publishable(engine, spec)
     run = Run(spec, store, engine, train, valid, emit, signals, progress)

@@ -14,7 +14,9 @@ from typing import ParamSpec, TypeVar
 from anyio import CapacityLimiter, to_thread
 
 from train.data.check import DataReport, check_training_file
-from train.data.check_process import check_apart
+from train.methods.check_process import check_apart
+from train.methods.method import Method
+from train.methods.methods import DEFAULT
 
 # A smaller file is checked faster than a process starts, and holds up other threads no longer than a request may.
 APART_FROM_BYTES = 1 << 20
@@ -37,8 +39,10 @@ class FileWork:
             if not self._waiting[owner]:
                 del self._waiting[owner], self._turns[owner]
 
-    async def check(self, owner: str, path: Path, chat_path: Path | None = None) -> DataReport:
-        """What is in a training file; with `chat_path`, also written there as chat JSONL. Raises OSError."""
+    async def check(
+        self, owner: str, path: Path, chat_path: Path | None = None, method: Method = DEFAULT
+    ) -> DataReport:
+        """What is in a training file; with `chat_path`, also written there as the method reads it. Raises OSError."""
         if path.stat().st_size >= APART_FROM_BYTES:
-            return await self.run(owner, check_apart, path, chat_path)
-        return await self.run(owner, check_training_file, path, chat_path=chat_path)
+            return await self.run(owner, check_apart, path, chat_path, method.name)
+        return await self.run(owner, check_training_file, path, chat_path=chat_path, convert=method.convert)

@@ -17,6 +17,8 @@ from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts, Verdict
 from runtime.devices.kinds import HOST, kind_of
+from train.methods.method import Method
+from train.methods.methods import DEFAULT
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 from train.plan.estimate import ModelShape
@@ -88,9 +90,10 @@ def shape_of(base: Resolved) -> ModelShape:
     return ModelShape(base.model.params)
 
 
-def job_verdict(context: ControllerContext, base: Resolved, fields: dict[str, Any], sizes: list[int]) -> Verdict:
+def job_verdict(context: ControllerContext, base: Resolved, fields: dict[str, Any], sizes: list[int],
+                method: Method = DEFAULT) -> Verdict:  # fmt: skip
     """Of a job with these fields of a TrainSpec at any of these world sizes."""
-    return capacity.job(shape_of(base), fields, sizes, box_facts(context))
+    return capacity.job(shape_of(base), fields, sizes, box_facts(context), method)
 
 
 def _known(context: ControllerContext, name: str) -> Resolved:
@@ -123,7 +126,7 @@ def _job(context: ControllerContext, body: JobPlan) -> dict[str, Any]:
     )
     dataset = auto.DatasetStats(body.examples, 200 * body.examples, 400)
     try:
-        fields = auto.resolve(body.hyperparameters, dataset, stats, most)
+        fields = DEFAULT.resolve(body.hyperparameters, dataset, stats, most)
     except InvalidHyperparameter as error:
         raise refused(error, "hyperparameters") from error
     sizes = auto.allowed_sizes(fields["batch_size"], most, fields["micro_batch"], fields["tensor_parallel"])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
 from appliance.controller.access.naming import SUFFIX_RULE, is_suffix
 from appliance.controller.interfaces.errors import BadRequest, shown
 from appliance.controller.jobs import devices
 from appliance.store.rows import FileRow
+from train.methods.method import Method
+from train.methods.methods import DEFAULT, METHODS
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 
@@ -30,8 +32,9 @@ class MethodBlock(_Strict):
     hyperparameters: Hyperparameters | None = None
 
 
-class Method(_Strict):
-    """Blocks of the methods not chosen are let through unread, as OpenAI does."""
+class MethodChoice(_Strict):
+    """Blocks of the methods not chosen are let through unread, as OpenAI does. The names are OpenAI's; which of them
+    the box has is in train.methods.methods."""
 
     type: Literal["supervised", "dpo", "reinforcement"]
     supervised: MethodBlock | None = None
@@ -65,7 +68,7 @@ class JobCreate(_Strict):
     suffix: str | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     metadata: dict[str, str] | None = None
-    method: Method | None = None
+    method: MethodChoice | None = None
     hyperparameters: Hyperparameters | None = None
     integrations: Annotated[list[Integration], Field(max_length=5)] | None = None
     min_devices: Devices | None = None
@@ -79,9 +82,10 @@ class JobCreate(_Strict):
 
 def check(request: JobCreate) -> None:
     """What types alone cannot say. Raises BadRequest."""
-    if request.method is not None and request.method.type != "supervised":
+    if request.method is not None and request.method.type not in METHODS:
+        known = " and ".join(f"'{name}'" for name in METHODS)
         raise BadRequest(
-            f"The method '{request.method.type}' is not supported yet; 'supervised' is.",
+            f"The method '{request.method.type}' is not supported yet; {known} {'is' if len(METHODS) == 1 else 'are'}.",
             param="method.type",
             code="unsupported_method",
         )
@@ -112,24 +116,40 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
 def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
     """All hyperparameters asked for, and the path of the block they stand in (for error messages).
 
-    The deprecated top-level block and `method.supervised` may both be there; where they disagree, nobody can tell
+    The deprecated top-level block and that of the method may both be there; where they disagree, nobody can tell
     which is meant. Raises BadRequest.
     """
     old = request.hyperparameters or {}
-    block = request.method.supervised if request.method else None
+    name_of_method = method(request).name
+    where = f"method.{name_of_method}.hyperparameters"
+    block = getattr(request.method, name_of_method, None)
+    if isinstance(block, dict):
+        try:
+            block = MethodBlock.model_validate(block)
+        except ValidationError as error:
+            raise BadRequest(f"Invalid value for 'method.{name_of_method}': {shown(block)} was given, expected "
+                             "{'hyperparameters': {...}}.",
+                             param=f"method.{name_of_method}", code="invalid_value") from error  # fmt: skip
     new = (block.hyperparameters if block else None) or {}
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
             raise BadRequest(
-                f"hyperparameters.{name} is {shown(old[name])} and method.supervised.hyperparameters.{name} is "
+                f"hyperparameters.{name} is {shown(old[name])} and {where}.{name} is "
                 f"{shown(new[name])}; give it once.",
                 param=f"hyperparameters.{name}",
                 code="invalid_value",
             )
-    return old | new, "method.supervised.hyperparameters" if request.method else "hyperparameters"
+    return old | new, where if request.method else "hyperparameters"
 
 
-def resolve(given: dict[str, Any], file: FileRow, model: auto.ModelStats, max_devices: int) -> dict[str, Any]:
+def method(request: JobCreate) -> Method:
+    """The one asked for, which `check` has found to be one of ours."""
+    return METHODS[request.method.type] if request.method else DEFAULT
+
+
+def resolve(
+    how: Method, given: dict[str, Any], file: FileRow, model: auto.ModelStats, max_devices: int
+) -> dict[str, Any]:
     """Fields of a TrainSpec for this data and model. Raises train.plan.errors.InvalidHyperparameter."""
     report = file.report or {}
     dataset = auto.DatasetStats(
@@ -137,7 +157,7 @@ def resolve(given: dict[str, Any], file: FileRow, model: auto.ModelStats, max_de
         n_tokens=max(1, report.get("n_tokens_estimate", 1)),
         longest_example_tokens=max(1, report.get("longest_example_tokens", 1)),
     )
-    return auto.resolve(given, dataset, model, max_devices)
+    return how.resolve(given, dataset, model, max_devices)
 
 
 def refused(error: InvalidHyperparameter, where: str) -> BadRequest:

@@ -25,6 +25,7 @@ from appliance.store.objects import jobs
 from appliance.store.rows import FileRow, JobRow
 from runtime.devices.kinds import HOST, kind_of
 from train.data.check import DataReport
+from train.methods.methods import method_of
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
 
@@ -130,15 +131,15 @@ class JobValidation:
         training = self._file(row.training_file)
         folder = context.jobs_dir / row.id
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        report = await self._convert(row.owner, "training_file", training, folder / "train.jsonl")
+        report = await self._convert(row, "training_file", training, folder / "train.jsonl")
         warnings = [f"{training.filename}: {text}" for text in report.warnings]
         if row.validation_file is not None:
             held_out = self._file(row.validation_file)
-            held_out_report = await self._convert(row.owner, "validation_file", held_out, folder / "valid.jsonl")
+            held_out_report = await self._convert(row, "validation_file", held_out, folder / "valid.jsonl")
             warnings += [f"{held_out.filename}: {text}" for text in held_out_report.warnings]
         stats, device_count = self.facts(context, base)
         most = min(row.max_devices or device_count, device_count)
-        resolved = requests.resolve(row.hyperparameters, training, stats, most)
+        resolved = requests.resolve(method_of(row.method), row.hyperparameters, training, stats, most)
         return resolved, warnings, report.n_examples
 
     def _file(self, file_id: str) -> FileRow:
@@ -148,10 +149,11 @@ class JobValidation:
             raise _Gone(f"the file {file_id} was deleted")
         return row
 
-    async def _convert(self, owner: str, param: str, file: FileRow, target: Path) -> DataReport:
-        report = await self._context.file_work.check(owner, self._context.files_dir / file.id, target)
-        if report.ok and report.shape == "preference":
-            report.add_error(1, "has preference pairs; the method 'supervised' wants conversations")
+    async def _convert(self, row: JobRow, param: str, file: FileRow, target: Path) -> DataReport:
+        method = method_of(row.method)
+        report = await self._context.file_work.check(row.owner, self._context.files_dir / file.id, target, method)
+        if report.ok and (reason := method.refuses(report.shape)) is not None:
+            report.add_error(1, reason)
         if not report.ok:
             raise InvalidData(param, file.id, report)
         return report
@@ -167,7 +169,7 @@ class JobValidation:
             fail(db, row.id, "invalid_devices",
                  job_devices.no_size(resolved, by_batch), "allowed_sizes" if row.asked_sizes else "min_devices")
             return
-        verdict = job_verdict(context, base, resolved, sizes)
+        verdict = job_verdict(context, base, resolved, sizes, method_of(row.method))
         if not verdict.fits:
             instead = f" What would fit: {'; '.join(verdict.instead)}." if verdict.instead else ""
             fail(db, row.id, "insufficient_memory", " ".join(verdict.problems) + instead)

@@ -14,6 +14,8 @@ from typing import Any
 from runtime.devices.kinds import kind_of
 from serve.core.config import EngineConfig
 from serve.core.sizing import CPU_KV_BYTES, GPU_RESERVE_BYTES, LEAST_KV_BYTES
+from train.methods.method import Method
+from train.methods.methods import DEFAULT
 from train.plan import estimate
 from train.plan.estimate import ModelShape
 
@@ -88,13 +90,14 @@ def gb(count_bytes: int) -> str:
     return f"{count_bytes / 1e9:.2f} GB" if abs(count_bytes) >= 1e9 else f"{count_bytes / 1e6:.1f} MB"
 
 
-def job(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts) -> Verdict:
+def job(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts,
+        method: Method = DEFAULT) -> Verdict:  # fmt: skip
     """A fine-tuning job whose TrainSpec has `fields`, at any of the world sizes `sizes`.
 
     It needs its ranks' memory on the devices, in host memory what offloading puts there, and in the store room for its
     result. A snapshot that does not fit the store goes to disk, which costs time and nothing else.
     """
-    memory = {size: estimate.rank_memory(shape, fields, size) for size in sizes}
+    memory = {size: method.rank_memory(shape, fields, size) for size in sizes}
     fitting = tuple(size for size in sizes if box.holds(memory[size], size))
     version, snapshot = estimate.version_bytes(shape, fields), estimate.snapshot_bytes(shape, fields)
     problems = []
@@ -140,7 +143,7 @@ def job(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box:
             "room_bytes": box.store_room_bytes, "budget_bytes": budget,
         },
     }  # fmt: skip
-    instead = tuple(_smaller_jobs(shape, fields, sizes, box)) if not fitting or offload.problems() else ()
+    instead = tuple(_smaller_jobs(shape, fields, sizes, box, method)) if not fitting or offload.problems() else ()
     return Verdict(not problems, tuple(problems), instead, numbers, waits, tuple(warnings), fitting)
 
 
@@ -231,7 +234,8 @@ def serve(shape: ModelShape, weight_bytes: int, replicas: int, tensor_parallel: 
     return Verdict(not problems, tuple(problems), tuple(instead), numbers, "", warnings)
 
 
-def _smaller_jobs(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts) -> Iterator[str]:
+def _smaller_jobs(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts,
+                  method: Method) -> Iterator[str]:  # fmt: skip
     """Changes that make it fit: the mildest two, and adapters in place of every weight."""
     thrifty = {"activation_checkpointing": True, "zero_stage": 3}
     cut = fields.get("tensor_parallel", 1) > 1
@@ -249,19 +253,21 @@ def _smaller_jobs(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[
     if not cut and fields["offload"] == "none" and not box.on_host:
         changes.append(("zero_stage 3 with activation_checkpointing true and offload optimizer",
                         thrifty | {"offload": "optimizer"}))  # fmt: skip
-    mild = (text for name, change in changes if (text := _fitting(shape, {**fields, **change}, name, sizes, box)))
+    tried = ((name, {**fields, **change}) for name, change in changes)
+    mild = (text for name, other in tried if (text := _fitting(shape, other, name, sizes, box, method)))
     yield from islice(mild, 2)
     if fields["full"] and not cut:
         adapters = {"full": False, "activation_checkpointing": True}
         name = f"LoRA (full false, lora_rank {fields['lora_rank']})"
-        if text := _fitting(shape, {**fields, **adapters}, name, sizes, box):
+        if text := _fitting(shape, {**fields, **adapters}, name, sizes, box, method):
             yield text
 
 
-def _fitting(shape: ModelShape, fields: Mapping[str, Any], name: str, sizes: Sequence[int], box: BoxFacts) -> str:
+def _fitting(shape: ModelShape, fields: Mapping[str, Any], name: str, sizes: Sequence[int], box: BoxFacts,
+             method: Method) -> str:  # fmt: skip
     stored = estimate.version_bytes(shape, fields)
     for size in reversed(sizes):
-        needs = estimate.rank_memory(shape, fields, size)
+        needs = method.rank_memory(shape, fields, size)
         if box.holds(needs, size) and not _Offload(size * needs.host_bytes, stored, box).problems():
             return f"{name} on {_devices(size)}: {gb(box.takes(needs))} each"
     return ""

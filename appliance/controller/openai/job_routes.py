@@ -128,16 +128,19 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     if body.validation_file is not None:
         _data_file(context, body.validation_file, "validation_file", caller)
     given, where = requests.hyperparameters(body)
+    method = requests.method(body)
     nodes = node_sizes.known(context)
     devices.check_room(body.min_devices, body.allowed_sizes, nodes)
     stats, device_count = JobValidation.facts(context, base)
     try:
         # Only to refuse what is wrong while the client listens; the values are worked out again from the checked data.
-        resolved = requests.resolve(given, training, stats, min(body.max_devices or device_count, device_count))
+        resolved = requests.resolve(
+            method, given, training, stats, min(body.max_devices or device_count, device_count)
+        )
     except InvalidHyperparameter as error:
         raise requests.refused(error, where) from error
     row = JobRow(
-        id=new_id("ftjob-"), key_id=caller.key_id, model=body.model, method="supervised",
+        id=new_id("ftjob-"), key_id=caller.key_id, model=body.model, method=method.name,
         training_file=body.training_file, validation_file=body.validation_file, suffix=body.suffix,
         seed=secrets.randbelow(2**31) if body.seed is None else body.seed, metadata=body.metadata,
         integrations=[item.model_dump(exclude_none=True) for item in body.integrations or []] or None,

@@ -12,9 +12,9 @@ import pytest
 from appliance.controller.context import file_work
 from appliance.controller.context.file_work import FileWork
 from tests.unit.controller.conftest import Control, chat_lines
-from train.data import check_process
 from train.data.check import check_training_file
-from train.data.check_process import check_apart
+from train.methods import check_process
+from train.methods.check_process import check_apart
 
 
 async def test_an_owners_files_take_turns_and_others_do_not_wait_for_them():
@@ -61,7 +61,8 @@ def test_a_check_that_takes_too_much_is_killed_and_the_file_is_a_bad_one(tmp_pat
 async def test_large_files_are_checked_apart_when_they_come_and_when_a_job_takes_them(control: Control, monkeypatch):
     apart: list[Path] = []
 
-    def seen(path: Path, chat_path: Path | None = None):
+    def seen(path: Path, chat_path: Path | None, method: str):
+        assert method == "supervised"
         apart.append(path)
         return check_training_file(path, chat_path=chat_path)
 

@@ -113,7 +113,7 @@ def test_tensor_parallel_asks_for_every_weight_and_counts_groups_of_devices():
 def test_spec_refuses_what_is_not_one():
     good = dataclasses.asdict(TrainSpec(**PLACE))
     for change, match in (
-        ({"zero_stage": "2"}, "zero_stage"), ({"colour": 1}, "no field 'colour'"), ({"method": "dpo"}, "method"),
+        ({"zero_stage": "2"}, "zero_stage"), ({"colour": 1}, "no field 'colour'"), ({"method": 3}, "method"),
         ({"tensor_parallel": 2, "zero_stage": 3}, "zero_stage 0 to 2"), ({"tensor_parallel": 0}, "tensor_parallel"),
         ({"batch_size": 6, "micro_batch": 4}, "multiple of micro_batch"), ({"valid_path": 3}, "valid_path"),
     ):  # fmt: skip

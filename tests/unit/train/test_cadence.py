@@ -128,10 +128,10 @@ def test_a_spec_takes_automatic_and_numbers():
 
 
 def test_the_hyperparameter_is_automatic_or_a_number():
-    from train.plan.auto import _Given
+    from train.plan.auto import Given
 
-    assert _Given({}).maybe_number("snapshot_every_s", 0, 9) is None
-    assert _Given({"snapshot_every_s": "auto"}).maybe_number("snapshot_every_s", 0, 9) is None
-    assert _Given({"snapshot_every_s": 2}).maybe_number("snapshot_every_s", 0, 9) == 2.0
+    assert Given({}).maybe_number("snapshot_every_s", 0, 9) is None
+    assert Given({"snapshot_every_s": "auto"}).maybe_number("snapshot_every_s", 0, 9) is None
+    assert Given({"snapshot_every_s": 2}).maybe_number("snapshot_every_s", 0, 9) == 2.0
     with pytest.raises(InvalidHyperparameter):
-        _Given({"snapshot_every_s": 10}).maybe_number("snapshot_every_s", 0, 9)
+        Given({"snapshot_every_s": 10}).maybe_number("snapshot_every_s", 0, 9)

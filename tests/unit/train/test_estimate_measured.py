@@ -10,8 +10,8 @@ import torch
 from deepspeed import comm
 
 from tests.train_support.tiny import make_model_dir, write_chat_file
+from train.methods.supervised_objective import SupervisedObjective
 from train.model.model import load_model
-from train.model.objectives import SupervisedObjective
 from train.plan import estimate
 from train.plan.estimate import ModelShape
 from train.plan.spec import TrainSpec

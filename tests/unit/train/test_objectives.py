@@ -7,9 +7,9 @@ from torch.nn import functional
 
 from tests.train_support.tiny import make_model_dir
 from train.data.packing import build_row
-from train.model import objectives
+from train.methods import supervised_objective as objectives
+from train.methods.supervised_objective import SupervisedObjective, to_batch
 from train.model.model import linear_layers, load_model
-from train.model.objectives import SupervisedObjective, to_batch
 from train.plan.errors import UnsupportedModel
 from train.plan.spec import TrainSpec
 

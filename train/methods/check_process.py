@@ -1,4 +1,5 @@
-"""`train.data.check` of a large file, in a process of its own: `python -m train.data.check_process FILE [CHAT_FILE]`.
+"""`train.data.check` of a large file, in a process of its own: `python -m train.methods.check_process METHOD FILE
+[CHAT_FILE]`.
 
 Parsing JSON and matching brackets let no other thread of their process run: of one 16 MiB example for most of a second.
 Prints the report as JSON. Yields to everything else on the machine, ends with who started it, and is killed past its
@@ -17,15 +18,18 @@ from pathlib import Path
 
 from runtime.processes.kernel import die_with_parent
 from train.data.check import DataReport, check_training_file
+from train.methods.methods import DEFAULT, method_of
 
 # An 8 GiB file of chats takes some minutes of CPU.
 CPU_S, MEMORY_BYTES = 3600, 4 << 30
 _NICENESS = 10
 
 
-def check_apart(path: Path, chat_path: Path | None = None) -> DataReport:
-    """As `check_training_file`. A file that takes more than the limits is a bad one. Raises OSError."""
-    command = [sys.executable, "-m", "train.data.check_process", str(path), *([str(chat_path)] if chat_path else [])]
+def check_apart(path: Path, chat_path: Path | None = None, method: str = DEFAULT.name) -> DataReport:
+    """As `check_training_file` with the method's conversion. A file that takes more than the limits is a bad one.
+    Raises OSError."""
+    chat = [str(chat_path)] if chat_path else []
+    command = [sys.executable, "-m", "train.methods.check_process", method, str(path), *chat]
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     try:
         found = json.loads(done.stdout)
@@ -46,8 +50,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_CPU, (CPU_S, CPU_S))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))  # not AS: a large array is mapped whole
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    path, *chat = sys.argv[1:]
-    print(json.dumps(asdict(check_training_file(path, chat_path=chat[0] if chat else None))))
+    method, path, *chat = sys.argv[1:]
+    convert = method_of(method).convert
+    print(json.dumps(asdict(check_training_file(path, chat_path=chat[0] if chat else None, convert=convert))))
 
 
 if __name__ == "__main__":

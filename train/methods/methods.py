@@ -1,0 +1,18 @@
+"""The table of methods."""
+
+from __future__ import annotations
+
+from train.methods import supervised
+from train.methods.method import Method
+from train.plan.errors import InvalidSpec
+
+DEFAULT = supervised.METHOD
+METHODS: dict[str, Method] = {method.name: method for method in (supervised.METHOD,)}
+
+
+def method_of(name: str) -> Method:
+    """Raises InvalidSpec."""
+    try:
+        return METHODS[name]
+    except KeyError:
+        raise InvalidSpec(f"method {name!r} is not known; expected one of {', '.join(METHODS)}") from None
