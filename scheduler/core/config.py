@@ -124,20 +124,3 @@ class SchedulerConfig(BaseModel):
             "turn_s": self.turn_s,
             "handovers_per_hour": float(self.give_backs_per_hour + self.changes_per_hour),
         }
-
-    def timeout_s(self, verb: str) -> float:
-        """The time limit of one verb of the Effects protocol."""
-        return {
-            "acquire": self.lease_timeout_s,
-            "release": self.lease_timeout_s,
-            "start_replica": self.start_replica_timeout_s,
-            "stop_replica": self.stop_timeout_s,
-            "open_replica": self.open_timeout_s,
-            "drain_replica": self.drain_timeout_s,
-            "sleep_replica": self.sleep_timeout_s,
-            "wake_replica": self.wake_timeout_s,
-            "swap_replica": self.swap_timeout_s,
-            "start_group": self.start_group_timeout_s,
-            "suspend_group": self.suspend_timeout_s,
-            "stop_group": self.stop_timeout_s,
-        }[verb]

@@ -28,44 +28,12 @@ from scheduler.core.allocation import Allocation, ReplicaPlan
 from scheduler.core.inventory import Holder, Lease
 from scheduler.core.workload import ReplicaView
 from scheduler.handover.box import Box
+from scheduler.handover.step import Step
 
-Verb = Literal[
-    "acquire",
-    "release",
-    "start_replica",
-    "stop_replica",
-    "open_replica",
-    "drain_replica",
-    "sleep_replica",
-    "wake_replica",
-    "swap_replica",
-    "start_group",
-    "suspend_group",
-    "stop_group",
-]
 Side = Literal["free", "take", "swap"]
 
 
 # --- steps --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One verb on one target. `undo` is run when it or a later step of its chain fails; `force` instead of failing."""
-
-    verb: Verb
-    target: str
-    lease: Lease | None = None
-    model: str = ""
-    version: str = ""
-    tensor_parallel: int = 0
-    undo: tuple[Step, ...] = ()
-    force: tuple[Step, ...] = ()
-
-    @property
-    def no_return(self) -> bool:
-        """After it, what came before is not undone any more."""
-        return self.verb in ("sleep_replica", "stop_replica", "suspend_group", "stop_group")
 
 
 @dataclass(frozen=True, slots=True)

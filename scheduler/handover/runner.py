@@ -15,19 +15,15 @@ from typing import Any, Literal, Protocol
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import Blame, DrainCancelled, EffectFailed
 from scheduler.core.inventory import Holder
-from scheduler.handover import step_rules
 from scheduler.handover.box import Box
-from scheduler.handover.effects import Effects, ReplicaOrder
-from scheduler.handover.handover import Chain, Handover, Step
+from scheduler.handover.effects import Effects
+from scheduler.handover.handover import Chain, Handover
 from scheduler.handover.journal import HandoverRecord, HandoverState, Journal, StepRecord, StepState
 from scheduler.handover.ports import Clock
+from scheduler.handover.step import Step
+from scheduler.handover.verbs import VERBS
 
 log = logging.getLogger(__name__)
-
-# What fails there says nothing of the job or model; what takes too long there does.
-_OF_THE_BOX = ("acquire", "release")
-_OF_THE_ENGINE = ("start_replica", "wake_replica", "swap_replica")
-
 
 @dataclass(frozen=True, slots=True)
 class ChainEnd:
@@ -222,7 +218,7 @@ class Runner:
                 back = [u for s in reversed([*undoable, step]) for u in s.undo]
                 clean = await self._undo(chain, back, record.seq) and step.verb != "release" and not step.force
                 return ChainEnd(chain, "undone" if clean else "failed", step, str(error), error.reason, error.blame)
-            if step.no_return:
+            if VERBS[step.verb].no_return:
                 undoable.clear()
             else:
                 undoable.append(step)
@@ -252,76 +248,43 @@ class Runner:
     # --- steps --------------------------------------------------------------------------------------------------
 
     async def _step(self, step: Step, record: StepRecord) -> None:
-        started_s = self._clock.now_s()
+        started_s, verb = self._clock.now_s(), VERBS[step.verb]
         record = replace(record, state="doing", started_s=started_s)
-        if refused := step_rules.refusal(step, self._owner.box):
+        if refused := verb.refusal(step, self._owner.box):
             self._write(replace(record, state="failed", ended_s=started_s, detail={"error": refused}))
             raise EffectFailed(step.verb, step.target, refused, "outside")
         self._write(record)
-        self._owner.box = step_rules.begun(step, self._owner.box, started_s)
-        limit_s = self._config.timeout_s(step.verb)
+        self._owner.box = verb.begun(step, self._owner.box, started_s)
+        limit_s = verb.limit_s(self._config)
         self._doing[record.seq] = Doing(step, started_s, limit_s)
         try:
             async with asyncio.timeout(limit_s):
                 with self._until_cancelled(step):
-                    detail = await self._perform(step)
+                    detail = await verb.perform(self._effects, step)
         except DrainCancelled as off:
             self._ended(record, "skipped", {"reason": off.reason})
             raise
         except EffectFailed as error:
             self._ended(record, "failed", {"error": error.reason})
             _tell(step, error.reason)
-            if step.verb in _OF_THE_BOX:
+            if verb.blames == "box":
                 raise EffectFailed(step.verb, step.target, error.reason, "outside") from error
             raise
         except TimeoutError:
             reason = f"took longer than its limit of {limit_s:g} s"
             self._ended(record, "failed", {"error": reason})
             _tell(step, reason)
-            blame: Blame = "own" if step.verb in _OF_THE_ENGINE else "outside"
+            blame: Blame = "own" if verb.blames == "engine" else "outside"
             raise EffectFailed(step.verb, step.target, reason, blame) from None
         finally:
             self._doing.pop(record.seq, None)
-        self._owner.box = step_rules.done(step, self._owner.box, self._clock.now_s())
+        self._owner.box = verb.done(step, self._owner.box, self._clock.now_s())
         self._ended(record, "done", detail)
         _tell(step)
         self._owner.step_done(step)
         future = self._released.get(step.target) if step.verb == "release" else None
         if future is not None and not future.done():
             future.set_result(True)
-
-    async def _perform(self, step: Step) -> Mapping[str, Any] | None:
-        effects, target, lease = self._effects, step.target, step.lease
-        match step.verb:
-            case "acquire":
-                assert lease is not None
-                return await effects.acquire(lease)
-            case "release":
-                return await effects.release(target)
-            case "start_replica":
-                assert lease is not None
-                order = ReplicaOrder(target, step.model, step.version, step.tensor_parallel, lease.device_ids)
-                return await effects.start_replica(order, lease.id)
-            case "stop_replica":
-                return await effects.stop_replica(target)
-            case "open_replica":
-                return await effects.open_replica(target)
-            case "drain_replica":
-                return await effects.drain_replica(target)
-            case "sleep_replica":
-                return await effects.sleep_replica(target)
-            case "wake_replica":
-                assert lease is not None
-                return await effects.wake_replica(target, step.model, step.version, lease.id)
-            case "swap_replica":
-                return await effects.swap_replica(target, step.model, step.version)
-            case "start_group":
-                assert lease is not None
-                return await effects.start_group(target, lease)
-            case "suspend_group":
-                return await effects.suspend_group(target)
-            case "stop_group":
-                return await effects.stop_group(target)
 
     def _record(self, chain: Chain, step: Step) -> StepRecord:
         detail: dict[str, Any] = {}
@@ -345,8 +308,8 @@ def _tell(step: Step, error: str = "") -> None:
     level = logging.WARNING if error else logging.INFO
     if not log.isEnabledFor(level):
         return  # simulations run millions of steps
-    holder = "job_id" if step.verb.endswith("_group") else "replica" if step.verb.endswith("_replica") else ""
-    ids = {holder: step.target} if holder else {}
+    target = VERBS[step.verb].target
+    ids = {"job_id" if target == "job" else target: step.target} if target else {}
     if step.lease is not None:
         ids = {"job_id" if step.lease.holder.kind == "job" else "replica": step.lease.holder.id}
         ids["lease_id"] = step.lease.id

@@ -11,6 +11,7 @@ from scheduler.core.inventory import Holder
 from scheduler.core.workload import DeploymentView, Policy, ReplicaView, Snapshot, Standby
 from scheduler.handover.handover import Chain, Handover
 from scheduler.handover.runner import Doing
+from scheduler.handover.verbs import VERBS
 
 
 def _count(n: int, what: str) -> str:
@@ -121,27 +122,11 @@ def reason_of(handover: Handover, policy: Policy) -> str:
     return f"{mode_of(policy)}: {'; '.join(texts[:4])}{more}"
 
 
-_WAITS_FOR = {
-    "acquire": "for Ray to give the devices",
-    "release": "for Ray to take the devices back",
-    "start_replica": "for the engine to load its weights and answer its first prompt",
-    "stop_replica": "for the engine's processes to be gone",
-    "open_replica": "for every gateway to know of the engine",
-    "drain_replica": "for the engine's requests to be answered",
-    "sleep_replica": "for the engine to give its memory back",
-    "wake_replica": "for the engine to load its weights and answer its first prompt",
-    "swap_replica": "for the engine to take the new weights",
-    "start_group": "for all ranks to be in their training loop",
-    "suspend_group": "for the ranks to leave their step and write a snapshot",
-    "stop_group": "for the ranks' processes to be gone",
-}
-
-
 def waits_for(doing: Doing, now_s: float) -> str:
     """What a step under way waits for, in one sentence without a full stop."""
     step, since_s = doing.step, now_s - doing.since_s
     return (
-        f"{step.verb} {step.target} has waited {since_s:.0f} s {_WAITS_FOR[step.verb]}; "
+        f"{step.verb} {step.target} has waited {since_s:.0f} s {VERBS[step.verb].waits_for}; "
         f"it fails after {doing.limit_s:.0f} s"
     )
 

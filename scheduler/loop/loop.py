@@ -26,13 +26,14 @@ from scheduler.core.failures import Cause, Trouble
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import ModelMemory, Policy, Snapshot, Workload
 from scheduler.handover import handover as handover_
-from scheduler.handover import step_rules
 from scheduler.handover.box import Box
 from scheduler.handover.effects import Effects
-from scheduler.handover.handover import Chain, Handover, Step
+from scheduler.handover.handover import Chain, Handover
 from scheduler.handover.journal import HandoverRecord, Journal
 from scheduler.handover.ports import Clock, StateStore
 from scheduler.handover.runner import ChainEnd, Runner
+from scheduler.handover.step import Step
+from scheduler.handover.verbs import VERBS
 from scheduler.loop import drain_cancellation, mode_schedule, view
 from scheduler.loop.cluster_state import ClusterState
 from scheduler.loop.drain_cancellation import Drain
@@ -386,7 +387,7 @@ class SchedulerLoop:
     async def _settle(self, generation: int) -> None:
         for record in self._interrupted:
             reached = all(
-                step_rules.holds(s.verb, s.target, str(s.detail.get("version", "")), self.box)
+                VERBS[s.verb].holds(s.target, str(s.detail.get("version", "")), self.box)
                 for s in {s.target: s for s in record.steps if s.undoes is None and s.state != "skipped"}.values()
             )
             self._journal.end(

@@ -17,6 +17,7 @@ from scheduler.handover import handover
 from scheduler.handover.box import Box, GroupView
 from scheduler.handover.effects import GroupEnded
 from scheduler.handover.journal import MemoryJournal
+from scheduler.handover.step import Step
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.simulator import virtual_time
 from tests.unit.scheduler.fakes import FakeEffects, FakeStore, World, box_of
@@ -669,7 +670,7 @@ def test_an_engine_starts_when_memory_admits_it_and_nobody_waits_for_one_that_it
 
 def test_a_cold_engine_does_not_wait_for_a_wake_that_memory_refuses() -> None:
     def take(replica_id: str, verb: str, model: str, after: frozenset[Holder] = frozenset()) -> handover.Chain:
-        step = handover.Step(verb, replica_id, model=model)  # type: ignore[arg-type]
+        step = Step(verb, replica_id, model=model)
         return handover.Chain(Holder("replica", replica_id), "take", (step,), after=after)
 
     wakes = take("r1", "wake_replica", "m")
