@@ -16,7 +16,7 @@ from pathlib import Path
 MODULES = (
     "access.admission", "access.allowance", "access.request", "access.spending", "control.controller_call",
     "control.previous_response", "control.relay", "control.scrape", "core.routes", "gateway", "http.client",
-    "http.connection", "http.engine_framing", "http.handler", "http.outbox", "http.upstream", "http.wire",
+    "http.connection", "http.handler", "http.known_head", "http.outbox", "http.upstream", "http.wire",
     "inference.answer", "inference.handler", "inference.placement", "inference.response_copies",
     "observe.access_log", "observe.metrics", "payload.body_weight", "payload.fields", "payload.nesting",
     "payload.request_check", "payload.shapes", "payload.structure", "payload.transcript", "payload.usage",

@@ -17,14 +17,13 @@ from mypy_extensions import mypyc_attr
 
 from appliance.gateway.http import wire
 from appliance.gateway.http.connection import Connection
-from appliance.gateway.http.engine_framing import OK, PlainHead, plain_head, whole_chunks
+from appliance.gateway.http.known_head import OK, PlainHead, plain_head
 from appliance.gateway.http.outbox import Outbox
 
 CONNECT_TIMEOUT_S = 5.0
 FULL_BACKLOG_RETRY_S = 0.01
 RESPONSE_HEAD_BYTES = 64 * 1024
 CHUNKED: Final = -1
-_HEAD_END: Final = b"\r\n\r\n"
 
 
 # What tests put in its place is not compiled; that costs compiled classes nothing.
@@ -60,7 +59,6 @@ class UpstreamConnection(Connection):
     reused: bool = False
     answered: bool = False
     read_s: float = 0.0
-    _between_chunks: bool = False
     # Bytes of the request's body that its head promised and that are not written yet; `CHUNKED`: until `end_body`.
     _owes: int = 0
     _last: PlainHead | None = None
@@ -129,14 +127,7 @@ class UpstreamConnection(Connection):
                 if data.startswith(OK) and self._whole(owner, data):
                     return
                 self.headers = {}
-                self._between_chunks = False
             self._head_bytes += len(data)
-        elif self._between_chunks:
-            body = whole_chunks(data)
-            if body:
-                owner.upstream_data(self, body, False)
-                return
-            self._between_chunks = False
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
@@ -156,9 +147,6 @@ class UpstreamConnection(Connection):
             body = b"".join(chunks)
             self._chunks = []
         if not self._done:
-            if not body:
-                # Nothing but the head: what comes now begins with a chunk.
-                self._between_chunks = self.headers.get(b"transfer-encoding") == b"chunked" and data[-4:] == _HEAD_END
             owner.upstream_data(self, body, False)
             return
         self._response_ended(self._keep_alive)

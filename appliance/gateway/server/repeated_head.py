@@ -12,37 +12,21 @@ from typing import Final
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core.routes import Kind
+from appliance.gateway.http.known_head import KnownHead
 
 _LENGTH: Final = re.compile(rb"\r\ncontent-length:[ \t]*([0-9]{1,9})\r\n", re.IGNORECASE)
-_DIGITS: Final = 9
 
 
-class RepeatedHead:
+class RepeatedHead(KnownHead):
     """A parsed, admitted request without body or id, and the bytes around the digits of its length.
 
     table: which routing table it was admitted under.
     """
 
-    __slots__ = ("_before", "_after", "request", "table")
-
     def __init__(self, before: bytes, after: bytes, request: Request, table: int) -> None:
-        self._before = before
-        self._after = after
+        super().__init__(before, after)
         self.request = request
         self.table = table
-
-    def body_of(self, data: bytes) -> bytes | None:
-        """The body, if `data` is this head, with any length, and exactly the body that it announces."""
-        before, after = self._before, self._after
-        start = len(before)
-        if data[:start] != before:
-            return None
-        end = data.find(b"\r", start, start + _DIGITS + 1)
-        body = end + len(after)
-        if end < 0 or data[end:body] != after:
-            return None
-        digits = data[start:end]
-        return data[body:] if digits.isdigit() and len(data) - body == int(digits) else None
 
     def again(self, body: bytes) -> Request:
         """A new request with this head and body: admitted as the first was, its id and time still to be given."""

@@ -7,7 +7,6 @@ from itertools import combinations, pairwise
 
 import pytest
 
-from appliance.gateway.http.engine_framing import whole_chunks
 from appliance.gateway.http.outbox import Outbox
 from appliance.gateway.http.upstream import Owner, UpstreamConnection, UpstreamPool
 
@@ -67,7 +66,7 @@ def test_wherever_it_is_cut() -> None:
         assert owner.body == b"".join(BODIES) and owner.done and not owner.lost, cuts
 
 
-def test_the_parser_takes_over_where_it_must() -> None:
+def test_chunks_that_share_reads() -> None:
     half = len(CHUNKS[2]) // 2
     owner, _ = read([HEAD, CHUNKS[0], CHUNKS[1] + CHUNKS[2][:half], CHUNKS[2][half:], CHUNKS[0], CHUNKS[1] + LAST])
     assert owner.body == b"".join((*BODIES, *BODIES[:2])) and owner.done
@@ -86,9 +85,3 @@ def test_what_is_not_chunked_is_not_read_as_chunks() -> None:
     head = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ncontent-length: %d\r\n\r\n" % len(CHUNKS[0])
     owner, _ = read([head, CHUNKS[0]])
     assert owner.body == CHUNKS[0] and owner.done
-
-
-@pytest.mark.parametrize("data", [b"", LAST, CHUNKS[0] + LAST, CHUNKS[0][:-1], CHUNKS[0] + b"3", b"5;x=y\r\nabcde\r\n"])
-def test_only_whole_chunks_pass_by_the_parser(data: bytes) -> None:
-    assert whole_chunks(data) == b""
-    assert whole_chunks(CHUNKS[0] + CHUNKS[1]) == BODIES[0] + BODIES[1]
