@@ -1,4 +1,4 @@
-"""HTTP to one box, over its Unix socket or over TCP. Standard library only: a command must start in a blink."""
+"""HTTP to one box, over its Unix socket or TCP. It uses the standard library only, so that a command starts at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ _CHUNK_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class Address:
-    """Where a box answers: `socket_path`, or `host` and `port` (`secure`: TLS; `verified`: its certificate is)."""
+    """Where a box answers: `socket_path`, or `host` and `port`. `secure`: with TLS. `verified`: check its
+    certificate."""
 
     host: str = "box"
     port: int = 0
@@ -33,7 +34,7 @@ class Address:
 
     @classmethod
     def of_url(cls, url: str) -> Address:
-        """Of `http(s)://host[:port]`, with or without `/v1` behind it. Raises BadUsage."""
+        """The address in `http(s)://host[:port]`, with or without `/v1` behind it. Raises BadUsage."""
         parts = urlsplit(url if "//" in url else f"http://{url}")
         try:
             port = parts.port
@@ -48,13 +49,14 @@ class Address:
 
     @classmethod
     def of_own(cls, url: str) -> Address:
-        """Of the box on this machine: its certificate names the box, not loopback, where nobody else can stand in."""
+        """The address of the box on this machine. Its certificate is not checked on loopback: it names the box, and
+        nobody else can stand in there."""
         address = cls.of_url(url)
         return replace(address, verified=not address.is_local)
 
     @property
     def is_local(self) -> bool:
-        """Do paths mean the same to the box as they do here?"""
+        """Whether paths mean the same to the box as they do here."""
         return self.socket_path is not None or self.host in ("127.0.0.1", "localhost", "::1")
 
     def __str__(self) -> str:
@@ -91,8 +93,16 @@ class Client:
     def delete(self, path: str) -> Any:
         return self.send("DELETE", path)
 
-    def send(self, method: str, path: str, *, body: Any = None, query: Mapping[str, Any] | None = None,
-             timeout_s: float = TIMEOUT_S, headers: Mapping[str, str] | None = None) -> Any:  # fmt: skip
+    def send(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Any = None,
+        query: Mapping[str, Any] | None = None,
+        timeout_s: float = TIMEOUT_S,
+        headers: Mapping[str, str] | None = None,
+    ) -> Any:
         """The JSON of the answer. `query` values that are None are left out."""
         content = None if body is None else json.dumps(body).encode()
         sent = {"content-type": "application/json"} if body is not None else {}
@@ -102,8 +112,8 @@ class Client:
     def stream_events(self, path: str, body: Any, timeout_s: float) -> Iterator[Any]:
         """The `data:` objects of a server-sent event stream, up to its `[DONE]`.
 
-        Raises CommandFailed for an error event, and for a stream that ends without `[DONE]`: an answer that was cut
-        off must not pass for a short one.
+        Raises CommandFailed for an error event and for a stream that ends without `[DONE]`: nobody may take an answer
+        that was cut off for a short one.
         """
         content = json.dumps(body).encode()
         with self._answer("POST", path, content, {"content-type": "application/json"}, timeout_s) as response:
@@ -161,8 +171,9 @@ class Client:
         return done
 
     @contextmanager
-    def _answer(self, method: str, target: str, content: Any, headers: dict[str, str],
-                timeout_s: float) -> Iterator[http.client.HTTPResponse]:  # fmt: skip
+    def _answer(
+        self, method: str, target: str, content: Any, headers: dict[str, str], timeout_s: float
+    ) -> Iterator[http.client.HTTPResponse]:
         connection = self._connection(timeout_s)
         if self._api_key:
             headers = headers | {"authorization": f"Bearer {self._api_key}"}
@@ -170,18 +181,18 @@ class Client:
             try:
                 connection.request(method, target, body=content, headers=headers)
             except (BrokenPipeError, ConnectionResetError):
-                # A box that refuses an upload answers and closes before it has read all of it; the reason is there.
+                # A box that refuses an upload closes before it has read all of it; its answer has the reason.
                 if connection.sock is None:
                     raise
             response = connection.getresponse()
             if response.status >= 400:
                 message, code = _error_fields(_json_or_none(response.read()))
-                raise of_answer(response.status, message or f"the box answered {response.status} {response.reason}",
-                                code)  # fmt: skip
+                told = message or f"the box answered {response.status} {response.reason}"
+                raise of_answer(response.status, told, code)
             yield response
         except PermissionError as error:
-            raise AuthFailed(f"{self.address} belongs to another user; reach the box with --url and an API key "
-                             "instead") from error  # fmt: skip
+            told = f"{self.address} belongs to another user; reach the box with --url and an API key instead"
+            raise AuthFailed(told) from error
         except TimeoutError as error:
             raise Unreachable(f"the box at {self.address} did not answer within {timeout_s:.0f} s") from error
         except ssl.SSLCertVerificationError as error:

@@ -1,4 +1,4 @@
-"""What every command shares: the options that name the box, the choice of output, and its end."""
+"""What every command shares: the options that name the box, the choice of output, and the making of requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from appliance.cli import output
+from appliance.cli import formats, output
 from appliance.cli.errors import BadUsage
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ EVERY = Annotated[float, typer.Option("--every", metavar="SECONDS", min=0.1, hel
 
 @dataclass(frozen=True)
 class Session:
-    """The box a command talks to and the form of its answer."""
+    """The box that a command talks to, and the form of its answer."""
 
     client: Client
     format: Format
@@ -44,7 +44,7 @@ class Session:
         return self.format == "json"
 
     def show(self, answer: Any, render: Callable[[Any], Any]) -> None:
-        """Print an answer of the box: as it is, or drawn."""
+        """Print an answer of the box, as it is or drawn."""
         output.print_json(answer) if self.as_json else output.draw(render(answer))
 
     def follow(self, fetch: Callable[[], Any], render: Callable[[Any], Any], watch: bool, every_s: float) -> None:
@@ -56,10 +56,10 @@ class Session:
 
 
 def group(help: str) -> typer.Typer:
-    """A Typer with the appearance they all share.
+    """A Typer with the appearance that all groups share.
 
-    Two settings keep `--help` fast. Help drawn with Rich takes three times as long. And Typer checks a `--help` that
-    was not given with pydantic, whose import costs as much as all else, unless it has a default that is a bool.
+    Two settings keep `--help` fast. Without Rich, help is drawn in a third of the time. And with a bool as its default,
+    Typer does not check a `--help` that was not given; the check imports pydantic, which costs as much as all else.
     """
     return typer.Typer(
         help=help,
@@ -68,9 +68,11 @@ def group(help: str) -> typer.Typer:
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
         context_settings={
-            "help_option_names": ["-h", "--help"], "max_content_width": 110, "default_map": {"help": False},
+            "help_option_names": ["-h", "--help"],
+            "max_content_width": 110,
+            "default_map": {"help": False},
         },
-    )  # fmt: skip
+    )
 
 
 def examples(*lines: str) -> str:
@@ -78,8 +80,33 @@ def examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def for_box(command: Callable[..., None]) -> Callable[..., None]:
-    """Adds --url, --api-key, --data-dir and -o; the command gets a Session as its first argument."""
+def box_command(
+    app: typer.Typer, *lines: str, name: str | None = None
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Adds a command to `app` that talks to a box (see `_for_box`). `lines` are its examples; `name` is its own if its
+    function cannot have it."""
+
+    def add(command: Callable[..., None]) -> Callable[..., None]:
+        return app.command(name or command.__name__, epilog=examples(*lines))(_for_box(command))
+
+    return add
+
+
+def given(**fields: Any) -> dict[str, Any]:
+    """The fields of a request that were given: those that are not None."""
+    return {name: value for name, value in fields.items() if value is not None}
+
+
+def seconds_given(option: str, text: str) -> float:
+    """Raises BadUsage."""
+    seconds = formats.seconds_of(text)
+    if seconds is None:
+        raise BadUsage(f"{option} is {text!r}; expected a time such as 90s, 45m, 9h, 1h30m or 7d")
+    return seconds
+
+
+def _for_box(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds --url, --api-key, --data-dir and -o. The command gets a Session as its first argument."""
     signature = inspect.signature(command, eval_str=True)
     own = list(signature.parameters.values())[1:]
     added = [
@@ -94,9 +121,16 @@ def for_box(command: Callable[..., None]) -> Callable[..., None]:
     ]
 
     @functools.wraps(command)
-    def with_session(*, ctx: typer.Context, url: str | None, api_key: str | None, data_dir: str | None,
-                     output_format: Format, **given: Any) -> None:  # fmt: skip
-        command(open_session(ctx, url, api_key, data_dir, output_format), **given)
+    def with_session(
+        *,
+        ctx: typer.Context,
+        url: str | None,
+        api_key: str | None,
+        data_dir: str | None,
+        output_format: Format,
+        **options: Any,
+    ) -> None:
+        command(open_session(ctx, url, api_key, data_dir, output_format), **options)
 
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + added
     with_session.__signature__ = signature.replace(parameters=parameters)
@@ -104,8 +138,9 @@ def for_box(command: Callable[..., None]) -> Callable[..., None]:
     return with_session
 
 
-def open_session(ctx: typer.Context, url: str | None, api_key: str | None, data_dir: str | None,
-                 output_format: Format) -> Session:  # fmt: skip
+def open_session(
+    ctx: typer.Context, url: str | None, api_key: str | None, data_dir: str | None, output_format: Format
+) -> Session:
     """The box of these options. Raises BadUsage, and Unreachable when none runs on this machine."""
     # Fenced: HTTP and TLS would add a third to the time of `--help`.
     from appliance.cli.client import Address, Client
@@ -115,7 +150,7 @@ def open_session(ctx: typer.Context, url: str | None, api_key: str | None, data_
         typed = [name for name in ("url", "data_dir") if _is_typed(ctx, name)]
         if len(typed) == 2:
             raise BadUsage("--url and --data-dir name two boxes; give one of them")
-        # What somebody typed wins over the environment; of two variables, the URL.
+        # What somebody typed wins over the environment; of two variables the URL wins.
         url = None if typed == ["data_dir"] else url
     if url:
         return Session(Client(Address.of_url(url), api_key), output_format, None, api_key)

@@ -1,4 +1,4 @@
-"""Names for the shell's completion, asked of the box; no box, no names."""
+"""Names for the shell's completion, asked of the box; none if there is no box."""
 
 from __future__ import annotations
 

@@ -47,18 +47,16 @@ class WaitTimedOut(CliError):
     exit_code = 124
 
 
+_OF_STATUS: dict[int, type[CliError]] = {
+    **dict.fromkeys((401, 403), AuthFailed),
+    **dict.fromkeys((400, 405, 413, 422), BadUsage),
+    404: NotFound,
+    409: Conflict,
+    **dict.fromkeys((502, 503, 504), Unreachable),
+}
+
+
 def of_answer(status: int, message: str, code: str | None) -> CliError:
     """The error for an HTTP answer of `status` >= 400 with the message and code of OpenAI's error object."""
-    if code == "wait_timeout":
-        return WaitTimedOut(message)
-    if status in (401, 403):
-        return AuthFailed(message)
-    if status in (400, 405, 413, 422):
-        return BadUsage(message)
-    if status == 404:
-        return NotFound(message)
-    if status == 409:
-        return Conflict(message)
-    if status in (502, 503, 504):
-        return Unreachable(message)
-    return CommandFailed(message)
+    kind = WaitTimedOut if code == "wait_timeout" else _OF_STATUS.get(status, CommandFailed)
+    return kind(message)

@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers, times and texts as people read them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def duration(seconds: float | None) -> str:
 
 
 def seconds_of(text: str) -> float | None:
-    """9h, 90m, 1h30m, 2d or 45s in seconds; None where it is none of these."""
+    """9h, 90m, 1h30m, 2d or 45s in seconds; None for anything else."""
     units = {"d": 86400.0, "h": 3600.0, "m": 60.0, "s": 1.0}
     total, digits = 0.0, ""
     for char in text.strip().lower():
@@ -68,12 +68,12 @@ def loss(value: float | None) -> str:
 
 
 def or_dash(value: object) -> str:
-    """Text for a cell; nothing, and nothing in a list, is a dash."""
+    """Text for a cell; a dash for nothing and for an empty list."""
     if isinstance(value, (list, tuple)):
         return ", ".join(str(item) for item in value) or "-"
     return "-" if value is None or value == "" else str(value)
 
 
 def printable(text: object) -> str:
-    """Without the control characters that could drive a terminal: what others wrote is shown, never obeyed."""
+    """The text without control characters: a terminal shows what others wrote and must not obey it."""
     return "".join(char for char in str(text) if char.isprintable() or char in "\n\t")

@@ -1,4 +1,4 @@
-"""Where the box is: named by URL, or found on this machine through its data directory."""
+"""Finds the box of a data directory on this machine."""
 
 from __future__ import annotations
 
@@ -44,14 +44,14 @@ class BoxFile:
 
     @property
     def pid(self) -> int | None:
-        """Of the main process, None if it does not run. A pid from before a reboot may be somebody else's by now,
-        that of another box's main process too: the file is in a copy of the directory, or containers count from 1."""
+        """The main process's pid, None if it does not run. A pid from before a reboot may be another process's now. It
+        may even be another box's main process: in a copy of the directory, or in containers, which count from 1."""
         pid = self.fields.get("pid")
         return pid if isinstance(pid, int) and is_main_process(pid, self.data_dir) else None
 
     @property
     def url(self) -> str:
-        """Of the gateway, as this machine reaches it; without /v1."""
+        """The gateway's URL as this machine reaches it, without /v1."""
         url = str(self.fields.get("url", "")).removesuffix("/v1").rstrip("/")
         return url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:").replace("//:::", "//[::1]:")
 
@@ -76,7 +76,7 @@ class BoxFile:
 
 
 def is_main_process(pid: int, data_dir: Path) -> bool:
-    """Is this living process the main process of the box on this data directory?"""
+    """Whether this living process is the main process of the box on this data directory."""
     try:
         arguments = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if b"appliance.boot.main" not in arguments:

@@ -15,8 +15,8 @@ from appliance.cli import output
 from appliance.cli.command import examples, group
 from appliance.cli.errors import CliError
 
-# Name -> (module below this package that holds the command or the group, first line of its help). Building all thirty
-# commands takes longer than everything else that `--help` does, so only the one asked for is built.
+# Name -> (module below this package that holds the command or the group, first line of its help). Only the command that
+# was asked for is built: building all thirty takes longer than everything else that `--help` does.
 COMMANDS = {
     "up": ("box.box", "Start the box on this machine."),
     "down": ("box.box", "Stop the box on this machine."),
@@ -95,17 +95,25 @@ app = group("One box that fine-tunes and serves. `appliance COMMAND --help` expl
 def root(
     install_completion: Annotated[
         bool,
-        typer.Option("--install-completion", callback=completion.install_callback, expose_value=False,
-                     help="Install completion of commands and names for this shell."),
+        typer.Option(
+            "--install-completion",
+            callback=completion.install_callback,
+            expose_value=False,
+            help="Install completion of commands and names for this shell.",
+        ),
     ] = False,
     show_completion: Annotated[
         bool,
-        typer.Option("--show-completion", callback=completion.show_callback, expose_value=False,
-                     help="Print that completion instead."),
+        typer.Option(
+            "--show-completion",
+            callback=completion.show_callback,
+            expose_value=False,
+            help="Print that completion instead.",
+        ),
     ] = False,
-) -> None:  # fmt: skip
-    # Typer's own completion flags, but with a default that it need not check: a check imports pydantic, before the
-    # `--help` of any command. For the same reason the options that name the box stand behind the command.
+) -> None:
+    # These are Typer's own completion flags, but with a default that it need not check: a check imports pydantic before
+    # the `--help` of any command. For the same reason the options that name the box come after the command.
     return
 
 
@@ -114,7 +122,7 @@ def run() -> None:
     try:
         app(prog_name="appliance")
     except KeyboardInterrupt:
-        # Before the first command ran; later ones are Typer's to turn into 130.
+        # Ctrl-C came before the first command ran; later Typer turns it into 130 itself.
         sys.exit(130)
 
 

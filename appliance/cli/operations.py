@@ -1,4 +1,4 @@
-"""Long work of the box that a command starts and waits for."""
+"""Waiting for long work of the box that a command has started."""
 
 from __future__ import annotations
 
@@ -17,18 +17,29 @@ WAIT = Annotated[
 TIMEOUT = Annotated[
     float | None, typer.Option("--timeout", metavar="SECONDS", min=0, help="Give up waiting; the box goes on.")
 ]
-_LOOK_EVERY_S = 0.5
+LOOK_EVERY_S = 0.5
 PATIENCE_S = 120.0
 
 
 class Patience:
-    """Rides out a box that restarts while a command follows it: Unreachable counts only after PATIENCE_S of it."""
+    """For commands that follow a box: they go on while it restarts, and stop when their time is over.
 
-    def __init__(self) -> None:
+    A box that is Unreachable counts as gone only after PATIENCE_S. `timeout_s` None waits for ever.
+    """
+
+    def __init__(self, timeout_s: float | None = None) -> None:
         self._since_s: float | None = None
+        self._deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        self.limit = "" if timeout_s is None else f"{timeout_s:g} s"
+
+    def pause(self, late: str) -> None:
+        """Sleep until the next look. Raises WaitTimedOut, saying `late`, when the time is over."""
+        if self._deadline_s is not None and time.monotonic() >= self._deadline_s:
+            raise WaitTimedOut(late)
+        time.sleep(LOOK_EVERY_S)
 
     def get(self, session: Session, path: str, **query: Any) -> Any | None:
-        """The answer; None while the box is away. Raises CliError, also Unreachable in the end."""
+        """The answer; None while the box is away. Raises CliError, and Unreachable in the end."""
         try:
             answer = session.client.get(path, **query)
         except Unreachable as error:
@@ -44,22 +55,20 @@ class Patience:
 
 
 def finish(session: Session, started: dict[str, Any], wait: bool, timeout_s: float | None) -> dict[str, Any]:
-    """The operation when it has ended (or as it began, without `wait`). Raises CommandFailed if it failed."""
+    """The operation once it has ended, or as it began without `wait`. Raises CommandFailed if it failed."""
     operation = started["operation"]
     if not wait:
         return operation
-    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-    patience = Patience()
+    patience = Patience(timeout_s)
     with output.progress(_message(operation)) as meter:
         while operation["state"] == "running":
-            if deadline_s is not None and time.monotonic() >= deadline_s:
-                raise WaitTimedOut(f"{operation['kind']} goes on as operation {operation['id']}; it took longer than "
-                                   f"{timeout_s:g} s")  # fmt: skip
-            time.sleep(_LOOK_EVERY_S)
+            patience.pause(
+                f"{operation['kind']} goes on as operation {operation['id']}; it took longer than {patience.limit}"
+            )
             answer = patience.get(session, f"/admin/v1/operations/{paths.segment(operation['id'])}")
             operation = answer["operation"] if answer else operation
-            meter.update(_message(operation), done=operation["progress"].get("done"),
-                         total=operation["progress"].get("total"))  # fmt: skip
+            progress = operation["progress"]
+            meter.update(_message(operation), done=progress.get("done"), total=progress.get("total"))
     if operation["state"] == "failed":
         error = operation["error"]
         named = f" ({error['code']})" if error.get("code") else ""

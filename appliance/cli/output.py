@@ -14,7 +14,7 @@ from appliance.cli import formats
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
 
-# Rich is imported inside the functions that draw: it would double the time of `--help`.
+# Rich is imported inside the functions that draw, because it would double the time of `--help`.
 
 _UNBOUNDED_COLUMNS = 10_000
 
@@ -24,18 +24,18 @@ def print_json(value: Any) -> None:
 
 
 def say(message: str) -> None:
-    """A remark for a person; never part of a result."""
+    """Print a remark for a person, which is never part of a result."""
     print(formats.printable(message), file=sys.stderr, flush=True)
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: str) -> RenderableType:
-    """Columns whose name begins with ">" are aligned to the right."""
+    """A table. Columns whose name begins with ">" are aligned to the right."""
     from rich.table import Table
     from rich.text import Text
 
     drawn = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
     for name in columns:
-        # Folded, never shortened: half an id is no id.
+        # Long cells are folded and never shortened: half an id is no id.
         drawn.add_column(name.lstrip(">"), justify="right" if name.startswith(">") else "left", overflow="fold")
     found = False
     for row in rows:
@@ -45,7 +45,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: st
 
 
 def fields(pairs: Iterable[tuple[str, object]]) -> RenderableType:
-    """One thing: a name and a value per line."""
+    """One thing, with a name and a value per line."""
     from rich.table import Table
     from rich.text import Text
 
@@ -58,7 +58,7 @@ def fields(pairs: Iterable[tuple[str, object]]) -> RenderableType:
 
 
 def stack(*parts: RenderableType | None) -> RenderableType:
-    """Parts below each other with a blank line between; None is left out."""
+    """Parts below each other with a blank line in between; None is left out."""
     from rich.console import Group
     from rich.text import Text
 
@@ -79,7 +79,7 @@ def above(title: str, part: RenderableType) -> RenderableType:
 
 
 def notes(sentences: Iterable[str]) -> str | None:
-    """What a person should know, a line each; None where there is nothing."""
+    """Remarks for a person, a line each; None if there are none."""
     return "\n".join(f"! {sentence}" for sentence in sentences) or None
 
 
@@ -89,7 +89,7 @@ def draw(renderable: RenderableType) -> None:
     if sys.stdout.isatty():
         _console().print(renderable)
         return
-    # Into a pipe nothing is folded to a width that nobody sees, and no padding trails.
+    # In a pipe there is no width to fold to, and no padding trails.
     console = _console(width=_UNBOUNDED_COLUMNS)
     with console.capture() as captured:
         console.print(renderable)
@@ -112,7 +112,7 @@ def watch(fetch: Callable[[], Any], render: Callable[[Any], RenderableType], *, 
 
 
 class Meter(Protocol):
-    """Where a piece of work is."""
+    """Shows how far a piece of work is."""
 
     def update(self, message: str | None = None, *, done: float | None = None, total: float | None = None) -> None: ...
 

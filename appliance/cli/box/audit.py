@@ -8,20 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.command import Session, examples, for_box, group
+from appliance.cli.command import Session, box_command, group
 
 app = group("Who did what: every change, by whom, and what came of it.")
 
 
-@app.command(
-    epilog=examples(
-        "appliance audit",
-        "appliance audit --limit 1000 -o json | jq '.data[] | select(.action == \"key.create\")'",
-        "",
-        "WHO is a key's name, or `box` for a command on the box itself, for a window and for the box's own decisions.",
-    )
+@box_command(
+    app,
+    "appliance audit",
+    "appliance audit --limit 1000 -o json | jq '.data[] | select(.action == \"key.create\")'",
+    "",
+    "WHO is a key's name, or `box` for a command on the box itself, for a window and for the box's own decisions.",
 )
-@for_box
 def audit(
     session: Session,
     limit: Annotated[int, typer.Option(min=1, max=1000, help="So many, the newest first.")] = 50,
@@ -43,7 +41,7 @@ def _table(answer: dict[str, Any]) -> Any:
 
 
 def _detail(detail: dict[str, Any]) -> str:
-    # A null tells something too: a limit that was lifted.
-    told = (f"{name}={value if isinstance(value, str) else json.dumps(value)}"
-            for name, value in detail.items() if value not in ("", []))  # fmt: skip
-    return formats.printable("  ".join(told))
+    # A null is shown too: it is a limit that was lifted.
+    shown = {name: value for name, value in detail.items() if value not in ("", [])}
+    texts = (f"{name}={value if isinstance(value, str) else json.dumps(value)}" for name, value in shown.items())
+    return formats.printable("  ".join(texts))

@@ -14,7 +14,7 @@ import typer
 
 from appliance.cli import formats, output
 from appliance.cli.box.gpu import health, holder
-from appliance.cli.command import DATA_DIR, EVERY, OUTPUT, WATCH, Session, examples, for_box, group
+from appliance.cli.command import DATA_DIR, EVERY, OUTPUT, WATCH, Session, box_command, examples, group
 from appliance.cli.errors import BadUsage, CommandFailed
 from appliance.cli.jobs.job import jobs_table
 from appliance.cli.locate import BoxFile
@@ -146,13 +146,12 @@ def join(
     if token is not None and token_file is not None:
         raise BadUsage("--token and --token-file say the same thing; give one of them")
     if token is not None:
-        # Not as an argument: every user of this machine could read it there.
+        # In a file, because every user of this machine could read an argument.
         token_file = _kept(Path(resolved.box.data_dir), token)
     # -P: a folder here that is called `train` or `serve` must not hide ours.
-    os.execv(sys.executable, [
-        sys.executable, "-P", "-m", "appliance.boot.node", "--config-json", resolved.model_dump_json(), "--head", head,
-        "--name", name, *(() if token_file is None else ("--token-path", str(token_file.resolve()))),
-    ])  # fmt: skip
+    command = [sys.executable, "-P", "-m", "appliance.boot.node", "--config-json", resolved.model_dump_json()]
+    token_option = () if token_file is None else ("--token-path", str(token_file.resolve()))
+    os.execv(sys.executable, [*command, "--head", head, "--name", name, *token_option])
 
 
 def _kept(data_dir: Path, token: str) -> Path:
@@ -192,8 +191,7 @@ def down(
         output.say(f"note: {left.message}")
 
 
-@app.command(epilog=examples("appliance status", "appliance status --watch", "appliance status -o json"))
-@for_box
+@box_command(app, "appliance status", "appliance status --watch", "appliance status -o json")
 def status(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
     """The box at a glance.
 
@@ -211,8 +209,8 @@ def _devices(text: str | None) -> str | int | None:
 
 
 def _forward_signals(process: Any) -> list[int]:
-    """Every signal that would end us ends the box instead, in order; a second one kills it. Returns a list of those
-    that came."""
+    """Makes every signal that would end us end the box in order instead; a second one kills it. Returns a list that
+    each signal is added to."""
     came: list[int] = []
 
     def forward(number: int, _frame: Any) -> None:
@@ -225,7 +223,7 @@ def _forward_signals(process: Any) -> list[int]:
 
 
 def _stay(process: Any) -> None:
-    """Until the box ends."""
+    """Returns when the box ends in order. Raises CommandFailed if it does not."""
     code = process.wait()
     if code != 0:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -233,13 +231,14 @@ def _stay(process: Any) -> None:
 
 
 def _first_key(file: str | None) -> str | None:
-    """Shown to a person at a terminal; anything else that reads what we print may be a journal, which keeps it."""
+    """The key, for a person at a terminal. Anything else that reads what we print may be a journal, which would keep
+    it."""
     if file is None or not sys.stdout.isatty():
         return None
     try:
         return Path(file).read_text().strip()
     except OSError:
-        return None  # its file is named in any case
+        return None  # the answer names its file in any case
 
 
 def _ready(answer: dict[str, Any], detached: bool) -> Any:
@@ -273,19 +272,12 @@ def _status(now: dict[str, Any]) -> Any:
     replicas = output.table(
         ("REPLICA", "MODEL", "VERSION", "STATE", ">DEVICES", ">REQUESTS", ">MEMORY"),
         (
-            (
-                r["id"],
-                r["model"],
-                r["version"],
-                r["state"],
-                len(r["devices"]),
-                r["inflight"],
-                formats.size(r["rss_bytes"]),
-            )
+            (*(r[key] for key in ("id", "model", "version", "state")), len(r["devices"]), r["inflight"],
+             formats.size(r["rss_bytes"]))
             for r in now["replicas"]
         ),
         empty=f"no replicas: {'see below' if now.get('troubles') else 'a model starts when it is asked for'}",
-    )
+    )  # fmt: skip
     jobs = jobs_table({"data": now["jobs"]}) if now["jobs"] else "no unfinished jobs"
     handover = handover_steps(now["handover"]) if now["handover"] else None
     notes = [*map(_trouble, now.get("degraded") or ()), *(now.get("notes") or ())]

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.command import Session, examples, for_box, group
+from appliance.cli.command import Session, box_command, group
 from appliance.cli.errors import BadUsage, CommandFailed
 
 PATH = "/admin/v1/forget"
@@ -18,16 +18,14 @@ _WAIT_S, _PAUSE_S = 600.0, 1.0
 app = group("Forget a person: their keys, files, responses and their name.")
 
 
-@app.command(
-    epilog=examples(
-        "appliance forget --owner ann",
-        "appliance forget --owner ann --cancel --models --yes",
-        "",
-        "Deleted are files, uploads, stored responses, batches and the folders of jobs; keys are revoked; usage and",
-        "the audit log stay, under a pseudonym. Models trained on the files are listed; --models deletes them too.",
-    )
+@box_command(
+    app,
+    "appliance forget --owner ann",
+    "appliance forget --owner ann --cancel --models --yes",
+    "",
+    "Deleted are files, uploads, stored responses, batches and the folders of jobs; keys are revoked; usage and",
+    "the audit log stay, under a pseudonym. Models trained on the files are listed; --models deletes them too.",
 )
-@for_box
 def forget(
     session: Session,
     owner: Annotated[str, typer.Option("--owner", metavar="NAME", help="As `appliance key list` shows it.")],

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated, Any
 
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.command import EVERY, WATCH, Session, examples, for_box, group
-from appliance.cli.errors import WaitTimedOut
+from appliance.cli.command import EVERY, WATCH, Session, box_command, group
 from appliance.cli.operations import TIMEOUT, Patience
 from appliance.cli.paths import segment
 
 app = group("Devices: GPUs, or logical CPU devices where there is none.")
 DEVICE = Annotated[str, typer.Argument(metavar="DEVICE", help="As `gpu list` names it, e.g. n0/3.")]
-_LOOK_EVERY_S = 0.5
 
 
-@app.command("list", epilog=examples("appliance gpu list", "appliance gpu list --watch", "appliance gpu list -o json"))
-@for_box
+@box_command(app, "appliance gpu list", "appliance gpu list --watch", "appliance gpu list -o json", name="list")
 def list_devices(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
     """Every device with its health and its holder: a job, a replica, or nobody.
 
@@ -28,13 +24,11 @@ def list_devices(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> 
     session.follow(lambda: session.client.get("/admin/v1/devices"), _table, watch, every)
 
 
-@app.command(
-    epilog=examples(
-        'appliance gpu drain n0/3 --reason "row remap pending"',
-        "appliance gpu drain n0/3 --no-wait",
-    )
+@box_command(
+    app,
+    'appliance gpu drain n0/3 --reason "row remap pending"',
+    "appliance gpu drain n0/3 --no-wait",
 )
-@for_box
 def drain(
     session: Session,
     device: DEVICE,
@@ -53,15 +47,13 @@ def drain(
     session.show(answer, _state)
 
 
-@app.command(epilog=examples("appliance gpu undrain n0/3"))
-@for_box
+@box_command(app, "appliance gpu undrain n0/3")
 def undrain(session: Session, device: DEVICE) -> None:
     """Put a device back into use, whether a person or the box itself took it out."""
     session.show(session.client.post(f"/admin/v1/devices/{device}/undrain"), _state)
 
 
-@app.command(epilog=examples("appliance gpu forget n1"))
-@for_box
+@box_command(app, "appliance gpu forget n1")
 def forget(
     session: Session,
     node: Annotated[str, typer.Argument(metavar="NODE", help="The first part of its devices' names, e.g. n1.")],
@@ -70,8 +62,7 @@ def forget(
     session.show(session.client.delete(f"/admin/v1/nodes/{segment(node)}"), _forgotten)
 
 
-@app.command(epilog=examples("appliance gpu limits", "appliance gpu limits --measure     on a quiet box"))
-@for_box
+@box_command(app, "appliance gpu limits", "appliance gpu limits --measure     on a quiet box")
 def limits(
     session: Session,
     measure: Annotated[bool, typer.Option("--measure", help="Measure again, now.")] = False,
@@ -92,17 +83,14 @@ def health(device: dict[str, Any]) -> str:
 
 
 def _until_free(session: Session, device_id: str, device: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
-    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-    patience = Patience()
+    patience = Patience(timeout_s)
     with output.progress(f"draining {device_id}") as meter:
         while device["holder"] is not None and device["drain"] is not None:
-            if deadline_s is not None and time.monotonic() >= deadline_s:
-                raise WaitTimedOut(
-                    f"{device_id} is drained, but {holder(device)} has not left it within {timeout_s:g} s; the box "
-                    "goes on, `appliance gpu list` shows when it is free"
-                )
             meter.update(f"draining {device_id}: {holder(device)} is leaving")
-            time.sleep(_LOOK_EVERY_S)
+            patience.pause(
+                f"{device_id} is drained, but {holder(device)} has not left it within {patience.limit}; the box "
+                "goes on, `appliance gpu list` shows when it is free"
+            )
             answer = patience.get(session, "/admin/v1/devices")
             device = next((d for d in answer["data"] if d["id"] == device_id), device) if answer else device
     return device
@@ -112,11 +100,13 @@ def _limits(answer: dict[str, Any]) -> Any:
     def rate(bytes_per_s: float | None) -> str:
         return "-" if bytes_per_s is None else f"{formats.size(bytes_per_s)}/s"
 
-    return output.fields([
-        ("host memory", rate(answer["memcpy_bytes_per_s"])),
-        ("host to one GPU", rate(answer["host_to_device_bytes_per_s"])),
-        ("measured", formats.moment(answer["measured_s"])),
-    ])  # fmt: skip
+    return output.fields(
+        [
+            ("host memory", rate(answer["memcpy_bytes_per_s"])),
+            ("host to one GPU", rate(answer["host_to_device_bytes_per_s"])),
+            ("measured", formats.moment(answer["measured_s"])),
+        ]
+    )
 
 
 def _forgotten(answer: dict[str, Any]) -> str:

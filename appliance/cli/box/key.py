@@ -2,67 +2,88 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.command import Session, examples, for_box, group
+from appliance.cli.command import Session, box_command, given, group
 from appliance.cli.errors import BadUsage
 from appliance.cli.paths import segment
 
-Models = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--model",
-        help="Of the models that its owner may use, those that it may, beside what his jobs make; repeatable. "
-        "Default: all.",
-    ),
-]
-RequestsPerMinute = Annotated[int | None, typer.Option("--requests-per-minute", min=1, metavar="N")]
-TokensPerMinute = Annotated[
-    int | None, typer.Option("--tokens-per-minute", min=1, metavar="N", help="Prompts and completions together.")
-]
-TokensPerDay = Annotated[int | None, typer.Option("--tokens-per-day", min=1, metavar="N", help="Days of UTC.")]
-TokensPerMonth = Annotated[int | None, typer.Option("--tokens-per-month", min=1, metavar="N", help="Months of UTC.")]
+Number = int | None
+# What a key may use and spend, by the names of the request. `max_*` and `bounds`: what its jobs may claim before
+# others, and what its owner may keep; an operator's key has no such bounds.
+LIMITS: dict[str, Any] = {
+    "models": Annotated[
+        list[str] | None,
+        typer.Option(
+            "--model",
+            help="Of the models that its owner may use, those that it may, beside what his jobs make; repeatable. "
+            "Default: all.",
+        ),
+    ],
+    "requests_per_minute": Annotated[Number, typer.Option(min=1, metavar="N")],
+    "tokens_per_minute": Annotated[Number, typer.Option(min=1, metavar="N", help="Prompts and completions together.")],
+    "tokens_per_day": Annotated[Number, typer.Option(min=1, metavar="N", help="Days of UTC.")],
+    "tokens_per_month": Annotated[Number, typer.Option(min=1, metavar="N", help="Months of UTC.")],
+    "max_priority": Annotated[Number, typer.Option(min=-1000, max=1000, metavar="N", help="Of its jobs. Default: 0.")],
+    "max_non_preemptible": Annotated[
+        Number, typer.Option(min=0, metavar="N", help="Of its unfinished jobs. Default: 0.")
+    ],
+    "max_deadlines": Annotated[
+        Number, typer.Option(min=0, metavar="N", help="Unfinished jobs that have a deadline. Default: 0.")
+    ],
+    "max_held": Annotated[Number, typer.Option(min=0, metavar="N", help="Unfinished jobs that are held. Default: 16.")],
+    "bounds": Annotated[
+        list[str] | None,
+        typer.Option(
+            "--bound",
+            metavar="NAME=N",
+            help="Of what the owner may keep, instead of the box's own; repeatable, together the key's: files, "
+            "file_bytes, uploads, batches, jobs, background, responses, responses_bytes.",
+        ),
+    ],
+}
 
-# What its jobs may claim before others. An operator's key has no such bounds.
-MaxPriority = Annotated[
-    int | None, typer.Option("--max-priority", min=-1000, max=1000, metavar="N", help="Of its jobs. Default: 0.")
-]
-MaxNonPreemptible = Annotated[
-    int | None,
-    typer.Option("--max-non-preemptible", min=0, metavar="N", help="Of its unfinished jobs. Default: 0."),
-]
-MaxDeadlines = Annotated[
-    int | None,
-    typer.Option("--max-deadlines", min=0, metavar="N", help="Unfinished jobs that have a deadline. Default: 0."),
-]
-MaxHeld = Annotated[
-    int | None, typer.Option("--max-held", min=0, metavar="N", help="Unfinished jobs that are held. Default: 16.")
-]
-Bound = Annotated[
-    list[str] | None,
-    typer.Option("--bound", metavar="NAME=N", help="Of what the owner may keep, instead of the box's own; repeatable, "
-                 "together the key's: files, file_bytes, uploads, batches, jobs, background, responses, "
-                 "responses_bytes."),
-]  # fmt: skip
+
+def with_limits(command: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command an option for each of LIMITS; it gets those that were given as `limits`."""
+    signature = inspect.signature(command, eval_str=True)
+    own = [parameter for parameter in signature.parameters.values() if parameter.name != "limits"]
+    added = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=option)
+        for name, option in LIMITS.items()
+    ]
+
+    @functools.wraps(command)
+    def with_options(session: Session, **options: Any) -> None:
+        chosen = {name: options.pop(name) for name in LIMITS}
+        limits = given(**chosen | {"models": chosen["models"] or None, "bounds": _bounds(chosen["bounds"])})
+        command(session, limits=limits, **options)
+
+    parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + added
+    with_options.__signature__ = signature.replace(parameters=parameters)
+    return with_options
+
 
 app = group("API keys: who may use the box over the network. Commands on the box itself need none.")
 
 
-@app.command(
-    epilog=examples(
-        "appliance key create --name alice",
-        "appliance key create --name ops --scope admin",
-        "appliance key create --name dashboard --scope read            sees status, queue and usage, changes nothing",
-        "appliance key create --name prometheus --scope metrics        GET /metrics alone",
-        "appliance key create --name alice-laptop --owner alice        sees what alice's first key made",
-        "appliance key create --name trial --model starter --requests-per-minute 60 --tokens-per-day 100000",
-        "export OPENAI_API_KEY=$(appliance key create --name ci -o json | jq -r .key)",
-    )
+@box_command(
+    app,
+    "appliance key create --name alice",
+    "appliance key create --name ops --scope admin",
+    "appliance key create --name dashboard --scope read            sees status, queue and usage, changes nothing",
+    "appliance key create --name prometheus --scope metrics        GET /metrics alone",
+    "appliance key create --name alice-laptop --owner alice        sees what alice's first key made",
+    "appliance key create --name trial --model starter --requests-per-minute 60 --tokens-per-day 100000",
+    "export OPENAI_API_KEY=$(appliance key create --name ci -o json | jq -r .key)",
 )
-@for_box
+@with_limits
 def create(
     session: Session,
     name: Annotated[str, typer.Option("--name", help="Whose key it is; shown in lists and in the audit log.")],
@@ -76,74 +97,45 @@ def create(
         str | None,
         typer.Option("--owner", help="Whose is what it makes, and whose part of the devices it shares. Default: NAME."),
     ] = None,
-    model: Models = None,
-    requests_per_minute: RequestsPerMinute = None,
-    tokens_per_minute: TokensPerMinute = None,
-    tokens_per_day: TokensPerDay = None,
-    tokens_per_month: TokensPerMonth = None,
-    max_priority: MaxPriority = None,
-    max_non_preemptible: MaxNonPreemptible = None,
-    max_deadlines: MaxDeadlines = None,
-    max_held: MaxHeld = None,
-    bound: Bound = None,
+    *,
+    limits: dict[str, Any],
 ) -> None:
     """Make a key and show it once: the box keeps only its SHA-256."""
-    body = {"name": name, "scopes": scope or None, "owner": owner, "models": model or None} | {
-        "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
-        "tokens_per_day": tokens_per_day, "tokens_per_month": tokens_per_month, "max_priority": max_priority,
-        "max_non_preemptible": max_non_preemptible, "max_deadlines": max_deadlines, "max_held": max_held,
-        "bounds": _bounds(bound),
-    }  # fmt: skip
-    answer = session.client.post("/admin/v1/keys", {k: v for k, v in body.items() if v is not None})
+    body = given(name=name, scopes=scope or None, owner=owner) | limits
+    answer = session.client.post("/admin/v1/keys", body)
     if not session.as_json:
         output.say(f"Key {answer['name']} ({', '.join(answer['scopes'])}). It is not shown again:")
     output.print_json(answer) if session.as_json else print(answer["key"])
 
 
-@app.command(
-    epilog=examples(
-        "appliance key limit alice --requests-per-minute 600 --tokens-per-minute 200000",
-        "appliance key limit trial --model starter --model ft:starter:acme:v2:Ab3dE",
-        "appliance key limit alice --lift tokens_per_minute --lift models",
-        "appliance key limit alice --bound file_bytes=500000000000 --bound jobs=10",
-    )
+@box_command(
+    app,
+    "appliance key limit alice --requests-per-minute 600 --tokens-per-minute 200000",
+    "appliance key limit trial --model starter --model ft:starter:acme:v2:Ab3dE",
+    "appliance key limit alice --lift tokens_per_minute --lift models",
+    "appliance key limit alice --bound file_bytes=500000000000 --bound jobs=10",
 )
-@for_box
+@with_limits
 def limit(
     session: Session,
     key: Annotated[str, typer.Argument(metavar="NAME_OR_ID")],
-    model: Models = None,
-    requests_per_minute: RequestsPerMinute = None,
-    tokens_per_minute: TokensPerMinute = None,
-    tokens_per_day: TokensPerDay = None,
-    tokens_per_month: TokensPerMonth = None,
-    max_priority: MaxPriority = None,
-    max_non_preemptible: MaxNonPreemptible = None,
-    max_deadlines: MaxDeadlines = None,
-    max_held: MaxHeld = None,
-    bound: Bound = None,
     lift: Annotated[
         list[str] | None,
         typer.Option("--lift", metavar="LIMIT", help="Take a limit away, by its name with underscores; repeatable."),
     ] = None,
+    *,
+    limits: dict[str, Any],
 ) -> None:
     """Change what a key may use and spend; limits that are not named stay. It holds from the next request on."""
-    given = {
-        "models": model or None, "requests_per_minute": requests_per_minute, "tokens_per_minute": tokens_per_minute,
-        "tokens_per_day": tokens_per_day, "tokens_per_month": tokens_per_month,
-        "max_priority": max_priority, "max_non_preemptible": max_non_preemptible, "max_deadlines": max_deadlines,
-        "max_held": max_held, "bounds": _bounds(bound),
-    }  # fmt: skip
-    unknown = [name for name in lift or () if name not in given]
+    unknown = [name for name in lift or () if name not in LIMITS]
     if unknown:
-        raise BadUsage(f"--lift {unknown[0]} is no limit; they are {', '.join(given)}")
-    body = {k: v for k, v in given.items() if v is not None} | dict.fromkeys(lift or ())
+        raise BadUsage(f"--lift {unknown[0]} is no limit; they are {', '.join(LIMITS)}")
+    body = limits | dict.fromkeys(lift or ())
     answer = session.client.send("PATCH", f"/admin/v1/keys/{segment(key)}", body=body)
     session.show(answer, lambda row: f"{row['name']}: {_limits(row)}")
 
 
-@app.command("list", epilog=examples("appliance key list", "appliance key list --all -o json"))
-@for_box
+@box_command(app, "appliance key list", "appliance key list --all -o json", name="list")
 def list_keys(session: Session, all_: Annotated[bool, typer.Option("--all", help="Revoked ones too.")] = False) -> None:
     """Every key by name, scopes and first characters; the key itself is known only to its owner."""
     answer = session.client.get("/admin/v1/keys")
@@ -151,8 +143,7 @@ def list_keys(session: Session, all_: Annotated[bool, typer.Option("--all", help
     session.show({**answer, "data": shown}, _table)
 
 
-@app.command(epilog=examples("appliance key revoke alice", "appliance key revoke key_4f2a81"))
-@for_box
+@box_command(app, "appliance key revoke alice", "appliance key revoke key_4f2a81")
 def revoke(session: Session, key: Annotated[str, typer.Argument(metavar="NAME_OR_ID")]) -> None:
     """Make a key worthless at once: its requests, batches and responses in background end, its jobs are paused."""
     answer = session.client.delete(f"/admin/v1/keys/{segment(key)}")
@@ -208,7 +199,7 @@ def _limits(key: dict[str, Any]) -> str:
 
 
 def _bounds(given: list[str] | None) -> dict[str, int] | None:
-    """Raises BadUsage; which names there are the box knows."""
+    """Raises BadUsage. The box checks the names."""
     found = {}
     for text in given or ():
         name, _, number = text.partition("=")

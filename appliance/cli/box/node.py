@@ -30,12 +30,11 @@ def token(
     output_format: OUTPUT = "table",
 ) -> None:
     """Print a token with which one machine can join, once."""
-    # In a process of its own, like the box: what knows of certificates takes longer to import than all of this command.
+    # A process of its own, like the box: importing what handles certificates takes longer than all of this command.
     # -P: a folder here that is called `train` or `serve` must not hide ours.
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", "appliance.nodes.enrolment", "--data-dir", str(BoxFile.read(data_dir).data_dir),
-         "--life-s", str(minutes * 60)], capture_output=True, text=True,
-    )  # fmt: skip
+    command = [sys.executable, "-P", "-m", "appliance.nodes.enrolment"]
+    options = ["--data-dir", str(BoxFile.read(data_dir).data_dir), "--life-s", str(minutes * 60)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
     if done.returncode != 0:
         raise CommandFailed(done.stderr.strip())
     given = done.stdout.strip()
@@ -43,5 +42,5 @@ def token(
         output.print_json({"token": given, "minutes": minutes})
     else:
         print(given)
-        output.say(f"good for {minutes:g} minutes, once: appliance join NODE_ADDRESS:NODE_PORT --name n1 "
-                   "--address ITS_OWN --token TOKEN")  # fmt: skip
+        join = "appliance join NODE_ADDRESS:NODE_PORT --name n1 --address ITS_OWN --token TOKEN"
+        output.say(f"good for {minutes:g} minutes, once: {join}")

@@ -5,23 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from appliance.cli import formats, output
-from appliance.cli.command import EVERY, WATCH, Session, examples, for_box, group
+from appliance.cli.command import EVERY, WATCH, Session, box_command, group
 from appliance.cli.operations import TIMEOUT, WAIT, finish
 
 app = group("Tiers: where the bytes of models and jobs are kept.")
 
 
-@app.command(
-    "list", epilog=examples("appliance tier list", "appliance tier list --watch", "appliance tier list -o json")
-)
-@for_box
+@box_command(app, "appliance tier list", "appliance tier list --watch", "appliance tier list -o json", name="list")
 def list_tiers(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
     """Every tier with what it holds, what is still to be copied to it, and its last error."""
     session.follow(lambda: session.client.get("/admin/v1/tiers"), _table, watch, every)
 
 
-@app.command(epilog=examples("appliance tier verify", "appliance tier verify -o json"))
-@for_box
+@box_command(app, "appliance tier verify", "appliance tier verify -o json")
 def verify(session: Session, wait: WAIT = True, timeout: TIMEOUT = None) -> None:
     """Read every copy of every model, adapter and snapshot, and compare it with its checksums.
 
@@ -36,8 +32,12 @@ def _checked(operation: dict[str, Any]) -> Any:
     result = operation.get("result") or {}
     rows = [("operation", operation["id"]), ("state", operation["state"])]
     if result:
-        rows += [("whole copies", result["copies"]), ("without checksums yet", result["unsealed"]),
-                 ("tensors", result["tensors"]), ("read", formats.size(result["bytes"]))]  # fmt: skip
+        rows += [
+            ("whole copies", result["copies"]),
+            ("without checksums yet", result["unsealed"]),
+            ("tensors", result["tensors"]),
+            ("read", formats.size(result["bytes"])),
+        ]
     return output.fields(rows)
 
 

@@ -29,13 +29,14 @@ class MainProcess:
     def __init__(self, config_json: str, data_dir: Path, *, detach: bool):
         """Raises Conflict if a box runs on `data_dir` already.
 
-        Both kinds get a session of their own: Ctrl-C must reach the box once, from us, and not also from the terminal.
-        A box in the foreground ends in order when its command is killed; a detached one writes to logs/main.log.
+        The process gets a session of its own: Ctrl-C must reach the box once, from this command, and not also from the
+        terminal. A box in the foreground ends in order when its command is killed; a detached one writes to
+        logs/main.log.
         """
         running = BoxFile.read(data_dir)
         if running.pid is not None:
-            raise Conflict(f"a box runs on {data_dir} already ({running.state}, {running.url}/v1, pid {running.pid}); "
-                           "`appliance down` stops it")  # fmt: skip
+            known = f"{running.state}, {running.url}/v1, pid {running.pid}"
+            raise Conflict(f"a box runs on {data_dir} already ({known}); `appliance down` stops it")
         self._data_dir, self._detach = data_dir, detach
         self.log_path = data_dir / "logs" / "main.log"
         self.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -53,15 +54,20 @@ class MainProcess:
                 [sys.executable, "-m", "appliance.boot.main", "up", "--config-json", config_json],
                 # Python looks for modules in the working directory first: a folder there that is called `train`
                 # or `serve` must not hide ours.
-                cwd=data_dir, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
-                start_new_session=True, preexec_fn=None if detach else end_with_command,
-            )  # fmt: skip
+                cwd=data_dir,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=None if detach else end_with_command,
+            )
         finally:
             if log is not None:
                 os.close(log)
 
     def wait_until_ready(self, on_message: Callable[[str], None]) -> dict[str, Any]:
-        """What the process announces: {"url", "first_key_file"}. Raises CommandFailed or Conflict if it ends."""
+        """Returns what the process announces: {"url", "first_key_file"}. Raises CommandFailed or Conflict if it
+        ends."""
         buffer = b""
         while b"\n" not in buffer:
             if select.select([self._process.stdout], [], [], _LOOK_EVERY_S)[0]:
@@ -103,15 +109,17 @@ def stop_box(box: BoxFile, *, timeout_s: float, kill: bool, on_message: Callable
     except ProcessLookupError:
         return False
     try:
-        # From here on the number cannot become somebody else's; before, it may have.
+        # The pid cannot become another process's from here on; before, it may have.
         if box.pid is None:
             return False
         signal.pidfd_send_signal(handle, signal.SIGKILL if kill else signal.SIGTERM)
         deadline_s = time.monotonic() + timeout_s
         while not select.select([handle], [], [], _LOOK_EVERY_S)[0]:
             if time.monotonic() > deadline_s:
-                raise WaitTimedOut(f"the box on {box.data_dir} (pid {pid}) has not ended within {timeout_s:g} s; it "
-                                   "goes on ending, `appliance down --force` kills it")  # fmt: skip
+                raise WaitTimedOut(
+                    f"the box on {box.data_dir} (pid {pid}) has not ended within {timeout_s:g} s; it goes on ending, "
+                    "`appliance down --force` kills it"
+                )
             on_message(BoxFile.read(box.data_dir).message)
         return True
     except ProcessLookupError:

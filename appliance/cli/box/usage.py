@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.command import Session, examples, for_box, group
+from appliance.cli.command import Session, box_command, group, seconds_given
 from appliance.cli.errors import BadUsage
 
 BY = ("key", "owner", "model", "version", "hour")
@@ -17,14 +17,12 @@ BY = ("key", "owner", "model", "version", "hour")
 app = group("Who spent what: requests and tokens of inference, device-hours of training.")
 
 
-@app.command(
-    epilog=examples(
-        "appliance usage",
-        "appliance usage --by model --since 7d",
-        "appliance usage --by owner --since 30d -o json",
-    )
+@box_command(
+    app,
+    "appliance usage",
+    "appliance usage --by model --since 7d",
+    "appliance usage --by owner --since 30d -o json",
 )
-@for_box
 def usage(
     session: Session,
     by: Annotated[str, typer.Option("--by", metavar="WHAT", help=f"One row for each: {', '.join(BY)}.")] = "key",
@@ -35,10 +33,8 @@ def usage(
     """Who spent what: tokens by key or model, device-hours of training."""
     if by not in BY:
         raise BadUsage(f"--by {by} was given, expected {', '.join(BY)}")
-    seconds = formats.seconds_of(since)
-    if seconds is None:
-        raise BadUsage(f"--since {since} was given, expected a time such as 45m, 24h or 7d")
-    answer = session.client.get("/admin/v1/usage", by=by, since_s=max(0.0, time.time() - seconds))
+    since_s = max(0.0, time.time() - seconds_given("--since", since))
+    answer = session.client.get("/admin/v1/usage", by=by, since_s=since_s)
     session.show(answer, _table)
 
 

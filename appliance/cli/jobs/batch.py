@@ -1,37 +1,33 @@
-"""`appliance batch`: many inference requests from a file, answered by engines that would be idle."""
+"""`appliance batch`: many inference requests from a file, answered by engines that are otherwise idle."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from appliance.cli import formats, output, paths
-from appliance.cli.command import Session, examples, for_box, group
-from appliance.cli.errors import CommandFailed, WaitTimedOut
+from appliance.cli.command import Session, box_command, group
+from appliance.cli.errors import CommandFailed
 from appliance.cli.jobs.file import send
 from appliance.cli.operations import TIMEOUT, Patience
 
 app = group("Batches: many requests from a file, answered while engines are idle.")
 FINISHED = frozenset({"completed", "failed", "expired", "cancelled"})
 BATCH = Annotated[str, typer.Argument(metavar="BATCH_ID")]
-_LOOK_EVERY_S = 0.5
 _ERRORS_SHOWN = 20
 
 
-@app.command(
-    epilog=examples(
-        "appliance batch create requests.jsonl",
-        "appliance batch create requests.jsonl --wait && appliance batch list",
-        "appliance batch create requests.jsonl --endpoint /v1/embeddings",
-        "",
-        'A line of requests.jsonl: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",',
-        '                           "body": {"model": "starter", "messages": [{"role": "user", "content": "Hi"}]}}',
-    )
+@box_command(
+    app,
+    "appliance batch create requests.jsonl",
+    "appliance batch create requests.jsonl --wait && appliance batch list",
+    "appliance batch create requests.jsonl --endpoint /v1/embeddings",
+    "",
+    'A line of requests.jsonl: {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions",',
+    '                           "body": {"model": "starter", "messages": [{"role": "user", "content": "Hi"}]}}',
 )
-@for_box
 def create(
     session: Session,
     path: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, readable=True)],
@@ -51,22 +47,19 @@ def create(
         _refuse_bad(made)
 
 
-@app.command("list", epilog=examples("appliance batch list", "appliance batch list -o json | jq -r .data[0].id"))
-@for_box
+@box_command(app, "appliance batch list", "appliance batch list -o json | jq -r .data[0].id", name="list")
 def list_batches(session: Session) -> None:
     """Every batch, the newest first."""
     session.show(session.client.get("/v1/batches", limit=100), _table)
 
 
-@app.command(epilog=examples("appliance batch show batch_abc123"))
-@for_box
+@box_command(app, "appliance batch show batch_abc123")
 def show(session: Session, batch_id: BATCH) -> None:
     """How far a batch is, what it waits for, and which files it left."""
     session.show(session.client.get(paths.batch(batch_id)), _fields)
 
 
-@app.command(epilog=examples("appliance batch cancel batch_abc123"))
-@for_box
+@box_command(app, "appliance batch cancel batch_abc123")
 def cancel(session: Session, batch_id: BATCH) -> None:
     """End a batch. What was answered until now is kept in its output file."""
     session.show(session.client.post(f"{paths.batch(batch_id)}/cancel"), _fields)
@@ -74,18 +67,15 @@ def cancel(session: Session, batch_id: BATCH) -> None:
 
 def _wait(session: Session, batch: dict[str, Any], timeout_s: float | None) -> dict[str, Any]:
     """The batch once it has ended. Raises WaitTimedOut."""
-    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-    patience = Patience()
+    patience = Patience(timeout_s)
     with output.progress(batch["id"]) as meter:
         while batch["status"] not in FINISHED:
-            if deadline_s is not None and time.monotonic() >= deadline_s:
-                raise WaitTimedOut(f"{batch['id']} is {batch['status']} after {timeout_s:g} s; it goes on")
-            time.sleep(_LOOK_EVERY_S)
+            patience.pause(f"{batch['id']} is {batch['status']} after {patience.limit}; it goes on")
             batch = patience.get(session, paths.batch(batch["id"])) or batch
             counts = batch["request_counts"]
             waits = f", waits: {batch['waiting_for']}" if batch.get("waiting_for") else ""
-            meter.update(f"{batch['id']} {batch['status']}{waits}", done=counts["completed"] + counts["failed"],
-                         total=counts["total"] or None)  # fmt: skip
+            done = counts["completed"] + counts["failed"]
+            meter.update(f"{batch['id']} {batch['status']}{waits}", done=done, total=counts["total"] or None)
     return batch
 
 
@@ -96,8 +86,8 @@ def _refuse_bad(batch: dict[str, Any]) -> None:
         reasons = "".join(f"\n  {_reason(error)}" for error in errors[:_ERRORS_SHOWN])
         raise CommandFailed(f"{batch['id']} is {batch['status']}{':' if reasons else ''}{reasons}")
     if batch["request_counts"]["failed"]:
-        raise CommandFailed(f"{batch['request_counts']['failed']} lines failed; `appliance file get "
-                            f"{batch['error_file_id']} --save -` shows why")  # fmt: skip
+        failed, file_id = batch["request_counts"]["failed"], batch["error_file_id"]
+        raise CommandFailed(f"{failed} lines failed; `appliance file get {file_id} --save -` shows why")
 
 
 def _reason(error: dict[str, Any]) -> str:

@@ -9,23 +9,21 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output, paths
-from appliance.cli.command import Session, examples, for_box, group
+from appliance.cli.command import Session, box_command, group
 from appliance.cli.errors import BadUsage, CommandFailed
 
 app = group("Files: training and validation data, and what jobs leave behind.")
 
 
-@app.command(
-    epilog=examples(
-        "appliance file upload train.jsonl",
-        "appliance file upload train.jsonl -o json | jq -r .id",
-        "",
-        'A line of train.jsonl: {"messages": [{"role": "user", "content": "2+2?"},',
-        '                                     {"role": "assistant", "content": "4"}]}',
-        "The alpaca and ShareGPT shapes are taken too and converted.",
-    )
+@box_command(
+    app,
+    "appliance file upload train.jsonl",
+    "appliance file upload train.jsonl -o json | jq -r .id",
+    "",
+    'A line of train.jsonl: {"messages": [{"role": "user", "content": "2+2?"},',
+    '                                     {"role": "assistant", "content": "4"}]}',
+    "The alpaca and ShareGPT shapes are taken too and converted.",
 )
-@for_box
 def upload(
     session: Session,
     path: Annotated[Path, typer.Argument(metavar="FILE", exists=True, dir_okay=False, readable=True)],
@@ -37,8 +35,7 @@ def upload(
     refuse_bad(answer)
 
 
-@app.command("list", epilog=examples("appliance file list", "appliance file list --purpose fine-tune-results"))
-@for_box
+@box_command(app, "appliance file list", "appliance file list --purpose fine-tune-results", name="list")
 def list_files(
     session: Session,
     purpose: Annotated[str | None, typer.Option("--purpose", help="Only files of this purpose.")] = None,
@@ -47,14 +44,12 @@ def list_files(
     session.show(session.client.get("/v1/files", purpose=purpose), _table)
 
 
-@app.command(
-    epilog=examples(
-        "appliance file get file-abc123",
-        "appliance file get file-abc123 --save metrics.csv",
-        "appliance file get file-abc123 --save - | head",
-    )
+@box_command(
+    app,
+    "appliance file get file-abc123",
+    "appliance file get file-abc123 --save metrics.csv",
+    "appliance file get file-abc123 --save - | head",
 )
-@for_box
 def get(
     session: Session,
     file_id: Annotated[str, typer.Argument(metavar="FILE_ID")],
@@ -80,8 +75,7 @@ def get(
     session.show(answer, lambda _: f"{save}: {formats.size(saved_bytes)}")
 
 
-@app.command(epilog=examples("appliance file rm file-abc123", "appliance file rm file-abc123 file-def456"))
-@for_box
+@box_command(app, "appliance file rm file-abc123", "appliance file rm file-abc123 file-def456")
 def rm(session: Session, file_ids: Annotated[list[str], typer.Argument(metavar="FILE_ID...")]) -> None:
     """Delete files. Jobs that were made from them keep their own copy."""
     answers = [session.client.delete(paths.file(file_id)) for file_id in file_ids]

@@ -9,19 +9,19 @@ from typing import Any
 
 from appliance.cli import formats, output, paths
 from appliance.cli.command import Session
-from appliance.cli.errors import CommandFailed, WaitTimedOut
-from appliance.cli.operations import Patience
+from appliance.cli.errors import CommandFailed
+from appliance.cli.operations import LOOK_EVERY_S, Patience
 
 FINISHED = frozenset({"succeeded", "failed", "cancelled"})
-_LOOK_EVERY_S = 0.5
 _PAGE = 200
 
 
 def print_logs(session: Session, job_id: str, follow: bool) -> None:
-    """Every event there is and, if `follow`, those to come. Raises CommandFailed if the followed job ended badly."""
+    """Print every event so far and, if `follow`, those to come. Raises CommandFailed if the followed job ended
+    badly."""
     patience, last_id = Patience(), None
     while True:
-        # The job before its events: when it has ended by now, its last event is among them.
+        # Read the job before its events: if it has ended by then, its last event is among them.
         job = patience.get(session, paths.job(job_id)) if follow else session.client.get(paths.job(job_id))
         if job is not None:
             events = list(_events_after(session, job_id, last_id))
@@ -33,14 +33,13 @@ def print_logs(session: Session, job_id: str, follow: bool) -> None:
                 return
             if job["status"] in FINISHED:
                 break
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(LOOK_EVERY_S)
     end_well(job)
 
 
 def wait_for_end(session: Session, job_id: str, timeout_s: float | None) -> dict[str, Any]:
     """The job once it has ended. Raises WaitTimedOut."""
-    deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
-    patience = Patience()
+    patience = Patience(timeout_s)
     with output.progress(job_id) as meter:
         while True:
             job = patience.get(session, paths.job(job_id))
@@ -48,10 +47,7 @@ def wait_for_end(session: Session, job_id: str, timeout_s: float | None) -> dict
                 if job["status"] in FINISHED:
                     return job
                 _update(session, meter, job, patience)
-            if deadline_s is not None and time.monotonic() >= deadline_s:
-                status = job["status"] if job else "unknown"
-                raise WaitTimedOut(f"{job_id} is {status} after {timeout_s:g} s; it goes on")
-            time.sleep(_LOOK_EVERY_S)
+            patience.pause(f"{job_id} is {job['status'] if job else 'unknown'} after {patience.limit}; it goes on")
 
 
 def end_well(job: dict[str, Any]) -> None:
@@ -110,7 +106,7 @@ def _print_event(session: Session, event: dict[str, Any], job: dict[str, Any] | 
 
 
 def _seconds_left(job: dict[str, Any]) -> float | None:
-    """None when it is not known, or too near for a time in whole seconds to tell."""
+    """None when it is not known, or less than a second away."""
     finish = job.get("estimated_finish")
     if finish is None or job["status"] in FINISHED:
         return None

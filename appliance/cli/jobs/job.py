@@ -7,32 +7,17 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output, paths
-from appliance.cli.command import EVERY, WATCH, Session, examples, for_box, group
-from appliance.cli.complete import jobs as complete_jobs
+from appliance.cli.command import EVERY, WATCH, Session, box_command, group
 from appliance.cli.jobs.follow import end_well, print_logs, wait_for_end
-from appliance.cli.jobs.queue import (
-    HOLD_EPILOG,
-    QUEUE_EPILOG,
-    RELEASE_EPILOG,
-    UPDATE_EPILOG,
-    hold,
-    queue,
-    release,
-    update,
-)
-from appliance.cli.jobs.submit import EPILOG, submit
+from appliance.cli.jobs.queue import JOB
+from appliance.cli.jobs.queue import app as queue
+from appliance.cli.jobs.submit import app as submit
 
 app = group("Fine-tuning jobs.")
-app.command("submit", epilog=EPILOG)(submit)
-app.command("queue", epilog=QUEUE_EPILOG)(for_box(queue))
-app.command("update", epilog=UPDATE_EPILOG)(for_box(update))
-app.command("hold", epilog=HOLD_EPILOG)(for_box(hold))
-app.command("release", epilog=RELEASE_EPILOG)(for_box(release))
-JOB = Annotated[str, typer.Argument(metavar="JOB_ID", autocompletion=complete_jobs)]
+app.registered_commands += [*submit.registered_commands, *queue.registered_commands]
 
 
-@app.command("list", epilog=examples("appliance job list", "appliance job list --watch", "appliance job list -o json"))
-@for_box
+@box_command(app, "appliance job list", "appliance job list --watch", "appliance job list -o json", name="list")
 def list_jobs(
     session: Session,
     limit: Annotated[int, typer.Option("--limit", min=1, max=1000, help="So many, the newest first.")] = 100,
@@ -43,21 +28,18 @@ def list_jobs(
     session.follow(lambda: session.client.get("/admin/v1/jobs", limit=limit), jobs_table, watch, every)
 
 
-@app.command(epilog=examples("appliance job get ftjob-abc123", "appliance job get ftjob-abc123 -o json | jq .loss"))
-@for_box
+@box_command(app, "appliance job get ftjob-abc123", "appliance job get ftjob-abc123 -o json | jq .loss")
 def get(session: Session, job_id: JOB, watch: WATCH = False, every: EVERY = 2.0) -> None:
     """One job with everything the box knows of it."""
     session.follow(lambda: session.client.get(paths.admin_job(job_id)), _one, watch, every)
 
 
-@app.command(
-    epilog=examples(
-        "appliance job logs ftjob-abc123",
-        "appliance job logs -f ftjob-abc123             until it ends; Ctrl-C leaves the job alone",
-        "appliance job logs -f ftjob-abc123 -o json     one event per line",
-    )
+@box_command(
+    app,
+    "appliance job logs ftjob-abc123",
+    "appliance job logs -f ftjob-abc123             until it ends; Ctrl-C leaves the job alone",
+    "appliance job logs -f ftjob-abc123 -o json     one event per line",
 )
-@for_box
 def logs(
     session: Session,
     job_id: JOB,
@@ -70,14 +52,12 @@ def logs(
     print_logs(session, job_id, follow)
 
 
-@app.command(
-    epilog=examples(
-        "appliance job wait ftjob-abc123",
-        "appliance job wait ftjob-abc123 --timeout 600 || echo not yet",
-        "appliance job wait ftjob-abc123 -o json | jq -r .fine_tuned_model",
-    )
+@box_command(
+    app,
+    "appliance job wait ftjob-abc123",
+    "appliance job wait ftjob-abc123 --timeout 600 || echo not yet",
+    "appliance job wait ftjob-abc123 -o json | jq -r .fine_tuned_model",
 )
-@for_box
 def wait(
     session: Session,
     job_id: JOB,
@@ -92,22 +72,19 @@ def wait(
     end_well(job)
 
 
-@app.command(epilog=examples("appliance job pause ftjob-abc123"))
-@for_box
+@box_command(app, "appliance job pause ftjob-abc123")
 def pause(session: Session, job_id: JOB) -> None:
     """Suspend a job at its next step; it gives its devices back and keeps its state."""
     _ask(session, job_id, "pause")
 
 
-@app.command(epilog=examples("appliance job resume ftjob-abc123"))
-@for_box
+@box_command(app, "appliance job resume ftjob-abc123")
 def resume(session: Session, job_id: JOB) -> None:
     """Let a paused job go on, from the step it left off, on the devices there are."""
     _ask(session, job_id, "resume")
 
 
-@app.command(epilog=examples("appliance job cancel ftjob-abc123"))
-@for_box
+@box_command(app, "appliance job cancel ftjob-abc123")
 def cancel(session: Session, job_id: JOB) -> None:
     """End a job for good. Exit code 5 if it has ended already."""
     _ask(session, job_id, "cancel")

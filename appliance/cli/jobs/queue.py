@@ -1,4 +1,4 @@
-"""`appliance job queue|update|hold|release`: who comes next and why not yet, and what an operator changes of it."""
+"""`appliance job queue|update|hold|release`: who is next and why each job waits, and how an operator changes that."""
 
 from __future__ import annotations
 
@@ -7,28 +7,29 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output, paths
-from appliance.cli.command import EVERY, WATCH, Session, examples
+from appliance.cli.command import EVERY, WATCH, Session, box_command, given, group
 from appliance.cli.complete import jobs as complete_jobs
 from appliance.cli.errors import BadUsage
 from appliance.cli.jobs.request import DEADLINE, MAX_DEVICES, MIN_DEVICES, PREEMPTIBLE, PRIORITY, SIZES, device_fields
 
 JOB = Annotated[str, typer.Argument(metavar="JOB_ID", autocompletion=complete_jobs)]
-QUEUE_EPILOG = examples("appliance job queue", "appliance job queue --watch", "appliance job queue -o json")
-UPDATE_EPILOG = examples(
-    "appliance job update ftjob-abc123 --priority 10",
-    "appliance job update ftjob-abc123 --deadline 2026-11-22T06:00 --max-devices 4",
-    "appliance job update ftjob-abc123 --deadline none --sizes none     takes both away",
-)
-HOLD_EPILOG = examples("appliance job hold ftjob-abc123")
-RELEASE_EPILOG = examples("appliance job release ftjob-abc123")
 _NONE = ("none", "any")
 
+app = group("The queue of fine-tuning jobs; `appliance job` takes these commands in.")
 
+
+@box_command(app, "appliance job queue", "appliance job queue --watch", "appliance job queue -o json")
 def queue(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
     """The jobs in the order in which they get devices, with why each of them waits, as Slurm shows it."""
     session.follow(lambda: session.client.get("/admin/v1/queue"), queue_table, watch, every)
 
 
+@box_command(
+    app,
+    "appliance job update ftjob-abc123 --priority 10",
+    "appliance job update ftjob-abc123 --deadline 2026-11-22T06:00 --max-devices 4",
+    "appliance job update ftjob-abc123 --deadline none --sizes none     takes both away",
+)
 def update(
     session: Session,
     job_id: JOB,
@@ -44,19 +45,20 @@ def update(
     fields = device_fields(
         None if sizes in _NONE else sizes, priority, None if deadline in _NONE else deadline, preemptible
     )
-    fields |= {"min_devices": min_devices, "max_devices": max_devices}
-    body = {name: value for name, value in fields.items() if value is not None} | cleared
+    body = given(**fields, min_devices=min_devices, max_devices=max_devices) | cleared
     if not body:
         raise BadUsage("nothing to change was given; `appliance job update --help` shows what can be")
     answer = session.client.send("PATCH", paths.admin_job(job_id), body=body)
     session.show(answer, lambda job: f"{job['id']}: changed {', '.join(sorted(body))}")
 
 
+@box_command(app, "appliance job hold ftjob-abc123")
 def hold(session: Session, job_id: JOB) -> None:
     """Keep a job in the queue: it gets no devices, and one that runs is suspended at its next step."""
     _set_held(session, job_id, "hold", "is held")
 
 
+@box_command(app, "appliance job release ftjob-abc123")
 def release(session: Session, job_id: JOB) -> None:
     """Let a job that was held have devices again, in its turn."""
     _set_held(session, job_id, "release", "is released")

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import output, paths
-from appliance.cli.command import Session, examples, for_box
+from appliance.cli.command import Session, box_command, given, group
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage
 from appliance.cli.jobs import file as files
@@ -33,7 +33,11 @@ from appliance.cli.jobs.request import (
 
 _SHAPES = "auto or a number"
 
-EPILOG = examples(
+app = group("The making of fine-tuning jobs; `appliance job` takes this command in.")
+
+
+@box_command(
+    app,
     "appliance job submit --model starter --file train.jsonl --wait",
     "appliance job submit --model starter --file train.jsonl --validation-file valid.jsonl --suffix gsm8k --epochs 3",
     "appliance job submit --model llama-1b --file file-abc123 --lora-rank 16 --set lora_dropout=0.05",
@@ -45,9 +49,6 @@ EPILOG = examples(
     "learning_rate, warmup_ratio, weight_decay, max_grad_norm, gradient_accumulation, micro_batch, packing,",
     "activation_checkpointing, offload, publish, snapshot_every_s, step_patience_s.",
 )
-
-
-@for_box
 def submit(
     session: Session,
     model: Annotated[str, typer.Option("--model", help="The model to begin from.", autocompletion=complete_models)],
@@ -85,35 +86,32 @@ def submit(
     wait: Annotated[bool, typer.Option("--wait", help="Follow it to its end, as `job logs -f` does.")] = False,
 ) -> None:
     """Fine-tune a model on a file of conversations. Files are uploaded and checked before any device is taken."""
-    given = {
-        "n_epochs": auto_or_number("--epochs", epochs),
-        "batch_size": auto_or_number("--batch-size", batch_size),
-        "learning_rate_multiplier": auto_or_number("--learning-rate-multiplier", learning_rate_multiplier),
-        "lora_rank": lora_rank,
-        "full": full,
-        "zero_stage": zero_stage,
-        "tensor_parallel": tensor_parallel,
-        "max_length": max_length,
-    }
-    hyperparameters = with_pairs({name: value for name, value in given.items() if value is not None}, set_ or [])
-    body = {
-        "model": model,
-        "training_file": _file_id(session, "--file", file),
-        "validation_file": _file_id(session, "--validation-file", validation_file) if validation_file else None,
-        "suffix": suffix,
-        "seed": seed,
-        "metadata": {name: str(text) for name, text in _pairs("--metadata", metadata or [])} or None,
-        "method": {"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
-        "min_devices": min_devices,
-        "max_devices": max_devices,
+    chosen = given(
+        n_epochs=auto_or_number("--epochs", epochs),
+        batch_size=auto_or_number("--batch-size", batch_size),
+        learning_rate_multiplier=auto_or_number("--learning-rate-multiplier", learning_rate_multiplier),
+        lora_rank=lora_rank,
+        full=full,
+        zero_stage=zero_stage,
+        tensor_parallel=tensor_parallel,
+        max_length=max_length,
+    )
+    hyperparameters = with_pairs(chosen, set_ or [])
+    body = given(
+        model=model,
+        training_file=_file_id(session, "--file", file),
+        validation_file=_file_id(session, "--validation-file", validation_file) if validation_file else None,
+        suffix=suffix,
+        seed=seed,
+        metadata=dict(_pairs("--metadata", metadata or [])) or None,
+        method={"type": "supervised", "supervised": {"hyperparameters": hyperparameters}},
+        min_devices=min_devices,
+        max_devices=max_devices,
         **device_fields(sizes, priority, deadline, preemptible),
-        "held": hold or None,
-    }
-    # With the key a copy of this request, sent again by whatever lies between, makes no second job.
-    job = session.client.send(
-        "POST", paths.JOBS, body={name: value for name, value in body.items() if value is not None},
-        headers={"idempotency-key": str(uuid.uuid4())},
-    )  # fmt: skip
+        held=hold or None,
+    )
+    # The key keeps a copy of this request, sent again by something on the way, from making a second job.
+    job = session.client.send("POST", paths.JOBS, body=body, headers={"idempotency-key": str(uuid.uuid4())})
     if not wait:
         session.show(job, lambda made: made["id"])
         return

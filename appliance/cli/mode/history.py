@@ -7,10 +7,14 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.command import Session, examples
+from appliance.cli.command import Session, box_command, group
 from appliance.cli.paths import segment
 
-EPILOG = examples(
+app = group("How devices changed hands; `appliance mode` takes this command in.")
+
+
+@box_command(
+    app,
     "appliance mode history",
     "appliance mode history 42                  one of them, with its details",
     "appliance mode history --limit 3 -o json",
@@ -18,8 +22,6 @@ EPILOG = examples(
     "OF LIMIT compares the rate at which bytes moved with what the hardware was measured to copy",
     "(`appliance gpu limits`).",
 )
-
-
 def history(
     session: Session,
     handover: Annotated[str | None, typer.Argument(metavar="[ID]", help="Only this one.")] = None,
@@ -74,8 +76,11 @@ def _history(answer: dict[str, Any]) -> Any:
 
 def _faults(handover: dict[str, Any]) -> str | None:
     """What its failed steps said, a line each."""
-    said = [f"  {step['verb']} {formats.or_dash(step['target'])}: {step['detail']['error']}"
-            for step in handover["steps"] if (step["detail"] or {}).get("error")]  # fmt: skip
+    said = [
+        f"  {step['verb']} {formats.or_dash(step['target'])}: {step['detail']['error']}"
+        for step in handover["steps"]
+        if (step["detail"] or {}).get("error")
+    ]
     return "\n".join(said) or handover["error"] or None
 
 

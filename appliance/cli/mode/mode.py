@@ -8,45 +8,40 @@ from typing import Annotated, Any, Literal
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.command import EVERY, WATCH, Session, examples, for_box, group
+from appliance.cli.command import EVERY, WATCH, Session, box_command, group
 from appliance.cli.errors import CliError, WaitTimedOut
-from appliance.cli.mode.history import EPILOG as HISTORY_EPILOG
-from appliance.cli.mode.history import handover_steps, history
-from appliance.cli.mode.plan import EPILOG as PLAN_EPILOG
-from appliance.cli.mode.plan import plan
+from appliance.cli.mode.history import app as history
+from appliance.cli.mode.history import handover_steps
+from appliance.cli.mode.plan import app as plan
 from appliance.cli.mode.request import FLOOR, TRAIN, wanted
 from appliance.cli.mode.schedule import app as schedule
 from appliance.cli.mode.schedule import described
 
 app = group("Modes: who the devices belong to, serving or training.")
 app.add_typer(schedule, name="schedule")
-app.command("history", epilog=HISTORY_EPILOG)(for_box(history))
-app.command("plan", epilog=PLAN_EPILOG)(for_box(plan))
+app.registered_commands += [*history.registered_commands, *plan.registered_commands]
 
 WAIT_S = 900.0
 _LOOK_EVERY_S = 0.3
 _ANSWER_MARGIN_S = 30.0
 
 
-@app.command(epilog=examples("appliance mode show", "appliance mode show -o json"))
-@for_box
+@box_command(app, "appliance mode show", "appliance mode show -o json")
 def show(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
     """The mode, since when it holds, and how many devices serving keeps in any case."""
     session.follow(lambda: session.client.get("/admin/v1/mode"), _shown, watch, every)
 
 
-@app.command(
-    "set",
-    epilog=examples(
-        "appliance mode set serve                 every device serves; jobs are suspended and wait",
-        "appliance mode set train                 jobs get every device; requests are held meanwhile",
-        "appliance mode set split --train 6       six devices for jobs, the others serve",
-        "appliance mode set auto                  training takes what serving does not need, and gives it back",
-        "appliance mode set train --floor 1       jobs get every device but one, which keeps serving",
-        "appliance mode set train --no-wait       return at once; `appliance mode history` shows how it went",
-    ),
+@box_command(
+    app,
+    "appliance mode set serve                 every device serves; jobs are suspended and wait",
+    "appliance mode set train                 jobs get every device; requests are held meanwhile",
+    "appliance mode set split --train 6       six devices for jobs, the others serve",
+    "appliance mode set auto                  training takes what serving does not need, and gives it back",
+    "appliance mode set train --floor 1       jobs get every device but one, which keeps serving",
+    "appliance mode set train --no-wait       return at once; `appliance mode history` shows how it went",
+    name="set",
 )
-@for_box
 def set_mode(
     session: Session,
     policy: Annotated[Literal["serve", "train", "split", "auto"], typer.Argument(metavar="serve|train|split|auto")],
@@ -71,15 +66,15 @@ def set_mode(
 
 
 def _put_and_watch(session: Session, body: dict[str, Any], timeout_s: float, meter: output.Meter) -> Any:
-    """The box answers when the devices have moved; until then its status tells what it is doing."""
+    """The box answers when the devices have moved; meanwhile its status says what it is doing."""
     result: dict[str, Any] = {}
 
     def put() -> None:
         try:
+            query = {"wait": True, "timeout_s": timeout_s}
             result["answer"] = session.client.send(
-                "PUT", "/admin/v1/mode", body=body, query={"wait": True, "timeout_s": timeout_s},
-                timeout_s=timeout_s + _ANSWER_MARGIN_S,
-            )  # fmt: skip
+                "PUT", "/admin/v1/mode", body=body, query=query, timeout_s=timeout_s + _ANSWER_MARGIN_S
+            )
         except CliError as error:
             result["error"] = error
 
@@ -91,8 +86,10 @@ def _put_and_watch(session: Session, body: dict[str, Any], timeout_s: float, met
         asking.join(_LOOK_EVERY_S)
     if error := result.get("error"):
         if isinstance(error, WaitTimedOut):
-            raise WaitTimedOut(f"the mode is set, but the devices have not moved within {timeout_s:.0f} s; the box "
-                               "goes on, `appliance mode history` shows how far it is")  # fmt: skip
+            raise WaitTimedOut(
+                f"the mode is set, but the devices have not moved within {timeout_s:.0f} s; the box goes on, "
+                "`appliance mode history` shows how far it is"
+            )
         raise error
     return result["answer"]
 
@@ -101,7 +98,7 @@ def _doing(session: Session) -> str | None:
     try:
         handover = session.client.get("/admin/v1/status")["handover"]
     except CliError:
-        return None  # only an ornament: the request that waits tells what is wrong
+        return None  # this is only an ornament: the request that waits says what is wrong
     running = [step for step in (handover or {}).get("steps", ()) if step["state"] in ("running", "started")]
     return " · ".join(f"{step['verb'].replace('_', ' ')} {formats.or_dash(step['target'])}" for step in running) or None
 

@@ -7,16 +7,18 @@ from typing import Annotated, Any, Literal
 import typer
 
 from appliance.cli import output
-from appliance.cli.command import Session, examples
+from appliance.cli.command import Session, box_command, group
 from appliance.cli.mode.request import FLOOR, TRAIN, wanted
 
-EPILOG = examples(
+app = group("What a mode would do; `appliance mode` takes this command in.")
+
+
+@box_command(
+    app,
     "appliance mode plan --dry-run                    what the scheduler would do right now, in the mode that holds",
     "appliance mode plan --dry-run train --floor 1    what `mode set train --floor 1` would do",
     "appliance mode plan --dry-run split --train 6 -o json",
 )
-
-
 def plan(
     session: Session,
     policy: Annotated[

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.command import Session, examples, for_box, group
+from appliance.cli.command import Session, box_command, given, group, seconds_given
 from appliance.cli.errors import BadUsage
 from appliance.cli.paths import segment
 
@@ -19,17 +19,15 @@ _BAR_CELLS = 48
 _LETTERS = {"serve": "s", "train": "T", "split": "/", "auto": "."}
 
 
-@app.command(
-    epilog=examples(
-        'appliance mode schedule add "0 22 * * *" train --until "0 6 * * *" --tz Europe/Berlin --floor 1',
-        'appliance mode schedule add "0 22 * * 1-5" "split --train 6" --for 9h',
-        'appliance mode schedule add "0 6 * * *" serve          until another window begins',
-        "",
-        "The five fields are minute hour day-of-month month day-of-week, in the time zone --tz. A mode set by hand",
-        "holds until the next window begins or ends; between windows that end, the mode set by hand holds.",
-    )
+@box_command(
+    app,
+    'appliance mode schedule add "0 22 * * *" train --until "0 6 * * *" --tz Europe/Berlin --floor 1',
+    'appliance mode schedule add "0 22 * * 1-5" "split --train 6" --for 9h',
+    'appliance mode schedule add "0 6 * * *" serve          until another window begins',
+    "",
+    "The five fields are minute hour day-of-month month day-of-week, in the time zone --tz. A mode set by hand",
+    "holds until the next window begins or ends; between windows that end, the mode set by hand holds.",
 )
-@for_box
 def add(
     session: Session,
     cron: Annotated[str, typer.Argument(metavar="CRON", help="When it begins: five fields in quotes.")],
@@ -46,33 +44,26 @@ def add(
     if until is not None and for_ is not None:
         raise BadUsage("--until and --for both say when the window ends; give one of them")
     policy, asked = _mode(mode, train)
-    body = {
-        "cron": cron, "tz": tz, "policy": policy, "train_devices": asked, "until": until,
-        "for_s": None if for_ is None else _length(for_), "serving_floor": floor,
-    }  # fmt: skip
-    answer = session.client.post(
-        "/admin/v1/mode/schedule", {name: value for name, value in body.items() if value is not None}
-    )
+    for_s = None if for_ is None else seconds_given("--for", for_)
+    body = given(cron=cron, tz=tz, policy=policy, train_devices=asked, until=until, for_s=for_s, serving_floor=floor)
+    answer = session.client.post("/admin/v1/mode/schedule", body)
     session.show(answer, lambda made: f"{made['id']}: {described(made)}; next {formats.moment(made['next_s'])}")
 
 
-@app.command("list", epilog=examples("appliance mode schedule list", "appliance mode schedule list -o json"))
-@for_box
+@box_command(app, "appliance mode schedule list", "appliance mode schedule list -o json", name="list")
 def list_windows(session: Session) -> None:
     """Every window, in the order they were made; of two that begin together the later one holds."""
     session.show(session.client.get("/admin/v1/mode/schedule"), _table)
 
 
-@app.command(epilog=examples("appliance mode schedule remove win_4fG7kQ2x"))
-@for_box
+@box_command(app, "appliance mode schedule remove win_4fG7kQ2x")
 def remove(session: Session, window: Annotated[str, typer.Argument(metavar="ID")]) -> None:
     """Remove a window; if it holds now, what holds without it takes over at once."""
     answer = session.client.delete(f"/admin/v1/mode/schedule/{segment(window)}")
     session.show(answer, lambda removed: f"removed {removed['id']}")
 
 
-@app.command(epilog=examples("appliance mode schedule preview", "appliance mode schedule preview --hours 168"))
-@for_box
+@box_command(app, "appliance mode schedule preview", "appliance mode schedule preview --hours 168")
 def preview(
     session: Session,
     hours: Annotated[float, typer.Option("--hours", min=1, max=744, help="How far to look ahead.")] = 24.0,
@@ -95,13 +86,6 @@ def mode_name(held: dict[str, Any]) -> str:
     return f"split --train {held['train_devices']}" if held["policy"] == "split" else held["policy"]
 
 
-def _length(text: str) -> float:
-    seconds = formats.seconds_of(text)
-    if seconds is None:
-        raise BadUsage(f"--for is {text!r}; expected a time such as 9h, 90m, 1h30m or 2d")
-    return seconds
-
-
 def _mode(text: str, train: int | None) -> tuple[str, int | None]:
     """The policy and the devices of a split. Raises BadUsage."""
     try:
@@ -117,10 +101,8 @@ def _mode(text: str, train: int | None) -> tuple[str, int | None]:
             raise BadUsage(f'the mode is {text!r}; expected serve, train, auto or "split --train N"')
         train = int(rest[1])
     if (policy == "split") != (train is not None):
-        raise BadUsage(
-            "the mode split needs --train N: how many devices training may have" if train is None
-            else f"--train belongs to the mode split, not to {policy}"
-        )  # fmt: skip
+        needs = "the mode split needs --train N: how many devices training may have"
+        raise BadUsage(needs if train is None else f"--train belongs to the mode split, not to {policy}")
     return policy, train
 
 

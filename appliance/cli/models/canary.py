@@ -7,21 +7,23 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output, paths
-from appliance.cli.command import Session, examples
+from appliance.cli.command import Session, box_command, group, seconds_given
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import BadUsage
 
-EPILOG = examples(
+MODEL = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)]
+
+app = group("Canaries; `appliance model` takes these commands in.")
+
+
+@box_command(
+    app,
     "appliance model canary ft:starter:local::a1b2c3d4 step-120 --share 10%",
     "appliance model canary ft:starter:local::a1b2c3d4 step-120 --share 5% --auto --for 30m",
     "appliance model canary ft:starter:local::a1b2c3d4           how it does",
     "",
     "`appliance model promote MODEL` gives it all requests, `appliance model rollback MODEL` none.",
 )
-PROMOTE_EPILOG = examples("appliance model promote ft:starter:local::a1b2c3d4")
-MODEL = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)]
-
-
 def canary(
     session: Session,
     model: MODEL,
@@ -41,13 +43,12 @@ def canary(
     if version is None:
         session.show(session.client.get(path), fields)
         return
-    watch_s = formats.seconds_of(watch_for)
-    if watch_s is None:
-        raise BadUsage(f"--for is {watch_for!r}; expected a time such as 90s, 10m or 2h")
+    watch_s = seconds_given("--for", watch_for)
     body = {"version": version, "share": _part(share), "auto": auto, "watch_s": watch_s, "min_requests": min_requests}
     session.show(session.client.send("PUT", path, body=body), fields)
 
 
+@box_command(app, "appliance model promote ft:starter:local::a1b2c3d4")
 def promote(session: Session, model: MODEL) -> None:
     """Give the canary of a model all its requests, swapped in under running ones."""
     answer = session.client.send("POST", f"{paths.model(model)}/promote", body={}, timeout_s=600)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from appliance.cli import formats, output, paths
-from appliance.cli.command import Session, examples, for_box, group
+from appliance.cli.command import Session, box_command, given, group
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import AuthFailed, BadUsage, CliError
 
@@ -27,15 +27,13 @@ _KEY_ARRIVES_S = 3.0
 app = group("Talk to a model in the terminal.")
 
 
-@app.command(
-    epilog=examples(
-        'appliance chat starter "Tell me a story."',
-        "appliance chat starter                        a conversation; an empty line or Ctrl-D ends it",
-        "cat question.txt | appliance chat starter",
-        'appliance chat starter "2+2?" --max-tokens 20 --temperature 0 -o json',
-    )
+@box_command(
+    app,
+    'appliance chat starter "Tell me a story."',
+    "appliance chat starter                        a conversation; an empty line or Ctrl-D ends it",
+    "cat question.txt | appliance chat starter",
+    'appliance chat starter "2+2?" --max-tokens 20 --temperature 0 -o json',
 )
-@for_box
 def chat(
     session: Session,
     model: Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)],
@@ -53,9 +51,7 @@ def chat(
     interactive = prompt is None and sys.stdin.isatty()
     if session.as_json and interactive:
         raise BadUsage("-o json needs a PROMPT, or one on stdin")
-    settings = {"model": model, "max_tokens": max_tokens} | (
-        {} if temperature is None else {"temperature": temperature}
-    )
+    settings = given(model=model, max_tokens=max_tokens, temperature=temperature)
     messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
     with _gateway(session) as gateway:
         if interactive:
@@ -103,7 +99,7 @@ def _answer(gateway: Client, settings: dict[str, Any], messages: list[dict[str, 
 
 @contextlib.contextmanager
 def _gateway(session: Session) -> Iterator[Client]:
-    """The box's endpoint. On the box itself without a key, one is made for this command and ended behind it."""
+    """The box's endpoint. On the box itself a command without a key gets one, which is revoked after it."""
     from appliance.cli.client import Address, Client  # fenced, see appliance.cli.command
 
     if session.box_file is None:
@@ -119,12 +115,12 @@ def _gateway(session: Session) -> Iterator[Client]:
         _wait_until_known(gateway)
         yield gateway
     finally:
-        with contextlib.suppress(CliError):  # the answer is there; a key of inference scope that nobody knows may stay
+        with contextlib.suppress(CliError):  # a key of inference scope that nobody knows may stay
             session.client.delete(f"/admin/v1/session-keys/{paths.segment(made['id'])}")
 
 
 def _wait_until_known(gateway: Client) -> None:
-    """The gateway learns of a new key a moment after it was made."""
+    """Waits for the gateway, which learns of a new key a moment after it was made."""
     deadline_s = time.monotonic() + _KEY_ARRIVES_S
     while True:
         try:

@@ -7,23 +7,26 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output, paths
-from appliance.cli.command import Session, examples
-from appliance.cli.complete import models as complete_models
+from appliance.cli.command import Session, box_command, given, group
 from appliance.cli.errors import BadUsage
+from appliance.cli.models.canary import MODEL
 
-EPILOG = examples(
+_NULLABLE = ("max_replicas", "ttft_p95_s", "tpot_p95_ms", "idle_sleep_s")
+
+app = group("How models are served; `appliance model` takes this command in.")
+
+
+@box_command(
+    app,
     "appliance model deploy starter --min-replicas 1 --max-replicas 4",
     "appliance model deploy llama-70b --tensor-parallel 4 --ttft-p95-s 2 --tpot-p95-ms 100",
     "appliance model deploy starter --pin               a replica of it is never given to training",
     "appliance model deploy starter --idle-sleep-s none --max-replicas none",
     "appliance model deploy starter                     shows how it is served",
 )
-_NULLABLE = ("max_replicas", "ttft_p95_s", "tpot_p95_ms", "idle_sleep_s")
-
-
 def deploy(
     session: Session,
-    model: Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)],
+    model: MODEL,
     min_replicas: Annotated[int | None, typer.Option("--min-replicas", metavar="N", min=0)] = None,
     max_replicas: Annotated[
         str | None, typer.Option("--max-replicas", metavar="N|none", help="none: [serve] max_replicas.")
@@ -46,8 +49,7 @@ def deploy(
     ] = None,
 ) -> None:
     """Change how a model is served; only what is given changes, and it takes effect at once."""
-    body: dict[str, Any] = {"min_replicas": min_replicas, "tensor_parallel": tensor_parallel, "pinned": pin}
-    body = {name: value for name, value in body.items() if value is not None}
+    body = given(min_replicas=min_replicas, tensor_parallel=tensor_parallel, pinned=pin)
     for name, text in zip(_NULLABLE, (max_replicas, ttft_p95_s, tpot_p95_ms, idle_sleep_s), strict=True):
         if text is not None:
             body[name] = None if text == "none" else _number(name, text)

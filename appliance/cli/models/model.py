@@ -8,33 +8,26 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output, paths
-from appliance.cli.command import EVERY, WATCH, Session, examples, for_box, group
-from appliance.cli.complete import models as complete_models
-from appliance.cli.models.canary import EPILOG as CANARY_EPILOG
-from appliance.cli.models.canary import PROMOTE_EPILOG, canary, promote
+from appliance.cli.command import EVERY, WATCH, Session, box_command, given, group
+from appliance.cli.models.canary import MODEL
+from appliance.cli.models.canary import app as canary
 from appliance.cli.models.canary import fields as canary_fields
-from appliance.cli.models.deploy import EPILOG as DEPLOY_EPILOG
-from appliance.cli.models.deploy import deploy
+from appliance.cli.models.deploy import app as deploy
 from appliance.cli.operations import TIMEOUT, WAIT, finish
 
 app = group("Models: base models, fine-tuned ones, and their versions.")
-app.command("deploy", epilog=DEPLOY_EPILOG)(for_box(deploy))
-app.command("canary", epilog=CANARY_EPILOG)(for_box(canary))
-app.command("promote", epilog=PROMOTE_EPILOG)(for_box(promote))
-MODEL = Annotated[str, typer.Argument(metavar="MODEL", autocompletion=complete_models)]
+app.registered_commands += [*deploy.registered_commands, *canary.registered_commands]
 
 
-@app.command(
-    "import",
-    epilog=examples(
-        "appliance model import ./Llama-3.2-1B-Instruct --name llama-1b",
-        "appliance model import Qwen/Qwen3-0.6B             from a hub, where the box may go online",
-        "",
-        "A directory needs config.json, tokenizer files and *.safetensors. A box is offline unless its configuration",
-        "says hub_offline = false.",
-    ),
+@box_command(
+    app,
+    "appliance model import ./Llama-3.2-1B-Instruct --name llama-1b",
+    "appliance model import Qwen/Qwen3-0.6B             from a hub, where the box may go online",
+    "",
+    "A directory needs config.json, tokenizer files and *.safetensors. A box is offline unless its configuration",
+    "says hub_offline = false.",
+    name="import",
 )
-@for_box
 def import_model(
     session: Session,
     source: Annotated[str, typer.Argument(metavar="DIRECTORY_OR_HUB_ID")],
@@ -46,13 +39,11 @@ def import_model(
     """Copy a model in, checked tensor by tensor; it can be called and fine-tuned from then on."""
     if session.client.address.is_local and Path(source).expanduser().exists():
         source = str(Path(source).expanduser().resolve())
-    body = {"source": source, "name": name, "revision": revision}
-    started = session.client.post("/admin/v1/models/import", {k: v for k, v in body.items() if v is not None})
+    started = session.client.post("/admin/v1/models/import", given(source=source, name=name, revision=revision))
     session.show(finish(session, started, wait, timeout), _operation)
 
 
-@app.command(epilog=examples("appliance model starter", "appliance model starter --minutes 5"))
-@for_box
+@box_command(app, "appliance model starter", "appliance model starter --minutes 5")
 def starter(
     session: Session,
     minutes: Annotated[
@@ -65,55 +56,47 @@ def starter(
 
     It speaks in short simple sentences and knows next to nothing: a model to try everything with.
     """
-    started = session.client.post("/admin/v1/models/starter", {} if minutes is None else {"minutes": minutes})
+    started = session.client.post("/admin/v1/models/starter", given(minutes=minutes))
     session.show(finish(session, started, wait, timeout), _operation)
 
 
-@app.command("list", epilog=examples("appliance model list", "appliance model list -o json | jq -r '.data[].name'"))
-@for_box
+@box_command(app, "appliance model list", "appliance model list -o json | jq -r '.data[].name'", name="list")
 def list_models(session: Session, watch: WATCH = False, every: EVERY = 2.0) -> None:
     """Every model with its active version and whether it is awake."""
     session.follow(lambda: session.client.get("/admin/v1/models"), _table, watch, every)
 
 
-@app.command(epilog=examples("appliance model show starter", "appliance model show ft:starter:local:gsm8k:a1b2c3d4"))
-@for_box
+@box_command(app, "appliance model show starter", "appliance model show ft:starter:local:gsm8k:a1b2c3d4")
 def show(session: Session, model: MODEL) -> None:
     """One model with all its versions and the tiers that each is in."""
     session.show(session.client.get(paths.model(model)), _one)
 
 
-@app.command(epilog=examples("appliance model rm ft:starter:local:gsm8k:a1b2c3d4"))
-@for_box
+@box_command(app, "appliance model rm ft:starter:local:gsm8k:a1b2c3d4")
 def rm(session: Session, model: MODEL) -> None:
     """Delete a model with all its versions. Exit code 5 if a job uses it."""
     session.show(session.client.delete(paths.model(model)), lambda answer: f"deleted {answer['name']}")
 
 
-@app.command(epilog=examples("appliance model verify starter", "appliance model verify starter -o json"))
-@for_box
+@box_command(app, "appliance model verify starter", "appliance model verify starter -o json")
 def verify(session: Session, model: MODEL, wait: WAIT = True, timeout: TIMEOUT = None) -> None:
     """Compare every tensor of every version with its checksum. Exit code 1 names what is damaged."""
     started = session.client.post(f"{paths.model(model)}/verify")
     session.show(finish(session, started, wait, timeout), _operation)
 
 
-@app.command(
-    epilog=examples(
-        "appliance model rollback ft:starter:local:gsm8k:a1b2c3d4",
-        "appliance model rollback ft:starter:local:gsm8k:a1b2c3d4 --version step-120",
-    )
+@box_command(
+    app,
+    "appliance model rollback ft:starter:local:gsm8k:a1b2c3d4",
+    "appliance model rollback ft:starter:local:gsm8k:a1b2c3d4 --version step-120",
 )
-@for_box
 def rollback(
     session: Session,
     model: MODEL,
     version: Annotated[str | None, typer.Option("--version", help="To this one. Default: the one before.")] = None,
 ) -> None:
     """Serve an older version, swapped in under running requests; a model that has a canary loses that instead."""
-    answer = session.client.send(
-        "POST", f"{paths.model(model)}/rollback", body={"version": version} if version else {}, timeout_s=600
-    )
+    answer = session.client.send("POST", f"{paths.model(model)}/rollback", body=given(version=version), timeout_s=600)
     session.show(answer, _rolled_back)
 
 
@@ -128,13 +111,11 @@ def _rolled_back(done: dict[str, Any]) -> str:
     )
 
 
-@app.command(
-    epilog=examples(
-        "appliance model pin ft:starter:local:gsm8k:a1b2c3d4 step-120",
-        "appliance model pin ft:starter:local:gsm8k:a1b2c3d4 step-120 --off",
-    )
+@box_command(
+    app,
+    "appliance model pin ft:starter:local:gsm8k:a1b2c3d4 step-120",
+    "appliance model pin ft:starter:local:gsm8k:a1b2c3d4 step-120 --off",
 )
-@for_box
 def pin(
     session: Session,
     model: MODEL,
@@ -146,17 +127,15 @@ def pin(
     session.show(answer, lambda done: f"{done['model']} {done['version']} is {'' if done['pinned'] else 'not '}pinned")
 
 
-@app.command(
-    epilog=examples(
-        "appliance model share ft:starter:local:gsm8k:a1b2c3d4 --with bob",
-        "appliance model share ft:starter:local:gsm8k:a1b2c3d4 --with all",
-        "appliance model share starter --with all --stop               for its owner and operators alone from now on",
-        "",
-        "A model that a job makes is for the owner of its key alone; one that was imported is for everybody. With a",
-        "key of the scope fine_tuning an owner shares his own models, an operator any.",
-    )
+@box_command(
+    app,
+    "appliance model share ft:starter:local:gsm8k:a1b2c3d4 --with bob",
+    "appliance model share ft:starter:local:gsm8k:a1b2c3d4 --with all",
+    "appliance model share starter --with all --stop               for its owner and operators alone from now on",
+    "",
+    "A model that a job makes is for the owner of its key alone; one that was imported is for everybody. With a",
+    "key of the scope fine_tuning an owner shares his own models, an operator any.",
 )
-@for_box
 def share(
     session: Session,
     model: MODEL,
@@ -243,8 +222,7 @@ def _one(model: dict[str, Any]) -> Any:
 
 
 def _for_whom(model: dict[str, Any]) -> str:
-    shares = model["shared_with"]
-    return _audience({**model, "shared_with": shares, "shared_with_everybody": "*" in shares})
+    return _audience({**model, "shared_with_everybody": "*" in model["shared_with"]})
 
 
 def _places(version: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.command import Session, examples, for_box, group
+from appliance.cli.command import Session, box_command, given, group
 from appliance.cli.complete import models as complete_models
 from appliance.cli.errors import CommandFailed
 from appliance.cli.jobs.request import FULL, LORA_RANK, MAX_LENGTH, SET, TENSOR_PARALLEL, ZERO_STAGE
@@ -15,22 +15,20 @@ from appliance.cli.jobs.submit import auto_or_number, with_pairs
 
 app = group("Would it fit? An estimate before anything is started.")
 
-# Of what the answer says of a device: shown in one line below, or by themselves.
+# The answer's numbers of a device that have a line of their own.
 _ELSEWHERE = ("device_bytes", "room_bytes", "host_bytes")
 _FOOT = "It exits with 1 when it does not fit, so a script can ask before it submits."
 
 
-@app.command(
-    "serve",
-    epilog=examples(
-        "appliance plan serve llama-8b                          one replica on one device",
-        "appliance plan serve llama-8b --replicas 4",
-        "appliance plan serve llama-70b --tensor-parallel 4 -o json",
-        "",
-        _FOOT,
-    ),
+@box_command(
+    app,
+    "appliance plan serve llama-8b                          one replica on one device",
+    "appliance plan serve llama-8b --replicas 4",
+    "appliance plan serve llama-70b --tensor-parallel 4 -o json",
+    "",
+    _FOOT,
+    name="serve",
 )
-@for_box
 def serve(
     session: Session,
     model: Annotated[str, typer.Argument(help="A model of the box.", autocompletion=complete_models)],
@@ -44,18 +42,16 @@ def serve(
     _answer(session, {"serve": body})
 
 
-@app.command(
-    "job",
-    epilog=examples(
-        "appliance plan job --model llama-8b                    what 'auto' would choose",
-        "appliance plan job --model llama-8b --full --zero-stage 3 --devices 4",
-        "appliance plan job --model llama-8b --tensor-parallel 4 --zero-stage 2",
-        "appliance plan job --model llama-8b --lora-rank 16 --max-length 8192 --set micro_batch=2",
-        "",
-        _FOOT,
-    ),
+@box_command(
+    app,
+    "appliance plan job --model llama-8b                    what 'auto' would choose",
+    "appliance plan job --model llama-8b --full --zero-stage 3 --devices 4",
+    "appliance plan job --model llama-8b --tensor-parallel 4 --zero-stage 2",
+    "appliance plan job --model llama-8b --lora-rank 16 --max-length 8192 --set micro_batch=2",
+    "",
+    _FOOT,
+    name="job",
 )
-@for_box
 def job(
     session: Session,
     model: Annotated[str, typer.Option("--model", help="The model to begin from.", autocompletion=complete_models)],
@@ -74,13 +70,16 @@ def job(
     set_: SET = None,
 ) -> None:
     """Memory of a fine-tuning job: weights, gradients, optimizer and activations per device, snapshot and result."""
-    given = {
-        "batch_size": auto_or_number("--batch-size", batch_size), "lora_rank": lora_rank, "full": full,
-        "zero_stage": zero_stage, "max_length": max_length, "tensor_parallel": tensor_parallel,
-    }  # fmt: skip
-    hyperparameters = with_pairs({name: value for name, value in given.items() if value is not None}, set_ or [])
-    body = {"model": model, "hyperparameters": hyperparameters, "devices": devices, "examples": examples_}
-    _answer(session, {"job": {name: value for name, value in body.items() if value is not None}})
+    chosen = given(
+        batch_size=auto_or_number("--batch-size", batch_size),
+        lora_rank=lora_rank,
+        full=full,
+        zero_stage=zero_stage,
+        max_length=max_length,
+        tensor_parallel=tensor_parallel,
+    )
+    hyperparameters = with_pairs(chosen, set_ or [])
+    _answer(session, {"job": given(model=model, hyperparameters=hyperparameters, devices=devices, examples=examples_)})
 
 
 def _answer(session: Session, body: dict[str, Any]) -> None:
@@ -93,16 +92,12 @@ def _answer(session: Session, body: dict[str, Any]) -> None:
 def _table(plan: dict[str, Any]) -> Any:
     numbers = plan["numbers"]
     device, host = numbers["device"], numbers["host"]
-    rows = [(name.removesuffix("_bytes").replace("_", " "), formats.size(device[name]))
-            for name in device if name.endswith("_bytes") and name not in _ELSEWHERE]  # fmt: skip
+    rows = _sizes({name: device[name] for name in device if name.endswith("_bytes") and name not in _ELSEWHERE})
     if device.get("kv_cache_tokens"):
         rows.append(("KV cache holds", f"{device['kv_cache_tokens']:,} tokens"))
     rows.append(("per device", f"{formats.size(device['device_bytes'])} of {formats.size(device['room_bytes'])}"))
-    shared = [(name.removesuffix("_bytes").replace("_", " "), formats.size(host[name]))
-              for name in host if host[name] is not None]  # fmt: skip
     offload = numbers.get("offload", {"host_bytes": 0})
-    away = [(name.removesuffix("_bytes").replace("_", " "), formats.size(offload[name])) for name in offload
-            if offload["host_bytes"] and offload[name] is not None]  # fmt: skip
+    away = _sizes(offload) if offload["host_bytes"] else []
     about = [("model", plan["model"]), ("devices", numbers["devices"])]
     chosen = ", ".join(f"{name} {value}" for name, value in plan.get("hyperparameters", {}).items())
     verdict = plan["waits"] or ("fits" if plan["fits"] else "does not fit")
@@ -111,10 +106,15 @@ def _table(plan: dict[str, Any]) -> Any:
     return output.stack(
         output.fields(about),
         output.above("On each device", output.fields(rows)),
-        output.above("In shared memory", output.fields(shared)),
+        output.above("In shared memory", output.fields(_sizes(host))),
         output.above("In host memory, by offloading", output.fields(away)) if away else None,
         *plan["problems"],
         *plan["warnings"],
         "Instead: " + "; ".join(plan["instead"]) if plan["instead"] else None,
         verdict,
     )
+
+
+def _sizes(numbers: dict[str, int | None]) -> list[tuple[str, object]]:
+    named = ((name.removesuffix("_bytes").replace("_", " "), value) for name, value in numbers.items())
+    return [(name, formats.size(value)) for name, value in named if value is not None]
