@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from appliance.cli.locate import BoxFile
 
 Format = Literal["table", "json"]
+Command = Callable[..., None]
 
 URL = Annotated[str | None, typer.Option("--url", metavar="URL", envvar="APPLIANCE_URL", help="A box elsewhere.")]
 API_KEY = Annotated[str | None, typer.Option("--api-key", metavar="KEY", envvar="APPLIANCE_API_KEY", help="For --url.")]
@@ -80,13 +81,11 @@ def examples(*lines: str) -> str:
     return "\b\nExamples:\n" + "\n".join(f"  {line}" for line in lines)
 
 
-def box_command(
-    app: typer.Typer, *lines: str, name: str | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def box_command(app: typer.Typer, *lines: str, name: str | None = None) -> Callable[[Command], Command]:
     """Adds a command to `app` that talks to a box (see `_for_box`). `lines` are its examples; `name` is its own if its
     function cannot have it."""
 
-    def add(command: Callable[..., None]) -> Callable[..., None]:
+    def add(command: Command) -> Command:
         return app.command(name or command.__name__, epilog=examples(*lines))(_for_box(command))
 
     return add
@@ -105,7 +104,7 @@ def seconds_given(option: str, text: str) -> float:
     return seconds
 
 
-def _for_box(command: Callable[..., None]) -> Callable[..., None]:
+def _for_box(command: Command) -> Command:
     """Adds --url, --api-key, --data-dir and -o. The command gets a Session as its first argument."""
     signature = inspect.signature(command, eval_str=True)
     own = list(signature.parameters.values())[1:]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
 
 from appliance.cli import formats, output
-from appliance.cli.command import Session, box_command, given, group
+from appliance.cli.command import Command, Session, box_command, given, group
 from appliance.cli.errors import BadUsage
 from appliance.cli.paths import segment
 
@@ -50,7 +49,7 @@ LIMITS: dict[str, Any] = {
 }
 
 
-def with_limits(command: Callable[..., None]) -> Callable[..., None]:
+def with_limits(command: Command) -> Command:
     """Gives a command an option for each of LIMITS; it gets those that were given as `limits`."""
     signature = inspect.signature(command, eval_str=True)
     own = [parameter for parameter in signature.parameters.values() if parameter.name != "limits"]
