@@ -1,4 +1,4 @@
-"""`box.json`: what the main process tells the commands about itself. Written only by the main process."""
+"""`box.json`: what the main process tells the commands about itself. Only the main process writes it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ log = logging.getLogger(__name__)
 
 class BoxState:
     """Fields: pid, url, controller_socket, state (starting|ready|stopping|stopped|failed|killed), message,
-    started_s (Unix time), troubles (of the processes that the main process keeps, as `BackgroundTasks.degraded` has
-    them)."""
+    started_s (Unix time), troubles (of the processes that the main process supervises, in the form of
+    `BackgroundTasks.degraded`)."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -30,7 +30,7 @@ class BoxState:
         self._write()
 
     def end(self, message: str) -> None:
-        """`message`: what was not as it should be, "" if all was."""
+        """`message` says what went wrong, "" if nothing did."""
         self._fields = {"state": "stopped", "message": message, "pid": None}
         self._write()
 
@@ -42,7 +42,7 @@ class BoxState:
         try:
             self._replace()
         except OSError as error:
-            # A full disk. What keeps the box's processes alive says here what it does, and must not end of that.
+            # The disk is full. The caller keeps the box's processes alive and must not end because of that.
             log.warning("%s could not be written: %s", self._path, error)
 
     def _replace(self) -> None:
@@ -54,7 +54,7 @@ class BoxState:
 
 
 def read_troubles(path: Path) -> list[dict[str, Any]]:
-    """What the main process says of the processes that it keeps; read by the controller for `status`."""
+    """Troubles of the processes that the main process supervises; the controller reads them for `status`."""
     try:
         return list(json.loads(path.read_text()).get("troubles", []))
     except (OSError, json.JSONDecodeError):

@@ -1,4 +1,4 @@
-"""The endpoint's port: whether this box can have it, and whether it is this box that answers there."""
+"""The endpoint's port: whether this box can have it, and whether this box is the one that answers there."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from runtime.sockets import check_free
 
 
 def why_not(host: str, port: int) -> str:
-    """Why nothing of ours can listen there, and what to do; "" if it can."""
+    """Why this box cannot listen there and what to do; "" if it can."""
     try:
         check_free(host, port)
     except socket.gaierror as error:
         return f"[box] host {host!r} is no address: {error.strerror}; give one of this machine's"
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            return (f"port {port} of {host} is in use by {_holder(port)}; end that or choose another with --port "
-                    "([box] port)")  # fmt: skip
+            taken = f"port {port} of {host} is in use by {_holder(port)}"
+            return f"{taken}; end that or choose another with --port ([box] port)"
         if error.errno == errno.EADDRNOTAVAIL:
             return f"{host} is no address of this machine; give another with --host ([box] host)"
         if error.errno == errno.EACCES:
-            return (f"port {port} may not be listened on by this user; choose one above 1023 with --port, or give the "
-                    "service CAP_NET_BIND_SERVICE")  # fmt: skip
+            refused = f"this user may not listen on port {port}"
+            return f"{refused}; choose one above 1023 with --port, or give the service CAP_NET_BIND_SERVICE"
         return f"port {port} of {host} cannot be listened on: {error.strerror}"
     return ""
 
 
 def is_ours(answer: bytes, boot: str) -> bool:
-    """Whether this body of /health is of the gateway that was started with `boot`."""
+    """Whether this answer of /health comes from the gateway that was started with `boot`."""
     try:
         told = json.loads(answer)
     except ValueError:
@@ -40,7 +40,7 @@ def is_ours(answer: bytes, boot: str) -> bool:
 
 
 def _holder(port: int) -> str:
-    """Of another user's process the kernel tells nobody but root which it is."""
+    """The process that listens there. The kernel names another user's process only to root."""
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
             try:

@@ -1,4 +1,4 @@
-"""Whether a process that lives also answers: one that hangs is killed, and its supervisor starts it anew."""
+"""Checks that a living process answers: one that hangs is killed, and its supervisor starts it anew."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from appliance.boot.supervised_process import Supervised
 
 EVERY_S, PATIENCE_S = 5.0, 10.0
 HUNG_S = 120.0
-"""Longer than any pause that a process comes back from by itself: half a minute of SIGSTOP, a machine that swaps."""
+"""Longer than any pause that a process recovers from by itself, such as half a minute of SIGSTOP or of swapping."""
 
 
 class Pulse:
-    """Asks `process` for `path` again and again. Any answer will do, a refusal too."""
+    """Asks `process` for `path` again and again. Any answer will do, even a refusal."""
 
     def __init__(
         self,
@@ -32,13 +32,13 @@ class Pulse:
         self._asked: tuple[int | None, float] = (None, 0.0)
 
     async def watch(self) -> None:
-        """For as long as it runs."""
+        """Looks again and again until it is cancelled."""
         while True:
             await asyncio.sleep(EVERY_S)
             await self.look()
 
     async def look(self) -> None:
-        """Ask once, and kill what has not answered since its start, or for `HUNG_S`."""
+        """Asks once. Kills a process that has not answered for `HUNG_S`, or not since its start that long ago."""
         pid, now_s = self._process.pid, self._clock()
         if pid is None or pid != self._asked[0] or await self._answers():
             self._asked = pid, now_s
@@ -47,7 +47,7 @@ class Pulse:
             self._process.restart()
 
     async def _answers(self) -> bool:
-        # Not verified, as where main waits for it: it is our own process we ask.
+        # No verification: we ask our own process, whose certificate names the box and not loopback.
         transport = httpx.AsyncHTTPTransport(uds=self._socket_path, verify=False)
         async with httpx.AsyncClient(transport=transport, base_url=self._base_url, timeout=PATIENCE_S) as client:
             try:

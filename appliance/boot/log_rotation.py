@@ -1,4 +1,4 @@
-"""The logs of a box or a node are kept short, by the process that starts all the others."""
+"""Keeps the logs of a box or a node short, in the process that starts all the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EVERY_S = 5.0
 
 
 async def keep_logs_short(folder: Path, settings: ObservabilitySettings) -> None:
-    """Until cancelled."""
+    """Rotates logs again and again until it is cancelled."""
     limits = LogLimits(settings.log_bytes, settings.log_keep, settings.log_days, settings.logs_total_bytes)
     rotation = LogRotation(folder, limits)
     while True:

@@ -2,11 +2,11 @@
 
     python -m appliance.boot.main up --config-json JSON
 
-Story: lock the data directory, clear what a killed run left, start Ray, the controller and the gateway, print the
-endpoint, and keep all three running until told to stop. Ending goes the other way: the gateway finishes its
-requests, the controller suspends jobs and writes what only memory holds to disk, Ray ends, shared memory is given back.
-Every process below has asked the kernel to be killed with this one, so `kill -9` of it leaves nothing behind but the
-versions and snapshots in shared memory, which the next `up` finds again.
+It locks the data directory, clears what a killed run left, starts Ray, the controller and the gateway, prints the
+endpoint, and keeps all three running until told to stop. It ends in the other order: the gateway finishes its requests,
+the controller suspends jobs and writes what only memory holds to disk, Ray ends, shared memory is given back. Every
+process below has asked the kernel to die with this one, so `kill -9` of it leaves nothing behind except the versions
+and snapshots in shared memory, which the next `up` finds again.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from appliance.boot.clock_watch import EVERY_S as CLOCK_EVERY_S
 from appliance.boot.clock_watch import LEAST_FOR_RAY_S, ClockWatch
 from appliance.boot.liveness import Pulse
 from appliance.boot.log_rotation import keep_logs_short
-from appliance.boot.supervised_process import BOX_VARIABLE, Supervised, kill_leftovers
+from appliance.boot.supervised_process import Supervised, kill_leftovers, own_files_only
 from appliance.config import BoxConfig, load_resolved
 from appliance.nodes.certificate_authority import Authority, Unfit
 from appliance.nodes.enrolment import EnrolmentServer, Tokens, port_of
 from appliance.paths import BoxPaths, UnsafeFolder, write_secret
 from runtime.background_tasks import BackgroundTasks
 from runtime.logs import configure_logging
-from runtime.processes.kernel import die_with_parent, tail
+from runtime.processes.kernel import tail
 from scheduler.devices.discovery import HEAD_NODE, discover_devices
 from serve.core import segments
 
@@ -61,9 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     config = load_resolved(options.config_json)
     paths = BoxPaths.of(Path(config.box.data_dir))
-    # Whatever this process and those below it create is the owner's alone, logs and locks too; some libraries make
-    # their files open to all.
-    os.umask(0o077)
+    own_files_only()
     configure_logging("main")
     state = BoxState(paths.state_file)
     try:
@@ -118,7 +116,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, state: BoxState) -> int:
 
 def _ask_to_stop(stop: asyncio.Event, state: BoxState) -> None:
     if stop.is_set():
-        # Asked twice: the person does not want to wait. The kernel ends everything below with this process.
+        # Somebody asked twice and does not want to wait. The kernel ends everything below with this process.
         state.update(state="killed", message="killed by a second signal; `appliance up` continues from here")
         os.kill(os.getpid(), signal.SIGKILL)
     stop.set()
@@ -132,8 +130,8 @@ def local_url(config: BoxConfig) -> str:
 
 
 class Box:
-    """Ray, the controller and the gateway of one box, each a supervised process. `stop` is called when one of them
-    cannot be kept running; `hopeless` then says why."""
+    """Ray, the controller and the gateway of one box, each a supervised process. When one of them cannot be kept
+    running it calls `stop`, and `hopeless` says why."""
 
     def __init__(self, config: BoxConfig, paths: BoxPaths, state: BoxState, stop: Callable[[], None] = lambda: None):
         self._config, self._paths, self._state, self._stop = config, paths, state, stop
@@ -143,10 +141,7 @@ class Box:
             authority = Authority(paths.certificates)
             certificate = authority.prepare(HEAD_NODE, config.box.node_address).files
             self._enrolment = EnrolmentServer(authority, Tokens(paths.join_tokens), paths.ray_token.read_bytes())
-        self._environment = {
-            **os.environ, **ray_head.environment(paths, config.box.start_timeout_s, certificate),
-            BOX_VARIABLE: paths.box_id, "OMP_NUM_THREADS": "1",
-        }  # fmt: skip
+        self._environment = ray_head.box_environment(paths, config.box.start_timeout_s, certificate)
         self._background = BackgroundTasks()
         self._clock, self._clock_of_ray = ClockWatch(), ClockWatch(LEAST_FOR_RAY_S)
         self.hopeless = ""
@@ -162,7 +157,7 @@ class Box:
         shutil.rmtree(self._paths.worlds, ignore_errors=True)
         if left:
             self._say(f"ended {len(left)} processes that an earlier run left behind")
-        # Before anything is started: what the box is for cannot be had, and whoever has the port might answer for us.
+        # Check before anything starts: without its port the box is useless, and its holder might answer for us.
         if reason := endpoint.why_not(self._config.box.host, self._config.box.port):
             raise BoxError(reason)
         self._paths.renew_gateway_token()
@@ -184,8 +179,11 @@ class Box:
         await self._wait_for(self._gateway, local_url(self._config), "/health", boot=self._boot)
         self._state.update(state="ready", message="ready")
         self._announce(has_first_key)
-        self._background.keep("pulse of the controller", self._pulse_of_controller().watch)
-        self._background.keep("pulse of the gateway", self._pulse_of_gateway().watch)
+        socket = str(self._paths.controller_socket)
+        controller = Pulse(self._controller, "http://box", "/admin/v1/mode", socket, self._say)
+        gateway = Pulse(self._gateway, local_url(self._config), "/health", None, self._say)
+        self._background.keep("pulse of the controller", controller.watch)
+        self._background.keep("pulse of the gateway", gateway.watch)
         self._background.keep_every("box.json", self._tell_troubles, TROUBLES_EVERY_S)
         self._background.keep_every("watch of the clock", self._look_at_clock, CLOCK_EVERY_S)
 
@@ -202,7 +200,7 @@ class Box:
             ) from error
 
     async def end(self) -> str:
-        """Stop everything in order and give shared memory back; what went wrong with that, "" if nothing."""
+        """Stop everything in order and give shared memory back. Returns what went wrong, "" if nothing did."""
         await self._background.stop()
         self._state.update(state="stopping", message="finishing requests")
         if self._enrolment is not None:
@@ -240,11 +238,10 @@ class Box:
         return process
 
     async def _start_controller(self) -> asyncio.subprocess.Process:
-        # Each Ray has an address of its own: with that of the one before the controller waits for half a minute.
+        # Each Ray has its own address: with the address of the one before the controller waits for half a minute.
         await self._ray.running()
-        return await self._python("controller", "-m", "appliance.controller.main",
-                                  "--config-json", self._config.model_dump_json(),
-                                  "--ray-address", self._ray_address)  # fmt: skip
+        options = ("--config-json", self._config.model_dump_json(), "--ray-address", self._ray_address)
+        return await self._python("controller", "-m", "appliance.controller.main", *options)
 
     async def _start_gateway(self) -> asyncio.subprocess.Process:
         gateway = self._config.gateway.model_dump() | {
@@ -262,16 +259,7 @@ class Box:
 
     async def _python(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
         with open(self._paths.logs / f"{name}.log", "ab") as output:
-            return await asyncio.create_subprocess_exec(
-                sys.executable, *arguments, stdin=asyncio.subprocess.DEVNULL, stdout=output, stderr=output,
-                env=self._environment, start_new_session=True, preexec_fn=die_with_parent,
-            )  # fmt: skip
-
-    def _pulse_of_controller(self) -> Pulse:
-        return Pulse(self._controller, "http://box", "/admin/v1/mode", str(self._paths.controller_socket), self._say)
-
-    def _pulse_of_gateway(self) -> Pulse:
-        return Pulse(self._gateway, local_url(self._config), "/health", None, self._say)
+            return await ray_head.start_process(arguments, output, self._environment)
 
     async def _look_at_clock(self) -> None:
         back_s, far_back_s = self._clock.set_back_s(), self._clock_of_ray.set_back_s()
@@ -299,9 +287,9 @@ class Box:
     async def _wait_for(
         self, process: Supervised, base_url: str, path: str, socket_path: str | None = None, *, boot: str | None = None
     ) -> None:
-        """Until it answers there with 200, and with `boot` as its own: another program may have the port."""
+        """Returns when it answers there with 200 and, if given, with `boot`: another program may have the port."""
         timeout_s = self._config.box.start_timeout_s
-        # Not verified: it is our own process we look for, and its certificate names the box, not loopback.
+        # No verification: we look for our own process, and its certificate names the box, not loopback.
         transport = httpx.AsyncHTTPTransport(uds=socket_path, verify=False)
         async with httpx.AsyncClient(transport=transport, base_url=base_url) as client:
             deadline = time.monotonic() + timeout_s
@@ -311,7 +299,7 @@ class Box:
                     if answer.status_code == 200 and (boot is None or endpoint.is_ours(answer.content, boot)):
                         return
                 except httpx.HTTPError:
-                    pass  # not listening yet, or somebody who does not speak HTTP
+                    pass  # it does not listen yet, or somebody else does who speaks no HTTP
                 late = time.monotonic() > deadline
                 if late or process.restarts >= 3:
                     log_path = self._paths.logs / f"{process.name}.log"
@@ -327,9 +315,9 @@ class Box:
                 await asyncio.sleep(0.05)
 
     async def _first_key(self) -> bool:
-        """The first key of a box that has none, into its file; whether there was none. Raises OSError.
+        """Makes the first key of a box that has none and writes it into its file; True if it did. Raises OSError.
 
-        It goes nowhere else: what this process prints may end in a journal.
+        The key goes nowhere else: what this process prints may end in a journal.
         """
         transport = httpx.AsyncHTTPTransport(uds=str(self._paths.controller_socket))
         async with httpx.AsyncClient(transport=transport, base_url="http://box", timeout=30) as client:
@@ -337,8 +325,8 @@ class Box:
             if keys:
                 return False
             path = self._paths.first_key
-            path.unlink(missing_ok=True)  # of a box that was here before
-            write_secret(path, "")  # a disk that has no room for it says so before there is a key that nobody knows
+            path.unlink(missing_ok=True)  # that of an earlier box here
+            write_secret(path, "")  # a full disk fails here, before there is a key that nobody knows
             made = await client.post(
                 "/admin/v1/keys", json={"name": "first", "scopes": ["inference", "fine_tuning", "admin"]}
             )

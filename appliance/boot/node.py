@@ -1,11 +1,11 @@
-"""A further node of a box: Ray joined to the box's head, this node's devices and memory announced, until told to stop.
+"""A further node of a box: it joins Ray to the box's head and announces its devices and memory, until told to stop.
 
     python -m appliance.boot.node --config-json JSON --head HOST:PORT --name NAME [--token-path FILE]
 
-`--token-path`: a one-time token of the box, or its `ray.token`; not needed where this node has its certificate already.
+`--token-path`: a one-time token of the box, or its `ray.token`; not needed if this node has its certificate already.
 
-Nothing decides here: the controller at home starts engines through Ray's actors on this node. When this process ends,
-however, everything below it ends with it, and the box goes on with the devices it has left.
+Nothing is decided here: the controller at home starts engines through Ray's actors on this node. When this process
+ends, everything below it ends too, and the box goes on with the devices it has left.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from appliance.boot import ray_head
 from appliance.boot.clock_watch import LEAST_FOR_RAY_S, ClockWatch, far_back_s
 from appliance.boot.log_rotation import keep_logs_short
-from appliance.boot.supervised_process import BOX_VARIABLE, kill_leftovers
+from appliance.boot.supervised_process import kill_leftovers, own_files_only
 from appliance.config import BoxConfig, load_resolved
 from appliance.nodes.certificate_authority import Credentials, Unfit
 from appliance.nodes.enrolment import NotEnrolled, enrol, port_of
@@ -49,16 +49,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     config = load_resolved(options.config_json)
     paths = BoxPaths.of(Path(config.box.data_dir))
-    # Whatever this process and those below it create is the owner's alone, logs and locks too; some libraries make
-    # their files open to all.
-    os.umask(0o077)
+    own_files_only()
     configure_logging("node", node=options.name)
     try:
         paths.create()
     except UnsafeFolder as error:
         log.error("this node did not join: %s", error)
         return 1
-    os.chdir(paths.data_dir)  # what is started from here looks for modules in the working directory first
+    os.chdir(paths.data_dir)  # processes started from here look for modules in the working directory first
     with open(paths.lock_file, "a") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -75,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _enrolled(paths: BoxPaths, head: str, token_path: Path | None, name: str, address: str) -> NodeCertificate:
-    """This node's certificate: the one that it has, or what the box gives for the token. Raises NotEnrolled, Unfit."""
+    """This node's certificate: the one it has, or the one the box gives for the token. Raises NotEnrolled, Unfit."""
     credentials = Credentials(paths.certificates)
     if token_path is None:
         why = credentials.fit(name, address)
@@ -100,12 +98,9 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certifi
     shutil.rmtree(paths.away_jobs, ignore_errors=True)
     devices = discover_devices(config.box.devices, name)
     timeout_s = config.box.start_timeout_s
-    environment = {
-        **os.environ, **ray_head.environment(paths, timeout_s, certificate), BOX_VARIABLE: paths.box_id,
-        "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
+    environment = ray_head.box_environment(paths, timeout_s, certificate)
     os.environ.update(environment)
-    # Ray reads how it is to authenticate when it is imported: imported above, it would not show the token.
+    # Ray reads how to authenticate when it is imported: if it was imported above, it would not show the token.
     from scheduler.ray.nodes import announced_from, emptied
 
     place = node_config_of(config, paths, devices)
@@ -121,8 +116,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, head: str, name: str, certifi
         set_back = asyncio.create_task(far_back_s(ClockWatch(LEAST_FOR_RAY_S)), name="watch of the clock")
         await asyncio.wait({ended, stopping, set_back}, return_when=asyncio.FIRST_COMPLETED)
         if set_back.done():
-            log.error("the clock was set back by %.0f s, for which Ray would tell nothing: this node ends, and "
-                      "what supervises it is to start it anew", set_back.result())  # fmt: skip
+            log.error("the clock was set back by %.0f s, and Ray would report nothing for that time", set_back.result())
+            log.error("this node ends; what supervises it is to start it anew")
         set_back.cancel()
         if not stop.is_set():
             return 1

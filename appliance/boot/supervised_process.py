@@ -14,17 +14,17 @@ import psutil
 from runtime.background_tasks import first_words
 from runtime.processes.kernel import kill_group
 
-BOX_VARIABLE = "APPLIANCE_BOX"
+BOX_VARIABLE = "APPLIANCE_BOX"  # every process of a box inherits it, with the box's id
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S, _STEADY_S = 0.2, 10.0, 60.0
 HOPELESS_S = 600.0
-"""A process that has not run steadily for so long will not do so by being started once more: the box ends with an
-error, and systemd starts all of it anew."""
+"""One more start does not help a process that has not run steadily for so long: the box ends with an error, and systemd
+starts all of it anew."""
 
 
 class Supervised:
-    """One process that must run: started again, with growing pauses, when it ends by itself or could not be started.
+    """One process that must run: it is started again, with growing pauses, when it ends or could not be started.
 
-    on_change: told in words when it ended. on_hopeless: told once, when it has not run steadily for `HOPELESS_S`.
+    on_change: told in words when it ends. on_hopeless: told when it has not run steadily for `HOPELESS_S`.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Supervised:
         self.name = name
         self._start, self._on_change, self._on_hopeless = start, on_change, on_hopeless
         self._trouble: dict[str, Any] | None = None
-        self._trouble_since_s = 0.0  # steady: a clock that is set on by an hour makes nothing hopeless
+        self._trouble_since_s = 0.0  # monotonic: a clock that is set forward by an hour makes nothing hopeless
         self._process: asyncio.subprocess.Process | None = None
         self._supervision: asyncio.Task | None = None
         self._started_s = 0.0
@@ -73,7 +73,7 @@ class Supervised:
         return await process.wait() == 0
 
     async def running(self) -> None:
-        """Returns when it was started and is not known to have ended."""
+        """Returns once it was started and is not known to have ended."""
         await self._runs.wait()
 
     def restart(self) -> None:
@@ -106,7 +106,7 @@ class Supervised:
                     self._process = await self._start()
                     self._runs.set()
                     break
-                except Exception as error:  # noqa: BLE001 - said, and tried again: nobody else would start it ever again
+                except Exception as error:  # noqa: BLE001 - reported and tried again: nobody else would start it
                     what = f"{self.name} could not be started ({first_words(error)})"
 
     async def _ended(self) -> str:
@@ -129,7 +129,7 @@ class Supervised:
 def kill_leftovers(box_id: str) -> list[int]:
     """SIGKILL processes of an earlier run of this box that outlived it; returns their pids.
 
-    Every process of a box inherits APPLIANCE_BOX=<box id>; this process and its ancestors are spared.
+    They are known by BOX_VARIABLE. This process and its ancestors are spared.
     """
     spared = {os.getpid(), *(parent.pid for parent in psutil.Process().parents())}
     found = []
@@ -142,3 +142,9 @@ def kill_leftovers(box_id: str) -> list[int]:
             continue
     psutil.wait_procs(found, timeout=10)
     return [process.pid for process in found]
+
+
+def own_files_only() -> None:
+    """Makes whatever this process and those below it create the owner's alone, logs and locks too; some libraries make
+    their files open to all."""
+    os.umask(0o077)

@@ -59,8 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _summary(box, (swapped, switched), time.monotonic() - began_s)
         ok = before != after and not any(r.dropped or r.truncated or r.duplicated for r in (swapped, switched))
         if options.keep:
-            console.print(f"\nThe box stays up at {box.url}; `appliance --help`, then "
-                          f"`appliance down --data-dir {box.data_dir}`.")  # fmt: skip
+            end = f"`appliance down --data-dir {box.data_dir}`"
+            console.print(f"\nThe box stays up at {box.url}; `appliance --help`, then {end}.")
     except KeyboardInterrupt:
         console.print("\nstopped by hand; ending the box")
         ok, options.keep = False, False
@@ -80,8 +80,6 @@ class DemoBox:
         self.url = f"http://127.0.0.1:{self.port}/v1"
         self.client: openai.OpenAI | None = None
         self.job: Any = None
-
-    # --- the box ------------------------------------------------------------------------------------------------
 
     def up(self) -> None:
         _headline("1  box up")
@@ -104,8 +102,6 @@ class DemoBox:
     def _environment(self) -> dict[str, str]:
         return {**os.environ, "APPLIANCE_DATA_DIR": str(self.data_dir)}
 
-    # --- models and chat ----------------------------------------------------------------------------------------
-
     def starter(self, minutes: float) -> None:
         _headline("2  a base model: the starter (made here; `appliance model import` takes a real one)")
         names = [model.id for model in self.client.models.list()]
@@ -119,8 +115,6 @@ class DemoBox:
             model=model, messages=[{"role": "user", "content": QUESTION}], max_tokens=96, temperature=0
         )
         return answer.choices[0].message.content
-
-    # --- fine-tuning --------------------------------------------------------------------------------------------
 
     def upload(self, examples: int) -> dict[str, str]:
         _headline("3  real data in: GSM8K (MIT)")
@@ -154,8 +148,6 @@ class DemoBox:
             method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": epochs, **HYPERPARAMETERS}}},
         )
 
-    # --- versions -----------------------------------------------------------------------------------------------
-
     def roll_back_and_forth(self, tuned: str) -> LoadReport:
         _headline("5  swap versions in the running engine, streams flowing")
         newest = self.admin("model", "show", tuned)["active_version"]
@@ -166,8 +158,6 @@ class DemoBox:
             answered = load.finished
             _wait_for(lambda: load.finished >= answered + 4, "answers after the swaps")
         return load.report()
-
-    # --- modes --------------------------------------------------------------------------------------------------
 
     def switch_modes(self, files: dict[str, str], switches: int) -> LoadReport:
         _headline(f"6  {switches} mode switches under load, with a second job training in between")
@@ -257,8 +247,9 @@ def _wait_for(condition, what: str, timeout_s: float = 600.0) -> None:
         time.sleep(0.05)
 
 
-def _run(*command: str, check: bool = True, quiet: bool = False, capture: bool = False,
-         env: dict[str, str] | None = None) -> subprocess.CompletedProcess:  # fmt: skip
+def _run(
+    *command: str, check: bool = True, quiet: bool = False, capture: bool = False, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess:
     program = Path(sys.executable).with_name(command[0])
     if not capture and not quiet:
         console.print(f"[dim]$ {' '.join(command)}[/]")

@@ -1,7 +1,7 @@
-"""What a checkpoint directory is: which files belong to it, and what they say. Nothing is loaded, nothing executed.
+"""What a checkpoint directory is: which files belong to it, and what they say. Nothing is loaded or executed.
 
-Accepted is what `transformers` writes for a text model: config.json, a tokenizer, safetensors (one file, or several
-with an index). The weight headers themselves are validated by `weights.format.layout`.
+It is what `transformers` writes for a text model: config.json, a tokenizer, safetensors (one file, or several with an
+index). `weights.format.layout` validates the weight headers themselves.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
 
 @dataclass(frozen=True)
 class Files:
-    """The files to take: name in the checkpoint -> the regular file behind it, and what stays behind."""
+    """`taken`: name in the checkpoint -> the regular file behind it. `left`: names that stay behind."""
 
     taken: Mapping[str, Path]
     left: tuple[str, ...]
@@ -97,7 +97,7 @@ def choose_files(directory: Path) -> Files:
 
 
 def check_header(path: Path, name: str) -> None:
-    """Refuses a hostile or damaged safetensors file before any of its gigabytes is copied. Raises HeaderInvalid."""
+    """Refuses a hostile or damaged safetensors file before any of its bytes are copied. Raises HeaderInvalid."""
     with path.open("rb") as file:
         file_bytes = os.fstat(file.fileno()).st_size
         needed = header_bytes_needed(file.read(LENGTH_BYTES), path=path.parent, file=name, file_bytes=file_bytes)
@@ -176,7 +176,7 @@ def read_json(path: Path, name: str, limit_bytes: int) -> dict[str, Any]:
 def examine(directory: Path, layout: Layout) -> Facts:
     """Reads config and tokenizer of a `directory` of plain files whose weights are `layout`.
 
-    Raises a CheckpointRefused. The chat template is only found here; whether it runs is `template_trial`'s business.
+    Raises CheckpointRefused. It only finds the chat template; `template_trial` tells whether the template runs.
     """
     config = read_json(directory / "config.json", "config.json", MAX_CONFIG_BYTES)
     _refuse_code(config, "config.json")
@@ -251,7 +251,7 @@ def _require_tokenizer(directory: Path) -> None:
             "not there, nor tokenizer.model, nor vocab.json with merges.txt; copy the tokenizer files of the base "
             "model into the directory",
         )
-    # Not parsed: that would hold the interpreter for half a second per 30 MB, and the loaders check it anyway.
+    # It is not parsed: that would hold the interpreter for half a second per 30 MB, and the loaders check it anyway.
     path = directory / "tokenizer.json"
     if path.is_file() and not 2 <= path.stat().st_size <= MAX_TOKENIZER_BYTES:
         raise NotACheckpoint(path.name, f"{path.stat().st_size} bytes; expected 2 to {MAX_TOKENIZER_BYTES}")
@@ -276,7 +276,7 @@ def _chat_template(directory: Path, tokenizer: Mapping[str, Any]) -> str | None:
 
 
 def _check_weights(config: Mapping[str, Any], layout: Layout) -> None:
-    """Catches weights of another model than config.json describes. Only what all these families share is looked at."""
+    """Catches weights of another model than config.json describes, by what all these families share."""
     for name in ("model.embed_tokens.weight", "model.language_model.embed_tokens.weight"):
         if name in layout and isinstance(config.get("hidden_size"), int) and isinstance(config.get("vocab_size"), int):
             found, expected = layout.find(name).spec.shape, (config["vocab_size"], config["hidden_size"])

@@ -1,9 +1,9 @@
 """Downloads a checkpoint from a model hub: resumed where it stopped, every byte checked.
 
-`huggingface_hub` asks for the listing. The files are fetched here, because version 2 of that library throws a partial
-file away when a download is interrupted, and compares sizes only; a 140 GB model over a shaky line needs more. What is
-kept is `<file>.part`; it becomes `<file>` once its SHA-256 (large files) or git blob hash (small ones) is the one in
-the listing. Only the files that make a safetensors checkpoint are asked for.
+`huggingface_hub` gets the listing. The files are fetched here, because version 2 of that library throws a partial file
+away when a download is interrupted, and compares sizes only; a 140 GB model over a shaky line needs more. A partial
+file is kept as `<file>.part` and becomes `<file>` once its SHA-256 (large files) or git blob hash (small ones) is the
+one in the listing. Only the files of a safetensors checkpoint are fetched.
 """
 
 from __future__ import annotations
@@ -133,8 +133,9 @@ def _wanted(repository: str, names: Iterable[str]) -> set[str]:
 def download(listing: Listing, directory: Path, settings: HubSettings, on_bytes: Callable[[int, str], None]) -> None:
     """Brings every file of `listing` into `directory`, continuing what an earlier call left there.
 
-    `on_bytes(count, file)` hears of every piece, in bytes since the last call (negative if the hub could not resume and
-    a file begins anew). Raises HubUnreachable (call again to go on), HubNotFound, DownloadCorrupt (the file is gone).
+    `on_bytes(count, file)` is called for every piece with the bytes since the last call, negative if the hub could not
+    resume and a file begins anew. Raises HubUnreachable (call again to go on), HubNotFound, DownloadCorrupt (the file
+    is gone).
     """
     headers = {"Accept-Encoding": "identity", "User-Agent": "appliance"}
     if settings.token:
@@ -200,7 +201,7 @@ def _fetch(client: httpx2.Client, url: str, file: HubFile, part: Path, on_bytes:
 
 
 def _refuse_status(answer: httpx2.Response, url: str) -> None:
-    """Raises for answers that trying again will not change; a TransportError for those that it may."""
+    """Raises HubNotFound for answers that another try will not change, a TransportError for those that it may."""
     status = answer.status_code
     if status in (httpx2.codes.TOO_MANY_REQUESTS, httpx2.codes.REQUEST_TIMEOUT) or status >= 500:
         raise httpx2.RemoteProtocolError(f"status {status}")

@@ -1,7 +1,7 @@
 """The models on disk: `<models>/<name>/<version>/`, each a checkpoint directory with a sealed manifest.
 
-Everything here blocks and is meant for a worker thread. A version appears by one rename after all its bytes were
-checked and are on the medium; what a crash leaves stands in `.staging` and is removed by the next import.
+Everything here blocks: call it in a worker thread. A version appears by one rename after all its bytes were checked and
+are on the medium. What a crash leaves is in `.staging`, and the next import removes it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 from appliance.models import hub, starter_process
 from appliance.models.checkpoint import Facts, Task, choose_files, examine
-from appliance.models.errors import InvalidModelName, ModelError, NotEnoughDisk, SourceNotFound
+from appliance.models.errors import InvalidModelName, NotEnoughDisk, SourceNotFound
 from appliance.models.recorded import check_same, recorded
 from appliance.models.template_trial import try_template
 from weights.format.files import sync_directory
@@ -36,7 +36,7 @@ COPY_CHUNK_BYTES = 16 << 20
 KEPT_FREE_BYTES = 256 << 20  # of the disk, for database, logs and jobs
 
 Report = Callable[[float, float | None, str, str], None]
-"""`report(done, total, unit, message)`; an exception raised by it cancels the work."""
+"""`report(done, total, unit, message)`; an exception that it raises cancels the work."""
 
 
 def silent(done: float, total: float | None, unit: str, message: str) -> None:
@@ -67,12 +67,11 @@ class ModelLibrary:
         self._root = Path(models_dir)
         self._hub = hub_settings or hub.HubSettings()
 
-    # --- bringing in ------------------------------------------------------------------------------------------------
-
     def import_model(
         self, source: str, *, name: str | None = None, revision: str | None = None, report: Report = silent
     ) -> ModelVersion:
-        """A directory if there is one at `source`, else a hub repository. Raises ModelError, IntegrityError."""
+        """Imports the directory at `source` if there is one, else a hub repository. Raises ModelError,
+        IntegrityError."""
         path = Path(source).expanduser()
         if path.exists() or source.startswith((".", "/", "~")):
             if revision is not None:
@@ -83,8 +82,8 @@ class ModelLibrary:
     def import_path(self, path: Path, *, name: str | None = None, report: Report = silent) -> ModelVersion:
         """Copies the checkpoint directory `path` in as a new version of `name` (default: the directory's name).
 
-        Taken are safetensors, configuration, tokenizer and README.md; code, pickles and sub-directories stay behind.
-        A copy of what a box has, with its manifest.json, is compared with it.
+        It takes safetensors, configuration, tokenizer and README.md, and leaves code, pickles and sub-directories. A
+        directory with a box's manifest.json is compared with that.
         Raises CheckpointRefused, weights.format.errors.IntegrityError (a damaged or hostile weight file, by name),
         NotEnoughDisk, InvalidModelName, SourceNotFound.
         """
@@ -122,23 +121,21 @@ class ModelLibrary:
         shutil.rmtree(folder)
         return taken
 
-    def make_starter(
-        self, *, minutes: float | None = None, seed: int = 0, name: str = STARTER_NAME, report: Report = silent
-    ) -> ModelVersion:
+    def make_starter(self, *, minutes: float | None = None, report: Report = silent) -> ModelVersion:
         """Pretrains the small model `starter` in a process of its own and takes it in. Raises StarterFailed."""
         self._sweep()
         made = self._private(self._root / ".staging") / f"starter-{os.getpid()}-{uuid.uuid4().hex}"
         try:
-            result = starter_process.run(made, STARTER_MINUTES if minutes is None else minutes, seed, report)
+            result = starter_process.run(made, STARTER_MINUTES if minutes is None else minutes, report)
             meta = {"pretraining": result}
-            return self._take_in(made, check_name(name), source="made here", meta=meta, report=report, move=True)
+            return self._take_in(made, STARTER_NAME, source="made here", meta=meta, report=report, move=True)
         finally:
             shutil.rmtree(made, ignore_errors=True)
 
     def _take_in(
         self, directory: Path, name: str, *, source: str, meta: Mapping[str, Any], report: Report, move: bool = False
     ) -> ModelVersion:
-        """Copy (or, for what is ours already, move), look, seal, publish."""
+        """Copies the files (moves them if they are ours already), examines, seals and publishes them."""
         self._sweep()
         files, before = choose_files(directory), recorded(directory)
         if not move:
@@ -159,24 +156,36 @@ class ModelLibrary:
                 warnings += [warning] if warning else []
             facts = replace(facts, warnings=tuple(warnings))
             report(done, files.nbytes, "bytes", "computing checksums")
-            return self._publish(
-                staging, name, facts, source, meta,
-                check=lambda now: None if before is None else check_same(before, now, directory),
-            )  # fmt: skip
+
+            def check(now: Manifest) -> None:
+                if before is not None:
+                    check_same(before, now, directory)
+
+            return self._publish(staging, name, facts, source, meta, check)
         finally:
             shutil.rmtree(staging, ignore_errors=True)
 
     def _publish(
-        self, staging: Path, name: str, facts: Facts, source: str, meta: Mapping[str, Any],
+        self,
+        staging: Path,
+        name: str,
+        facts: Facts,
+        source: str,
+        meta: Mapping[str, Any],
         check: Callable[[Manifest], None],
-    ) -> ModelVersion:  # fmt: skip
+    ) -> ModelVersion:
         family = self._private(self._root / encode_name(name))
         while True:
             version = self._next_version(family)
             described = meta | {
-                "source": source, "arch": facts.arch, "task": facts.task, "params": facts.params,
-                "max_model_len": facts.max_model_len, "warnings": list(facts.warnings), "info": dict(facts.info),
-            }  # fmt: skip
+                "source": source,
+                "arch": facts.arch,
+                "task": facts.task,
+                "params": facts.params,
+                "max_model_len": facts.max_model_len,
+                "warnings": list(facts.warnings),
+                "info": dict(facts.info),
+            }
             check(copies.seal_dir(staging, kind="version", model=name, version=version, meta=described))
             for file in staging.iterdir():
                 _sync(file)
@@ -192,8 +201,6 @@ class ModelLibrary:
     def _next_version(self, family: Path) -> str:
         numbers = [int(entry.name[1:]) for entry in family.iterdir() if re.fullmatch(r"v\d{1,9}", entry.name)]
         return f"v{max(numbers, default=0) + 1}"
-
-    # --- what is there ----------------------------------------------------------------------------------------------
 
     def list(self) -> list[ModelVersion]:
         """Every version on disk, by name and version number. Damaged ones are left out; `verify` names them."""
@@ -230,21 +237,17 @@ class ModelLibrary:
         """Where a version stands or would stand. Raises weights.format.errors.InvalidName."""
         return self._root / encode_name(name) / encode_name(version)
 
-    def verify(self, directory: Path, *, report: Report = silent) -> dict[str, int]:
+    def verify(self, directory: Path) -> dict[str, int]:
         """Reads every byte of a version (on disk or in shared memory) and compares it with its manifest.
 
         Returns {"tensors", "bytes"}. Raises weights.format.errors.IntegrityError naming file and tensor.
         """
-        report(0, None, "bytes", f"reading {directory}")
         manifest = copies.verify(directory)
-        report(manifest.nbytes, manifest.nbytes, "bytes", "every checksum agrees")
         return {"tensors": len(manifest.tensors), "bytes": manifest.nbytes}
 
     def remove(self, name: str, version: str) -> bool:
         """Deletes a version; False if there was none. It is out of sight in one step, whatever happens then."""
         return DirectoryTier("disk", self._root).remove(Name("version", name, version))
-
-    # --- the directory itself ---------------------------------------------------------------------------------------
 
     def _private(self, directory: Path) -> Path:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -265,7 +268,7 @@ class ModelLibrary:
 
 
 def check_name(name: str) -> str:
-    """`name` if a base model may have it. Raises InvalidModelName."""
+    """Returns `name` if a base model may have it. Raises InvalidModelName."""
     if not NAME.fullmatch(name) or len(name) > MAX_NAME_CHARACTERS or name.startswith("ft:"):
         raise InvalidModelName(
             f"{name[:200]!r} cannot be a model's name: expected letters, digits, '.', '_', '-' and '/' between parts, "
@@ -315,6 +318,3 @@ def _sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-__all__ = ["ModelError", "ModelLibrary", "ModelVersion", "Report", "check_name", "silent"]

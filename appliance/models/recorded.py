@@ -1,6 +1,6 @@
-"""The manifest that a box left beside a checkpoint: who brings such a copy in learns whether it is still what it was.
+"""The manifest that a box left beside a checkpoint: an import of such a copy checks that it is still what it was.
 
-Checkpoints of others have none, and nothing can tell whether their bytes are what they were.
+Checkpoints of others have none, and nobody can tell whether their bytes changed.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from weights.format.errors import ChecksumMismatch, IntegrityError, ManifestInva
 from weights.format.manifest import Manifest
 from weights.format.names import MANIFEST_FILE
 
-_OURS = b'{"manifest_checksum":'  # how Manifest.to_bytes begins; others call other things manifest.json
+_OURS = b'{"manifest_checksum":'  # how Manifest.to_bytes begins; others use the name manifest.json too
 _WAY_OUT = "; take the copy anew, or delete manifest.json if it was changed on purpose"
 
 
 def recorded(directory: Path) -> Manifest | None:
-    """What a box recorded of the checkpoint in `directory`, None if none did. Raises ManifestInvalid."""
+    """What a box recorded of the checkpoint in `directory`; None if no box did. Raises ManifestInvalid."""
     path = directory / MANIFEST_FILE
     if path.is_symlink() or not path.is_file():
         return None
@@ -27,8 +27,8 @@ def recorded(directory: Path) -> Manifest | None:
 
 
 def check_same(before: Manifest, now: Manifest, directory: Path) -> None:
-    """Raises IntegrityError, naming file and tensor in `directory`, if what was brought in (`now`, sealed) is not what
-    was recorded of it (`before`)."""
+    """Raises IntegrityError, naming file and tensor in `directory`, if the import (`now`, sealed) differs from what was
+    recorded (`before`)."""
     for name in sorted(before.tensors.keys() | now.tensors.keys()):
         was, found = before.tensors.get(name), now.tensors.get(name)
         if was is None or found is None:

@@ -15,17 +15,15 @@ from typing import Any
 from appliance.models.errors import StarterFailed
 
 
-def run(
-    out: Path, minutes: float, seed: int, report: Callable[[float, float | None, str, str], None]
-) -> dict[str, Any]:
-    """A checkpoint in the new directory `out`, its progress passed on; what the pretraining said of it. The process
-    dies with this call. Raises StarterFailed."""
+def run(out: Path, minutes: float, report: Callable[[float, float | None, str, str], None]) -> dict[str, Any]:
+    """Makes a checkpoint in the new directory `out` and passes progress on; returns what the pretraining says of it.
+    The process dies with this call. Raises StarterFailed."""
     vocabulary = resources.files("appliance") / "demo_data" / "gsm8k_train.jsonl"
-    command = [sys.executable, "-m", "train.starter.main", "--out", str(out), "--seed", str(seed), "--die-with-parent",
-               "--minutes", str(minutes), "--vocabulary-text", str(vocabulary)]  # fmt: skip
+    options = ["--out", str(out), "--minutes", str(minutes), "--vocabulary-text", str(vocabulary), "--die-with-parent"]
+    command = [sys.executable, "-m", "train.starter.main", *options]
     result = None
-    # Threads that wait for each other sleep: spinning, two of them were seen to take three times the processor time of
-    # one for the same steps, from whoever else is at work on the box.
+    # Threads that wait for each other sleep. When they spun, two took three times the processor time of one for the
+    # same steps, from whoever else is at work on the box.
     environment = {**os.environ, "OMP_WAIT_POLICY": "passive"}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)

@@ -1,8 +1,8 @@
 """Tries a foreign chat template in a process that can be killed.
 
-Jinja's sandbox stops a template from reaching Python, but not from looping three thousand times three thousand or from
-padding a string to 200 MB. The trial runs with limits on CPU seconds and memory; a template that stays within them for
-a short conversation is accepted.
+Jinja's sandbox keeps a template from reaching Python, but not from looping three thousand times three thousand or from
+padding a string to 200 MB. The trial has limits of CPU seconds and memory; it accepts a template that stays within them
+for a short conversation.
 """
 
 from __future__ import annotations
@@ -38,10 +38,8 @@ def try_template(template: str) -> str | None:
             "chat template", f"{len(template)} characters long; at most {MAX_TEMPLATE_CHARACTERS} are accepted"
         )
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", "appliance.models.template_trial"],
-            input=json.dumps(template), capture_output=True, text=True, timeout=WALL_S,
-        )  # fmt: skip
+        command = [sys.executable, "-m", "appliance.models.template_trial"]
+        done = subprocess.run(command, input=json.dumps(template), capture_output=True, text=True, timeout=WALL_S)
     except subprocess.TimeoutExpired as error:
         raise TemplateRefused(
             "chat template", f"three short messages took more than {WALL_S:.0f} s, or {CPU_S} s of CPU"
@@ -85,8 +83,8 @@ def _render(template: str) -> dict[str, str | None]:
         return {"kind": "refused", "reason": f"line {error.lineno}: {error.message}"}
     try:
         length = 0
-        for piece in compiled.generate(messages=CONVERSATION, add_generation_prompt=True, bos_token="", eos_token="",
-                                       tools=None, documents=None):  # fmt: skip
+        given = {"messages": CONVERSATION, "add_generation_prompt": True, "bos_token": "", "eos_token": ""}
+        for piece in compiled.generate(**given, tools=None, documents=None):
             length += len(piece)
             if length > MAX_OUTPUT_CHARACTERS:
                 return {"kind": "refused", "reason": f"makes more than {MAX_OUTPUT_CHARACTERS} characters of 50"}

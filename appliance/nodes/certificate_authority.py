@@ -1,9 +1,9 @@
-"""The box's own certificate authority: who is a node of it, for Ray and for the relays between nodes.
+"""The box's own certificate authority: it says who is a node, to Ray and to the relays between nodes.
 
-Made when the box first starts with a `node_address`. Its key never leaves the box. A node makes its own key, asks for a
-certificate with a one-time token (appliance.nodes.enrolment), and from then on both sides of every connection between
-nodes show theirs. Revoking a single node means a new authority: delete the folder, start again, let the others join
-anew.
+The box makes it when it first starts with a `node_address`. Its key never leaves the box. A node makes its own key and
+asks for a certificate with a one-time token (appliance.nodes.enrolment); from then on both sides of every connection
+between nodes show theirs. To revoke a single node, make a new authority: delete the folder, start again, let the others
+join anew.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ RENEW_BEFORE = timedelta(days=30)
 
 
 class Unfit(RuntimeError):
-    """A certificate, or a request for one, that does not fit; the message says why and what to do."""
+    """A certificate or a request for one does not fit; the message says why and what to do."""
 
 
 class Credentials:
-    """A node's own key and certificate, and the authority's certificate: files in a folder of this user alone."""
+    """A node's key and certificate, and the authority's certificate: files in a folder of this user alone."""
 
     def __init__(self, folder: Path):
         self.folder, self.files = folder, NodeCertificate.below(folder)
 
     def new_request(self, name: str, address: str) -> bytes:
-        """A fresh key, kept here, and the request for a certificate of it."""
+        """Makes a fresh key, which stays here; returns the request for its certificate."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         key = ec.generate_private_key(ec.SECP256R1())
         _write(self.files.key, _private_pem(key))
@@ -49,7 +49,7 @@ class Credentials:
         return _pem(request.add_extension(_addresses(address), False).sign(key, hashes.SHA256()))
 
     def keep(self, authority: bytes, certificate: bytes) -> None:
-        """Raises Unfit where the certificate is not of our key, or not by that authority."""
+        """Raises Unfit if the certificate is not of our key or not by that authority."""
         issuer, mine = x509.load_pem_x509_certificate(authority), x509.load_pem_x509_certificate(certificate)
         key = serialization.load_pem_private_key(self.files.key.read_bytes(), None)
         try:
@@ -62,7 +62,7 @@ class Credentials:
         _write(self.files.certificate, certificate)
 
     def fit(self, name: str, address: str, now: datetime | None = None) -> str:
-        """Why this node cannot join with them; "" if it can."""
+        """Why this node cannot join with these credentials; "" if it can."""
         if not all(path.exists() for path in (self.files.authority, self.files.certificate, self.files.key)):
             return "this node has no certificate yet"
         mine = x509.load_pem_x509_certificate(self.files.certificate.read_bytes())
@@ -76,11 +76,11 @@ class Credentials:
         return ""
 
     def fingerprint(self) -> str:
-        return fingerprint(x509.load_pem_x509_certificate(self.files.certificate.read_bytes()).public_bytes(
-            serialization.Encoding.DER))  # fmt: skip
+        certificate = x509.load_pem_x509_certificate(self.files.certificate.read_bytes())
+        return fingerprint(certificate.public_bytes(serialization.Encoding.DER))
 
     def server_context(self) -> ssl.SSLContext:
-        """For a listener to which anybody may connect who knows what to say then."""
+        """For a listener that anybody may connect to: who they are is proved inside the connection."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.load_cert_chain(self.files.certificate, self.files.key)
@@ -88,26 +88,23 @@ class Credentials:
 
 
 class Authority:
-    """The authority itself, at home. `folder` also holds the credentials of the box, a node like the others."""
+    """The authority itself, at home. `folder` also holds the credentials of the box, which is a node too."""
 
     def __init__(self, folder: Path):
         self.home, self._key = Credentials(folder), folder / "ca.key"
 
     def prepare(self, name: str, address: str) -> Credentials:
-        """The credentials of the box itself, for this address; makes the authority where there is none."""
+        """The credentials of the box itself for this address; makes the authority if there is none."""
         self.home.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not (self._key.exists() and self.home.files.authority.exists()):
-            key, now, us = ec.generate_private_key(ec.SECP256R1()), datetime.now(UTC), _name("appliance authority")
+            key, us = ec.generate_private_key(ec.SECP256R1()), _name("appliance authority")
             made = (
-                x509.CertificateBuilder()
-                .subject_name(us).issuer_name(us).public_key(key.public_key())
-                .serial_number(x509.random_serial_number())
-                .not_valid_before(now - CLOCKS_APART).not_valid_after(now + AUTHORITY_LIFE)
+                _unsigned(us, us, key.public_key(), AUTHORITY_LIFE)
                 .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
                 .add_extension(_usage(signs=True), critical=True)
                 .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
                 .sign(key, hashes.SHA256())
-            )  # fmt: skip
+            )
             _write(self.home.files.authority, _pem(made))
             _write(self._key, _private_pem(key))
             self.home.files.certificate.unlink(missing_ok=True)
@@ -117,9 +114,8 @@ class Authority:
         return self.home
 
     def sign(self, request_pem: bytes, name: str, address: str) -> bytes:
-        """A certificate of the request's key for this node. What else the request asks for does not count.
-
-        Raises Unfit."""
+        """A certificate of the request's key for this node; ignores whatever else the request asks for. Raises
+        Unfit."""
         try:
             request = x509.load_pem_x509_csr(request_pem)
         except ValueError as error:
@@ -127,25 +123,34 @@ class Authority:
         if not (request.is_signature_valid and isinstance(request.public_key(), ec.EllipticCurvePublicKey)):
             raise Unfit("the request for a certificate is not signed by its own key")
         issuer = x509.load_pem_x509_certificate(self.home.files.authority.read_bytes())
-        key, now = serialization.load_pem_private_key(self._key.read_bytes(), None), datetime.now(UTC)
+        key = serialization.load_pem_private_key(self._key.read_bytes(), None)
+        both_ends = x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH])
+        signer = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.public_key())
         made = (
-            x509.CertificateBuilder()
-            .subject_name(_name(name)).issuer_name(issuer.subject).public_key(request.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - CLOCKS_APART).not_valid_after(now + NODE_LIFE)
+            _unsigned(_name(name), issuer.subject, request.public_key(), NODE_LIFE)
             .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
             .add_extension(_usage(signs=False), critical=True)
-            .add_extension(
-                x509.ExtendedKeyUsage([ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]),
-                critical=False,
-            )
+            .add_extension(both_ends, critical=False)
             .add_extension(_addresses(address), critical=False)
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.public_key()), critical=False
-            )
+            .add_extension(signer, critical=False)
             .sign(key, hashes.SHA256())
-        )  # fmt: skip
+        )
         return _pem(made)
+
+
+def _unsigned(
+    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey, life: timedelta
+) -> x509.CertificateBuilder:
+    now = datetime.now(UTC)
+    return (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(issuer)
+        .public_key(key)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - CLOCKS_APART)
+        .not_valid_after(now + life)
+    )
 
 
 def fingerprint(certificate_der: bytes) -> str:
@@ -153,7 +158,7 @@ def fingerprint(certificate_der: bytes) -> str:
 
 
 def _addresses(address: str) -> x509.SubjectAlternativeName:
-    """Under what the others connect: Ray and the relays by number, also where a name was given."""
+    """The addresses that others connect to. Ray and the relays use numbers, also if a name was given."""
     try:
         return x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
     except ValueError:
@@ -188,7 +193,7 @@ def _private_pem(key: ec.EllipticCurvePrivateKey) -> bytes:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all, for this user alone."""
+    """Writes the file whole or not at all, for this user alone."""
     new = path.with_suffix(path.suffix + ".new")
     new.unlink(missing_ok=True)
     with os.fdopen(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:

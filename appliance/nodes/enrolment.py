@@ -1,9 +1,9 @@
-"""How a machine becomes a node: it shows what the box gave out, and gets a certificate and Ray's token.
+"""How a machine becomes a node: it proves that it has a token of the box, and gets a certificate and Ray's token.
 
-What it shows is a one-time token (`appliance node token`, good for 15 minutes) or, as ever, a copy of the box's
-`ray.token`. Neither travels. Both sides prove over TLS that they have it, and the proofs name the certificate of that
-very connection: whoever sits in between has another one, so that nobody's proof is of use to him. A one-time token also
-says which certificate the box has, so that a stranger in its place is not even greeted.
+The token is a one-time token (`appliance node token`, good for 15 minutes) or a copy of the box's `ray.token`. Neither
+travels. Both sides prove over TLS that they have it, and the proofs name the certificate of that very connection: a man
+in the middle has another one, so no proof is of use to him. A one-time token also names the box's certificate, so that
+a stranger in the box's place is not even greeted.
 
     node  {"id", "nonce"}                          id: of the one-time token, or "ray.token"
     box   {"nonce", "proof"}                       or {"error"}
@@ -56,7 +56,7 @@ def port_of(node_port: int) -> int:
 
 @dataclass(frozen=True)
 class JoinToken:
-    """One-time: `box` is the fingerprint of the certificate that the box shows."""
+    """A one-time token. `box` is the fingerprint of the certificate that the box shows."""
 
     id: str
     secret: bytes
@@ -80,7 +80,7 @@ class JoinToken:
 
 
 class Tokens:
-    """Tokens that were given out and not used yet, each a file of the key that is made from it."""
+    """Tokens that were given out and not used yet. Each is a file with the key that is made from it."""
 
     def __init__(self, folder: Path):
         self._folder = folder
@@ -94,7 +94,7 @@ class Tokens:
         return token
 
     def key(self, token_id: str) -> bytes | None:
-        """The key of a token that still counts."""
+        """The key of a token that is still valid; None otherwise."""
         if not re.fullmatch(f"[0-9a-f]{{{2 * _ID_BYTES}}}", token_id):
             return None
         try:
@@ -107,7 +107,7 @@ class Tokens:
         return bytes.fromhex(note["key"])
 
     def take(self, token_id: str) -> bool:
-        """Use it up; False if somebody else was sooner."""
+        """Use the token up; False if somebody else was faster."""
         try:
             (self._folder / token_id).unlink()
         except FileNotFoundError:
@@ -143,7 +143,7 @@ class EnrolmentServer:
             async with asyncio.timeout(TALK_TIMEOUT_S):
                 await self._talk(reader, writer)
         except (NotEnrolled, Unfit, OSError, ValueError, KeyError, TypeError, AttributeError, TimeoutError) as error:
-            # Whatever a stranger may send. He is told no more than that it did not do.
+            # A stranger may send anything. The answer says no more than that it was refused.
             log.warning("%s did not become a node: %s", writer.get_extra_info("peername"), error)
             if not writer.is_closing():
                 writer.write(_line({"error": str(error) if isinstance(error, NotEnrolled | Unfit) else "unreadable"}))
@@ -171,10 +171,9 @@ class EnrolmentServer:
         if not shared and not self._tokens.take(token_id):
             raise NotEnrolled("the token was used just now by somebody else")
         log.info("%s is a node now, at %s", name, address)
-        writer.write(_line({
-            "authority": self._authority.home.files.authority.read_text(), "certificate": certificate.decode(),
-            "ray_token": self._ray_token.decode(),
-        }))  # fmt: skip
+        authority = self._authority.home.files.authority.read_text()
+        answer = {"authority": authority, "certificate": certificate.decode(), "ray_token": self._ray_token.decode()}
+        writer.write(_line(answer))
         await writer.drain()
 
 
@@ -185,7 +184,7 @@ async def enrol(credentials: Credentials, box: tuple[str, int], token: str, name
     """
     once = JoinToken.read(token) if token.startswith(_PREFIX) else None
     key = _key_of(token.encode() if once is None else once.secret)
-    # Whom we talk to is proved below, by what only the box knows; its authority is not known here before that.
+    # TLS verifies nothing here, since the box's authority is not known yet. The box proves below who it is.
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -226,7 +225,7 @@ def _answer(line: bytes) -> dict[str, Any]:
 
 
 def _key_of(secret: bytes) -> bytes:
-    """Not the secret itself: what is proved here is of no use elsewhere."""
+    """A key made from the secret, so that a proof made here is of no use elsewhere."""
     return hmac.new(secret, b"appliance enrolment 1", hashlib.sha256).digest()
 
 
@@ -247,8 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     paths = BoxPaths.of(options.data_dir)
     credentials = Credentials(paths.certificates)
     if not credentials.files.certificate.exists():
-        print(f"no other machine can join the box on {paths.data_dir}: set node_address in [box] of its "
-              "appliance.toml, then start it anew", file=sys.stderr)  # fmt: skip
+        refused = f"no other machine can join the box on {paths.data_dir}"
+        print(f"{refused}: set node_address in [box] of its appliance.toml, then start it anew", file=sys.stderr)
         return 1
     print(Tokens(paths.join_tokens).give(credentials.fingerprint(), options.life_s).text())
     return 0

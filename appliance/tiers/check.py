@@ -1,7 +1,7 @@
-"""Every byte of what the tiers hold, read and compared with its checksum.
+"""Reads every byte that the tiers hold and compares it with its checksum.
 
-A damaged copy on disk or in the remote tier is replaced when it is needed: reading it back compares it. Out of shared
-memory engines load without hashing, so what is found damaged there goes at once, where a tier has it whole.
+A damaged copy on disk or in the remote tier is replaced when it is needed, because reading it back compares it. From
+shared memory engines load without hashing, so a damaged copy there is removed at once if a tier has it whole.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Checked:
 
 
 def check(tiers: Tiers, names: Iterable[Name], report: Report) -> Checked:
-    """Reads every copy of these. What is gone by the time it is looked at counts as nothing."""
+    """Reads every copy of these. A copy that is gone meanwhile does not count."""
     found, read_bytes = Checked(), 0
     for name in names:
         bad_in_memory, whole_in = -1, []
@@ -58,8 +58,8 @@ def check(tiers: Tiers, names: Iterable[Name], report: Report) -> Checked:
             else:
                 read_bytes += manifest.nbytes
                 whole_in.append(copy.tier)
-                found.whole.append({"name": str(name), "version": name.version, "path": copy.where,
-                                    "tensors": len(manifest.tensors), "bytes": manifest.nbytes})  # fmt: skip
+                facts = {"tensors": len(manifest.tensors), "bytes": manifest.nbytes}
+                found.whole.append({"name": str(name), "version": name.version, "path": copy.where, **facts})
         if bad_in_memory >= 0 and whole_in:
             found.faults[bad_in_memory] += f"; {tiers.drop_from_memory(name, whole_in[0])}"
     report(read_bytes, read_bytes, "bytes", "everything was read")

@@ -1,4 +1,4 @@
-"""What retention has to know of versions and snapshots, read from the store's rows."""
+"""What retention has to know about versions and snapshots, read from the store's rows."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Facts:
     rows: tuple[VersionRow, ...]
 
     def say_on_disk(self, db: Database, row: VersionRow, path: str | None) -> None:
-        """The row of a version says where on disk it is; a row deleted meanwhile stays deleted."""
+        """Writes into the row of a version where on disk it is; a row that was deleted meanwhile stays deleted."""
         if row.disk_path != path and models.find_version(db, row.model, row.version) is not None:
             models.update_version(db, row.model, row.version, disk_path=path)
 
 
 def read_facts(db: Database, created: Mapping[Name, float], is_held: Callable[[Name], bool]) -> Facts:
-    """`created`: creation time of everything that any place holds; what no row knows is not judged."""
+    """`created`: creation time of everything that any place holds. What no row knows is not judged."""
     unfinished = {row.id: row for row in jobs.list_unfinished(db)}
     rows = tuple(version for model in models.list_all(db) for version in models.list_versions(db, model.id))
     snapshots = [name for name in created if name.kind == "snapshot"]

@@ -1,8 +1,8 @@
-"""The flow of versions and snapshots from shared memory to disk and to the remote tier (back: `tier_return`).
+"""The flow of versions and snapshots from shared memory to disk and to the remote tier; `restore` is the way back.
 
-Level-triggered: a pass reads what is in each place, lets `weights.tiers.retention` say what is missing and what is too
-much, and does one thing after the other. Nothing is remembered between passes but when to try again, so a crash at any
-point costs nothing: the next pass finds what is left to do. Each tier has a thread of its own at low priority; a mount
+It is level-triggered: a pass reads what is in each place, asks `weights.tiers.retention` what is missing and what is
+too much, and does one thing after the other. Between passes it remembers only when to try again, so a crash at any
+point costs nothing: the next pass finds what is left to do. Each tier has its own thread at low priority, so a mount
 that hangs holds up nobody else.
 """
 
@@ -38,7 +38,7 @@ END_WAIT_S = 10.0
 
 
 class TransferStopped(Exception):
-    """The box ends while a copy runs; the next pass goes on with it."""
+    """The box ends while a copy runs; the next pass continues it."""
 
 
 class TierFlow:
@@ -48,9 +48,14 @@ class TierFlow:
     """
 
     def __init__(
-        self, db: Database, tiers: Tiers, *, owner: str, is_held: Callable[[Name], bool] = lambda name: False,
+        self,
+        db: Database,
+        tiers: Tiers,
+        *,
+        owner: str,
+        is_held: Callable[[Name], bool] = lambda name: False,
         background: BackgroundTasks | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._db, self._tiers, self._owner, self._is_held = db, tiers, owner, is_held
         self._background = background or BackgroundTasks()
         self._stopping = threading.Event()
@@ -60,13 +65,13 @@ class TierFlow:
     async def run(self) -> None:
         """Works until it is cancelled."""
         self._tiers.loop = asyncio.get_running_loop()
-        # Each is kept for itself: what one tier stumbles over holds up none of the others.
+        # One task each: an error of one tier holds up none of the others.
         await asyncio.gather(
             *(self._background.keep(f"tier: {tier.level.name}", partial(self._work, tier)) for tier in self._tiers.all)
         )
 
     async def finish(self) -> bool:
-        """Ends the work and brings what the first tier lacks to it, at full speed. False if something is not safe."""
+        """Ends the work and copies what the first tier lacks to it, at full speed. False if something is not safe."""
         self._stopping.set()
         for tier in self._tiers.all:
             await asyncio.wait([asyncio.wrap_future(tier.pool.submit(lambda: None))], timeout=END_WAIT_S)
@@ -93,7 +98,7 @@ class TierFlow:
                 continue
 
     async def run_once(self, name: str, *, unthrottled: bool = False) -> None:
-        """One pass over the tier of this name. Its errors are kept for `Tiers.status` and put the next pass off."""
+        """One pass over the tier of this name. Its errors are noted for `Tiers.status` and delay the next pass."""
         index = next(i for i, tier in enumerate(self._tiers.all) if tier.level.name == name)
         tier = self._tiers.all[index]
         try:
@@ -117,8 +122,7 @@ class TierFlow:
             await self._on(tier, level.of(row.kind).remove, Name(row.kind, row.model, row.version))
             tier_removals.delete(self._db, row)
             tier.dirty = True
-        tier.here = await self._on(tier, lambda: {n: s for kind in KINDS
-                                                  for n, s in level.of(kind).names(kind).items()})  # fmt: skip
+        tier.here = await self._on(tier, level.names)
         stored = await asyncio.to_thread(self._tiers.in_memory)
         higher = {name: created_s for other in above for name, created_s in other.here.items()}
         created = tier.here | higher | {name: found.manifest.created_s for name, found in stored.items()}
@@ -157,8 +161,8 @@ class TierFlow:
         tier.used_bytes = await self._on(tier, lambda: sum(holding.usage_bytes() for holding in level.all()))
 
     def _too_soon(self, tier: Tier, name: Name) -> bool:
-        """A running job writes snapshots every few seconds. Copying them takes 2 % of the time too; what is not
-        copied yet stays in memory, pinned, and the next one may take its place."""
+        """Whether copying this snapshot would take more than 2 % of the time: a running job writes one every few
+        seconds. What is not copied yet stays in memory, pinned, and the next one may take its place."""
         not_before_s = self._not_before_s.get((tier.level.name, name.model), 0.0)
         return name.kind == "snapshot" and self._tiers.clock() < not_before_s
 
@@ -169,10 +173,8 @@ class TierFlow:
         for kind in KINDS:
             rules = level.snapshot_rules if kind == "snapshot" else level.version_rules
             described = {name: kept for name, kept in facts.kept.items() if name.kind == kind}
-            plan = plan_tier(
-                [kept for name, kept in described.items() if name in above],
-                [name for name in here if name.kind == kind], described, rules, now_s,
-            )  # fmt: skip
+            could_push = [kept for name, kept in described.items() if name in above]
+            plan = plan_tier(could_push, [name for name in here if name.kind == kind], described, rules, now_s)
             push += plan.push
             drop += plan.drop
         return TierPlan(tuple(push), tuple(drop))
@@ -209,7 +211,7 @@ class TierFlow:
     def _after_first(
         self, facts: Facts, here: Mapping[Name, float], stored: Mapping[Name, StoredVersion], plan: TierPlan[Name]
     ) -> None:
-        """The store's rows say what is on disk; memory lets go of what is safe, or what no rule wants to be safe."""
+        """Writes into the store's rows what is on disk, and unpins in memory what is safe or what no rule keeps."""
         versions = self._tiers.all[0].level.versions
         for row in facts.rows:
             name = name_of(row)
@@ -234,12 +236,13 @@ class TierFlow:
         return await asyncio.get_running_loop().run_in_executor(tier.pool, work, *arguments)
 
     def stop_copying(self, name: Name) -> None:
-        """It is about to be deleted: who copies it reads it no longer. On the loop's thread."""
+        """End copies of `name`, which is about to be deleted. Call it on the loop's thread."""
         if any(tier.busy is not None and tier.busy[0] == name for tier in self._tiers.all):
             self._deleted.add(name)
 
     def forget(self, name: Name) -> None:
-        """Deleted by a person: it leaves every tier, also one that cannot be reached now. On the loop's thread."""
+        """A person deleted `name`: it leaves every tier, later also one that cannot be reached now. Call it on the
+        loop's thread."""
         for tier in self._tiers.all:
             tier_removals.insert(self._db, tier.level.name, *name)
         self._tiers.nudge()

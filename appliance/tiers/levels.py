@@ -20,15 +20,20 @@ def make_levels(config: WeightsConfig, paths: BoxPaths) -> list[Level]:
     disk = config.disk
     packed = _packed("disk", DirectoryObjects(paths.packed, free_bytes=disk.free_bytes, create=True), disk)
     levels = [
-        Level("disk", str(paths.data_dir), DirectoryTier("disk", paths.models, free_bytes=disk.free_bytes), packed,
-              disk.versions, disk.snapshots, disk.rate_bytes_s)
-    ]  # fmt: skip
+        Level(
+            "disk",
+            str(paths.data_dir),
+            DirectoryTier("disk", paths.models, free_bytes=disk.free_bytes),
+            packed,
+            disk.versions,
+            disk.snapshots,
+            disk.rate_bytes_s,
+        )
+    ]
     if config.remote.url is not None:
-        remote = _packed("remote", _objects(config.remote), config.remote)
-        levels.append(
-            Level("remote", remote.where, remote, remote, config.remote.versions, config.remote.snapshots,
-                  config.remote.rate_bytes_s)
-        )  # fmt: skip
+        far = config.remote
+        remote = _packed("remote", _objects(far), far)
+        levels.append(Level("remote", remote.where, remote, remote, far.versions, far.snapshots, far.rate_bytes_s))
     return levels
 
 
@@ -38,10 +43,13 @@ def _objects(config: RemoteTier) -> Objects:
         return DirectoryObjects(Path(config.url))
     bucket, _, prefix = config.url.removeprefix("s3://").partition("/")
     return S3Objects(
-        bucket, prefix, endpoint=config.endpoint, region=config.region,
+        bucket,
+        prefix,
+        endpoint=config.endpoint,
+        region=config.region,
         credentials_file=None if config.credentials_file is None else str(Path(config.credentials_file).expanduser()),
         credentials_profile=config.credentials_profile,
-    )  # fmt: skip
+    )
 
 
 def _packed(name: str, objects: Objects, packing: Packing) -> PackedTier:

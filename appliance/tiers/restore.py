@@ -16,16 +16,16 @@ log = logging.getLogger(__name__)
 
 
 class TierReturn:
-    """May be called from any thread."""
+    """The way back from the tiers. May be called from any thread."""
 
     def __init__(self, tiers: Tiers) -> None:
         self._tiers = tiers
 
     def bring_in(self, name: Name, store: WeightStore | None = None) -> StoredVersion:
-        """`name` in shared memory (or in `store`), from there or else from the nearest tier whose copy is whole.
+        """Brings `name` into shared memory (or `store`) unless it is there, from the nearest tier whose copy is whole.
 
-        Copies found damaged on the way are logged and, once another was good, removed, so that the flow writes them
-        anew. Raises LookupError if no tier has it whole, StoreFull.
+        Damaged copies on the way are logged. Once another was good they are removed, so that the flow writes them anew.
+        Raises LookupError if no tier has it whole, StoreFull.
         """
         store = store or self._tiers.store
         found = self._in_store(store, name)
@@ -67,7 +67,7 @@ class TierReturn:
         return sorted(found, key=lambda name: step_of(name.version), reverse=True)
 
     def _in_store(self, store: WeightStore, name: Name) -> StoredVersion | None:
-        """What the store has; what cannot be read there gives way where a tier has it. Raises IntegrityError."""
+        """What the store has. A copy there that cannot be read is discarded if a tier has it. Raises IntegrityError."""
         try:
             return store.find(*name)
         except IntegrityError as error:
@@ -82,8 +82,8 @@ class TierReturn:
             tier.level.of(name.kind).quarantine(name)
             tier.damaged += 1
             tier.dirty = True
-            self._tiers.note(tier, f"{name} was damaged and was removed, to be written anew; the {good} tier had it "
-                             f"whole: {fault}")  # fmt: skip
+            removed = f"{name} was damaged and was removed, to be written anew"
+            self._tiers.note(tier, f"{removed}; the {good} tier had it whole: {fault}")
 
         def done(future: Future[None]) -> None:
             if future.exception() is not None:

@@ -1,4 +1,4 @@
-"""The tiers of the box, what each of them had when it was last looked at, and what a person is told of it."""
+"""The tiers of the box, what each had at the last look, and what a person sees of it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NICENESS = 10
 
 @dataclass
 class Level:
-    """One tier: who keeps versions and who snapshots in it, and what it is to keep."""
+    """One tier: what holds versions and snapshots in it, and the rules of what it keeps."""
 
     name: str
     where: str
@@ -49,6 +49,10 @@ class Level:
     def of(self, kind: str) -> DirectoryTier | PackedTier:
         return self.snapshots if kind == "snapshot" else self.versions
 
+    def names(self) -> dict[Name, float]:
+        """Creation time (Unix seconds) of everything in it."""
+        return {name: created_s for kind in KINDS for name, created_s in self.of(kind).names(kind).items()}
+
     def all(self) -> list[DirectoryTier | PackedTier]:
         return [self.versions] if self.versions is self.snapshots else [self.versions, self.snapshots]
 
@@ -56,7 +60,7 @@ class Level:
 @dataclass
 class Tier:
     """A level, the one thread that works for it, and what is known of it. `here`: creation time (Unix seconds) of what
-    it had; `backlog`: bytes of what it lacks; `dirty`: something left it, and its bytes are to be collected."""
+    it had; `backlog`: bytes of what it lacks; `dirty`: something left it, and its bytes have to be collected."""
 
     level: Level
     pool: ThreadPoolExecutor
@@ -74,7 +78,7 @@ class Tier:
 
 
 class Copy(NamedTuple):
-    """One place where a version or snapshot is. `verify` reads it all; it raises what its tier's `verify` does."""
+    """One place where a version or snapshot is. `verify` reads all of it and raises as its tier's `verify` does."""
 
     tier: str
     where: str
@@ -82,23 +86,28 @@ class Copy(NamedTuple):
 
 
 class Tiers:
-    """Nearest first, in `all`; shared memory is above them all. Implements `TierPort` of the controller's ports.
+    """All tiers, nearest first in `all`; shared memory is above them. Implements `TierPort` of the controller's ports.
 
-    `jobs_dir` holds the stores that ranks write their snapshots to when shared memory is full. `loop`: that of the flow
-    while it runs.
+    `jobs_dir` holds the stores that ranks write snapshots to when shared memory is full. `loop` is the flow's while it
+    runs.
     """
 
     def __init__(
-        self, db: Database, store: WeightStore, levels: Iterable[Level], *, jobs_dir: Path,
+        self,
+        db: Database,
+        store: WeightStore,
+        levels: Iterable[Level],
+        *,
+        jobs_dir: Path,
         clock: Callable[[], float] = time.time,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.store, self.clock = store, clock
         self.loop: asyncio.AbstractEventLoop | None = None
         self.all = [Tier(level, ThreadPoolExecutor(1, f"tier-{level.name}", initializer=_be_nice)) for level in levels]
         self._db, self._jobs_dir = db, jobs_dir
 
     def nudge(self) -> None:
-        """Something new is there, or something is to go. Call it on the loop's thread."""
+        """Wake the flow: something new is there, or something has to go. Call it on the loop's thread."""
         for tier in self.all:
             tier.changed.set()
 
@@ -107,18 +116,19 @@ class Tiers:
             self.loop.call_soon_threadsafe(self.nudge)
 
     def note(self, tier: Tier, text: str) -> None:
-        """Something is wrong with a tier: `status` says so until its next error."""
+        """Notes an error of a tier, which `status` shows until its next one."""
         tier.last_error, tier.last_error_s = text, self.clock()
         log.error("tier %s: %s", tier.level.name, text)
 
     def found_damaged(self, name: str, text: str) -> None:
-        """Somebody read a copy in the tier of this name and it was not whole."""
+        """Notes that a copy in the tier of this name was not whole when somebody read it."""
         for tier in self.all:
             if tier.level.name == name:
                 self.note(tier, text)
 
     def drop_from_memory(self, name: Name, tier: str) -> str:
-        """What is damaged there and whole in the tier of this name; what became of it, as text. From any thread."""
+        """Removes a copy that is damaged in memory and whole in the tier of this name; says what came of it. May be
+        called from any thread."""
         ours = version_path(self.store.root, *name).is_dir()
         store = self.store if ours else WeightStore(self._jobs_dir / name.model / "snapshots", budget_bytes=None)
         try:
@@ -129,7 +139,7 @@ class Tiers:
         return f"it was removed there, and comes from the {tier} tier when it is needed"
 
     def in_memory(self) -> dict[Name, StoredVersion]:
-        """What shared memory has, and the stores of jobs that found it full."""
+        """What shared memory has, and what the stores of jobs have that found it full."""
         stores = [WeightStore(path.parent, budget_bytes=None) for path in self._jobs_dir.glob("*/snapshots/snapshots")]
         found = {}
         for store in (*stores, self.store):
@@ -138,7 +148,7 @@ class Tiers:
         return found
 
     def places(self, name: Name) -> list[str]:
-        """Names of the places that have `name`; of the tiers, those that had it when they were last looked at."""
+        """Names of the places that have `name`, or that had it at the last look."""
         memory = ["memory"] if version_path(self.store.root, *name).is_dir() else []
         return memory + [tier.level.name for tier in self.all if name in tier.here]
 
@@ -147,11 +157,11 @@ class Tiers:
         return [] if row is None else self.places(name_of(row))
 
     def known(self) -> list[Name]:
-        """Everything that any place had when it was last looked at."""
+        """Everything that any place had at the last look."""
         return sorted({name for tier in self.all for name in tier.here} | self.in_memory().keys())
 
     def copies(self, name: Name) -> list[Copy]:
-        """Where `name` is now, or was when its tier was last looked at; nearest first."""
+        """Where `name` is now, or was at the last look at the tier; nearest first."""
         in_memory = self._in_memory_copy(name)
         found = [] if in_memory is None else [in_memory]
         for tier in self.all:
