@@ -32,7 +32,7 @@ BUSY_TIMEOUT_MS = 5000
 
 @dataclasses.dataclass(frozen=True)
 class Page(Generic[Row]):
-    """One page of a list; `has_more` says whether rows follow the last one in the same order."""
+    """One page of a list. `has_more` says whether more rows follow in the same order."""
 
     data: list[Row]
     has_more: bool
@@ -100,7 +100,7 @@ class Database:
             if self._depth == 1:
                 self._connection.execute("COMMIT")
         except BaseException:
-            # SQLite itself has rolled back where the disk was full; one that could not be committed is still open.
+            # On a full disk SQLite itself has rolled back; a transaction that could not be committed is still open.
             if self._depth == 1 and self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
             raise
@@ -113,12 +113,12 @@ class Database:
         return self._connection.execute(sql, parameters)
 
     def keep_reserve(self, size: int) -> None:
-        """From now on hold so many bytes back for a full disk."""
+        """Keep `size` bytes in reserve for a full disk from now on."""
         self.reserve = Reserve(self, size)
         self.reserve.keep(rows=size)
 
     def many(self, sql: str, parameters: Iterable[Sequence[Any]]) -> None:
-        """The statement once for each of the parameters, in one transaction."""
+        """Run the statement once for each of the parameters, in one transaction."""
         with self.transaction():
             self._connection.executemany(sql, parameters)
 
@@ -169,10 +169,10 @@ class Database:
         limit: int = 20,
         descending: bool = True,
     ) -> Page[Row]:
-        """Rows in the order of their creation (`seq`), starting behind the row whose id is `after`.
+        """Rows in the order of their creation (`seq`), from the one behind the row whose id is `after`.
 
-        scope: column values that say whose list it is. where, parameters: a filter on it. Raises UnknownCursor where
-        `after` is no row of the list; the filter need not let it through, a cursor is only a position.
+        scope: column values that say whose list it is. where, parameters: a filter on it. Raises UnknownCursor if
+        `after` is no row of the list. The filter may hide that row: a cursor is only a position.
         """
         scope = scope or {}
         owned = " AND ".join(["1", *(f"{column} = ?" for column in scope)])
@@ -195,7 +195,7 @@ class Database:
 
 
 def owned_by(viewer: str | None) -> dict[str, str]:
-    """The `scope` of a list for this owner; None, an admin or the box's own work, sees every row."""
+    """The `scope` of a list for this owner. With None, an admin or the box itself, it is every row."""
     return {} if viewer is None else {"owner": viewer}
 
 

@@ -1,7 +1,7 @@
 """Errors of the store.
 
 StoreError
-├── DatabaseUnusable    the file is no database of ours, is damaged, or cannot be opened
+├── DatabaseUnusable    the file is not our database, is damaged, or cannot be opened
 ├── SchemaTooNew        the file was written by a newer release
 ├── RowNotFound         no row has this id
 ├── DuplicateRow        a row with this id or name exists already

@@ -1,8 +1,8 @@
-"""Bringing a database's schema up to date: numbered scripts, each in one transaction, each once.
+"""Brings a database's schema up to date: numbered scripts, each in one transaction, each once.
 
-Which ones a database has is written in it (table `migrations`), number by number: scripts land out of order when
-work on them overlaps, and numbers that were never used stay free. `user_version` is the highest of them, which is all
-that releases before this table look at.
+The table `migrations` has the number of each script that the database has had: scripts land out of order when work on
+them overlaps, and numbers that were never used stay free. `user_version` is the highest number; releases before this
+table look at nothing else.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _CREATES = re.compile(r"CREATE TABLE (\w+)|ALTER TABLE (\w+) ADD COLUMN (\w+)")
 
 
 def migrate(connection: sqlite3.Connection, path: Path) -> None:
-    """`connection` is in autocommit mode. Raises SchemaTooNew; a script that fails leaves no trace."""
+    """Runs the scripts that are missing; `connection` is in autocommit mode. Raises SchemaTooNew. A script that fails
+    leaves no trace."""
     scripts = migrations()
     (newest,) = connection.execute("PRAGMA user_version").fetchone()
     if newest > max(scripts):
@@ -44,7 +45,7 @@ def migrate(connection: sqlite3.Connection, path: Path) -> None:
 
 @cache
 def migrations() -> dict[int, str]:
-    """The scripts of `migrations/` by their numbers, ascending; a released one is never edited."""
+    """The scripts of `migrations/` by number, ascending. A released script is never edited."""
     folder = resources.files("appliance.store") / "migrations"
     scripts = sorted((entry for entry in folder.iterdir() if entry.name.endswith(".sql")), key=lambda e: e.name)
     numbers = [int(entry.name.split("_")[0]) for entry in scripts]
@@ -58,7 +59,7 @@ def _missing(connection: sqlite3.Connection, scripts: dict[int, str]) -> list[in
 
 
 def _done(connection: sqlite3.Connection, script: str) -> bool:
-    """Whether a database from before the table has had this script: its first table or column tells of all of it."""
+    """Whether a database from before the table has had this script: its first table or column stands for all of it."""
     found = _CREATES.search(script)
     assert found is not None, "a script from before the table makes a table or a column"
     table, altered, column = found.groups()

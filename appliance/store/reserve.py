@@ -1,8 +1,8 @@
-"""Room inside the database for the day the disk is full: then keys are still revoked and jobs cancelled.
+"""Space inside the database for the day the disk is full, so that keys can still be revoked and jobs cancelled.
 
-The room is rows of zeros. Deleted, their pages are SQLite's to use again, and nobody else's: a file beside the database
-would be given back to the volume, where whatever filled it takes that too. The write-ahead log is as long as it may get
-from the start; it is written over from its beginning after each checkpoint, which needs no new pages either.
+The space is rows of zeros. When they are deleted, only SQLite can use their pages again. The pages of a file beside the
+database would go back to the volume, and whatever filled it would take them too. The write-ahead log has its full
+length from the start and is overwritten from its beginning after each checkpoint, so it needs no new pages either.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _ROW_BYTES = MIB
 
 
 class Statements(Protocol):
-    """What the reserve asks of the database that it is in."""
+    """What the reserve needs of its database."""
 
     @property
     def path(self) -> Path: ...
@@ -28,8 +28,8 @@ class Statements(Protocol):
 
 
 class Reserve:
-    """want_bytes: of rows. It is released where the volume has hardly a byte free, and made anew a row at a time
-    where it has room again."""
+    """`want_bytes` of rows. It is released when the volume is nearly full, and made anew row by row when there is
+    room."""
 
     def __init__(self, db: Statements, want_bytes: int, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs):
         self._db, self._rows, self._statvfs = db, want_bytes // _ROW_BYTES, statvfs
@@ -41,8 +41,8 @@ class Reserve:
         return self._held * _ROW_BYTES
 
     def keep(self, *, rows: int = 1) -> None:
-        """Make up to so many rows that are missing, as far as the disk has room for them. The rows of a smaller setting
-        go."""
+        """Make up to `rows` of the missing rows, if the disk has room for them. Deletes rows beyond a smaller
+        setting."""
         free, low = self._free()
         if self._held > self._rows:
             self._db.execute("DELETE FROM reserve WHERE seq NOT IN (SELECT seq FROM reserve LIMIT ?)", [self._rows])
@@ -56,7 +56,7 @@ class Reserve:
             self._lengthen_log()
 
     def tend(self) -> None:
-        """Before something is written: release it where the disk is nearly full."""
+        """Call it before each write: it releases the reserve if the disk is nearly full."""
         if self._held and not self._busy:
             free, low = self._free()
             if free < low:
@@ -64,7 +64,7 @@ class Reserve:
 
     def release(self) -> None:
         self._busy = True
-        # Some builds of SQLite overwrite what is deleted: as much again in the log, for zeros.
+        # Some builds of SQLite overwrite what is deleted, which takes as much again in the log for zeros.
         overwrites = self._db.execute("PRAGMA secure_delete").fetchone()[0]
         self._db.execute("PRAGMA secure_delete = OFF")
         try:
@@ -86,7 +86,7 @@ class Reserve:
         try:
             handle = os.open(log, os.O_WRONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            return  # nothing was written yet
+            return  # nothing has been written yet
         try:
             if os.fstat(handle).st_size < WAL_BYTES:
                 os.posix_fallocate(handle, 0, WAL_BYTES)

@@ -17,9 +17,9 @@ _IS_ADAPTER = "json_extract(v.meta, '$.adapter.base') IS NOT NULL"
 
 @dataclass(frozen=True, slots=True)
 class AdapterRow:
-    """A version of `model` that is an adapter, by a public `name` it can be called by.
+    """A version of `model` that is an adapter, with a public `name` it can be called by.
 
-    base_active: the version that the base itself answers with now; None when it has none.
+    base_active: the version that the base itself answers with now; None if it has none.
     """
 
     name: str
@@ -31,7 +31,7 @@ class AdapterRow:
 
     @property
     def engine_name(self) -> str:
-        """How engines know it: a name for each version, so that no cache takes one for another."""
+        """Its name in engines, another for each version, so that no cache takes one for another."""
         return f"{self.model}@{self.version}"
 
     @property
@@ -41,8 +41,7 @@ class AdapterRow:
 
 
 def list_callable(db: Database) -> list[AdapterRow]:
-    """Adapters by every name they can be called by: models with such an active version, checkpoints, and
-    canaries."""
+    """Adapters by every name they can be called by: models with an active adapter version, checkpoints, canaries."""
     return db.all(
         AdapterRow,
         f"SELECT m.id AS name, {_FIELDS} FROM models m "
@@ -55,7 +54,7 @@ def list_callable(db: Database) -> list[AdapterRow]:
 
 
 def list_on(db: Database, base: str) -> list[AdapterRow]:
-    """Every adapter version that stands on a version of `base`, called or not."""
+    """Every adapter version of a version of `base`, whether it can be called or not."""
     return db.all(
         AdapterRow,
         f"SELECT v.model AS name, {_FIELDS} FROM versions v WHERE json_extract(v.meta, '$.adapter.base') = ? "

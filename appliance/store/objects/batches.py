@@ -1,6 +1,6 @@
-"""Batches: what was asked, how far they are, and which files they left.
+"""Batches: what they ask, how far they are, and which files they left.
 
-viewer: the owner who asks, to whom only his own exist; None: an admin, or the box's own work.
+viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def page(db: Database, *, viewer: str | None, after: str | None, limit: int) -> 
 
 
 def list_unfinished(db: Database, *, key_id: str | None = None) -> list[BatchRow]:
-    """Oldest first: the order in which they are worked off. key_id: only those that were made with this key."""
+    """Oldest first, the order in which they are worked off. key_id: only those made with this key."""
     return db.all(
         BatchRow,
         f"SELECT * FROM batches WHERE status IN ({_UNFINISHED}) AND (?1 IS NULL OR key_id = ?1) ORDER BY seq",

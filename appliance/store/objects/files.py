@@ -1,6 +1,6 @@
-"""Rows of uploaded and produced files. The bytes are the caller's business: row and file are joined by the id.
+"""Rows of uploaded and produced files. The caller keeps the bytes, under the same id.
 
-viewer: the owner who asks, to whom only his own exist; None: an admin, or the box's own work.
+viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself.
 """
 
 from __future__ import annotations
@@ -15,22 +15,34 @@ def insert(db: Database, row: FileRow) -> None:
 
 
 def find(db: Database, file_id: str, *, viewer: str | None, now_s: float) -> FileRow | None:
-    """None also for a file whose time has passed and that was not swept yet."""
+    """None also for a file whose time has passed but that was not swept yet."""
     row = db.one(FileRow, "SELECT * FROM files WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", [file_id, viewer])
     return None if row is None or (row.expires_s is not None and row.expires_s <= now_s) else row
 
 
 def page(
-    db: Database, *, viewer: str | None, now_s: float, purpose: str | None, after: str | None, limit: int,
+    db: Database,
+    *,
+    viewer: str | None,
+    now_s: float,
+    purpose: str | None,
+    after: str | None,
+    limit: int,
     descending: bool,
-) -> Page[FileRow]:  # fmt: skip
+) -> Page[FileRow]:
     where, parameters = "(expires_s IS NULL OR expires_s > ?)", list[object]([now_s])
     if purpose is not None:
         where, parameters = where + " AND purpose = ?", [*parameters, purpose]
     return db.page(
-        FileRow, "files", scope=owned_by(viewer), where=where, parameters=parameters, after=after, limit=limit,
+        FileRow,
+        "files",
+        scope=owned_by(viewer),
+        where=where,
+        parameters=parameters,
+        after=after,
+        limit=limit,
         descending=descending,
-    )  # fmt: skip
+    )
 
 
 def expired(db: Database, *, now_s: float) -> list[FileRow]:

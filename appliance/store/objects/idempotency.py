@@ -1,4 +1,4 @@
-"""Which request made which resource, so that a request sent twice makes one."""
+"""Which request made which resource, so that a request that is sent twice makes one resource."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from appliance.store.rows import IdempotencyRow
 
 
 def remember(db: Database, row: IdempotencyRow) -> None:
-    """A second use of an idempotency key replaces the first: its resource is gone by then."""
+    """A second use of an idempotency key replaces the first, whose resource is gone by then."""
     if row.idempotency_key is not None:
         db.execute(
             "DELETE FROM idempotency WHERE key_id = ? AND route = ? AND idempotency_key = ?",

@@ -30,7 +30,7 @@ def upsert_metric(db: Database, row: JobMetricRow) -> None:
 
 
 def list_metrics(db: Database, job_id: str, *, after_step: int = -1, limit: int = 10_000) -> list[JobMetricRow]:
-    """By ascending step, beginning behind `after_step`."""
+    """By ascending step, from the one behind `after_step`."""
     return db.all(
         JobMetricRow,
         "SELECT * FROM job_metrics WHERE job_id = ? AND step > ? ORDER BY step LIMIT ?",
@@ -58,10 +58,8 @@ def find_checkpoint(db: Database, name: str) -> CheckpointRow | None:
     return db.one(CheckpointRow, "SELECT * FROM checkpoints WHERE name = ?", [name])
 
 
-def list_checkpoints(db: Database, *, model: str | None = None) -> list[CheckpointRow]:
-    if model is None:
-        return db.all(CheckpointRow, "SELECT * FROM checkpoints ORDER BY seq")
-    return db.all(CheckpointRow, "SELECT * FROM checkpoints WHERE model = ? ORDER BY seq", [model])
+def list_checkpoints(db: Database) -> list[CheckpointRow]:
+    return db.all(CheckpointRow, "SELECT * FROM checkpoints ORDER BY seq")
 
 
 def page_checkpoints(db: Database, job_id: str, *, after: str | None, limit: int) -> Page[CheckpointRow]:
@@ -82,11 +80,18 @@ def find_permission(db: Database, checkpoint: str, project_id: str) -> Permissio
 def page_permissions(
     db: Database, checkpoint: str, *, project_id: str | None, after: str | None, limit: int, descending: bool
 ) -> Page[PermissionRow]:
+    scope = {"checkpoint": checkpoint}
+    where, parameters = ("1", []) if project_id is None else ("project_id = ?", [project_id])
     return db.page(
-        PermissionRow, "permissions", scope={"checkpoint": checkpoint},
-        where="1" if project_id is None else "project_id = ?", parameters=[] if project_id is None else [project_id],
-        after=after, limit=limit, descending=descending,
-    )  # fmt: skip
+        PermissionRow,
+        "permissions",
+        scope=scope,
+        where=where,
+        parameters=parameters,
+        after=after,
+        limit=limit,
+        descending=descending,
+    )
 
 
 def delete_permission(db: Database, checkpoint: str, permission_id: str) -> None:

@@ -15,12 +15,12 @@ def insert(db: Database, row: JobRow) -> None:
 
 
 def find(db: Database, job_id: str) -> JobRow | None:
-    """For the box's own work; who asks for one over HTTP sees `find_visible`."""
+    """For the box's own work; requests over HTTP use `find_visible`."""
     return db.one(JobRow, "SELECT * FROM jobs WHERE id = ?", [job_id])
 
 
 def find_visible(db: Database, job_id: str, *, viewer: str | None) -> JobRow | None:
-    """viewer: the owner who asks, to whom only his own exist; None: an admin."""
+    """viewer: the owner who asks, and who sees only what is his; None for an admin."""
     return db.one(JobRow, "SELECT * FROM jobs WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", [job_id, viewer])
 
 
@@ -33,26 +33,29 @@ def get(db: Database, job_id: str) -> JobRow:
 
 
 def page(
-    db: Database, *, viewer: str | None, after: str | None, limit: int, metadata: dict[str, str] | None = None,
+    db: Database,
+    *,
+    viewer: str | None,
+    after: str | None,
+    limit: int,
+    metadata: dict[str, str] | None = None,
     null_metadata: bool = False,
-) -> Page[JobRow]:  # fmt: skip
+) -> Page[JobRow]:
     """Newest first. viewer: the owner who asks, None for an admin. metadata: only jobs that carry all these pairs;
     null_metadata: only jobs without metadata."""
     conditions, parameters = ["1"], []
     for key, value in (metadata or {}).items():
-        # Values are bound, keys too: a JSON path built from a key would be an injection.
+        # Keys are bound like values: a JSON path built from a key would be an injection.
         conditions.append("EXISTS (SELECT 1 FROM json_each(jobs.metadata) AS m WHERE m.key = ? AND m.value = ?)")
         parameters += [key, value]
     if null_metadata:
         conditions.append("metadata IS NULL")
-    return db.page(
-        JobRow, "jobs", scope=owned_by(viewer), where=" AND ".join(conditions), parameters=parameters, after=after,
-        limit=limit,
-    )  # fmt: skip
+    where = " AND ".join(conditions)
+    return db.page(JobRow, "jobs", scope=owned_by(viewer), where=where, parameters=parameters, after=after, limit=limit)
 
 
 def list_unfinished(db: Database) -> list[JobRow]:
-    """Oldest first: the order of the queue before priorities."""
+    """Oldest first, the order of the queue before priorities."""
     marks = ", ".join("?" * len(FINISHED_PHASES))
     return db.all(JobRow, f"SELECT * FROM jobs WHERE phase NOT IN ({marks}) ORDER BY seq", sorted(FINISHED_PHASES))
 
@@ -65,8 +68,9 @@ def list_unfinished_of(db: Database, key_id: str) -> list[JobRow]:
 def names_made_by(db: Database, owner: str) -> list[str]:
     """Public names of the models that this owner's jobs have made or may still make, and of their checkpoints.
 
-    Not of those that made nothing, or whose model is gone: they stand in the gateways' table for each key with a list,
-    and jobs that are made and cancelled by turns would make it longer and longer."""
+    Jobs that made nothing or whose model is gone are left out: the gateways' table has these names for each key with a
+    list, and somebody who makes and cancels jobs by turns would make it longer and longer.
+    """
     live = ", ".join("?" * len(FINISHED_PHASES))
     rows = db.execute(
         "SELECT output_model AS name FROM jobs WHERE owner = ?"
@@ -88,7 +92,7 @@ def list_in_phase(db: Database, phase: JobPhase) -> list[JobRow]:
 
 
 def list_left_snapshots(db: Database) -> list[JobRow]:
-    """Finished jobs whose snapshot nobody has given back yet; whoever does sets `snapshot` to None afterwards."""
+    """Finished jobs whose snapshot was not given back yet. Who gives it back sets `snapshot` to None afterwards."""
     marks = ", ".join("?" * len(FINISHED_PHASES))
     return db.all(
         JobRow,
@@ -104,7 +108,7 @@ def update(db: Database, job_id: str, **changes: Any) -> None:
 
 
 def set_phase(db: Database, job_id: str, phase: JobPhase, **changes: Any) -> None:
-    """Move a job on; times of start and end, devices and estimate follow from the phase.
+    """Move a job on; the times of start and end, the devices and the estimate follow from the phase.
 
     Raises RowNotFound, and IllegalTransition when the job is finished already.
     """

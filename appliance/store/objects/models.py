@@ -1,4 +1,4 @@
-"""Models, their versions, and whom they are shared with. A model can be called once one of its versions is active."""
+"""Models, their versions and shares. A model can be called once one of its versions is active."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EVERYBODY = "*"
 
 
 def insert(db: Database, row: ModelRow) -> None:
-    """What was brought in is for everybody, what a job made is its owner's alone, until somebody says otherwise."""
+    """An imported model is for everybody, and one that a job made is its owner's alone, until somebody changes that."""
     with db.transaction():
         db.insert("models", row, name=row.id)
         if row.kind == "base":
@@ -26,7 +26,7 @@ def insert(db: Database, row: ModelRow) -> None:
 
 
 def share(db: Database, name: str, owner: str) -> None:
-    """With this owner, or EVERYBODY. Idempotent."""
+    """Share a model with this owner or EVERYBODY. Idempotent."""
     db.execute("INSERT OR IGNORE INTO model_shares VALUES (?, ?, ?)", [name, owner, time.time()])
 
 
@@ -40,19 +40,19 @@ def shared_with(db: Database, name: str) -> list[str]:
 
 
 def is_visible(db: Database, name: str, viewer: str | None) -> bool:
-    """Whether a model exists for this owner (None: an admin, or the box's own work); so do its versions then."""
+    """Whether this owner sees a model and its versions; None is an admin or the box itself, who see everything."""
     return viewer is None or bool(db.execute(f"{_VISIBLE} AND models.id = ?2", [viewer, name]).fetchone())
 
 
 def visible(db: Database, viewer: str | None) -> set[str]:
-    """All that exist for this owner."""
+    """All models that this owner sees."""
     if viewer is None:
         return {row["id"] for row in db.execute("SELECT id FROM models")}
     return {row["id"] for row in db.execute(_VISIBLE, [viewer])}
 
 
 def audiences(db: Database) -> dict[str, list[str] | None]:
-    """By model: the owners for whom it exists; None: it is everybody's. An admin sees all of them anyway."""
+    """The owners who see each model; None if everybody does. An admin sees all of them anyway."""
     found: dict[str, set[str]] = {
         row["id"]: {row["owner"]} - {""} for row in db.execute("SELECT id, owner FROM models")
     }
@@ -79,7 +79,7 @@ def update(db: Database, name: str, **changes: Any) -> None:
 
 
 def activate(db: Database, name: str, version: str) -> None:
-    """Make `version` the one that answers. Raises RowNotFound when the model has no such version."""
+    """Make `version` the one that answers. Raises RowNotFound if the model has no such version."""
     with db.transaction():
         found = find_version(db, name, version)
         if found is None:
@@ -88,7 +88,7 @@ def activate(db: Database, name: str, version: str) -> None:
 
 
 def delete(db: Database, name: str) -> None:
-    """Also its versions and deployment. Raises RowNotFound."""
+    """Deletes the versions and the deployment too. Raises RowNotFound."""
     with db.transaction():
         if db.execute("DELETE FROM models WHERE id = ?", [name]).rowcount == 0:
             raise RowNotFound("models", name)
@@ -114,7 +114,7 @@ def update_version(db: Database, model: str, version: str, **changes: Any) -> No
 
 
 def delete_version(db: Database, model: str, version: str) -> None:
-    """Also the checkpoints that name it. Raises RowNotFound."""
+    """Deletes the checkpoints that name it too. Raises RowNotFound."""
     with db.transaction():
         cursor = db.execute("DELETE FROM versions WHERE model = ? AND version = ?", [model, version])
         if cursor.rowcount == 0:
@@ -123,7 +123,7 @@ def delete_version(db: Database, model: str, version: str) -> None:
 
 
 def version_before(db: Database, model: str, version: str) -> VersionRow | None:
-    """The version made just before this one: what a roll back without an argument goes to."""
+    """The version made just before this one, which a rollback without an argument goes to."""
     return db.one(
         VersionRow,
         "SELECT * FROM versions WHERE model = ?1 AND seq < "

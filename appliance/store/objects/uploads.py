@@ -13,7 +13,7 @@ def insert(db: Database, row: UploadRow) -> None:
 
 
 def find(db: Database, upload_id: str, *, viewer: str | None) -> UploadRow | None:
-    """viewer: the owner who asks, to whom only his own exist; None: an admin, or the box's own work."""
+    """viewer: the owner who asks, and who sees only what is his; None for an admin or the box itself."""
     return db.one(UploadRow, "SELECT * FROM uploads WHERE id = ?1 AND (?2 IS NULL OR owner = ?2)", [upload_id, viewer])
 
 
@@ -31,7 +31,7 @@ def overdue(db: Database, *, now_s: float) -> list[UploadRow]:
 
 
 def forget_before(db: Database, before_s: float) -> None:
-    """Rows of uploads that ended and were made before this moment."""
+    """Deletes rows of uploads that have ended and were made before this moment."""
     db.execute("DELETE FROM uploads WHERE status != 'pending' AND created_s < ?", [before_s])
 
 
@@ -50,7 +50,7 @@ def parts(db: Database, upload_id: str) -> dict[str, UploadPartRow]:
 
 
 def stored(db: Database, upload_id: str) -> tuple[int, int]:
-    """Number and bytes of the parts that are there."""
+    """Number and bytes of the parts that have arrived."""
     number, size = db.execute(
         "SELECT count(*), coalesce(sum(bytes), 0) FROM upload_parts WHERE upload_id = ?", [upload_id]
     ).fetchone()

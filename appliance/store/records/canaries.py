@@ -1,4 +1,4 @@
-"""Versions that take a share of their model's requests: at most one of a model runs, and its last one is kept."""
+"""Versions that take a share of their model's requests. A model has at most one that runs, and its last one is kept."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from appliance.store.rows import CanaryRow
 
 
 def put(db: Database, row: CanaryRow) -> None:
-    """Begin one, in place of the one that ended before."""
+    """Begin a canary in place of the one that ended before."""
     with db.transaction():
         db.execute("DELETE FROM canaries WHERE model = ?", [row.model])
         db.insert("canaries", row, name=row.name)
@@ -28,8 +28,15 @@ def list_running(db: Database) -> list[CanaryRow]:
     return db.all(CanaryRow, "SELECT * FROM canaries WHERE state = 'running' ORDER BY created_s, model")
 
 
-def end(db: Database, model: str, state: Literal["promoted", "rolled_back"], reason: str, *, now_s: float,
-        compared: dict[str, Any] | None) -> None:  # fmt: skip
+def end(
+    db: Database,
+    model: str,
+    state: Literal["promoted", "rolled_back"],
+    reason: str,
+    *,
+    now_s: float,
+    compared: dict[str, Any] | None,
+) -> None:
     """Raises RowNotFound."""
     changes = {"state": state, "reason": reason, "ended_s": now_s, "compared": compared}
     db.update("canaries", CanaryRow, {"model": model}, changes)

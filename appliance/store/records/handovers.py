@@ -1,4 +1,5 @@
-"""The journal of hand-overs: each step is written before it runs and after it ran, so that a crash can be read."""
+"""The journal of hand-overs. Each step is written before it runs and after it ran, so that a restart can read a
+crash."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from appliance.store.rows import HandoverRow, HandoverStepRow, HandoverTotal
 
 
 def insert(db: Database, row: HandoverRow, steps: list[HandoverStepRow]) -> None:
-    """The whole plan at once: a journal that holds half a plan could neither be finished nor undone."""
+    """Writes the whole plan at once: half a plan could be neither finished nor undone."""
     with db.transaction():
         db.insert("handovers", row, name=row.id)
         for step in steps:
@@ -39,7 +40,7 @@ def totals(db: Database) -> list[HandoverTotal]:
 
 
 def list_open(db: Database) -> list[HandoverRow]:
-    """Those that have no end yet, oldest first: what a restart has to finish or undo."""
+    """Those without an end, oldest first, which a restart has to finish or undo."""
     return db.all(HandoverRow, "SELECT * FROM handovers WHERE ended_s IS NULL ORDER BY seq")
 
 

@@ -18,16 +18,22 @@ _SHOWN_CHARACTERS = len(KEY_PREFIX) + 4
 
 
 def create(db: Database, name: str, scopes: list[str], owner: str | None = None, **limits: Any) -> tuple[KeyRow, str]:
-    """Store a new key; returns its row and the key itself, which nobody can read again. `owner` None: its name;
-    `limits`: fields of KeyRow.
+    """Store a new key; returns its row and the key itself, which nobody can read again. `owner` defaults to the name;
+    `limits` are fields of KeyRow.
 
     Raises DuplicateRow when a live key has this name; a revoked key's name is free.
     """
     key = KEY_PREFIX + secrets.token_urlsafe(32)
     row = KeyRow(
-        id=new_id("key_"), name=name, sha256=fingerprint(key), prefix=key[:_SHOWN_CHARACTERS],
-        scopes=list(scopes), created_s=time.time(), owner=name if owner is None else owner, **limits,
-    )  # fmt: skip
+        id=new_id("key_"),
+        name=name,
+        sha256=fingerprint(key),
+        prefix=key[:_SHOWN_CHARACTERS],
+        scopes=list(scopes),
+        created_s=time.time(),
+        owner=name if owner is None else owner,
+        **limits,
+    )
     insert(db, row)
     return row, key
 
@@ -47,7 +53,7 @@ def fingerprint(key: str) -> str:
 
 
 def find(db: Database, id_or_name: str) -> KeyRow | None:
-    """By id, else the live key of this name, else the last revoked one."""
+    """The key with this id, else the live key of this name, else the last revoked one."""
     return db.one(
         KeyRow,
         "SELECT * FROM keys WHERE id = ?1 OR name = ?1 ORDER BY id = ?1 DESC, revoked_s IS NULL DESC, seq DESC LIMIT 1",
@@ -56,7 +62,7 @@ def find(db: Database, id_or_name: str) -> KeyRow | None:
 
 
 def owner_of(db: Database, key_id: str) -> str:
-    """Whose is what is made with this key. A key that is not known shares its things with no other: its own id."""
+    """The owner of what is made with this key. An unknown key shares with no other: its own id is the owner."""
     row = db.execute("SELECT owner FROM keys WHERE id = ?", [key_id]).fetchone()
     return (row["owner"] if row is not None else "") or key_id
 
@@ -74,7 +80,7 @@ def list_live(db: Database) -> list[KeyRow]:
 
 
 def revoke(db: Database, id_or_name: str) -> KeyRow:
-    """Idempotent: the first revocation's time stays. Raises RowNotFound."""
+    """Idempotent: the time of the first revocation stays. Raises RowNotFound."""
     row = find(db, id_or_name)
     if row is None:
         raise RowNotFound("keys", id_or_name)

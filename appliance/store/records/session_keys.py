@@ -1,4 +1,4 @@
-"""Keys of single commands on the box itself: what they spent stays, they do not."""
+"""Keys of single commands on the box itself. They go, and what they spent stays."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from appliance.store.database import Database
 from appliance.store.records import usage
 
 OWNER = "the box itself"
+FORGET_AT_ONCE = 200
 
 
 def count_live(db: Database) -> int:
@@ -15,19 +16,20 @@ def count_live(db: Database) -> int:
 
 
 def revoke_before(db: Database, before_s: float) -> int:
-    """Those made before this moment; returns how many were live."""
+    """Revokes the keys made before this moment; returns how many were live."""
     return db.execute(
         "UPDATE keys SET revoked_s = ? WHERE session AND revoked_s IS NULL AND created_s < ?", [time.time(), before_s]
     ).rowcount
 
 
-def forget(db: Database, before_s: float, limit: int = 200) -> int:
-    """Delete up to `limit` of those revoked before this moment; usage has their requests under no key, as it has what
-    the box does by itself."""
+def forget(db: Database, before_s: float) -> int:
+    """Delete up to FORGET_AT_ONCE of those revoked before this moment; returns how many. Usage keeps their requests
+    under no key, like those of the box itself."""
     with db.transaction():
-        ids = [row["id"] for row in db.execute(
-            "SELECT id FROM keys WHERE session AND revoked_s < ? ORDER BY seq LIMIT ?", [before_s, limit]
-        )]  # fmt: skip
+        rows = db.execute(
+            "SELECT id FROM keys WHERE session AND revoked_s < ? ORDER BY seq LIMIT ?", [before_s, FORGET_AT_ONCE]
+        )
+        ids = [row["id"] for row in rows]
         for key_id in ids:
             usage.move(db, key_id, "")
             db.execute("DELETE FROM responses WHERE key_id = ?", [key_id])

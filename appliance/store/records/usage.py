@@ -14,8 +14,8 @@ By = Literal["key", "owner", "model", "version", "hour"]
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """One row of a report. refused: requests that never went to an engine. device_hours: of training, only where jobs
-    can be told by what the rows are about."""
+    """One row of a report. refused: requests that never went to an engine. device_hours: of training, only in reports
+    by something that jobs have too."""
 
     name: str
     requests: int = 0
@@ -27,8 +27,8 @@ class Spent:
 
 
 def add(db: Database, rows: Iterable[Mapping[str, Any]], now_s: float) -> None:
-    """Add what the gateways report; a row has key, model, version, requests, errors, prompt_, completion_tokens
-    and may have refused. The model of what was refused may be empty: it named none that exists."""
+    """Add what the gateways report. A row has key, model, version, requests, errors, prompt_tokens, completion_tokens
+    and maybe refused. A refused request may have an empty model: it named none that exists."""
     hour_s = int(now_s // HOUR_S) * HOUR_S
     with db.transaction():
         for row in rows:
@@ -45,7 +45,7 @@ def add(db: Database, rows: Iterable[Mapping[str, Any]], now_s: float) -> None:
 
 
 def move(db: Database, from_key: str, to_key: str) -> None:
-    """What one key spent counts as another's from now on."""
+    """Count what one key spent as another's from now on."""
     columns = {row["name"]: row["pk"] for row in db.execute("PRAGMA table_info(usage)")}
     counts = [name for name, key in columns.items() if not key]
     names = ["hour_s", "key_id", "model", "version", *counts]
@@ -59,7 +59,7 @@ def move(db: Database, from_key: str, to_key: str) -> None:
 
 
 def tokens_since(db: Database, key_id: str, since_s: float) -> int:
-    """Prompt and completion tokens of a key from the hour that `since_s` (on the hour) begins."""
+    """Prompt and completion tokens of a key since `since_s`, which is on the hour."""
     (total,) = db.execute(
         "SELECT coalesce(sum(prompt_tokens + completion_tokens), 0) FROM usage WHERE key_id = ? AND hour_s >= ?",
         [key_id, int(since_s)],
@@ -68,7 +68,7 @@ def tokens_since(db: Database, key_id: str, since_s: float) -> int:
 
 
 def devices_held(db: Database, job_id: str, devices: int, now_s: float) -> None:
-    """From now on the job holds so many devices (0: none). Asked again with the same number, nothing changes."""
+    """Note that the job holds so many devices from now on. The same number again changes nothing."""
     with db.transaction():
         row = db.execute("SELECT seq, devices FROM device_time WHERE job_id = ? AND to_s IS NULL", [job_id]).fetchone()
         if row is not None and row["devices"] == devices:
@@ -80,7 +80,7 @@ def devices_held(db: Database, job_id: str, devices: int, now_s: float) -> None:
 
 
 def close_left_open(db: Database, running: set[str]) -> None:
-    """After a restart: a job that does not run held its devices until the last step that it reported."""
+    """After a restart, note that jobs which do not run held their devices until the last step that they reported."""
     marks = ", ".join("?" * len(running))
     db.execute(
         "UPDATE device_time SET to_s = max(from_s, coalesce((SELECT max(created_s) FROM job_metrics"
@@ -89,7 +89,7 @@ def close_left_open(db: Database, running: set[str]) -> None:
     )
 
 
-# Batches made on the box need no key, and `appliance chat` there has another one each time, owned by the box.
+# Batches made on the box need no key, and each `appliance chat` there has a new one that the box owns.
 _BOX_ITSELF = "CASE usage.key_id WHEN '' THEN 'the box itself' ELSE usage.key_id END"
 _NAME_OF: dict[By, str] = {
     "key": "coalesce((SELECT CASE owner WHEN 'the box itself' THEN owner ELSE name END FROM keys"
@@ -100,7 +100,7 @@ _NAME_OF: dict[By, str] = {
     " ELSE usage.model || '@' || usage.version END",
     "hour": "strftime('%Y-%m-%dT%H:00Z', usage.hour_s, 'unixepoch')",
 }
-# A job's devices count for the key and owner it was made with, and for the model that it tunes.
+# A job's devices count for the key and the owner that made it, and for the model that it tunes.
 _JOB_NAME_OF: dict[By, str] = {
     "key": "coalesce((SELECT name FROM keys WHERE keys.id = jobs.key_id), jobs.key_id, 'the box itself')",
     "owner": "CASE jobs.owner WHEN '' THEN 'the box itself' ELSE jobs.owner END",
@@ -109,7 +109,7 @@ _JOB_NAME_OF: dict[By, str] = {
 
 
 def report(db: Database, by: By, since_s: float, now_s: float) -> list[Spent]:
-    """Sums since the hour in which `since_s` lies, the largest first."""
+    """Sums since the hour of `since_s`, the largest first."""
     found: dict[str, dict[str, Any]] = {}
     for row in db.execute(
         f"SELECT {_NAME_OF[by]} AS name, sum(requests) AS requests, sum(errors) AS errors,"

@@ -1,4 +1,4 @@
-"""Mode windows: modes that come and go by the clock, in the order they were made."""
+"""Mode windows, which are modes that come and go by the clock, in the order they were made."""
 
 from __future__ import annotations
 

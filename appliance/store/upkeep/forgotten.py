@@ -1,7 +1,7 @@
-"""Taking a person out of the store: what was theirs goes, what has to stay (usage, audit) loses the name.
+"""Takes a person out of the store: what was theirs goes, and what has to stay (usage, audit) loses the name.
 
-Whose a row is, is said by its own owner or by that of the key it was made with; the name is taken out of every table
-that has an owner, so that one which is added later is not left out.
+A row belongs to its own owner, or to the owner of the key it was made with. The name is taken out of every table that
+has an owner, so that a table that is added later is not left out.
 """
 
 from __future__ import annotations
@@ -24,14 +24,12 @@ def keys_of(db: Database, owner: str) -> list[KeyRow]:
 
 def jobs_of(db: Database, owner: str) -> list[JobRow]:
     """Finished ones too."""
-    rows = db.execute(f"SELECT id FROM jobs WHERE {_mine(db, 'jobs')} ORDER BY seq", [owner]).fetchall()
-    return [jobs.get(db, row["id"]) for row in rows]
+    return [jobs.get(db, job_id) for job_id in ids(db, "jobs", owner)]
 
 
 def ids(db: Database, table: str, owner: str, where: str = "1") -> list[str]:
-    return [row["id"] for row in db.execute(
-        f"SELECT id FROM {table} WHERE {_mine(db, table)} AND {where} ORDER BY seq", [owner]
-    )]  # fmt: skip
+    rows = db.execute(f"SELECT id FROM {table} WHERE {_mine(db, table)} AND {where} ORDER BY seq", [owner])
+    return [row["id"] for row in rows]
 
 
 def unfinished(db: Database, owner: str) -> list[str]:
@@ -46,21 +44,24 @@ def unfinished(db: Database, owner: str) -> list[str]:
 def models_made(db: Database, owner: str) -> list[str]:
     """Names of models that the owner's jobs made, or that somebody's jobs made of the owner's files."""
     files = f"SELECT id FROM files WHERE {_mine(db, 'files')}"
-    return [row["id"] for row in db.execute(
+    rows = db.execute(
         f"SELECT id FROM models WHERE job_id IN (SELECT id FROM jobs WHERE {_mine(db, 'jobs')}"
-        f" OR training_file IN ({files}) OR validation_file IN ({files})) ORDER BY seq", [owner],
-    )]  # fmt: skip
+        f" OR training_file IN ({files}) OR validation_file IN ({files})) ORDER BY seq",
+        [owner],
+    )
+    return [row["id"] for row in rows]
 
 
 def delete(db: Database, owner: str, table: str, limit: int) -> int:
-    """Up to so many rows of the owner's; fewer: there is none left."""
+    """Deletes up to `limit` rows of the owner's; returns how many. Fewer than `limit` means that none is left."""
     return db.execute(
         f"DELETE FROM {table} WHERE seq IN (SELECT seq FROM {table} WHERE {_mine(db, table)} LIMIT ?2)", [owner, limit]
     ).rowcount
 
 
 def pseudonymise(db: Database, owner: str, pseudonym: str) -> None:
-    """Everything that stays: keys, jobs and what else has the owner, and the texts of the audit log."""
+    """Renames the owner in everything that stays: keys, jobs, other tables with an owner, and the texts of the audit
+    log."""
     known = keys_of(db, owner)
     names = {owner, *(row.name for row in known)}
     mine = {row.id for row in known}
@@ -79,7 +80,7 @@ def pseudonymise(db: Database, owner: str, pseudonym: str) -> None:
 
 
 def audited(db: Database, names: set[str], key_ids: set[str], pseudonym: str) -> None:
-    """No row of the audit log tells a name; of what these keys did, filenames go too."""
+    """Takes the names out of the audit log, and out of what these keys did also the names of files."""
     for row in db.execute("SELECT seq, key_id, target, detail FROM audit").fetchall():
         detail = _without(json.loads(row["detail"]), names, pseudonym)
         if row["key_id"] in key_ids and "filename" in detail:
@@ -99,8 +100,8 @@ def _without(value: Any, names: set[str], pseudonym: str) -> Any:
 
 
 def _mine(db: Database, table: str) -> str:
-    """A condition in which ?1 is the owner: by the row's own, or by that of the key it was made with."""
-    columns = {row["name"] for row in db.execute(f"PRAGMA table_info({table})")}
+    """A condition that the row's owner, or the owner of the key it was made with, is ?1."""
+    columns = _columns(db, table)
     conditions = ["owner = ?1"] if "owner" in columns else []
     if "key_id" in columns:
         conditions.append("key_id IN (SELECT id FROM keys WHERE owner = ?1)")
@@ -109,8 +110,11 @@ def _mine(db: Database, table: str) -> str:
 
 def _with_column(db: Database, column: str) -> list[str]:
     tables = [row["name"] for row in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-    return [table for table in tables
-            if column in {row["name"] for row in db.execute(f"PRAGMA table_info({table})")}]  # fmt: skip
+    return [table for table in tables if column in _columns(db, table)]
+
+
+def _columns(db: Database, table: str) -> set[str]:
+    return {row["name"] for row in db.execute(f"PRAGMA table_info({table})")}
 
 
 def _listed(values: Iterable[str]) -> str:

@@ -1,4 +1,4 @@
-"""What one owner holds: everything that any of the owner's keys made, whichever of them that was."""
+"""What one owner holds: everything that any of the owner's keys made."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def files(db: Database, key_id: str) -> tuple[int, int]:
 
 
 def uploads(db: Database, key_id: str) -> tuple[int, int]:
-    """Number and announced bytes of those that are neither complete nor ended."""
+    """Number and announced bytes of uploads that are neither complete nor ended."""
     return _number_and_bytes(db, f"uploads WHERE status = 'pending' AND {_OF}", key_id)
 
 
@@ -36,15 +36,17 @@ def background(db: Database, key_id: str) -> tuple[int, int]:
 
 
 def shrink_responses(db: Database, key_id: str, number: int, size: int) -> int:
-    """Delete the longest unused until at most so many, of so many bytes, are left; returns how many went. Those that
-    are still to be answered stay."""
+    """Delete the longest unused until at most `number` are left with at most `size` bytes; returns how many went.
+    Unanswered ones stay."""
     have, have_bytes = responses(db, key_id)
     gone = []
     if have > number or have_bytes > size:
-        for row in db.execute(
+        rows = db.execute(
             f"SELECT id, bytes FROM responses WHERE status NOT IN ({_one_of(UNFINISHED_RESPONSE)}) AND {_OF}"
-            " ORDER BY used_s, seq", [key_id],
-        ):  # fmt: skip
+            " ORDER BY used_s, seq",
+            [key_id],
+        )
+        for row in rows:
             if have <= number and have_bytes <= size:
                 break
             have, have_bytes = have - 1, have_bytes - row["bytes"]
@@ -54,12 +56,12 @@ def shrink_responses(db: Database, key_id: str, number: int, size: int) -> int:
 
 
 def batches(db: Database, key_id: str) -> int:
-    """Unfinished ones."""
+    """Number of unfinished batches."""
     return _number(db, f"batches WHERE status IN ({_one_of(UNFINISHED_BATCH)}) AND {_OF}", key_id)
 
 
 def jobs(db: Database, key_id: str) -> int:
-    """Unfinished ones."""
+    """Number of unfinished jobs."""
     return _number(db, f"jobs WHERE phase IN ({_one_of(_LIVE_PHASES)}) AND {_OF}", key_id)
 
 

@@ -1,7 +1,7 @@
-"""Deleting what is older than it is to be kept, a bounded chunk at a time: no write waits long for one of these.
+"""Deletes what is older than it has to be kept, in bounded chunks, so that no write waits long for one.
 
-Each looks at the oldest rows alone, and so costs the same however many there are: rows are written in the order of
-time.
+Rows are written in the order of time. So each deletion looks at the oldest rows alone and costs the same however many
+there are.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable
 from appliance.store.database import Database
 from appliance.store.rows import FINISHED_PHASES, UNFINISHED_BATCH
 
-# (db, before_s, limit) -> how many went; fewer than `limit`: nothing more is that old.
+# (db, before_s, limit) -> how many went. Fewer than `limit` means that nothing more is that old.
 Drop = Callable[[Database, float, int], int]
 
 _FINISHED = ", ".join(f"'{phase}'" for phase in sorted(FINISHED_PHASES))
@@ -19,7 +19,7 @@ _LIVE = ", ".join(f"'{status}'" for status in UNFINISHED_BATCH)
 
 
 def _head(table: str, condition: str) -> Drop:
-    """Of the first rows of a table those that meet the condition, in which ? is the moment."""
+    """Deletes those of the first rows of a table that meet the condition, in which ?2 is the moment."""
 
     def drop(db: Database, before_s: float, limit: int) -> int:
         return db.execute(
@@ -96,8 +96,9 @@ def job_records(db: Database, before_s: float, limit: int) -> int:
         if row is not None:
             db.execute(
                 f"DELETE FROM {table} WHERE job_id = ?1 AND {number} IN"
-                f" (SELECT {number} FROM {table} WHERE job_id = ?1 ORDER BY {number} LIMIT ?2)", [row["id"], limit],
-            )  # fmt: skip
+                f" (SELECT {number} FROM {table} WHERE job_id = ?1 ORDER BY {number} LIMIT ?2)",
+                [row["id"], limit],
+            )
             return limit  # there may be another job
     return 0
 
