@@ -24,7 +24,12 @@ class Route:
     """One row of the allowlist.
 
     scopes: any one of them (or admin) suffices. task: what the model must do. stream_end: bytes that a
-    complete SSE stream of this route ends with, None where no fixed ending exists. engine_path: of inference.
+    complete SSE stream of this route ends with, None where no fixed ending exists. upload: its bodies may have the size
+    of a file. engine_path: of inference.
+
+    Of a CONTROL route `path` stands for all URLs below it too. posts_to: POST is for URLs that end so alone, and others
+    do not exist. narrower: rows that hold in place of this one where their method and URL suit; `ending` and `below`
+    (never the path itself) say which URLs.
     """
 
     name: str
@@ -36,6 +41,10 @@ class Route:
     stream_end: bytes | None = None
     upload: bool = False
     engine_path: bytes = b""
+    posts_to: bytes = b""
+    narrower: tuple[Route, ...] = ()
+    ending: bytes = b""
+    below: bool = False
 
 
 _POST = frozenset({b"POST"})
@@ -51,7 +60,7 @@ def _inference(path: str, name: str, task: str, stream_end: bytes | None, engine
     return Route(name, Kind.INFERENCE, _POST, _INF, path.encode(), task, stream_end, engine_path=asked)
 
 
-_EXACT: dict[bytes, Route] = {
+EXACT: dict[bytes, Route] = {
     route.path: route
     for route in (
         _inference("/v1/chat/completions", "chat.completions", "generate", _DONE),
@@ -65,33 +74,30 @@ _EXACT: dict[bytes, Route] = {
     )
 }
 
-_STORED_RESPONSES = Route("stored responses", Kind.CONTROL, frozenset({b"GET", b"POST", b"DELETE"}), _INF)
-_CONTROL: tuple[tuple[bytes, Route], ...] = (
-    (
-        b"/v1/files",
-        Route("files", Kind.CONTROL, frozenset({b"GET", b"POST", b"DELETE"}), _TUNE, upload=True),
-    ),
-    (
-        b"/v1/uploads",
-        Route("uploads", Kind.CONTROL, frozenset({b"GET", b"POST", b"DELETE"}), _TUNE, upload=True),
-    ),
-    (b"/v1/fine_tuning", Route("fine_tuning", Kind.CONTROL, frozenset({b"GET", b"POST", b"DELETE"}), _TUNE)),
-    (b"/v1/batches", Route("batches", Kind.CONTROL, frozenset({b"GET", b"POST"}), _INF)),
-    (b"/v1/responses", _STORED_RESPONSES),
-    (b"/v1/models", Route("models", Kind.CONTROL, _GET, _READ_MODELS)),
-    (
-        b"/admin/v1",
-        Route(
-            "admin",
-            Kind.CONTROL,
-            frozenset({b"GET", b"POST", b"PUT", b"PATCH", b"DELETE"}),
-            frozenset({ADMIN}),
-        ),
-    ),
-)
-_MODELS_DELETE = Route("models", Kind.CONTROL, frozenset({b"DELETE"}), _TUNE)
-_MODELS_SHARE = Route("models", Kind.CONTROL, frozenset({b"POST"}), _TUNE)
-_ADMIN_READ = Route("admin", Kind.CONTROL, _GET, frozenset({ADMIN, READ}))
+
+def _control(path: str, methods: str, scopes: frozenset[str], *, name: str = "", upload: bool = False,
+             posts_to: bytes = b"", narrower: tuple[Route, ...] = (), ending: bytes = b"",
+             below: bool = False) -> Route:  # fmt: skip
+    taken = frozenset(method.encode() for method in methods.split())
+    shown = name or path.rpartition("/")[2]
+    return Route(shown, Kind.CONTROL, taken, scopes, path.encode(), upload=upload, posts_to=posts_to,
+                 narrower=narrower, ending=ending, below=below)  # fmt: skip
+
+
+CONTROL: tuple[Route, ...] = (
+    _control("/v1/files", "GET POST DELETE", _TUNE, upload=True),
+    _control("/v1/uploads", "GET POST DELETE", _TUNE, upload=True),
+    _control("/v1/fine_tuning", "GET POST DELETE", _TUNE),
+    _control("/v1/batches", "GET POST", _INF),
+    _control("/v1/responses", "GET POST DELETE", _INF, name="stored responses", posts_to=b"/cancel"),
+    _control("/v1/models", "GET", _READ_MODELS, narrower=(
+        _control("/v1/models", "DELETE", _TUNE, below=True),
+        _control("/v1/models", "POST", _TUNE, ending=b"/share"),
+    )),
+    _control("/admin/v1", "GET POST PUT PATCH DELETE", frozenset({ADMIN}), name="admin", narrower=(
+        _control("/admin/v1", "GET", frozenset({ADMIN, READ}), name="admin"),
+    )),
+)  # fmt: skip
 
 # No dot segments, no empty segments, no backslash, neither plain nor percent-encoded: the path that is
 # checked here must be the path that the controller routes.
@@ -105,28 +111,25 @@ def resolve(method: bytes, path: bytes) -> Route:
 
     Raises ApiError 404 for a URL that is not on the list and 405 for a method that its URL does not take.
     """
-    route = _EXACT.get(path)
+    route = EXACT.get(path)
     if route is None:
-        route = _control(method, path)
+        route = _below(method, path)
     if method not in route.methods:
         allowed = b", ".join(sorted(route.methods)).decode()
         raise errors.method_not_allowed(_shown(method), _shown(path), allowed)
     return route
 
 
-def _control(method: bytes, path: bytes) -> Route:
-    for prefix, route in _CONTROL:
-        if path.startswith(prefix) and (len(path) == len(prefix) or path[len(prefix)] == 0x2F):
-            if _UNSAFE_PATH.search(path):
+def _below(method: bytes, path: bytes) -> Route:
+    for route in CONTROL:
+        size = len(route.path)
+        if path.startswith(route.path) and (len(path) == size or path[size] == 0x2F):
+            if _UNSAFE_PATH.search(path) or (method == b"POST" and not path.endswith(route.posts_to)):
                 break
-            if route is _STORED_RESPONSES and method == b"POST" and not path.endswith(b"/cancel"):
-                break
-            if route.name == "models" and method == b"DELETE" and len(path) > len(prefix) + 1:
-                return _MODELS_DELETE
-            if route.name == "models" and method == b"POST" and path.endswith(b"/share"):
-                return _MODELS_SHARE
-            if route.name == "admin" and method == b"GET":
-                return _ADMIN_READ
+            for narrower in route.narrower:
+                suits = path.endswith(narrower.ending) and (len(path) > size + 1 or not narrower.below)
+                if method in narrower.methods and suits:
+                    return narrower
             return route
     raise errors.unknown_url(_shown(method), _shown(path))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from fastapi.routing import APIRoute
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.openai import model_routes
 from appliance.controller.responses import stored
+from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.routes import resolve
 from appliance.store.objects import jobs
 from appliance.store.records import keys
 from tests.unit.controller.conftest import ADMIN, SCOPES, Control
@@ -41,6 +44,8 @@ class InBody:
     query: bool = False
 
 
+# What a gateway lets nobody through to: asked by processes of the box alone.
+CLOSED = {("GET", "/internal/responses/context"), ("POST", "/internal/responses")}
 LIST, NOTHING, ADMINS, READERS, SCRAPE = "list", "nothing", "admins", "readers", "scrape"
 # Every route, and what it can name. One that is not here was judged by nobody. In this order they are asked for, so
 # what deletes comes last.
@@ -212,6 +217,18 @@ def said(answer: Any, objects: dict[str, str]) -> Any:
 
 async def test_every_route_is_judged(control: Control):
     assert sorted(set(routes(control)) ^ JUDGED.keys()) == [], "say here what each new route can name, and test it"
+
+
+async def test_every_route_has_a_row_of_the_gateway_that_lets_its_scopes_through(control: Control):
+    closed = set()
+    for method, path in routes(control):
+        try:
+            route = resolve(method.encode(), re.sub(r"{[^}]*}", "x", path).encode())
+        except ApiError:
+            closed.add((method, path))
+            continue
+        assert route.scopes, (method, path)
+    assert closed == CLOSED
 
 
 async def test_anothers_object_is_answered_for_as_one_that_nobody_has(control: Control, people: People):

@@ -8,8 +8,9 @@ import json
 import pytest
 
 from appliance.gateway.core.errors import ApiError
-from appliance.gateway.core.routes import resolve
+from appliance.gateway.core.routes import EXACT, Kind, resolve
 from appliance.gateway.http.handler import Handler
+from appliance.gateway.payload.fields import FIELDS
 from appliance.gateway.server.client_connection import ClientConnection
 
 from .conftest import Box, Start, chat
@@ -249,6 +250,10 @@ async def test_metrics_are_prometheus_text(box: Box) -> None:
     added = families["appliance_gateway_added_seconds"].samples
     assert next(s.value for s in added if s.name.endswith("_count")) == 2
     assert families["appliance_gateway_inflight"].samples[0].value == 0
+
+
+def test_every_route_of_inference_has_its_fields_and_no_other_has() -> None:
+    assert {route.name for route in EXACT.values() if route.kind is Kind.INFERENCE} == FIELDS.keys()
 
 
 def test_of_stored_responses_only_cancelling_is_posted() -> None:
