@@ -6,6 +6,7 @@ are on the medium. What a crash leaves is in `.staging`, and the next import rem
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
@@ -34,6 +35,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 MAX_NAME_CHARACTERS = 128
 COPY_CHUNK_BYTES = 16 << 20
 KEPT_FREE_BYTES = 256 << 20  # of the disk, for database, logs and jobs
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 
 Report = Callable[[float, float | None, str, str], None]
 """`report(done, total, unit, message)`; an exception that it raises cancels the work."""
@@ -114,7 +116,8 @@ class ModelLibrary:
             done = min(done + count, listing.nbytes)
             report(done, listing.nbytes, "bytes", f"downloading {file}")
 
-        hub.download(listing, folder, self._hub, on_bytes)
+        with self._room_for(listing.nbytes):
+            hub.download(listing, folder, self._hub, on_bytes)
         meta = {"repository": repository, "commit": listing.commit, "endpoint": self._hub.endpoint}
         source = f"{repository}@{listing.commit}"
         taken = self._take_in(folder, chosen_name, source=source, meta=meta, report=report, move=True)
@@ -124,6 +127,7 @@ class ModelLibrary:
     def make_starter(self, *, minutes: float | None = None, report: Report = silent) -> ModelVersion:
         """Pretrains the small model `starter` in a process of its own and takes it in. Raises StarterFailed."""
         self._sweep()
+        self._require_space(0)
         made = self._private(self._root / ".staging") / f"starter-{os.getpid()}-{uuid.uuid4().hex}"
         try:
             result = starter_process.run(made, STARTER_MINUTES if minutes is None else minutes, report)
@@ -140,9 +144,7 @@ class ModelLibrary:
         files, before = choose_files(directory), recorded(directory)
         if not move:
             self._require_space(files.nbytes)
-        staging = self._private(self._root / ".staging") / f"{os.getpid()}-{uuid.uuid4().hex}"
-        staging.mkdir(mode=0o700)
-        try:
+        with self._staging(files.nbytes) as staging:
             done = 0
             for file, real in files.taken.items():
                 for count in _transfer(real, staging / file, move=move):
@@ -162,8 +164,6 @@ class ModelLibrary:
                     check_same(before, now, directory)
 
             return self._publish(staging, name, facts, source, meta, check)
-        finally:
-            shutil.rmtree(staging, ignore_errors=True)
 
     def _publish(
         self,
@@ -175,6 +175,17 @@ class ModelLibrary:
         check: Callable[[Manifest], None],
     ) -> ModelVersion:
         family = self._private(self._root / encode_name(name))
+        try:
+            return self._seal_and_rename(staging, family, name, facts, source, meta, check)
+        except BaseException:
+            with contextlib.suppress(OSError):  # other versions are in it
+                family.rmdir()
+            raise
+
+    def _seal_and_rename(
+        self, staging: Path, family: Path, name: str, facts: Facts, source: str, meta: Mapping[str, Any],
+        check: Callable[[Manifest], None],
+    ) -> ModelVersion:  # fmt: skip
         while True:
             version = self._next_version(family)
             described = meta | {
@@ -257,6 +268,28 @@ class ModelLibrary:
         free = shutil.disk_usage(self._private(self._root)).free
         if needed_bytes > free - KEPT_FREE_BYTES:
             raise NotEnoughDisk(str(self._root), needed_bytes, free, KEPT_FREE_BYTES)
+
+    @contextlib.contextmanager
+    def _staging(self, nbytes: int) -> Iterator[Path]:
+        """A directory for one import of so many bytes; what is not renamed out of it goes. Raises NotEnoughDisk."""
+        staging = self._private(self._root / ".staging") / f"{os.getpid()}-{uuid.uuid4().hex}"
+        try:
+            with self._room_for(nbytes):
+                staging.mkdir(mode=0o700)
+                yield staging
+        finally:
+            shutil.rmtree(staging, ignore_errors=True)
+
+    @contextlib.contextmanager
+    def _room_for(self, nbytes: int) -> Iterator[None]:
+        """There was room for so many bytes, and others write too: raises NotEnoughDisk where the block finds none."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in _NO_ROOM:
+                raise
+            free = shutil.disk_usage(self._root).free
+            raise NotEnoughDisk(str(self._root), nbytes, free, KEPT_FREE_BYTES) from error
 
     def _sweep(self) -> None:
         """Removes what dead processes left in `.staging`. Downloads stay: they are there to be continued."""

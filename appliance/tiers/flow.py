@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -129,6 +129,7 @@ class TierFlow:
         facts = read_facts(self._db, created, self._is_held)
         plan = self._plan(level, facts, {*stored, *higher}, tier.here)
         tier.backlog = {name: stored[name].nbytes if name in stored else 0 for name in plan.push}
+        full: TierFull | None = None
         for name in plan.push:
             if not unthrottled and self._too_soon(tier, name):
                 tier.backlog.pop(name, None)
@@ -138,7 +139,10 @@ class TierFlow:
                 await self._push(tier, name, stored.get(name), above, unthrottled)
             except (VersionNotFound, StoreError) as error:
                 log.info("%s was not copied to the %s tier: %s", name, level.name, error)  # gone meanwhile
-            except (TierFull, TierUnavailable):
+            except TierFull as error:
+                full = error
+                break
+            except TierUnavailable:
                 raise
             except WeightsError as error:
                 self._tiers.note(tier, f"{name} cannot be copied: {error}")
@@ -147,18 +151,20 @@ class TierFlow:
             if name.kind == "snapshot":
                 now_s = self._tiers.clock()
                 self._not_before_s[tier.level.name, name.model] = now_s + every_s(now_s - began_s)
-        for name in plan.drop:
+        for name in plan.drop if full is None else _spare_newest(plan.drop, tier.here, facts.over):
             await self._on(tier, level.of(name.kind).remove, name)
             tier.here.pop(name, None)
             tier.dirty = True
             log.info("%s left the %s tier: no rule keeps it", name, level.name)
         if not above:
             self._after_first(facts, tier.here, stored, plan)
-        if tier.dirty and not tier.backlog:
+        if (tier.dirty and not tier.backlog) or full is not None:
             for holding in level.all():
                 await self._on(tier, holding.collect)
             tier.dirty = False
         tier.used_bytes = await self._on(tier, lambda: sum(holding.usage_bytes() for holding in level.all()))
+        if full is not None:
+            raise full
 
     def _too_soon(self, tier: Tier, name: Name) -> bool:
         """Whether copying this snapshot would take more than 2 % of the time: a running job writes one every few
@@ -246,3 +252,12 @@ class TierFlow:
         for tier in self._tiers.all:
             tier_removals.insert(self._db, tier.level.name, *name)
         self._tiers.nudge()
+
+
+def _spare_newest(drop: Iterable[Name], here: Mapping[Name, float], over: Set[Name]) -> list[Name]:
+    """What may leave a full tier before what replaces it is in: not the newest that the tier has of a model or of a job
+    that goes on."""
+    newest: dict[tuple[str, str], Name] = {}
+    for name in sorted(here, key=lambda name: here[name]):
+        newest[name.kind, name.model] = name
+    return [name for name in drop if name in over or newest[name.kind, name.model] != name]

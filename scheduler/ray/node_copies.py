@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,28 +56,22 @@ class NodeCopies:
         """A lease on this node's copy, made now if there is none, and the bytes that took. Raises as `take`."""
         store = self._store()
         async with self._copying:
-            stored, received_bytes = await self._found_or_fetched(
-                address, name, remote, lambda incoming: _import(store, incoming, name, False)
-            )
+            stored, received_bytes = await self._found_or_fetched(store, address, name, remote, pinned=False)
             return store.lease(stored), received_bytes
 
     async def keep(self, address: tuple[str, int], name: Name, remote: Path) -> tuple[Path, int]:
         """At home: what was made elsewhere, pinned, and the bytes received. A snapshot that shared memory has no room
         for goes to the job's own store on disk, as its ranks would do here. Raises as `take`."""
-        memory, disk = self._store(), self._jobs_dir / name.model / "snapshots"
-
-        def bring_home(incoming: Path) -> StoredVersion:
+        store = self._store()
+        async with self._copying:
             try:
-                return _import(memory, incoming, name, True)
+                stored, received_bytes = await self._found_or_fetched(store, address, name, remote, pinned=True)
             except StoreFull:
                 if name.kind != "snapshot":
                     raise
-                return _import(WeightStore(disk, budget_bytes=None), incoming, name, True)
-
-        async with self._copying:
-            stored, received_bytes = await self._found_or_fetched(address, name, remote, bring_home)
+                store = WeightStore(self._jobs_dir / name.model / "snapshots", budget_bytes=None)
+                stored, received_bytes = await self._found_or_fetched(store, address, name, remote, pinned=True)
             if name.kind == "snapshot":
-                store = WeightStore(disk, budget_bytes=None) if stored.path.is_relative_to(disk) else memory
                 await asyncio.to_thread(_forget_snapshots, store, name.model, KEPT_SNAPSHOTS)
         return stored.path, received_bytes
 
@@ -126,27 +120,27 @@ class NodeCopies:
         await asyncio.to_thread(shutil.rmtree, self._jobs_dir / job_id, ignore_errors=True)
 
     async def _found_or_fetched(
-        self, address: tuple[str, int], name: Name, remote: Path, take_in: Callable[[Path], StoredVersion]
+        self, store: WeightStore, address: tuple[str, int], name: Name, remote: Path, *, pinned: bool
     ) -> tuple[StoredVersion, int]:
-        """What this node's shared memory has, or `take_in` makes of the directory received, and the bytes of that. To
-        be called under `_copying`: two who want the same fetch it once."""
-        stored = await asyncio.to_thread(self._store().find, *name)
+        """What `store` has, or makes of the directory received beside it, and the bytes of that. To be called under
+        `_copying`: two who want the same fetch it once."""
+        stored = await asyncio.to_thread(store.find, *name)
         if stored is not None:
             return stored, 0
-        with self._incoming() as incoming:
+        incoming = store.root / "incoming" / uuid.uuid4().hex
+        try:
             received_bytes = await fetch_directory(address, self._shared, remote, incoming)
-            return await asyncio.to_thread(take_in, incoming), received_bytes
+            return await asyncio.to_thread(_import, store, incoming, name, pinned), received_bytes
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            received = sum(file.stat().st_size for file in incoming.glob("*"))
+            raise await asyncio.to_thread(store.full, received) from error
+        finally:
+            shutil.rmtree(incoming, ignore_errors=True)
 
     def _store(self) -> WeightStore:
         return WeightStore(self._shm_root, budget_bytes=self._budget_bytes)
-
-    @contextlib.contextmanager
-    def _incoming(self) -> Iterator[Path]:
-        incoming = self._shm_root / "incoming" / uuid.uuid4().hex
-        try:
-            yield incoming
-        finally:
-            shutil.rmtree(incoming, ignore_errors=True)
 
 
 def _import(store: WeightStore, directory: Path, name: Name, pinned: bool) -> StoredVersion:

@@ -19,6 +19,7 @@ from weights.format.checksums import checksum_all
 from weights.format.errors import (
     IntegrityError,
     InvalidName,
+    StoreFull,
     StoreUnsafe,
     VersionExists,
     VersionLeased,
@@ -103,8 +104,7 @@ class WeightStore:
             path, lock = self._staging.stake(layout, needed_bytes, name=name)
         except OSError as error:  # not even a directory
             if error.errno == errno.ENOSPC:
-                with self._evictor.mutex():
-                    raise self._evictor.full(needed_bytes) from error
+                raise self.full(needed_bytes) from error
             raise
         try:
             self._staging.allocate(layout, lock.fd, needed_bytes)
@@ -119,10 +119,14 @@ class WeightStore:
             lock.close()
             self._staging.discard(path)
             if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-                with self._evictor.mutex():
-                    raise self._evictor.full(needed_bytes) from error
+                raise self.full(needed_bytes) from error
             raise
         return Draft(self.root, path, layout, lock, kind=kind, model=model, version=version, owner=True)
+
+    def full(self, needed_bytes: int) -> StoreFull:
+        """The error for who writes so many bytes beside the versions here and finds no room, with its numbers."""
+        with self._evictor.mutex():
+            return self._evictor.full(needed_bytes)
 
     def draft_path(self, name: str) -> Path:
         """Where a draft reserved under `name` stands until it is committed."""

@@ -57,7 +57,6 @@ class DirectoryTier:
         with tier_errors(target):
             self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
             require_space(self._root, stored.nbytes, self._free_bytes)
-            target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
                 copies.persist(stored, target, pace=pace)
             except TierExists:
@@ -65,6 +64,8 @@ class DirectoryTier:
                     raise
                 self._hide(target)
                 copies.persist(stored, target, pace=pace)
+            finally:
+                _remove_if_empty(target.parent)
 
     def restore(self, store: WeightStore, name: Name) -> StoredVersion:
         """Raises VersionNotFound, IntegrityError, StoreFull, VersionExists."""
@@ -121,12 +122,16 @@ class DirectoryTier:
             return False
         sync_directory(path.parent)
         shutil.rmtree(hidden)
-        try:
-            path.parent.rmdir()
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
-                raise
+        _remove_if_empty(path.parent)
         return True
+
+
+def _remove_if_empty(family: Path) -> None:
+    try:
+        family.rmdir()
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT):
+            raise
 
 
 def _is_whole(directory: Path) -> bool:

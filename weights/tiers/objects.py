@@ -15,6 +15,7 @@ from weights.format.errors import ObjectDamaged, TierFull, TierUnavailable
 from weights.format.files import open_regular, sync_directory
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_MAKE_ROOM = "free some, or keep fewer versions and snapshots"
 _PARTIAL = ".partial"
 
 
@@ -24,8 +25,9 @@ def tier_errors(where: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        kind = TierFull if error.errno in _NO_ROOM else TierUnavailable
-        raise kind(f"{where}: {error.strerror or error}") from error
+        if error.errno in _NO_ROOM:
+            raise TierFull(f"{where}: {error.strerror}; {_MAKE_ROOM}") from error
+        raise TierUnavailable(f"{where}: {error.strerror or error}") from error
 
 
 def require_space(root: Path, needed_bytes: int, free_bytes: int) -> None:
@@ -33,8 +35,7 @@ def require_space(root: Path, needed_bytes: int, free_bytes: int) -> None:
     free = shutil.disk_usage(root).free
     if free - needed_bytes < free_bytes:
         raise TierFull(
-            f"{root} has {free} bytes free and must keep {free_bytes}: {needed_bytes} more do not fit; "
-            "free some, or keep fewer versions and snapshots"
+            f"{root} has {free} bytes free and must keep {free_bytes}: {needed_bytes} more do not fit; {_MAKE_ROOM}"
         )
 
 

@@ -88,6 +88,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
             raise BadRequest("The source contains control characters.", param="source", code="invalid_value")
         if body.name is not None:
             _check_new_name(db, body.name)
+        context.quotas.disk.check()  # how much it needs beyond that only the work finds out
 
         async def work(report: Report) -> dict[str, Any]:
             stats = await context.model_ops.import_model(
@@ -102,6 +103,7 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
     @router.post("/models/starter", status_code=202)
     async def make_starter(caller: Caller, body: Starter | None = None) -> JSONResponse:
         minutes = body.minutes if body else None
+        context.quotas.disk.check()
 
         async def work(report: Report) -> dict[str, Any]:
             return _register(context, await context.model_ops.make_starter(minutes=minutes, report=report), caller)

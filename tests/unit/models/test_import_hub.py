@@ -1,5 +1,6 @@
 """Downloads against a hub on loopback: resume, checksums, refusals; offline unless allowed."""
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from appliance.models.errors import (
     HubNotFound,
     HubUnreachable,
     NotACheckpoint,
+    NotEnoughDisk,
     PickleRefused,
     SourceNotFound,
 )
@@ -100,6 +102,21 @@ def test_an_interrupted_import_goes_on_when_called_again(tmp_path, served, conte
     assert gets(again, first) == [] and gets(again, "config.json") == []
     assert gets(again, last) == ["bytes=300-"]
     assert (taken.path / last).read_bytes() == content[last]
+
+
+def test_a_disk_that_fills_up_during_a_download_is_named_and_what_came_is_kept(tmp_path, served, content, monkeypatch):
+    state, endpoint = served
+    library = library_at(tmp_path, endpoint)
+
+    def full(source, target):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("appliance.models.hub.os.rename", full)
+        with pytest.raises(NotEnoughDisk, match="appliance model rm"):
+            library.import_model(REPOSITORY)
+    assert library.list() == []
+    assert library.import_model(REPOSITORY).bytes > 0
 
 
 def test_a_hub_that_cannot_resume_is_read_from_the_start(tmp_path, served, content):

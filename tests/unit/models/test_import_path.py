@@ -1,5 +1,6 @@
 """Checkpoint directories coming in: what is taken, what is refused and by which name; nothing half-done shows."""
 
+import errno
 import json
 import os
 import shutil
@@ -339,6 +340,20 @@ def test_too_little_disk_says_how_much(library, source, monkeypatch):
     with pytest.raises(NotEnoughDisk, match="has 268 MB free, this model needs 0 MB and 268 MB stay free") as error:
         library.import_path(source)
     assert error.value.needed_bytes > 0 and error.value.free_bytes == 256 << 20
+
+
+@pytest.mark.parametrize("step", ["copy_file_range", "fsync", "rename"])
+def test_a_disk_that_fills_up_meanwhile_is_named_and_nothing_is_left(library, source, tmp_path, monkeypatch, step):
+    def full(*arguments, **named):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("appliance.models.library._sync" if step == "fsync" else f"os.{step}", full)
+        with pytest.raises(NotEnoughDisk, match="appliance model rm"):
+            library.import_path(source)
+    assert nothing_there(tmp_path) and library.list() == []
+    assert not any(path for path in (tmp_path / "models").iterdir() if not path.name.startswith("."))
+    library.import_path(source)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Qwen2", "Qwen3", "Mistral"])

@@ -13,7 +13,15 @@ from safetensors.torch import load_file, save_file
 
 from tests.unit.weights.conftest import AUX, SPECS, check, write
 from weights.format.config import WeightsConfig
-from weights.format.errors import ChecksumMismatch, InvalidName, ManifestInvalid, NotSealed, TierExists, VersionLeased
+from weights.format.errors import (
+    ChecksumMismatch,
+    InvalidName,
+    ManifestInvalid,
+    NotSealed,
+    TierExists,
+    TierFull,
+    VersionLeased,
+)
 from weights.format.layout import Layout
 from weights.memory.locks import DirectoryLock
 from weights.memory.store import WeightStore
@@ -133,6 +141,20 @@ def test_a_full_disk_leaves_nothing_behind(store, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         copies.persist(stored, tmp_path / "copies" / "1")
     assert os.listdir(tmp_path / "copies") == [] and stored.pinned
+
+
+def test_a_full_disk_is_named_by_its_tier_and_leaves_not_even_the_models_directory(store, tmp_path, monkeypatch):
+    stored, tier = write(store), DirectoryTier("disk", tmp_path / "models")
+
+    def full(fd):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", full)
+        with pytest.raises(TierFull, match="free some, or keep fewer"):
+            tier.put(stored.path)
+    assert os.listdir(tmp_path / "models") == []
+    tier.put(stored.path)
 
 
 def test_a_crash_leaves_a_hidden_partial_that_the_next_copy_removes(store, tmp_path):

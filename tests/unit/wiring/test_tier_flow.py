@@ -172,6 +172,26 @@ async def test_a_full_disk_does_not_keep_a_version_from_the_remote_tier(flow, pu
     assert await flow.finish() and put_off(tiers, "disk")["backlog"] == 0
 
 
+async def test_a_full_tier_gives_up_what_no_rule_keeps_and_goes_on(flow, publish, store, db, add_job, tiers):
+    """It removed only after it had written, and could not write before it had removed."""
+    publish("v1", "v2")
+    add_job(phase="running")
+    snapshot(store, 1)
+    await passes(flow, "disk")
+    publish("v3")
+    jobs.set_phase(db, "ftjob-1", "cancelled")
+    level = tiers.all[0].level
+    level.version_rules = KeepRules(keep_last=1)
+    level.versions._free_bytes = 1 << 60
+    await passes(flow, "disk")
+    assert [name.version for name in level.versions.names("version")] == ["v2"], "the newest stays until v3 is there"
+    assert not level.snapshots.names("snapshot") and level.snapshots.usage_bytes() == 0
+    assert "free" in put_off(tiers, "disk")["last_error"] and put_off(tiers, "disk")["backlog"] == 1
+    level.versions._free_bytes = 0
+    await passes(flow, "disk")
+    assert [name.version for name in level.versions.names("version")] == ["v3"]
+
+
 async def test_rules_decide_what_stays_and_never_take_what_is_needed(flow, publish, db, tmp_path, tiers):
     publish(*(f"v{n}" for n in range(1, 7)))
     models.activate(db, "starter", "v1")
