@@ -1,5 +1,5 @@
 """HTTP/1.1 on both sides: what a connection is, the pool towards engines and controller, heads, shapes of errors.
 
-Never: It knows no model, no key and no price.
+Never: It decides nothing about models, keys and prices.
 Begin with client.py, handler.py, upstream.py.
 """
