@@ -100,7 +100,7 @@ class Run:
                 if self.step in epoch_ends:
                     self._validate()
                     if self.spec.publish == "epoch" and self.step < total:
-                        self.saving.begin_version(snapshot.version_name(self.step), self.step, self._pace_s)
+                        self.saving.publish_if_room(self.step, self._pace_s)
             if self.step == total:
                 break
             if signals["cancel"]:

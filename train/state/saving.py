@@ -129,8 +129,26 @@ class Saving:
             no_room(full)
         self._signals.snapshot = False
 
-    def begin_version(self, version: str, step: int, pace_s: float | None) -> None:
-        """A version of the model as it is after this step, copied beside the next over about `pace_s`; None: now."""
+    def publish_if_room(self, step: int, pace_s: float) -> None:
+        """The version of an epoch that ends here, copied beside the next step. Training goes on without it where memory
+        is full: the next epoch has one of its own."""
+
+        def no_room(full: Exception) -> None:
+            epoch = step * self.spec.batch_size / self._packs
+            self._emit("message", level="warn", text=f"the version of epoch {epoch:.3g} is not published: {full}")
+
+        try:
+            self.begin_version(snapshot.version_name(step), step, pace_s, no_room)
+        except StoreFull as full:  # raised on every rank
+            no_room(full)
+
+    def begin_version(
+        self, version: str, step: int, pace_s: float | None, no_room: Callable[[Exception], None] | None = None
+    ) -> None:
+        """A version of the model as it is after this step, copied beside the next over about `pace_s`; None: now.
+
+        no_room: told if its commit meets a full memory; None: that is an error. Raises StoreFull, on every rank.
+        """
         self._progress.enter("publishing")
         epoch = step * self.spec.batch_size / self._packs
         meta = {
@@ -149,7 +167,7 @@ class Saving:
             self._make_room()
 
         writing = begin_publish(self.engine, self.spec, self.store, version=version, meta=meta, pace_s=pace_s)
-        self._writing.append((writing, tell, None))
+        self._writing.append((writing, tell, no_room))
 
     # --- at the end
 

@@ -15,7 +15,14 @@ from weights.format.errors import DraftNotFound, VersionExists
 from weights.format.files import write_file
 from weights.format.layout import Layout
 from weights.format.manifest import FileRecord, Prepared
-from weights.format.names import DRAFT_FILE, MANIFEST_FILE, PINNED_FILE, WRITTEN_FILE, version_path
+from weights.format.names import (
+    DRAFT_FILE,
+    MANIFEST_FILE,
+    MANIFEST_ROOM_FILE,
+    PINNED_FILE,
+    WRITTEN_FILE,
+    version_path,
+)
 from weights.memory import segment
 from weights.memory.lease import StoredVersion
 from weights.memory.locks import DirectoryLock
@@ -24,6 +31,8 @@ from weights.memory.pool import Pool
 from weights.memory.removal import dismantle_unheld
 
 MAX_WRITERS = 1 << 16
+_META_BYTES, _TENSOR_BYTES = 16384, 256  # of a manifest; a checksum is most of what it says of a tensor
+_MADE_OR_OPENED = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
 WRITTEN_POLL_S = 0.0005  # each look reads a few bytes of memory; a commit waits at most this long after the last writer
 
 
@@ -134,7 +143,7 @@ class Draft(Mapped):
         manifest, text = self._prepared.complete(
             created_s=time.time(), meta=meta, aux_files=self._aux_records(), checksums=digests
         )
-        write_file(fd, MANIFEST_FILE, text)
+        _write_manifest(fd, text)
         if pinned:
             write_file(fd, PINNED_FILE, b"")
         os.unlink(WRITTEN_FILE, dir_fd=fd)
@@ -179,7 +188,8 @@ class Draft(Mapped):
 
     def _aux_records(self) -> dict[str, FileRecord]:
         index = self.layout.index_file()
-        own = {file.name for file in self.layout.files} | {MANIFEST_FILE, PINNED_FILE, DRAFT_FILE, WRITTEN_FILE}
+        own = {MANIFEST_FILE, MANIFEST_ROOM_FILE, PINNED_FILE, DRAFT_FILE, WRITTEN_FILE}
+        own |= {file.name for file in self.layout.files}
         records = {}
         for name in sorted(set(os.listdir(self.path)) - own):
             data = (self.path / name).read_bytes()
@@ -211,6 +221,28 @@ class Draft(Mapped):
 
     def _dismantle_if_last(self) -> None:
         dismantle_unheld(self.path, Pool(self._root / "pool"))
+
+
+def hold_manifest_room(directory_fd: int, layout: Layout) -> None:
+    """Takes the memory of the manifest while an error still costs nothing. Raises OSError ENOSPC.
+
+    A version of an epoch that met a full memory at its commit, for want of this page, ended the run.
+    """
+    room = _META_BYTES + sum(_TENSOR_BYTES + len(placed.spec.name) for placed in layout)
+    fd = os.open(MANIFEST_ROOM_FILE, _MADE_OR_OPENED, 0o600, dir_fd=directory_fd)
+    try:
+        os.posix_fallocate(fd, 0, room)
+    finally:
+        os.close(fd)
+
+
+def _write_manifest(directory_fd: int, text: bytes) -> None:
+    """Into the memory that is held for it; a longer one takes more. Raises OSError ENOSPC."""
+    fd = os.open(MANIFEST_ROOM_FILE, _MADE_OR_OPENED, 0o600, dir_fd=directory_fd)
+    with os.fdopen(fd, "wb") as file:
+        file.write(text)
+        file.truncate()
+    os.rename(MANIFEST_ROOM_FILE, MANIFEST_FILE, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
 
 
 def describe_draft(directory_fd: int, *, kind: str, model: str, version: str) -> None:

@@ -31,7 +31,7 @@ from weights.format.manifest import KINDS
 from weights.format.names import MANIFEST_FILE, WRITTEN_FILE, check_aux_name, version_path
 from weights.format.source import copy_tensors, read_source
 from weights.memory import segment
-from weights.memory.draft import Draft, attach_draft, describe_draft
+from weights.memory.draft import Draft, attach_draft, describe_draft, hold_manifest_room
 from weights.memory.evictor import Evictor
 from weights.memory.lease import Lease, StoredVersion, pin, take_lease, unpin
 from weights.memory.locks import DirectoryLock
@@ -114,6 +114,7 @@ class WeightStore:
             for aux, data in aux_files.items():
                 write_file(lock.fd, aux, data)
             write_file(lock.fd, WRITTEN_FILE, bytes(writers))
+            hold_manifest_room(lock.fd, layout)
             describe_draft(lock.fd, kind=kind, model=model, version=version)
         except BaseException as error:
             lock.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ import pytest
 
 from tests.unit.train.test_deepspeed_contract import engine_of, steps, world_of_one  # noqa: F401
 from train.plan.spec import TrainSpec
+from train.state import saving as saving_module
 from train.state import snapshot
 from train.state.cadence import Cadence
 from train.state.saving import Saving
@@ -37,14 +39,11 @@ def run(tmp_path):
 
 def test_a_snapshot_whose_manifest_finds_no_room_is_left_out(run, monkeypatch):
     saving, store, told = run
-    write = draft.write_file
 
-    def full(directory_fd, name, data, **more):
-        if name == draft.MANIFEST_FILE:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        write(directory_fd, name, data, **more)
+    def full(directory_fd, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(draft, "write_file", full)
+    monkeypatch.setattr(draft, "_write_manifest", full)
     saving.snapshot_if_room(2, 0, 0.0)
     saving.finish()
     assert [event for event, _ in told] == ["message"]
@@ -63,7 +62,7 @@ def test_what_else_goes_wrong_at_the_commit_ends_the_world(run, monkeypatch):
         raise OSError(errno.EIO, "Input/output error")
 
     saving.snapshot_if_room(2, 0, 0.0)
-    monkeypatch.setattr(draft, "write_file", broken)
+    monkeypatch.setattr(draft, "_write_manifest", broken)
     with pytest.raises(OSError, match="Input/output"):
         saving.finish()
 
@@ -80,6 +79,23 @@ def test_not_even_a_directory_is_no_room_either(run, monkeypatch):
     saving.snapshot_if_room(2, 0, 0.0)
     saving.finish()
     assert [event for event, _ in told] == ["message"]
+
+
+def test_a_version_of_an_epoch_without_room_is_left_out_and_training_goes_on(run, monkeypatch):
+    """It ended the world, which went on from its last snapshot."""
+    saving, _, told = run
+    saving._packs, saving.spec = 4, replace(saving.spec, batch_size=2)
+    saving._progress = SimpleNamespace(enter=lambda phase: None)
+    refused = StoreFull(needed_bytes=2, used_bytes=1, budget_bytes=1, free_bytes=0)
+
+    def refuse(*_, **__):
+        raise refused
+
+    monkeypatch.setattr(saving_module, "begin_publish", refuse)
+    saving.publish_if_room(2, 0.0)
+    saving.finish()
+    assert [event for event, _ in told] == ["message"] and told[0][1]["level"] == "warn"
+    assert told[0][1]["text"] == f"the version of epoch 1 is not published: {refused}"
 
 
 def test_what_is_due_is_wished_for(run):
