@@ -33,7 +33,6 @@ log = logging.getLogger("appliance.controller")
 
 URL = "/v1/responses"
 ASKER = "background responses"
-MAX_UNFINISHED = 1000
 LOOK_EVERY_S = 0.5
 COMMENT_EVERY_S = 15.0
 KEY_REVOKED = "The API key of this response was revoked."
@@ -67,10 +66,6 @@ class BackgroundResponses:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    @property
-    def unfinished(self) -> int:
-        return len(self._waiting) + len(self._flying)
 
     def begin(self, row: ResponseRow) -> None:
         self._waiting[row.id], self._owners[row.id] = _model(row), row.owner

@@ -14,12 +14,12 @@ from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from appliance.controller.access.model_access import caller_may_use, unknown_model
-from appliance.controller.batches.background_responses import MAX_UNFINISHED, BackgroundResponses
+from appliance.controller.batches.background_responses import BackgroundResponses
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.http import idempotency
 from appliance.controller.http.paging import After
 from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.errors import ApiError, BadRequest, Forbidden, shown
+from appliance.controller.interfaces.errors import BadRequest, Forbidden, shown
 from appliance.controller.interfaces.principal import GATEWAY, INFERENCE, Caller, Principal
 from appliance.controller.responses import objects
 from appliance.controller.responses.items import items_of, listed, may_list
@@ -53,9 +53,6 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         earlier = idempotency.find(context.db, attempt, context.config)
         row = responses.find(context.db, earlier) if earlier else None
         if row is None:
-            if background.unfinished >= MAX_UNFINISHED:
-                raise ApiError(429, f"{MAX_UNFINISHED} responses in background are unfinished. Please retry.",
-                               kind="requests", code="rate_limit_exceeded", headers={"retry-after": "10"})  # fmt: skip
             row = _queued(body, caller)
             context.quotas.check_background(caller, row.bytes)
             with context.db.transaction():

@@ -32,7 +32,8 @@ CONVERSATION_BYTES = 64 << 20
 # Every so many bytes of a key (a row counts as some, however short) its owner's bounds are looked at.
 _LOOK_AFTER_BYTES, _ROW_BYTES = 4 << 20, 16 << 10
 _TOUCH_EVERY_S = 3600.0
-_MAX_ASKED = 1000
+# Of one owner, who wait for an answer that may be on its way: more are told at once that it is not there.
+_MOST_EXPECTED = 100
 
 
 class StoredResponses:
@@ -43,6 +44,7 @@ class StoredResponses:
         self._unchecked: Counter[str] = Counter()  # bytes by key since its owner's bounds were last looked at
         self._bytes = responses.totals(context.db)[1]
         self._asked: dict[str, list[asyncio.Future[None]]] = {}
+        self._expected: Counter[str | None] = Counter()  # by viewer
 
     # --- in
 
@@ -193,9 +195,16 @@ class StoredResponses:
 
     async def _arrived(self, response_id: str, viewer: str | None) -> ResponseRow | None:
         row = self._visible(response_id, viewer)
-        if row is not None or not _is_an_engines(response_id) or len(self._asked) >= _MAX_ASKED:
+        if row is not None or not _is_an_engines(response_id) or self._expected[viewer] >= _MOST_EXPECTED:
             return row
-        return self._visible(response_id, viewer) if await self.news(response_id, ARRIVES_WITHIN_S) else None
+        self._expected[viewer] += 1
+        try:
+            arrived = await self.news(response_id, ARRIVES_WITHIN_S)
+        finally:
+            self._expected[viewer] -= 1
+            if not self._expected[viewer]:
+                del self._expected[viewer]
+        return self._visible(response_id, viewer) if arrived else None
 
     def _visible(self, response_id: str, viewer: str | None) -> ResponseRow | None:
         row = responses.find(self._db, response_id)

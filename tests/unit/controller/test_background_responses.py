@@ -137,12 +137,12 @@ async def test_cancelling_stops_the_engine_and_may_be_said_twice(control: Contro
     for _ in range(2):
         assert (await control.sdk.responses.cancel(made.id)).status == "cancelled"
     await asyncio.wait_for(stopped.wait(), 10)
-    assert control.app.state.background.unfinished == 0
+    assert not responses.list_unfinished(control.db)
     begun.clear()
     other = await asked(control, "2+2?")
     await asyncio.wait_for(begun.wait(), 10)
     await control.sdk.responses.delete(other.id)
-    assert control.app.state.background.unfinished == 0
+    assert not responses.list_unfinished(control.db)
     with pytest.raises(openai.NotFoundError):
         await control.sdk.responses.retrieve(other.id)
 
@@ -248,7 +248,7 @@ async def test_one_that_waits_for_a_day_fails_and_one_of_a_revoked_key_goes(cont
     control.app.state.background.keep_house(time.time() + 86401)
     found = await control.sdk.responses.retrieve(made.id)
     assert found.status == "failed" and found.error is not None and "24 hours" in found.error.message
-    assert responses.find(control.db, other["id"]) is None and control.app.state.background.unfinished == 0
+    assert responses.find(control.db, other["id"]) is None and not responses.list_unfinished(control.db)
 
 
 async def test_what_it_cost_is_counted_for_its_key(control: Control):
@@ -272,21 +272,28 @@ async def test_a_repeated_request_makes_one(control: Control):
         (await control.http.post("/v1/responses", json=body, headers={"x-stainless-retry-count": str(count)})).json()
         for count in (0, 1)
     ]
-    assert made[0]["id"] == made[1]["id"] and control.app.state.background.unfinished == 1
+    assert made[0]["id"] == made[1]["id"] and len(responses.list_unfinished(control.db)) == 1
 
 
-async def test_bounds_and_what_is_not_for_here(control: Control, monkeypatch):
+async def test_what_is_not_for_here(control: Control):
     engines(control).lines = 0
     for body in ({"model": "starter", "input": "x"}, [], {"background": False}):
         refused = await control.http.post("/v1/responses", json=body)
         assert refused.status_code == 400 and refused.json()["error"]["message"]
     bad = await control.http.post("/v1/responses", content=b"{", headers={"content-type": "application/json"})
     assert bad.json()["error"]["code"] == "invalid_json"
-    monkeypatch.setattr("appliance.controller.openai.response_routes.MAX_UNFINISHED", 1)
-    await asked(control)
-    with pytest.raises(openai.RateLimitError):
-        await asked(control, "more")
-    assert background_responses.MAX_UNFINISHED > 1
+
+
+async def test_what_one_owner_asks_leaves_the_others_theirs(control: Control, monkeypatch):
+    """A thousand unfinished ones of all owners were a bound that five of them could use up together."""
+    engines(control).lines = 0
+    bounds = {"background": 2}
+    for owner in ("ann", "bob", "cid"):
+        control.as_key(f"key of {owner}", owner=owner, bounds=bounds)
+        for n in range(2):
+            await asked(control, f"{owner} {n}")
+        with pytest.raises(openai.RateLimitError, match="background"):
+            await asked(control, "one more")
 
 
 async def test_who_follows_is_told_that_it_goes_on(control: Control, monkeypatch):

@@ -14,6 +14,7 @@ import pytest
 from appliance.controller.app import create_app
 from appliance.controller.http.peers import FromGateways
 from appliance.controller.responses import items as response_items
+from appliance.controller.responses import stored as stored_responses
 from appliance.store.database import Database
 from appliance.store.objects import responses
 from appliance.store.records import keys
@@ -273,3 +274,19 @@ async def test_the_key_that_holds_most_makes_room(tmp_path: Path, db: Database):
 async def test_nothing_is_stored_where_nothing_is_kept(tmp_path: Path, db: Database):
     app = create_app(simulated_context(tmp_path, db, responses_kept_days=0))
     assert app.state.responses.take([copy(1)]) == 0 and responses.totals(db) == (0, 0)
+
+
+async def test_waiting_for_answers_that_do_not_come_is_bounded_by_owner(control: Control, monkeypatch):
+    """A thousand of one owner were all that there could be: the others were told "not found" of what was on its way."""
+    monkeypatch.setattr(stored_responses, "_MOST_EXPECTED", 2)
+    box = control.app.state.responses
+    waits = [asyncio.create_task(box.find(name(n), "ann")) for n in range(1, 5)]
+    await asyncio.sleep(0)
+    assert dict(box._expected) == {"ann": 2}
+    late = asyncio.create_task(box.find(name(9), "bob"))
+    await asyncio.sleep(0)
+    assert dict(box._expected) == {"ann": 2, "bob": 1}
+    for wait in (*waits, late):
+        wait.cancel()
+    await asyncio.gather(*waits, late, return_exceptions=True)
+    assert not box._expected
