@@ -25,6 +25,7 @@ from scheduler.handover.verbs import VERBS
 
 log = logging.getLogger(__name__)
 
+
 @dataclass(frozen=True, slots=True)
 class ChainEnd:
     """done: what was wanted holds. undone: taken back to what was before. failed: an undo or a release failed too.
