@@ -10,6 +10,7 @@ lost node stay in view (appliance/controller/devices/lost_nodes.py).
 from __future__ import annotations
 
 import logging
+import sqlite3
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Mapping
@@ -62,7 +63,10 @@ class DeviceWatch:
         """A rank or engine of this job or model ended on these devices without being asked to."""
         now_s = self._clock()
         self._deaths.extend(Death(device_id, holder, now_s, reason) for device_id in device_ids)
-        self.judge()
+        try:
+            self.judge()
+        except sqlite3.OperationalError as error:  # who tells of a death must not fail by it
+            log.error("a device cannot be cordoned now (%s); the next look judges again", error)
 
     def node_changed(self, node: str, what: NodeChange, devices: tuple[Device, ...]) -> None:
         """A node with these devices came or went."""

@@ -39,13 +39,15 @@ class ReplicaOrder:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaObserved:
-    """A replica's engine process as it is. `devices`: where it runs, or where it would wake."""
+    """A replica's engine process as it is. `devices`: where it runs, or where it would wake. `answered`: False where it
+    could not be asked now, and this is how it was when it last told."""
 
     id: str
     model: str
     version: str
     state: ReplicaState
     devices: tuple[str, ...]
+    answered: bool = True
 
 
 @dataclass(frozen=True, slots=True)

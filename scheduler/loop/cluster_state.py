@@ -58,11 +58,14 @@ class ClusterState:
         now_s, old = self._clock.now_s(), self.box
         fresh = Box.of(observed, now_s)
         replicas = dict(fresh.replicas)
+        silent = {replica.id for replica in observed.replicas if not replica.answered}
         # "ended" means ended and told to the store: the events applied after this tell those that were not.
         groups = {job_id: replace(group, ended=False) for job_id, group in fresh.groups.items()}
         for replica in old.replicas.values():
             seen = replicas.get(replica.id)
             if Holder("replica", replica.id) in busy:
+                replicas[replica.id] = replica
+            elif seen is not None and replica.id in silent:
                 replicas[replica.id] = replica
             elif seen is None and replica.awake:
                 replicas[replica.id] = self._dead(replica, "its supervisor is gone", "outside")

@@ -33,6 +33,10 @@ UNNAMED_TIMEOUT_S = 30.0
 PROVE_EVERY_S = 5.0
 HUNG_S = 30.0
 ANSWER_S = 20.0
+# A look at the box waits no longer for one that it knows: what that one holds is taken as it was seen last.
+LOOK_S = 2.0
+# One that holds nothing yet has nothing to lose: so long without an answer, and another one is made in its place.
+IDLE_HUNG_S = 5.0
 
 
 def named_actor(body: type, name: str, ray_node_id: str, *arguments: Any) -> Any:
@@ -121,7 +125,24 @@ class Supervisor:
                 return
         finally:
             proof.cancel()
-        why = f"it did not answer for {HUNG_S:.0f} s and was killed"
+        self._end_silent(HUNG_S)
+
+    async def call_idle(self, method: str) -> Any:
+        """As `call`, of one that holds no work: it is killed when it is silent for `IDLE_HUNG_S`."""
+        answer = asyncio.ensure_future(self.call(method))
+        try:
+            while True:
+                begun = self._answered
+                await asyncio.wait({answer}, timeout=IDLE_HUNG_S)
+                if answer.done():
+                    return answer.result()
+                if begun:
+                    self._end_silent(IDLE_HUNG_S)
+        finally:
+            answer.cancel()
+
+    def _end_silent(self, seconds: float) -> None:
+        why = f"it did not answer for {seconds:.0f} s and was killed"
         log.error("%s: %s", self.name, why)
         self.kill()
         self.end(why)

@@ -18,7 +18,7 @@ from runtime.errors import SupervisorDied
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device, Holder, Lease
 from scheduler.handover.effects import Detail, Event, GroupEnded, GroupObserved, InventoryChanged
-from scheduler.ray.actors import Supervisor, actor_names, ask, find_actor, within
+from scheduler.ray.actors import ANSWER_S, LOOK_S, Supervisor, actor_names, ask, find_actor, within
 from scheduler.ray.node import NodeConfig, stored_bytes
 from scheduler.ray.nodes import Nodes, OnDeath
 from scheduler.ray.remote_jobs import ResultTransfer, outfit
@@ -65,6 +65,7 @@ class Groups:
         self._nodes, self._jobs, self._tell = nodes, jobs, tell
         self.on_death: OnDeath = lambda device_ids, holder, reason: None
         self._hosts: dict[str, Supervisor] = {}
+        self._seen: set[str] = set()  # devices whose supervisors have told how they are
         self._groups: dict[str, _RunningGroup] = {}
         self._in_hand: dict[str, int] = {}  # jobs whose ranks a verb is starting or ending, and how many verbs
         self._handled = 0  # verbs that have begun so far, each of which may make what was read untrue
@@ -190,10 +191,6 @@ class Groups:
                 self._tell(InventoryChanged())
             return
         error = outcome.error or {}
-        if error.get("retryable") and error["code"] not in ("rank_hung", "killed") and error["blame"] != "memory":
-            device_id = running.in_order[error["rank"]]
-            if find_actor(ACTOR + device_id) is not None:  # else its node is gone, which says nothing of the device
-                self.on_death((device_id,), f"job {job_id}", error["reason"])
         if missing and outcome.outcome == "succeeded":
             outcome, error = replace(outcome, outcome="failed"), {"message": missing}
         running.ended = GroupEnded(
@@ -206,6 +203,11 @@ class Groups:
             error.get("blame", "own"),
         )
         self._tell(running.ended)
+        # After it is told: whatever comes of this, the job's end is known.
+        if error.get("retryable") and error.get("code") not in ("rank_hung", "killed") and error["blame"] != "memory":
+            device_id = running.in_order[error["rank"]]
+            if find_actor(ACTOR + device_id) is not None:  # else its node is gone, which says nothing of the device
+                self.on_death((device_id,), f"job {job_id}", error["reason"])
 
     def _host(self, device_id: str) -> Supervisor:
         """The supervisor of a device, found or made; never one that is known to be dead."""
@@ -229,7 +231,7 @@ class Groups:
         while True:
             host = self._host(device_id)
             try:
-                await host.call("status")
+                await host.call_idle("status")
                 return host
             except SupervisorDied as error:
                 host.end(str(error))
@@ -243,17 +245,28 @@ class Groups:
 
     async def _ranks(self) -> dict[str, dict[str, Any]]:
         """Device id to the status of the rank there; see RankHost.status."""
-        found = await self._hosts_there()
+        found = await self._hosts_there(patient=True)
         return {device_id: status for device_id, status in found.items() if status["job_id"]}
 
-    async def _hosts_there(self) -> dict[str, dict[str, Any]]:
+    async def _hosts_there(self, *, patient: bool = False) -> dict[str, dict[str, Any]]:
+        """Of those that tell; a silent one is left out, unless `patient` or nobody knows it yet: EffectFailed then."""
         device_ids = [name.removeprefix(ACTOR) for name in await actor_names() if name.startswith(ACTOR)]
-        statuses = await asyncio.gather(*map(self._rank, device_ids))
+        statuses = await asyncio.gather(*(self._rank(device_id, patient) for device_id in device_ids))
         return {device_id: status for device_id, status in zip(device_ids, statuses, strict=True) if status}
 
-    async def _rank(self, device_id: str) -> dict[str, Any] | None:
+    async def _rank(self, device_id: str, patient: bool) -> dict[str, Any] | None:
+        look = device_id in self._seen and not patient
         try:
-            return await within("observe", device_id, self._host(device_id).call("status"))
+            asked = self._host(device_id).call("status")
+            status = await within("observe", device_id, asked, LOOK_S if look else ANSWER_S)
+            self._seen.add(device_id)
+            return status
+        except EffectFailed as error:
+            if not look:
+                raise
+            # Its world is known by `_groups`, which hears of its end; a stopped supervisor hid all others before.
+            log.warning("%s", error)
+            return None
         except (SupervisorDied, RayError):
             gone = self._hosts.pop(device_id, None)  # its actor died, and the rank on its lifeline with it
             if gone is not None:

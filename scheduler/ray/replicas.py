@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,8 @@ from runtime.errors import SupervisorDied
 from scheduler.core.errors import Blame, EffectFailed
 from scheduler.handover.effects import Detail, Event, ReplicaDied, ReplicaObserved, ReplicaOrder
 from scheduler.ray.actors import (
+    ANSWER_S,
+    LOOK_S,
     UNNAMED_TIMEOUT_S,
     Supervisor,
     actor_names,
@@ -88,6 +91,7 @@ class Replicas:
         self._places: dict[str, NodeConfig] = {}
         self._watchers: dict[str, asyncio.Task] = {}
         self._stopping: set[str] = set()
+        self._seen: dict[str, ReplicaObserved] = {}  # as each was when it last told
 
     async def start_replica(self, order: ReplicaOrder, lease_id: str) -> Detail:
         place = self._nodes.place_of(order.devices, "start_replica", order.id)
@@ -114,6 +118,7 @@ class Replicas:
 
     async def stop_replica(self, replica_id: str) -> Detail:
         self._stopping.add(replica_id)
+        self._seen.pop(replica_id, None)
         self._routing.close(replica_id)
         watcher = self._watchers.pop(replica_id, None)
         if watcher is not None:
@@ -295,7 +300,7 @@ class Replicas:
     async def observe(self) -> tuple[ReplicaObserved, ...]:
         """Every replica that has an actor, whoever started it."""
         names = [name.removeprefix(ACTOR) for name in await actor_names() if name.startswith(ACTOR)]
-        found = [await self._observe_replica(replica_id) for replica_id in names]
+        found = await asyncio.gather(*map(self._observe_replica, names))
         return tuple(replica for replica in found if replica is not None)
 
     async def stop_all(self) -> None:
@@ -308,8 +313,16 @@ class Replicas:
             if actor is None:
                 return None
             replica = self._take_in(replica_id, actor)
+        last = self._seen.get(replica_id)
         try:
-            status = await within("observe", replica_id, replica.call("status"))
+            status = await within(
+                "observe", replica_id, replica.call("status"), ANSWER_S if last is None else LOOK_S
+            )
+        except EffectFailed as error:
+            if last is None:
+                raise
+            log.warning("%s", error, extra={"replica": replica_id})
+            return replace(last, answered=False)
         except (SupervisorDied, RayError):
             return ReplicaObserved(replica_id, "", "", "dead", ())
         state, node = status["state"], status["node"]
@@ -323,14 +336,19 @@ class Replicas:
                 with contextlib.suppress(EffectFailed):  # a node is going; the next look tells
                     await self._nodes.mend_socket(place, replica_id)
         devices = tuple(f"{node}/{index}" for index in status["devices"])
-        return ReplicaObserved(replica_id, status["model"], status["version"], state, devices)
+        seen = ReplicaObserved(replica_id, status["model"], status["version"], state, devices)
+        self._seen[replica_id] = seen
+        return seen
 
     async def resident_bytes(self) -> dict[str, int]:
         """Resident memory of each engine, by replica id."""
         found = {}
-        for replica_id, replica in list(self._replicas.items()):
-            try:
-                found[replica_id] = (await replica.call("status"))["rss_bytes"]
-            except (SupervisorDied, RayError):
-                continue  # it is being replaced; the watcher reports its death
+
+        async def ask_one(replica_id: str, replica: Supervisor) -> None:
+            # One that died is being replaced and its watcher tells; one that is silent is not waited for.
+            with contextlib.suppress(SupervisorDied, RayError, EffectFailed):
+                status = await within("resident_bytes", replica_id, replica.call("status"), LOOK_S)
+                found[replica_id] = status["rss_bytes"]
+
+        await asyncio.gather(*(ask_one(replica_id, replica) for replica_id, replica in self._replicas.items()))
         return found

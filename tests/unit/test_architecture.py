@@ -416,6 +416,7 @@ TASKS = {
     "scheduler/ray/actors.py Supervisor.__init__": "ends the supervisor by what it hears, or leaves it to Ray's word",
     "scheduler/ray/actors.py Supervisor._prove": AWAITED,
     "scheduler/ray/actors.py Supervisor.call": AWAITED,
+    "scheduler/ray/actors.py Supervisor.call_idle": AWAITED,
     "scheduler/ray/replicas.py Replicas._while_alive": AWAITED,
     "scheduler/simulator/simulate.py run_policy.life": AWAITED,
     "serve/engine/core_life.py while_alive": AWAITED,

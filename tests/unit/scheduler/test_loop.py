@@ -10,12 +10,12 @@ import pytest
 
 from scheduler.core.allocation import Allocation, GroupPlan
 from scheduler.core.config import SchedulerConfig
-from scheduler.core.errors import EffectFailed, Stopped
+from scheduler.core.errors import Blame, EffectFailed, Stopped
 from scheduler.core.inventory import Holder, Lease, Ledger
 from scheduler.core.workload import Demand, DeploymentView, JobView, Policy, Workload
 from scheduler.handover import handover
 from scheduler.handover.box import Box, GroupView
-from scheduler.handover.effects import GroupEnded
+from scheduler.handover.effects import GroupEnded, Observed, ReplicaDied
 from scheduler.handover.journal import MemoryJournal
 from scheduler.handover.step import Step
 from scheduler.loop.loop import SchedulerLoop
@@ -289,6 +289,83 @@ def test_engines_that_die_of_one_thing_are_one_failure() -> None:
             assert rig.store.troubles["m"].count == 1
             await asyncio.sleep(5)
             assert rig.states() == ["open"] * 3
+
+    go(test)
+
+
+@pytest.mark.parametrize("supervisor_first", [False, True], ids=["engine first", "supervisor first"])
+@pytest.mark.parametrize("heard", [True, False], ids=["told", "only seen"])
+@pytest.mark.parametrize("apart_s", [0.0, 0.01, 0.05, 0.06, 0.3, 1.0, 1.2, 2.0])
+def test_an_engine_and_its_supervisor_that_die_within_a_second_are_replaced(
+    apart_s: float, heard: bool, supervisor_first: bool
+) -> None:
+    """The death of a supervisor takes the engine out of sight: at first as a dead one of no model, then altogether."""
+
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("split", train_devices=2), (JOB,), (MODEL,))) as rig:
+            await rig.settle()
+            (engine,) = rig.world.replicas.values()
+
+            def engine_dies() -> None:
+                if engine.id in rig.world.replicas:
+                    engine.state, engine.has_requests = "dead", False
+                    tell("own")
+
+            def supervisor_dies() -> None:
+                engine.model, engine.version, engine.devices = "", "", ()
+                engine_dies()
+                tell("outside")
+
+            def tell(blame: Blame) -> None:
+                if heard:
+                    rig.effects.events.put_nowait(ReplicaDied(engine.id, "killed", blame))
+
+            deaths = [engine_dies, supervisor_dies]
+            for die in reversed(deaths) if supervisor_first else deaths:
+                die()
+                await asyncio.sleep(apart_s)
+            rig.world.replicas.pop(engine.id, None)
+            await asyncio.sleep(30.0 if heard else 30.0 + rig.config.observe_every_s)
+            (now,) = rig.world.replicas.values()
+            assert (now.state, now.model) == ("open", "m") and now.id != engine.id and rig.jobs() == {"j1": 2}
+            assert len(rig.world.leases) == 2
+
+    go(test)
+
+
+@pytest.mark.parametrize("apart_s", [0.0, 0.01, 0.05, 0.3, 1.0, 2.0])
+def test_a_rank_and_its_supervisor_that_die_within_a_second_end_no_job(apart_s: float) -> None:
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("train"), (JOB,))) as rig:
+            await rig.settle()
+            rig.effects.end_group("j1", "failed", error="a rank was killed")
+            await asyncio.sleep(apart_s)
+            rig.world.groups.pop("j1", None)
+            await asyncio.sleep(30.0 + rig.config.observe_every_s)
+            assert rig.jobs() == {"j1": 4} and len(rig.world.leases) == 1
+
+    go(test)
+
+
+def test_what_a_silent_supervisor_holds_stays_as_it_was_known() -> None:
+    """It is told of as it was when it last answered, which may be long ago."""
+
+    async def test() -> None:
+        async with Rig(FakeStore(Policy("serve"), (), (MODEL,))) as rig:
+            await rig.settle()
+            (engine,) = rig.world.replicas.values()
+            done, observe = len(rig.world.verbs_done), rig.effects.observe
+
+            async def silent() -> Observed:
+                seen = await observe()
+                return replace(seen, replicas=tuple(replace(r, state="asleep", answered=False) for r in seen.replicas))
+
+            rig.effects.observe = silent
+            await asyncio.sleep(3 * rig.config.observe_every_s)
+            assert len(rig.world.verbs_done) == done and rig.states() == ["open"]
+            rig.effects.kill_replica(engine.id)
+            await asyncio.sleep(10.0)
+            assert engine.id not in rig.world.replicas, "an end that is heard counts"
 
     go(test)
 

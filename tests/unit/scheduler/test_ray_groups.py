@@ -11,7 +11,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError
 
 from scheduler.core.errors import EffectFailed
 from scheduler.core.inventory import Device, Holder, Lease
-from scheduler.ray import groups
+from scheduler.ray import actors, groups
 from scheduler.ray.groups import ACTOR, Groups, is_whole
 from scheduler.ray.node import stored_bytes
 
@@ -49,6 +49,7 @@ class RankHost:
 
     def __init__(self) -> None:
         self.dead: BaseException | None = None
+        self.stopped = False
         self.place = dict(IDLE)
         self.asked: list[str] = []
         self.killing = asyncio.Event()
@@ -60,11 +61,17 @@ class RankHost:
 
         async def remote(*arguments: Any, **named: Any) -> Any:
             self.asked.append(method)
+            if self.stopped:
+                await asyncio.Event().wait()
             if self.dead is not None:
                 raise self.dead
             return await body(self, *arguments, **named)
 
         return SimpleNamespace(remote=remote)
+
+    def do_not_answer(self) -> None:
+        """It is stopped from now on."""
+        self.stopped = True
 
     def die(self, error: BaseException) -> None:
         self.dead = error
@@ -186,6 +193,53 @@ async def test_supervisors_that_never_come_are_not_the_jobs_fault(box, monkeypat
     with pytest.raises(EffectFailed) as failed:
         await box.groups.start_group("j", LEASE)
     assert failed.value.blame == "outside"
+
+
+async def test_a_supervisor_that_is_stopped_hides_no_other_and_its_job_stays_as_it_was(box, monkeypatch):
+    """While one hung, the box could not be observed: nobody was started anew, on any device."""
+    monkeypatch.setattr(groups, "LOOK_S", 0.01)
+    await box.groups.start_group("j", LEASE)
+    (before,) = await box.groups.observe((LEASE,))
+    box.hosts[1].do_not_answer()
+    async with asyncio.timeout(5):
+        assert await box.groups.observe((LEASE,)) == (before,)
+        assert await box.groups.parked() == ()
+
+
+async def test_the_end_of_a_group_is_told_though_its_death_cannot_be_noted(box):
+    """The job's devices stayed its own for ever, held by ranks that were dead."""
+
+    def full_disk(*_: Any) -> None:
+        raise OSError("no space left")
+
+    box.groups.on_death = full_disk
+    await box.groups.start_group("j", LEASE)
+    for host in box.hosts:
+        host.die(ActorDiedError())
+    watcher = box.groups._groups["j"].watcher
+    with pytest.raises(OSError):
+        await asyncio.wait_for(watcher, 5)
+    assert [ended.outcome for ended in box.told] == ["failed"] and box.groups._groups["j"].ended
+
+
+async def test_one_that_nobody_knows_yet_is_waited_for(box, monkeypatch):
+    """After a restart of the controller its devices would look free."""
+    monkeypatch.setattr(groups, "ANSWER_S", 0.05)
+    monkeypatch.setattr(groups, "LOOK_S", 0.01)
+    box.find_or_make(None, f"{ACTOR}n0/0").do_not_answer()
+    with pytest.raises(EffectFailed, match="has not answered"):
+        await box.groups.observe((LEASE,))
+
+
+async def test_a_stopped_supervisor_without_a_rank_is_replaced_soon(box, monkeypatch):
+    monkeypatch.setattr(actors, "IDLE_HUNG_S", 0.05)
+    await box.groups.start_group("j", LEASE)
+    await box.groups.stop_group("j")
+    monkeypatch.setattr(actors.ray, "kill", lambda actor: box.alive.pop(f"{ACTOR}n0/1"))
+    box.hosts[1].do_not_answer()
+    async with asyncio.timeout(5):
+        await box.groups.start_group("j", LEASE)
+    assert box.made == 3
 
 
 async def test_ranks_that_are_being_stopped_are_not_adopted(box):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+
 import pytest
 
 from appliance.controller.devices import cordons, lost_nodes
@@ -165,3 +167,15 @@ def test_a_node_lost_while_no_controller_was_there_is_missed_by_the_next(db, wat
     assert [row[:2] for row in told(db)] == [("node.lost", "n1"), ("node.joined", "n2"), ("node.joined", "n1")]
     after.began(["n0", "n2"])
     assert len(told(db)) == 3, "said once"
+
+
+def test_a_death_that_cannot_be_written_down_fails_nobody(db, watch, monkeypatch, caplog):
+    """The disk was full: who told of the death failed instead of telling the end of the job."""
+
+    def full(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(box, "put", full)
+    for _ in range(2):
+        watch.died(("n0/3",), "job a", "died")
+    assert "cannot be cordoned now" in caplog.text

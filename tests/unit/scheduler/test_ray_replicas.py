@@ -1,0 +1,69 @@
+"""Replicas whose supervisors or engines are stopped: what a look at the box says of them, and of the others."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from runtime.processes.kernel import life
+from scheduler.core.errors import EffectFailed
+from scheduler.ray import replicas
+from scheduler.ray.replicas import ACTOR, Replicas
+from serve.core.config import EngineConfig
+
+
+class Supervisor:
+    """The body of an actor. `stopped`: it answers nothing from now on."""
+
+    def __init__(self, index: int):
+        self.stopped, self.index = False, index
+
+    def __getattr__(self, method: str) -> Any:
+        async def remote(*_: Any) -> Any:
+            if self.stopped or method == "wait_dead":
+                await asyncio.Event().wait()
+            if method == "life":
+                return {**life(), "kernel": "another"}
+            return {"state": "ready", "model": "m", "version": "v1", "node": "n0", "devices": [self.index],
+                    "rss_bytes": 7}  # fmt: skip
+
+        return SimpleNamespace(remote=remote)
+
+
+@pytest.fixture
+async def two(monkeypatch):
+    actors = {f"{ACTOR}r{n}": Supervisor(n) for n in range(2)}
+
+    async def names() -> list[str]:
+        return list(actors)
+
+    monkeypatch.setattr(replicas, "actor_names", names)
+    monkeypatch.setattr(replicas, "find_actor", actors.get)
+    monkeypatch.setattr(replicas, "LOOK_S", 0.02)
+    monkeypatch.setattr(replicas, "ANSWER_S", 0.05)
+    nodes, routing = SimpleNamespace(place=lambda node: None), SimpleNamespace(is_open=lambda replica_id: True)
+    found = Replicas(nodes, routing, None, EngineConfig(), lambda event: None)
+    yield found, list(actors.values())
+    for watcher in found._watchers.values():
+        watcher.cancel()
+
+
+async def test_one_that_is_stopped_hides_no_other_and_is_as_it_was_seen_last(two):
+    found, supervisors = two
+    before = {replica.id: replica for replica in await found.observe()}
+    assert {replica.state for replica in before.values()} == {"open"} and before["r0"].answered
+    supervisors[0].stopped = True
+    after = {replica.id: replica for replica in await found.observe()}
+    assert after["r1"] == before["r1"] and not after["r0"].answered and after["r0"].devices == ("n0/0",)
+    assert await found.resident_bytes() == {"r1": 7}, "who asks for memory does not wait for it either"
+
+
+async def test_one_that_nobody_knows_yet_is_waited_for(two):
+    """After a restart of the controller its devices would look free."""
+    found, supervisors = two
+    supervisors[0].stopped = True
+    with pytest.raises(EffectFailed, match="has not answered"):
+        await found.observe()
