@@ -103,36 +103,43 @@ class DeviceWatch:
         readings = {device_id: tuple(kept) for device_id, kept in self._readings.items()}
         found = failing(readings, self._deaths, now_s, self._config, self._trials)
         fresh = {device_id: failure for device_id, failure in found.items() if device_id not in cordoned}
+        # What changes is remembered once it is written: with a full disk the next look finds all of it again.
+        trials = dict(self._trials)
         for device_id, failure in fresh.items():
-            cordons = self._trials.pop(device_id, {"cordons": 0})["cordons"] + 1
+            cordons = trials.pop(device_id, {"cordons": 0})["cordons"] + 1
             if failure.may_pass:
-                self._trials[device_id] = {"cordons": cordons, "at_s": now_s + trial_after_s(cordons, self._config)}
-        lifted = self._due(readings, cordoned, now_s)
+                trials[device_id] = {"cordons": cordons, "at_s": now_s + trial_after_s(cordons, self._config)}
+        lifted = self._due(readings, cordoned, trials, now_s)
         if not fresh and not lifted and set(box.get(self._db, FAILING, {})) == self._ours:
+            self._trials = trials
             return
-        for device_id in lifted:
-            self._forget(device_id)
-        self._ours = (self._ours | set(fresh)) - lifted
+        ours = (self._ours | set(fresh)) - lifted
         with self._db.transaction():
             reasons = box.get(self._db, FAILING, {}) | {name: failure.reason for name, failure in fresh.items()}
             box.put(self._db, CORDONED, sorted((cordoned | set(fresh)) - lifted))
-            box.put(self._db, FAILING, {device_id: reasons[device_id] for device_id in sorted(self._ours)})
-            box.put(self._db, TRIALS, self._trials)
+            box.put(self._db, FAILING, {device_id: reasons[device_id] for device_id in sorted(ours)})
+            box.put(self._db, TRIALS, trials)
             for device_id, failure in fresh.items():
                 self._tell("device.cordon", device_id, {"reason": failure.reason})
             for device_id in sorted(lifted):
                 self._tell("device.try_again", device_id, {"reason": f"it was cordoned: {reasons[device_id]}"})
+        self._ours, self._trials = ours, trials
+        for device_id in lifted:
+            self._forget(device_id)
         self._on_change()
 
-    def _due(self, readings: Mapping[str, tuple[Reading, ...]], cordoned: set[str], now_s: float) -> set[str]:
-        """Devices that are to be tried again now; one that its driver still finds bad waits once more."""
+    def _due(
+        self, readings: Mapping[str, tuple[Reading, ...]], cordoned: set[str], trials: dict[str, dict[str, Any]],
+        now_s: float,
+    ) -> set[str]:  # fmt: skip
+        """Devices that are to be tried again now; one that its driver still finds bad waits once more, in `trials`."""
         drained = box.get(self._db, DRAINS, {})
-        due = {device_id for device_id in self._ours & cordoned & self._trials.keys() - drained.keys()
-               if now_s >= self._trials[device_id]["at_s"]}  # fmt: skip
+        due = {device_id for device_id in self._ours & cordoned & trials.keys() - drained.keys()
+               if now_s >= trials[device_id]["at_s"]}  # fmt: skip
         for device_id in due & failing({name: told[-1:] for name, told in readings.items()}, (), now_s,
                                        self._config.model_copy(update={"hot_for_s": 0.0})).keys():  # fmt: skip
-            cordons = self._trials[device_id]["cordons"] + 1
-            self._trials[device_id] = {"cordons": cordons, "at_s": now_s + trial_after_s(cordons, self._config)}
+            cordons = trials[device_id]["cordons"] + 1
+            trials[device_id] = {"cordons": cordons, "at_s": now_s + trial_after_s(cordons, self._config)}
             due.discard(device_id)
         return due
 

@@ -175,7 +175,10 @@ def test_a_death_that_cannot_be_written_down_fails_nobody(db, watch, monkeypatch
     def full(*_):
         raise sqlite3.OperationalError("database or disk is full")
 
-    monkeypatch.setattr(box, "put", full)
-    for _ in range(2):
-        watch.died(("n0/3",), "job a", "died")
-    assert "cannot be cordoned now" in caplog.text
+    with monkeypatch.context() as patched:
+        patched.setattr(box, "put", full)
+        for _ in range(3):
+            watch.died(("n0/3",), "job a", "died")
+    assert "cannot be cordoned now" in caplog.text and watch.nudges == []
+    watch.judge()
+    assert box.get(db, CORDONED) == ["n0/3"] and watch.nudges == [1], "the next look makes up for it"
