@@ -232,6 +232,7 @@ class Groups:
             host = self._host(device_id)
             try:
                 await host.call_idle("status")
+                self._seen.add(device_id)
                 return host
             except SupervisorDied as error:
                 host.end(str(error))

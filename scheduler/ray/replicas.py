@@ -110,6 +110,7 @@ class Replicas:
             detail = await ask("start_replica", order.id, replica.call("start", spec))
         finally:
             self._versions.taken(order.model)
+        self._seen[order.id] = ReplicaObserved(order.id, order.model, order.version, "ready", order.devices)
         self._watch(order.id, replica)
         # Of a version on another node nothing is read here.
         home = place.name == self._nodes.home.name

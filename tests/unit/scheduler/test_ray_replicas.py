@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from runtime.processes.kernel import life
 from scheduler.core.errors import EffectFailed
+from scheduler.handover.effects import ReplicaOrder
 from scheduler.ray import replicas
 from scheduler.ray.replicas import ACTOR, Replicas
 from serve.core.config import EngineConfig
@@ -59,6 +61,29 @@ async def test_one_that_is_stopped_hides_no_other_and_is_as_it_was_seen_last(two
     after = {replica.id: replica for replica in await found.observe()}
     assert after["r1"] == before["r1"] and not after["r0"].answered and after["r0"].devices == ("n0/0",)
     assert await found.resident_bytes() == {"r1": 7}, "who asks for memory does not wait for it either"
+
+
+async def test_one_that_was_started_here_is_known_before_the_first_look(two, monkeypatch):
+    """The looks are a minute apart, and its supervisor was stopped between its start and the next."""
+    found, supervisors = two
+    place = SimpleNamespace(name="n0", warm_socket=lambda name: "/w", log_dir="/l")
+
+    async def nothing(*_: Any) -> None: ...
+
+    async def version(*_: Any) -> tuple[Path, int]:
+        return Path("/v"), 0
+
+    monkeypatch.setattr(found, "_nodes", SimpleNamespace(
+        place_of=lambda *_: place, place=lambda node: None, wait_warm=nothing, here=lambda *_: supervisors[0],
+        home=SimpleNamespace(name="elsewhere"),
+    ))  # fmt: skip
+    monkeypatch.setattr(found, "_versions", SimpleNamespace(taken=lambda model: None))
+    monkeypatch.setattr(found, "_version_path", version)
+    monkeypatch.setattr(found, "_replica_spec", lambda *_: SimpleNamespace(version_path="/v"))
+    await found.start_replica(ReplicaOrder("r0", "m", "v1", 1, ("n0/0",)), "lease")
+    supervisors[0].stopped = True
+    after = {replica.id: replica for replica in await found.observe()}
+    assert not after["r0"].answered and after["r1"].answered
 
 
 async def test_one_that_nobody_knows_yet_is_waited_for(two):
