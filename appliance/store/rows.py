@@ -122,8 +122,9 @@ class TierRemovalRow:
 class DeploymentRow:
     """How a model is to be served.
 
-    max_replicas None: as many as the box's settings allow. idle_sleep_s None: asleep only when the devices are wanted
-    elsewhere. ttft_p95_s, tpot_p95_ms: targets for the time to the first token and per further token; None: none.
+    max_replicas None: as many as the box's settings allow. idle_sleep_s: one replica stays awake for so long after the
+    last request, then it sleeps; None: asleep only when the devices are wanted elsewhere. ttft_p95_s, tpot_p95_ms:
+    targets for the time to the first token and per further token; None: none.
     failures, failed_reason, not_before_s: not used any more; what fails is known to the scheduler alone, so that a
     restart tries everything again.
     """

@@ -18,13 +18,12 @@ from appliance.store.objects import job_records, jobs, models
 from appliance.store.objects.adapters import AdapterRow
 from appliance.store.records import box, canaries, deployments, usage
 from appliance.store.rows import CanaryRow, DeploymentRow, JobRow
+from scheduler.autoscale.idle import CHECKPOINT_IDLE_S
 from scheduler.core.failures import Trouble
 from scheduler.core.workload import Demand, DeploymentView, JobView, Workload
 from scheduler.devices.discovery import HEAD_NODE
 from scheduler.handover.ports import Outcome
 from serve.core.config import EngineConfig
-
-CHECKPOINT_IDLE_S = 300.0
 
 
 class SqliteStateStore:
@@ -141,7 +140,7 @@ class SqliteStateStore:
                 base = views.get(adapter.base, DeploymentView(adapter.base, adapter.base_version))
                 views[adapter.host] = replace(
                     base, model=adapter.host, version=adapter.base_version, min_replicas=0, pinned=False,
-                    demand=self._demand(adapter.host), idle_sleep_s=CHECKPOINT_IDLE_S,
+                    demand=self._demand(adapter.host), idle_sleep_s=None, idle_limit_s=CHECKPOINT_IDLE_S,
                 )  # fmt: skip
         for row in deployed:
             if row.model in adapters and (row.pinned or row.min_replicas):
@@ -160,13 +159,13 @@ class SqliteStateStore:
         """One engine at least for as long as it runs: it is never waited for, so demand alone would not start one."""
         return replace(
             stable, model=row.name, version=row.version, min_replicas=1, max_replicas=max(1, stable.max_replicas),
-            demand=self._demand(row.name), idle_sleep_s=None, pinned=False,
+            demand=self._demand(row.name), idle_sleep_s=None, idle_limit_s=None, pinned=False,
         )  # fmt: skip
 
     def _checkpoints(self) -> list[DeploymentView]:
         """A checkpoint can be called by its name; it gets an engine while somebody does."""
         return [
-            DeploymentView(row.name, row.version, demand=self._demand(row.name), idle_sleep_s=CHECKPOINT_IDLE_S)
+            DeploymentView(row.name, row.version, demand=self._demand(row.name), idle_limit_s=CHECKPOINT_IDLE_S)
             for row in job_records.list_checkpoints(self._db)
         ]
 

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import ceil
 
+from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, ModelMemory, ReplicaView, Standby
 
@@ -67,15 +68,10 @@ def wanted_now(deployment: DeploymentView, now_s: float, config: SchedulerConfig
         backlog_s = demand.waiting_tokens / deployment.prefill_tokens_per_s
         standby = deployment.standby or Standby(deployment.max_replicas)
         count = max(count, standby.asked_by_backlog(backlog_s, deployment.ttft_target_s))
-    if demand.last_request_s is not None and now_s - demand.last_request_s < _linger_s(deployment, config):
+    one_until_s = IdlePolicy(config).one_until_s(deployment)
+    if one_until_s is not None and now_s < one_until_s:
         count = max(count, 1)  # short requests come and go between two looks
     return min(max(count, deployment.floor_replicas), deployment.max_replicas)
-
-
-def _linger_s(deployment: DeploymentView, config: SchedulerConfig) -> float:
-    if deployment.idle_sleep_s is None:
-        return config.give_back_after_s
-    return min(deployment.idle_sleep_s, config.give_back_after_s)
 
 
 def required(
@@ -92,11 +88,11 @@ def required(
     """
     want = wanted_now(deployment, now_s, config)
     load = memory.load.seen(want, now_s)
-    last = deployment.demand.last_request_s
+    idle = IdlePolicy(config)
     reviews: list[float] = []
-    if last is not None and (end_s := last + _linger_s(deployment, config)) > now_s:
+    if (end_s := idle.one_until_s(deployment)) is not None and end_s > now_s:
         reviews.append(end_s)
-    if last is not None and (end_s := last + _floor_hold_s(deployment, config)) > now_s:
+    if (end_s := idle.floor_until_s(deployment)) is not None and end_s > now_s:
         floor = deployment.standby.replicas if deployment.standby else load.floor(config.late_share)
         if memory.proved_until_s > now_s:
             floor = max(floor, memory.proved)
@@ -114,12 +110,11 @@ def required(
         found = replace(memory, load=load, replicas=want, low_since_s=None, low_peak=0)
         return found, min(reviews, default=None)
     since_s = now_s if memory.low_since_s is None else memory.low_since_s
-    peak = max(memory.low_peak, want)
+    # At the end of an operator's number all sleep, whatever was asked for before it.
+    peak = want if idle.operator_says_sleep(deployment, now_s) else max(memory.low_peak, want)
     # Rent or buy: idle devices are worth a hand-over once they have idled for what it costs.
     spare_devices = (memory.replicas - peak) * deployment.tensor_parallel
-    wait_s = _linger_s(deployment, config)
-    if spare_devices:
-        wait_s = max(wait_s, min(switch_device_s / spare_devices, config.give_back_at_latest_s))
+    wait_s = idle.give_back_after_s(deployment, switch_device_s / spare_devices if spare_devices else 0.0, now_s)
     given_back_s = _last_hour(memory.given_back_s, now_s)
     due_s = since_s + wait_s
     if len(given_back_s) >= config.give_backs_per_hour:
@@ -138,7 +133,7 @@ def required(
             memory, load=load, replicas=peak, low_since_s=still_low, low_peak=want, given_back_s=given_back_s
         )
         if still_low is not None:
-            reviews.append(now_s + _linger_s(deployment, config))
+            reviews.append(now_s + idle.lower_for_s(deployment))
         return found, min(reviews, default=None)
     reviews.append(due_s)
     found = replace(memory, load=load, low_since_s=since_s, low_peak=peak, given_back_s=given_back_s)
@@ -164,23 +159,8 @@ def _wanted_back(
     switch_s = min(switch_device_s / ((want - memory.replicas) * tensor_parallel), config.give_back_at_latest_s)
     if now_s - memory.given_back_s[-1] > switch_s + max(switch_s, memory.proved_hold_s):
         return replace(memory, proved=0, proved_until_s=0.0, proved_hold_s=0.0)
-    hold_s = min(2 * max(switch_s, memory.proved_hold_s), config.proved_hold_max_s)
+    hold_s = IdlePolicy(config).proved_for_s(switch_s, memory.proved_hold_s)
     return replace(memory, proved=want, proved_until_s=now_s + hold_s, proved_hold_s=hold_s)
-
-
-def _floor_hold_s(deployment: DeploymentView, config: SchedulerConfig) -> float:
-    """How long after its last request a model keeps the floor that its load taught."""
-    # What a model of the traffic learned outlasts its gaps; a floor of the looks alone is forgotten sooner.
-    hold_s = max(config.floor_hold_s, config.give_back_at_latest_s) if deployment.standby else config.floor_hold_s
-    return hold_s if deployment.idle_sleep_s is None else min(deployment.idle_sleep_s, hold_s)
-
-
-def idle(deployment: DeploymentView, now_s: float) -> bool:
-    """Whether the model's own idle time says its replicas should sleep although nobody wants their devices."""
-    if deployment.idle_sleep_s is None or deployment.demand.requests:
-        return False
-    last = deployment.demand.last_request_s
-    return last is not None and now_s - last >= deployment.idle_sleep_s
 
 
 def slots(

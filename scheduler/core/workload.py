@@ -148,7 +148,9 @@ class DeploymentView:
     """A model that may be served.
 
     `version`: the active one. `target_inflight`: requests per replica (None: the scheduler's setting).
-    `idle_sleep_s`: put to sleep after this long without a request (None: only when the devices are wanted).
+    `idle_sleep_s`: an operator's number: one replica is kept awake for that long after the last request, then it sleeps
+    (None: only when the devices are wanted). `idle_limit_s`: the box's own, for what nobody deployed: it sleeps then at
+    the latest (`scheduler.autoscale.idle`).
     `prefill_tokens_per_s`, `ttft_target_s`: measured rate of one replica and the target for the time to first token;
     where both are known, waiting tokens ask for replicas too. `tpot_target_s`: target per further token; while the
     measured time is above it, a replica carries fewer requests.
@@ -169,6 +171,7 @@ class DeploymentView:
     tpot_target_s: float | None = None
     standby: Standby | None = None
     idle_sleep_s: float | None = None
+    idle_limit_s: float | None = None
     pinned: bool = False
     failed: str = ""
     not_before_s: float = 0.0

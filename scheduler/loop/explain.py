@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.allocation import Allocation
+from scheduler.core.config import SchedulerConfig
 from scheduler.core.failures import Trouble
 from scheduler.core.inventory import Holder
 from scheduler.core.workload import DeploymentView, Policy, ReplicaView, Snapshot, Standby
@@ -152,12 +154,22 @@ def _standby(deployment: DeploymentView, learned: Standby) -> str:
     )
 
 
-def explain(handover: Handover, allocation: Allocation, snapshot: Snapshot) -> dict[str, Any]:
+def _idle(deployment: DeploymentView, config: SchedulerConfig, now_s: float) -> str:
+    answer = IdlePolicy(config).awake(deployment)
+    if answer.until_s is None:
+        return f"Stays awake, because {answer.because}."
+    return f"Stays awake for {max(answer.until_s - now_s, 0.0):.0f} s more without a request, because {answer.because}."
+
+
+def explain(
+    handover: Handover, allocation: Allocation, snapshot: Snapshot, config: SchedulerConfig, now_s: float
+) -> dict[str, Any]:
     """What would be done and why, as plain values: one sentence per chain, per waiting job, per model kept short."""
     running = {g.job_id: list(g.devices) for g in allocation.groups}
     opened: dict[str, list[list[str]]] = {}
     for replica in allocation.open_replicas:
         opened.setdefault(replica.model, []).append(list(replica.devices))
+    idle = [d for d in snapshot.deployments if d.model in opened and not d.demand.requests]
     return {
         "policy": snapshot.policy.kind,
         "train_devices": snapshot.policy.train_devices,
@@ -166,6 +178,7 @@ def explain(handover: Handover, allocation: Allocation, snapshot: Snapshot) -> d
         "waiting": dict(allocation.waiting),
         "notes": dict(allocation.notes),
         "standby": {d.model: _standby(d, d.standby) for d in snapshot.deployments if d.standby},
+        "idle": {d.model: _idle(d, config, now_s) for d in idle},
         "jobs": running,
         "models": opened,
     }

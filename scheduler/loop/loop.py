@@ -173,9 +173,9 @@ class SchedulerLoop:
     def explain(self, policy: Policy | None = None) -> dict[str, Any]:
         """What a round would do now under this policy (None: the one in force), and why. Nothing is done."""
         snapshot = self._snapshot(policy)
-        allocation = plan(snapshot, self._clock.now_s(), self._config)
-        found = explain(self._steps(snapshot, allocation), allocation, snapshot)
         now_s = self._clock.now_s()
+        allocation = plan(snapshot, now_s, self._config)
+        found = explain(self._steps(snapshot, allocation), allocation, snapshot, self._config, now_s)
         doing = [doing for runner in self._running.values() for doing in runner.doing]
         return {**found, "under_way": [waits_for(one, now_s) for one in doing]}
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from scheduler.autoscale import demand as demand_
+from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.allocation import GroupPlan, ReplicaPlan
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, JobView, ReplicaView, Snapshot
@@ -201,6 +202,7 @@ class DeviceAssignment:
 
     def keep_open(self) -> None:
         """Engines that are open and in nobody's way stay open, until their own idle time puts them to sleep."""
+        idle = IdlePolicy(self.config)
         eager = self.policy.kind in ("serve", "split", "auto")
         counts = Counter(r.model for r in self.out.values() if r.state == "open")
         for replica in sorted(self.snapshot.replicas, key=lambda r: (r.since_s, r.id)):
@@ -209,7 +211,7 @@ class DeviceAssignment:
                 continue
             if not eager or counts[replica.model] >= deployment.max_replicas or not self.fits(replica):
                 continue
-            if demand_.usable(deployment, self.now_s) and not demand_.idle(deployment, self.now_s):
+            if demand_.usable(deployment, self.now_s) and not idle.asleep(deployment, self.now_s):
                 if self.pool.has(replica.devices):
                     self.note_replica(replica, "open")
                     self.take(replica.devices)

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from scheduler.autoscale import demand as demand_
+from scheduler.autoscale.idle import IdlePolicy
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView, JobView, ModelMemory, Policy, Snapshot
 from scheduler.plan import queue
@@ -80,9 +81,9 @@ class Shares:
                 self.reviews.append(review_s)
             if deployment.not_before_s > self._now_s:
                 self.reviews.append(deployment.not_before_s)
-            last = deployment.demand.last_request_s
-            if deployment.idle_sleep_s is not None and last is not None:
-                self.reviews.append(last + deployment.idle_sleep_s)
+            sleep_at_s = IdlePolicy(self._config).sleep_at_s(deployment)
+            if sleep_at_s is not None:
+                self.reviews.append(sleep_at_s)
 
     def _serving_capacity(self) -> int:
         """Devices that serving may claim before training is asked."""

@@ -58,7 +58,7 @@ class SimulatedScheduler:
     def explain(self, policy: Policy | None) -> dict[str, Any]:
         """An idle box with nothing to move."""
         kind = policy.kind if policy else "auto"
-        return {"policy": kind, "steps": [], "waiting": {}, "notes": {}, "standby": {}, "jobs": {},
+        return {"policy": kind, "steps": [], "waiting": {}, "notes": {}, "standby": {}, "idle": {}, "jobs": {},
                 "models": {}}  # fmt: skip
 
     def status(self) -> dict[str, Any]:

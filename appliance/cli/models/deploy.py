@@ -42,7 +42,8 @@ def deploy(
         str | None, typer.Option("--tpot-p95-ms", metavar="MS|none", help="Target: time per further token.")
     ] = None,
     idle_sleep_s: Annotated[
-        str | None, typer.Option("--idle-sleep-s", metavar="SECONDS|none", help="Sleeps after this long unasked.")
+        str | None,
+        typer.Option("--idle-sleep-s", metavar="SECONDS|none", help="Stays awake for this long unasked, then sleeps."),
     ] = None,
     pin: Annotated[
         bool | None, typer.Option("--pin/--unpin", help="Its replicas come first and are never given to training.")

@@ -77,7 +77,7 @@ def test_a_plan_is_told_in_sentences(prepared):
     told = {
         "policy": "split", "train_devices": 6, "serving_floor": 1, "steps": ["Job j runs on 6 devices, because …."],
         "waiting": {"k": "Needs 2 devices; none are left."}, "notes": {"m": "Wants a replica."}, "jobs": {},
-        "standby": {"m": "Its traffic taught to keep 3 replicas awake."}, "models": {},
+        "standby": {"m": "Its traffic taught to keep 3 replicas awake."}, "idle": {}, "models": {},
     }  # fmt: skip
     prepared.prepare("POST", "/admin/v1/mode/plan", (200, told))
     text = prepared.run("mode", "plan", "--dry-run", "split", "--train", "6", "--floor", "1").stdout
