@@ -85,7 +85,7 @@ class Answer:
         client = self.client
         if body and client is not None:
             self.request.sent_bytes += len(body)
-            client.write(wire.chunk(body) if self._chunked else body)
+            client.write_event(wire.chunk(body) if self._chunked else body)
 
     def _stream_bytes(self, body: bytes, *, last: bool = False) -> bytes:
         if self._hides_usage and (self._partial or body[-2:] != b"\n\n"):

@@ -67,6 +67,31 @@ def test_nothing_is_lost_or_late_at_an_end(log: list[tuple[str, str, bytes]]) ->
     asyncio.run(turn())
 
 
+def test_it_rests_where_events_come_one_by_one(
+    log: list[tuple[str, str, bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind what was written, not in front of it; and only where the last one was a moment ago."""
+    now_s = 1.0
+    monkeypatch.setattr(outbox.time, "monotonic", lambda: now_s)
+    monkeypatch.setattr(outbox.time, "sleep", lambda s: log.append(("", "rest", b"")))
+
+    async def turns() -> None:
+        nonlocal now_s
+        box = Outbox()
+        one = writer(box, log, "a")
+        for data, later_s in ((b"1", 10.0), (b"2", outbox._REST_S), (b"3", outbox._REST_S * 3)):
+            now_s += later_s
+            one.write_event(data)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        one.write(b"an end")
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+
+    asyncio.run(turns())
+    assert [what if what == "rest" else data for _, what, data in log] == [b"1", b"2", "rest", b"3", b"an end"]
+
+
 def test_much_goes_out_in_the_turn_itself(log: list[tuple[str, str, bytes]]) -> None:
     """Large pieces at once, behind what was written before; and many writers do not wait for the last of them."""
 
