@@ -1,8 +1,8 @@
-"""Named detached actors: started or found, asked, and waited for. They outlive the controller that started them.
+"""Named detached actors: how they are started or found, asked and waited for. They outlive the controller.
 
-A supervisor is asked through `Supervisor`, whose calls end when the one who is to answer is gone. Ray's own word of
-that is not enough: it came as an error that nobody expected while the machine was short of memory, and steps that
-waited for seven dead supervisors lasted until their time limits, six minutes in all.
+`Supervisor` asks an actor, and its calls end when the actor is gone. Ray's own report of a death is not enough: while
+the machine was short of memory it came as an error that nobody expected, and steps that waited for seven dead
+supervisors lasted until their time limits, six minutes in all.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from train.plan.errors import RankFailed, TrainError
 log = logging.getLogger(__name__)
 
 UNNAMED_TIMEOUT_S = 30.0
-# After so long without an answer a supervisor is asked whether it lives, and given so long to say so. One that is
-# stopped, or that the machine has no processor for, is not dead yet; its engine or rank would die with it.
+# After PROVE_EVERY_S without an answer a supervisor is asked whether it lives, and gets HUNG_S to say so. A supervisor
+# that is stopped, or that gets no processor, is not dead yet; its engine or rank would die with it.
 PROVE_EVERY_S = 5.0
 HUNG_S = 30.0
 ANSWER_S = 20.0
@@ -40,22 +40,18 @@ IDLE_HUNG_S = 5.0
 
 
 def named_actor(body: type, name: str, ray_node_id: str, *arguments: Any) -> Any:
-    """Start or find a thin supervisor on a node: named, detached, restart left to us, no resources (the lease
-    reservations)."""
-    here = NodeAffinitySchedulingStrategy(ray_node_id, soft=False)
-    return (
-        ray.remote(body)
-        .options(
-            name=name,
-            get_if_exists=True,
-            lifetime="detached",
-            num_cpus=0,
-            max_concurrency=64,
-            max_restarts=0,
-            scheduling_strategy=here,
-        )  # fmt: skip
-        .remote(*arguments)
+    """Start or find a thin supervisor on a node: named and detached. We restart it, and the lease's reservation holds
+    its resources, so Ray does neither."""
+    actor = ray.remote(body).options(
+        name=name,
+        get_if_exists=True,
+        lifetime="detached",
+        num_cpus=0,
+        max_concurrency=64,
+        max_restarts=0,
+        scheduling_strategy=NodeAffinitySchedulingStrategy(ray_node_id, soft=False),
     )
+    return actor.remote(*arguments)
 
 
 def find_actor(name: str) -> Any | None:
@@ -76,14 +72,14 @@ async def until_unnamed(name: str) -> None:
 
 
 class Supervisor:
-    """An actor's handle and the life of its process, of whose end the kernel itself tells where it is this machine's.
-    Once `over` it stays so: whoever needs a supervisor again makes or finds another one."""
+    """An actor's handle and the life of its process. If the process is on this machine, the kernel itself reports its
+    end. A supervisor that is `over` stays so: whoever needs it again makes or finds another one."""
 
     def __init__(self, actor: Any, name: str):
         self.actor, self.name = actor, name
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._pidfd = -1
-        self._answered = False  # before that its process may still be on its way, which takes what it takes
+        self._answered = False  # until then its process may still be starting, which takes what it takes
         self._attending: asyncio.Task[None] | None = asyncio.create_task(self._attend(), name=f"life of {name}")
 
     @property
@@ -91,8 +87,8 @@ class Supervisor:
         return self._over.done()
 
     async def call(self, method: str, *arguments: Any, **named: Any) -> Any:
-        """What the actor answers. Raises SupervisorDied when it dies meanwhile or does not answer at all, and what its
-        method raised."""
+        """What the actor answers. Raises SupervisorDied if it dies meanwhile or does not answer at all, and whatever
+        its method raises."""
         if self._over.done():
             raise SupervisorDied(self.name, self._over.result())
         answer = asyncio.ensure_future(_awaited(getattr(self.actor, method).remote(*arguments, **named)))
@@ -115,7 +111,7 @@ class Supervisor:
             answer.cancel()
 
     async def _prove(self, answer: asyncio.Future[Any]) -> None:
-        """Returns when it says that it lives, or the answer has come; ends one that is silent."""
+        """Returns when it says that it lives or the answer has come; ends a supervisor that stays silent."""
         proof = asyncio.ensure_future(_awaited(self.actor.life.remote()))
         try:
             await asyncio.wait({proof, answer, self._over}, timeout=HUNG_S, return_when=asyncio.FIRST_COMPLETED)
@@ -148,13 +144,13 @@ class Supervisor:
         self.end(why)
 
     def kill(self) -> None:
-        """End its process, and what hangs on its lifeline with it. For one of this machine that does not need Ray."""
+        """End its process, and with it what is on its lifeline. On this machine that works without Ray too."""
         if self._pidfd >= 0 and not self._over.done():
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
         ray.kill(self.actor)
 
     def end(self, why: str) -> None:
-        """It is known to be gone, or nobody asks it any more."""
+        """Mark it as over: it is known to be gone, or nobody asks it any more."""
         if not self._over.done():
             self._over.set_result(why)
         if self._attending is not None:
@@ -180,7 +176,7 @@ class Supervisor:
             self._attending = None
             self.end("its process is gone")
             return
-        except OSError as error:  # a kernel without: Ray alone tells
+        except OSError as error:  # this kernel has no pidfd, so only Ray reports the end
             log.info("%s: its process cannot be watched: %s", self.name, error)
             return
         asyncio.get_running_loop().add_reader(self._pidfd, self.end, "its process was killed")
@@ -191,8 +187,8 @@ async def _awaited(answer: Awaitable[Any]) -> Any:
 
 
 async def within(verb: str, target: str, answer: Awaitable[Any], seconds: float = ANSWER_S) -> Any:
-    """The answer of one who should have it at once. Raises EffectFailed when it takes longer: a supervisor that is
-    stopped must not stop whoever looks at it."""
+    """An answer that should come at once. Raises EffectFailed if it takes longer: a supervisor that is stopped must not
+    stop whoever looks at it."""
     try:
         async with asyncio.timeout(seconds):
             return await answer
@@ -201,7 +197,8 @@ async def within(verb: str, target: str, answer: Awaitable[Any], seconds: float 
 
 
 async def ask(verb: str, target: str, answer: Awaitable[Any]) -> Any:
-    """Await an actor's or group's answer; whatever goes wrong there becomes EffectFailed, with its first line."""
+    """Await an actor's or group's answer. Whatever goes wrong there becomes EffectFailed with the error's first
+    line."""
     try:
         return await answer
     except RayTaskError as error:
@@ -225,7 +222,7 @@ def blame_of(error: BaseException) -> Blame:
 
 
 def _of_the_engine(error: BaseException) -> bool:
-    """A process that died by itself, or answered with an error of its own."""
+    """Whether a process died by itself or answered with its own error."""
     return isinstance(error, ChildDied | ChildError) and not isinstance(error, SupervisorDied)
 
 

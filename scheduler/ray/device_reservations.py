@@ -20,7 +20,7 @@ DEVICE_RESOURCE = "device:"
 
 
 class DeviceReservations:
-    """Ray gives a device to one placement group at a time, whoever asks: the last line behind the ledger."""
+    """Ray gives a device to one placement group at a time, whoever asks. It is the last defence behind the ledger."""
 
     def __init__(self) -> None:
         self._reservations: dict[str, Any] = {}
@@ -31,18 +31,18 @@ class DeviceReservations:
         if state == "CREATED":
             return None
         if state:
-            await self.release(lease.id)  # left by one who died or gave up waiting; its name would be taken
+            await self.release(lease.id)  # somebody who died or gave up waiting left it, and its name would be taken
         bundles = [{f"{DEVICE_RESOURCE}{device_id}": 1} for device_id in lease.device_ids]
         group, given = placement_group(bundles, strategy="PACK", name=lease.id, lifetime="detached"), False
         self._acquiring.add(lease.id)
         try:
-            # Not `group.ready()`: that runs a task, for which Ray first starts a worker process.
+            # Not `group.ready()`, which runs a task, for which Ray first starts a worker process.
             given = await asyncio.to_thread(group.wait, RESERVE_TIMEOUT_S)
-        except Exception as error:  # Ray's is bare: `leases` took the group away, because its devices' node was lost
+        except Exception as error:  # Ray's error is bare: `leases` removed the group, whose devices' node was lost
             raise EffectFailed("acquire", lease.id, str(error)) from error
         finally:
             self._acquiring.discard(lease.id)
-            if not given:  # nor may a wait that was cancelled get the devices later
+            if not given:  # also after a cancelled wait, which must not get the devices later
                 remove_placement_group(group)
         if not given:
             raise EffectFailed("acquire", lease.id, f"Ray did not give {lease.device_ids} in {RESERVE_TIMEOUT_S:.0f} s")
@@ -54,11 +54,11 @@ class DeviceReservations:
         _, devices = (await _table()).get(lease_id, ("", []))
         if not devices:
             return None
-        # A look at the world may do the same now, of a lease whose node was lost: who comes second finds nothing.
+        # `leases` may release it at the same time, if its node was lost: the second finds nothing.
         group = group or _found(lease_id)
         if group is not None:
             remove_placement_group(group)
-        # Removal is asynchronous; the next holder's acquire would only wait, but "released" must be true.
+        # Removal is asynchronous. The next holder's acquire would only wait, but "released" has to be true.
         async with asyncio.timeout(RESERVE_TIMEOUT_S):
             while lease_id in await _table():
                 await asyncio.sleep(0.005)
@@ -66,10 +66,10 @@ class DeviceReservations:
         return None
 
     async def _until_available(self, devices: Collection[str]) -> None:
-        """Returns when Ray would give the devices to the next who asks, or they are gone with their node.
+        """Returns when Ray would give the devices to the next who asks, or when they are gone with their node.
 
-        Ray's control store hears of freed resources from the node's own reports. A placement group that is asked for
-        before that is tried again after most of a second.
+        Ray's control store learns of freed resources from the node's reports. It tries a placement group that is asked
+        for before that again only after most of a second.
         """
         until_s = time.monotonic() + AVAILABLE_TIMEOUT_S
         while time.monotonic() < until_s:
@@ -79,10 +79,10 @@ class DeviceReservations:
             await asyncio.sleep(0.005)
 
     async def leases(self, present: Collection[str]) -> tuple[Lease, ...]:
-        """Every lease that is reserved now, whoever acquired it, on those of its devices that are `present`.
+        """Every lease that is reserved now, whoever acquired it, with those of its devices that are `present`.
 
-        A lease that lost some devices with their node keeps the others until its holder lets go of them. One that
-        lost all, and one that a dead controller was still waiting for, holds nothing and is taken away.
+        A lease that lost some devices with their node keeps the others until its holder releases them. A lease that
+        lost all, or that a dead controller was waiting for, holds nothing and is removed.
         """
         found = []
         for name, (state, devices) in (await _table()).items():
@@ -95,7 +95,7 @@ class DeviceReservations:
 
 
 async def any_reserved(device_ids: Collection[str]) -> bool:
-    """Whether somebody holds one of these devices, or is about to."""
+    """Whether somebody holds or waits for one of these devices."""
     return any(not set(device_ids).isdisjoint(devices) for _, devices in (await _table()).values())
 
 
@@ -107,7 +107,7 @@ def _found(lease_id: str) -> Any | None:
 
 
 async def _table() -> dict[str, tuple[str, list[str]]]:
-    """Living placement groups: name to state and the devices asked for."""
+    """State and wanted devices of each living placement group, by name."""
     table = await asyncio.to_thread(placement_group_table)
     return {
         entry["name"]: (entry["state"], [device for bundle in entry["bundles"].values() for device in _devices(bundle)])

@@ -58,7 +58,7 @@ class RayEffects:
         self._replicas.on_death = self._groups.on_death = of_hardware
 
     async def watch(self) -> None:
-        """Makes events of nodes that come and go, for as long as it runs."""
+        """Turns nodes that come and go into events, for as long as it runs."""
         await self._nodes.watch(self._events.put_nowait)
 
     async def observe(self) -> Observed:

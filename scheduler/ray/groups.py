@@ -29,7 +29,7 @@ from train.plan.spec import TrainSpec
 log = logging.getLogger(__name__)
 
 ACTOR = "rank:"
-FRESH_S = 10.0  # for new supervisors where the old ones died; Ray frees a dead one's name within a second
+FRESH_S = 10.0  # to replace supervisors that died; Ray frees a dead one's name within a second
 FRESH_EVERY_S = 0.05
 
 
@@ -37,13 +37,13 @@ class Jobs(Protocol):
     """What a job's ranks are to do, and where their events go."""
 
     def catch_up(self, job_id: str) -> None:
-        """Take in what earlier ranks of the job did that nobody has heard of."""
+        """Take in what earlier ranks of the job did unnoticed."""
 
     async def prepare(self, job_id: str) -> None:
-        """Bring in what `spec` is to name. Raises LookupError."""
+        """Bring in what `spec` will name. Raises LookupError."""
 
     def spec(self, job_id: str) -> TrainSpec:
-        """What the job's ranks are to do. Raises LookupError when it cannot be done any more."""
+        """What the job's ranks have to do. Raises LookupError if that is no longer possible."""
 
     def newest_snapshot(self, job_id: str) -> Path | None:
         """The newest snapshot that can be resumed from, in shared memory."""
@@ -55,11 +55,11 @@ class Jobs(Protocol):
         """An event of the job's ranks, see train.control.group."""
 
     def on_stopped(self, job_id: str) -> None:
-        """Its ranks were ended by force."""
+        """The job's ranks were ended by force."""
 
 
 class Groups:
-    """The verbs on groups, and what is true of them."""
+    """The verbs on groups, and the observation of groups."""
 
     def __init__(self, nodes: Nodes, jobs: Jobs, tell: Callable[[Event], None]):
         self._nodes, self._jobs, self._tell = nodes, jobs, tell
@@ -68,11 +68,11 @@ class Groups:
         self._seen: set[str] = set()  # devices whose supervisors have told how they are
         self._groups: dict[str, _RunningGroup] = {}
         self._in_hand: dict[str, int] = {}  # jobs whose ranks a verb is starting or ending, and how many verbs
-        self._handled = 0  # verbs that have begun so far, each of which may make what was read untrue
+        self._handled = 0  # verbs begun so far; each may make untrue what was read before it
 
     @contextlib.contextmanager
     def _handling(self, job_id: str) -> Iterator[None]:
-        """While a verb changes the ranks of a job, nobody adopts what is seen of them."""
+        """While a verb changes the ranks of a job, `observe` does not adopt them."""
         self._in_hand[job_id] = self._in_hand.get(job_id, 0) + 1
         self._handled += 1
         try:
@@ -121,8 +121,15 @@ class Groups:
             "ranks": "parked" if group.resumed else "forked",
         }
 
-    async def _start(self, job_id: str, group: Group, spec: TrainSpec, hosts: list[_Host], devices: list[Device],
-                     snapshot: Path | None) -> None:  # fmt: skip
+    async def _start(
+        self,
+        job_id: str,
+        group: Group,
+        spec: TrainSpec,
+        hosts: list[_Host],
+        devices: list[Device],
+        snapshot: Path | None,
+    ) -> None:
         await ask(
             "start_group",
             job_id,
@@ -135,7 +142,7 @@ class Groups:
         )
 
     def _result_transfer(self, job_id: str, place: NodeConfig) -> ResultTransfer | None:
-        """For ranks on another node than home."""
+        """For ranks on another node than home; None at home."""
         if place.name == self._nodes.home.name:
             return None
         return ResultTransfer(self._nodes, place, job_id, lambda event: self._jobs.on_event(job_id, event))
@@ -186,7 +193,7 @@ class Groups:
         outcome = await running.group.wait()
         missing = "" if running.coming is None else await running.coming.over(outcome.outcome == "suspended")
         if outcome.outcome == "suspended":
-            if not running.leaving:  # an earlier controller asked for it: its devices are free, it waits for its turn
+            if not running.leaving:  # an earlier controller suspended it: its devices are free, and it waits
                 self._groups.pop(job_id, None)
                 self._tell(InventoryChanged())
             return
@@ -210,20 +217,19 @@ class Groups:
                 self.on_death((device_id,), f"job {job_id}", error["reason"])
 
     def _host(self, device_id: str) -> Supervisor:
-        """The supervisor of a device, found or made; never one that is known to be dead."""
+        """The supervisor of a device, found or made, but never one that is known to be dead."""
         known = self._hosts.get(device_id)
         if known is None or known.over:
             place = self._nodes.place_of((device_id,), "start_group", device_id)
-            actor = self._nodes.here(
-                RankHost, ACTOR + device_id, place, place.warm_socket("train"), str(place.log_dir),
-                *place.numa_nodes([self._nodes.device(device_id)]),
-            )  # fmt: skip
+            numa = place.numa_nodes([self._nodes.device(device_id)])
+            warm, logs = place.warm_socket("train"), str(place.log_dir)
+            actor = self._nodes.here(RankHost, ACTOR + device_id, place, warm, logs, *numa)
             known = self._hosts[device_id] = Supervisor(actor, ACTOR + device_id)
         return known
 
     async def _living_hosts(self, job_id: str, device_ids: Sequence[str]) -> list[Supervisor]:
-        """Supervisors that have just answered. A job once failed within 60 ms, with the text of a death eight minutes
-        before, because handles of dead ones were kept."""
+        """Supervisors that have just answered. When handles of dead ones were kept, a job failed within 60 ms with the
+        text of a death eight minutes before."""
         return list(await asyncio.gather(*(self._living_host(job_id, device_id) for device_id in device_ids)))
 
     async def _living_host(self, job_id: str, device_id: str) -> Supervisor:
@@ -271,7 +277,7 @@ class Groups:
         except (SupervisorDied, RayError):
             gone = self._hosts.pop(device_id, None)  # its actor died, and the rank on its lifeline with it
             if gone is not None:
-                gone.end("it does not tell how it is")
+                gone.end("it does not report its state")
             return None
 
     async def parked(self) -> tuple[str, ...]:
@@ -279,24 +285,22 @@ class Groups:
         return tuple(sorted({place["parked"] for place in (await self._hosts_there()).values() if place["parked"]}))
 
     async def drop_parked(self) -> None:
-        """End all parked ranks; their jobs go on with new processes."""
+        """End all parked ranks; their jobs continue with new processes."""
         for device_id, place in (await self._hosts_there()).items():
             if place["parked"]:
-                with contextlib.suppress(SupervisorDied):  # just now, and the rank with it
+                with contextlib.suppress(SupervisorDied):  # it died just now, and the rank with it
                     await self._host(device_id).call("drop_parked", place["parked"])
-
-    # --- the truth
 
     async def observe(self, leases: tuple[Lease, ...]) -> tuple[GroupObserved, ...]:
         """Every group with a living rank, and those that ended and were not cleaned up yet.
 
-        Ranks whose controller died are adopted here if their world is whole, and go on training.
+        If the world of ranks whose controller died is whole, they are adopted here and go on training.
         """
         worlds: dict[str, dict[str, dict[str, Any]]] = {}
         in_hand, handled = set(self._in_hand), self._handled
         there = await self._hosts_there()
-        # What a verb ended while it was read looks as if it had lost its controller: a job that had been cancelled was
-        # adopted so, and its end counted as a failure.
+        # A world that a verb ended during the reading looks as if it had lost its controller: so a job that had been
+        # cancelled was adopted, and its end counted as a failure.
         if self._handled != handled:
             in_hand |= {place["job_id"] for place in there.values()}
         for device_id, place in there.items():
@@ -312,7 +316,7 @@ class Groups:
             if lease is not None and is_whole(places.values()):
                 await self._adopt(job_id, lease, places)
             elif any(place["alive"] for place in places.values()):
-                # A world that was being started, or is dying: it ends, and the job resumes from its snapshot.
+                # A world that was starting or is dying: it ends, and the job resumes from its snapshot.
                 lease_id = lease.id if lease else ""
                 why = "the controller was restarted while it started"
                 lost = GroupEnded(job_id, lease_id, "failed", 0, why, blame="outside")
@@ -322,11 +326,11 @@ class Groups:
         return tuple(found.values())
 
     async def _look_after_parked(self, job_id: str, device_id: str) -> None:
-        """End a parked rank that nobody will come back to: its job is over, or went on elsewhere."""
+        """End a parked rank whose job is over or continued elsewhere."""
         running = self._groups.get(job_id)
         elsewhere = running is not None and device_id not in running.lease.device_ids
         if elsewhere or not self._jobs.may_continue(job_id):
-            with contextlib.suppress(SupervisorDied):  # just now, and the rank with it
+            with contextlib.suppress(SupervisorDied):  # it died just now, and the rank with it
                 await self._host(device_id).call("drop_parked", job_id)
 
     async def _adopt(self, job_id: str, lease: Lease, places: dict[str, dict[str, Any]]) -> None:
@@ -351,14 +355,14 @@ class _RunningGroup:
     group: Group
     lease: Lease
     in_order: tuple[str, ...]  # device of each rank
-    coming: ResultTransfer | None = None  # what its ranks make comes from another node
+    coming: ResultTransfer | None = None  # set if its ranks are on another node
     watcher: asyncio.Task | None = None
     ended: GroupEnded | None = None
     leaving: bool = False
 
 
 def is_whole(places: Collection[Mapping[str, Any]]) -> bool:
-    """Whether these ranks (see RankHost.status) are all ranks of one world, each alive or come to its end."""
+    """Whether these ranks (see RankHost.status) are all ranks of one world, each alive or done."""
     sizes = {place["world_size"] for place in places}
     ranks = sorted(place["rank"] for place in places)
     return (
@@ -369,7 +373,7 @@ def is_whole(places: Collection[Mapping[str, Any]]) -> bool:
 
 
 class _Host:
-    """A RankHost behind its supervisor. One that died took its rank along, so its death is the rank's."""
+    """A RankHost behind its supervisor. The rank dies with the supervisor."""
 
     def __init__(self, supervisor: Supervisor):
         self._supervisor = supervisor

@@ -1,8 +1,8 @@
-"""One node of the box, as an actor pinned to it: where things are there, its warm parents, its relay, its copies, and
-the adapters its engines ask for.
+"""One node of the box, as an actor pinned to it: its configuration, warm parents, relay, copies, and the adapters that
+its engines ask for.
 
-A box of one node has just this one, at home beside the controller. Engines and ranks do not live in it: it may die
-and be started again while they go on.
+A box of one node has just one, at home beside the controller. Engines and ranks do not live in it: it may die and be
+started again while they go on.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ADAPTER_TIMEOUT_S = 60.0
 
 
 def stored_bytes(directory: Path) -> int | None:
-    """What a version or snapshot takes by its manifest, for the history; None where none can be read."""
+    """Bytes of a version or snapshot by its manifest, for the history; None if it cannot be read."""
     try:
         return Manifest.read(directory).nbytes
     except (WeightsError, OSError):
@@ -39,9 +39,9 @@ def stored_bytes(directory: Path) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class NodeConfig:
-    """Where a node keeps what. `address`: this node's own on the network of the nodes; loopback where it is alone.
-    `jobs_dir`: folders of the jobs that run here. `lends`: what other nodes may copy beside shared memory. `numa_bind`:
-    processes run beside their devices. `certificate`: by which it is known on the network of the nodes."""
+    """Where things are on a node. `address`: its own on the network of the nodes, loopback if it is alone. `jobs_dir`:
+    folders of the jobs that run here. `lends`: what other nodes may copy besides shared memory. `numa_bind`: processes
+    run on the processors near their devices. `certificate`: the other nodes know it by this."""
 
     name: str
     address: str
@@ -71,7 +71,7 @@ class NodeConfig:
         return self.run_dir / "r" / f"{replica_id}.sock"
 
     def numa_nodes(self, devices: Iterable[Device]) -> tuple[int | None, ...]:
-        """Beside which NUMA node the process of each of these devices is to run; None: anywhere."""
+        """The NUMA node on which the process of each of these devices has to run; None is anywhere."""
         return tuple(device.numa_node if self.numa_bind else None for device in devices)
 
     def warm_socket(self, name: str) -> str:
@@ -86,10 +86,9 @@ class Node(NodeAgent, NodeCopies):
         NodeAgent.__init__(self, list(place.warm))
         NodeCopies.__init__(self, place.shm_root, place.jobs_dir, place.budget_bytes, shared)
         self._place = place
-        self._relay = Relay(
-            place.address, shared, sockets=(place.run_dir / "r", place.adapter_socket),
-            folders=(place.shm_root, place.jobs_dir, *place.lends),
-        )  # fmt: skip
+        sockets = (place.run_dir / "r", place.adapter_socket)
+        folders = (place.shm_root, place.jobs_dir, *place.lends)
+        self._relay = Relay(place.address, shared, sockets=sockets, folders=folders)
         self._tunnels = Tunnels(shared)
         self._health = DeviceReadings(place.devices)
         self._adapters: AdapterServer | None = None
@@ -99,18 +98,18 @@ class Node(NodeAgent, NodeCopies):
         return self._place
 
     async def leave(self) -> None:
-        """From now on nothing new is to start here, and what runs is to go on elsewhere."""
+        """From now on nothing new may start here, and what runs has to go elsewhere."""
         self._leaves = True
 
     async def leaves(self) -> bool:
         return self._leaves
 
     async def readings(self) -> tuple[Reading, ...]:
-        """The health of this node's GPUs; empty on a node without."""
+        """The health of this node's GPUs; empty if it has none."""
         return await asyncio.to_thread(self._health.read)
 
     async def relay_address(self) -> tuple[str, int]:
-        """Where other nodes reach this one's engines and versions; opened by the first who asks."""
+        """Where other nodes reach this one's engines and versions. The first call opens it."""
         return await self._relay.start()
 
     async def open_tunnel(self, local: Path, address: tuple[str, int], remote: Path) -> None:
@@ -121,8 +120,8 @@ class Node(NodeAgent, NodeCopies):
         await self._tunnels.close(local)
 
     async def serve_adapters(self, home: tuple[str, int], source: Path) -> None:
-        """Engines of this node may ask for adapters from now on: they are copied from home, whose relay is at `home`,
-        and which brings them in itself when asked at its socket `source`."""
+        """Let engines of this node ask for adapters from now on. They are copied from home, whose relay is at `home`;
+        home brings them in itself when asked at its socket `source`."""
         if self._home != home:
             await self._tunnels.open(self._home_source, home, source)
             self._home = home

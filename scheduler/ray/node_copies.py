@@ -1,11 +1,11 @@
-"""What a node has of other nodes' bytes, and lends them of its own: versions, adapters and snapshots, and jobs' data.
+"""A node's copies of other nodes' versions, adapters, snapshots and job data, and what it lends them of its own.
 
 Rules
 - A copy is compared with its checksums before it can be found.
 - It stays leased for the holder that it was made for ("serve <model>", "job <id> base") until that holder takes another
-  one or lets go.
-- What another node copies from here is leased meanwhile: its segments must not be written anew below the copy.
-- What comes home is pinned, until a tier has it; what lies on a node whose copy home has may be evicted.
+  one or releases it.
+- What another node copies from here is leased meanwhile, so that its segments are not written anew during the copy.
+- What comes home is pinned until a tier has it. A node may evict its copy of what home has.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEPT_SNAPSHOTS = 2
 
 
 class NodeCopies:
-    """`shared`: what the nodes share (see runtime.relay). All methods belong to one event loop."""
+    """`shared`: what the nodes share (see runtime.relay). Call all methods on one event loop."""
 
     def __init__(self, shm_root: Path, jobs_dir: Path, budget_bytes: int | None, shared: Shared):
         self._shm_root, self._jobs_dir, self._budget_bytes, self._shared = shm_root, jobs_dir, budget_bytes, shared
@@ -40,8 +40,8 @@ class NodeCopies:
         self._lent: dict[Path, Lease] = {}
 
     async def take(self, address: tuple[str, int], name: Name, remote: Path, holder: str) -> dict[str, Any]:
-        """Have `name` in this node's shared memory, leased for `holder`: `{"path", "bytes", "seconds"}`, bytes 0 if it
-        was there. `remote`: where the node at `address` has it.
+        """Bring `name` into this node's shared memory, leased for `holder`. Returns `{"path", "bytes", "seconds"}`,
+        with 0 bytes if it was there. `remote`: where the node at `address` has it.
 
         Raises RelayRefused, weights' errors, OSError.
         """
@@ -53,15 +53,15 @@ class NodeCopies:
         return {"path": lease.path, "bytes": received_bytes, "seconds": time.monotonic() - began_s}
 
     async def leased(self, address: tuple[str, int], name: Name, remote: Path) -> tuple[Lease, int]:
-        """A lease on this node's copy, made now if there is none, and the bytes that took. Raises as `take`."""
+        """A lease on this node's copy, which is made now if there is none, and the bytes received. Raises as `take`."""
         store = self._store()
         async with self._copying:
             stored, received_bytes = await self._found_or_fetched(store, address, name, remote, pinned=False)
             return store.lease(stored), received_bytes
 
     async def keep(self, address: tuple[str, int], name: Name, remote: Path) -> tuple[Path, int]:
-        """At home: what was made elsewhere, pinned, and the bytes received. A snapshot that shared memory has no room
-        for goes to the job's own store on disk, as its ranks would do here. Raises as `take`."""
+        """At home: bring in what another node made and pin it; returns its path and the bytes received. A snapshot that
+        shared memory has no room for goes to the job's own store on disk, as from ranks at home. Raises as `take`."""
         store = self._store()
         async with self._copying:
             try:
@@ -76,9 +76,10 @@ class NodeCopies:
         return stored.path, received_bytes
 
     async def lend(self, path: Path) -> bool:
-        """Another node will copy the version at `path`: it stays as it is until `take_back`. False when it is gone."""
+        """Keep the version at `path` as it is until `take_back`, because another node copies it. False if it is
+        gone."""
         if not path.is_relative_to(self._shm_root):
-            return path.is_dir()  # on disk nobody writes over a version
+            return path.is_dir()  # nobody overwrites a version on disk
         try:
             self._lent[path] = take_lease(StoredVersion.read(path))
         except (VersionNotFound, IntegrityError):
@@ -86,7 +87,7 @@ class NodeCopies:
         return True
 
     async def take_back(self, path: Path, safe: bool = False) -> None:
-        """It was copied, or will not be. `safe`: home has it now, so that here it may be evicted."""
+        """End `lend`. `safe`: home has it now, so this node may evict it."""
         lease = self._lent.pop(path, None)
         if lease is None:
             return
@@ -96,7 +97,7 @@ class NodeCopies:
         lease.release()
 
     async def fetch_job(self, address: tuple[str, int], remote: Path, job_id: str) -> Path:
-        """The job's folder on this node, with its data; copied from `remote` the first time. Raises as `take`."""
+        """The job's folder with its data on this node, copied from `remote` the first time. Raises as `take`."""
         folder = self._jobs_dir / job_id
         async with self._copying:
             if not (folder / JOB_DATA[0]).exists():
@@ -111,7 +112,7 @@ class NodeCopies:
         return folder
 
     async def forget_job(self, job_id: str, leases_only: bool) -> None:
-        """Its leases here go, and unless it may come back (`leases_only`) its snapshots and folder."""
+        """Drop the job's leases here, and its snapshots and folder unless it may come back (`leases_only`)."""
         for holder in [holder for holder in self._held if holder.startswith(f"job {job_id} ")]:
             self._held.pop(holder).release()
         if leases_only:
@@ -122,8 +123,8 @@ class NodeCopies:
     async def _found_or_fetched(
         self, store: WeightStore, address: tuple[str, int], name: Name, remote: Path, *, pinned: bool
     ) -> tuple[StoredVersion, int]:
-        """What `store` has, or makes of the directory received beside it, and the bytes of that. To be called under
-        `_copying`: two who want the same fetch it once."""
+        """What `store` has, or what it makes of the directory received beside it, and the bytes received. Call it under
+        `_copying`, so that two callers who want the same fetch it once."""
         stored = await asyncio.to_thread(store.find, *name)
         if stored is not None:
             return stored, 0
@@ -152,5 +153,5 @@ def _forget_snapshots(store: WeightStore, job_id: str, keep: int) -> None:
     of_job = [stored for stored in store.list("snapshot") if stored.model == job_id]
     of_job.sort(key=lambda stored: step_of(stored.version), reverse=True)
     for stored in of_job[keep:]:
-        with contextlib.suppress(StoreError):  # leased by a copy to disk: the next time will do
+        with contextlib.suppress(StoreError):  # a copy to disk leases it: it goes the next time
             store.remove(stored)

@@ -1,14 +1,15 @@
 """All nodes of the box: which are there, what they have, and how to reach it from home.
 
-A node joins by Ray's own clustering (`ray start --address`) and announces itself with an actor `node:<name>` pinned to
-it. It is gone when Ray says so; then its devices leave the inventory at once.
+A node joins through Ray's own clustering (`ray start --address`) and announces itself with an actor `node:<name>`
+pinned to it. It is gone when Ray says so, and then its devices leave the inventory at once.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,11 +32,11 @@ log = logging.getLogger(__name__)
 NAMESPACE = "appliance"
 WARM_TIMEOUT_S = 180.0
 LOOK_EVERY_S = 1.0
-ANSWER_S = 1.0  # for a node's answer to a look
+ANSWER_S = 1.0  # how long a look waits for a node's answer
 EMPTY_EVERY_S = 0.5
 
 
-# Device ids, the job or model that something died of, and why it died.
+# Called with device ids, the job or model whose rank or engine died there, and why.
 OnDeath = Callable[[tuple[str, ...], str, str], None]
 
 
@@ -68,14 +69,14 @@ class Nodes:
         await self.look()
 
     async def watch(self, tell: Callable[[Event], None]) -> None:
-        """Tells of every node that comes or goes."""
+        """Reports every node that comes or goes."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if await self.look():
                 tell(InventoryChanged())
 
     async def look(self) -> bool:
-        """Take in who joined and forget who is gone; True if anybody did."""
+        """Take in nodes that joined and forget nodes that are gone; True if there were any."""
         alive = await _alive()
         before = {name: (known.leaves, known.actor) for name, known in self._known.items()}
         for name, known in list(self._known.items()):
@@ -87,7 +88,7 @@ class Nodes:
         for name in {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)} - set(before):
             await self._take_in(name, alive)
         for name, known in list(self._known.items()):
-            if find_actor(NODE + name) is None:  # its agent died alone: engines and ranks there go on
+            if find_actor(NODE + name) is None:  # only its agent died: engines and ranks there go on
                 try:
                     self._known[name] = replace(known, actor=await _start(known.place, known.ray_id))
                 except RayError:
@@ -106,7 +107,7 @@ class Nodes:
             async with asyncio.timeout(ANSWER_S):
                 return await self._known[name].actor.leaves.remote()
         except (RayError, TimeoutError):
-            return False  # it is dying, or busy: the next look will tell
+            return False  # it is dying or busy: the next look will show
 
     async def _take_in(self, name: str, alive: dict[str, set[str]]) -> None:
         actor = find_actor(NODE + name)
@@ -124,11 +125,9 @@ class Nodes:
             if name != self.home.name:
                 self.on_change(name, "joined", place.devices)
 
-    # --- what they have
-
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Home's first, then the others' by name."""
+        """All devices: home's first, then the others' by name."""
         names = sorted(self._known, key=lambda name: (name != self.home.name, len(name), name))
         return tuple(device for name in names for device in self._known[name].devices)
 
@@ -151,7 +150,7 @@ class Nodes:
         return known.place if known else None
 
     def place_of(self, device_ids: tuple[str, ...], verb: str, target: str) -> NodeConfig:
-        """The one node that has all these devices; raises EffectFailed, said of this verb and target."""
+        """The one node that has all these devices. Raises EffectFailed for this verb and target."""
         try:
             nodes = {self.device(device_id).node for device_id in device_ids}
         except LookupError as error:
@@ -168,7 +167,7 @@ class Nodes:
         return named_actor(body, name, known.ray_id, *arguments)
 
     async def readings(self) -> tuple[Reading, ...]:
-        """The health of every GPU, as the drivers of all nodes tell it. A node that does not answer tells nothing."""
+        """The health of every GPU as the drivers of all nodes report it. Nodes that do not answer are left out."""
         actors = [known.actor for known in self._known.values()]
         answers = await asyncio.gather(*(actor.readings.remote() for actor in actors), return_exceptions=True)
         for answer in answers:
@@ -180,13 +179,11 @@ class Nodes:
         """Returns when the node's warm parent takes requests."""
         await ask(verb, target, self._actor(place, verb, target).wait_warm.remote(name, WARM_TIMEOUT_S))
 
-    # --- reaching it from home
-
     async def bring(
         self, place: NodeConfig, version_dir: Path, holder: str, verb: str, target: str
     ) -> tuple[Path, int]:
-        """Where the node has this version, adapter or snapshot of home's, copied over if need be, and the bytes that
-        took. It stays there until `holder` takes another."""
+        """Where the node has this version, adapter or snapshot of home's, which is copied if need be, and the bytes
+        copied. It stays there until `holder` takes another."""
         if place.name == self.home.name:
             return version_dir, 0
         there, home = self._actor(place, verb, target), self._actor(self.home, verb, target)
@@ -202,7 +199,8 @@ class Nodes:
         return copied["path"], copied["bytes"]
 
     async def bring_home(self, place: NodeConfig, name: Name, remote: Path, target: str) -> tuple[Path, int]:
-        """Where home has what the node wrote at `remote`, and the bytes that took. Raises EffectFailed."""
+        """Copies home what the node wrote at `remote`; returns where it is now and the bytes copied. Raises
+        EffectFailed."""
         verb = "bring_home"
         there, home = self._actor(place, verb, target), self._actor(self.home, verb, target)
         address = await self._relay(place, verb, target)
@@ -217,18 +215,18 @@ class Nodes:
         return path, copied_bytes
 
     async def bring_job(self, place: NodeConfig, folder: Path, verb: str, target: str) -> Path:
-        """The folder of a job on another node, with the data that home has in `folder`."""
+        """The job's folder on another node, with the data that home has in `folder`."""
         address = await self._relay(self.home, verb, target)
         return await ask(verb, target, self._actor(place, verb, target).fetch_job.remote(address, folder, folder.name))
 
     async def forget_job(self, place: NodeConfig, job_id: str, leases_only: bool) -> None:
-        """Nothing of this job is needed on the node any more, or not for now."""
+        """Free what the node keeps for this job, because it is not needed there any more, or not for now."""
         there = self._actor(place, "forget_job", job_id)
         await ask("forget_job", job_id, there.forget_job.remote(job_id, leases_only))
 
     async def local_socket(self, place: NodeConfig, replica_id: str) -> Path:
-        """A socket of the home node that leads to the replica's engine, wherever that is. The engine in turn reaches
-        home for adapters."""
+        """A socket of the home node that leads to the replica's engine, wherever that is. The engine can also reach
+        home for adapters then."""
         verb, path = "open_replica", self.home.socket_path(replica_id)
         if place.name != self.home.name:
             home, there = self._actor(self.home, verb, replica_id), self._actor(place, verb, replica_id)
@@ -239,7 +237,7 @@ class Nodes:
         return path
 
     async def mend_socket(self, place: NodeConfig, replica_id: str) -> None:
-        """Tunnels end with the agents at their ends: after one was started anew they are opened again."""
+        """Open the tunnel again if an agent at one of its ends was started anew: a tunnel ends with either agent."""
         ends = tuple(self._known[name].actor for name in (self.home.name, place.name) if name in self._known)
         if place.name != self.home.name and self._tunnels.get(replica_id) != ends:
             await self.local_socket(place, replica_id)
@@ -272,27 +270,29 @@ async def announce(place: NodeConfig) -> None:
 
 
 async def announced_from(place: NodeConfig, head: str) -> None:
-    """Announce a node whose Ray has joined the head at `head`, from a process of its own on that node."""
-    await asyncio.to_thread(
-        ray.init, address=head, namespace=NAMESPACE, log_to_driver=False, _node_ip_address=place.address
-    )
-    try:
+    """Announce a node whose Ray has joined the head at `head`. Call it in a process of its own on that node."""
+    async with _joined(place, head):
         await announce(place)
-    finally:
-        ray.shutdown()
 
 
 async def emptied(place: NodeConfig, head: str) -> None:
-    """Tell the box that this node leaves; returns when nobody holds a device of it. From a process of its own on it."""
-    await asyncio.to_thread(
-        ray.init, address=head, namespace=NAMESPACE, log_to_driver=False, _node_ip_address=place.address
-    )
-    try:
+    """Tell the box that this node leaves; returns when nobody holds its devices. Call it in a process of its own
+    there."""
+    async with _joined(place, head):
         node = find_actor(NODE + place.name)
         if node is not None:
             await node.leave.remote()
         while await any_reserved({device.id for device in place.devices}):
             await asyncio.sleep(EMPTY_EVERY_S)
+
+
+@asynccontextmanager
+async def _joined(place: NodeConfig, head: str) -> AsyncIterator[None]:
+    await asyncio.to_thread(
+        ray.init, address=head, namespace=NAMESPACE, log_to_driver=False, _node_ip_address=place.address
+    )
+    try:
+        yield
     finally:
         ray.shutdown()
 

@@ -1,8 +1,8 @@
-"""Jobs on other nodes than home: what their ranks need goes there first, what they make comes home.
+"""Jobs on other nodes than home: what their ranks need goes there first, and what they make comes home.
 
-Only home's copies last. Base weights, data and the snapshot to go on from are brought to the node before its ranks
-start. Every snapshot and published version is copied home as soon as a rank says that it is whole, and told of only
-then: a node may die at any time, and what is known of the job is at home.
+Only home's copies last. Base weights, data and the snapshot to continue from are brought to the node before its ranks
+start. Every snapshot and published version is copied home as soon as a rank says that it is whole, and is reported only
+then: a node may die at any time, and everything known about the job is at home.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _OVER = {"event": "over"}
 async def outfit(
     nodes: Nodes, place: NodeConfig, spec: TrainSpec, snapshot: Path | None
 ) -> tuple[TrainSpec, Path | None]:
-    """What ranks of this job are told on this node, and where it has the snapshot, once everything is there.
+    """What the job's ranks are told on this node, and where its snapshot is there, once everything has arrived.
 
     Raises EffectFailed.
     """
@@ -57,26 +57,32 @@ async def outfit(
 
 
 class ResultTransfer:
-    """Events of a job's ranks elsewhere, told in their order, each when what it speaks of is at home."""
+    """Events of a job's ranks elsewhere, passed on in their order, each when what it names is at home."""
 
-    def __init__(self, nodes: Nodes, place: NodeConfig, job_id: str, tell: Callable[[dict[str, Any]], None],
-                 clock: Callable[[], float] = time.monotonic):  # fmt: skip
+    def __init__(
+        self,
+        nodes: Nodes,
+        place: NodeConfig,
+        job_id: str,
+        tell: Callable[[dict[str, Any]], None],
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._nodes, self._place, self._job_id, self._tell = nodes, place, job_id, tell
         self._events: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self._missing = ""
         self._clock = clock
         self._not_before_s = 0.0
-        self._left: dict[str, Any] | None = None  # the newest snapshot that was not brought yet
+        self._left: dict[str, Any] | None = None  # the newest snapshot that is not home yet
         self._transfer = asyncio.create_task(self._run(), name=f"{job_id} result transfer")
 
     def take(self, event: dict[str, Any]) -> None:
         self._events.put_nowait(event)
 
     async def over(self, suspended: bool) -> str:
-        """The ranks have ended. Returns when everything taken was told: "", or what did not come home, as a sentence.
+        """The ranks have ended. Returns when everything was passed on: "", or a sentence about what did not come home.
 
-        Their node then gives back what it kept for them; for a suspended job not its folder and snapshots, with which
-        it goes on sooner if it comes back.
+        Their node then frees what it kept for them. It keeps the folder and snapshots of a suspended job, which starts
+        sooner with them if it comes back.
         """
         self._events.put_nowait(_OVER)
         told = asyncio.create_task(self._events.join())
@@ -119,23 +125,21 @@ class ResultTransfer:
             self._tell({**event, "path": str(path)})
 
     async def _brought(self, event: dict[str, Any]) -> Path | None:
-        remote = Path(event["path"])
+        remote, ids = Path(event["path"]), {"job_id": self._job_id, "node": self._place.name}
         try:
             path, copied_bytes = await self._nodes.bring_home(self._place, name_at(remote), remote, self._job_id)
         except EffectFailed as error:
-            # A newer snapshot will follow, or the job goes on from an older one. A result has no second chance.
-            log.error("%s of step %s did not come home: %s", event["event"], event.get("step"), error.reason,
-                      extra={"job_id": self._job_id, "node": self._place.name})  # fmt: skip
+            # A newer snapshot will follow, or the job continues from an older one. A result has no second chance.
+            log.error("%s of step %s did not come home: %s", event["event"], event.get("step"), error.reason, extra=ids)
             if event["event"] == "published":
                 self._missing = f"its version {event['version']} did not come home: {error.reason}"
             return None
-        log.info("%s of step %s came home, %d bytes", event["event"], event.get("step"), copied_bytes,
-                 extra={"job_id": self._job_id, "node": self._place.name})  # fmt: skip
+        log.info("%s of step %s came home, %d bytes", event["event"], event.get("step"), copied_bytes, extra=ids)
         return path
 
 
 def name_at(path: Path) -> Name:
-    """The name of what a store has at `path` (see weights.format.names.version_path)."""
+    """The name of the version at `path` in a store (see weights.format.names.version_path)."""
     model, version = decode_name(path.parent.name), decode_name(path.name)
     assert model is not None and version is not None, path
     return Name(path.parent.parent.name.removesuffix("s"), model, version)

@@ -1,4 +1,4 @@
-"""Replicas: one named detached actor per engine, its requests opened and drained at the gateways."""
+"""Replicas: one named detached actor per engine, which is opened and drained at the gateways."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from serve.engine.replica import Replica
 log = logging.getLogger(__name__)
 
 ACTOR = "replica:"
-STOP_SLACK_S = 15.0  # for a supervisor to end an engine that did not stop by itself in its time
+STOP_SLACK_S = 15.0  # for a supervisor to end an engine that did not stop in time
 
 
 class Routing(Protocol):
@@ -46,13 +46,13 @@ class Routing(Protocol):
         """Returns when every gateway has it in its table."""
 
     async def drain(self, replica_id: str) -> None:
-        """No new requests; returns when every gateway reports none in flight."""
+        """Send no new requests; returns when every gateway reports none in flight."""
 
     async def withhold_adapters(self, replica_id: str) -> None:
-        """No new requests of LoRA adapters; returns when every gateway knows."""
+        """Send no new requests for LoRA adapters; returns when every gateway knows."""
 
     def offer_adapters(self, replica_id: str) -> None:
-        """Requests of adapters again, where they were withheld."""
+        """Send requests for adapters again."""
 
     def is_open(self, replica_id: str) -> bool: ...
 
@@ -64,18 +64,18 @@ class Versions(Protocol):
     """Where the bytes of model versions are."""
 
     async def in_memory(self, model: str, version: str) -> Path:
-        """The version's directory in shared memory, read in from disk if need be, and held there until it is `taken`,
-        once for each time that this returned. Raises LookupError."""
+        """The version's directory in shared memory, read from disk if need be. It is held there until `taken` was
+        called once for each call of this. Raises LookupError."""
 
     def taken(self, model: str) -> None:
-        """An engine of the model has loaded what was brought in for it, and holds it; or will not."""
+        """An engine of the model has loaded what was brought in and holds it now, or it will not load it."""
 
     def engine_settings(self, model: str, tensor_parallel: int) -> Mapping[str, Any]:
         """Fields of ReplicaSpec that depend on the model: task, dtype, max_model_len, kv_cache_bytes, ..."""
 
 
 class Replicas:
-    """The verbs on replicas, and what is true of them."""
+    """The verbs on replicas, and the observation of replicas."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Replicas:
             self._versions.taken(order.model)
         self._seen[order.id] = ReplicaObserved(order.id, order.model, order.version, "ready", order.devices)
         self._watch(order.id, replica)
-        # Of a version on another node nothing is read here.
+        # Nothing is read here of a version on another node.
         home = place.name == self._nodes.home.name
         read = await asyncio.to_thread(stored_bytes, Path(spec.version_path)) if home else None
         return {**detail, "bytes": read, "copied_bytes": copied_bytes}
@@ -147,7 +147,7 @@ class Replicas:
         return None
 
     async def open_replica(self, replica_id: str) -> Detail:
-        status = await self._status("open_replica", replica_id)
+        status = await self._ask_replica("open_replica", replica_id, "status")
         if status["state"] != "ready":
             raise EffectFailed("open_replica", replica_id, f"the engine is {status['state']}")
         opening = self._open(replica_id, status["model"], status["version"])
@@ -160,7 +160,7 @@ class Replicas:
         return None
 
     async def _while_alive(self, verb: str, replica_id: str, doing: Coroutine[Any, Any, Any], when: str) -> Any:
-        """What `doing` returns, if the engine lives until then. Raises EffectFailed as soon as it does not."""
+        """What `doing` returns, if the engine lives until then. Raises EffectFailed as soon as it dies."""
         watcher, task = self._watchers.get(replica_id), asyncio.ensure_future(doing)
         try:
             await asyncio.wait({task, *([watcher] if watcher else [])}, return_when=asyncio.FIRST_COMPLETED)
@@ -186,7 +186,7 @@ class Replicas:
     async def swap_replica(self, replica_id: str, model: str, version: str) -> Detail:
         path, copied_bytes = await self._bring("swap_replica", replica_id, model, version)
         try:
-            # Adapters belong to the weights they were trained on; the engine waits for those that it has requests of.
+            # Adapters belong to the weights they were trained on; the engine waits for its requests for adapters.
             withheld = self._routing.withhold_adapters(replica_id)
             await self._while_alive("swap_replica", replica_id, withheld, "before it took the new weights")
             detail = await self._ask_replica("swap_replica", replica_id, "swap", model, version, path)
@@ -201,8 +201,8 @@ class Replicas:
         return {**detail, "copied_bytes": copied_bytes}
 
     async def unload_adapter(self, name: str) -> None:
-        """No engine knows the adapter `NAME@VERSION` any more, once its requests have ended. All are asked; raises
-        EffectFailed when one could not. One that ends meanwhile knows nothing any more."""
+        """Make every engine forget the adapter `NAME@VERSION` once its requests have ended. Asks all of them; raises
+        EffectFailed if one could not. An engine that ends meanwhile has forgotten it."""
         failed: EffectFailed | None = None
         for replica_id in list(self._replicas):
             try:
@@ -218,7 +218,7 @@ class Replicas:
         await self._routing.open(replica_id, model, version, str(socket_path))
 
     def _replica_spec(self, order: ReplicaOrder, place: NodeConfig, path: Path) -> ReplicaSpec:
-        """What the engine is to be told."""
+        """What the engine is told."""
         devices = [self._nodes.device(device_id) for device_id in order.devices]
         settings = dict(self._versions.engine_settings(order.model, order.tensor_parallel))
         if settings.get("adapter_slots") and place.name != self._nodes.home.name:
@@ -258,9 +258,6 @@ class Replicas:
         path, copied_bytes = await self._version_path(verb, replica_id, model, version, place)
         return str(path), copied_bytes
 
-    async def _status(self, verb: str, replica_id: str) -> dict[str, Any]:
-        return await self._ask_replica(verb, replica_id, "status")
-
     async def _ask_replica(self, verb: str, replica_id: str, method: str, *arguments: Any) -> Any:
         replica = self._replicas.get(replica_id)
         if replica is None:
@@ -280,7 +277,7 @@ class Replicas:
             self._watchers[replica_id] = asyncio.create_task(self._wait_dead(replica_id, replica))
 
     async def _wait_dead(self, replica_id: str, replica: Supervisor) -> Blame:
-        """Tells of its death; whose fault it was."""
+        """Reports its death; returns whose fault it was."""
         blame: Blame = "own"
         try:
             dead = await replica.call("wait_dead")
@@ -296,10 +293,8 @@ class Replicas:
             self._tell(ReplicaDied(replica_id, reason, blame))
         return blame
 
-    # --- the truth
-
     async def observe(self) -> tuple[ReplicaObserved, ...]:
-        """Every replica that has an actor, whoever started it."""
+        """Every replica with an actor, whoever started it."""
         names = [name.removeprefix(ACTOR) for name in await actor_names() if name.startswith(ACTOR)]
         found = await asyncio.gather(*map(self._observe_replica, names))
         return tuple(replica for replica in found if replica is not None)
@@ -334,7 +329,7 @@ class Replicas:
         if state == "ready":
             state = "open" if self._routing.is_open(replica_id) else "ready"
             if state == "open" and place is not None:
-                with contextlib.suppress(EffectFailed):  # a node is going; the next look tells
+                with contextlib.suppress(EffectFailed):  # a node is leaving; the next look shows it
                     await self._nodes.mend_socket(place, replica_id)
         devices = tuple(f"{node}/{index}" for index in status["devices"])
         seen = ReplicaObserved(replica_id, status["model"], status["version"], state, devices)

@@ -1,18 +1,19 @@
-"""`ray start` with less of Ray: `python -m scheduler.ray.start LOGS start --head ...` takes the same options after the
-folder for its logs.
+"""`ray start` with changes: `python -m scheduler.ray.start LOGS start --head ...` takes Ray's options after the folder
+for its logs.
 
-Left out is what nobody here uses: the commands for Ray Serve, jobs and states, whose imports take most of the time of
-`ray start`; the process of the dashboard, which Ray starts, and waits for, even where it is told not to; and the server
-for remote drivers (Ray Client), another 90 MB and a port, 10001, that no option closes and two boxes would both want.
+It leaves out what nobody here uses: the commands for Ray Serve, jobs and states, whose imports take most of the time of
+`ray start`; the process of the dashboard, which Ray starts and waits for even when told not to; and the server for
+remote drivers (Ray Client), which takes another 90 MB and port 10001, which no option closes and two boxes would both
+want.
 
-Added is that all a raylet starts, its agents and the workers, ends with it by the kernel's hand. Left to themselves
-workers miss it after up to two seconds and agents, where Ray's head is gone too, in a minute: each looks now and then,
-and the agents first try to tell the head.
+The kernel ends all that a raylet starts, its agents and the workers, together with it. By themselves workers notice its
+end after up to two seconds, and agents in a minute if Ray's head is gone too: each looks now and then, and agents first
+try to tell the head.
 
-And that `--block` ends with whatever it started, however that ended. Ray takes an end with 0 or by SIGTERM for one that
-somebody asked for: a raylet whose agent had been killed ended so, and Ray's head stayed without a node for ever.
+`--block` ends with whatever it started, however that ended. Ray takes an end with 0 or by SIGTERM for one that somebody
+asked for: a raylet whose agent had been killed ended so, and Ray's head stayed without a node for ever.
 
-And its folders are their owner's alone, where Ray opens them to everybody, and its logs lie where there is room.
+Folders are their owner's alone, while Ray opens them to everybody, and logs go where there is room.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ def _without_ray_client(node: Any) -> None:
 
 
 def _logging_to(logs: Path, init_temp: Callable[..., None]) -> Callable[..., None]:
-    """Ray has no option for it. The session lies in shared memory, where its sockets' paths are short enough."""
+    """Puts the logs elsewhere than the session, for which Ray has no option. The session is in shared memory, where the
+    paths of its sockets are short enough."""
 
     def init_with_logs(node: Any, *arguments: Any) -> None:
         session = Path(node._ray_params.temp_dir, node._session_name)
@@ -75,7 +77,7 @@ def _private_folder(path: str) -> None:
 
 
 def _all_missed(dead_processes: Callable[[Any], list[tuple[str, Any]]]) -> Callable[[Any], list[tuple[str, Any]]]:
-    """`ray start --block` goes by the exit codes: each is one that it does not expect."""
+    """`ray start --block` goes by exit codes: this turns each into one that it does not expect."""
 
     def dead(node: Any) -> list[tuple[str, Any]]:
         found = dead_processes(node)
@@ -95,7 +97,7 @@ def _tying(start: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def tied_commands(command: Sequence[str]) -> list[str]:
-    """The command line of a raylet, so that what it starts ends with it; those of other processes as they are."""
+    """A raylet's command line with the processes that it starts tied to it; other command lines stay as they are."""
     tie = subprocess.list2cmdline([sys.executable, "-S", exec_with_parent.__file__])
     return [
         f"{option}{tie} {argument.removeprefix(option)}"

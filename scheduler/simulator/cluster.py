@@ -1,7 +1,7 @@
-"""Traffic meets engines: the gateway's part of a simulation (routing, holding) and its clockwork.
+"""Traffic meets engines: the gateway's part of a simulation (routing, holding), and its clock.
 
-Requests go to the open replica with the fewest outstanding tokens, as the gateway's router places them (its affinity to
-warm prefixes is left out: traces have no text); with none open they are held, up to `hold_s`.
+Requests go to the open replica with the fewest outstanding tokens, as in the gateway's router. Its affinity to warm
+prefixes is left out, because traces have no text. If no replica is open requests are held, up to `hold_s`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scheduler.simulator.trace import Requests
 
 
 class Cluster:
-    """All engines and the requests that are on their way. `advance` is cheap when little happened."""
+    """All engines and the requests on their way. `advance` is cheap when little happened."""
 
     def __init__(self, requests: Requests, model: EngineModel, *, hold_s: float = 600.0, seed: int = 0):
         self.requests, self.model, self.hold_s = requests, model, hold_s
@@ -32,13 +32,11 @@ class Cluster:
         self._due: list[tuple[float, str, int]] = []
         self._rng = random.Random(seed)
 
-    # --- replicas
-
     def start(self, replica_id: str) -> None:
         self._engines[replica_id] = Engine(self.model, self.requests, self.served, self.now_s)
 
     def stop(self, replica_id: str) -> None:
-        """A replica is only stopped when it has no requests; a forced stop hands them back to be held."""
+        """Stops a replica, which must have no requests."""
         engine = self._engines.pop(replica_id, None)
         self.close(replica_id)
         assert engine is None or engine.inflight == 0, f"{replica_id} stopped with {engine.inflight} requests"
@@ -69,7 +67,7 @@ class Cluster:
 
     @property
     def arrived(self) -> int:
-        """Requests so far; `arrived_tokens` are those of their prompts."""
+        """How many requests have arrived; `arrived_tokens` are the tokens of their prompts."""
         return self._next
 
     @property
@@ -79,8 +77,6 @@ class Cluster:
     @property
     def next_arrival_s(self) -> float:
         return self.requests.arrival_s[self._next] if self.arrivals_left else math.inf
-
-    # --- time
 
     def _route(self, request: int) -> None:
         names = self._open if len(self._open) <= 16 else self._rng.sample(self._open, 8)
@@ -99,7 +95,7 @@ class Cluster:
             heapq.heappush(self._due, (at_s, name, engine.version))
 
     def advance(self, to_s: float) -> None:
-        """Everything that happens up to and at `to_s`."""
+        """Does everything that happens up to and at `to_s`."""
         arrivals, total = self.requests.arrival_s, len(self.requests)
         while True:
             arrival_s = arrivals[self._next] if self._next < total else float("inf")

@@ -4,11 +4,11 @@ Model of one step of one replica (tensor-parallel 1), after Vidur and vLLM's chu
 
     step_s = base_s + per_token_s x (decoding sequences + prefill tokens of this step) + per_context_s x context tokens
 
-Every decoding sequence gets one token per step; a step takes up to `chunk_tokens` of the queued prompts, first come
-first served, several in one step where they are short. A sequence is admitted when its prompt and output fit the KV
-cache. Between two events (arrival, end of a prefill, end of a sequence) the rates are constant, so an engine costs a
-few operations per request, not per token. Left out: quadratic prefill attention (below 5 % to 8k tokens), growth of
-the context between two events, CPU time.
+Every decoding sequence gets one token per step. A step takes up to `chunk_tokens` of the queued prompts, first come
+first served, and several of them if they are short. A sequence is admitted when its prompt and output fit the KV cache.
+Between two events (arrival, end of a prefill, end of a sequence) the rates are constant, so an engine costs a few
+operations per request, not per token. The model leaves out quadratic prefill attention (below 5 % up to 8k tokens),
+growth of the context between two events, and CPU time.
 
 `base_s` and `per_token_s` are least-squares fits of the H100 profile of Llama-2-7B (32 layers, medians of all linear,
 norm and rotary kernels) in microsoft/vidur's data (MIT); `EngineModel.from_profile` makes them from that file again.
@@ -28,15 +28,14 @@ from pathlib import Path
 from scheduler.core.errors import TraceError
 from scheduler.simulator.trace import Requests
 
-_KERNELS = (
-    "input_layernorm", "attn_pre_proj", "attn_rope", "attn_post_proj", "post_attention_layernorm",
-    "mlp_up_proj", "mlp_act", "mlp_down_proj", "add", "add",
-)  # fmt: skip
+_KERNELS = """input_layernorm attn_pre_proj attn_rope attn_post_proj post_attention_layernorm
+    mlp_up_proj mlp_act mlp_down_proj add add""".split()
+_PROFILED_LAYERS = 32
 
 
 @dataclass(frozen=True, slots=True)
 class EngineModel:
-    """Seconds per step as above; `kv_tokens`: what the KV cache holds."""
+    """Seconds per step as above. `kv_tokens`: what the KV cache holds."""
 
     base_s: float = 3.68e-3
     per_token_s: float = 2.01e-5
@@ -46,8 +45,8 @@ class EngineModel:
     max_num_seqs: int = 256
 
     @classmethod
-    def from_profile(cls, path: str | Path, *, layers: int = 32) -> EngineModel:
-        """Fit a Vidur layer profile (CSV, times in ms per layer). Raises TraceError when it is not one."""
+    def from_profile(cls, path: str | Path) -> EngineModel:
+        """Fit a Vidur layer profile (CSV, times in ms per layer). Raises TraceError if it is not one."""
         points: list[tuple[float, float]] = []
         opener = gzip.open if str(path).endswith(".gz") else open
         try:
@@ -55,7 +54,7 @@ class EngineModel:
                 for row in csv.DictReader(file):
                     if row["num_tensor_parallel_workers"] == "1":
                         total_ms = sum(float(row[f"time_stats.{k}.median"] or 0) for k in _KERNELS)
-                        points.append((float(row["num_tokens"]), total_ms * layers / 1000))
+                        points.append((float(row["num_tokens"]), total_ms * _PROFILED_LAYERS / 1000))
         except (OSError, KeyError, ValueError) as error:
             raise TraceError(path, None, f"is not a layer profile: {error!r}") from error
         if len(points) < 2:
@@ -70,10 +69,10 @@ class EngineModel:
         return self.base_s + self.per_token_s * (decoding + prefill_tokens) + self.per_context_s * context_tokens
 
     def target_inflight(self, *, tpot_s: float, prompt: float, output: float) -> int:
-        """Requests that one replica holds at once: as many as its cache, and as keep the target per further token with
-        a third of the time to spare while their prompts come in evenly.
+        """How many requests one replica holds at once: as many as fit its cache, and as meet the target per further
+        token with a third of the time to spare while their prompts come in evenly.
 
-        The time to the first token is no matter of their number but of the prompts that wait.
+        The time to the first token does not depend on their number but on the prompts that wait.
         """
         n = 1
         while n < self.max_num_seqs and (n + 1) * (prompt + output) <= self.kv_tokens:
@@ -86,7 +85,7 @@ class EngineModel:
 
 @dataclass(slots=True)
 class Served:
-    """What became of each request; -1 where it has not happened."""
+    """When each request got its first token and ended; -1 if it has not."""
 
     first_token_s: list[float]
     end_s: list[float]
@@ -99,8 +98,10 @@ class Served:
 class Engine:
     """One replica's queue and batch. Call `advance(t)` before anything else at time t."""
 
-    __slots__ = ("model", "requests", "served", "now_s", "version", "waiting", "tokens", "_prefill", "_left",
-                 "_emitted", "_batch", "_context", "_reserved", "_queued", "_chunk", "_step_s")  # fmt: skip
+    __slots__ = (
+        *("model", "requests", "served", "now_s", "version", "waiting", "tokens", "_prefill", "_left"),
+        *("_emitted", "_batch", "_context", "_reserved", "_queued", "_chunk", "_step_s"),
+    )
 
     def __init__(self, model: EngineModel, requests: Requests, served: Served, now_s: float):
         self.model, self.requests, self.served, self.now_s = model, requests, served, now_s
@@ -108,7 +109,7 @@ class Engine:
         self.version = 0
         self._prefill: int | None = None
         self._left = 0.0
-        self._emitted = 0.0  # tokens each sequence of the batch would have got since the beginning
+        self._emitted = 0.0  # tokens that a sequence would have got that was in the batch from the beginning
         self._batch: list[tuple[float, int]] = []  # (value of _emitted at which it ends, request)
         self._context = 0.0
         self._reserved = 0
@@ -145,13 +146,13 @@ class Engine:
         self._prefill, self._left = request, float(self.requests.prompt[request])
 
     def next_event_s(self) -> float | None:
-        """When its state changes next by itself. Called after every change of state: `advance` goes by its rates."""
+        """When its state changes next by itself. Call it after every change: it sets the rates that `advance` uses."""
         prefilling, batch, model = self._prefill is not None, self._batch, self.model
         if not prefilling and not batch:
             return None
         chunk = 0.0
         if prefilling:
-            # Prompt tokens of a step: of the head of the queue and, where the cache has room, of those behind it.
+            # Prompt tokens of a step: those of the first in the queue and, if the cache has room, of those behind it.
             chunk = self._left + self._queued if self._reserved + self._queued <= model.kv_tokens else self._left
             chunk = min(chunk, model.chunk_tokens)
         self._chunk = chunk
@@ -174,7 +175,7 @@ class Engine:
             self._left -= steps * self._chunk
 
     def finish_events(self) -> None:
-        """Do what is due now: sequences that ended, a prefill that is complete."""
+        """Do what is due now: end sequences, complete a prefill."""
         requests, served = self.requests, self.served
         self.version += 1
         while self._batch and self._batch[0][0] - self._emitted < 1e-6:

@@ -1,4 +1,4 @@
-"""What a gateway tells the simulated scheduler: load reports, and what they teach; and the samples of the plot."""
+"""What a gateway tells the simulated scheduler (load reports and what they teach), and the samples of the plot."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scheduler.simulator.cluster import Cluster
 from scheduler.simulator.world import REPORT_S, SimEffects, SimStore
 
 QUIET_REPORTS = 20
-"""One in so many is simulated while nothing is asked for."""
+"""While there are no requests, one in so many reports is simulated."""
 
 
 @dataclass
@@ -32,10 +32,10 @@ class Sample:
 
 @dataclass
 class Gateway:
-    """Reports load every `REPORT_S` and nudges the loop when the demand asks for another number of replicas, and when a
-    request comes after a pause: the planner forgets by the clock what it had kept for the last one.
+    """Reports load every `REPORT_S`. It nudges the loop when the demand asks for another number of replicas, and when a
+    request comes after a pause: by then the planner has forgotten what it kept for the one before.
 
-    learner: None where no policy listens (a fixed split), so that nothing need be reported between samples.
+    learner: None if no policy listens (a fixed split); then nothing is reported between samples.
     """
 
     cluster: Cluster
@@ -94,7 +94,7 @@ class Gateway:
     _tokens = 0
 
     def _until_next_s(self, now_s: float, next_sample_s: float, over: bool) -> float:
-        """Whole reports; more than one where nothing can happen before."""
+        """Time of the next report: a whole number of reports, more than one if nothing can happen before."""
         busy = self.cluster.held or self.cluster.inflight_total
         if self.learner is None and not over:
             reports = (next_sample_s - now_s) / REPORT_S

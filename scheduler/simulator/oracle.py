@@ -1,4 +1,4 @@
-"""An upper bound on what any scheduler could have trained, knowing the future and paying the same switching times.
+"""An upper bound on what any scheduler could have trained that knows the future and pays the same switching times.
 
 The oracle is an offline optimum, found by dynamic programming over time, of a relaxed problem. Every run of the real
 scheduler is a feasible point of that problem, so no run can train more at no lower attainment.
@@ -50,8 +50,9 @@ _PRICE_TRIALS = 4
 
 @dataclass(frozen=True, slots=True)
 class _Switching:
-    """Device seconds lost per device: `rest` stays with the job, `leave` goes to serving, `come` goes to training,
-    `begin` trains from the first moment on. The elastic job runs when the trace begins, listed ones are submitted then.
+    """Seconds that a device loses: `rest` if it stays with the job, `leave` if it goes to serving, `come` if it goes to
+    training, `begin` if it trains from the first moment on. The elastic job runs when the trace begins; listed jobs are
+    submitted then.
     """
 
     rest_s: float
@@ -62,7 +63,7 @@ class _Switching:
     @classmethod
     def of(cls, times: VerbTimes, *, whole_job: bool) -> _Switching:
         again_s = times.suspend_s + times.start_group_s + times.lease_s
-        # A listed job may end by itself just when its devices are wanted.
+        # A listed job may end by itself at the moment when its devices are wanted.
         stop_s = times.suspend_s if whole_job else min(times.suspend_s, times.stop_s)
         return cls(
             rest_s=again_s if whole_job else 0.0,
@@ -73,12 +74,12 @@ class _Switching:
 
     @property
     def shortest_s(self) -> float:
-        """No two changes of size are nearer to each other than this."""
+        """The least time between two changes of size."""
         return max(min(self.leave_s, self.come_s) / 2, 0.05)
 
 
 def _best_s(demand: GridDemand, devices: int, switching: _Switching, price_s: float) -> float:
-    """The most training less `price_s` for each request missed; `price_s` infinite: none may be missed.
+    """The most training, less `price_s` for each missed request. With an infinite price none may be missed.
 
     State: devices that train, and levels of work served beyond what is due.
     """
@@ -107,7 +108,8 @@ def _walk(
 ):  # fmt: skip
     """The programme of `_best_s`: `value[m, l]` of m devices that train with l levels served ahead, step by step.
 
-    Compiled: a step is a few hundred operations on some hundred numbers, so days of steps are all call overhead else.
+    It is compiled: a step is a few hundred operations on some hundred numbers, and Python would spend days of steps on
+    calls alone.
     """
     sizes, steps = devices + 1, len(due)
     most = 1
@@ -197,7 +199,7 @@ def training_device_s(
         step_s=step_s,
         steps=max(int(horizon_s / step_s), 1),
         arrival_s=np.asarray(requests.arrival_s, dtype=float),
-        # An engine takes a request larger than its cache when it has no other: then it fills one cache, not several.
+        # An engine with no other request takes one that is larger than its cache: it fills one cache, not several.
         tokens=np.minimum(prompt + output, model.kv_tokens),
     )
     first_s = trace.arrival_s + slo_ttft_s

@@ -1,6 +1,6 @@
-"""A trace as the oracle sees it: what has arrived, what is due, and what lies in the caches, step by step on a grid.
+"""A trace as the oracle sees it: what has arrived, what is due, and what is in the caches, step by step on a grid.
 
-Every rounding is in the oracle's favour, and on running sums, so that roundings do not add up.
+Every rounding favours the oracle, and is made on running sums so that roundings do not add up.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CACHE_WINDOW_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class TraceArrays:
-    """The trace as arrays, and what they are held against. `tokens`: cache that each takes."""
+    """The trace as arrays, with the settings it is judged by. `tokens`: cache that each request takes."""
 
     model: EngineModel
     devices: int
@@ -32,9 +32,9 @@ class TraceArrays:
 @dataclass(slots=True)
 class GridDemand:
     """Work on the grid, in levels. `ceiling[k]`: arrived and not yet due in step k. `due[k]`: due at its end.
-    `misses[misses_from[k] : misses_from[k + 1]]`: (levels, how many) of the requests of which it shows then whether
-    they are missed. `begun[k]`: whose first token is due by its end, and which are not yet due. `cache[k, s]`: work
-    that the caches of s devices hold. All int64."""
+    `misses[misses_from[k] : misses_from[k + 1]]`: (levels, how many) of the requests that turn out then to be missed or
+    not. `begun[k]`: requests whose first token is due by its end and that are not yet due. `cache[k, s]`: work that the
+    caches of s devices hold. All int64."""
 
     step_s: float
     level_s: float
@@ -49,11 +49,12 @@ class GridDemand:
 def demand_of(
     requests: TraceArrays, due_s: np.ndarray, work_s: np.ndarray, held_s: np.ndarray, *, levels: int
 ) -> GridDemand:
-    """`held_s`: work of each request that may be left when its first token is due; zero where all is done by then."""
+    """`held_s`: work of each request that may be left when its first token is due; zero if all has to be done by
+    then."""
     step_s, steps = requests.step_s, requests.steps
 
     def running(at_s: np.ndarray, work: np.ndarray, *, early: bool) -> np.ndarray:
-        """Sum of the work whose time lies in this step or before: by its beginning (early) or its end."""
+        """Sum of the work whose time is in this step or before, by the step's beginning (early) or its end."""
         step = (at_s / step_s).astype(int) if early else np.ceil(at_s / step_s - 1e-9).astype(int) - 1
         kept = step < steps
         return np.cumsum(np.bincount(step[kept], work[kept], minlength=steps))
@@ -98,7 +99,7 @@ def _caches(requests: TraceArrays, due_s: np.ndarray, held_s: np.ndarray, level_
     longest_s = float((due_s - at_s).max())
     per_window = max(round(_CACHE_WINDOW_S / requests.step_s), 1)
     for first in range(0, requests.steps, per_window):
-        # Alive at some time of the window; looked for only among those that came late enough to be.
+        # Alive at some time of the window; only those that came late enough can be.
         from_s, until_s = first * requests.step_s, (first + per_window) * requests.step_s
         low, high = np.searchsorted(at_s, [from_s - longest_s - 1.0, until_s])
         alive = low + np.flatnonzero(due_s[low:high] >= from_s)

@@ -1,4 +1,4 @@
-"""The simulator: real traces, simulated engines and jobs, and the very scheduler that runs the box.
+"""The simulator: real traces, simulated engines and jobs, and the same scheduler that runs the box.
 
 `simulate` runs one policy in virtual time and compares it with every static split and with the oracle.
 """
@@ -32,18 +32,18 @@ from scheduler.simulator.trace import Requests, TraceJob
 from scheduler.simulator.world import MODEL, SimEffects, SimJob, SimStore, VerbTimes, elastic_job, job_of
 
 UP_S = 16.0
-"""The box is up this long before the first request, with the elastic job running and engines open: a trace is a stretch
-of a box's life, not its birth. Times inside a run are later than those of the trace by this much."""
+"""The box is up this long before the first request, with the elastic job running and engines open, because a trace does
+not begin with a box's first start. Times inside a run are later than those of the trace by this much."""
 
 
 _LOOK_EVERY_S = 3600.0
-"""How often a loop looks at a simulated world that changes by its own verbs alone."""
+"""How often a loop looks at a simulated world that changes only by the loop's own verbs."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What is simulated. slo_*: a request attains its targets when its first token came within `slo_ttft_s` and its
-    further tokens at `slo_tpot_s` each on average."""
+    """What is simulated. A request attains its targets if its first token comes within `slo_ttft_s` and its further
+    tokens take at most `slo_tpot_s` each on average."""
 
     requests: Requests
     jobs: list[TraceJob] | None = None
@@ -113,7 +113,8 @@ class Setup:
 
 @dataclass(frozen=True)
 class Figures:
-    """What came of one policy. Times to first token are of requests that got one, waiting at the gateway included."""
+    """The result of one policy. Times to first token are of requests that got one, with their waiting at the
+    gateway."""
 
     requests_served: int
     slo_attainment: float
@@ -132,7 +133,7 @@ class Figures:
 def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = lambda share: None) -> Figures:
     """One policy over the whole trace, and on until every request is answered or given up.
 
-    passed: told the share of the trace that is done, some thousand times.
+    passed: called some thousand times with the share of the trace that is done.
     """
     requests = setup.requests.later(UP_S)
     cluster = Cluster(requests, setup.engine, hold_s=setup.hold_s, seed=setup.seed)
@@ -150,7 +151,7 @@ def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = l
     gateway = Gateway(cluster, store, effects, setup.config, max(setup.requests.horizon_s / 1000, 1.0), learner)
     gateway.passed = lambda now_s: passed(min(now_s / requests.horizon_s, 1.0))
     handovers_before = 0
-    # Where nobody listens to the demand, nothing happens between submissions and ends of jobs, and those are told.
+    # If nobody listens to the demand, only submissions and ends of jobs happen, and the loop is told of those.
     config = setup.config if learner else setup.config.model_copy(update={"observe_every_s": _LOOK_EVERY_S})
 
     async def life() -> None:
@@ -219,7 +220,7 @@ def simulate(
 ) -> tuple[dict[str, Any], Figures]:
     """The figures of `policy` beside the oracle and the static splits, as plain values with stable keys.
 
-    processes: with more than one the static splits run in so many beside this one, to the same figures.
+    processes: if more than one, the static splits run in so many others, with the same results.
     """
 
     def progress_of(name: str) -> Callable[[float], None]:
@@ -265,7 +266,8 @@ def simulate(
 def _running_splits(
     setup: Setup, shares: list[int], processes: int, progress_of: Callable[[str], Callable[[float], None]]
 ) -> Iterator[Callable[[int], Figures]]:
-    """Yields what gives the figures of a share of devices that train: here and then, or from a process that runs."""
+    """Yields a function that gives the figures of a share of devices that train: it runs the split, or waits for a
+    process that does."""
     if processes <= 1 or not shares:
         yield lambda share: run_policy(
             setup, Policy("split", share), progress_of(f"static split {share}/{setup.devices}")
@@ -282,22 +284,22 @@ def _running_splits(
         try:
             yield figures
         except BaseException:
-            # Ctrl-C above all: the pool would wait for runs of minutes.
+            # Above all for Ctrl-C: the pool would wait for runs that take minutes.
             for child in multiprocessing.active_children():
                 child.terminate()
             raise
 
 
 def _end_with_parent() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent's to answer
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles it
     die_with_parent()
 
 
 def pareto(mode: dict[str, Any], splits: list[dict[str, Any]]) -> str:
-    """How a mode stands beside the static splits, by SLO attainment and training GPU-hours together.
+    """How a mode compares with the static splits by SLO attainment and training GPU-hours.
 
-    "better than all": better than each of them in both, or as good in one. "on the front": none is better than it in
-    both. "beaten": one is. "none": nothing to compare with.
+    "better than all": it is better than each in one and at least as good in the other. "beaten": one split is so
+    against it. "on the front": neither. "none": there are no splits.
     """
     if not splits:
         return "none"
@@ -308,8 +310,8 @@ def pareto(mode: dict[str, Any], splits: list[dict[str, Any]]) -> str:
 
 
 def _ratio(trained: float, bound: float) -> float:
-    """Training over its bound. 1.0 where nothing could be trained (a trace of one moment, no job in its time), since
-    nothing was lost, and where the two differ by the rounding of sums alone."""
+    """Training over its bound. It is 1.0 if nothing could be trained (a trace of one moment, no job in its time), since
+    nothing was lost, and if the two differ only by the rounding of sums."""
     return 1.0 if not bound or math.isclose(trained, bound, rel_tol=1e-9) else trained / bound
 
 

@@ -17,16 +17,17 @@ from typing import TextIO
 from scheduler.core.errors import TraceError
 
 _MOST_TOKENS = 10_000_000
-"""Of one prompt or one output: more is a slip of columns, and one request would take days."""
+"""Of one prompt or output. More means that columns are swapped, and one request would take days."""
 
 _LONGEST_GAP_S = 31 * 86400.0
-"""Between two requests: more is a slip of the clock, and the simulator would live through every half minute of it."""
+"""Between two requests. More means that a clock was wrong, and the simulator would go through every half minute of
+it."""
 
 
 @dataclass(slots=True)
 class Requests:
-    """Requests sorted by arrival. arrival_s: seconds from the first one. prompt, output: tokens, at least 1.
-    began_s: the first one since the epoch, where the trace says when."""
+    """Requests sorted by arrival. arrival_s: seconds since the first. prompt, output: tokens, at least 1. began_s: Unix
+    time of the first, if the trace has it."""
 
     arrival_s: array[float]
     prompt: array[int]
@@ -48,7 +49,8 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class TraceJob:
-    """A training job: submitted `at_s` after the first job of its list, `devices` wanted, `duration_s` on those."""
+    """A training job, submitted `at_s` after the first of its list. It takes `duration_s` on the `devices` that it
+    wants."""
 
     id: str
     at_s: float
@@ -113,7 +115,7 @@ def _whole(column: str, text: str) -> int:
 
 
 def _number(column: str, text: str) -> float:
-    """Raises ValueError for what no calculation survives, infinities too."""
+    """Raises ValueError for what is no finite number."""
     try:
         if math.isfinite(number := float(text)):
             return number
@@ -125,8 +127,8 @@ def _number(column: str, text: str) -> float:
 def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Requests:
     """A trace with columns TIMESTAMP, ContextTokens, GeneratedTokens, in any order of time.
 
-    scale: multiplies the load: each request is kept `scale` times on average (copies get a jitter of up to a second),
-    so that the shape over time stays what it is.
+    scale: multiplies the load. Each request is kept `scale` times on average (copies get a jitter of up to a second),
+    so the shape over time stays.
 
     Raises:
         TraceError: naming file and line, for anything that is not such a trace.
@@ -157,8 +159,8 @@ def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Req
     for (before_s, *_, earlier), (at_s, *_, later) in pairwise(found):
         if at_s - before_s > _LONGEST_GAP_S:
             gap_days, most_days = (at_s - before_s) / 86400, _LONGEST_GAP_S / 86400
-            raise TraceError(path, later, f"{gap_days:,.0f} days after the request before it in time (line {earlier}), "
-                                          f"at most {most_days:.0f} expected")  # fmt: skip
+            gap = f"{gap_days:,.0f} days after the request before it in time (line {earlier})"
+            raise TraceError(path, later, f"{gap}, at most {most_days:.0f} expected")
     first_s = found[0][0]
     return Requests(
         array("d", (r[0] - first_s for r in found)),
@@ -171,7 +173,7 @@ def read_requests(path: str | Path, *, scale: float = 1.0, seed: int = 0) -> Req
 def read_jobs(path: str | Path, *, within_s: float, max_devices: int) -> list[TraceJob]:
     """A job list with columns timestamp, duration (s), num_gpus; the jobs of the first `within_s` seconds.
 
-    A job that wants more than `max_devices` is cut to that many, its work kept.
+    A job that wants more than `max_devices` is cut to that many and keeps its work.
     """
     path = Path(path)
     rows: list[tuple[float, float, int]] = []

@@ -1,6 +1,6 @@
-"""An asyncio event loop whose time jumps to the next timer instead of waiting: for the simulator and for tests.
+"""An asyncio event loop whose time jumps to the next timer instead of waiting, for the simulator and for tests.
 
-Everything that sleeps or times out through asyncio runs unchanged, in the order it would have run, in no time.
+Everything that sleeps or times out through asyncio runs unchanged and in the same order, but takes no time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ RESOLUTION_S = 1e-6
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Waiting for nothing but time: let the time pass at once."""
+    """Waits for nothing but time, and lets it pass at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self._jumping = _JumpingSelector()
         self._start_s = start_s
         super().__init__(self._jumping)
-        # Seconds since the epoch have steps of 2.4e-7 as floats: with the real clock's 1 ns a timer that is due
+        # Seconds since the epoch have steps of 2.4e-7 as floats. With the real clock's 1 ns, a timer that is due
         # exactly now would never count as due, and the loop would spin.
         self._clock_resolution = RESOLUTION_S
 
@@ -46,13 +46,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 class VirtualClock:
-    """The clock that belongs to a virtual loop: "now" is the running loop's time."""
+    """The clock of a virtual loop: "now" is the running loop's time."""
 
     def now_s(self) -> float:
         return asyncio.get_running_loop().time()
 
 
 def run(main: Coroutine[Any, Any, T], start_s: float = 0.0) -> T:
-    """Like asyncio.run, in virtual time; Ctrl-C ends it as there."""
+    """Like asyncio.run, but in virtual time."""
     with asyncio.Runner(loop_factory=lambda: VirtualLoop(start_s)) as runner:
         return runner.run(main)

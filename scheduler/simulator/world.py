@@ -1,6 +1,6 @@
-"""Effects, store and clockwork of a simulation: the scheduler's own loop moves simulated engines and jobs.
+"""Effects and store of a simulation: the scheduler's own loop moves simulated engines and jobs.
 
-Nothing here decides. Verbs take the time of `VerbTimes` and act on the `Cluster` (requests) and the groups (training).
+Nothing here decides. Verbs take the times of `VerbTimes` and act on the `Cluster` (requests) and the groups (training).
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ class VerbTimes:
     """Seconds that verbs take. Defaults: a 7 B model in bf16 (13.5 GB) on an H100 behind PCIe 5 (50 GB/s one way).
 
     wake: the weights once over PCIe plus half a second. start: a fork plus the same. suspend: 12 bytes per parameter
-    of optimizer state over eight links. start_group: a fork of the ranks plus the same back. step: of training. One
-    that is under way is left and done anew, as train.run.leave_step says: not if it ends within `patience`, nor twice.
+    of optimizer state over eight links. start_group: a fork of the ranks plus the same back. step: one training step. A
+    suspension abandons the step under way, and it is done anew (see train.run.leave_step), unless it ends within
+    `patience` or is done anew already.
     """
 
     lease_s: float = 0.01
@@ -46,13 +47,13 @@ class VerbTimes:
 
 @dataclass(slots=True)
 class SimJob:
-    """A job's progress. `left_device_s`: work left; None never ends."""
+    """A job's progress. `left_device_s`: the work that is left; None for a job that never ends."""
 
     view: JobView
     left_device_s: float | None = None
     trained_device_s: float = 0.0
     left_a_step: bool = False
-    """The last suspension did: the first step after it is finished."""
+    """Whether the last suspension abandoned a step. The first step after it is always finished."""
 
 
 @dataclass(slots=True)
@@ -70,20 +71,20 @@ class _Replica:
 
 
 class SimStore:
-    """The workload: jobs as they are submitted, one model with the demand the cluster has now."""
+    """The workload: jobs as they are submitted, and one model with the cluster's demand."""
 
     def __init__(
         self, cluster: Cluster, policy: Policy, jobs: list[SimJob], deployment: DeploymentView, next_answer_s: float
     ):
         self._cluster, self.policy, self._deployment = cluster, policy, deployment
         self.warm_until_s = 0.0
-        """Until then one replica is kept whatever the deployment says: a model that was asked for before the trace."""
+        """Until then one replica is kept whatever the deployment says, as if the model was used before the trace."""
         self.jobs = {j.view.id: j for j in jobs}
         self.standby: Standby | None = None
         self._forecast = DemandForecast(next_answer_s)
 
     def requests_seen(self, now_s: float) -> None:
-        """A load report: called as often as gateways give one."""
+        """Takes a load report. Call it as often as gateways report."""
         self._forecast.seen(now_s, self._cluster.inflight_total + len(self._cluster.held), self._cluster.arrived)
 
     def deployment(self) -> DeploymentView:
@@ -122,7 +123,7 @@ class SimEffects:
         self._groups: dict[str, _Group] = {}
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self.counted_s = (0.0, math.inf)
-        """From when to when training counts."""
+        """The time in which training counts."""
         self.training_device_s = 0.0
 
     def _now(self) -> float:
@@ -142,8 +143,6 @@ class SimEffects:
     @property
     def training_devices(self) -> int:
         return sum(len(g.lease.device_ids) for g in self._groups.values() if g.ended is None)
-
-    # --- leases and replicas
 
     async def acquire(self, lease: Lease) -> None:
         others = {d for le in self._leases.values() if le.id != lease.id for d in le.device_ids}
@@ -189,8 +188,6 @@ class SimEffects:
     async def swap_replica(self, replica_id: str, model: str, version: str) -> None:
         await self._take(self._times.wake_s)
 
-    # --- groups
-
     async def start_group(self, job_id: str, lease: Lease) -> None:
         await self._take(self._times.start_group_s)
         now_s = self._now()
@@ -201,7 +198,7 @@ class SimEffects:
             group.timer = asyncio.get_running_loop().call_later(wait_s, self._finish, job_id)
 
     def _stop_training(self, job_id: str, lost_s: float = 0.0) -> None:
-        """`lost_s`: what the step under way had taken when it was left."""
+        """`lost_s`: how long the step under way had run when it was abandoned."""
         group = self._groups[job_id]
         if group.timer is not None:
             group.timer.cancel()
@@ -229,7 +226,7 @@ class SimEffects:
         self._groups.pop(job_id, None)
 
     async def _end_step(self, job_id: str, group: _Group) -> None:
-        """The step under way is finished or left."""
+        """Finish the step under way or abandon it."""
         times, job = self._times, self._jobs[job_id]
         trained_s = self._now() - group.since_s
         into_s = trained_s % times.step_s
@@ -248,7 +245,7 @@ class SimEffects:
         self._groups.pop(job_id, None)
 
     def close_books(self) -> None:
-        """Count what running groups have trained so far."""
+        """Count what the running groups have trained so far."""
         for job_id, group in self._groups.items():
             if group.ended is None:
                 self._stop_training(job_id)
@@ -271,12 +268,12 @@ class SimEffects:
 
 
 def elastic_job(devices: int) -> SimJob:
-    """The one job that takes whatever it gets and never ends."""
+    """A job that takes whatever it gets and never ends."""
     return SimJob(JobView("elastic", 1, devices))
 
 
 def job_of(job: TraceJob) -> SimJob:
-    """A job of a list: it may run on fewer devices (halves of what it asked for), with the same work."""
+    """A listed job. It may run on fewer devices (halved again and again) with the same work."""
     sizes = {job.devices}
     while (half := min(sizes) // 2) >= 1:
         sizes.add(half)

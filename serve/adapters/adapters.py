@@ -1,4 +1,4 @@
-"""LoRA adapters on a running engine: found by name when a request asks for one, forgotten when nobody does.
+"""LoRA adapters on a running engine: found by name when a request asks for one, forgotten when nobody uses them.
 
 An adapter is called `NAME@VERSION` here; the gateway puts that into a request's `model` field, so an engine needs no
 list of adapters and a new version is a new name with a new path. What happens to such a request:
@@ -11,8 +11,9 @@ list of adapters and a new version is a new name with a new path. What happens t
 
 Rules
 - An adapter belongs to one version of one base. On any other weights it is unknown, and the gateway asks elsewhere.
-- The lease is held for as long as a request can lead to a load: until the adapter is unloaded, and no request is
-  left that was let in before.
+- The lease is held as long as a request can lead to a load: until the adapter is unloaded and no request is left that
+was
+  let in before.
 - While `closed` no request for an adapter comes in: the weights below are about to change.
 """
 
@@ -37,7 +38,7 @@ from weights.format.manifest import Manifest
 from weights.format.names import decode_name, encode_name
 from weights.memory.locks import DirectoryLock
 
-# A request is let in (looked up) some time before vLLM counts it as running: its prompt is rendered in between.
+# A request is let in (looked up) some time before vLLM counts it as running, because its prompt is rendered in between.
 LET_IN_S = 60.0
 POLL_S = 0.01
 
@@ -65,10 +66,10 @@ class _KnownRequests(dict):
 
 
 class EngineAdapters(LoRAResolver):
-    """The adapters of one engine; all methods belong to its event loop.
+    """The adapters of one engine. Call all methods on its event loop.
 
-    `source` is the box's socket for adapters that are in none of the `roots` ("": there is none), `fetch_timeout_s` how
-    long a request waits for one.
+    `source`: the box's socket for adapters that are in none of the `roots`, "" if there is none. `fetch_timeout_s`: how
+    long a request waits for an adapter.
     """
 
     def __init__(
@@ -87,13 +88,14 @@ class EngineAdapters(LoRAResolver):
         models.lora_resolvers = [self]
 
     def serve_on(self, version_path: str) -> None:
-        """The weights now served: what adapters have to belong to. Opens for requests."""
+        """Set the weights that are served now, which adapters have to belong to, and open for requests."""
         directory = Path(version_path)
         self._base = (decode_name(directory.parent.name) or "", decode_name(directory.name) or "")
         self.closed = False
 
     async def resolve_lora(self, base_model_name: str, lora_name: str) -> LoRARequest | None:
-        """vLLM's question for a name it does not know; it loads what is answered. None: no such adapter here."""
+        """vLLM asks this for a name that it does not know, and loads the answer. None: there is no such adapter
+        here."""
         await self.forget_idle()
         if self.closed:
             return None
@@ -105,7 +107,7 @@ class EngineAdapters(LoRAResolver):
         if self.closed:
             held.close()
             return None
-        # The number is vLLM's to give: it overwrites this one with the next of its counter.
+        # vLLM overwrites this number with the next of its counter.
         request = LoRARequest(lora_name, 1, str(path))
         before = self._known.pop(lora_name, None)  # its load failed, or vLLM would not ask
         if before is not None:
@@ -114,7 +116,7 @@ class EngineAdapters(LoRAResolver):
         return request
 
     def touch(self, name: str) -> bool:
-        """Note that a request asks for it; False when it may not be used (any more)."""
+        """Note that a request asks for the adapter; False if it may not be used now."""
         known = self._known.get(name)
         if known is None or self.closed:
             return False
@@ -122,7 +124,7 @@ class EngineAdapters(LoRAResolver):
         return True
 
     async def forget_idle(self) -> None:
-        """Unload what was not asked for lately, where more is known than stays loaded."""
+        """Unload adapters that were not asked for lately, if more are known than stay loaded."""
         surplus = len(self._known) - self._resident
         if surplus <= 0:
             return
@@ -135,7 +137,7 @@ class EngineAdapters(LoRAResolver):
     async def unload(self, name: str, timeout_s: float) -> bool:
         """Forget an adapter that is to be deleted, once its requests have ended; False if it was not known.
 
-        Whoever calls has taken it out of the routing table. Raises TimeoutError.
+        The caller has taken it out of the routing table. Raises TimeoutError.
         """
         if name not in self._known:
             return False
@@ -145,9 +147,9 @@ class EngineAdapters(LoRAResolver):
         return True
 
     async def close(self, timeout_s: float) -> None:
-        """Before the weights below change: let no adapter's request in, wait for those that run, unload all.
+        """Before the weights below change: let no request for an adapter in, wait for those that run, unload all.
 
-        Raises TimeoutError, open again.
+        Raises TimeoutError, and is open again then.
         """
         self.closed = True
         try:
@@ -162,8 +164,6 @@ class EngineAdapters(LoRAResolver):
         """known: leased and ready to be asked for; resident: loaded now; loads and their seconds since the start."""
         workers = await self._llm.collective_rpc("shm_adapters")
         return {"known": sorted(self._known), **workers[0]}
-
-    # --------------------------------------------------------------------------------------------------------
 
     async def _leased(self, model: str, version: str) -> tuple[DirectoryLock, Path] | None:
         found = await asyncio.to_thread(self._find, model, version)

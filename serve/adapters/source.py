@@ -1,4 +1,4 @@
-"""Asking the box for an adapter that lies neither in shared memory nor in the library on disk.
+"""Asks the box for an adapter that is neither in shared memory nor in the library on disk.
 
 A Unix socket of the box, one JSON object per line, one question per connection:
 
@@ -30,10 +30,10 @@ class AdapterUnavailable(Exception):
 
 
 class AdapterServer:
-    """The box's end: serves engines from `start` to `stop`; all methods belong to one event loop.
+    """The box's end: serves engines from `start` to `stop`. Call all methods on one event loop.
 
-    `lease(model, version)` brings an adapter in and returns a lease on it, with its `path`; whatever it raises of
-    `refusals` the engine is told in words.
+    `lease(model, version)` brings an adapter in and returns a lease on it, with its `path`. The engine is told in words
+    of the errors in `refusals`.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class AdapterServer:
         self._open: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
-        """Listen. A socket file that somebody killed left is replaced."""
+        """Listen. Replaces a socket file that a killed process left."""
         self._path.unlink(missing_ok=True)
         with owner_only():
             self._server = await asyncio.start_unix_server(self._serve, self._path, limit=LINE_BYTES)
@@ -87,9 +87,9 @@ class AdapterServer:
 
 @contextlib.asynccontextmanager
 async def brought_in(socket_path: str, adapter: str, timeout_s: float) -> AsyncIterator[str]:
-    """The directory of `adapter` ("NAME@VERSION") in shared memory, which stays there while the context is open.
+    """The directory of `adapter` ("NAME@VERSION") in shared memory, where it stays while the context is open.
 
-    A controller that is being restarted is waited for. Raises AdapterUnavailable.
+    It waits for a controller that is being restarted. Raises AdapterUnavailable.
     """
     writer = None
     try:

@@ -1,4 +1,4 @@
-"""Converting the layers of a version by several threads at once, in a process that also has to answer by itself."""
+"""Converts the layers of a version with several threads at once, in a process that also answers requests."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from serve.load.kernel_threads import set_kernel_threads
 
 Item = TypeVar("Item", bound=Hashable)
 
-# Of the interpreter's lock, while threads convert: who comes back from a kernel waits so long for one that computes in
-# Python. By default 5 ms, the time of several layers.
+# The interpreter's switch interval while threads convert: a thread that returns from a kernel waits this long for one
+# that computes in Python. The default is 5 ms, the time of several layers.
 SWITCH_INTERVAL_S = 0.0002
 
 
 class Converting(Generic[Item]):
-    """Items that several threads convert at once, each by one of them, begun in their order.
+    """Items that several threads convert at once. Each item is converted by one thread; they begin in order.
 
-    The thread that owns it converts with the others whenever it would wait. Leaving its block waits for what has been
-    begun and forgets the rest.
+    The owning thread converts with the others whenever it would wait. Leaving the block waits for what has begun and
+    forgets the rest.
     """
 
     def __init__(self, items: Iterable[Item], convert: Callable[[Item], None], threads: int):
-        """`threads` in all. Kernels of `convert` run in its thread alone where that is not the owner's."""
+        """`threads` counts all. In threads other than the owner's, kernels of `convert` use that thread alone."""
         self._convert = convert
         self._futures: dict[Item, Future[None]] = {item: Future() for item in items}
         self._left = deque(self._futures)
@@ -42,7 +42,8 @@ class Converting(Generic[Item]):
         return self._futures.keys()
 
     def wait_for(self, item: Item) -> None:
-        """Until the item is converted, working on others meanwhile. Raises what the first conversion to fail raised."""
+        """Returns when the item is converted, and converts others meanwhile. Raises what the first failed conversion
+        raised."""
         future = self._futures[item]
         while not future.done() and self._convert_next():
             pass
@@ -53,7 +54,7 @@ class Converting(Generic[Item]):
             self.wait_for(item)
 
     def _convert_next(self) -> bool:
-        """Convert what nobody has begun; False if there is nothing left."""
+        """Convert an item that nobody has begun; False if there is none left."""
         try:
             item = self._left.popleft()
         except IndexError:
@@ -79,8 +80,8 @@ class Converting(Generic[Item]):
         self._before = torch.get_num_threads(), sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         cores = os.sched_getaffinity(0)
-        # Else all of them may run on this thread's core as long as the other cores have any work, be it of the lowest
-        # priority: many loads were converted by one core of two.
+        # Otherwise all of them may run on this thread's core as long as the other cores have any work, even of the
+        # lowest priority: one core of two converted many loads alone.
         self._cores = cores - {libc.sched_getcpu()} or cores
         self._others = [threading.Thread(target=self._convert_all, name="convert") for _ in range(self._threads - 1)]
         for thread in self._others:

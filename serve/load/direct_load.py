@@ -56,8 +56,8 @@ class Scratch(threading.local):
 class DirectLoader:
     """Replays a plan into one model. `refusal` says why a model cannot be loaded this way (None: it can).
 
-    threads: how many convert layers at once in `load`, the caller among them, each whole layers: one that gets no core
-    holds up no other.
+    threads: how many convert layers at once in `load`, with the caller. Each converts whole layers, so a thread that
+    gets no core holds up no other.
     """
 
     def __init__(self, model: torch.nn.Module, plan: LoadPlan, device: torch.device, threads: int = 1):
@@ -74,8 +74,8 @@ class DirectLoader:
     def load(self, source: VersionSource, beside: Callable[[Converting], None] | None = None) -> None:
         """Load module by module, each one's old weights freed first so that their memory is used again.
 
-        `beside` is called meanwhile, as soon as all that is not converted (norms, embeddings) is in place. Raises what
-        a conversion raised, or `beside`.
+        `beside` is called meanwhile, as soon as everything that is not converted (norms, embeddings) is in place.
+        Raises what a conversion or `beside` raises.
         """
         if not of_torch(self.device).on_host:
             self._copy_to_device(source)
@@ -97,8 +97,8 @@ class DirectLoader:
         self._scratch.buffers.clear()
 
     def make_room(self) -> None:
-        """Have memory at hand for the layers that a load converts at once: the places of their old weights do not
-        always do for the new ones, and fresh pages cost more than the conversion."""
+        """Provide memory for the layers that a load converts at once. The new weights do not always fit where the old
+        ones were, and fresh pages cost more than the conversion."""
         largest = sorted(map(self._nbytes, filter(self._packs, self._modules())), reverse=True)[: self.threads]
         torch.empty(sum(largest), dtype=torch.uint8).fill_(0)
 
@@ -139,11 +139,11 @@ class DirectLoader:
         return None
 
     def packed_layers(self) -> list[torch.nn.Module]:
-        """The modules whose loading is converting them, without the output heads."""
+        """The modules that are converted when they are loaded, without the output heads."""
         return [module for module in self._modules() if self._packs(module) and id(module) not in self._heads]
 
     def _packs(self, module: torch.nn.Module) -> bool:
-        """Whether loading the module is converting it; a plain one is copied."""
+        """Whether loading the module converts it; a plain module is copied."""
         method = getattr(module, "quant_method", None)
         return isinstance(method, UnquantizedLinearMethod | UnquantizedFusedMoEMethod) or id(module) in self._heads
 
@@ -182,7 +182,7 @@ class DirectLoader:
                 plain = plain.clone()
             shadow._parameters[name] = _parameter(plain, like=module._parameters[name])
         if not staged:
-            # Not before: memory for what had to be gathered would be cut from what the new form fits into.
+            # Drop them only now: memory for what was gathered would be taken from what the new form fits into.
             shadow.__dict__.pop("cpu_linear", None)
             drop_weights(module)
         if isinstance(method, UnquantizedFusedMoEMethod):
@@ -212,7 +212,7 @@ class DirectLoader:
         return flat.view(target.shape)
 
     def _kept(self, tensor: torch.Tensor, source: VersionSource) -> torch.Tensor:
-        """What a packed module keeps must be memory of its own, not the mapping nor the scratch buffer."""
+        """A packed module must keep memory of its own, and neither the mapping nor the scratch buffer."""
         borrowed = source.holds(tensor) or any(_shares(tensor, scratch) for scratch in self._scratch.buffers.values())
         return tensor.clone() if borrowed else tensor
 
@@ -298,7 +298,7 @@ def _tensor(module: torch.nn.Module, name: str) -> torch.Tensor:
 
 
 def twin_of(module: torch.nn.Module) -> torch.nn.Module:
-    """A twin with its own attribute and parameter tables: converting it leaves the serving module alone."""
+    """A twin with its own tables of attributes and parameters: converting it leaves the serving module alone."""
     shadow = copy.copy(module)
     shadow.__dict__ = dict(module.__dict__)
     for table in ("_parameters", "_buffers", "_modules"):

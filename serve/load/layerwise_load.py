@@ -1,7 +1,7 @@
-"""Loading a version through vLLM's own layerwise reload: slower than serve.load.direct_load, and it takes every model.
+"""Loads a version through vLLM's own layerwise reload: slower than serve.load.direct_load, but it takes every model.
 
 vLLM's layerwise reload (vllm/model_executor/model_loader/reload, docs "Layerwise weight reloading") was written
-for GPUs. Three things it leaves wrong on the CPU are put right here, each reproduced on vLLM 0.32:
+for GPUs. This corrects three faults that it has on the CPU, each reproduced on vLLM 0.32:
 - an output head that shares the input embedding keeps its packed copy of the old weights, silently;
 - MoE experts are left unpacked although their kernel reads packed ones;
 - an error in the middle leaves half of the layers on the meta device, where every later reload fails.

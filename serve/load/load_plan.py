@@ -5,13 +5,15 @@ padded parameters. Instead of repeating that knowledge, the first load runs unde
 `copy_` from the mapped files into a parameter. The notes are the plan: later versions of the same model are
 loaded by replaying it, and under tensor parallelism it names exactly the slices this worker reads.
 
-A plan is only as good as what was seen: a parameter written from anything else than mapped bytes or zero is listed as
+A plan is only as good as what was seen: a parameter that is written from anything but mapped bytes or zero is listed as
 `unplanned` (`unwritten` if nothing was seen to fill it), and a model with such parameters is loaded the general way
 (serve.load.layerwise_load).
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -39,10 +41,7 @@ class Region:
 
     @property
     def numel(self) -> int:
-        count = 1
-        for extent in self.size:
-            count *= extent
-        return count
+        return math.prod(self.size)
 
     def view(self, flat: torch.Tensor) -> torch.Tensor:
         """This region of the one-dimensional tensor `flat`."""
@@ -80,12 +79,9 @@ class Target:
     @property
     def covered(self) -> bool:
         """Whether every element is written by a piece or zeroed (padding of the vocabulary)."""
-        numel = 1
-        for extent in self.shape:
-            numel *= extent
         seen = {piece.target: piece.target.numel for piece in self.pieces}
         seen |= {region: region.numel for region in self.zeroed}
-        return sum(seen.values()) >= numel
+        return sum(seen.values()) >= math.prod(self.shape)
 
     def fill(self, flat: torch.Tensor, source: VersionSource, gather: Gather | None = None) -> None:
         """Write all of it into `flat`, one-dimensional, on any device; on a GPU the copies may still be under way.
@@ -102,9 +98,9 @@ class Target:
 
 
 class Gather:
-    """One buffer, page-locked for a GPU, for what lies in strides on the host (columns of a row-parallel matrix).
+    """One buffer, page-locked for a GPU, for what is in strides on the host (columns of a row-parallel matrix).
 
-    torch would gather each of them into fresh pageable memory, whose page faults cost more than the copy.
+    torch would gather each into fresh pageable memory, whose page faults cost more than the copy.
     """
 
     def __init__(self, device: torch.device):
@@ -168,27 +164,25 @@ class LoadPlan:
 
     def bytes_read(self, source: VersionSource) -> int:
         """Bytes of the version that this worker reads (its slices only, under tensor parallelism)."""
-        once = {id(target): target for target in self.targets.values()}
-        return sum(
-            piece.source.numel * source.described[piece.name].dtype.itemsize
-            for target in once.values()
-            for piece in target.pieces
-        )
+        return sum(piece.source.numel * source.described[piece.name].dtype.itemsize for piece in self._pieces())
 
     def copied_spans(self, source: VersionSource) -> dict[str, list[tuple[int, int]]]:
         """Byte ranges [start, end) of each file that this worker copies in one piece.
 
-        What it reads in strides (columns of a row-parallel matrix) is not among them: it is gathered first.
+        What it reads in strides (columns of a row-parallel matrix) is left out, because it is gathered first.
         """
-        once = {id(target): target for target in self.targets.values()}
         spans: dict[str, list[tuple[int, int]]] = {}
-        for target in once.values():
-            for piece in target.pieces:
-                if piece.source.dense:
-                    placed, itemsize = source.layout.find(piece.name), source.described[piece.name].dtype.itemsize
-                    start = placed.start + piece.source.offset * itemsize
-                    spans.setdefault(placed.file, []).append((start, start + piece.source.numel * itemsize))
+        for piece in self._pieces():
+            if piece.source.dense:
+                placed, itemsize = source.layout.find(piece.name), source.described[piece.name].dtype.itemsize
+                start = placed.start + piece.source.offset * itemsize
+                spans.setdefault(placed.file, []).append((start, start + piece.source.numel * itemsize))
         return spans
+
+    def _pieces(self) -> Iterator[Piece]:
+        """Of every target once, however many modules share it."""
+        for target in {id(target): target for target in self.targets.values()}.values():
+            yield from target.pieces
 
 
 class LoadRecorder(TorchDispatchMode):

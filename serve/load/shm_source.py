@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import math
 import mmap
 import os
 from bisect import bisect_right
@@ -160,11 +161,8 @@ class Locator:
         if index < 0:
             return None
         described = self._source.described[self._names[index]]
-        elements = 1
-        for extent in described.shape:
-            elements *= extent
         offset_bytes = address - self._starts[index]
-        if offset_bytes >= elements * described.dtype.itemsize:
+        if offset_bytes >= math.prod(described.shape) * described.dtype.itemsize:
             return None
         return described.name, offset_bytes // described.dtype.itemsize
 
@@ -195,7 +193,7 @@ class _MappedFile:
             part = self.bytes[start:end]
             if self._cuda.cudaHostRegister(part.data_ptr(), part.nbytes) == 0:
                 yield part.data_ptr()
-            else:  # copies are merely slower then, but the next kernel would be blamed for what is left standing
+            else:  # copies are only slower then, but the error would be blamed on the next kernel if it stayed
                 self._cuda.cudaGetLastError()
 
     def close(self) -> None:
@@ -207,7 +205,7 @@ class _MappedFile:
 
 
 def page_runs(spans: Iterable[tuple[int, int]], page_bytes: int = mmap.PAGESIZE) -> list[tuple[int, int]]:
-    """Byte ranges widened to whole pages and joined where they touch: no page may be locked twice."""
+    """Byte ranges widened to whole pages and joined where they touch, because no page may be locked twice."""
     runs: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         start, end = start // page_bytes * page_bytes, -(-end // page_bytes) * page_bytes
@@ -219,11 +217,11 @@ def page_runs(spans: Iterable[tuple[int, int]], page_bytes: int = mmap.PAGESIZE)
 
 
 def _fault_in(mapping: mmap.mmap) -> None:
-    """Make all pages present for reading, in one kernel call where there is one (Linux 5.14).
+    """Make all pages present for reading, with a kernel call that there is since Linux 5.14.
 
     MAP_POPULATE would not do: on a private writable mapping it faults for writing and so copies every page. Nor would
-    `mapping.madvise`, which holds the interpreter's lock meanwhile, and with it the engine's steps. In pieces, because
-    the kernel's lock on the address space is held for each call, and a step that needs memory waits for it.
+    `mapping.madvise`: it holds the interpreter's lock meanwhile, and with it the engine's steps. The calls are made in
+    pieces, because each holds the kernel's lock on the address space, and a step that needs memory waits for it.
     """
     start = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
     for offset in range(0, len(mapping), FAULT_IN_BYTES):

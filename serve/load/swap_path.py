@@ -1,4 +1,4 @@
-"""By which of three ways a version comes into a running engine. A pure decision, and the memory it is made on."""
+"""In which of three ways a version gets into a running engine: a pure decision, and the memory that it depends on."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ HOW = ("auto", "staged", "in-place", "layerwise")
 
 
 def choose_path(how: str, facts: Mapping[str, Any], free_bytes: int, memory_factor: float) -> tuple[str, str]:
-    """("staged", "in-place" or "layerwise", and why). `how` is what was asked for, one of HOW; `facts` of
-    ShmWeightTransferEngine.check; `memory_factor` times the version's bytes have to be free to stage it."""
+    """("staged", "in-place" or "layerwise", and why). `how`: what was asked for, one of HOW. `facts`: from
+    ShmWeightTransferEngine.check. To stage a version, `memory_factor` times its bytes have to be free."""
     if facts["layerwise_reason"] is not None:
         return "layerwise", facts["layerwise_reason"]
     if how in ("in-place", "layerwise"):

@@ -1,7 +1,7 @@
-"""Whether a running engine may take a version at all, judged from the files beside the weights. Pure file reading.
+"""Whether a running engine may take a version at all, judged by the files beside the weights. It only reads files.
 
-Shapes alone do not tell: another rope base or head count of equal shapes would serve wrong answers silently, and
-another tokenizer or chat template would be ignored by the already running frontend.
+Shapes alone do not tell. With another rope base or head count of equal shapes the engine would silently give wrong
+answers, and the running frontend would ignore another tokenizer or chat template.
 """
 
 from __future__ import annotations

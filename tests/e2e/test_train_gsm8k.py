@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.train_support.tiny import gsm8k, make_model_dir
-from train.data.check import convert_to_chat
+from train.data.check import check_training_file
 from train.plan.auto import DatasetStats, ModelStats, resolve
 from train.plan.spec import TrainSpec
 
@@ -14,7 +14,7 @@ async def test_gsm8k_from_upload_to_published_version(shop, tmp_path):
     reports = {}
     for split, count in (("train", 48), ("test", 8)):
         source = gsm8k(tmp_path / f"{split}.jsonl", split, count)
-        reports[split] = convert_to_chat(source, tmp_path / f"{split}.chat.jsonl")
+        reports[split] = check_training_file(source, chat_path=tmp_path / f"{split}.chat.jsonl")
         assert reports[split].ok and reports[split].n_examples == count
     train = reports["train"]
     fields = resolve(

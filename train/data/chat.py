@@ -1,8 +1,8 @@
 """From a chat example to token ids and the mask of what is learnt, through the model's own chat template.
 
-Learnt is what the assistant says and the token that ends its turn, never what it is asked. Where the template
-marks it with {% generation %}, the mark decides; otherwise the example is rendered up to each assistant message
-with and without it, and the difference is the span (the method of OpenAI's and Axolotl's trainers).
+The model learns what the assistant says and the token that ends its turn, never what it is asked. If the template marks
+that with {% generation %}, the mark decides. Otherwise the example is rendered up to each assistant message, with and
+without it, and the difference is the span (the method of OpenAI's and Axolotl's trainers).
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ class ChatEncoder:
     def encode(self, example: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
         """(token ids (n,) int32, learnt (n,) bool). Raises BadRecord if the template refuses the example."""
         text, spans = self.spans(example)
-        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        encoded = self._tokenise(text)
         starts = np.array([start for start, _ in encoded["offset_mapping"]], dtype=np.int64)
         ends = np.array([end for _, end in encoded["offset_mapping"]], dtype=np.int64)
         learnt = np.zeros(len(starts), bool)
         for start, end in spans:
-            # A token that begins before the span holds something that was given: not learnt.
+            # A token that begins before the span holds something that was given, and is not learnt.
             learnt |= (starts >= start) & (starts < end) & (ends > starts)
         return np.array(encoded["input_ids"], dtype=np.int32), learnt
 
     def spans(self, example: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-        """The rendered text, and the (start, end) characters of it that are learnt."""
+        """The rendered text, and the (start, end) characters in it that are learnt."""
         messages = [_for_template(message) for message in example["messages"]]
         tools = example.get("tools")
         text = self._render(messages, tools)
@@ -75,8 +75,8 @@ class ChatEncoder:
         if aligned and len(before) < len(through):
             start, end = len(before), len(through)
         else:
-            # The template renders a message otherwise once others follow (drops reasoning, moves tools), so the
-            # prefixes do not line up. What the assistant said still stands in the text.
+            # The template renders a message differently once others follow (drops reasoning, moves tools), so the
+            # prefixes do not line up. The text still contains what the assistant said.
             said = messages[index]["content"].strip()
             start = text.find(said, cursor) if said else -1
             if start < 0:
@@ -85,7 +85,8 @@ class ChatEncoder:
         return start, self._turn_end(text, start, end)
 
     def _turn_end(self, text: str, start: int, end: int) -> int:
-        # Learn the end-of-turn token; not the newline some templates put after it, which no engine ever samples.
+        # Learn the end-of-turn token, but not the newline that some templates put after it: no engine ever samples
+        # that.
         stop = self.tokenizer.eos_token
         if not stop:
             return end
@@ -96,8 +97,7 @@ class ChatEncoder:
 
     def _marked_spans(self, given: list[dict], messages: list[dict], tools: Any, text: str) -> list[tuple[int, int]]:
         marked = self._call(messages, tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True)
-        offsets = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True,
-                                 verbose=False)["offset_mapping"]  # fmt: skip
+        offsets = self._tokenise(text)["offset_mapping"]
         mask = marked["assistant_masks"]
         if len(mask) != len(offsets):
             raise UnsupportedModel("the chat template's {% generation %} mask does not match its text")
@@ -106,10 +106,13 @@ class ChatEncoder:
         said = [message for message in given if message["role"] == "assistant"]
         if any(message.get("weight", 1) == 0 for message in said):
             if len(spans) != len(said):
-                raise BadRecord("uses message weights, but the chat template's {% generation %} marks do not tell "
-                                "its assistant messages apart")  # fmt: skip
+                marks = "the chat template's {% generation %} marks do not tell its assistant messages apart"
+                raise BadRecord(f"uses message weights, but {marks}")
             spans = [span for span, message in zip(spans, said, strict=True) if message.get("weight", 1) != 0]
         return spans
+
+    def _tokenise(self, text: str) -> Any:
+        return self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
 
     def _try_render(self, messages: list[dict], tools: Any, **options: Any) -> str | None:
         try:
@@ -130,7 +133,7 @@ class ChatEncoder:
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:
     result = {key: value for key, value in message.items() if key != "weight"}
     if calls := message.get("tool_calls"):
-        # Templates write arguments with tojson: given the string they would be quoted twice.
+        # Templates write arguments with tojson, which would quote a string twice.
         result["tool_calls"] = [
             {**call, "function": {**call["function"], "arguments": json.loads(call["function"]["arguments"])}}
             for call in calls

@@ -22,15 +22,14 @@ from train.data.formats import BadRecord, Record, conversation, shape_of
 MAX_EXAMPLE_BYTES = 16 * 2**20
 MAX_DEPTH = 64
 MAX_LISTED_ERRORS = 100
-# A file with so many bad examples is not read on: who sends a billion of them gets no more of a thread than this.
+# A file with so many bad examples is not read on: a billion of them take no more of a thread than this.
 MAX_COUNTED_ERRORS = 10_000
-# Of one reason: keys and roles come from the file, and may be as long as an example.
+# Keys and roles in a reason come from the file, and may be as long as an example.
 MAX_REASON_CHARACTERS = 300
-# Of one record, in its texts too (some hold JSON that is parsed): parsing holds up every other thread of the process,
-# and 16 MiB of "[]," do so for 3 s and take 570 MiB.
+# In one record, also in its texts, some of which hold JSON that is parsed. Parsing holds up every other thread of the
+# process: 16 MiB of "[]," do so for 3 s and take 570 MiB.
 MAX_BRACKETS, MAX_COMMAS = 100_000, 1_000_000
 MIN_EXAMPLES = 10
-PURPOSES = ("fine-tune",)
 
 _BYTES_PER_TOKEN = 3.5  # English text under a common byte-pair vocabulary; only an estimate is made from it
 _TOKENS_PER_MESSAGE = 5  # role and delimiters of a chat template
@@ -45,8 +44,8 @@ _NOT_SPACE = re.compile(rb"[^ \t\r\n]")
 
 @dataclass
 class DataReport:
-    """What is in a data file. `errors` holds the first MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; at
-    MAX_COUNTED_ERRORS nobody counts on."""
+    """What is in a data file. `errors` has the first MAX_LISTED_ERRORS of `n_errors` (line, reason) pairs; counting
+    stops at MAX_COUNTED_ERRORS."""
 
     shape: str = "empty"
     n_examples: int = 0
@@ -67,18 +66,19 @@ class DataReport:
             self.errors.append((line, cut))
 
 
-def check_training_file(path: str | Path, purpose: str = "fine-tune", *, chat_path: str | Path | None = None,
-                        max_example_bytes: int = MAX_EXAMPLE_BYTES,
-                        convert: Convert = conversation) -> DataReport:  # fmt: skip
+def check_training_file(
+    path: str | Path,
+    *,
+    chat_path: str | Path | None = None,
+    max_example_bytes: int = MAX_EXAMPLE_BYTES,
+    convert: Convert = conversation,
+) -> DataReport:
     """Read the whole file once and report on it; with `chat_path`, also write it there as chat JSONL (mode 0600).
 
     The shape of the first readable record is the shape of the file; a record of another shape is an error. `convert`
-    (a training method's) makes of a record what is written, None where it is only checked. The chat file exists
-    afterwards only if the report is `ok` and its records were converted. Raises ValueError for a purpose not in
-    PURPOSES, OSError if unreadable.
+    (a training method's) makes what is written of a record, None if the record is only checked. The chat file exists
+    afterwards only if the report is `ok` and its records were converted. Raises OSError if the file is unreadable.
     """
-    if purpose not in PURPOSES:
-        raise ValueError(f"purpose is {purpose!r}; expected one of {PURPOSES}")
     report = DataReport()
     partial = Path(f"{chat_path}.partial") if chat_path else None
     written = False
@@ -108,11 +108,6 @@ def check_training_file(path: str | Path, purpose: str = "fine-tune", *, chat_pa
     return report
 
 
-def convert_to_chat(path: str | Path, chat_path: str | Path) -> DataReport:
-    """`check_training_file` that must succeed in writing `chat_path`; the report tells when it did not."""
-    return check_training_file(path, chat_path=chat_path)
-
-
 def _example(report: DataReport, raw: bytes | BadRecord, output: BinaryIO | None, convert: Convert) -> bool:
     """Whether it was converted."""
     if isinstance(raw, BadRecord):
@@ -134,7 +129,7 @@ def _example(report: DataReport, raw: bytes | BadRecord, output: BinaryIO | None
 
 
 def _parse(raw: bytes) -> Any:
-    # Counting is cheap, parsing is not.
+    # Counting is cheap, and parsing is not.
     brackets, commas = raw.count(b"{") + raw.count(b"["), raw.count(b",")
     for what, count, most in (("brackets", brackets, MAX_BRACKETS), ("commas", commas, MAX_COMMAS)):
         if count > most:
@@ -143,7 +138,7 @@ def _parse(raw: bytes) -> Any:
         record = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
         raise BadRecord(f"is not valid JSON ({error})") from error
-    # Nor is walking: few records have so many brackets that they could be too deep.
+    # Walking is not cheap either, but few records have enough brackets to be too deep.
     if brackets > MAX_DEPTH and _deeper_than(record, MAX_DEPTH):
         raise BadRecord(f"is nested deeper than {MAX_DEPTH} levels")
     return record
@@ -152,9 +147,8 @@ def _parse(raw: bytes) -> Any:
 def _deeper_than(value: Any, limit: int) -> bool:
     level = [value]
     for _ in range(limit):
-        level = [child for node in level
-                 for child in (node.values() if isinstance(node, dict) else node)
-                 if isinstance(child, (dict, list))]  # fmt: skip
+        children = (child for node in level for child in (node.values() if isinstance(node, dict) else node))
+        level = [child for child in children if isinstance(child, (dict, list))]
         if not level:
             return False
     return True
@@ -228,7 +222,7 @@ def _array_elements(file: BinaryIO, limit: int) -> Iterator[tuple[int, bytes | B
                 return
             end = _element_end(data, start, limit)
             if isinstance(end, BadRecord):
-                yield line, end  # the end of the element is unknown, so what follows cannot be told apart
+                yield line, end  # the end of the element is unknown, and so is what follows
                 return
             yield line, data[start:end]
             comma = _NOT_SPACE.search(data, end)

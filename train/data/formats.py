@@ -158,8 +158,8 @@ def _tool_calls(where: str, calls: Any) -> list[Record]:
             json.loads(arguments)
         except (ValueError, RecursionError) as error:
             raise BadRecord(f"{where}.tool_calls[{number}].function.arguments is not JSON ({error})") from error
-        checked.append({"id": str(call.get("id", f"call_{number}")), "type": "function",
-                        "function": {"name": function["name"], "arguments": arguments}})  # fmt: skip
+        named = {"name": function["name"], "arguments": arguments}
+        checked.append({"id": str(call.get("id", f"call_{number}")), "type": "function", "function": named})
     return checked
 
 
@@ -187,8 +187,8 @@ def _alpaca(record: Record) -> Record:
     question = "\n".join(part for part in (record.get("instruction"), record.get("input")) if part)
     if not question:
         raise BadRecord("'instruction' and 'input' are both empty")
-    return {"messages": [*messages, {"role": "user", "content": question},
-                         {"role": "assistant", "content": record.get("output")}]}  # fmt: skip
+    messages.append({"role": "user", "content": question})
+    return {"messages": [*messages, {"role": "assistant", "content": record.get("output")}]}
 
 
 def _sharegpt(record: Record) -> Record:
@@ -205,12 +205,12 @@ def _sharegpt(record: Record) -> Record:
             raise BadRecord(f"{where} needs 'from' and 'value' (strings)")
         role = _SHAREGPT_ROLES.get(str(turn.get("from")))
         if role is None:
-            raise BadRecord(f"{where}.from is {_short(turn.get('from'))}; expected human, gpt, system, "
-                            "function_call or observation")  # fmt: skip
+            expected = "human, gpt, system, function_call or observation"
+            raise BadRecord(f"{where}.from is {_short(turn.get('from'))}; expected {expected}")
         if role == "function_call":
             last_call = f"call_{index}"
-            messages.append({"role": "assistant", "content": None,
-                             "tool_calls": [_sharegpt_call(where, turn["value"], last_call)]})  # fmt: skip
+            call = _sharegpt_call(where, turn["value"], last_call)
+            messages.append({"role": "assistant", "content": None, "tool_calls": [call]})
         elif role == "tool":
             messages.append({"role": "tool", "content": turn["value"], "tool_call_id": last_call or "call_0"})
         else:
@@ -267,8 +267,8 @@ def check_preference(record: Record) -> None:
         given = record.get("input")
         prompt = given.get("messages") if isinstance(given, dict) else record.get("prompt")
         prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        answers = [record.get("preferred_output", record.get("chosen")),
-                   record.get("non_preferred_output", record.get("rejected"))]  # fmt: skip
+        preferred = record.get("preferred_output", record.get("chosen"))
+        answers = [preferred, record.get("non_preferred_output", record.get("rejected"))]
         answers = [[{"role": "assistant", "content": a}] if isinstance(a, str) else a for a in answers]
         if not isinstance(prompt, list) or not all(isinstance(a, list) for a in answers):
             raise BadRecord("needs 'input': {'messages': [...]}, 'preferred_output' and 'non_preferred_output'")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-UNPACKED_MULTIPLE = 32  # rows are padded to a multiple: every new shape costs kernels a compilation
+UNPACKED_MULTIPLE = 32  # rows are padded to a multiple, because kernels are compiled for every new shape
 
 
 def plan_packs(lengths: np.ndarray, capacity: int, *, packing: bool = True) -> list[np.ndarray]:
@@ -123,5 +123,5 @@ def build_row(packs: list[list[tuple[np.ndarray, np.ndarray]]], capacity: int, p
         offset += width
     input_ids = np.concatenate(ids).astype(np.int64)
     predict_at = np.flatnonzero(np.concatenate(learn))
-    return Row(input_ids, np.concatenate(positions).astype(np.int64), predict_at, input_ids[predict_at + 1],
-               tuple(segments), n_tokens)  # fmt: skip
+    position_ids = np.concatenate(positions).astype(np.int64)
+    return Row(input_ids, position_ids, predict_at, input_ids[predict_at + 1], tuple(segments), n_tokens)

@@ -1,4 +1,4 @@
-"""The training set as tokens on disk: tokenised once by all ranks together, mapped by each, kept for resumes.
+"""The training set as tokens on disk. All ranks tokenise it once together, each maps it, and resumes use it again.
 
 A set is a directory `<run_dir>/tokens/<key>/` with tokens.npy (int32), learnt.npy (bool) and offsets.npy (int64,
 n + 1), facts.json (pad_id, n_dropped, n_truncated) and packs-*.npz. The key names everything it was made from, so a
@@ -52,7 +52,7 @@ class TokenSet:
         self._max_length, self._packing, self._lay_out = max_length, packing, lay_out
         facts = orjson.loads((directory / "facts.json").read_bytes())
         self._pad_id, self.n_dropped, self.n_truncated = facts["pad_id"], facts["n_dropped"], facts["n_truncated"]
-        # Kept: planning a million examples anew at every resume takes longer than the rest of it.
+        # The plan is kept: planning a million examples anew takes longer than the rest of a resume.
         index = directory / f"packs-{max_length if packing else 1}.npz"
         if not index.exists():
             self._write_index(index)
@@ -89,31 +89,40 @@ class TokenSet:
         packs = plan_packs(np.diff(self._offsets), self._max_length, packing=self._packing)
         members = np.concatenate(packs) if packs else np.zeros(0, np.int64)
         edges = np.concatenate([[0], np.cumsum([len(pack) for pack in packs])]).astype(np.int64)
-        # The first token of an example is never predicted, so it is no label whatever its mark.
+        # The first token of an example is never predicted, so it is no label, whatever its mark.
         marked = np.concatenate([[0], np.cumsum(self._learnt)])
         labels = marked[self._offsets[1:]] - marked[np.minimum(self._offsets[:-1] + 1, self._offsets[1:])]
         of_packs = np.concatenate([[0], np.cumsum(labels[members])])
-        partial = index.with_name(f"{index.name}.{os.getpid()}")  # every rank may write it, all the same
+        partial = index.with_name(f"{index.name}.{os.getpid()}")  # every rank may write it, and writes the same
         with open(partial, "wb") as file:
             np.savez(file, members=members, edges=edges, labels=np.diff(of_packs[edges]).astype(np.int64))
         os.rename(partial, index)
 
 
 def open_token_set(
-    path: str | Path, base_path: str | Path, encoder: Callable[[], ChatEncoder], cache_dir: Path, *, max_length: int,
-    packing: bool, rank: int, world_size: int, barrier: Callable[[], None], encode: Encode = ChatEncoder.encode,
+    path: str | Path,
+    base_path: str | Path,
+    encoder: Callable[[], ChatEncoder],
+    cache_dir: Path,
+    *,
+    max_length: int,
+    packing: bool,
+    rank: int,
+    world_size: int,
+    barrier: Callable[[], None],
+    encode: Encode = ChatEncoder.encode,
     lay_out: LayOut = build_row,
-) -> TokenSet:  # fmt: skip
-    """Tokenise `path` (chat JSONL) unless `cache_dir` has it, all ranks sharing the work, and open the result.
+) -> TokenSet:
+    """Tokenise `path` (chat JSONL) with all ranks unless `cache_dir` has it, and open the result.
 
-    `encoder` makes the encoder of the tokenizer in `base_path`; it is called only where something is to be tokenised.
+    `encoder` makes the encoder of the tokenizer in `base_path`; it is called only if something has to be tokenised.
     `encode` and `lay_out` are the training method's (train.methods.method: encode, row).
 
     Examples longer than `max_length` tokens are cut; those with nothing to learn left are dropped. Raises
     InvalidTrainingData, on every rank, when the chat template refuses an example or nothing is left.
     """
     directory = Path(cache_dir) / _key(Path(path), Path(base_path), max_length)
-    # Rank 0 alone could create the directory between two ranks' looks at it, hence the barrier around the look.
+    # The barrier keeps rank 0 from creating the directory between the looks of two other ranks.
     complete = directory.exists()
     barrier()
     if not complete:
@@ -180,9 +189,10 @@ def _write_shard(
         shards / f"{rank}.npz",
         tokens=np.concatenate(tokens) if tokens else np.zeros(0, np.int32),
         learnt=np.concatenate(learnt) if learnt else np.zeros(0, bool),
-        lengths=np.array(lengths, np.int64), skipped=np.array([n_dropped, n_truncated]),
+        lengths=np.array(lengths, np.int64),
+        skipped=np.array([n_dropped, n_truncated]),
         errors=np.frombuffer(orjson.dumps([len(errors), errors[:_MAX_LISTED_ERRORS]]), np.uint8),
-    )  # fmt: skip
+    )
 
 
 def _raise_if_bad(path: Path, shards: Path, world_size: int) -> None:

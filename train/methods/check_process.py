@@ -1,9 +1,9 @@
 """`train.data.check` of a large file, in a process of its own: `python -m train.methods.check_process METHOD FILE
 [CHAT_FILE]`.
 
-Parsing JSON and matching brackets let no other thread of their process run: of one 16 MiB example for most of a second.
-Prints the report as JSON. Yields to everything else on the machine, ends with who started it, and is killed past its
-limits of CPU and memory.
+While JSON is parsed and brackets are matched no other thread of the process runs: with one 16 MiB example for most of a
+second. The process prints the report as JSON, yields to everything else on the machine, ends with its parent, and is
+killed beyond its limits of CPU and memory.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ stdout as one JSON object per line: `{"event": "progress", "stage", "fraction", 
 and at the end `{"event": "done", "path", "steps", "tokens", "parameters", "validation_loss", "seconds"}`.
 
 With `--steps` the same seed, kind of machine and `--threads` give the same bytes. With `--minutes` the learning-rate
-schedule follows the clock, so the number of steps is what the machine manages (but a least number is made, see
-`least_steps`); the model card records it.
+schedule follows the clock, so the machine's speed decides the number of steps (at least `least_steps`); the model card
+records it.
 The directory appears under its name only when complete.
 """
 
@@ -37,11 +37,11 @@ from train.starter.text import documents
 from train.starter.tokenizer import END_OF_TEXT, TURN_END, render, tokenizer_config, train_tokenizer
 
 LENGTH, BATCH = 256, 8
-TIMED_ROWS = 2  # of a batch's: with all of them, choosing threads took as long as the first six steps
+TIMED_ROWS = 2  # with all rows of a batch, choosing the threads took as long as the first six steps
 MUON_RATE, ADAM_RATE, WARMUP = 0.02, 0.008, 0.03
 TOKENIZER_DOCUMENTS, HELD_OUT_BATCHES = 5_000, 4
-# What `--minutes` promises at least. An idle 2-core machine makes about 150 steps a minute; a busy one takes longer
-# instead of making a model that has learned nothing (at 35 steps it only stammers, at 200 it speaks in sentences).
+# The least steps of `--minutes`. An idle 2-core machine makes about 150 steps a minute. A busy one takes longer,
+# instead of making a model that has learned nothing: after 35 steps it only stammers, after 200 it speaks in sentences.
 MIN_STEPS, MIN_STEPS_PER_MINUTE = 10, 120
 # Validation documents come from another stream; the offset keeps it apart from the training stream of any small seed.
 VALIDATION_SEED_OFFSET = 1_000_003
@@ -100,8 +100,8 @@ def rate_scale(progress: float) -> float:
 def choose_threads(net: StarterNet, tokenizer: Tokenizer) -> int:
     """Times a part of a step at 1, 2, 4, ... threads and returns the fastest number. `net` keeps its parameters.
 
-    More is not better: on a machine that others keep busy, two threads that wait for each other at every matrix
-    product were seen ten times slower than one.
+    More threads are not always better: on a machine that others kept busy, two threads that waited for each other at
+    every matrix product were ten times slower than one.
     """
     tokens, targets = (rows[:TIMED_ROWS] for rows in next(batches(tokenizer, 0, device=HOST_MEMORY)))
     seconds: dict[int, float] = {}
@@ -118,7 +118,7 @@ def choose_threads(net: StarterNet, tokenizer: Tokenizer) -> int:
 
 
 def least_steps(minutes: float) -> int:
-    """Steps that are made however busy the machine is."""
+    """The least number of steps, however busy the machine is."""
     return max(MIN_STEPS, round(MIN_STEPS_PER_MINUTE * minutes))
 
 
@@ -160,8 +160,12 @@ def pretrain(
     with torch.no_grad():
         held_out = itertools.islice(batches(tokenizer, seed + VALIDATION_SEED_OFFSET, device=device), HELD_OUT_BATCHES)
         validation_loss = sum(net.loss(*batch).item() for batch in held_out) / HELD_OUT_BATCHES
-    return {"steps": step, "tokens": step * BATCH * LENGTH, "seconds": round(seconds, 1),
-            "validation_loss": round(validation_loss, 4)}  # fmt: skip
+    return {
+        "steps": step,
+        "tokens": step * BATCH * LENGTH,
+        "seconds": round(seconds, 1),
+        "validation_loss": round(validation_loss, 4),
+    }
 
 
 def save(out: Path, tokenizer: Tokenizer, net: StarterNet, card: str) -> None:
@@ -179,9 +183,15 @@ def save(out: Path, tokenizer: Tokenizer, net: StarterNet, card: str) -> None:
         described = {
             "config.json": shape.config(bos=pad, eos=eos, pad=pad),
             "tokenizer_config.json": tokenizer_config(shape.max_position_embeddings),
-            "generation_config.json": {"bos_token_id": pad, "eos_token_id": [eos, pad], "pad_token_id": pad,
-                                       "do_sample": True, "temperature": 0.7, "top_p": 0.95},
-        }  # fmt: skip
+            "generation_config.json": {
+                "bos_token_id": pad,
+                "eos_token_id": [eos, pad],
+                "pad_token_id": pad,
+                "do_sample": True,
+                "temperature": 0.7,
+                "top_p": 0.95,
+            },
+        }
         for name, content in described.items():
             (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         (partial / "README.md").write_text(card, encoding="utf-8")
@@ -218,7 +228,7 @@ of fine-tuning by it: import a real checkpoint with `appliance model import`.
 
 
 def vocabulary_texts(path: Path) -> Iterator[str]:
-    """The text of a file: of its messages if it is chat JSONL, else all of it."""
+    """The texts of a file: those of its messages if it is chat JSONL, else all of it."""
     content = path.read_text(encoding="utf-8")
     if path.suffix != ".jsonl":
         yield content
@@ -247,8 +257,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, help="CPU threads (default: whatever is fastest; 1 with --steps)")
     parser.add_argument("--die-with-parent", action="store_true", help="end when the calling thread ends")
     parser.add_argument("--device", choices=sorted(kinds.KINDS), help="default: what there is")
-    parser.add_argument("--vocabulary-text", type=Path, action="append", default=[], metavar="FILE",
-                        help="text or chat JSONL whose words the tokenizer should know; not trained on")  # fmt: skip
+    vocabulary = "text or chat JSONL whose words the tokenizer should know; not trained on"
+    parser.add_argument("--vocabulary-text", type=Path, action="append", default=[], metavar="FILE", help=vocabulary)
     args = parser.parse_args(argv)
     if args.out.exists():
         parser.error(f"--out {args.out} exists already; give a directory that does not")
@@ -280,8 +290,8 @@ def main(argv: list[str] | None = None) -> int:
     report("progress", stage="save", fraction=0.95)
     parameters = sum(p.numel() for p in net.parameters())
     save(args.out, tokenizer, net, model_card(result, parameters=parameters, seed=args.seed, shape=shape))
-    report("done", path=str(args.out), parameters=parameters,
-           **(result | {"seconds": round(time.monotonic() - started, 1)}))  # fmt: skip
+    result["seconds"] = round(time.monotonic() - started, 1)
+    report("done", path=str(args.out), parameters=parameters, **result)
     return 0
 
 

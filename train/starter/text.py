@@ -156,22 +156,13 @@ def _tell_story(r: random.Random) -> tuple[str, str]:
         subject += f" {place.phrase}"
     elif thing:
         subject += f" and {a(thing)}"
-    asked = r.choice(
-        (
-            "Tell me a story about {}.",
-            "Write a short story about {}.",
-            "Tell me about {}.",
-            "Can you tell me a story about {}?",
-            "I would like a story about {}.",
-        )
-    ).format(subject)
+    asked = r.choice((
+        "Tell me a story about {}.", "Write a short story about {}.", "Tell me about {}.",
+        "Can you tell me a story about {}?", "I would like a story about {}.",
+    )).format(subject)  # fmt: skip
     if not (hero or place or thing) or r.random() < 0.15:
-        asked, hero, place, thing = (
-            r.choice(("Tell me a story.", "Write a story.", "Tell me a short story.")),
-            None,
-            None,
-            None,
-        )
+        asked = r.choice(("Tell me a story.", "Write a story.", "Tell me a short story."))
+        hero = place = thing = None
     return asked, story(r, animal=hero, place=place, thing=thing)
 
 
@@ -184,56 +175,40 @@ def _fact(r: random.Random) -> tuple[str, str]:
     if kind == 1:
         pair = r.choice(list(OPPOSITES.items()))
         word, other = pair if r.random() < 0.5 else pair[::-1]
-        return r.choice(("What is the opposite of {}?", "Tell me the opposite of {}.")).format(word), (
-            f"The opposite of {word} is {other}."
-        )
+        asked = r.choice(("What is the opposite of {}?", "Tell me the opposite of {}."))
+        return asked.format(word), f"The opposite of {word} is {other}."
     if kind == 2:
         thing, colour = r.choice(list(COLOURS.items()))
         return f"What colour is {thing}?", f"{thing[0].upper()}{thing[1:]} is {colour}."
     if kind == 3:
         animal, sound = r.choice(list(SOUNDS.items()))
-        return r.choice(("What does a {} say?", "What sound does a {} make?")).format(
-            animal
-        ), f"A {animal} says {sound}."
+        asked = r.choice(("What does a {} say?", "What sound does a {} make?"))
+        return asked.format(animal), f"A {animal} says {sound}."
     if kind == 4:
         kind_name, members = r.choice(list(KINDS.items()))
         count = r.choice((2, 3, 4))
         chosen = r.sample(members, count)
         listed = f"{', '.join(chosen[:-1])} and {chosen[-1]}"
         word = {2: "two", 3: "three", 4: "four"}[count]
-        asked = r.choice(("Name {} {}.", "Can you name {} {}?", "Give me {} {}.", "List {} {}.")).format(
-            word, kind_name
-        )
-        return asked, f"{word.capitalize()} {kind_name} are {listed}."
+        asked = r.choice(("Name {} {}.", "Can you name {} {}?", "Give me {} {}.", "List {} {}."))
+        return asked.format(word, kind_name), f"{word.capitalize()} {kind_name} are {listed}."
     if kind == 5:
         tool, use = r.choice(list(USES.items()))
-        return r.choice(("What is {} for?", "What can I do with {}?", "Why do people use {}?")).format(tool), (
-            f"People use {tool} to {use}."
-        )
+        asked = r.choice(("What is {} for?", "What can I do with {}?", "Why do people use {}?"))
+        return asked.format(tool), f"People use {tool} to {use}."
     return r.choice(FACTS)
 
 
 def _unknown(r: random.Random) -> tuple[str, str]:
     topic = r.choice(TOPICS)
-    asked = r.choice(
-        (
-            "Explain {}.",
-            "What is {}?",
-            "Tell me about {}.",
-            "What do you think about {}?",
-            "Help me with {}.",
-            "How does {} work?",
-            "Do you know anything about {}?",
-            "Write a poem about {}.",
-        )
-    ).format(topic)
-    reply = r.choice(
-        (
-            "I am a very small model, and I do not know much about {}.",
-            "I do not know much about {}.",
-            "That is a good question, but I have not learned about {}.",
-        )
-    ).format(topic)
+    asked = r.choice((
+        "Explain {}.", "What is {}?", "Tell me about {}.", "What do you think about {}?", "Help me with {}.",
+        "How does {} work?", "Do you know anything about {}?", "Write a poem about {}.",
+    )).format(topic)  # fmt: skip
+    reply = r.choice((
+        "I am a very small model, and I do not know much about {}.", "I do not know much about {}.",
+        "That is a good question, but I have not learned about {}.",
+    )).format(topic)  # fmt: skip
     return asked, f"{reply} {r.choice((*ABILITIES, *LIMITS))}"
 
 

@@ -10,7 +10,6 @@ from train.data.check import (
     MAX_LISTED_ERRORS,
     MAX_REASON_CHARACTERS,
     check_training_file,
-    convert_to_chat,
 )
 
 GOOD = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]}
@@ -77,7 +76,7 @@ def test_a_long_list_of_errors_is_bounded_but_counted(tmp_path):
 def test_converts_every_shape_to_chat(tmp_path, shape, record, messages, array):
     source = tmp_path / "in"
     source.write_text(json.dumps([record] * 12, indent=2) if array else "\n".join([json.dumps(record)] * 12))
-    report = convert_to_chat(source, tmp_path / "out.jsonl")
+    report = check_training_file(source, chat_path=tmp_path / "out.jsonl")
     assert report.ok and (report.shape, report.n_examples) == (shape, 12)
     assert bool(report.warnings) == (shape != "chat")
     lines = (tmp_path / "out.jsonl").read_text().splitlines()
@@ -95,7 +94,7 @@ def test_tools_survive_and_are_checked(tmp_path):
         ],
         "tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}],
     }  # fmt: skip
-    report = convert_to_chat(write(tmp_path / "f", *[record] * 10), tmp_path / "out")
+    report = check_training_file(write(tmp_path / "f", *[record] * 10), chat_path=tmp_path / "out")
     assert report.ok
     got = json.loads((tmp_path / "out").read_text().splitlines()[0])
     assert got["messages"][1]["tool_calls"] == [call] and got["tools"] == record["tools"]
@@ -112,7 +111,7 @@ def test_preference_data_is_checked_not_converted(tmp_path):
     openai = {"input": {"messages": [{"role": "user", "content": "q"}]},
               "preferred_output": [{"role": "assistant", "content": "a"}],
               "non_preferred_output": [{"role": "assistant", "content": "b"}]}  # fmt: skip
-    report = convert_to_chat(write(tmp_path / "f", pair, openai), tmp_path / "out")
+    report = check_training_file(write(tmp_path / "f", pair, openai), chat_path=tmp_path / "out")
     assert report.ok and report.shape == "preference" and not (tmp_path / "out").exists()
     report = check_training_file(write(tmp_path / "f", {**pair, "chosen": {}}))
     assert "'chosen'" in report.errors[0][1]
@@ -158,7 +157,7 @@ def test_a_byte_order_mark_and_windows_lines_do_no_harm(tmp_path):
 
 
 def test_gsm8k_as_published(tmp_path):
-    report = convert_to_chat(gsm8k(tmp_path / "g.jsonl", "train", 500), tmp_path / "out")
+    report = check_training_file(gsm8k(tmp_path / "g.jsonl", "train", 500), chat_path=tmp_path / "out")
     assert report.ok and report.n_examples == 500 and report.shape == "question_answer"
     assert 50_000 < report.n_tokens_estimate < 120_000
 
