@@ -44,7 +44,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[object]], *, empty: st
     return drawn if found else Text(empty)
 
 
-def fields(pairs: Iterable[tuple[str, object]]) -> RenderableType:
+def fields(*pairs: tuple[str, object]) -> RenderableType:
     """One thing, with a name and a value per line."""
     from rich.table import Table
     from rich.text import Text

@@ -32,6 +32,11 @@ from weights.tiers.record import Name
 log = logging.getLogger(__name__)
 
 NICENESS = 10
+# What `Tiers.status` says of a tier that nothing is known of.
+_EMPTY: dict[str, Any] = {
+    **dict.fromkeys(("versions", "snapshots", "bytes", "backlog", "backlog_bytes", "damaged"), 0),
+    **dict.fromkeys(("limit_bytes", "busy", "last_error", "last_error_s", "next_try_s")),
+}
 
 
 @dataclass
@@ -178,10 +183,14 @@ class Tiers:
         """One entry per tier, shared memory first; sizes in bytes, times in Unix seconds."""
         usage = self.store.usage()
         counts = {kind: len(self.store.list(kind)) for kind in KINDS}
-        memory = {"name": "memory", "where": str(self.store.root), "versions": counts["version"] + counts["adapter"],
-                  "snapshots": counts["snapshot"], "bytes": usage.used_bytes, "limit_bytes": usage.budget_bytes,
-                  "backlog": 0, "backlog_bytes": 0, "busy": None, "damaged": 0, "last_error": None,
-                  "last_error_s": None, "next_try_s": None}  # fmt: skip
+        memory = _EMPTY | {
+            "name": "memory",
+            "where": str(self.store.root),
+            "versions": counts["version"] + counts["adapter"],
+            "snapshots": counts["snapshot"],
+            "bytes": usage.used_bytes,
+            "limit_bytes": usage.budget_bytes,
+        }
         return [memory, *map(_status, self.all)]
 
     def _in_memory_copy(self, name: Name) -> Copy | None:
@@ -192,18 +201,19 @@ class Tiers:
 
 
 def _status(tier: Tier) -> dict[str, Any]:
-    busy = None
-    if tier.busy is not None:
-        name, pace = tier.busy
-        busy = {"name": str(name), "done_bytes": pace.done_bytes, "total_bytes": pace.total_bytes}
-    return {
-        "name": tier.level.name, "where": tier.level.where,
+    known = _EMPTY | {
+        "name": tier.level.name,
+        "where": tier.level.where,
         "versions": sum(name.kind != "snapshot" for name in tier.here),
         "snapshots": sum(name.kind == "snapshot" for name in tier.here),
-        "bytes": tier.used_bytes, "limit_bytes": None, "backlog": len(tier.backlog),
-        "backlog_bytes": sum(tier.backlog.values()), "busy": busy, "damaged": tier.damaged,
-        "last_error": tier.last_error, "last_error_s": tier.last_error_s, "next_try_s": tier.next_try_s,
-    }  # fmt: skip
+        "bytes": tier.used_bytes,
+        "backlog": len(tier.backlog),
+        "backlog_bytes": sum(tier.backlog.values()),
+    }
+    if tier.busy is not None:
+        name, pace = tier.busy
+        known["busy"] = {"name": str(name), "done_bytes": pace.done_bytes, "total_bytes": pace.total_bytes}
+    return known | {key: getattr(tier, key) for key in ("damaged", "last_error", "last_error_s", "next_try_s")}
 
 
 def _be_nice() -> None:

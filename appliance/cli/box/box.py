@@ -248,7 +248,7 @@ def _ready(answer: dict[str, Any], detached: bool) -> Any:
     elif answer["first_key_file"]:
         shown.append(("API key", f"in {answer['first_key_file']}"))
     shown.append(("stop", "appliance down" if detached else "Ctrl-C"))
-    return output.above("The box is ready.", output.fields(shown))
+    return output.above("The box is ready.", output.fields(*shown))
 
 
 def _status(now: dict[str, Any]) -> Any:
@@ -256,14 +256,14 @@ def _status(now: dict[str, Any]) -> Any:
     split = mode["train_devices"]
     lost = sum(device["health"] == "lost" for device in now["devices"])
     busy = sum(device["holder"] is not None for device in now["devices"])
-    about = output.fields([
+    about = output.fields(
         ("box", f"{box['id']}, version {box['version']}, up for {formats.duration(time.time() - box['started_s'])}"),
         ("endpoint", box["url"]),
         ("data", box["data_dir"]),
         ("mode", mode["policy"] + ("" if split is None else f", {split} devices for training at most")),
         ("devices", f"{busy} of {len(now['devices']) - lost} held{f', {lost} lost' if lost else ''}"),
         ("weights", f"{formats.size(memory['used_bytes'])} in shared memory, at most {_budget(memory)}"),
-    ])  # fmt: skip
+    )
     devices = output.table(
         ("DEVICE", "KIND", "HEALTH", "HOLDER"),
         ((d["id"], d["kind"], health(d), holder(d)) for d in now["devices"]),

@@ -101,11 +101,9 @@ def _limits(answer: dict[str, Any]) -> Any:
         return "-" if bytes_per_s is None else f"{formats.size(bytes_per_s)}/s"
 
     return output.fields(
-        [
-            ("host memory", rate(answer["memcpy_bytes_per_s"])),
-            ("host to one GPU", rate(answer["host_to_device_bytes_per_s"])),
-            ("measured", formats.moment(answer["measured_s"])),
-        ]
+        ("host memory", rate(answer["memcpy_bytes_per_s"])),
+        ("host to one GPU", rate(answer["host_to_device_bytes_per_s"])),
+        ("measured", formats.moment(answer["measured_s"])),
     )
 
 

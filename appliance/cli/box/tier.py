@@ -38,7 +38,7 @@ def _checked(operation: dict[str, Any]) -> Any:
             ("tensors", result["tensors"]),
             ("read", formats.size(result["bytes"])),
         ]
-    return output.fields(rows)
+    return output.fields(*rows)
 
 
 def _table(answer: dict[str, Any]) -> Any:

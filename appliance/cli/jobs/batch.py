@@ -96,7 +96,7 @@ def _reason(error: dict[str, Any]) -> str:
 
 def _fields(batch: dict[str, Any]) -> Any:
     errors = (batch.get("errors") or {}).get("data") or []
-    return output.fields([
+    return output.fields(
         ("id", batch["id"]),
         ("status", batch["status"]),
         ("requests", _counts(batch)),
@@ -109,7 +109,7 @@ def _fields(batch: dict[str, Any]) -> Any:
         ("output file", formats.or_dash(batch["output_file_id"])),
         ("error file", formats.or_dash(batch["error_file_id"])),
         *(("error", _reason(error)) for error in errors[:_ERRORS_SHOWN]),
-    ])  # fmt: skip
+    )
 
 
 def _counts(batch: dict[str, Any]) -> str:

@@ -107,14 +107,14 @@ def refuse_bad(answer: dict[str, Any]) -> None:
 
 
 def _fields(answer: dict[str, Any]) -> Any:
-    return output.fields([
+    return output.fields(
         ("id", answer["id"]),
         ("filename", answer["filename"]),
         ("purpose", answer["purpose"]),
         ("bytes", f"{answer['bytes']:,}"),
         ("created", formats.moment(answer["created_at"])),
         ("status", answer["status"]),
-    ])  # fmt: skip
+    )
 
 
 def _table(answer: dict[str, Any]) -> Any:

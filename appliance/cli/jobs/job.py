@@ -133,7 +133,7 @@ def _one(job: dict[str, Any]) -> Any:
     ]
     settings = job.get("resolved") or job.get("hyperparameters") or {}
     table = output.table(("HYPERPARAMETER", "VALUE"), sorted(settings.items()), empty="") if settings else None
-    return output.stack(output.fields(shown), table)
+    return output.stack(output.fields(*shown), table)
 
 
 def _step(job: dict[str, Any]) -> str:

@@ -112,20 +112,23 @@ def _shown(mode: dict[str, Any]) -> Any:
 
 
 def _fields(mode: dict[str, Any]) -> Any:
-    bounds, floor = mode["bounds"], mode["serving_floor"]
-    return output.fields([
+    bounds, floor, train = mode["bounds"], mode["serving_floor"], formats.or_dash(mode["train_devices"])
+    if mode["train_devices"] is None and mode["policy"] == "auto":
+        train = "as many as serving does not need"
+    until = "changed"
+    if mode["until_s"] is not None:
+        until = f"{formats.moment(mode['until_s'])}, when a window of the schedule begins or ends"
+    back, grows = formats.duration(bounds["give_back_after_s"]), formats.duration(bounds["job_dwell_s"])
+    return output.fields(
         ("mode", mode["policy"]),
-        ("train devices", "as many as serving does not need" if mode["train_devices"] is None and
-         mode["policy"] == "auto" else formats.or_dash(mode["train_devices"])),
+        ("train devices", train),
         ("serving floor", f"{floor} device{'s' * (floor != 1)}; what lies idle above it is lent"),
         ("since", formats.moment(mode["since_s"] or None)),
         ("set by", _set_by(mode)),
-        ("until", "changed" if mode["until_s"] is None else
-         f"{formats.moment(mode['until_s'])}, when a window of the schedule begins or ends"),
-        ("dwell", f"serving gives back after {formats.duration(bounds['give_back_after_s'])} of lower demand, "
-         f"a running job grows after {formats.duration(bounds['job_dwell_s'])}"),
+        ("until", until),
+        ("dwell", f"serving gives back after {back} of lower demand, a running job grows after {grows}"),
         ("hand-overs", f"at most {bounds['handovers_per_hour']:.0f} per hour by the traffic of one model"),
-    ])  # fmt: skip
+    )
 
 
 def _set_by(mode: dict[str, Any]) -> str:

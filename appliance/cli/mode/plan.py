@@ -38,13 +38,13 @@ def _plan(told: dict[str, Any]) -> Any:
     waiting = [(f"job {job_id}", text) for job_id, text in sorted(told["waiting"].items())]
     short = [(f"model {model}", text) for model, text in sorted(told["notes"].items())]
     standby = [(f"model {model}", text) for model, text in sorted(told["standby"].items())]
-    idle = [(f"model {model}", text) for model, text in sorted(told["idle"].items())]
-    left = output.fields([*waiting, *short]) if waiting or short else None
+    idle = [(f"model {model}", text) for model, text in sorted(told.get("idle", {}).items())]
+    left = output.fields(*waiting, *short) if waiting or short else None
     split = f" {told['train_devices']}" if told["policy"] == "split" else ""
     title = f"mode {told['policy']}{split}, serving floor {told['serving_floor']}:"
     return output.stack(
         "\n".join([title, *(steps or ["Nothing would move."])]),
         output.above("Would wait:", left) if left is not None else None,
-        output.above("Learned:", output.fields(standby)) if standby else None,
-        output.above("Idle:", output.fields(idle)) if idle else None,
+        output.above("Learned:", output.fields(*standby)) if standby else None,
+        output.above("Idle:", output.fields(*idle)) if idle else None,
     )

@@ -57,14 +57,14 @@ def promote(session: Session, model: MODEL) -> None:
 
 def fields(row: dict[str, Any]) -> Any:
     decision = row["decision"]
-    about = output.fields([
+    about = output.fields(
         ("canary", f"{row['version']} of {row['model']}, {row['share'] * 100:g}% of the requests"),
         ("state", row["state"].replace("_", " ") + (", on its own" if row["auto"] else "")),
         ("began", formats.moment(row["created_s"])),
         ("ended", formats.moment(row["ended_s"])),
         ("now" if decision else "because", formats.or_dash(row["message"])),
         *([("verdict", f"{decision['verdict']}: {decision['reason']}")] if decision else []),
-    ])  # fmt: skip
+    )
     table = output.table(
         ("VERSION", ">REQUESTS", ">ERRORS", ">FIRST BYTE P95", ">DURATION P95", ">HELD-OUT LOSS"),
         (

@@ -69,7 +69,7 @@ def _number(name: str, text: str) -> float | int:
 
 def _deployment(answer: dict[str, Any]) -> Any:
     most = answer["max_replicas"]
-    return output.fields([
+    return output.fields(
         ("model", answer["model"]),
         ("replicas", f"{answer['min_replicas']} to {'[serve] max_replicas' if most is None else most}"),
         ("tensor parallel", answer["tensor_parallel"]),
@@ -78,4 +78,4 @@ def _deployment(answer: dict[str, Any]) -> Any:
         ("sleeps after", formats.duration(answer["idle_sleep_s"])),
         ("pinned", "yes" if answer["pinned"] else "no"),
         ("fails", formats.or_dash(answer["failed_reason"])),
-    ])  # fmt: skip
+    )

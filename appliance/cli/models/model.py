@@ -172,7 +172,7 @@ def _operation(operation: dict[str, Any]) -> Any:
             rows.append(("parameters", formats.count(value)))
         else:
             rows.append((name, formats.or_dash(value)))
-    return output.stack(output.fields(rows), checked)
+    return output.stack(output.fields(*rows), checked)
 
 
 def _table(answer: dict[str, Any]) -> Any:
@@ -196,10 +196,14 @@ def _kind(model: dict[str, Any]) -> str:
 
 def _one(model: dict[str, Any]) -> Any:
     adapter = model.get("adapter")
-    about = output.fields([
+    about = output.fields(
         ("model", model["name"]),
-        ("kind", f"adapter of {adapter['base']} {adapter['base_version']}, rank {adapter['rank']}" if adapter
-         else model["kind"] + (f" of {model['base']}" if model.get("base") else "")),
+        (
+            "kind",
+            f"adapter of {adapter['base']} {adapter['base_version']}, rank {adapter['rank']}"
+            if adapter
+            else model["kind"] + (f" of {model['base']}" if model.get("base") else ""),
+        ),
         ("architecture", model["arch"]),
         ("parameters", formats.count(model["params"])),
         ("size", formats.size(model["bytes"])),
@@ -207,7 +211,7 @@ def _one(model: dict[str, Any]) -> Any:
         ("source", formats.or_dash(model.get("source"))),
         ("for", _for_whom(model)),
         ("state", model["state"] + (f": {model['message']}" if model.get("message") else "")),
-    ])  # fmt: skip
+    )
     versions = output.table(
         ("VERSION", "CREATED", ">SIZE", "IN", "PINNED", "SOURCE"),
         (

@@ -104,10 +104,10 @@ def _table(plan: dict[str, Any]) -> Any:
     if plan["kind"] == "job":
         about += [("with", chosen), ("may run on", f"{formats.or_dash(plan['sizes'])} devices")]
     return output.stack(
-        output.fields(about),
-        output.above("On each device", output.fields(rows)),
-        output.above("In shared memory", output.fields(_sizes(host))),
-        output.above("In host memory, by offloading", output.fields(away)) if away else None,
+        output.fields(*about),
+        output.above("On each device", output.fields(*rows)),
+        output.above("In shared memory", output.fields(*_sizes(host))),
+        output.above("In host memory, by offloading", output.fields(*away)) if away else None,
         *plan["problems"],
         *plan["warnings"],
         "Instead: " + "; ".join(plan["instead"]) if plan["instead"] else None,
