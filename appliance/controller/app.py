@@ -32,7 +32,7 @@ from appliance.controller.batches.background_responses import BackgroundResponse
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.context.operations import Operations
-from appliance.controller.files import routes, upload_routes
+from appliance.controller.files import file_routes, storage, upload_routes
 from appliance.controller.http import error_handlers
 from appliance.controller.http.middleware import BodyLimits, RequestIds
 from appliance.controller.http.routers import make_router
@@ -58,7 +58,7 @@ def create_app(context: ControllerContext) -> FastAPI:
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        routes.sweep(context)
+        storage.sweep(context)
         upload_routes.sweep(context)
         running.fail_interrupted()
         output_files.sweep(context)
@@ -109,7 +109,7 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_models.routes(context, admin, running, compared)
     plan_route.routes(context, admin)
     usage.routes(context, admin)
-    for router in (routes.routes(context), upload_routes.routes(context), batch_routes.routes(context, runner),
+    for router in (file_routes.routes(context), upload_routes.routes(context), batch_routes.routes(context, runner),
                    response_routes.routes(context, stored, background), response_routes.internal_routes(stored),
                    job_routes.routes(context, validation),
                    checkpoint_permissions.routes(context), model_routes.routes(context), admin):  # fmt: skip
@@ -135,7 +135,7 @@ async def _keep_house(
 def keep_house(context: ControllerContext, now_s: float) -> None:
     """Delete files and uploads whose time has passed, and forget requests that can no longer be repeated."""
     for row in file_rows.expired(context.db, now_s=now_s):
-        routes.remove(context, row)
+        storage.remove(context, row)
     upload_routes.keep_house(context, now_s)
     session_keys.keep_house(context, now_s)
     if context.db.reserve is not None:

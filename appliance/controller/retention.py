@@ -15,7 +15,7 @@ from functools import partial
 from anyio import to_thread
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.files import routes
+from appliance.controller.files import storage
 from appliance.controller.interfaces.config import RetentionSettings
 from appliance.controller.interfaces.identity import ADMIN
 from appliance.controller.jobs import data
@@ -71,7 +71,7 @@ async def keep_house(context: ControllerContext, now_s: float) -> None:
     if kept.files_days is not None:
         for file_id in retention.old_files(db, now_s - kept.files_days * DAY_S, CHUNK):
             if (row := file_rows.find(db, file_id, viewer=None, now_s=0)) is not None:
-                routes.remove(context, row)
+                storage.remove(context, row)
             await asyncio.sleep(0)
     there = {entry.name for entry in context.jobs_dir.iterdir()}
     for job_id in there.intersection(retention.ended_jobs(db, now_s)):

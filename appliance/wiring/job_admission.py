@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from appliance.controller.access.naming import resolve
-from appliance.controller.jobs.plan_route import shape_of
+from appliance.controller.jobs.fit import shape_of
 from appliance.controller.models import capacity
 from appliance.controller.models.capacity import BoxFacts
 from appliance.store.database import Database

@@ -457,3 +457,14 @@ def test_every_task_is_kept_or_somebody_hears_of_its_exception():
 
 def test_the_map_of_the_code_is_not_stale():
     assert code_map.TARGET.read_text() == code_map.drawn(), "run `make map`"
+
+
+def test_routes_are_imported_by_the_app_alone():
+    """What several need of what a route does stands in a file of its own, which knows no HTTP."""
+    of_controller = [path for path in files() if name_of(path).startswith("appliance/controller/")]
+    defined = {module_of(path): {getattr(node, "name", "") for node in tree(path).body} for path in of_controller}
+    routers = {module for module, names in defined.items() if "routes" in names}
+    assert len(routers) > 10
+    found = {(name_of(path), module) for path in files() for module in imports(path) if module in routers}
+    allowed = {"appliance/controller/app.py"}
+    assert {pair for pair in found if pair[0] not in allowed} == set()

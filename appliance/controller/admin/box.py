@@ -19,7 +19,7 @@ from appliance.controller.devices.mode import floor_notes, mode_in_force
 from appliance.controller.http.paging import After, list_object
 from appliance.controller.interfaces.errors import NotFound, shown
 from appliance.controller.interfaces.principal import ADMIN, Caller, needs
-from appliance.controller.openai.job_routes import unknown_job
+from appliance.controller.jobs.wanted import unknown_job
 from appliance.store.objects import job_records, jobs
 from appliance.store.records import audit, handovers, keys
 from appliance.store.rows import JobRow

@@ -21,11 +21,11 @@ from appliance.controller.batches.background_responses import BackgroundResponse
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.audit import record
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.files import routes as files
+from appliance.controller.files import storage as files
 from appliance.controller.interfaces.errors import BadRequest, Conflict
 from appliance.controller.interfaces.principal import Caller, Principal
-from appliance.controller.openai import model_routes as models
-from appliance.controller.openai.job_routes import ask
+from appliance.controller.jobs.wanted import ask
+from appliance.controller.models import removal as models
 from appliance.store.objects import batches, responses
 from appliance.store.objects import files as file_rows
 from appliance.store.records import keys

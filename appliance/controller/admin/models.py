@@ -24,7 +24,7 @@ from appliance.controller.interfaces.ports import ModelStats, Report
 from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.models.activation import switch
 from appliance.controller.models.canaries import Canaries
-from appliance.controller.openai.model_routes import known_model, place, remove
+from appliance.controller.models.removal import known_model, place, remove
 from appliance.store.database import Database
 from appliance.store.objects import models
 from appliance.store.records import canaries, deployments

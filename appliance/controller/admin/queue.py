@@ -18,7 +18,7 @@ from appliance.controller.interfaces.principal import Caller, Principal
 from appliance.controller.jobs import devices, pauses
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import Devices, Moment, Priority, Sizes
-from appliance.controller.openai.job_routes import known_job
+from appliance.controller.jobs.wanted import known_job
 from appliance.store.objects import jobs
 from appliance.store.rows import JobRow
 

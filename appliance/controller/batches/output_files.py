@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.files import routes
+from appliance.controller.files import storage
 from appliance.store.ids import new_id
 from appliance.store.objects import batches
 from appliance.store.rows import BatchRow, FileRow
@@ -19,7 +19,7 @@ def linked(context: ControllerContext, path: Path, filename: str, row: BatchRow)
     os.link(path, context.files_dir / file_id)
     return FileRow(
         id=file_id, filename=filename, purpose="batch_output", bytes=path.stat().st_size,
-        sha256=routes.sha256_of(path), status="processed", created_s=now_s, key_id=row.key_id, owner=row.owner,
+        sha256=storage.sha256_of(path), status="processed", created_s=now_s, key_id=row.key_id, owner=row.owner,
         expires_s=None if row.output_keep_s is None else now_s + row.output_keep_s,
     )  # fmt: skip
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from appliance.controller.access.disk import insufficient_storage
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.files import multipart
-from appliance.controller.files import routes as files
+from appliance.controller.files import storage as files
 from appliance.controller.http import views
 from appliance.controller.http.routers import make_router
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from appliance.controller.access.naming import checkpoint_name, resolve
-from appliance.controller.files import routes
+from appliance.controller.files import storage
 from appliance.store.database import Database
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, jobs, models
@@ -112,7 +112,7 @@ class JobEvents:
             if deployments.find(db, row.output_model) is None:
                 deployments.insert(db, DeploymentRow(model=row.output_model, created_s=time.time()))
             table = _metrics_table(db, job_id)
-            result = routes.add_result(db, self._files_dir, "step_metrics.csv", table, owner=row.owner)
+            result = storage.add_result(db, self._files_dir, "step_metrics.csv", table, owner=row.owner)
             jobs.update(db, job_id, result_files=[result])
             jobs.set_phase(db, job_id, "succeeded", reason="")
             add_message(db, job_id, f"New fine-tuned model created: {row.output_model}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Annotated, Any
 
 from fastapi import APIRouter
@@ -11,20 +9,16 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.devices import node_sizes
 from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
+from appliance.controller.jobs.fit import box_facts, job_verdict, shape_of
 from appliance.controller.jobs.requests import Hyperparameters, Name, refused
 from appliance.controller.models import capacity
-from appliance.controller.models.capacity import BoxFacts, Verdict
-from runtime.devices.kinds import HOST, kind_of
-from train.methods.method import Method
+from runtime.devices.kinds import kind_of
 from train.methods.methods import DEFAULT
 from train.plan import auto
 from train.plan.errors import InvalidHyperparameter
-from train.plan.estimate import ModelShape
 
 Count = Annotated[int, Field(ge=1, le=65536)]
-MAX_CONFIG_BYTES = 4 * 2**20
 TYPICAL_EXAMPLES = 1000
 
 
@@ -62,38 +56,6 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         if (body.serve is None) == (body.job is None):
             raise BadRequest("Give either 'serve' or 'job'.", param="serve", code="invalid_value")
         return _serve(context, body.serve) if body.serve else _job(context, body.job)  # type: ignore[arg-type]
-
-
-def box_facts(context: ControllerContext) -> BoxFacts:
-    now = context.scheduler.status()
-    devices = now["devices"]
-    nodes = node_sizes.known(context)
-    budget = now["memory"]["budget_bytes"]
-    room = now["memory"].get("room_bytes")
-    return BoxFacts(
-        devices=max(1, len(devices)),
-        node_devices=max(1, nodes.largest),
-        device_kind=devices[0]["kind"] if devices else HOST.name,
-        device_memory_bytes=min((d["memory_bytes"] for d in devices), default=0),
-        store_budget_bytes=budget,
-        host_memory_bytes=now["memory"].get("host_bytes"),
-        store_room_bytes=room if room is not None else (budget or 0) - (now["memory"]["used_bytes"] or 0),
-    )
-
-
-def shape_of(base: Resolved) -> ModelShape:
-    """From the version's config.json; of a model whose files are not at hand only the number of parameters counts."""
-    for folder in (base.version.disk_path, base.version.shm_path):
-        path = Path(folder, "config.json") if folder else None
-        if path is not None and path.is_file() and path.stat().st_size <= MAX_CONFIG_BYTES:
-            return ModelShape.from_config(json.loads(path.read_text()), base.model.params)
-    return ModelShape(base.model.params)
-
-
-def job_verdict(context: ControllerContext, base: Resolved, fields: dict[str, Any], sizes: list[int],
-                method: Method = DEFAULT) -> Verdict:  # fmt: skip
-    """Of a job with these fields of a TrainSpec at any of these world sizes."""
-    return capacity.job(shape_of(base), fields, sizes, box_facts(context), method)
 
 
 def _known(context: ControllerContext, name: str) -> Resolved:

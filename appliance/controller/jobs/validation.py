@@ -15,11 +15,11 @@ from typing import Any
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.devices import node_sizes
-from appliance.controller.files import routes
+from appliance.controller.files import storage
 from appliance.controller.jobs import data, requests
 from appliance.controller.jobs import devices as job_devices
 from appliance.controller.jobs.events import add_message, fail
-from appliance.controller.jobs.plan_route import job_verdict, shape_of
+from appliance.controller.jobs.fit import job_verdict, shape_of
 from appliance.store.objects import files as file_rows
 from appliance.store.objects import jobs
 from appliance.store.rows import FileRow, JobRow
@@ -37,7 +37,7 @@ class InvalidData(Exception):
     """The data of a job cannot be trained on; `report` says where."""
 
     def __init__(self, param: str, file_id: str, report: DataReport):
-        super().__init__(f"The file {file_id} has {routes.summary(report)}")
+        super().__init__(f"The file {file_id} has {storage.summary(report)}")
         self.param, self.report = param, report
 
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, StringConstraints
 from appliance.controller.batches.input_lines import ENDPOINTS
 from appliance.controller.batches.runner import BatchRunner
 from appliance.controller.context.context import ControllerContext
-from appliance.controller.files import routes as files
+from appliance.controller.files import storage as files
 from appliance.controller.http import idempotency, views
 from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router

@@ -18,16 +18,16 @@ from appliance.controller.devices import node_sizes
 from appliance.controller.http import idempotency, views
 from appliance.controller.http.paging import After, Limit, list_object
 from appliance.controller.http.routers import make_router
-from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, shown
+from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
 from appliance.controller.interfaces.principal import FINE_TUNING, Caller, Principal
 from appliance.controller.jobs import claims, data, devices, requests
 from appliance.controller.jobs.events import add_message
 from appliance.controller.jobs.requests import JobCreate
 from appliance.controller.jobs.validation import JobValidation
-from appliance.store.errors import IllegalTransition
+from appliance.controller.jobs.wanted import ask, known_job
 from appliance.store.ids import new_id
 from appliance.store.objects import files, job_records, jobs
-from appliance.store.rows import FileRow, JobRow, JobWanted
+from appliance.store.rows import FileRow, JobRow
 from train.plan.errors import InvalidHyperparameter
 
 ROUTE = "fine_tuning.jobs"
@@ -102,18 +102,6 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
     return router
 
 
-def known_job(context: ControllerContext, job_id: str, caller: Principal) -> JobRow:
-    """Raises NotFound, for another's too."""
-    row = jobs.find_visible(context.db, job_id, viewer=caller.viewer)
-    if row is None:
-        raise unknown_job(job_id)
-    return row
-
-
-def unknown_job(job_id: str) -> NotFound:
-    return NotFound(f"Could not find fine tune: {shown(job_id)}", param="fine_tune_id", code="fine_tune_not_found")
-
-
 def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> JobRow:
     """Raises BadRequest and NotFound for everything that can be known before the data is converted."""
     requests.check(body)
@@ -166,34 +154,6 @@ def _data_file(context: ControllerContext, file_id: str, param: str, caller: Pri
             code="invalid_file_purpose",
         )
     return row
-
-
-_SAID = {
-    "cancel": "Fine-tuning job cancelled by request.",
-    "pause": "Fine-tuning job paused by request; its status stays 'queued' until it is resumed.",
-    "run": "Fine-tuning job resumed by request.",
-}
-
-
-def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Principal) -> JobRow:
-    """Raises NotFound and Conflict."""
-    db = context.db
-    row = known_job(context, job_id, caller)
-    verb = "resume" if wanted == "run" else wanted
-    try:
-        with db.transaction():
-            after = jobs.set_wanted(db, job_id, wanted)
-            # A job without devices is over at once; one that runs is when the scheduler has stopped its ranks.
-            if wanted == "cancel" and not row.finished and row.phase != "running":
-                jobs.set_phase(db, job_id, "cancelled", reason="cancelled by request")
-            if after.wanted != row.wanted:
-                add_message(db, job_id, _SAID[wanted])
-            after = jobs.get(db, job_id)
-    except IllegalTransition as error:
-        raise Conflict(f"The fine-tuning job {job_id} is {error.found}; it cannot be asked to {verb} any more.",
-                       param="fine_tune_id", code="invalid_job_state") from error  # fmt: skip
-    context.scheduler.nudge(f"{verb} of {job_id}")
-    return after
 
 
 def _metadata_filter(request: Request) -> tuple[dict[str, str], bool]:

@@ -142,7 +142,7 @@ async def test_what_was_refused_leaves_none_and_what_broke_off_says_so(control: 
         raise OSError("disk")
 
     file_id = await control.upload()
-    monkeypatch.setattr("appliance.controller.files.routes.remove", broken)
+    monkeypatch.setattr("appliance.controller.files.storage.remove", broken)
     assert (await control.http.delete(f"/v1/files/{file_id}")).status_code == 500
     (row,) = rows(control)[1:]
     assert (row.action, row.target, row.outcome, row.detail) == (

@@ -13,7 +13,7 @@ import pytest
 from openai.types import FileObject
 
 from appliance.controller.app import keep_house
-from appliance.controller.files import multipart, routes
+from appliance.controller.files import multipart, storage
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import BadRequest
 from appliance.store.records import audit
@@ -193,7 +193,7 @@ async def test_the_start_sweeps_what_a_crash_left(control: Control):
     kept = await control.upload(b"x", "a", "assistants")
     (control.context.files_dir / ".incoming-file-1").write_bytes(b"half")
     (control.context.files_dir / "file-without-row").write_bytes(b"whole")
-    assert routes.sweep(control.context) == 2
+    assert storage.sweep(control.context) == 2
     assert left_on_disk(control) == [kept]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from appliance.controller.interfaces.errors import OperationFailed
 from appliance.controller.interfaces.ports import VersionPlace
-from appliance.controller.openai.model_routes import place
+from appliance.controller.models.removal import place
 from appliance.store.objects import models
 from appliance.wiring import model_work
 from appliance.wiring.model_work import LibraryOps

@@ -1,0 +1,118 @@
+"""/v1/files: upload, list, retrieve, content, delete (https://platform.openai.com/docs/api-reference/files)."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import FileResponse
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.files import multipart, storage
+from appliance.controller.http import idempotency, views
+from appliance.controller.http.paging import After, list_object
+from appliance.controller.http.routers import make_router
+from appliance.controller.interfaces.errors import BadRequest, Conflict, shown
+from appliance.controller.interfaces.principal import FINE_TUNING, Caller
+from appliance.store.ids import new_id
+from appliance.store.objects import batches, files
+
+ROUTE = "files"
+
+
+def routes(context: ControllerContext) -> APIRouter:
+    router = make_router("/v1/files", FINE_TUNING)
+    db = context.db
+
+    @router.post("")
+    async def create(request: Request, caller: Caller) -> dict[str, Any]:
+        file_id = new_id("file-")
+        incoming = context.files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
+        with context.quotas.receiving(caller) as took:
+            upload = await multipart.receive(
+                request.stream(), request.headers.get("content-type", ""), incoming, context.config.upload_bytes,
+                took,
+            )  # fmt: skip
+            try:
+                purpose, keep_s = storage.checked_purpose(upload.fields.get("purpose")), _keep_s(upload.fields)
+                row = await storage.described(
+                    context, file_id, incoming, filename=upload.filename, size=upload.size, sha256=upload.sha256,
+                    purpose=purpose, keep_s=keep_s, caller=caller,
+                )  # fmt: skip
+                attempt = idempotency.Attempt.of(
+                    request, caller, ROUTE, [upload.sha256, upload.filename, row.purpose, upload.fields]
+                )
+                # No await between the look for an earlier attempt and the insert: two retries cannot both miss.
+                with db.transaction():
+                    earlier = idempotency.find(db, attempt, context.config)
+                    known = files.find(db, earlier, viewer=caller.viewer, now_s=time.time()) if earlier else None
+                    if known is None:
+                        os.rename(incoming, context.files_dir / file_id)
+                        files.insert(db, row)
+                        idempotency.remember(db, attempt, file_id)
+            finally:
+                incoming.unlink(missing_ok=True)
+        return views.file_object(known or row, caller)
+
+    @router.get("")
+    async def list_files(
+        caller: Caller,
+        after: After = None,
+        limit: Annotated[int, Query(ge=0, le=10_000)] = 10_000,
+        order: Literal["asc", "desc"] = "desc",
+        purpose: Annotated[str | None, Query(max_length=64)] = None,
+    ) -> dict[str, Any]:
+        page = files.page(
+            db, viewer=caller.viewer, now_s=time.time(), purpose=purpose, after=after, limit=limit,
+            descending=order == "desc",
+        )  # fmt: skip
+        return list_object(page, lambda row: views.file_object(row, caller))
+
+    @router.get("/{file_id}")
+    async def retrieve(file_id: str, caller: Caller) -> dict[str, Any]:
+        return views.file_object(storage.known_file(context, file_id, caller), caller)
+
+    @router.get("/{file_id}/content")
+    async def content(file_id: str, caller: Caller) -> FileResponse:
+        row = storage.known_file(context, file_id, caller)
+        headers = {
+            # RFC 6266: the encoded form carries any name; nothing of the name is interpreted by a browser.
+            "content-disposition": f"attachment; filename*=utf-8''{quote(row.filename, safe='')}",
+            "x-content-type-options": "nosniff",
+        }
+        return FileResponse(context.files_dir / row.id, media_type="application/octet-stream", headers=headers)
+
+    @router.delete("/{file_id}")
+    async def delete(file_id: str, caller: Caller) -> dict[str, Any]:
+        row = storage.known_file(context, file_id, caller)
+        if (batch := batches.using_file(db, row.id)) is not None:
+            name = batch.id if caller.viewer in (None, batch.owner) else "an operator's batch"
+            raise Conflict(f"The file {row.id} is the input of {name}, which is {batch.status}; wait for its "
+                           "end or cancel it first.", param="id", code="file_in_use")  # fmt: skip
+        storage.remove(context, row)
+        return {"id": row.id, "object": "file", "deleted": True}
+
+    return router
+
+
+def _keep_s(fields: dict[str, str]) -> float | None:
+    """Of a form's `expires_after`; None without one. Raises BadRequest."""
+    anchor, seconds = fields.get("expires_after[anchor]"), fields.get("expires_after[seconds]")
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise BadRequest(f"Invalid value for 'expires_after.anchor': {shown(anchor)}; expected 'created_at'.",
+                         param="expires_after.anchor", code="invalid_value")  # fmt: skip
+    if seconds is None or not seconds.isascii() or not seconds.isdigit() or int(seconds[:20]) not in storage.EXPIRY_S:
+        raise BadRequest(
+            f"Invalid value for 'expires_after.seconds': {shown(seconds)}; expected a number from "
+            f"{storage.EXPIRY_S.start} to {storage.EXPIRY_S.stop - 1}.",
+            param="expires_after.seconds",
+            code="invalid_value",
+        )
+    return float(seconds)
+
+

@@ -1,0 +1,113 @@
+"""Files as rows and bytes: found for a caller, described, made by the box itself, deleted."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.files import multipart
+from appliance.controller.interfaces.errors import BadRequest, NotFound, shown
+from appliance.controller.interfaces.principal import Principal
+from appliance.store.database import Database
+from appliance.store.ids import new_id
+from appliance.store.objects import files
+from appliance.store.rows import FileRow
+from train.data.check import DataReport
+
+UPLOAD_PURPOSES = ("assistants", "batch", "fine-tune", "vision", "user_data")
+EXPIRY_S = range(3600, 2_592_000 + 1)
+_BATCH_KEEP_S = 30 * 86400
+_LINES_SHOWN = 20
+
+
+def known_file(context: ControllerContext, file_id: str, caller: Principal, param: str = "id") -> FileRow:
+    """Raises NotFound, for another's too."""
+    row = files.find(context.db, file_id, viewer=caller.viewer, now_s=time.time())
+    if row is None:
+        raise NotFound(f"No such File object: {shown(file_id)}", param=param, code="file_not_found")
+    return row
+
+
+def remove(context: ControllerContext, row: FileRow) -> None:
+    """The row first: bytes without a row are swept at start, a row without bytes would be a lie."""
+    files.delete(context.db, row.id)
+    (context.files_dir / row.id).unlink(missing_ok=True)
+
+
+def sweep(context: ControllerContext) -> int:
+    """Delete what a crash left behind: unfinished uploads, bytes without a row. Returns how many. Call at start."""
+    known = files.ids(context.db)
+    orphans = [entry for entry in context.files_dir.iterdir() if entry.name not in known]
+    for entry in orphans:
+        entry.unlink(missing_ok=True)
+    return len(orphans)
+
+
+def sha256_of(path: Path) -> str:
+    with open(path, "rb") as source:
+        return hashlib.file_digest(source, "sha256").hexdigest()
+
+
+def add_result(db: Database, files_dir: Path, filename: str, content: bytes, *, owner: str) -> str:
+    """Store a file that the box itself made for somebody (purpose "fine-tune-results"); returns its id."""
+    file_id = new_id("file-")
+    incoming = files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
+    with os.fdopen(os.open(incoming, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as out:
+        out.write(content)
+        out.flush()
+        os.fsync(out.fileno())
+    os.rename(incoming, files_dir / file_id)
+    files.insert(db, FileRow(
+        id=file_id, filename=filename, purpose="fine-tune-results", bytes=len(content),
+        sha256=hashlib.sha256(content).hexdigest(), status="processed", created_s=time.time(), owner=owner,
+    ))  # fmt: skip
+    return file_id
+
+
+def checked_purpose(purpose: str | None) -> str:
+    """Raises BadRequest."""
+    if purpose is None:
+        raise BadRequest("Missing required parameter: 'purpose'.", param="purpose", code="missing_required_parameter")
+    if purpose not in UPLOAD_PURPOSES:
+        raise BadRequest(
+            f"Invalid value for 'purpose': {shown(purpose)} was given, expected one of {', '.join(UPLOAD_PURPOSES)}.",
+            param="purpose",
+            code="invalid_value",
+        )
+    return purpose
+
+
+async def described(
+    context: ControllerContext, file_id: str, path: Path, *, filename: str, size: int, sha256: str, purpose: str,
+    keep_s: float | None, caller: Principal,
+) -> FileRow:  # fmt: skip
+    """The row of the complete bytes at `path`, which are the caller's. Training data is checked line by line, on a
+    thread or in a process.
+
+    keep_s: seconds until the file is deleted; None: as its purpose has it, which is for ever but for batches' input.
+    """
+    now_s = time.time()
+    if keep_s is None and purpose == "batch":
+        keep_s = _BATCH_KEEP_S
+    status, details, report = "processed", None, None
+    if purpose == "fine-tune":
+        found = await context.file_work.check(caller.owner, path)
+        status, details, report = ("processed" if found.ok else "error"), summary(found), asdict(found)
+    return FileRow(
+        id=file_id, filename=filename, purpose=purpose, bytes=size, sha256=sha256, status=status,
+        status_details=details, report=report, key_id=caller.key_id, owner=caller.owner, created_s=now_s,
+        expires_s=None if keep_s is None else now_s + keep_s,
+    )  # fmt: skip
+
+
+def summary(report: DataReport) -> str | None:
+    """For `status_details`: the bad lines with their reasons, or what was noticed; None when there is nothing."""
+    if not report.ok:
+        lines = "; ".join(f"line {line}: {reason}" for line, reason in report.errors[:_LINES_SHOWN])
+        more = f"; and {report.n_errors - _LINES_SHOWN} more" if report.n_errors > _LINES_SHOWN else ""
+        return f"{report.n_errors} bad example(s): {lines}{more}"
+    return "; ".join(report.warnings) or None

@@ -1,0 +1,50 @@
+"""What people want of a job (cancel, pause, resume): written down here, done by the scheduler, which is woken."""
+
+from __future__ import annotations
+
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.errors import Conflict, NotFound, shown
+from appliance.controller.interfaces.principal import Principal
+from appliance.controller.jobs.events import add_message
+from appliance.store.errors import IllegalTransition
+from appliance.store.objects import jobs
+from appliance.store.rows import JobRow, JobWanted
+
+_SAID = {
+    "cancel": "Fine-tuning job cancelled by request.",
+    "pause": "Fine-tuning job paused by request; its status stays 'queued' until it is resumed.",
+    "run": "Fine-tuning job resumed by request.",
+}
+
+
+def known_job(context: ControllerContext, job_id: str, caller: Principal) -> JobRow:
+    """Raises NotFound, for another's too."""
+    row = jobs.find_visible(context.db, job_id, viewer=caller.viewer)
+    if row is None:
+        raise unknown_job(job_id)
+    return row
+
+
+def unknown_job(job_id: str) -> NotFound:
+    return NotFound(f"Could not find fine tune: {shown(job_id)}", param="fine_tune_id", code="fine_tune_not_found")
+
+
+def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Principal) -> JobRow:
+    """Raises NotFound and Conflict."""
+    db = context.db
+    row = known_job(context, job_id, caller)
+    verb = "resume" if wanted == "run" else wanted
+    try:
+        with db.transaction():
+            after = jobs.set_wanted(db, job_id, wanted)
+            # A job without devices is over at once; one that runs is when the scheduler has stopped its ranks.
+            if wanted == "cancel" and not row.finished and row.phase != "running":
+                jobs.set_phase(db, job_id, "cancelled", reason="cancelled by request")
+            if after.wanted != row.wanted:
+                add_message(db, job_id, _SAID[wanted])
+            after = jobs.get(db, job_id)
+    except IllegalTransition as error:
+        raise Conflict(f"The fine-tuning job {job_id} is {error.found}; it cannot be asked to {verb} any more.",
+                       param="fine_tune_id", code="invalid_job_state") from error  # fmt: skip
+    context.scheduler.nudge(f"{verb} of {job_id}")
+    return after

@@ -1,0 +1,94 @@
+"""Deleting a model or one of its versions: refused while something needs it, then rows, replicas and bytes in turn."""
+
+from __future__ import annotations
+
+import logging
+
+from appliance.controller.access.model_access import unknown_model
+from appliance.controller.access.naming import Resolved, resolve
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.interfaces.errors import Conflict, OperationFailed
+from appliance.controller.interfaces.ports import VersionPlace
+from appliance.controller.interfaces.principal import Principal
+from appliance.store.objects import adapters, jobs, models
+from appliance.store.records import canaries
+from appliance.store.rows import VersionRow
+
+log = logging.getLogger(__name__)
+
+
+def known_model(context: ControllerContext, name: str) -> Resolved:
+    """Raises NotFound."""
+    found = resolve(context.db, name)
+    if found is None:
+        raise unknown_model(name)
+    return found
+
+
+def place(row: VersionRow) -> VersionPlace:
+    kind = "adapter" if row.meta.get("adapter") else "version"
+    return VersionPlace(row.version, row.disk_path, row.shm_path, kind)
+
+
+async def remove(context: ControllerContext, found: Resolved, caller: Principal) -> None:
+    """Delete a model with all its versions, or one version by its checkpoint's or pinned name.
+
+    Rows first: from then on nothing new can use the bytes; then the replicas leave; then the bytes go. A crash in
+    between leaves bytes that nobody refers to, which the weight store's sweep finds. Raises Conflict.
+    """
+    db, model = context.db, found.model
+    _refuse_if_in_use(context, found, caller)
+    if found.checkpoint or found.pinned:
+        version = found.version
+        if model.active_version == version.version:
+            raise Conflict(f"{found.name} is the active version of {model.id}; roll back to another version first, "
+                           "or delete the model.", param="model", code="version_in_use")  # fmt: skip
+        running = canaries.find_running(db, model.id)
+        if running is not None and running.version == version.version:
+            raise Conflict(f"{version.version} is the canary of {model.id}; promote it or roll it back first.",
+                           param="model", code="version_in_use")  # fmt: skip
+        models.delete_version(db, model.id, version.version)
+        await _unload(context, [version])
+        await context.model_ops.remove(model.id, [place(version)])
+        context.scheduler.nudge(f"version {version.version} of {model.id} was deleted")
+        return
+    versions = models.list_versions(db, model.id)
+    places = [place(row) for row in versions]
+    models.delete(db, model.id)
+    context.scheduler.nudge(f"model {model.id} was deleted")
+    await context.scheduler.withdraw(model.id)
+    await _unload(context, versions)
+    await context.model_ops.remove(model.id, places)
+
+
+async def _unload(context: ControllerContext, versions: list[VersionRow]) -> None:
+    """Engines drop those of these versions that are adapters, so that their bytes can go."""
+    names = [f"{row.model}@{row.version}" for row in versions if row.meta.get("adapter")]
+    if names:
+        try:
+            await context.scheduler.unload_adapters(names)
+        except OperationFailed as error:  # the rows are gone: what is left of the deletion goes on
+            log.warning("%s was deleted, but an engine still knows it: %s", ", ".join(names), error)
+
+
+def _refuse_if_in_use(context: ControllerContext, found: Resolved, caller: Principal) -> None:
+    """What is another's is not named."""
+    for job in jobs.list_unfinished(context.db):
+        if job.wanted != "cancel" and (job.model in (found.name, found.model.id) or job.output_model == found.model.id):
+            own = caller.viewer in (None, job.owner)
+            raise Conflict(
+                f"{found.name} is used by the fine-tuning job {job.id}; cancel the job or wait for its end." if own else
+                f"{found.name} is used by a fine-tuning job of somebody whom it is shared with; wait for its end.",
+                param="model",
+                code="model_in_use",
+            )
+    one = found.version.version if found.checkpoint or found.pinned else None
+    for adapter in adapters.list_on(context.db, found.model.id):
+        if one in (None, adapter.base_version):
+            name = adapter.model if models.is_visible(context.db, adapter.model, caller.viewer) else "Another's model"
+            raise Conflict(
+                f"{name} is an adapter on {adapter.base} {adapter.base_version} and cannot answer without "
+                "it; delete the adapter first.",
+                param="model",
+                code="model_in_use",
+            )
