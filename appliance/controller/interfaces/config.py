@@ -50,7 +50,7 @@ class RetentionSettings(BaseModel):
     """Batches that have ended, of all keys of one owner; past it the oldest go."""
     jobs_per_owner: int = Field(2_000, ge=1)
     """Jobs that have ended, of all keys of one owner; past it the oldest go, with their folders, events and steps. A
-    job stays for as long as a model that it made."""
+    job stays for as long as a model that it made, or as usage tells of the devices that it held."""
     job_data_days: float | None = Field(30.0, gt=0)
     """The folders of jobs that have ended: events, TensorBoard files. The copy of the training data goes at once."""
     job_events_days: float | None = Field(None, gt=0)

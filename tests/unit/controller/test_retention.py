@@ -138,6 +138,8 @@ async def test_of_what_has_ended_each_owner_keeps_the_newest(tmp_path: Path, db:
             )
     jobs.update(db, "ann-1", output_model="ft:kept")
     models.insert(db, ModelRow("ft:kept", "fine-tuned", "Llama", 1, 1, "ann", "job", NOW_S))
+    usage.devices_held(db, "ann-2", 1, NOW_S - 60)  # it ran, and what it held is billed
+    usage.devices_held(db, "ann-2", 0, NOW_S)
     job(db, "ann-live", phase="running", owner="ann")
     batches.insert(db, BatchRow("batch-live", "/v1/x", "file-x", NOW_S, NOW_S, status="in_progress", owner="ann"))
     job_records.insert_checkpoint(db, CheckpointRow("c", "ann-0", "ft:gone:ckpt", "ft:gone", "v1", 1, NOW_S))
@@ -152,11 +154,12 @@ async def test_of_what_has_ended_each_owner_keeps_the_newest(tmp_path: Path, db:
     def left(table: str, column: str = "id") -> set[str]:
         return {row[0] for row in db.execute(f"SELECT {column} FROM {table}")}
 
-    # ann-1 stays with its model; of the five others the newest two.
-    assert left("jobs") == {"ann-1", "ann-4", "ann-5", "ann-live", "bob-0", "bob-1"}
+    # ann-1 stays with its model, ann-2 with its device-hours; of the four others the newest two.
+    assert left("jobs") == {"ann-1", "ann-2", "ann-4", "ann-5", "ann-live", "bob-0", "bob-1"}
     assert {path.name for path in (tmp_path / "jobs").iterdir()} == left("jobs") - {"ann-live"}
     assert left("job_events", "job_id") == left("jobs") - {"ann-live"}
     assert not left("checkpoints") and not left("permissions")
+    assert [spent.device_hours for spent in usage.report(db, "owner", 0, NOW_S) if spent.name == "ann"] == [1 / 60]
     assert left("batches") == {"batch-ann-3", "batch-ann-4", "batch-ann-5", "batch-live", "batch-bob-0", "batch-bob-1"}
     assert left("audit") == {f"a{n}" for n in range(203, 1203)} | {f"b{n}" for n in range(1203)}
 
