@@ -1,4 +1,4 @@
-"""docs/operations.md says what the code does."""
+"""docs/operations.md says what the code does, and what the documents name is there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from appliance.cli import errors
 from appliance.config import BoxConfig
 from tests.unit.cli.test_tree import FROZEN
 
-TEXT = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+ROOT = Path(__file__).parents[3]
+TEXT = (ROOT / "docs" / "operations.md").read_text()
 
 
 def test_every_key_of_the_configuration_is_documented_as_it_is():
@@ -40,3 +41,22 @@ def test_every_command_is_documented():
             depth = 3 if words[:2] == ["mode", "schedule"] else 2 if group else 1
             listed.add(" ".join(words[:depth]))
     assert listed == set(FROZEN)
+
+
+def test_every_test_that_the_threat_model_names_is_there():
+    files = list((ROOT / "tests").rglob("test_*.py"))
+    known = {path.stem for path in files}
+    for path in files:
+        known |= set(re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.M))
+    named = set(re.findall(r"\btest_\w+", (ROOT / "docs" / "security.md").read_text()))
+    assert len(named) > 100 and named - known == set()
+
+
+def test_every_file_that_the_documents_name_is_there():
+    for page in (*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        if page.name == "log.md":  # of its time
+            continue
+        named = re.findall(r"`((?:appliance|scheduler|train|serve|weights|runtime|tests|benchmarks|images)/[\w/.-]+)",
+                           page.read_text())  # fmt: skip
+        missing = {name for name in named if not (ROOT / name).exists()}
+        assert {name for name in missing if not re.search(r"[A-Z]{3}", name)} == set(), page.name
