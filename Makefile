@@ -42,11 +42,13 @@ sdk-conformance: setup ## openai-python's own tests of our routes against a runn
 	{ $(PY) -m tests.conformance --data-dir "$$data" || code=$$?; \
 	  $(VENV)/bin/appliance down --data-dir "$$data"; rm -rf "$$data"; exit $$code; }
 
-lint: setup ## ruff
+lint: setup ## ruff: its rules, and its format
 	$(RUFF) check .
+	$(RUFF) format --check .
 
 check: setup ## the inner loop, under a minute: lint, types of the packages that are typed, unit tests of what changed
 	@$(RUFF) check .
+	@$(RUFF) format --check --quiet .
 	@$(PY) -m mypy
 	@$(PYTEST) --numprocesses "$$(nproc)" --maxprocesses 8 --dist worksteal $$($(PY) -m tests.tools.changed)
 

@@ -77,10 +77,11 @@ class BoxSettings(_Section):
         180.0, ge=30, description="that Ray, the controller and the gateway each get to start, and a node to join"
     )
     memory_reserve_bytes: int | None = Field(
-        None, ge=0,
+        None,
+        ge=0,
         description="of the host's memory, kept available for other programs; with less the box gives back what it "
         "can, serving last; unset: a twenty-fifth, at least half a GiB, at most 8",
-    )  # fmt: skip
+    )
     serving_floor: int = Field(0, ge=0, description="devices that serving keeps in every mode")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="of the controller's log")
     hub_offline: bool = Field(True, description="refuse downloads from a model hub")
@@ -196,16 +197,24 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
         config = BoxConfig.model_validate(table)
     except ValidationError as error:
         raise ConfigError(_message(error.errors(), layers)) from error
-    gateway = config.gateway.model_copy(update={
-        key: str(folder / value)
-        for key in ("tls_cert_path", "tls_key_path")
-        if (value := getattr(config.gateway, key)) is not None
-    })  # fmt: skip
+    gateway = config.gateway.model_copy(
+        update={
+            key: str(folder / value)
+            for key in ("tls_cert_path", "tls_key_path")
+            if (value := getattr(config.gateway, key)) is not None
+        }
+    )
     try:
         # The gateway's own checks (bounds of every limit, both TLS files or none) before anything is started.
-        GatewayConfig.from_mapping(gateway.model_dump() | {
-            "host": config.box.host, "port": config.box.port, "controller_socket": "", "bus_socket": "",
-        })  # fmt: skip
+        GatewayConfig.from_mapping(
+            gateway.model_dump()
+            | {
+                "host": config.box.host,
+                "port": config.box.port,
+                "controller_socket": "",
+                "bus_socket": "",
+            }
+        )
     except ConfigInvalid as error:
         location = ("gateway", *str(error).partition(":")[0].split("."))
         layer = next((layer for layer in layers if layer.has(location)), layers[-1])
@@ -276,8 +285,9 @@ def _environment(environ: Mapping[str, str]) -> Table:
             if key not in BoxSettings.model_fields:
                 close = difflib.get_close_matches(key, list(BoxSettings.model_fields), n=1, cutoff=0.75)
                 if close:
-                    raise ConfigError(f"the environment: unknown variable {variable}; did you mean "
-                                      f"{_variable(('box', close[0]))}?")  # fmt: skip
+                    raise ConfigError(
+                        f"the environment: unknown variable {variable}; did you mean {_variable(('box', close[0]))}?"
+                    )
                 continue
             sections = ["box"]
         place = table

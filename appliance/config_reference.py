@@ -30,8 +30,11 @@ def reference() -> str:
     for title, kind in _sections(BoxConfig, ()):
         rows = [f"| `{name}` | {shape} | {default} | {text} |" for name, shape, default, text in _keys(kind)]
         about = (inspect.getdoc(kind) or "").split("\n\n")[0].replace("\n", " ")
-        parts.append("\n".join([f"#### [{title}]", "", about, "", "| key | type | default | meaning |",
-                                "|---|---|---|---|", *rows]))  # fmt: skip
+        parts.append(
+            "\n".join(
+                [f"#### [{title}]", "", about, "", "| key | type | default | meaning |", "|---|---|---|---|", *rows]
+            )
+        )
     return "\n\n".join(parts) + "\n"
 
 

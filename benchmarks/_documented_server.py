@@ -21,12 +21,31 @@ def documented_server(path: Path, rounds: int, dtype: str) -> dict:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     environment = {
-        **os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_SERVER_DEV_MODE": "1", "HF_HUB_OFFLINE": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1", "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_RPC_BASE_PATH": str(path.parent), "TMPDIR": str(path.parent),
-    }  # fmt: skip
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(path), "--host", "127.0.0.1",
-               "--port", str(port), "--dtype", dtype, "--served-model-name", "starter"]  # fmt: skip
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "OMP_NUM_THREADS": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_RPC_BASE_PATH": str(path.parent),
+        "TMPDIR": str(path.parent),
+    }
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(path),
+        "--host",
+        "127.0.0.1",
+        "--port",
+        str(port),
+        "--dtype",
+        dtype,
+        "--served-model-name",
+        "starter",
+    ]
     log = open(path.parent / "cold.log", "wb")
     began_s = time.perf_counter()
     server = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True, cwd="/")

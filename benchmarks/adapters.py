@@ -41,9 +41,12 @@ async def rate(sdk, names: list[str], turn: int) -> float:
 
     async def ask(number: int) -> None:
         await sdk.completions.create(
-            model=names[number % len(names)], prompt=[turn % 300 + 10, number + 10, 7, 8, 9], max_tokens=TOKENS,
-            temperature=0, extra_body={"ignore_eos": True},
-        )  # fmt: skip
+            model=names[number % len(names)],
+            prompt=[turn % 300 + 10, number + 10, 7, 8, 9],
+            max_tokens=TOKENS,
+            temperature=0,
+            extra_body={"ignore_eos": True},
+        )
 
     began_s = time.perf_counter()
     await asyncio.gather(*(ask(number) for number in range(REQUESTS)))
@@ -66,9 +69,14 @@ async def measure(size: str, rounds: int, dtype: str) -> dict:
         plain, shared = (Replica(str(box.warm_socket), str(box.logs)) for _ in range(2))
         own = box.spec("plain", base, dtype=dtype)
         many = box.spec(
-            "shared", base, dtype=dtype, adapter_slots=SLOTS, adapter_max_rank=RANK, adapters_resident=RESIDENT,
+            "shared",
+            base,
+            dtype=dtype,
+            adapter_slots=SLOTS,
+            adapter_max_rank=RANK,
+            adapters_resident=RESIDENT,
             adapter_roots=(str(box.root / "adapters"),),
-        )  # fmt: skip
+        )
         await plain.start(own)
         await shared.start(many)
         cases = {
@@ -117,21 +125,33 @@ def main() -> None:
     print(f"{options.size}, {REQUESTS} requests of {TOKENS} tokens at once, {dtype}, median of {options.rounds}")
     for case, tokens_per_s in found["tokens_per_s"].items():
         print(f"  {case:24} {tokens_per_s:8.0f} tokens/s  {tokens_per_s / plain:5.2f} of the plain engine's")
-    print(f"  one token: hot {found['hot_ms']:.1f} ms, cold {found['cold_ms']:.1f} ms, of which load "
-          f"{found['load_ms']:.1f} ms for {found['adapter_bytes']} bytes ({found['loads']} loads)")  # fmt: skip
+    print(
+        f"  one token: hot {found['hot_ms']:.1f} ms, cold {found['cold_ms']:.1f} ms, of which load "
+        f"{found['load_ms']:.1f} ms for {found['adapter_bytes']} bytes ({found['loads']} loads)"
+    )
     rates, size = found["tokens_per_s"], options.size
     record(
         __file__,
         [
-            at_least("base on an engine that takes adapters, over a plain one", size,
-                     rates["base, adapter engine"] / plain, "x", 0.97),
-            stated("four adapters in one batch, over the base on a plain engine", size,
-                   rates["four adapters"] / plain, "x"),
+            at_least(
+                "base on an engine that takes adapters, over a plain one",
+                size,
+                rates["base, adapter engine"] / plain,
+                "x",
+                0.97,
+            ),
+            stated(
+                "four adapters in one batch, over the base on a plain engine", size, rates["four adapters"] / plain, "x"
+            ),
             stated("load of a cold adapter", size, found["load_ms"], "ms"),
-            stated("bytes of an adapter of rank 16, over the base's", size,
-                   found["adapter_bytes"] / found["base_bytes"], "x"),
+            stated(
+                "bytes of an adapter of rank 16, over the base's",
+                size,
+                found["adapter_bytes"] / found["base_bytes"],
+                "x",
+            ),
         ],
-    )  # fmt: skip
+    )
     if options.json:
         options.json.write_text(json.dumps(found, indent=1))
 

@@ -62,10 +62,13 @@ def main() -> int:
     if not gpus:
         print("no NVIDIA GPU here: nothing measured")
         size = _size(options.gib)
-        record(__file__, [
-            skipped(LOCKED_OVER_LIMIT, size, ">= 0.9", NO_GPU),
-            skipped(*WITH_CUDA, NO_GPU),
-        ])  # fmt: skip
+        record(
+            __file__,
+            [
+                skipped(LOCKED_OVER_LIMIT, size, ">= 0.9", NO_GPU),
+                skipped(*WITH_CUDA, NO_GPU),
+            ],
+        )
         return 0
     with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="appliance-bench-") as folder:
         version = _write_version(Path(folder), int(options.gib * GIB))
@@ -192,10 +195,15 @@ def _show(title: str, found: list[dict[str, float]]) -> None:
 
 
 RATES = {
-    "limit_in": "limit_in", "limit_out": "limit_out", "pageable": "limit_in", "locked": "limit_in",
-    "columns_by_torch": "limit_in", "columns_gathered": "limit_in", "snapshot": "limit_out",
+    "limit_in": "limit_in",
+    "limit_out": "limit_out",
+    "pageable": "limit_in",
+    "locked": "limit_in",
+    "columns_by_torch": "limit_in",
+    "columns_gathered": "limit_in",
+    "snapshot": "limit_out",
     "snapshot_locked": "limit_out",
-}  # fmt: skip
+}
 
 
 def _size(gib: float) -> str:

@@ -85,7 +85,11 @@ async def gap_around(replica: Replica, sdk, model: str, version: Path, how: str)
 
     async def read(seen: list[float]) -> None:
         stream = await sdk.completions.create(
-            model=model, prompt=[7, 8, 9], max_tokens=STREAM_TOKENS, temperature=0, stream=True,
+            model=model,
+            prompt=[7, 8, 9],
+            max_tokens=STREAM_TOKENS,
+            temperature=0,
+            stream=True,
             extra_body={"ignore_eos": True},
         )
         async for _ in stream:
@@ -143,9 +147,7 @@ async def sleepers(box: Box, size: str, versions: list[Path], dtype: str) -> dic
         for number in range(SLEEPERS):
             replica = Replica(str(box.warm_socket), str(box.logs))
             replicas.append(replica)
-            await replica.start(
-                box.spec(f"sleeper-{number}", versions[0], kv_cache_bytes=KV_CACHE_BYTES, dtype=dtype)
-            )
+            await replica.start(box.spec(f"sleeper-{number}", versions[0], kv_cache_bytes=KV_CACHE_BYTES, dtype=dtype))
             asleep = await replica.sleep()
             before, after = before + asleep["rss_before_bytes"], after + asleep["rss_after_bytes"]
         for number, replica in enumerate(replicas):
@@ -262,12 +264,15 @@ def claims(size: str, row: dict) -> list[Claim]:
         at_most("staged swap: gap of a stream at the flip", size, staged["flip_gap_s"] * 1e3, "ms", 30),
         at_most("staged swap: gap of a stream, staging included", size, staged["gap_s"] * 1e3, "ms", 30),
         at_most(
-            "staged swap: gap beside a new request, less a step of it", size,
-            (row["swap"][CONTENDED]["flip_gap_s"] - staged["usual_s"]) * 1e3, "ms", 30,
+            "staged swap: gap beside a new request, less a step of it",
+            size,
+            (row["swap"][CONTENDED]["flip_gap_s"] - staged["usual_s"]) * 1e3,
+            "ms",
+            30,
         ),
         at_most("in-place swap: pause less 20 ms", size, (in_place["pause_s"] - 0.02) / memcpy, "x memcpy", 2),
         stated("sleeping engine's memory", size, asleep["rss_after_bytes"] / asleep["rss_before_bytes"], "of awake"),
-    ]  # fmt: skip
+    ]
     if staged["staging_ratio"]:
         found.append(stated("chunks of a stream while a version is staged", size, staged["staging_ratio"], "x apart"))
     if "cold_start_s" in row:
@@ -342,8 +347,10 @@ def main() -> None:
             versions = [stored_as(box.version(f"{size}-{seed}", seed=seed, **shape), dtype) for seed in (1, 2)]
             weight_bytes = (versions[0] / "model.safetensors").stat().st_size
             if available_bytes() < ROOM_BYTES * weight_bytes:
-                print(f"{size}: left out, {available_bytes() / 1e9:.1f} GB of memory are free and "
-                      f"{ROOM_BYTES * weight_bytes / 1e9:.1f} GB are needed")  # fmt: skip
+                print(
+                    f"{size}: left out, {available_bytes() / 1e9:.1f} GB of memory are free and "
+                    f"{ROOM_BYTES * weight_bytes / 1e9:.1f} GB are needed"
+                )
                 continue
             row = {"bytes": weight_bytes, "memcpy_s": memcpy_seconds(versions[0], options.rounds)}
             progress(f"{size}: swaps, wakes and starts of our engine")

@@ -38,8 +38,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks._claims import Claim, at_least, record, skipped  # noqa: E402 - the path comes first
 
-AIMS = (("plain", "nginx", 0.5), ("burst", "nginx", 0.5), ("paced", "nginx", 0.5), ("plain", "vllm-router", 2.0),
-        ("plain", "litellm", 300.0))  # fmt: skip
+AIMS = (
+    ("plain", "nginx", 0.5),
+    ("burst", "nginx", 0.5),
+    ("paced", "nginx", 0.5),
+    ("plain", "vllm-router", 2.0),
+    ("plain", "litellm", 300.0),
+)
 KEY = "sk-benchmark"
 EVENTS = 64
 PACE_S = 0.010
@@ -58,9 +63,18 @@ ANSWER = json.dumps(
     },
     separators=(",", ":"),
 ).encode()
-EVENT = b"data: " + json.dumps(
-    {"id": "chatcmpl-1", "object": "chat.completion.chunk", "model": "m", "choices": [{"delta": {"content": " word"}}]}
-).encode() + b"\n\n"  # fmt: skip
+EVENT = (
+    b"data: "
+    + json.dumps(
+        {
+            "id": "chatcmpl-1",
+            "object": "chat.completion.chunk",
+            "model": "m",
+            "choices": [{"delta": {"content": " word"}}],
+        }
+    ).encode()
+    + b"\n\n"
+)
 EVENT_CHUNK = b"%x\r\n%b\r\n" % (len(EVENT), EVENT)
 DONE = b"data: [DONE]\n\n"
 LAST = b"%x\r\n%b\r\n" % (len(DONE), DONE) + STREAM_END
@@ -221,10 +235,17 @@ async def wrk_load(port: int, mode: str, concurrency: int, seconds: float, folde
     script = folder / f"{mode}.lua"
     script.write_text(WRK_SCRIPT % (KEY, request_body(mode).decode()))
     process = await asyncio.create_subprocess_exec(
-        "wrk", "-t1", f"-c{concurrency}", f"-d{max(1, round(seconds))}s", "--timeout", "10s", "-s", str(script),
+        "wrk",
+        "-t1",
+        f"-c{concurrency}",
+        f"-d{max(1, round(seconds))}s",
+        "--timeout",
+        "10s",
+        "-s",
+        str(script),
         f"http://127.0.0.1:{port}/v1/chat/completions",
         stdout=subprocess.PIPE,
-    )  # fmt: skip
+    )
     out, _ = await process.communicate()
     data = json.loads(next(line for line in out.decode().splitlines() if line.startswith("RESULT "))[7:])
     if data.pop("errors"):
@@ -333,15 +354,29 @@ def others(folder: Path, upstream: int, ports: dict[str, int], commands: dict[st
     found = {}
     if "vllm-router" in commands:
         found["vllm-router"] = [
-            commands["vllm-router"], "--host", "127.0.0.1", "--port", str(ports["vllm-router"]), "--worker-urls",
-            f"http://127.0.0.1:{upstream}", "--prometheus-port", str(free_port()), "--log-level", "error",
-        ]  # fmt: skip
+            commands["vllm-router"],
+            "--host",
+            "127.0.0.1",
+            "--port",
+            str(ports["vllm-router"]),
+            "--worker-urls",
+            f"http://127.0.0.1:{upstream}",
+            "--prometheus-port",
+            str(free_port()),
+            "--log-level",
+            "error",
+        ]
     if "litellm" in commands:
         (folder / "litellm.yaml").write_text(LITELLM_CONFIG.format(upstream=upstream, key=KEY))
         found["litellm"] = [
-            commands["litellm"], "--config", str(folder / "litellm.yaml"), "--host", "127.0.0.1", "--port",
+            commands["litellm"],
+            "--config",
+            str(folder / "litellm.yaml"),
+            "--host",
+            "127.0.0.1",
+            "--port",
             str(ports["litellm"]),
-        ]  # fmt: skip
+        ]
     return found
 
 

@@ -90,10 +90,14 @@ async def replay(sdk: openai.AsyncOpenAI, model: str, asked: list[Asked], turn: 
         sent_s, tokens = time.perf_counter(), 0
         try:
             stream = await sdk.completions.create(
-                model=model, prompt=[(turn * 7919 + number * 31 + n) % 300 + 10 for n in range(row.prompt)],
-                max_tokens=row.answer, temperature=0, stream=True, stream_options={"include_usage": True},
+                model=model,
+                prompt=[(turn * 7919 + number * 31 + n) % 300 + 10 for n in range(row.prompt)],
+                max_tokens=row.answer,
+                temperature=0,
+                stream=True,
+                stream_options={"include_usage": True},
                 extra_body={"ignore_eos": True},
-            )  # fmt: skip
+            )
             async for event in stream:
                 if event.choices and not tokens:
                     firsts.append(time.perf_counter() - sent_s)
@@ -112,9 +116,12 @@ async def replay(sdk: openai.AsyncOpenAI, model: str, asked: list[Asked], turn: 
     for text in dropped[:3]:
         print(f"dropped: {text}", file=sys.stderr)
     return {
-        "tokens_per_s": tokens / took_s, "dropped": len(dropped), "tokens": tokens,
-        "first_p50_s": statistics.median(firsts), "first_p99_s": sorted(firsts)[int(len(firsts) * 0.99)],
-    }  # fmt: skip
+        "tokens_per_s": tokens / took_s,
+        "dropped": len(dropped),
+        "tokens": tokens,
+        "first_p50_s": statistics.median(firsts),
+        "first_p99_s": sorted(firsts)[int(len(firsts) * 0.99)],
+    }
 
 
 async def healthy(port: int) -> None:
@@ -149,16 +156,22 @@ async def measure(asked: list[Asked], rounds: int, with_nginx: bool) -> dict[str
         await replica.start(spec)
         server = await push_table(str(folder / "bus.sock"), spec.socket_path)
         ports = {"gateway": free_port(), "nginx": free_port()}
-        config = {"controller_socket": str(folder / "c.sock"), "bus_socket": str(folder / "bus.sock"),
-                  "port": ports["gateway"], "log_path": str(folder / "access.log")}  # fmt: skip
+        config = {
+            "controller_socket": str(folder / "c.sock"),
+            "bus_socket": str(folder / "bus.sock"),
+            "port": ports["gateway"],
+            "log_path": str(folder / "access.log"),
+        }
         commands = {"gateway": [sys.executable, "-m", "appliance.gateway.main", "--config-json", json.dumps(config)]}
         if with_nginx:
             (folder / "nginx.conf").write_text(
                 NGINX_CONFIG.format(
-                    user="user root;" if os.geteuid() == 0 else "", folder=folder, socket=spec.socket_path,
+                    user="user root;" if os.geteuid() == 0 else "",
+                    folder=folder,
+                    socket=spec.socket_path,
                     port=ports["nginx"],
                 )
-            )  # fmt: skip
+            )
             program = shutil.which("nginx", path=f"{os.environ.get('PATH', '')}:/usr/sbin") or "nginx"
             commands["nginx"] = [program, "-c", str(folder / "nginx.conf")]
         proxies: dict[str, subprocess.Popen[bytes]] = {}
@@ -193,7 +206,7 @@ async def measure(asked: list[Asked], rounds: int, with_nginx: bool) -> dict[str
                     f"batch {row['batch']:.1f}, CPU of a token: "
                     + ", ".join(f"{who} {row[f'{who}_us']:.0f} µs" for who in used),
                     flush=True,
-                )  # fmt: skip
+                )
         await replica.stop()
         proxies["gateway"].terminate()
         await asyncio.to_thread(proxies["gateway"].wait)
@@ -209,13 +222,17 @@ def compare(rows: list[dict[str, float]], direct: list[dict[str, float]]) -> dic
     others_us = statistics.median(row["client_us"] + row["engine_us"] for row in direct)
     own_us = statistics.median(row["proxy_us"] for row in rows)
     return {
-        "ratio": ratio, "ratio_q1": low, "ratio_q3": high, "own_us": own_us, "others_us": others_us,
+        "ratio": ratio,
+        "ratio_q1": low,
+        "ratio_q3": high,
+        "own_us": own_us,
+        "others_us": others_us,
         "others_beside_it_us": statistics.median(row["client_us"] + row["engine_us"] for row in rows),
         "ceiling": others_us / (others_us + own_us),
         "batch": statistics.median(row["batch"] for row in rows),
         "batch_direct": statistics.median(row["batch"] for row in direct),
         "dropped": sum(row["dropped"] for row in rows),
-    }  # fmt: skip
+    }
 
 
 def main() -> None:
@@ -247,10 +264,15 @@ def main() -> None:
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
     size = f"Azure conversations, {options.requests} in {options.seconds:g} s"
-    record(__file__, [
-        at_least("replayed trace through the gateway against the engine directly", size, gateway["ratio"], "x", 0.97),
-        at_most("requests of it dropped by the gateway", size, gateway["dropped"], "", 0),
-    ])  # fmt: skip
+    record(
+        __file__,
+        [
+            at_least(
+                "replayed trace through the gateway against the engine directly", size, gateway["ratio"], "x", 0.97
+            ),
+            at_most("requests of it dropped by the gateway", size, gateway["dropped"], "", 0),
+        ],
+    )
 
 
 if __name__ == "__main__":

@@ -73,10 +73,30 @@ class Handed:
         self.ask()
         (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
         job = box.ask(
-            "job", "submit", "--model", MODEL, "--file", str(folder / "rows.jsonl"), "--full", "--zero-stage", "1",
-            "--epochs", "50", "--batch-size", str(DEVICES), "--max-length", "32", "--min-devices", str(DEVICES),
-            "--set", "precision=fp32", "--set", "packing=false", "--set", "snapshot_every_s=0",
-        )  # fmt: skip
+            "job",
+            "submit",
+            "--model",
+            MODEL,
+            "--file",
+            str(folder / "rows.jsonl"),
+            "--full",
+            "--zero-stage",
+            "1",
+            "--epochs",
+            "50",
+            "--batch-size",
+            str(DEVICES),
+            "--max-length",
+            "32",
+            "--min-devices",
+            str(DEVICES),
+            "--set",
+            "precision=fp32",
+            "--set",
+            "packing=false",
+            "--set",
+            "snapshot_every_s=0",
+        )
         self.events = box.data_dir / "jobs" / job["id"] / "events.jsonl"
         self.job = job["id"]
         self.mode("train")
@@ -117,9 +137,12 @@ class Handed:
 
     def steps_since(self, newest: int) -> list[dict[str, Any]]:
         return [
-            step for handover in sorted(self.handovers(), key=lambda one: int(one["id"]))
-            if int(handover["id"]) > newest for step in handover["steps"] if step["state"] == "done"
-        ]  # fmt: skip
+            step
+            for handover in sorted(self.handovers(), key=lambda one: int(one["id"]))
+            if int(handover["id"]) > newest
+            for step in handover["steps"]
+            if step["state"] == "done"
+        ]
 
     def to_serving(self) -> dict[str, Any]:
         newest, first = self.newest(), {}
@@ -148,10 +171,16 @@ def phases(steps: list[dict[str, Any]], began_s: float) -> dict[str, Any]:
     found = []
     for step in sorted(steps, key=lambda one: one["started_s"]):
         detail = step["detail"] or {}
-        found.append({
-            "verb": step["verb"], "target": step["target"], "at_s": step["started_s"] - began_s,
-            "seconds": step["ended_s"] - step["started_s"], "bytes": copied(step["verb"], detail), "detail": detail,
-        })  # fmt: skip
+        found.append(
+            {
+                "verb": step["verb"],
+                "target": step["target"],
+                "at_s": step["started_s"] - began_s,
+                "seconds": step["ended_s"] - step["started_s"],
+                "bytes": copied(step["verb"], detail),
+                "detail": detail,
+            }
+        )
     return {"steps": found, "bytes": sum(step["bytes"] for step in found)}
 
 

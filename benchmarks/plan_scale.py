@@ -60,9 +60,7 @@ def cold(devices: int, jobs: int, seed: int = 0) -> Snapshot:
             for size in (rng.choice((1, 1, 2, 4, 8, 16)),)
         ),
         deployments=tuple(
-            DeploymentView(
-                f"m{n}", "v1", rng.choice((1, 1, 2, 4)), 1, 16, Demand(inflight=40, last_request_s=NOW_S)
-            )
+            DeploymentView(f"m{n}", "v1", rng.choice((1, 1, 2, 4)), 1, 16, Demand(inflight=40, last_request_s=NOW_S))
             for n in range(models)
         ),
         epoch=1,
@@ -74,8 +72,7 @@ def after(snapshot: Snapshot, allocation: Allocation) -> tuple[Snapshot, Box]:
     groups = {g.job_id: g.devices for g in allocation.groups}
     replicas = tuple(ReplicaView(r.id, r.model, r.version, r.state, r.devices) for r in allocation.replicas)
     jobs = tuple(
-        replace(j, phase="running" if j.id in groups else "wanted", devices=groups.get(j.id, ()))
-        for j in snapshot.jobs
+        replace(j, phase="running" if j.id in groups else "wanted", devices=groups.get(j.id, ())) for j in snapshot.jobs
     )
     leases = [Lease(f"0:replica:{r.id}", Holder("replica", r.id), r.devices) for r in allocation.open_replicas]
     leases += [Lease(f"0:job:{j}", Holder("job", j), d) for j, d in groups.items()]
@@ -125,9 +122,13 @@ def measure(sizes: tuple[tuple[int, int], ...] = SIZES) -> dict[str, object]:
             points[name].append((n, seconds))
             rows.append(
                 {
-                    "situation": name, "devices": devices, "jobs": jobs, "chains": chains,
-                    "decision_ms": seconds * 1e3, "us_per_n_log_n": seconds * 1e6 / (n * math.log2(n)),
-                }  # fmt: skip
+                    "situation": name,
+                    "devices": devices,
+                    "jobs": jobs,
+                    "chains": chains,
+                    "decision_ms": seconds * 1e3,
+                    "us_per_n_log_n": seconds * 1e6 / (n * math.log2(n)),
+                }
             )
     return {
         "machine": f"{platform.processor() or platform.machine()}, Python {platform.python_version()}",

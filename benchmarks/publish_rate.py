@@ -209,11 +209,13 @@ def main() -> int:
             at_least(
                 "publish over memcpy with the same threads, segment used again",
                 f"{result['bytes'] / 1e6:.0f} MB, {result['threads']} thread{'s' * (result['threads'] > 1)}",
-                result["ratio_to_memcpy"]["steady"], "x", 0.9,
+                result["ratio_to_memcpy"]["steady"],
+                "x",
+                0.9,
             )
             for result in results
         ),
-    )  # fmt: skip
+    )
     if arguments.json:
         machine = {"python": platform.python_version(), "kernel": platform.release(), "cpus": os.cpu_count()}
         arguments.json.write_text(json.dumps({"machine": machine, "results": results}, indent=1) + "\n")

@@ -32,8 +32,12 @@ from typing import Any
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(REPOSITORY))
 
-SIZES = {"5m": (192, 512, 6, 6, 3), "25m": (384, 1024, 10, 6, 3), "50m": (512, 1408, 12, 8, 4),
-         "100m": (768, 2048, 14, 12, 4)}  # fmt: skip
+SIZES = {
+    "5m": (192, 512, 6, 6, 3),
+    "25m": (384, 1024, 10, 6, 3),
+    "50m": (512, 1408, 12, 8, 4),
+    "100m": (768, 2048, 14, 12, 4),
+}
 VOCABULARY = 8192
 EXAMPLES = 36  # nine steps of an epoch, each epoch ends with a version
 UNIVERSAL = "global_step1_universal"
@@ -78,10 +82,16 @@ def _measure(size: str, options: argparse.Namespace) -> dict[str, Any]:
         shutil.rmtree(shm)
         shutil.rmtree(disk)
     result = {
-        "benchmark": "suspend_resume", "size": size, "zero": options.zero, "precision": spec.precision,
-        "date": time.strftime("%Y-%m-%d"), "cpus": os.cpu_count(), "cpu": platform.processor() or platform.machine(),
-        "ours": ours, "deepspeed": theirs,
-    }  # fmt: skip
+        "benchmark": "suspend_resume",
+        "size": size,
+        "zero": options.zero,
+        "precision": spec.precision,
+        "date": time.strftime("%Y-%m-%d"),
+        "cpus": os.cpu_count(),
+        "cpu": platform.processor() or platform.machine(),
+        "ours": ours,
+        "deepspeed": theirs,
+    }
     print(json.dumps(theirs, indent=2), flush=True)
     _claim(size, ours, theirs)
     return result
@@ -91,31 +101,71 @@ def _claim(size: str, ours: dict[str, Any], theirs: dict[str, float]) -> None:
     import _claims
 
     rows = [
-        _claims.at_most("suspend over one copy of the state, 4 ranks", size, ours["suspend_4_s"] / ours["copy_s"],
-                        "x", 1.5),
-        _claims.at_most("suspend over one copy of the state, 8 ranks", size, ours["suspend_8_s"] / ours["copy_s"],
-                        "x", 1.5),
-        *(_claims.stated(f"before it: until {ranks} ranks have left their step, or ended one that is nearly done", size,
-                         1000 * statistics.median(ours["agreed_s"][ranks]), "ms") for ranks in (4, 8)),
-        _claims.stated("resume of a parked world of 8, until all train, over one copy of the state", size,
-                       ours["8 to 8"]["ready_s"] / ours["copy_s"], "x"),
-        _claims.at_most("step with a snapshot beside it over a step without", size, ours["snapshot_step_ratio"], "x",
-                        1.03),
+        _claims.at_most(
+            "suspend over one copy of the state, 4 ranks", size, ours["suspend_4_s"] / ours["copy_s"], "x", 1.5
+        ),
+        _claims.at_most(
+            "suspend over one copy of the state, 8 ranks", size, ours["suspend_8_s"] / ours["copy_s"], "x", 1.5
+        ),
+        *(
+            _claims.stated(
+                f"before it: until {ranks} ranks have left their step, or ended one that is nearly done",
+                size,
+                1000 * statistics.median(ours["agreed_s"][ranks]),
+                "ms",
+            )
+            for ranks in (4, 8)
+        ),
+        _claims.stated(
+            "resume of a parked world of 8, until all train, over one copy of the state",
+            size,
+            ours["8 to 8"]["ready_s"] / ours["copy_s"],
+            "x",
+        ),
+        _claims.at_most(
+            "step with a snapshot beside it over a step without", size, ours["snapshot_step_ratio"], "x", 1.03
+        ),
         _claims.stated("training stands still for a snapshot beside it", size, 1000 * ours["snapshot_stall_s"], "ms"),
         _claims.stated("training stands still for a version beside it", size, 1000 * ours["publish_stall_s"], "ms"),
-    ]  # fmt: skip
+    ]
     if theirs:
-        rows.append(_claims.at_least(
-            "suspend + resume 4 -> 2 to the next step, faster than through DeepSpeed's universal checkpoint", size,
-            theirs["total_s"] / ours["4"]["total_s"], "x", 20))  # fmt: skip
-        rows.append(_claims.at_least(
-            "the same until all ranks train again, without the step, which both compute", size,
-            theirs["trains_s"] / ours["4"]["trains_s"], "x", 20))  # fmt: skip
+        rows.append(
+            _claims.at_least(
+                "suspend + resume 4 -> 2 to the next step, faster than through DeepSpeed's universal checkpoint",
+                size,
+                theirs["total_s"] / ours["4"]["total_s"],
+                "x",
+                20,
+            )
+        )
+        rows.append(
+            _claims.at_least(
+                "the same until all ranks train again, without the step, which both compute",
+                size,
+                theirs["trains_s"] / ours["4"]["trains_s"],
+                "x",
+                20,
+            )
+        )
     if "cold_8_s" in theirs:
-        rows.append(_claims.at_least("new world of 8 until all train, forked over cold", size,
-                                     theirs["cold_8_ready_s"] / ours["ready_8_s"], "x", 20))  # fmt: skip
-        rows.append(_claims.at_least("the same until its first step, which both compute, is done", size,
-                                     theirs["cold_8_s"] / ours["world_8_s"], "x", 20))  # fmt: skip
+        rows.append(
+            _claims.at_least(
+                "new world of 8 until all train, forked over cold",
+                size,
+                theirs["cold_8_ready_s"] / ours["ready_8_s"],
+                "x",
+                20,
+            )
+        )
+        rows.append(
+            _claims.at_least(
+                "the same until its first step, which both compute, is done",
+                size,
+                theirs["cold_8_s"] / ours["world_8_s"],
+                "x",
+                20,
+            )
+        )
     for row in rows:
         print(f"{row['claim']}: {row['measured']:.3g} {row['unit']} (aim {row['aim']})", flush=True)
     _claims.record(__file__, rows)
@@ -157,10 +207,20 @@ async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, 
 
     socket = shm / "warm.sock"
     parent = subprocess.Popen(
-        [sys.executable, "-m", "runtime.processes.warm_parent",
-         "--socket", str(socket), "--preload", "train.run.preload",
-         "--log", str(shm / "warm.log")], cwd=REPOSITORY, env={**os.environ, **dict(WARM_ENV)},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "runtime.processes.warm_parent",
+            "--socket",
+            str(socket),
+            "--preload",
+            "train.run.preload",
+            "--log",
+            str(shm / "warm.log"),
+        ],
+        cwd=REPOSITORY,
+        env={**os.environ, **dict(WARM_ENV)},
+    )
 
     async def start(
         spec: Any, hosts: list[RankHost], snapshot: str | None = None
@@ -192,12 +252,20 @@ async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, 
         suspend_s = report.seconds["snapshot"] + report.seconds["exit"]
         suspensions[len(ranks)].append(suspend_s)
         agreed[len(ranks)].append(report.seconds["agree"])
-        return {"ranks": "parked" if again.resumed else "forked", "bytes": report.bytes,
-                "rank_training_bytes": training, "rank_parked_bytes": parked,
-                "snapshot_s": report.seconds["snapshot"], "exit_s": report.seconds["exit"],
-                "suspend_s": suspend_s, "ready_s": ready_s, "next_step_s": next_step_s,
-                "step_s": statistics.median(watcher.step_seconds().values()),
-                "trains_s": suspend_s + ready_s, "total_s": suspend_s + next_step_s}, again  # fmt: skip
+        return {
+            "ranks": "parked" if again.resumed else "forked",
+            "bytes": report.bytes,
+            "rank_training_bytes": training,
+            "rank_parked_bytes": parked,
+            "snapshot_s": report.seconds["snapshot"],
+            "exit_s": report.seconds["exit"],
+            "suspend_s": suspend_s,
+            "ready_s": ready_s,
+            "next_step_s": next_step_s,
+            "step_s": statistics.median(watcher.step_seconds().values()),
+            "trains_s": suspend_s + ready_s,
+            "total_s": suspend_s + next_step_s,
+        }, again
 
     try:
         while not socket.exists():
@@ -231,13 +299,23 @@ async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, 
         parent.wait()
     stalls = [event["stall_s"] for event in watcher.of("snapshot")[:-1]]
     return {
-        "bytes": four["bytes"], "4": four, "8": eight, "8 to 8": same, "ready_8_s": ready_8_s, "world_8_s": world_8_s,
-        "step_s": statistics.median(plain), "snapshot_step_s": statistics.median(copied),
-        "snapshot_step_ratio": statistics.median(copied) / statistics.median(plain), "snapshots": len(copied),
-        "snapshot_stall_s": statistics.median(stalls), "suspensions_s": suspensions, "agreed_s": agreed,
-        "suspend_4_s": statistics.median(suspensions[4]), "suspend_8_s": statistics.median(suspensions[8]),
+        "bytes": four["bytes"],
+        "4": four,
+        "8": eight,
+        "8 to 8": same,
+        "ready_8_s": ready_8_s,
+        "world_8_s": world_8_s,
+        "step_s": statistics.median(plain),
+        "snapshot_step_s": statistics.median(copied),
+        "snapshot_step_ratio": statistics.median(copied) / statistics.median(plain),
+        "snapshots": len(copied),
+        "snapshot_stall_s": statistics.median(stalls),
+        "suspensions_s": suspensions,
+        "agreed_s": agreed,
+        "suspend_4_s": statistics.median(suspensions[4]),
+        "suspend_8_s": statistics.median(suspensions[8]),
         "publish_stall_s": statistics.median(event["stall_s"] for event in watcher.of("published")),
-    }  # fmt: skip
+    }
 
 
 def _theirs(spec: Any, disk: Path, options: argparse.Namespace) -> dict[str, float]:
@@ -247,10 +325,20 @@ def _theirs(spec: Any, disk: Path, options: argparse.Namespace) -> dict[str, flo
     started = time.monotonic()
     folder = disk / "checkpoint"
     subprocess.run(
-        [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state",
-         "--input_folder", str(folder / "global_step1"), "--output_folder", str(folder / UNIVERSAL)],
-        check=True, stdout=subprocess.DEVNULL, env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        [
+            sys.executable,
+            "-m",
+            "deepspeed.checkpoint.ds_to_universal",
+            "--inject_missing_state",
+            "--input_folder",
+            str(folder / "global_step1"),
+            "--output_folder",
+            str(folder / UNIVERSAL),
+        ],
+        check=True,
+        stdout=subprocess.DEVNULL,
+        env={**os.environ, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+    )
     found["convert_s"] = time.monotonic() - started
     told, started = _cold_world("load", 2, spec, disk)
     found["load_s"] = max(t["seconds"] for t in told)
@@ -273,12 +361,21 @@ def _cold_world(part: str, size: int, spec: Any, disk: Path) -> tuple[list[dict[
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__, "--rank-of", part, "--spec", spec.to_json(), "--disk", str(disk)],
-            env={**os.environ, "RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0",
-                 "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, stderr=open(disk / f"{part}-{rank}.log", "w"), text=True,
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "WORLD_SIZE": str(size),
+                "LOCAL_RANK": "0",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "DS_ACCELERATOR": "cpu",
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=subprocess.PIPE,
+            stderr=open(disk / f"{part}-{rank}.log", "w"),
+            text=True,
         )
         for rank in range(size)
-    ]  # fmt: skip
+    ]
     outputs = [rank.communicate()[0] for rank in ranks]
     assert all(rank.returncode == 0 for rank in ranks), (disk / f"{part}-0.log").read_text()[-3000:]
     return [json.loads(output.strip().splitlines()[-1]) for output in outputs], started
@@ -329,14 +426,23 @@ def _prepare(shm: Path, disk: Path, size: str, options: argparse.Namespace) -> A
     bytes_only.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     bytes_only.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(
-        tokenizer_object=bytes_only, eos_token="<|end|>", pad_token="<|pad|>",
+        tokenizer_object=bytes_only,
+        eos_token="<|end|>",
+        pad_token="<|pad|>",
         chat_template="{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}<|end|>\n{% endfor %}",
-    ).save_pretrained(shm / "model")  # fmt: skip
+    ).save_pretrained(shm / "model")
     hidden, intermediate, layers, heads, kv_heads = SIZES[size]
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=2048,
-    ))  # fmt: skip
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=2048,
+        )
+    )
     model.to(torch.bfloat16).save_pretrained(shm / "model")
     with open(shm / "chat.jsonl", "w") as file:
         for number in range(EXAMPLES):
@@ -344,11 +450,21 @@ def _prepare(shm: Path, disk: Path, size: str, options: argparse.Namespace) -> A
             messages = [{"role": "user", "content": f"count to {number}"}, {"role": "assistant", "content": answer}]
             file.write(json.dumps({"messages": messages}) + "\n")
     return TrainSpec(
-        job_id="bench", base_path=str(shm / "model"), train_path=str(shm / "chat.jsonl"), run_dir=str(disk / "run"),
-        shm_root=str(shm / "store"), output_model="ft:bench", max_length=options.tokens, batch_size=4, packing=False,
-        zero_stage=options.zero, snapshot_every_s=0.0, n_epochs=500, publish="epoch",
+        job_id="bench",
+        base_path=str(shm / "model"),
+        train_path=str(shm / "chat.jsonl"),
+        run_dir=str(disk / "run"),
+        shm_root=str(shm / "store"),
+        output_model="ft:bench",
+        max_length=options.tokens,
+        batch_size=4,
+        packing=False,
+        zero_stage=options.zero,
+        snapshot_every_s=0.0,
+        n_epochs=500,
+        publish="epoch",
         precision=options.precision or ("bf16" if torch.cpu._is_avx512_bf16_supported() else "fp32"),
-    )  # fmt: skip
+    )
 
 
 def _memcpy_s(nbytes: int) -> float:

@@ -83,20 +83,32 @@ def _measure(shm: Path, disk: Path, size: str, options: argparse.Namespace) -> d
         mine = dataclasses.replace(spec, job_id=job, output_model=f"ft:{job}", full=full, lora_rank=options.lora_rank)
         done = subprocess.run(
             [sys.executable, __file__, "--child", mine.to_json(), "--disk", str(disk), "--steps", str(options.steps)],
-            env={**os.environ, "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0",
-                 "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
-            stdout=subprocess.PIPE, text=True, check=True,
-        )  # fmt: skip
+            env={
+                **os.environ,
+                "RANK": "0",
+                "WORLD_SIZE": "1",
+                "LOCAL_RANK": "0",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "DS_ACCELERATOR": "cpu",
+                "OMP_NUM_THREADS": "1",
+            },
+            stdout=subprocess.PIPE,
+            text=True,
+            check=True,
+        )
         told[job] = json.loads(done.stdout.strip().splitlines()[-1])
     store = WeightStore(shm / "store", budget_bytes=None)
     return {
-        "size": size, "date": time.strftime("%Y-%m-%d"), "cpus": os.cpu_count(),
-        "parameters": told["full"]["parameters"], "lora_rank": options.lora_rank,
+        "size": size,
+        "date": time.strftime("%Y-%m-%d"),
+        "cpus": os.cpu_count(),
+        "parameters": told["full"]["parameters"],
+        "lora_rank": options.lora_rank,
         "incremental": _incremental(store, disk, told, "zstd") | {"int8": _incremental(store, disk, told, "int8")},
         "snapshot": _compression(store, disk, Name("snapshot", "full", f"step-{options.steps}"), options.rounds),
         "version": _compression(store, disk, Name("version", "ft:full", "result"), options.rounds),
         "persist": _persist(store, disk, Name("version", "ft:full", "result"), options.rounds),
-    }  # fmt: skip
+    }
 
 
 def _tier(disk: Path, kind: str) -> PackedTier:
@@ -114,11 +126,13 @@ def _incremental(store: WeightStore, disk: Path, told: dict[str, Any], kind: str
     added = tier.put(second.path)
     full = told["full"]["parameters"] * BYTES_PER_PARAMETER
     return {
-        "snapshot_bytes": second.nbytes, "written_bytes": added.written_bytes, "full_checkpoint_bytes": full,
+        "snapshot_bytes": second.nbytes,
+        "written_bytes": added.written_bytes,
+        "full_checkpoint_bytes": full,
         "share_of_full_checkpoint": added.written_bytes / full,
         "deepspeed_checkpoint_bytes": told["lora"]["checkpoint_bytes"],
         "share_of_deepspeed_lora_checkpoint": added.written_bytes / told["lora"]["checkpoint_bytes"],
-    }  # fmt: skip
+    }
 
 
 def _compression(store: WeightStore, disk: Path, name: Name, rounds: int) -> dict[str, Any]:
@@ -141,8 +155,12 @@ def _compression(store: WeightStore, disk: Path, name: Name, rounds: int) -> dic
             scratch.trim_pool(0)
     rates = {f"{what}_bytes_s": stored.nbytes / statistics.median(found) for what, found in seconds.items()}
     ratios = {f"ratio_{kind}": stored.nbytes / size for kind, size in sizes.items() if kind != "none"}
-    return {"bytes": stored.nbytes, **ratios, **rates,
-            "pack_rate_over_plain": rates["pack_zstd_bytes_s"] / rates["pack_none_bytes_s"]}  # fmt: skip
+    return {
+        "bytes": stored.nbytes,
+        **ratios,
+        **rates,
+        "pack_rate_over_plain": rates["pack_zstd_bytes_s"] / rates["pack_none_bytes_s"],
+    }
 
 
 def _persist(store: WeightStore, disk: Path, name: Name, rounds: int) -> dict[str, Any]:
@@ -194,15 +212,24 @@ def _train(options: argparse.Namespace) -> int:
 def _record(result: dict[str, Any]) -> None:
     size, found = result["size"], result["incremental"]
     rows = [
-        at_most("incremental checkpoint of a LoRA job over a full checkpoint", size,
-                100 * found["share_of_full_checkpoint"], "%", 2),
-        stated("the same over DeepSpeed's checkpoint of that LoRA job", size,
-               100 * found["share_of_deepspeed_lora_checkpoint"], "%"),
+        at_most(
+            "incremental checkpoint of a LoRA job over a full checkpoint",
+            size,
+            100 * found["share_of_full_checkpoint"],
+            "%",
+            2,
+        ),
+        stated(
+            "the same over DeepSpeed's checkpoint of that LoRA job",
+            size,
+            100 * found["share_of_deepspeed_lora_checkpoint"],
+            "%",
+        ),
         stated("lossless ratio on a snapshot (fp32 master and moments)", size, result["snapshot"]["ratio_zstd"], "x"),
         stated("lossless ratio on bf16 weights", size, result["version"]["ratio_zstd"], "x"),
         stated("packing rate over the same without compression", size, result["version"]["pack_rate_over_plain"], "x"),
         stated("background persist over a plain synced copy", size, result["persist"]["rate_over_plain_copy"], "x"),
-    ]  # fmt: skip
+    ]
     record(__file__, rows)
 
 

@@ -84,30 +84,49 @@ def main() -> int:
                 result = _spawn(side, folder, options)
                 if result is not None:
                     runs[side].append(result)
-                    print(f"{side:16s} {result['tokens_per_s']:8.0f} tokens/s, "
-                          f"{result['tokens_per_cpu_s']:.0f} per CPU second, {result['share_of_matrix_rate']:.0%} "
-                          f"of {result['matrix_tflops']:.3f} TFLOP/s", flush=True)  # fmt: skip
+                    print(
+                        f"{side:16s} {result['tokens_per_s']:8.0f} tokens/s, "
+                        f"{result['tokens_per_cpu_s']:.0f} per CPU second, {result['share_of_matrix_rate']:.0%} "
+                        f"of {result['matrix_tflops']:.3f} TFLOP/s",
+                        flush=True,
+                    )
     return _report(runs, facts, options)
 
 
 def _report(runs: dict, facts: dict, options: argparse.Namespace) -> int:
     table = {
         side: {key: statistics.median(run[key] for run in results) for key in results[0]}
-        for side, results in runs.items() if results
-    }  # fmt: skip
-    ratios = {side: table["ours"]["tokens_per_cpu_s"] / row["tokens_per_cpu_s"] for side, row in table.items()
-              if side != "ours" and "ours" in table}  # fmt: skip
-    result = {"benchmark": "train_speed", **facts, "precision": options.precision, "threads": options.threads,
-              "sides": table, "ours_over": ratios}  # fmt: skip
+        for side, results in runs.items()
+        if results
+    }
+    ratios = {
+        side: table["ours"]["tokens_per_cpu_s"] / row["tokens_per_cpu_s"]
+        for side, row in table.items()
+        if side != "ours" and "ours" in table
+    }
+    result = {
+        "benchmark": "train_speed",
+        **facts,
+        "precision": options.precision,
+        "threads": options.threads,
+        "sides": table,
+        "ours_over": ratios,
+    }
     for side, ratio in ratios.items():
         print(f"ours over {side}: {ratio:.2f}x")
     if "ours" in table:
         import _claims
 
-        rate = _claims.stated(f"training: share of the matrix rate in {options.precision}", options.size,
-                              100 * table["ours"]["share_of_matrix_rate"], "%")  # fmt: skip
-        peers = [_claims.stated(f"training: tokens per CPU second over {side}", options.size, ratio, "x")
-                 for side, ratio in ratios.items()]  # fmt: skip
+        rate = _claims.stated(
+            f"training: share of the matrix rate in {options.precision}",
+            options.size,
+            100 * table["ours"]["share_of_matrix_rate"],
+            "%",
+        )
+        peers = [
+            _claims.stated(f"training: tokens per CPU second over {side}", options.size, ratio, "x")
+            for side, ratio in ratios.items()
+        ]
         _claims.record(__file__, [rate, *peers])
     if options.json:
         Path(options.json).write_text(json.dumps(result, indent=2) + "\n")
@@ -117,11 +136,34 @@ def _report(runs: dict, facts: dict, options: argparse.Namespace) -> int:
 def _spawn(side: str, folder: str, options: argparse.Namespace) -> dict[str, Any] | None:
     threads = str(options.threads)
     path = [str(REPOSITORY)] + ([options.trl_path] if options.trl_path and side != "ours" else [])
-    environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "HF_HUB_OFFLINE": "1",
-                   "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(path)}  # fmt: skip
-    command = [sys.executable, __file__, "--run-side", side, "--folder", folder, "--size", options.size,
-               "--steps", str(options.steps), "--batch", str(options.batch), "--precision", options.precision,
-               "--micro", str(options.micro), "--threads", threads]  # fmt: skip
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": threads,
+        "MKL_NUM_THREADS": threads,
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "PYTHONPATH": os.pathsep.join(path),
+    }
+    command = [
+        sys.executable,
+        __file__,
+        "--run-side",
+        side,
+        "--folder",
+        folder,
+        "--size",
+        options.size,
+        "--steps",
+        str(options.steps),
+        "--batch",
+        str(options.batch),
+        "--precision",
+        options.precision,
+        "--micro",
+        str(options.micro),
+        "--threads",
+        threads,
+    ]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     if done.returncode == 3:
         print(f"{side}: TRL is not installed here (see --help); skipped", flush=True)
@@ -148,20 +190,37 @@ def _prepare(folder: Path, source: Path, options: argparse.Namespace) -> dict[st
     made.decoder = decoders.ByteLevel()
     made.train_from_iterator(
         (f"{row['question']} {row['answer']}" for row in rows),
-        trainers.BpeTrainer(vocab_size=VOCABULARY, special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
-                            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False),
-    )  # fmt: skip
-    PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|pad|>",
-                            chat_template=TEMPLATE).save_pretrained(folder / "model")  # fmt: skip
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY,
+            special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        ),
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=TEMPLATE
+    ).save_pretrained(folder / "model")
     hidden, intermediate, layers, heads, kv_heads = SIZES[options.size]
-    model = LlamaForCausalLM(LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=intermediate, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, max_position_embeddings=2048, eos_token_id=2,
-        pad_token_id=0, bos_token_id=None,
-    ))  # fmt: skip
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=hidden,
+            intermediate_size=intermediate,
+            num_hidden_layers=layers,
+            num_attention_heads=heads,
+            num_key_value_heads=kv_heads,
+            max_position_embeddings=2048,
+            eos_token_id=2,
+            pad_token_id=0,
+            bos_token_id=None,
+        )
+    )
     model.bfloat16().save_pretrained(folder / "model")
-    return {"parameters": sum(p.numel() for p in model.parameters()), "cpu": platform.processor() or platform.machine(),
-            "date": time.strftime("%Y-%m-%d")}  # fmt: skip
+    return {
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "cpu": platform.processor() or platform.machine(),
+        "date": time.strftime("%Y-%m-%d"),
+    }
 
 
 def _run_side(options: argparse.Namespace) -> int:
@@ -182,10 +241,17 @@ def _run_side(options: argparse.Namespace) -> int:
     wall_s, cpu_s = (sum(column) for column in zip(*times[WARM_STEPS:], strict=True))
     counted = sum(tokens[WARM_STEPS:])
     share = 6 * parameters * counted / cpu_s / rate
-    print(json.dumps({
-        "tokens_per_s": counted / wall_s, "tokens_per_cpu_s": counted / cpu_s, "share_of_matrix_rate": share,
-        "matrix_tflops": rate / 1e12, "tokens_per_step": statistics.mean(tokens),
-    }))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "tokens_per_s": counted / wall_s,
+                "tokens_per_cpu_s": counted / cpu_s,
+                "share_of_matrix_rate": share,
+                "matrix_tflops": rate / 1e12,
+                "tokens_per_step": statistics.mean(tokens),
+            }
+        )
+    )
     return 0
 
 
@@ -199,11 +265,20 @@ def _ours(options: argparse.Namespace) -> tuple[list[tuple[float, float]], list[
     folder = Path(options.folder)
     init_world("cpu", meeting_url(folder / f"meeting-{os.getpid()}"))
     spec = TrainSpec(
-        job_id="bench", base_path=str(folder / "model"), train_path=str(folder / "chat.jsonl"),
-        run_dir=str(folder / "run"), shm_root=str(folder / "store"), output_model="ft:bench", max_length=MAX_LENGTH,
-        batch_size=options.batch, micro_batch=options.micro, learning_rate=1e-4, zero_stage=1, n_epochs=4,
+        job_id="bench",
+        base_path=str(folder / "model"),
+        train_path=str(folder / "chat.jsonl"),
+        run_dir=str(folder / "run"),
+        shm_root=str(folder / "store"),
+        output_model="ft:bench",
+        max_length=MAX_LENGTH,
+        batch_size=options.batch,
+        micro_batch=options.micro,
+        learning_rate=1e-4,
+        zero_stage=1,
+        n_epochs=4,
         precision=options.precision,
-    )  # fmt: skip
+    )
     events: list[dict[str, Any]] = []
     run = prepare(spec, lambda event, **data: events.append({"event": event, **data}), ControlSignals(), Progress())
     times = []
@@ -229,12 +304,25 @@ def _trl(options: argparse.Namespace) -> tuple[list[tuple[float, float]], list[i
     # As many real tokens per optimizer step as ours: a mean example has about 180.
     batch = options.batch if packed else round(options.batch * MAX_LENGTH / 180)
     config = SFTConfig(
-        output_dir=str(folder / options.run_side), per_device_train_batch_size=batch, gradient_accumulation_steps=1,
-        max_steps=options.steps, max_length=MAX_LENGTH, packing=packed, use_cpu=True, bf16=bf16, report_to=[],
-        learning_rate=1e-4, assistant_only_loss=True, gradient_checkpointing=False, save_strategy="no",
-        logging_strategy="no", dataloader_num_workers=0, optim="adamw_torch", disable_tqdm=True,
+        output_dir=str(folder / options.run_side),
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=1,
+        max_steps=options.steps,
+        max_length=MAX_LENGTH,
+        packing=packed,
+        use_cpu=True,
+        bf16=bf16,
+        report_to=[],
+        learning_rate=1e-4,
+        assistant_only_loss=True,
+        gradient_checkpointing=False,
+        save_strategy="no",
+        logging_strategy="no",
+        dataloader_num_workers=0,
+        optim="adamw_torch",
+        disable_tqdm=True,
         model_init_kwargs={"dtype": torch.bfloat16 if low else torch.float32},
-    )  # fmt: skip
+    )
 
     class Clock(TrainerCallback):
         times: list[tuple[float, float]] = []

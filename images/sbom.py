@@ -66,9 +66,10 @@ def licence(name: str) -> dict[str, Any] | None:
     if expression := metadata.get("License-Expression"):
         return {"expression": expression}
     classified = [
-        classifier.rpartition(" :: ")[2] for classifier in metadata.get_all("Classifier") or ()
+        classifier.rpartition(" :: ")[2]
+        for classifier in metadata.get_all("Classifier") or ()
         if classifier.startswith("License :: ") and classifier != "License :: OSI Approved"
-    ]  # fmt: skip
+    ]
     text = (metadata.get("License") or "").strip().partition("\n")[0]
     said = " and ".join(classified) or (text if 0 < len(text) <= 80 else "")
     return {"license": {"name": said or UNKNOWN}}
@@ -98,14 +99,22 @@ def bill(build: str, found: Sequence[Pin], now: datetime) -> dict[str, Any]:
     components = []
     for pin in found:
         terms = licence(pin.name)
-        components.append({
-            "type": "library", "bom-ref": pin.purl, "name": pin.name, "version": pin.version, "purl": pin.purl,
-            **({} if terms is None else {"licenses": [terms]}),
-            # Of each file of this version: which of them is installed depends on the machine.
-            "properties": [{"name": "appliance:lock:sha256", "value": digest} for digest in pin.sha256],
-        })  # fmt: skip
+        components.append(
+            {
+                "type": "library",
+                "bom-ref": pin.purl,
+                "name": pin.name,
+                "version": pin.version,
+                "purl": pin.purl,
+                **({} if terms is None else {"licenses": [terms]}),
+                # Of each file of this version: which of them is installed depends on the machine.
+                "properties": [{"name": "appliance:lock:sha256", "value": digest} for digest in pin.sha256],
+            }
+        )
     return {
-        "bomFormat": "CycloneDX", "specVersion": "1.6", "version": 1,
+        "bomFormat": "CycloneDX",
+        "specVersion": "1.6",
+        "version": 1,
         "serialNumber": uuid.uuid5(uuid.NAMESPACE_URL, json.dumps([root, *components])).urn,
         "metadata": {
             "timestamp": now.isoformat(timespec="seconds"),
@@ -117,14 +126,25 @@ def bill(build: str, found: Sequence[Pin], now: datetime) -> dict[str, Any]:
             {"ref": root, "dependsOn": sorted(set(requires("appliance", known)))},
             *({"ref": pin.purl, "dependsOn": sorted(set(requires(pin.name, known)))} for pin in found),
         ],
-    }  # fmt: skip
+    }
 
 
 def table(found: Sequence[Pin]) -> str:
     rows = [f"| {pin.name} | {pin.version} | {said(licence(pin.name)).replace('|', '/')} |" for pin in found]
-    return "\n".join(["# Licences of the packages of the CPU build", "",
-                      "Written by `python images/sbom.py --licences`, from what each package says of itself.", "",
-                      "| package | version | licence |", "|---|---|---|", *rows]) + "\n"  # fmt: skip
+    return (
+        "\n".join(
+            [
+                "# Licences of the packages of the CPU build",
+                "",
+                "Written by `python images/sbom.py --licences`, from what each package says of itself.",
+                "",
+                "| package | version | licence |",
+                "|---|---|---|",
+                *rows,
+            ]
+        )
+        + "\n"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

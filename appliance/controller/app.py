@@ -68,10 +68,11 @@ def create_app(context: ControllerContext) -> FastAPI:
         context.publish_keys()
         tasks = context.background
         kept = (
-            tasks.keep_every("housekeeping", partial(_keep_house, context, stored, background),
-                             context.config.housekeeping_every_s),
+            tasks.keep_every(
+                "housekeeping", partial(_keep_house, context, stored, background), context.config.housekeeping_every_s
+            ),
             tasks.keep_every("canaries", lambda: compared.look(time.time()), context.config.canary_every_s),
-        )  # fmt: skip
+        )
         try:
             yield
         finally:
@@ -109,17 +110,22 @@ def create_app(context: ControllerContext) -> FastAPI:
     admin_models.routes(context, admin, running, compared)
     plan_route.routes(context, admin)
     usage.routes(context, admin)
-    for router in (file_routes.routes(context), upload_routes.routes(context), batch_routes.routes(context, runner),
-                   response_routes.routes(context, stored, background), response_routes.internal_routes(stored),
-                   job_routes.routes(context, validation),
-                   checkpoint_permissions.routes(context), model_routes.routes(context), admin):  # fmt: skip
+    for router in (
+        file_routes.routes(context),
+        upload_routes.routes(context),
+        batch_routes.routes(context, runner),
+        response_routes.routes(context, stored, background),
+        response_routes.internal_routes(stored),
+        job_routes.routes(context, validation),
+        checkpoint_permissions.routes(context),
+        model_routes.routes(context),
+        admin,
+    ):
         app.router.routes.extend(router.routes)
     return app
 
 
-async def _keep_house(
-    context: ControllerContext, stored: StoredResponses, background: BackgroundResponses
-) -> None:
+async def _keep_house(context: ControllerContext, stored: StoredResponses, background: BackgroundResponses) -> None:
     """One round. What one part cannot do keeps none of the others from their work."""
     now_s = time.time()
     with context.background.guard("housekeeping of files and uploads"):

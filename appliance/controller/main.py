@@ -119,22 +119,34 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     background = BackgroundTasks()
     spending = Spending(db, lambda: context.publish_keys())
     bus = Bus(
-        paths.bus_socket, config.controller, first_generation=first_generation(db), on_load=lambda _: load_changed(),
-        on_table=lambda: lines.load_changed(), on_usage=spending.take, background=background,
-    )  # fmt: skip
+        paths.bus_socket,
+        config.controller,
+        first_generation=first_generation(db),
+        on_load=lambda _: load_changed(),
+        on_table=lambda: lines.load_changed(),
+        on_usage=spending.take,
+        background=background,
+    )
 
     def load_changed() -> None:
         loop.nudge()
         lines.load_changed()
 
     routing = BusRouting(
-        bus, db, config.gateway.holds.hold_s, config.serve.max_model_len,
+        bus,
+        db,
+        config.gateway.holds.hold_s,
+        config.serve.max_model_len,
         lambda model, version: loop.trouble(model, version),
-    )  # fmt: skip
+    )
     lines = SocketEngines(
-        bus, config.controller, config.gateway.limits, routing.host,
-        lambda: circumstances(db, config.box.serving_floor, loop.status()["devices"]), lambda: loop.nudge(),
-    )  # fmt: skip
+        bus,
+        config.controller,
+        config.gateway.limits,
+        routing.host,
+        lambda: circumstances(db, config.box.serving_floor, loop.status()["devices"]),
+        lambda: loop.nudge(),
+    )
     tiers = Tiers(db, store, make_levels(config.weights, paths), jobs_dir=paths.jobs)
     flow = TierFlow(db, tiers, owner=paths.box_id, is_held=lambda name: provider.holds(name), background=background)
     back = TierReturn(tiers)
@@ -155,8 +167,13 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     admission = JobAdmission(db, store, _facts(devices, store))
     demand_learning = DemandLearning(routing.traffic, config.scheduler, len(devices))
     states = SqliteStateStore(
-        db, events, lambda model: lines.demand(model, routing.demand(model)), config.box.serving_floor, len(devices),
-        config.serve, models_changed,
+        db,
+        events,
+        lambda model: lines.demand(model, routing.demand(model)),
+        config.box.serving_floor,
+        len(devices),
+        config.serve,
+        models_changed,
         both(memory.waits_for, admission.waits_for),
         lambda deployments: memory.bounded(demand_learning.learned(deployments)),
         nodes.alike,
@@ -166,9 +183,14 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
     journal = SqliteJournal(db, asked.now)
     loop = SchedulerLoop(effects, states, journal, SystemClock(), config.scheduler, memory.admits)
     memory.means = Means(
-        engine_bytes=provider.host_bytes, job_bytes=admission.host_bytes, loop_status=loop.status, parked=effects,
-        nudge=loop.nudge, on_enough=lambda: loop.retry("memory"), save=tiers.nudge,
-    )  # fmt: skip
+        engine_bytes=provider.host_bytes,
+        job_bytes=admission.host_bytes,
+        loop_status=loop.status,
+        parked=effects,
+        nudge=loop.nudge,
+        on_enough=lambda: loop.retry("memory"),
+        save=tiers.nudge,
+    )
     port = LoopPort(
         loop, effects, journal, bus, routing, store, db, config.scheduler, config.box.serving_floor, asked, memory
     )
@@ -268,10 +290,18 @@ def _tell_of_death(
 
 def _server(app: ASGIApp) -> uvicorn.Server:
     # No proxy stands before it, and nothing speaks WebSocket to it.
-    return _Server(uvicorn.Config(
-        app, log_config=None, access_log=False, http="httptools", ws="none", lifespan="off", proxy_headers=False,
-        timeout_graceful_shutdown=ANSWERS_S,
-    ))  # fmt: skip
+    return _Server(
+        uvicorn.Config(
+            app,
+            log_config=None,
+            access_log=False,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            proxy_headers=False,
+            timeout_graceful_shutdown=ANSWERS_S,
+        )
+    )
 
 
 class _Server(uvicorn.Server):

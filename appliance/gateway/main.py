@@ -112,9 +112,13 @@ async def serve(config: GatewayConfig, *, reuse_port: bool = False) -> int:
 def _announce(host: str, port: int) -> None:
     # One write: workers share this pipe, and `print` may write a line and its end separately.
     line = {
-        "time": timestamp(time.time()), "level": "info", "process": "gateway", "event": "listening", "host": host,
+        "time": timestamp(time.time()),
+        "level": "info",
+        "process": "gateway",
+        "event": "listening",
+        "host": host,
         "port": port,
-    }  # fmt: skip
+    }
     os.write(sys.stdout.fileno(), orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE))
 
 

@@ -183,9 +183,15 @@ class ModelLibrary:
             raise
 
     def _seal_and_rename(
-        self, staging: Path, family: Path, name: str, facts: Facts, source: str, meta: Mapping[str, Any],
+        self,
+        staging: Path,
+        family: Path,
+        name: str,
+        facts: Facts,
+        source: str,
+        meta: Mapping[str, Any],
         check: Callable[[Manifest], None],
-    ) -> ModelVersion:  # fmt: skip
+    ) -> ModelVersion:
         while True:
             version = self._next_version(family)
             described = meta | {

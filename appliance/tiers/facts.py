@@ -52,14 +52,20 @@ def _versions(
     for row in rows:
         name = name_of(row)
         why = (
-            "active" if active.get(row.model) == row.version
-            else "pinned" if row.pinned
-            else "base of a job" if (row.model, row.version) in trained_from
-            else "base of an adapter" if (row.model, row.version) in below
-            else "canary" if (row.model, row.version) in compared
-            else "in use" if is_held(name)
+            "active"
+            if active.get(row.model) == row.version
+            else "pinned"
+            if row.pinned
+            else "base of a job"
+            if (row.model, row.version) in trained_from
+            else "base of an adapter"
+            if (row.model, row.version) in below
+            else "canary"
+            if (row.model, row.version) in compared
+            else "in use"
+            if is_held(name)
             else ""
-        )  # fmt: skip
+        )
         kept[name] = Kept(name, row.model, row.created_s, losses.get((row.model, row.version)), why)
     return kept
 

@@ -62,9 +62,12 @@ class SocketEngines:
     def room(self, model: str) -> BatchCapacity:
         config = self._config
         return share.room(
-            {model, self._hosts(model)}, list(self._open(model)), self._bus.load(),
-            lines_per_engine=config.batch_lines_per_engine, busy_inflight=config.batch_busy_inflight,
-        )  # fmt: skip
+            {model, self._hosts(model)},
+            list(self._open(model)),
+            self._bus.load(),
+            lines_per_engine=config.batch_lines_per_engine,
+            busy_inflight=config.batch_busy_inflight,
+        )
 
     async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
         content = orjson.dumps(body)

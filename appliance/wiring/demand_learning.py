@@ -92,9 +92,12 @@ class DemandLearning:
         known = self._learners.get(deployment.model)
         if known is None or known[0] != asked:
             learner = StandbyLearner(
-                standby_costs(self._config, replicas), least=deployment.floor_replicas, most=deployment.max_replicas,
-                target_s=target_s, late_share=self._config.late_requests_share,
-            )  # fmt: skip
+                standby_costs(self._config, replicas),
+                least=deployment.floor_replicas,
+                most=deployment.max_replicas,
+                target_s=target_s,
+                late_share=self._config.late_requests_share,
+            )
             known = self._learners[deployment.model] = (asked, learner)
         return known[1]
 

@@ -129,15 +129,28 @@ class DeviceWatch:
         self._on_change()
 
     def _due(
-        self, readings: Mapping[str, tuple[Reading, ...]], cordoned: set[str], trials: dict[str, dict[str, Any]],
+        self,
+        readings: Mapping[str, tuple[Reading, ...]],
+        cordoned: set[str],
+        trials: dict[str, dict[str, Any]],
         now_s: float,
-    ) -> set[str]:  # fmt: skip
+    ) -> set[str]:
         """Devices that are to be tried again now; one that its driver still finds bad waits once more, in `trials`."""
         drained = box.get(self._db, DRAINS, {})
-        due = {device_id for device_id in self._ours & cordoned & trials.keys() - drained.keys()
-               if now_s >= trials[device_id]["at_s"]}  # fmt: skip
-        for device_id in due & failing({name: told[-1:] for name, told in readings.items()}, (), now_s,
-                                       self._config.model_copy(update={"hot_for_s": 0.0})).keys():  # fmt: skip
+        due = {
+            device_id
+            for device_id in self._ours & cordoned & trials.keys() - drained.keys()
+            if now_s >= trials[device_id]["at_s"]
+        }
+        for device_id in (
+            due
+            & failing(
+                {name: told[-1:] for name, told in readings.items()},
+                (),
+                now_s,
+                self._config.model_copy(update={"hot_for_s": 0.0}),
+            ).keys()
+        ):
             cordons = trials[device_id]["cordons"] + 1
             trials[device_id] = {"cordons": cordons, "at_s": now_s + trial_after_s(cordons, self._config)}
             due.discard(device_id)

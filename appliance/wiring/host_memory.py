@@ -109,11 +109,15 @@ class HostMemory:
         if not self._state.engines:
             return deployments
         return tuple(
-            deployment if (bound := self._state.engines.get(deployment.model)) is None else
-            replace(deployment, min_replicas=min(deployment.min_replicas, bound),
-                    max_replicas=min(deployment.max_replicas, bound))
+            deployment
+            if (bound := self._state.engines.get(deployment.model)) is None
+            else replace(
+                deployment,
+                min_replicas=min(deployment.min_replicas, bound),
+                max_replicas=min(deployment.max_replicas, bound),
+            )
             for deployment in deployments
-        )  # fmt: skip
+        )
 
     @property
     def sleepers(self) -> int | None:
@@ -134,8 +138,13 @@ class HostMemory:
             return True
         if not has_one:
             if model not in self._wanted:
-                log.warning("an engine of %s waits for memory: it needs %s, %s can be given", model, gb(needed),
-                            gb(max(0, room)), extra={"model": model})  # fmt: skip
+                log.warning(
+                    "an engine of %s waits for memory: it needs %s, %s can be given",
+                    model,
+                    gb(needed),
+                    gb(max(0, room)),
+                    extra={"model": model},
+                )
             self._wanted[model] = (needed, self._clock())
         return False
 
@@ -191,10 +200,19 @@ class HostMemory:
             self._barren[action.kind] = now_s + BARREN_FOR_S
         self.means.nudge()
         if freed is None:
-            audit.insert(self._db, AuditRow(
-                new_id("audit_"), None, "memory.taken" if action.back else "memory.given", action.what or "box",
-                "done", "", now_s, {"what": action.kind, "reason": action.why},
-            ))  # fmt: skip
+            audit.insert(
+                self._db,
+                AuditRow(
+                    new_id("audit_"),
+                    None,
+                    "memory.taken" if action.back else "memory.given",
+                    action.what or "box",
+                    "done",
+                    "",
+                    now_s,
+                    {"what": action.kind, "reason": action.why},
+                ),
+            )
 
     async def _holdings(self, status: Mapping[str, Any], wanted: int) -> Holdings:
         assert self.means is not None
@@ -246,12 +264,17 @@ class HostMemory:
     def status(self) -> dict[str, Any]:
         """For `/admin/v1/status`, in bytes."""
         return {
-            "available_bytes": self._reading.available, "total_bytes": self._reading.total,
-            "where": self._reading.where, "reserve_bytes": self.reserve, "swap_used_bytes": self._reading.swap_used,
-            "others_bytes": self._others if self._state.holds_back else None, "short": self._state.short,
-            "waiting_jobs": list(self._state.jobs), "waiting_models": sorted(self._wanted),
+            "available_bytes": self._reading.available,
+            "total_bytes": self._reading.total,
+            "where": self._reading.where,
+            "reserve_bytes": self.reserve,
+            "swap_used_bytes": self._reading.swap_used,
+            "others_bytes": self._others if self._state.holds_back else None,
+            "short": self._state.short,
+            "waiting_jobs": list(self._state.jobs),
+            "waiting_models": sorted(self._wanted),
             "given_back": list(self._told),
-        }  # fmt: skip
+        }
 
     def notes(self) -> list[str]:
         """What a person should know now, a sentence each."""

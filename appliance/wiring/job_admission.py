@@ -35,9 +35,12 @@ class JobAdmission:
         if self._needs[row.id] <= self._store.room_bytes(enough_bytes=self._needs[row.id]):
             return ""
         room = BoxFacts(
-            self._facts.devices, self._facts.device_kind, self._facts.device_memory_bytes,
-            self._store.budget_bytes, self._store.room_bytes(),
-        )  # fmt: skip
+            self._facts.devices,
+            self._facts.device_kind,
+            self._facts.device_memory_bytes,
+            self._store.budget_bytes,
+            self._store.room_bytes(),
+        )
         return self._verdict(row, room).waits
 
     def host_bytes(self, row: JobRow) -> int:

@@ -46,7 +46,6 @@ class _Callable:
     means one version; None for a model's own name. `of`: the model that every such name is about, whose owners may use
     it."""
 
-
     of: str
     version: str
     task: str
@@ -59,9 +58,13 @@ class BusRouting:
     """Implements `scheduler.ray.replicas.Routing` on the bus; `refresh` after models came or went."""
 
     def __init__(
-        self, bus: Bus, db: Database, hold_s: float, max_model_len: int | None = None,
+        self,
+        bus: Bus,
+        db: Database,
+        hold_s: float,
+        max_model_len: int | None = None,
         trouble: Callable[[str, str], Trouble | None] = lambda model, version: None,
-    ):  # fmt: skip
+    ):
         """max_model_len: what the box's engines are limited to, in tokens; None: each model's own context. trouble:
         what keeps engines of a model's version from starting."""
         self._bus, self._db, self._hold_s, self._max_model_len = bus, db, hold_s, max_model_len
@@ -213,20 +216,29 @@ class BusRouting:
             if _answers(served, name, row)
         ]
         state = "ready" if any(replica["state"] == "open" for replica in replicas) else "asleep"
-        table_row = {"version": row.version, "state": state, "replicas": replicas, "task": row.task,
-                     "hold_s": self._hold_s}  # fmt: skip
+        table_row = {
+            "version": row.version,
+            "state": state,
+            "replicas": replicas,
+            "task": row.task,
+            "hold_s": self._hold_s,
+        }
         if state != "ready" and (trouble := self._trouble_of(name, row)) is not None:
             table_row["trouble"] = {
-                "reason": trouble.reason, "next_try_s": trouble.not_before_s,
+                "reason": trouble.reason,
+                "next_try_s": trouble.not_before_s,
                 "hold_before_s": HOLD_BEFORE_LASTING_S if trouble.lasting else HOLD_BEFORE_S,
-            }  # fmt: skip
+            }
         if row.adapter or row.pins:
             table_row["adapter"] = row.adapter.engine_name if row.adapter else row.pins
         if row.canary:
-            table_row["canary"] = {"name": row.canary.name, "version": row.canary.version, "share": row.canary.share,
-                                   "since_s": row.canary.created_s}  # fmt: skip
+            table_row["canary"] = {
+                "name": row.canary.name,
+                "version": row.canary.version,
+                "share": row.canary.share,
+                "since_s": row.canary.created_s,
+            }
         return table_row
-
 
     def _trouble_of(self, name: str, row: _Callable) -> Trouble | None:
         """Why the engines that are to serve it do not start."""

@@ -131,24 +131,29 @@ class SqliteStateStore:
         self, deployed: list[DeploymentRow], active: Mapping[str, str], adapters: Mapping[str, AdapterRow]
     ) -> list[DeploymentView]:
         """Deployments that need engines of their own. What an adapter asks for, it asks of its host."""
-        views = {
-            row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters
-        }
+        views = {row.model: self._deployment(row, active[row.model]) for row in deployed if row.model not in adapters}
         for adapter in adapters.values():
             if adapter.host not in views:
                 # Its base serves another version now, or is not deployed: engines for the version it was trained on.
                 base = views.get(adapter.base, DeploymentView(adapter.base, adapter.base_version))
                 views[adapter.host] = replace(
-                    base, model=adapter.host, version=adapter.base_version, min_replicas=0, pinned=False,
-                    demand=self._demand(adapter.host), idle_sleep_s=None, idle_limit_s=CHECKPOINT_IDLE_S,
-                )  # fmt: skip
+                    base,
+                    model=adapter.host,
+                    version=adapter.base_version,
+                    min_replicas=0,
+                    pinned=False,
+                    demand=self._demand(adapter.host),
+                    idle_sleep_s=None,
+                    idle_limit_s=CHECKPOINT_IDLE_S,
+                )
         for row in deployed:
             if row.model in adapters and (row.pinned or row.min_replicas):
                 host = views[adapters[row.model].host]
                 views[host.model] = replace(
-                    host, pinned=host.pinned or bool(row.pinned),
+                    host,
+                    pinned=host.pinned or bool(row.pinned),
                     min_replicas=min(max(host.min_replicas, row.min_replicas), host.max_replicas),
-                )  # fmt: skip
+                )
         for canary in canaries.list_running(self._db):
             # One of an adapter needs none: the engines of its host serve both versions.
             if canary.model in views and canary.name not in adapters:
@@ -158,9 +163,16 @@ class SqliteStateStore:
     def _canary(self, row: CanaryRow, stable: DeploymentView) -> DeploymentView:
         """One engine at least for as long as it runs: it is never waited for, so demand alone would not start one."""
         return replace(
-            stable, model=row.name, version=row.version, min_replicas=1, max_replicas=max(1, stable.max_replicas),
-            demand=self._demand(row.name), idle_sleep_s=None, idle_limit_s=None, pinned=False,
-        )  # fmt: skip
+            stable,
+            model=row.name,
+            version=row.version,
+            min_replicas=1,
+            max_replicas=max(1, stable.max_replicas),
+            demand=self._demand(row.name),
+            idle_sleep_s=None,
+            idle_limit_s=None,
+            pinned=False,
+        )
 
     def _checkpoints(self) -> list[DeploymentView]:
         """A checkpoint can be called by its name; it gets an engine while somebody does."""

@@ -90,8 +90,10 @@ class VersionProvider:
 
     def holds(self, name: Name) -> bool:
         """Whether an engine is served from this version, or is about to be."""
-        return any(version == name.version and self._owner_id(model) == name.model
-                   for model, (version, _) in self._leases.items())  # fmt: skip
+        return any(
+            version == name.version and self._owner_id(model) == name.model
+            for model, (version, _) in self._leases.items()
+        )
 
     def _owner_id(self, name: str) -> str | None:
         found = resolve(self._db, name)

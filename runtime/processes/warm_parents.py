@@ -85,10 +85,17 @@ class NodeAgent:
         while True:
             Path(spec.socket_path).unlink(missing_ok=True)
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "runtime.processes.warm_parent",
-                "--socket", spec.socket_path, "--preload", spec.preload, "--log", spec.log_path,
+                sys.executable,
+                "-m",
+                "runtime.processes.warm_parent",
+                "--socket",
+                spec.socket_path,
+                "--preload",
+                spec.preload,
+                "--log",
+                spec.log_path,
                 env={**os.environ, **dict(spec.env)},
-            )  # fmt: skip
+            )
             self._pids[spec.name] = process.pid
             dead = asyncio.create_task(process.wait())
             try:

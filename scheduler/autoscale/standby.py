@@ -62,8 +62,20 @@ def levels(least: int, most: int) -> list[int]:
 class _Shadow:
     """One choice, lived through in the queueing model."""
 
-    __slots__ = ("choice", "target_s", "backlog_s", "replicas", "coming", "coming_at_s",
-                 "rested_at_s", "low_since_s", "low_peak", "late", "cost_s", "resting")  # fmt: skip
+    __slots__ = (
+        "choice",
+        "target_s",
+        "backlog_s",
+        "replicas",
+        "coming",
+        "coming_at_s",
+        "rested_at_s",
+        "low_since_s",
+        "low_peak",
+        "late",
+        "cost_s",
+        "resting",
+    )
 
     def __init__(self, choice: Standby, target_s: float):
         self.choice, self.target_s, self.replicas = choice, target_s, choice.replicas

@@ -138,9 +138,15 @@ class Failures:
     def trouble(self, model: str, failure: Failure) -> Trouble:
         lasting = failure.blame == "input" or failure.count >= self._config.replica_attempts
         return Trouble(
-            model, failure.version, first_line(failure.reason), failure.blame, failure.count, failure.tries,
-            failure.not_before_s, lasting,
-        )  # fmt: skip
+            model,
+            failure.version,
+            first_line(failure.reason),
+            failure.blame,
+            failure.count,
+            failure.tries,
+            failure.not_before_s,
+            lasting,
+        )
 
     def forget_job(self, job_id: str) -> None:
         self._jobs.pop(job_id, None)

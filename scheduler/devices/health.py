@@ -91,9 +91,7 @@ def _told(told: tuple[Reading, ...], hot_for_s: float) -> Failure | None:
     return None
 
 
-def _died(
-    deaths: Iterable[Death], now_s: float, config: SchedulerConfig, on_trial: Collection[str]
-) -> dict[str, str]:
+def _died(deaths: Iterable[Death], now_s: float, config: SchedulerConfig, on_trial: Collection[str]) -> dict[str, str]:
     if not config.device_deaths:
         return {}
     recent = [death for death in deaths if death.at_s > now_s - config.death_window_s]

@@ -141,9 +141,7 @@ class ClusterState:
         if group is not None and (group.ended or (lease is not None and lease.id != event.lease_id)):
             return  # told already, or about an incarnation before this one
         if group is not None:
-            self.box = replace(
-                self.box, groups={**self.box.groups, group.job_id: replace(group, ended=True)}
-            )
+            self.box = replace(self.box, groups={**self.box.groups, group.job_id: replace(group, ended=True)})
         if event.outcome == "failed" and event.retryable:
             if group is not None:  # else it was stopped meanwhile, for a reason of which the store knows
                 lived_s = self._clock.now_s() - group.since_s
@@ -171,9 +169,7 @@ class ClusterState:
         log.warning("%s; next try in %.1f s", reason, failure.not_before_s - now_s, extra=ids)
         self._reporter.trouble(model, self.failures.trouble(model, failure))
 
-    def job_failed(
-        self, job_id: str, step: int, error: str, *, blame: Blame = "own", lived_s: float = 0.0
-    ) -> None:
+    def job_failed(self, job_id: str, step: int, error: str, *, blame: Blame = "own", lived_s: float = 0.0) -> None:
         now_s = self._clock.now_s()
         failure = self.failures.job_failed(job_id, step, error, now_s, blame=blame, lived_s=lived_s)
         if self.failures.hopeless(failure):

@@ -33,8 +33,13 @@ CALM_S, LONGEST_CALM_S, FORGIVEN_AFTER_S = 10.0, 300.0, 1800.0
 LEAST_BYTES = 4 * 2**20
 """Less is not worth giving back."""
 SETTLE_S: Mapping[Kind, float] = {
-    "pool": 0.5, "versions": 0.5, "sleeper": 2.0, "parked": 1.0, "job": 5.0, "engine": 10.0,
-}  # fmt: skip
+    "pool": 0.5,
+    "versions": 0.5,
+    "sleeper": 2.0,
+    "parked": 1.0,
+    "job": 5.0,
+    "engine": 10.0,
+}
 """How long after each it shows what it brought. A job that is still being suspended is waited for, up to its limit."""
 SUSPEND_LIMIT_S = 60.0
 
@@ -166,9 +171,7 @@ def _give(
         calm_s = state.calm_s
         if now_s - state.back_s < FORGIVEN_AFTER_S:
             calm_s = min(2 * calm_s, LONGEST_CALM_S)  # it went on a while ago, and that was too soon
-        changed = replace(
-            state, jobs=(*state.jobs, staying[0]), suspended_s=now_s, calm_s=calm_s, back_s=float("-inf")
-        )
+        changed = replace(state, jobs=(*state.jobs, staying[0]), suspended_s=now_s, calm_s=calm_s, back_s=float("-inf"))
         return act("job", f"job {staying[0]} is suspended", changed, what=staying[0])
     for model, awake in sorted(holdings.spare.items()):
         if awake > 1 and state.engines.get(model, awake) >= awake:

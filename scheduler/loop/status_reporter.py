@@ -18,9 +18,7 @@ class StatusReporter:
         self._store = store
         self._told: dict[str, tuple[str, bool]] = {}
 
-    def waiting(
-        self, snapshot: Snapshot, allocation: Allocation, running: Collection[str], now_s: float
-    ) -> None:
+    def waiting(self, snapshot: Snapshot, allocation: Allocation, running: Collection[str], now_s: float) -> None:
         """Why each job waits that is neither in `running` nor on its way there."""
         for job in snapshot.jobs:
             reason = allocation.waiting.get(job.id)

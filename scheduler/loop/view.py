@@ -74,8 +74,13 @@ def _job(job: JobView, box: Box, all_moving: Mapping[Holder, Transition], failur
     since_s = group.since_s if group else 0.0
     not_before_s, failed = (failure.not_before_s, first_line(failure.reason)) if failure else (0.0, "")
     if (job.phase, job.devices, job.since_s, job.not_before_s, job.failed, job.busy) == (
-        phase, devices, since_s, not_before_s, failed, busy
-    ):  # fmt: skip
+        phase,
+        devices,
+        since_s,
+        not_before_s,
+        failed,
+        busy,
+    ):
         return job  # most of a long queue: a copy costs more than all else here
     return replace(
         job, phase=phase, devices=devices, since_s=since_s, not_before_s=not_before_s, failed=failed, busy=busy

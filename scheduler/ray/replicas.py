@@ -311,9 +311,7 @@ class Replicas:
             replica = self._take_in(replica_id, actor)
         last = self._seen.get(replica_id)
         try:
-            status = await within(
-                "observe", replica_id, replica.call("status"), ANSWER_S if last is None else LOOK_S
-            )
+            status = await within("observe", replica_id, replica.call("status"), ANSWER_S if last is None else LOOK_S)
         except EffectFailed as error:
             if last is None:
                 raise

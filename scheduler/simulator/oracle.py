@@ -103,9 +103,21 @@ def _best_s(demand: GridDemand, devices: int, switching: _Switching, price_s: fl
 
 @numba.njit(cache=True, nogil=True)
 def _walk(
-    ceiling, due, begun, cache, misses, misses_from, devices,
-    step_s, per_step, rest_s, leave_s, come_s, begin_s, price_s,
-):  # fmt: skip
+    ceiling,
+    due,
+    begun,
+    cache,
+    misses,
+    misses_from,
+    devices,
+    step_s,
+    per_step,
+    rest_s,
+    leave_s,
+    come_s,
+    begin_s,
+    price_s,
+):
     """The programme of `_best_s`: `value[m, l]` of m devices that train with l levels served ahead, step by step.
 
     It is compiled: a step is a few hundred operations on some hundred numbers, and Python would spend days of steps on

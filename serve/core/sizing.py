@@ -54,7 +54,7 @@ def engine_settings(
         "adapter_slots": config.adapter_slots,
         "adapter_max_rank": rank,
         "adapters_resident": max(config.adapters_resident, config.adapter_slots),
-    }  # fmt: skip
+    }
     longest = min(filter(None, (config.max_model_len, max_position_embeddings)), default=None)
     return {
         "task": task,

@@ -72,7 +72,8 @@ class ReplicaSpec:
         limit = MAX_SOCKET_PATH_BYTES - INNER_SOCKET_BYTES
         if len(self.socket_path.encode()) > limit:
             raise InvalidReplicaSpec(
-                "socket_path", self.socket_path,
+                "socket_path",
+                self.socket_path,
                 f"at most {limit} bytes, so that vLLM's sockets below it stay within a Unix socket's limit",
             )
         for field, allowed in (("kind", KINDS), ("task", TASKS), ("dtype", DTYPES)):
@@ -86,7 +87,8 @@ class ReplicaSpec:
                 raise InvalidReplicaSpec(field, value, "a whole number of at least 1")
         if self.adapter_slots and (self.adapter_max_rank < 1 or self.adapters_resident < self.adapter_slots):
             raise InvalidReplicaSpec(
-                "adapters_resident", (self.adapter_max_rank, self.adapters_resident),
+                "adapters_resident",
+                (self.adapter_max_rank, self.adapters_resident),
                 f"a rank of at least 1, and at least the {self.adapter_slots} adapters of one batch",
             )
         if self.max_model_len is not None and self.max_model_len < 1:

@@ -1,10 +1,10 @@
 """Requests that finish on the version before a staged swap, seen from the engine's API process.
 
-    begin       the engine core exchanged the versions and left its requests to the old one
-    ...         they end by themselves; or the time for it, or the host's memory, runs out; or `end` is called because
-                something needs the engine with one version in it: then what is left computes its past again with the
-                new one
-    over        the core dropped the old weights; the lease on the old version's files goes; what came of it is told
+begin       the engine core exchanged the versions and left its requests to the old one
+...         they end by themselves; or the time for it, or the host's memory, runs out; or `end` is called because
+            something needs the engine with one version in it: then what is left computes its past again with the
+            new one
+over        the core dropped the old weights; the lease on the old version's files goes; what came of it is told
 """
 
 from __future__ import annotations
@@ -68,9 +68,13 @@ class FinishingStreams:
         self.last = {"version": version, **outcome, "why": why}
         moved = f", {outcome['moved']} moved on: {why}" if outcome["moved"] else ""
         logger.info(
-            "%d requests finished on %s in %.1f s after the swap%s", outcome["finished"], version, outcome["seconds"],
-            moved, extra={"model": model, "version": version},
-        )  # fmt: skip
+            "%d requests finished on %s in %.1f s after the swap%s",
+            outcome["finished"],
+            version,
+            outcome["seconds"],
+            moved,
+            extra={"model": model, "version": version},
+        )
 
     async def _move_in_time(self) -> None:
         deadline_s = time.monotonic() + self._timeout_s

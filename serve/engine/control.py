@@ -76,9 +76,13 @@ class EngineControl:
         if spec.adapter_slots:
             models = app_state.openai_serving_models
             self._adapters = EngineAdapters(
-                llm, models, spec.adapter_roots, spec.adapters_resident, spec.adapter_source,
+                llm,
+                models,
+                spec.adapter_roots,
+                spec.adapters_resident,
+                spec.adapter_source,
                 limits["adapter_fetch_timeout_s"],
-            )  # fmt: skip
+            )
             self._adapters.serve_on(spec.version_path)
 
     # -- calls over the lifeline --------------------------------------------------------------------------------
@@ -328,9 +332,7 @@ class EngineControl:
         await self.llm.renderer.clear_mm_cache_async()
         await self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=True)
 
-    async def _load(
-        self, version: str, path: str, *, layerwise: bool = False, wake_kv: bool = False
-    ) -> dict[str, Any]:
+    async def _load(self, version: str, path: str, *, layerwise: bool = False, wake_kv: bool = False) -> dict[str, Any]:
         update = {"path": path, "layerwise": layerwise}
         return await self.llm.engine_core.call_utility_async(
             "shm_load", version, update, self._prompt, self._pooling_task, wake_kv

@@ -62,8 +62,9 @@ def main(lifeline: Lifeline, args: dict[str, Any]) -> int:
     template = read_chat_template(spec.version_path)
     options = PARSER.parse_args(engine_arguments(spec, read_config(spec.version_path), template))
     validate_parsed_serve_args(options)
-    patches.apply(spec.kind, eager=options.enforce_eager, segment_prefix=spec.segment_prefix,
-                       numa_nodes=spec.numa_nodes)  # fmt: skip
+    patches.apply(
+        spec.kind, eager=options.enforce_eager, segment_prefix=spec.segment_prefix, numa_nodes=spec.numa_nodes
+    )
     plugin.register()
     try:
         return uvloop.run(_serve(lifeline, spec, options, limits, started_s))
@@ -142,8 +143,14 @@ def _handlers(
         server.should_exit = True
 
     calls = (
-        control.status, control.swap, control.sleep, control.wake, control.fingerprint, control.unload_adapter, stop
-    )  # fmt: skip
+        control.status,
+        control.swap,
+        control.sleep,
+        control.wake,
+        control.fingerprint,
+        control.unload_adapter,
+        stop,
+    )
     return {call.__name__: on_loop(call) for call in calls}
 
 

@@ -93,9 +93,7 @@ class Replica:
         """Of this supervisor, see runtime.processes.kernel.life; also asked to see whether it lives."""
         return life()
 
-    async def swap(
-        self, model: str, version: str, version_path: str, how: str = "auto"
-    ) -> dict[str, Any]:
+    async def swap(self, model: str, version: str, version_path: str, how: str = "auto") -> dict[str, Any]:
         """Serve another version; requests in flight are kept. See serve.engine.control for phases and errors."""
         return await self._call(
             "swap", self._config.swap_timeout_s, model=model, version=version, version_path=version_path, how=how
@@ -132,9 +130,16 @@ class Replica:
         if self._child is None or not self._child.alive:
             spec = self._spec
             return {
-                "state": "dead", "model": spec and spec.model, "version": spec and spec.version, "pid": None,
-                "rss_bytes": 0, "running": 0, "waiting": 0,
-                "finishing": 0, "finished": None, "adapters": None,
+                "state": "dead",
+                "model": spec and spec.model,
+                "version": spec and spec.version,
+                "pid": None,
+                "rss_bytes": 0,
+                "running": 0,
+                "waiting": 0,
+                "finishing": 0,
+                "finished": None,
+                "adapters": None,
                 "devices": list(spec.devices) if spec else [],
                 "node": spec.node if spec else "",
             }
@@ -178,7 +183,6 @@ class Replica:
             raise failed(f"{method}: {error}") from error
         except ChildTimeout as error:
             raise EngineFailed(f"{method}: {error}") from error
-
 
 
 def _remove_leftovers(spec: ReplicaSpec) -> None:

@@ -75,17 +75,22 @@ def _heads(found: re.Match[str], model: str) -> Words:
 _KNOWN: tuple[tuple[re.Pattern[str], Callable[[re.Match[str], str], Words]], ...] = tuple(
     (re.compile(pattern, re.S), words)
     for pattern, words in (
-        (r"max seq len \((?P<length>\d+)\), \((?P<needed>[\d.]+) GiB KV cache is needed.*?available KV cache memory "
-         r"\((?P<had>[\d.]+) GiB\)", _kv_too_small),
+        (
+            r"max seq len \((?P<length>\d+)\), \((?P<needed>[\d.]+) GiB KV cache is needed.*?available KV cache memory "
+            r"\((?P<had>[\d.]+) GiB\)",
+            _kv_too_small,
+        ),
         (r"No available memory for the cache blocks", _no_room_for_kv),
         (r"Free memory on device \S+ \((?P<free>[\d.]+)/(?P<total>[\d.]+) GiB\) on startup", _device_too_full),
-        (r"max_model_len \((?P<asked>\d+)\) is greater than the derived max_model_len \(\S+?=(?P<most>[\d.]+)",
-         _too_long),
+        (
+            r"max_model_len \((?P<asked>\d+)\) is greater than the derived max_model_len \(\S+?=(?P<most>[\d.]+)",
+            _too_long,
+        ),
         (r"Model architectures? \[?'?(?P<arch>[\w', ]+?)'?\]? (?:are|is|was) (?:not )?supported", _unsupported),
         (r"attention heads \((?P<heads>\d+)\) must be divisible by tensor parallel size \((?P<devices>\d+)\)", _heads),
         (r"out of memory|[Cc]an(?:'|no)t allocate memory|MemoryError|std::bad_alloc", _out_of_memory),
     )
-)  # fmt: skip
+)
 
 
 def in_our_words(message: str, model: str) -> Words | None:

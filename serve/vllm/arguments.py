@@ -37,8 +37,16 @@ TOOL_PARSERS: Mapping[str, str] = {
 
 # Linear layers of the architectures that take adapters (serve.core.sizing), by the last part of their names.
 ADAPTER_MODULES = (
-    "q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"
-)  # fmt: skip
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "qkv_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "gate_up_proj",
+    "down_proj",
+)
 LORA_RANK_BOUNDS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 CPU_WORKER = "serve.cpu.worker.ShmCPUWorker"
 # vLLM's asynchronous scheduling, which a scheduler of one's own forgoes, is switched off on the CPU anyway.
@@ -71,18 +79,30 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
     `model_config` is the version's config.json, `chat_template` its template text if it has one.
     """
     args = [
-        "--model", spec.version_path,
-        "--served-model-name", spec.model,
-        "--uds", spec.socket_path,
-        "--load-format", LOAD_FORMAT,
-        "--weight-transfer-config", json.dumps({"backend": TRANSFER_BACKEND}),
-        "--worker-extension-cls", WORKER_EXTENSION,
-        "--dtype", spec.dtype,
-        "--tensor-parallel-size", str(spec.tensor_parallel),
-        "--kv-cache-memory-bytes", str(spec.kv_cache_bytes),
-        "--max-num-seqs", str(spec.max_num_seqs),
-        "--fingerprint-mode", "custom",
-        "--fingerprint-value", spec.version,
+        "--model",
+        spec.version_path,
+        "--served-model-name",
+        spec.model,
+        "--uds",
+        spec.socket_path,
+        "--load-format",
+        LOAD_FORMAT,
+        "--weight-transfer-config",
+        json.dumps({"backend": TRANSFER_BACKEND}),
+        "--worker-extension-cls",
+        WORKER_EXTENSION,
+        "--dtype",
+        spec.dtype,
+        "--tensor-parallel-size",
+        str(spec.tensor_parallel),
+        "--kv-cache-memory-bytes",
+        str(spec.kv_cache_bytes),
+        "--max-num-seqs",
+        str(spec.max_num_seqs),
+        "--fingerprint-mode",
+        "custom",
+        "--fingerprint-value",
+        spec.version,
         "--disable-uvicorn-access-log",
         "--no-enable-log-requests",
         "--disable-fastapi-docs",
@@ -107,12 +127,16 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
     if spec.adapter_slots:
         args += [
             "--enable-lora",
-            "--max-loras", str(spec.adapter_slots),
-            "--max-lora-rank", str(lora_rank_bound(spec.adapter_max_rank)),
-            "--max-cpu-loras", str(spec.adapters_resident),
+            "--max-loras",
+            str(spec.adapter_slots),
+            "--max-lora-rank",
+            str(lora_rank_bound(spec.adapter_max_rank)),
+            "--max-cpu-loras",
+            str(spec.adapters_resident),
             # Without the embedding and the head, which vLLM else wraps and asks in every step.
-            "--lora-target-modules", *ADAPTER_MODULES,
-        ]  # fmt: skip
+            "--lora-target-modules",
+            *ADAPTER_MODULES,
+        ]
     if spec.otlp_endpoint:
         args += ["--otlp-traces-endpoint", spec.otlp_endpoint.rstrip("/") + "/v1/traces"]
     if spec.task == "embed":

@@ -44,11 +44,20 @@ PART_DATA = b"Example data"
 BATCH, BATCH_INPUT = "batch_id", "input_file_id"
 RESPONSES = ("resp_677efb5139a88190b512bc3fef8e535d", "response_id")
 API_KEYS = ("My API Key", "My Admin API Key")
-TRAINING_LINES = "\n".join(
-    json.dumps({"messages": [{"role": "user", "content": f"What is {n} plus 1?"},
-                             {"role": "assistant", "content": str(n + 1)}]})
-    for n in range(12)
-) + "\n"  # fmt: skip
+TRAINING_LINES = (
+    "\n".join(
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": f"What is {n} plus 1?"},
+                    {"role": "assistant", "content": str(n + 1)},
+                ]
+            }
+        )
+        for n in range(12)
+    )
+    + "\n"
+)
 _FILE_IDS = ("file_id", "file-abc123", "after", BATCH_INPUT)
 
 
@@ -66,9 +75,19 @@ def reset(db: Database, files_dir: Path) -> None:
         for job_id in (JOB, "after"):
             _job(db, job_id)
         job_records.insert_event(db, JobEventRow("after", JOB, "info", "message", "seeded", time.time()))
-        job_records.insert_checkpoint(db, CheckpointRow(
-            "after", JOB, f"{PERMITTED}:ckpt-step-1", PERMITTED, "v1", 1, time.time(), {"train_loss": 1.0},
-        ))  # fmt: skip
+        job_records.insert_checkpoint(
+            db,
+            CheckpointRow(
+                "after",
+                JOB,
+                f"{PERMITTED}:ckpt-step-1",
+                PERMITTED,
+                "v1",
+                1,
+                time.time(),
+                {"train_loss": 1.0},
+            ),
+        )
         job_records.insert_permission(db, PermissionRow(PERMISSION, PERMITTED, "seeded", time.time()))
         job_records.insert_permission(db, PermissionRow("after", JOB, "project_id", time.time()))
         _batches(db, files_dir)
@@ -100,10 +119,17 @@ def add_keys(db: Database) -> None:
 def _keys(db: Database) -> None:
     for number, key in enumerate(API_KEYS):
         if keys.find(db, f"key_conformance{number}") is None:
-            keys.insert(db, KeyRow(
-                f"key_conformance{number}", f"conformance {number}", keys.fingerprint(key), key[:6], time.time(),
-                scopes=["inference", "fine_tuning", "admin"],
-            ))  # fmt: skip
+            keys.insert(
+                db,
+                KeyRow(
+                    f"key_conformance{number}",
+                    f"conformance {number}",
+                    keys.fingerprint(key),
+                    key[:6],
+                    time.time(),
+                    scopes=["inference", "fine_tuning", "admin"],
+                ),
+            )
 
 
 def _forget(db: Database) -> None:
@@ -121,10 +147,22 @@ def _forget(db: Database) -> None:
 
 def _model(db: Database, name: str, kind: str, base: str | None) -> None:
     now_s = time.time()
-    models.insert(db, ModelRow(
-        id=name, kind=kind, arch="llama", params=5_000_000, bytes=10_000_000, owned_by="org-conformance",  # type: ignore[arg-type]
-        source="conformance seed", created_s=now_s, base=base, max_model_len=2048, active_version="v1",
-    ))  # fmt: skip
+    models.insert(
+        db,
+        ModelRow(
+            id=name,
+            kind=kind,
+            arch="llama",
+            params=5_000_000,
+            bytes=10_000_000,
+            owned_by="org-conformance",  # type: ignore[arg-type]
+            source="conformance seed",
+            created_s=now_s,
+            base=base,
+            max_model_len=2048,
+            active_version="v1",
+        ),
+    )
     models.insert_version(db, VersionRow(name, "v1", "conformance seed", 10_000_000, now_s))
 
 
@@ -133,19 +171,40 @@ def _file(db: Database, files_dir: Path, file_id: str) -> None:
     data = TRAINING_LINES.encode()
     path.write_bytes(data)
     report = check_training_file(path)
-    files.insert(db, FileRow(
-        id=file_id, filename="train.jsonl", purpose="fine-tune", bytes=len(data),
-        sha256=hashlib.sha256(data).hexdigest(), status="processed", created_s=time.time(),
-        report={"n_examples": report.n_examples, "n_tokens_estimate": report.n_tokens_estimate,
-                "longest_example_tokens": report.longest_example_tokens},
-    ))  # fmt: skip
+    files.insert(
+        db,
+        FileRow(
+            id=file_id,
+            filename="train.jsonl",
+            purpose="fine-tune",
+            bytes=len(data),
+            sha256=hashlib.sha256(data).hexdigest(),
+            status="processed",
+            created_s=time.time(),
+            report={
+                "n_examples": report.n_examples,
+                "n_tokens_estimate": report.n_tokens_estimate,
+                "longest_example_tokens": report.longest_example_tokens,
+            },
+        ),
+    )
 
 
 def _job(db: Database, job_id: str) -> None:
-    jobs.insert(db, JobRow(
-        id=job_id, model=TUNABLE, method="supervised", training_file="file-abc123", seed=42,
-        output_model=f"{DELETABLE}-{job_id}", created_s=time.time(), metadata={"foo": "string"}, phase="queued",
-    ))  # fmt: skip
+    jobs.insert(
+        db,
+        JobRow(
+            id=job_id,
+            model=TUNABLE,
+            method="supervised",
+            training_file="file-abc123",
+            seed=42,
+            output_model=f"{DELETABLE}-{job_id}",
+            created_s=time.time(),
+            metadata={"foo": "string"},
+            phase="queued",
+        ),
+    )
 
 
 def _upload(db: Database, uploads_dir: Path) -> None:
@@ -153,9 +212,18 @@ def _upload(db: Database, uploads_dir: Path) -> None:
     folder = uploads_dir / UPLOAD
     folder.mkdir(parents=True, exist_ok=True)
     (folder / PART).write_bytes(PART_DATA)
-    uploads.insert(db, UploadRow(
-        UPLOAD, "filename", "assistants", "text/plain", len(PART_DATA), now_s, now_s + 3600,
-    ))  # fmt: skip
+    uploads.insert(
+        db,
+        UploadRow(
+            UPLOAD,
+            "filename",
+            "assistants",
+            "text/plain",
+            len(PART_DATA),
+            now_s,
+            now_s + 3600,
+        ),
+    )
     uploads.insert_part(db, UploadPartRow(PART, UPLOAD, len(PART_DATA), now_s))
 
 
@@ -165,14 +233,31 @@ def _batches(db: Database, files_dir: Path) -> None:
     data = json.dumps({"custom_id": "1", "method": "POST", "url": "/v1/responses", "body": body}).encode()
     (files_dir / BATCH_INPUT).write_bytes(data)
     now_s = time.time()
-    files.insert(db, FileRow(
-        id=BATCH_INPUT, filename="in.jsonl", purpose="batch", bytes=len(data), status="processed", created_s=now_s,
-        sha256=hashlib.sha256(data).hexdigest(),
-    ))  # fmt: skip
+    files.insert(
+        db,
+        FileRow(
+            id=BATCH_INPUT,
+            filename="in.jsonl",
+            purpose="batch",
+            bytes=len(data),
+            status="processed",
+            created_s=now_s,
+            sha256=hashlib.sha256(data).hexdigest(),
+        ),
+    )
     for batch_id in (BATCH, "after"):
-        batches.insert(db, BatchRow(
-            batch_id, "/v1/responses", BATCH_INPUT, now_s, now_s + 86400, "in_progress", metadata={"foo": "string"},
-        ))  # fmt: skip
+        batches.insert(
+            db,
+            BatchRow(
+                batch_id,
+                "/v1/responses",
+                BATCH_INPUT,
+                now_s,
+                now_s + 86400,
+                "in_progress",
+                metadata={"foo": "string"},
+            ),
+        )
 
 
 def _responses(db: Database) -> None:
@@ -184,7 +269,17 @@ def _responses(db: Database) -> None:
         asked = {"model": PLAIN_MODEL, "input": [item]}
         answer = {**queued(response_id, asked, time.time()), "status": "completed", "output": [message]}
         given, answered = json.dumps([item]), json.dumps(answer)
-        responses.insert(db, ResponseRow(
-            id=response_id, key_id="key_conformance0", status="completed", created_s=time.time(), used_s=time.time(),
-            bytes=len(given) + len(answered), input=given, response=answered, background=1,
-        ))  # fmt: skip
+        responses.insert(
+            db,
+            ResponseRow(
+                id=response_id,
+                key_id="key_conformance0",
+                status="completed",
+                created_s=time.time(),
+                used_s=time.time(),
+                bytes=len(given) + len(answered),
+                input=given,
+                response=answered,
+                background=1,
+            ),
+        )

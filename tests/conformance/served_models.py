@@ -42,10 +42,19 @@ def served_models(data_dir: Path) -> Iterator[None]:
 def _save(path: Path, architecture: type) -> Path:
     torch.manual_seed(0)
     config = Qwen2Config(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, initializer_range=0.1,
-        bos_token_id=0, eos_token_id=1, pad_token_id=2,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        tie_word_embeddings=False,
+        initializer_range=0.1,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+    )
     architecture(config).to(torch.bfloat16).save_pretrained(path)
     save_tokenizer(path)
     return path

@@ -131,11 +131,23 @@ def chat_body(**fields: Any) -> bytes:
 def what_ann_has(front: Front, ann: str) -> dict[str, list[str]]:
     """One of each thing that a client can make, by the name of the path parameter that names it. `MARK` stands in what
     can be read of them."""
-    lines = "\n".join(json.dumps({"messages": [
-        {"role": "user", "content": f"{MARK} {n}"}, {"role": "assistant", "content": "yes"},
-    ]}) for n in range(12))  # fmt: skip
-    request = {"custom_id": "1", "method": "POST", "url": CHAT,
-               "body": {"model": MODEL, "messages": [{"role": "user", "content": MARK}]}}  # fmt: skip
+    lines = "\n".join(
+        json.dumps(
+            {
+                "messages": [
+                    {"role": "user", "content": f"{MARK} {n}"},
+                    {"role": "assistant", "content": "yes"},
+                ]
+            }
+        )
+        for n in range(12)
+    )
+    request = {
+        "custom_id": "1",
+        "method": "POST",
+        "url": CHAT,
+        "body": {"model": MODEL, "messages": [{"role": "user", "content": MARK}]},
+    }
     with front.http(ann) as http:
 
         def file_of(content: str, purpose: str) -> str:
@@ -146,17 +158,26 @@ def what_ann_has(front: Front, ann: str) -> dict[str, list[str]]:
             return http.post(path, json=given).raise_for_status().json()
 
         training, work = file_of(lines, "fine-tune"), file_of(json.dumps(request), "batch")
-        batch = made("/v1/batches", {"input_file_id": work, "endpoint": CHAT, "completion_window": "24h",
-                                     "metadata": {"of": MARK}})  # fmt: skip
-        upload = made("/v1/uploads", {"purpose": "fine-tune", "filename": f"{MARK}.jsonl", "bytes": 64,
-                                      "mime_type": "application/jsonl"})  # fmt: skip
-        job = made("/v1/fine_tuning/jobs", {"model": MODEL, "training_file": training, "suffix": "mark",
-                                            "metadata": {"of": MARK}})  # fmt: skip
+        batch = made(
+            "/v1/batches",
+            {"input_file_id": work, "endpoint": CHAT, "completion_window": "24h", "metadata": {"of": MARK}},
+        )
+        upload = made(
+            "/v1/uploads",
+            {"purpose": "fine-tune", "filename": f"{MARK}.jsonl", "bytes": 64, "mime_type": "application/jsonl"},
+        )
+        job = made(
+            "/v1/fine_tuning/jobs",
+            {"model": MODEL, "training_file": training, "suffix": "mark", "metadata": {"of": MARK}},
+        )
         response = made("/v1/responses", {"model": MODEL, "input": MARK, "background": True, "store": True})
     return {
-        "file_id": [training, work], "batch_id": [batch["id"]], "upload_id": [upload["id"]], "job_id": [job["id"]],
+        "file_id": [training, work],
+        "batch_id": [batch["id"]],
+        "upload_id": [upload["id"]],
+        "job_id": [job["id"]],
         "response_id": [response["id"]],
-    }  # fmt: skip
+    }
 
 
 def every_route(front: Front) -> list[tuple[str, str]]:

@@ -104,9 +104,13 @@ class WholeBox:
     def set_mode(self, **mode: Any) -> None:
         """As `mode set`, without the time that a command takes to start; returns when the devices have moved."""
         answer = httpx.put(
-            f"http://127.0.0.1:{self.port}/admin/v1/mode", json=mode, params={"wait": True, "timeout_s": 300},
-            headers={"Authorization": f"Bearer {self.key}"}, timeout=310, verify=False,
-        )  # fmt: skip
+            f"http://127.0.0.1:{self.port}/admin/v1/mode",
+            json=mode,
+            params={"wait": True, "timeout_s": 300},
+            headers={"Authorization": f"Bearer {self.key}"},
+            timeout=310,
+            verify=False,
+        )
         assert answer.status_code < 400, answer.text
 
     def upload(self, content: bytes, name: str = "train.jsonl") -> str:

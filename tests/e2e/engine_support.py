@@ -81,8 +81,12 @@ def save_model(path: Path, family: str = "llama", *, seed: int, **overrides) -> 
         "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
         "qwen2_moe": (
             "Qwen2Moe",
-            {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
-             "shared_expert_intermediate_size": 128},
+            {
+                "num_experts": 4,
+                "num_experts_per_tok": 2,
+                "moe_intermediate_size": 128,
+                "shared_expert_intermediate_size": 128,
+            },
         ),
     }[family]
     prefix, changes = extra
@@ -110,8 +114,15 @@ class Box:
         began_s = time.perf_counter()
         self._parent = subprocess.Popen(
             [
-                sys.executable, "-m", "runtime.processes.warm_parent", "--socket", str(self.warm_socket),
-                "--preload", "serve.engine.preload", "--log", str(self.logs / "warm.log"),
+                sys.executable,
+                "-m",
+                "runtime.processes.warm_parent",
+                "--socket",
+                str(self.warm_socket),
+                "--preload",
+                "serve.engine.preload",
+                "--log",
+                str(self.logs / "warm.log"),
             ],
             cwd=REPOSITORY,
             env={**os.environ, **dict(WARM_ENV), "PYTHONPATH": str(REPOSITORY)},
@@ -162,7 +173,9 @@ def client(spec: ReplicaSpec) -> openai.AsyncOpenAI:
     """The unchanged SDK over the replica's Unix socket."""
     transport = httpx.AsyncHTTPTransport(uds=spec.socket_path)
     return openai.AsyncOpenAI(
-        base_url="http://engine/v1", api_key="unused", max_retries=0,
+        base_url="http://engine/v1",
+        api_key="unused",
+        max_retries=0,
         http_client=httpx.AsyncClient(transport=transport, timeout=60),
     )
 

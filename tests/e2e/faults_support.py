@@ -99,9 +99,12 @@ class FaultyBox(WholeBox):
     def pids_of(self, name: str) -> list[int]:
         """Processes by the names that people know them by."""
         logs = {
-            "controller": "controller.log", "gateway": "gateway.log", "engine": "engine-*.log", "rank": "*-rank*.log",
+            "controller": "controller.log",
+            "gateway": "gateway.log",
+            "engine": "engine-*.log",
+            "rank": "*-rank*.log",
             "warm parent": "warm-*.log",
-        }  # fmt: skip
+        }
         if name == "main":
             return [self.main_pid()]
         if name in logs:

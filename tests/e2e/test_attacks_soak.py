@@ -30,7 +30,7 @@ from tests.e2e.attacks_support import (
     json_of,
     statuses,
     what_ann_has,
-)  # fmt: skip
+)
 from tests.front.box import MODEL, running_front
 from tests.front.clients import CHAT
 
@@ -66,8 +66,11 @@ def tally(request, attacked, capsys) -> Iterator[Tally]:
         yield one
     one.slowest_s = neighbour.slowest_s
     with capsys.disabled():
-        print(f"\n{one.name:40s} {one.tried:6d} tried, {len(one.through)} got through, slowest neighbour "
-              f"{one.slowest_s * 1000:.0f} ms of {neighbour.asked}; {dict(sorted(one.answers.items()))}", flush=True)
+        print(
+            f"\n{one.name:40s} {one.tried:6d} tried, {len(one.through)} got through, slowest neighbour "
+            f"{one.slowest_s * 1000:.0f} ms of {neighbour.asked}; {dict(sorted(one.answers.items()))}",
+            flush=True,
+        )
     assert one.tried and not one.through, one.through[:20]
     assert not neighbour.failed, neighbour.failed[:3]
     assert one.slowest_s < max(PATIENCE_S, NOISE * attacked.quiet_s)
@@ -81,14 +84,18 @@ def test_smuggling(attacked, tally):
     """A second request hidden in the first: whoever it is read by, it is nobody's, and makes no key."""
     key, before = attacked.key(["inference", "fine_tuning"]), attacked.key_names()
     wanted = json.dumps({"name": "smuggled", "scopes": ["admin"]})
-    hidden = (f"POST /admin/v1/keys HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
-              f"Content-Length: {len(wanted)}\r\n\r\n{wanted}").encode()  # fmt: skip
+    hidden = (
+        f"POST /admin/v1/keys HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(wanted)}\r\n\r\n{wanted}"
+    ).encode()
     length, chunk = len(hidden), b"%x\r\n%b\r\n" % (len(hidden), hidden)
     tricks = {
         "length": ((f"Content-Length: {length}",), hidden),
         "chunks": (("Transfer-Encoding: chunked",), chunk + b"0\r\n\r\n"),
         "both, chunks end first": (
-            (f"Content-Length: {length + 5}", "Transfer-Encoding: chunked"), b"0\r\n\r\n" + hidden),
+            (f"Content-Length: {length + 5}", "Transfer-Encoding: chunked"),
+            b"0\r\n\r\n" + hidden,
+        ),
         "both, the other way": (("Transfer-Encoding: chunked", "Content-Length: 4"), chunk + b"0\r\n\r\n"),
         "two lengths": (("Content-Length: 0", f"Content-Length: {length}"), hidden),
         "list of lengths": ((f"Content-Length: 0, {length}",), hidden),
@@ -115,12 +122,25 @@ def test_smuggling(attacked, tally):
         "chunk longer than it says": (("Transfer-Encoding: chunked",), b"1\r\n" + hidden + b"\r\n0\r\n\r\n"),
         "continue": ((f"Content-Length: {length}", "Expect: 100-continue"), hidden),
         "upgrade": (
-            ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__"), hidden),
+            ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__"),
+            hidden,
+        ),
         "nothing said": ((), hidden),
-    }  # fmt: skip
-    targets = [(method, path) for path in ("/v1/files", "/v1/models", "/v1/fine_tuning/jobs", "/v1/responses/resp_1",
-                                           CHAT, "/v1/batches", "/health", "/admin/v1/status")
-               for method in ("GET", "HEAD", "DELETE", "POST", "OPTIONS")]  # fmt: skip
+    }
+    targets = [
+        (method, path)
+        for path in (
+            "/v1/files",
+            "/v1/models",
+            "/v1/fine_tuning/jobs",
+            "/v1/responses/resp_1",
+            CHAT,
+            "/v1/batches",
+            "/health",
+            "/admin/v1/status",
+        )
+        for method in ("GET", "HEAD", "DELETE", "POST", "OPTIONS")
+    ]
     for (method, path), (name, (lines, body)) in itertools.product(targets, tricks.items()):
         came = attacked.send(head(method, path, key, *lines) + body, half_close=True)
         for status in statuses(came) or [0]:
@@ -153,8 +173,9 @@ def test_bodies_that_do_not_come(attacked, tally):
                 tally.got_through(f"a neighbour was answered {seen.status_code} {seen.text[:100]} after {part!r}")
         # An answer that comes before the body is whole, and what follows on the same connection.
         for turn in range(40):
-            came = attacked.send(head("POST", "/v1/files", "sk-appl-wrong", f"Content-Length: {len(hidden)}"), hidden,
-                                 half_close=True)  # fmt: skip
+            came = attacked.send(
+                head("POST", "/v1/files", "sk-appl-wrong", f"Content-Length: {len(hidden)}"), hidden, half_close=True
+            )
             if any(tally.saw(status) < 400 for status in statuses(came)):
                 tally.got_through(f"early answer, turn {turn}: {came[:200]!r}")
         time.sleep(6)  # the controller closes connections that were idle for five
@@ -172,9 +193,18 @@ def test_headers_that_name_somebody_else(attacked, tally):
     """Who asks is what the gateway says, whatever else stands in the request."""
     key = attacked.key(["inference", "fine_tuning"])
     before = attacked.key_names()
-    names = ("X-Appliance-Key-Id", "X-Appliance-Scopes", "X-Appliance-Key-Name", "X-Appliance-Owner",
-             "X-Forwarded-User", "X-Real-Ip", "Remote-User", "X-Original-Url", "X-Rewrite-Url",
-             "X-Http-Method-Override")  # fmt: skip
+    names = (
+        "X-Appliance-Key-Id",
+        "X-Appliance-Scopes",
+        "X-Appliance-Key-Name",
+        "X-Appliance-Owner",
+        "X-Forwarded-User",
+        "X-Real-Ip",
+        "Remote-User",
+        "X-Original-Url",
+        "X-Rewrite-Url",
+        "X-Http-Method-Override",
+    )
     spellings = [f"{name}: {{}}" for name in names] + ["x_appliance_scopes: {}", "X-APPLIANCE-SCOPES: {}"]
     hops = ((), ("Connection: X-Appliance-Key-Id, X-Appliance-Scopes",), ("Connection: close, Authorization",))
     for spelling, value in itertools.product(spellings, ("admin", "inference,fine_tuning,admin", "", "/admin/v1/keys")):
@@ -182,8 +212,9 @@ def test_headers_that_name_somebody_else(attacked, tally):
             for method, path in (("GET", "/admin/v1/keys"), ("POST", "/admin/v1/keys"), ("GET", "/admin/v1/status")):
                 body = b'{"name":"spoofed","scopes":["admin"]}' if method == "POST" else b""
                 lengths = (f"Content-Length: {len(body)}",) if body else ()
-                came = attacked.send(head(method, path, key, spelling.format(value), *lengths, *more) + body,
-                                     half_close=True)  # fmt: skip
+                came = attacked.send(
+                    head(method, path, key, spelling.format(value), *lengths, *more) + body, half_close=True
+                )
                 if any(tally.saw(status) < 400 for status in statuses(came) or [400]):
                     tally.got_through(f"{method} {path} with {spelling.format(value)}: {came[:200]!r}")
     twice = head("GET", "/admin/v1/keys", key, f"Authorization: Bearer {attacked.front.key}")
@@ -237,7 +268,7 @@ def test_what_belongs_to_others(attacked, routes, tally):
             (f"/v1/uploads/{hers['upload_id'][0]}/complete", {"part_ids": []}),
             (f"/v1/fine_tuning/jobs/{hers['job_id'][0]}/cancel", {}),
             (f"/v1/batches/{hers['batch_id'][0]}/cancel", {}),
-        ]  # fmt: skip
+        ]
         for path, body in named:
             answer = http.post(path, json=body)
             if tally.saw(answer.status_code) not in (400, 403, 404) or MARK in answer.text:
@@ -255,9 +286,12 @@ def test_what_belongs_to_others(attacked, routes, tally):
 def test_scopes(attacked, routes, tally):
     """No key does what its scopes do not say, whatever the route and the method."""
     before = attacked.key_names()
-    may = {"inference": ("/v1/batches", "/v1/responses", "/v1/models"),
-           "fine_tuning": ("/v1/files", "/v1/uploads", "/v1/fine_tuning", "/v1/models"),
-           "read": ("/v1/models",), "metrics": ()}  # fmt: skip
+    may = {
+        "inference": ("/v1/batches", "/v1/responses", "/v1/models"),
+        "fine_tuning": ("/v1/files", "/v1/uploads", "/v1/fine_tuning", "/v1/models"),
+        "read": ("/v1/models",),
+        "metrics": (),
+    }
     for scope, allowed in may.items():
         try:
             key = attacked.key([scope])
@@ -309,12 +343,18 @@ def bombs() -> dict[str, bytes]:
         "escapes": filled(ask + b',"x":"', b"\\u0041", b'"}'),
         "stops": filled(ask + b',"stop":["a"', b',"b"', b"]}"),
         "biases": b"".join([ask, b',"logit_bias":{"0":1', *(b',"%d":1' % n for n in range(1, 400_000)), b"}}"]),
-        "messages": filled(b'{"model":"%b","messages":[{"role":"user","content":"a"}' % MODEL.encode(),
-                           b',{"role":"user","content":"a"}', b"]}"),
-        "tools": filled(ask + b',"tools":[{"type":"function","function":{"name":"a"}}',
-                        b',{"type":"function","function":{"name":"a"}}', b"]}"),
+        "messages": filled(
+            b'{"model":"%b","messages":[{"role":"user","content":"a"}' % MODEL.encode(),
+            b',{"role":"user","content":"a"}',
+            b"]}",
+        ),
+        "tools": filled(
+            ask + b',"tools":[{"type":"function","function":{"name":"a"}}',
+            b',{"type":"function","function":{"name":"a"}}',
+            b"]}",
+        ),
         "bad words": filled(ask + b',"bad_words":["a"', b',"a"', b"]}"),
-    }  # fmt: skip
+    }
     schema = {"type": "object"}
     for _ in range(400):
         schema = {"type": "object", "properties": {"a": schema}, "required": ["a"]}
@@ -323,12 +363,20 @@ def bombs() -> dict[str, bytes]:
     made |= {
         "deep schema": chat_body(response_format=deep),
         "wide schema": chat_body(response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": wide}}),
-        **{f"regex {pattern[:12]}": chat_body(structured_outputs={"regex": pattern})
-           for pattern in ("(a{1,1000}){1,1000}", "((a*)*)*b" * 500, "(" * 5000 + ")" * 5000, "[a-z]{100000}",
-                           "(.{0,255}){0,255}", "(a|b|c){1,99999}")},
+        **{
+            f"regex {pattern[:12]}": chat_body(structured_outputs={"regex": pattern})
+            for pattern in (
+                "(a{1,1000}){1,1000}",
+                "((a*)*)*b" * 500,
+                "(" * 5000 + ")" * 5000,
+                "[a-z]{100000}",
+                "(.{0,255}){0,255}",
+                "(a|b|c){1,99999}",
+            )
+        },
         "choices": chat_body(structured_outputs={"choice": [f"choice {n}" for n in range(100_000)]}),
         "grammar": chat_body(structured_outputs={"grammar": "root ::= " + "| ".join(f'"{n}"' for n in range(50_000))}),
-    }  # fmt: skip
+    }
     return made
 
 
@@ -358,10 +406,12 @@ def test_slow_clients(attacked, tally):
     """Heads and bodies that come a byte at a time are cut off, each within seconds."""
     key, wires = attacked.key(["inference", "fine_tuning"]), []
     starts = [
-        b"GET /v1/models HTTP/1.1\r\nHost: a\r\n", head("POST", CHAT, key, "Content-Length: 5000"),
+        b"GET /v1/models HTTP/1.1\r\nHost: a\r\n",
+        head("POST", CHAT, key, "Content-Length: 5000"),
         head("POST", "/v1/files", key, "Content-Length: 500000"),
-        head("POST", CHAT, key, "Transfer-Encoding: chunked") + b"1\r\n{\r\n", b"",
-    ]  # fmt: skip
+        head("POST", CHAT, key, "Transfer-Encoding: chunked") + b"1\r\n{\r\n",
+        b"",
+    ]
     began_s = time.monotonic()
     try:
         for turn in range(200):
@@ -398,14 +448,21 @@ def test_revoked_keys(attacked, tally):
         key, body = made["key"], chat_body(stream=True, user="4000 0.01")
         with attacked.raw(5) as dripping, attacked.raw(5) as streaming, attacked.raw(5) as uploading:
             dripping.sendall(head("POST", CHAT, key, f"Content-Length: {len(body)}") + body[:10])
-            uploading.sendall(head("POST", "/v1/files", key, "Content-Length: 100000",
-                                   "Content-Type: multipart/form-data; boundary=b") + b"--b\r\n")  # fmt: skip
+            uploading.sendall(
+                head(
+                    "POST", "/v1/files", key, "Content-Length: 100000", "Content-Type: multipart/form-data; boundary=b"
+                )
+                + b"--b\r\n"
+            )
             streaming.sendall(head("POST", CHAT, key, f"Content-Length: {len(body)}") + body)
             assert b"200 OK" in streaming.recv(1 << 16)
             with attacked.front.http() as http:
                 assert http.delete(f"/admin/v1/keys/{made['id']}").status_code == 200
-            for name, wire, rest in (("stream", streaming, b""), ("body", dripping, body[10:]),
-                                     ("upload", uploading, b"x" * 1000)):  # fmt: skip
+            for name, wire, rest in (
+                ("stream", streaming, b""),
+                ("body", dripping, body[10:]),
+                ("upload", uploading, b"x" * 1000),
+            ):
                 came = b""
                 try:
                     wire.sendall(rest)
@@ -452,8 +509,23 @@ def test_files(attacked, tally):
     """Names that lead elsewhere, sizes that are not true, parts beyond what was announced."""
     key = attacked.key(["inference", "fine_tuning"], owner="filer")
     with attacked.front.http(key) as http:
-        for name in ("../../../tmp/x.jsonl", "/etc/passwd", "a\x00b.jsonl", "a\r\nX: y", "." * 300, "x" * 5000, "",
-                     "..", "-rf", "a/b", "a\\b", "con", "\u202etxt.lnosj", "<script>.jsonl", "%2e%2e%2fx"):  # fmt: skip
+        for name in (
+            "../../../tmp/x.jsonl",
+            "/etc/passwd",
+            "a\x00b.jsonl",
+            "a\r\nX: y",
+            "." * 300,
+            "x" * 5000,
+            "",
+            "..",
+            "-rf",
+            "a/b",
+            "a\\b",
+            "con",
+            "\u202etxt.lnosj",
+            "<script>.jsonl",
+            "%2e%2e%2fx",
+        ):
             line = json.dumps({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]})
             try:
                 answer = http.post("/v1/files", files={"file": (name, line.encode())}, data={"purpose": "fine-tune"})
@@ -463,8 +535,10 @@ def test_files(attacked, tally):
             stored = answer.json().get("filename", "") if answer.status_code == 200 else ""
             if "/" in stored or "\x00" in stored or "\n" in stored:
                 tally.got_through(f"a file is called {stored!r}")
-        upload = http.post("/v1/uploads", json={"purpose": "fine-tune", "filename": "a.jsonl", "bytes": 1,
-                                                "mime_type": "application/jsonl"}).json()  # fmt: skip
+        upload = http.post(
+            "/v1/uploads",
+            json={"purpose": "fine-tune", "filename": "a.jsonl", "bytes": 1, "mime_type": "application/jsonl"},
+        ).json()
         taken = 0
         for _ in range(8):
             answer = http.post(f"/v1/uploads/{upload['id']}/parts", files={"data": ("part", b"x" * MIB)})

@@ -61,9 +61,7 @@ def refused(response: httpx.Response) -> Answer:
 
 def body(path: str, text: str | bytes) -> Send:
     """A JSON body, as it is."""
-    return lambda client, _: refused(
-        client.post(path, content=text, headers={"content-type": "application/json"})
-    )
+    return lambda client, _: refused(client.post(path, content=text, headers={"content-type": "application/json"}))
 
 
 def chat(field: str) -> Send:
@@ -238,26 +236,70 @@ LOOPS = "{% for a in range(3000) %}{% for b in range(30000) %}{% endfor %}{% end
 # number, what, how, status, param, code, words of the message
 ROWS: list[tuple[str, str, Send, int, str | None, str | None, str]] = [
     ("1", "path as filename", named(b"../../etc/x.jsonl"), 400, "file", "invalid_filename", "contains a path"),
-    ("2", "path as training file", job(training_file="/etc/passwd"), 400, "training_file", "file_not_found",
-     "no file on this box"),
+    (
+        "2",
+        "path as training file",
+        job(training_file="/etc/passwd"),
+        400,
+        "training_file",
+        "file_not_found",
+        "no file on this box",
+    ),
     ("3", "NUL in a filename", named(b"a\0.jsonl"), 400, "file", "invalid_filename", "control characters"),
     ("3", "newline in a filename", named(b"a\nb.jsonl"), 400, "file", "invalid_filename", "control characters"),
     ("3", "5 kB filename", named(b"a" * 5000), 400, None, "invalid_multipart", "header size"),
     ("4", "symlink in an import", imported(linked), 202, None, "unsafe_link", "/etc/passwd"),
     ("5", "zip bomb as a file", file(zip_bomb), 200, "training_file", "invalid_training_file", "compressed"),
-    ("5", "body coded as gzip", lambda c, _: refused(upload(c, b"", **{"content-encoding": "gzip"})), 415, None,
-     "unsupported_content_encoding", "Compressed"),
-    ("6", "zstd bomb as a file", file(lambda: zstandard.compress(bytes(256 * MIB))), 200, "training_file",
-     "invalid_training_file", "compressed"),
-    ("6", "body coded as zstd", lambda c, _: refused(c.post(CHAT, content=zstandard.compress(bytes(256 * MIB)),
-     headers={"content-encoding": "zstd"})), 415, None, "unsupported_content_encoding", "Compressed"),
+    (
+        "5",
+        "body coded as gzip",
+        lambda c, _: refused(upload(c, b"", **{"content-encoding": "gzip"})),
+        415,
+        None,
+        "unsupported_content_encoding",
+        "Compressed",
+    ),
+    (
+        "6",
+        "zstd bomb as a file",
+        file(lambda: zstandard.compress(bytes(256 * MIB))),
+        200,
+        "training_file",
+        "invalid_training_file",
+        "compressed",
+    ),
+    (
+        "6",
+        "body coded as zstd",
+        lambda c, _: refused(
+            c.post(CHAT, content=zstandard.compress(bytes(256 * MIB)), headers={"content-encoding": "zstd"})
+        ),
+        415,
+        None,
+        "unsupported_content_encoding",
+        "Compressed",
+    ),
     ("7", "2 GiB, announced", announced_2gib, 413, None, "request_too_large", "larger than"),
     ("7", "one endless line", endless_line, 413, None, "request_too_large", "over the limit of 24"),
-    ("7", "one line of 17 MiB", file(lambda: b'{"messages": "' + b"a" * (17 * MIB) + b'"}'), 200, "training_file",
-     "invalid_training_file", "bytes long"),
+    (
+        "7",
+        "one line of 17 MiB",
+        file(lambda: b'{"messages": "' + b"a" * (17 * MIB) + b'"}'),
+        200,
+        "training_file",
+        "invalid_training_file",
+        "bytes long",
+    ),
     ("8", "JSON 100k deep", chat(f'"tools": {DEEP}'), 400, None, "too_many_values", "too many values"),
-    ("8", "JSON 100k deep to a control route", body(JOBS, f'{{"model": {DEEP}}}'), 400, None, "too_many_values",
-     "too many values"),
+    (
+        "8",
+        "JSON 100k deep to a control route",
+        body(JOBS, f'{{"model": {DEEP}}}'),
+        400,
+        None,
+        "too_many_values",
+        "too many values",
+    ),
     ("9", "5,000-digit integer", chat('"seed": ' + "9" * 5000), 400, None, "invalid_json", "parse"),
     ("9", "5,000-digit seed of a job", body(JOBS, '{"seed": %s}' % ("9" * 5000)), 400, None, "invalid_json", "JSON"),
     ("10", "lone surrogate", chat('"user": "\\ud800"'), 400, None, "invalid_json", "parse"),
@@ -270,21 +312,63 @@ ROWS: list[tuple[str, str, Send, int, str | None, str | None, str]] = [
     ("13", "max_tokens 0", chat('"max_tokens": 0'), 400, "max_tokens", None, "from 1"),
     ("13", "max_tokens -1", chat('"max_tokens": -1'), 400, "max_tokens", None, "from 1"),
     ("13", "max_tokens 2^63", chat(f'"max_tokens": {1 << 63}'), 400, "max_tokens", None, "from 1"),
-    ("14", "chat_template", chat('"chat_template": "{{ x }}"'), 400, "chat_template", "unsupported_parameter",
-     "not accepted"),
-    ("14", "chat_template in its kwargs", chat('"chat_template_kwargs": {"chat_template": "{{ x }}"}'), 400,
-     "chat_template_kwargs.chat_template", "unsupported_parameter", "not accepted"),
-    ("15", "nested loops in a template", imported(lambda f: checkpoints.write(f, template=LOOPS)), 202, None,
-     "template_refused", "CPU"),
-    ("16", "link-local image", image("http://169.254.169.254/latest/meta-data"), 400, "image_url",
-     "remote_media_refused", "fetches nothing"),
+    (
+        "14",
+        "chat_template",
+        chat('"chat_template": "{{ x }}"'),
+        400,
+        "chat_template",
+        "unsupported_parameter",
+        "not accepted",
+    ),
+    (
+        "14",
+        "chat_template in its kwargs",
+        chat('"chat_template_kwargs": {"chat_template": "{{ x }}"}'),
+        400,
+        "chat_template_kwargs.chat_template",
+        "unsupported_parameter",
+        "not accepted",
+    ),
+    (
+        "15",
+        "nested loops in a template",
+        imported(lambda f: checkpoints.write(f, template=LOOPS)),
+        202,
+        None,
+        "template_refused",
+        "CPU",
+    ),
+    (
+        "16",
+        "link-local image",
+        image("http://169.254.169.254/latest/meta-data"),
+        400,
+        "image_url",
+        "remote_media_refused",
+        "fetches nothing",
+    ),
     ("16", "image from a file", image("file:///etc/passwd"), 400, "image_url", "remote_media_refused", "no files"),
     ("16", "image with a userinfo trick", image("http://a\\@b"), 400, "image_url", "remote_media_refused", "inline"),
-    ("17", "video", media({"type": "video_url", "video_url": {"url": VIDEO}}), 400, "video_url",
-     "remote_media_refused", "no video"),
+    (
+        "17",
+        "video",
+        media({"type": "video_url", "video_url": {"url": VIDEO}}),
+        400,
+        "video_url",
+        "remote_media_refused",
+        "no video",
+    ),
     ("18", "pickle renamed", weights(pickle.dumps({"w": [0.0] * 99})), 202, None, "header_invalid", "announces"),
-    ("18", "header of 2^63 bytes", weights(header({}, length=1 << 63)), 202, None, "header_invalid",
-     "9223372036854775808"),
+    (
+        "18",
+        "header of 2^63 bytes",
+        weights(header({}, length=1 << 63)),
+        202,
+        None,
+        "header_invalid",
+        "9223372036854775808",
+    ),
     ("18", "overlapping offsets", weights(header(OVERLAP)), 202, None, "header_invalid", "overlaps"),
     ("19", "auto_map", imported(remote_code), 202, None, "remote_code_refused", "auto_map"),
     ("19", "LoRA adapter as a model", imported(adapter), 202, None, "not_a_checkpoint", "config.json"),
@@ -292,7 +376,7 @@ ROWS: list[tuple[str, str, Send, int, str | None, str | None, str]] = [
     ("+", "suffix=<script>", job(suffix="<script>"), 400, "suffix", "invalid_value", "letters"),
     ("+", "page elsewhere, no key", without_key, 401, None, "missing_api_key", "API key"),
     ("+", "form post with a key", form_post, 400, None, "invalid_body", "application/json"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +408,7 @@ def test_a_repeated_create_makes_one_job(front: Front) -> None:
 
 
 def test_metadata_that_looks_like_a_formula_is_text_and_stays_so(front: Front) -> None:
-    metadata = {"=cmd|'/C calc'!A0": "=HYPERLINK(\"http://a\")", "+1": "@SUM(A1)"}
+    metadata = {"=cmd|'/C calc'!A0": '=HYPERLINK("http://a")', "+1": "@SUM(A1)"}
     with front.http() as client:
         made = client.post(
             JOBS, json={"model": MODEL, "training_file": training_file(client), "metadata": metadata}
@@ -355,8 +439,21 @@ def test_a_revoked_key_ends_its_stream_and_no_other(front: Front, neighbours: Ne
 
 def test_no_engine_or_gateway_route_but_the_listed_ones(front: Front) -> None:
     """vLLM's own control routes, with the strongest key there is and with none."""
-    private = ["/pause", "/resume", "/sleep", "/wake_up", "/collective_rpc", "/update_weights", "/v1/load_lora_adapter",
-               "/invocations", "/tokenize", "/docs", "/openapi.json", "/server_info", "/metrics/../pause"]  # fmt: skip
+    private = [
+        "/pause",
+        "/resume",
+        "/sleep",
+        "/wake_up",
+        "/collective_rpc",
+        "/update_weights",
+        "/v1/load_lora_adapter",
+        "/invocations",
+        "/tokenize",
+        "/docs",
+        "/openapi.json",
+        "/server_info",
+        "/metrics/../pause",
+    ]
     answered = front.counts.answered
     with front.http() as keyed, httpx.Client(base_url=front.url) as keyless:
         for path in private:

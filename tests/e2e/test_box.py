@@ -227,9 +227,12 @@ def test_adapters_share_the_engine_of_their_base(box, starter):
     def tune(file, **more):
         settings = {"batch_size": 8, "max_length": 256, "lora_rank": 4, "learning_rate": 0.01, **more}
         return client.fine_tuning.jobs.create(
-            model=starter, training_file=file, seed=3,
-            method={"type": "supervised", "supervised": {"hyperparameters": settings}}, extra_body=TWO_DEVICES,
-        )  # fmt: skip
+            model=starter,
+            training_file=file,
+            seed=3,
+            method={"type": "supervised", "supervised": {"hyperparameters": settings}},
+            extra_body=TWO_DEVICES,
+        )
 
     def greedy(model):
         answer = client.chat.completions.with_raw_response.create(
@@ -337,9 +340,15 @@ def test_a_canary_takes_its_share_then_all_or_nothing(box, unbroken):
 def test_a_checkpoint_directory_is_imported_served_and_tuned(box, starter, architecture, settings, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(next((box.data_dir / "models" / starter).iterdir()))
     config = architecture.config_class(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, eos_token_id=tokenizer.eos_token_id,
-    )  # fmt: skip
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        eos_token_id=tokenizer.eos_token_id,
+    )
     architecture(config).bfloat16().save_pretrained(tmp_path / "tiny")
     tokenizer.save_pretrained(tmp_path / "tiny")
     name = architecture.__name__.lower()
@@ -411,9 +420,19 @@ def test_nothing_listens_for_strangers_while_a_job_and_engines_run(box, starter,
     file_id = box.client().fine_tuning.jobs.retrieve(unbroken.id).training_file
     box.set_mode(policy="split", train_devices=2)
     job = box.ask(
-        "job", "submit", "--model", starter, "--file", file_id, "--epochs", "40", "--batch-size", "8",
-        "--max-devices", "2",
-    )  # fmt: skip
+        "job",
+        "submit",
+        "--model",
+        starter,
+        "--file",
+        file_id,
+        "--epochs",
+        "40",
+        "--batch-size",
+        "8",
+        "--max-devices",
+        "2",
+    )
     wait_for(lambda: box.losses(job["id"]), "a step")
     box.client().chat.completions.create(model=starter, messages=[{"role": "user", "content": "2+2?"}], max_tokens=2)
     commands = " ".join(box.running().values())
@@ -432,9 +451,19 @@ def test_pause_resume_and_cancel(box, starter, unbroken):
     file_id = client.fine_tuning.jobs.retrieve(unbroken.id).training_file
     box.run("mode", "set", "train", "--wait")
     job = box.ask(
-        "job", "submit", "--model", starter, "--file", file_id, "--epochs", "40", "--batch-size", "8",
-        "--max-devices", "2",
-    )  # fmt: skip
+        "job",
+        "submit",
+        "--model",
+        starter,
+        "--file",
+        file_id,
+        "--epochs",
+        "40",
+        "--batch-size",
+        "8",
+        "--max-devices",
+        "2",
+    )
     wait_for(lambda: len(box.losses(job["id"])) >= 2, "two steps")
     box.run("job", "pause", job["id"])
     wait_for(lambda: box.admin(f"jobs/{job['id']}")["phase"] == "paused", "the pause")
@@ -477,9 +506,21 @@ def test_a_job_survives_the_death_of_a_rank_of_the_controller_and_of_the_whole_b
     box.run("mode", "set", "split", "--train", "2", "--wait")
     file_id = client.fine_tuning.jobs.retrieve(unbroken.id).training_file
     job = box.ask(
-        "job", "submit", "--model", starter, "--file", file_id, "--epochs", "8", "--batch-size", "8",
-        "--set", "snapshot_every_s=2", "--set", "max_length=256",
-    )  # fmt: skip
+        "job",
+        "submit",
+        "--model",
+        starter,
+        "--file",
+        file_id,
+        "--epochs",
+        "8",
+        "--batch-size",
+        "8",
+        "--set",
+        "snapshot_every_s=2",
+        "--set",
+        "max_length=256",
+    )
     job_id = job["id"]
 
     def restarts_beyond(step):

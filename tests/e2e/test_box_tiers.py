@@ -22,8 +22,11 @@ def s3(tmp_path):
     server.start()
     credentials = tmp_path / "credentials"
     credentials.write_text("[box]\naws_access_key_id = AKIAIOSFODNN7EXAMPLE\naws_secret_access_key = secret\n")
-    settings = {"endpoint": "http://{}:{}".format(*server.get_host_and_port()), "credentials_file": str(credentials),
-                "credentials_profile": "box"}  # fmt: skip
+    settings = {
+        "endpoint": "http://{}:{}".format(*server.get_host_and_port()),
+        "credentials_file": str(credentials),
+        "credentials_profile": "box",
+    }
     S3Objects("weights", "box", **settings)._client.create_bucket(Bucket="weights")
     yield {"url": "s3://weights/box", **settings}
     server.stop()

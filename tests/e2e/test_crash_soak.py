@@ -70,14 +70,19 @@ class Rounds:
         self.kills[victim, when, verb] += 1
         began_s = time.monotonic()
         self.settle(mode, reached)
-        print(f"{number:3d} {' '.join(mode):16s} {victim:10s} {when:6s} {verb:14s} after "
-              f"{began_s - pressed_s:5.1f} s, settled in {time.monotonic() - began_s:5.1f} s", flush=True)  # fmt: skip
+        print(
+            f"{number:3d} {' '.join(mode):16s} {victim:10s} {when:6s} {verb:14s} after "
+            f"{began_s - pressed_s:5.1f} s, settled in {time.monotonic() - began_s:5.1f} s",
+            flush=True,
+        )
 
     def table(self) -> str:
         """Kills by victim and step, as before/in/after."""
         rows = sorted({(victim, verb) for victim, _, verb in self.kills})
-        told = [f"  {victim:10s} {verb:14s} " + "/".join(str(self.kills[victim, when, verb]) for when in WHEN)
-                for victim, verb in rows]  # fmt: skip
+        told = [
+            f"  {victim:10s} {verb:14s} " + "/".join(str(self.kills[victim, when, verb]) for when in WHEN)
+            for victim, verb in rows
+        ]
         return "\n".join([f"kills {self.kills.total()} (before/in/after the step):", *told])
 
     def wait_for_step(self, last: int, when: str, nth: int) -> str:
@@ -181,9 +186,21 @@ def test_kills_around_the_steps_of_hand_overs(box, capsys):
     assert box.ask("model", "import", str(tiny), "--name", "tiny")["state"] == "succeeded"
     (box.data_dir / "train.jsonl").write_bytes(gsm8k("train", 2000))
     job_id = box.ask(
-        "job", "submit", "--model", "tiny", "--file", str(box.data_dir / "train.jsonl"), "--epochs", "50",
-        "--batch-size", "4", "--set", "snapshot_every_s=2", "--set", "max_length=256",
-    )["id"]  # fmt: skip
+        "job",
+        "submit",
+        "--model",
+        "tiny",
+        "--file",
+        str(box.data_dir / "train.jsonl"),
+        "--epochs",
+        "50",
+        "--batch-size",
+        "4",
+        "--set",
+        "snapshot_every_s=2",
+        "--set",
+        "max_length=256",
+    )["id"]
     rounds = Rounds(box, job_id)
     with capsys.disabled():
         print(f"\nseed {SEED}, {KILLS} kills", flush=True)
@@ -203,8 +220,11 @@ def test_kills_around_the_steps_of_hand_overs(box, capsys):
             finally:
                 print(f"{rounds.table()}\nviolations {violations}", flush=True)
         report = load.report()
-        print(f"requests {report.requests}: {report.dropped} ended with an error, {report.truncated} cut off in "
-              f"silence, {report.duplicated} answered twice; errors {report.errors}", flush=True)  # fmt: skip
+        print(
+            f"requests {report.requests}: {report.dropped} ended with an error, {report.truncated} cut off in "
+            f"silence, {report.duplicated} answered twice; errors {report.errors}",
+            flush=True,
+        )
     assert (report.truncated, report.duplicated) == (0, 0)
     # Only a killed engine costs requests, at most those that it was answering.
     killed_engines = sum(count for (victim, *_), count in rounds.kills.items() if victim == "engine")

@@ -19,8 +19,9 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 
 
-def save_adapter(root: Path, base: Path, name: str, *, seed: int, rank: int = 8, merged: Path | None = None,
-                 **meta) -> str:  # fmt: skip
+def save_adapter(
+    root: Path, base: Path, name: str, *, seed: int, rank: int = 8, merged: Path | None = None, **meta
+) -> str:
     """A random adapter on `base` as the box publishes one, sealed; `merged` gets the same as whole weights."""
     import torch
     from peft import LoraConfig, get_peft_model
@@ -37,8 +38,9 @@ def save_adapter(root: Path, base: Path, name: str, *, seed: int, rank: int = 8,
     path = root / encode_name(name) / "v1"
     model.save_pretrained(path)
     (path / "README.md").unlink(missing_ok=True)
-    copies.seal_dir(path, kind="adapter", model=name, version="v1",
-                   meta={"base": "starter", "base_version": base.name, **meta})  # fmt: skip
+    copies.seal_dir(
+        path, kind="adapter", model=name, version="v1", meta={"base": "starter", "base_version": base.name, **meta}
+    )
     if merged is not None:
         model.merge_and_unload().save_pretrained(merged)
         for file in TOKENIZER:
@@ -59,9 +61,17 @@ def base(box):
 
 def spec_of(box, base, replica, **more):
     roots = (str(box.root / "adapters"), str(box.root / "disk"))
-    return box.spec(replica, base, **{
-        "adapter_slots": SLOTS, "adapter_max_rank": 16, "adapters_resident": RESIDENT, "adapter_roots": roots, **more,
-    })  # fmt: skip
+    return box.spec(
+        replica,
+        base,
+        **{
+            "adapter_slots": SLOTS,
+            "adapter_max_rank": 16,
+            "adapters_resident": RESIDENT,
+            "adapter_roots": roots,
+            **more,
+        },
+    )
 
 
 async def test_adapters_and_base_in_one_batch_answer_as_merged_weights(box, base):
@@ -147,9 +157,14 @@ async def test_many_adapters_share_few_places_and_are_forgotten_on_request(box, 
             await greedy(sdk, "ft:nobody@v1")
 
         stream = await sdk.completions.create(
-            model=names[1], prompt="the", max_tokens=40, temperature=0, stream=True,
-            stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
-        )  # fmt: skip
+            model=names[1],
+            prompt="the",
+            max_tokens=40,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
         unloading, usage = None, None
         async for chunk in stream:
             unloading = unloading or asyncio.create_task(engine.unload_adapter(names[1]))

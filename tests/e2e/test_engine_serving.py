@@ -97,8 +97,16 @@ async def no_control_routes(socket_path):
     transport = httpx.AsyncHTTPTransport(uds=socket_path)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine") as http:
         assert (await http.get("/health")).status_code == 200
-        for route in ("/pause", "/resume", "/sleep", "/wake_up", "/collective_rpc", "/update_weights",
-                      "/reset_prefix_cache", "/v1/load_lora_adapter"):
+        for route in (
+            "/pause",
+            "/resume",
+            "/sleep",
+            "/wake_up",
+            "/collective_rpc",
+            "/update_weights",
+            "/reset_prefix_cache",
+            "/v1/load_lora_adapter",
+        ):
             assert (await http.post(route, json={})).status_code in (404, 405), route
 
 
@@ -119,9 +127,13 @@ async def test_a_request_that_is_traced_has_a_span_of_its_engine(engine_box, rep
         replica = replicas()
         await replica.start(spec)
         await client(spec).completions.create(
-            model="starter", prompt=[5, 6, 7], max_tokens=3, temperature=0, extra_body={"ignore_eos": True},
+            model="starter",
+            prompt=[5, 6, 7],
+            max_tokens=3,
+            temperature=0,
+            extra_body={"ignore_eos": True},
             extra_headers={"traceparent": f"00-{trace}-{parent}-01"},
-        )  # fmt: skip
+        )
         while not (spans := [span for span in collector.spans if span.trace_id.hex() == trace]):
             await asyncio.sleep(0.05)
         await replica.stop()

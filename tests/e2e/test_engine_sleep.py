@@ -10,8 +10,15 @@ from serve.core.errors import VersionMismatch, WrongState
 from tests.e2e.engine_support import client, greedy
 
 MIB = 2**20
-LARGE = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8,
-         "num_key_value_heads": 4, "head_dim": 64, "initializer_range": 0.06}
+LARGE = {
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "initializer_range": 0.06,
+}
 
 
 async def test_sleep_frees_weights_and_kv_and_wakes_exact(engine_box, replicas):

@@ -24,7 +24,11 @@ TOKENS = 400
 
 async def stream_ids(sdk, model, prompt, tokens, seen: list[int]):
     stream = await sdk.completions.create(
-        model=model, prompt=prompt, max_tokens=tokens, temperature=0, stream=True,
+        model=model,
+        prompt=prompt,
+        max_tokens=tokens,
+        temperature=0,
+        stream=True,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
     async for chunk in stream:
@@ -35,7 +39,10 @@ async def stream_ids(sdk, model, prompt, tokens, seen: list[int]):
 
 async def greedy_ids(sdk, model, prompt, tokens):
     answer = await sdk.completions.create(
-        model=model, prompt=prompt, max_tokens=tokens, temperature=0,
+        model=model,
+        prompt=prompt,
+        max_tokens=tokens,
+        temperature=0,
         extra_body={"ignore_eos": True, "return_token_ids": True},
     )
     return answer.choices[0].model_extra["token_ids"]
@@ -230,9 +237,7 @@ async def test_one_operation_at_a_time_and_only_in_its_state(engine_box, replica
         await replica.wake("starter", "a", str(a))
     with pytest.raises(WrongState, match="runs an engine already"):
         await replica.start(spec)
-    both = await asyncio.gather(
-        replica.swap("starter", "b", str(b)), replica.swap("starter", "a", str(a))
-    )
+    both = await asyncio.gather(replica.swap("starter", "b", str(b)), replica.swap("starter", "a", str(a)))
     assert [report["version"] for report in both] == ["b", "a"]
     assert (await replica.status())["version"] == "a"
 

@@ -104,27 +104,33 @@ class FaultRun:
 
         names = ("controller", "gateway", "engine", "rank", "raylet")
         return {
-            **{f"kill {name}": of(faults.killed, box, name, choice)
-               for name in (*names, "main", "ray's head", "ray's agent", "supervisor", "warm parent")},
+            **{
+                f"kill {name}": of(faults.killed, box, name, choice)
+                for name in (*names, "main", "ray's head", "ray's agent", "supervisor", "warm parent")
+            },
             **{f"stop {name}": of(faults.stopped, box, name, choice) for name in names},
-            **{f"no descriptors {name}": of(faults.without_descriptors, box, name, choice)
-               for name in ("controller", "gateway")},
+            **{
+                f"no descriptors {name}": of(faults.without_descriptors, box, name, choice)
+                for name in ("controller", "gateway")
+            },
             "full disk": mounted(faults.full, box.data_dir),
             "full shared memory": mounted(faults.full, Path("/dev/shm")),
             "memory hog": of(faults.hogged, LEAVE_BYTES),
             "clock +1 h": of(faults.clock_moved, box, 3600),
             "clock -1 h": of(faults.clock_moved, box, -3600),
             "power loss": self._power_loss,
-        }  # fmt: skip
+        }
 
     # --- one fault
 
     def play(self, number: int, kind: str) -> None:
         seen = self.seen.setdefault(kind, Seen())
         before, outcomes, anew = faults.holdings(self.box), len(self.clients.outcomes), self.steps_anew()
-        lasts_s = 0.0 if kind.startswith("kill") or kind == "power loss" else (
-            LONG_S if seen.times % LONG_EVERY == LONG_EVERY - 1 else SHORT_S
-        )  # fmt: skip
+        lasts_s = (
+            0.0
+            if kind.startswith("kill") or kind == "power loss"
+            else (LONG_S if seen.times % LONG_EVERY == LONG_EVERY - 1 else SHORT_S)
+        )
         self.at_first = self.at_first or before
         print(f"{number:3d} {datetime.now():%H:%M:%S} {kind}", flush=True)
         victims = self.victims(kind)
@@ -156,8 +162,11 @@ class FaultRun:
         seen.long_lost += lost * self.step_s() > LOST_S
         after = faults.holdings(self.box)
         seen.grown.update({name: after[name] - before[name] for name in after})
-        print(f"    {kind:24s} whole after {seen.whole_s[-1]:5.1f} s ({lasts_s:.0f} of them the fault), "
-              f"{lost} steps anew", flush=True)  # fmt: skip
+        print(
+            f"    {kind:24s} whole after {seen.whole_s[-1]:5.1f} s ({lasts_s:.0f} of them the fault), "
+            f"{lost} steps anew",
+            flush=True,
+        )
         if seen.whole_s[-1] > SLOW_S:
             print("\n".join(f"      {seconds:5.1f} s {why}" for why, seconds in waited.items()), flush=True)
             self.tell_logs(began_s)
@@ -210,8 +219,9 @@ class FaultRun:
         since = time.time() - (time.monotonic() - since_s)
         for when, message in self.query(
             "SELECT created_s, message FROM job_events WHERE job_id = ? AND type = 'message' AND created_s >= ?",
-            self.job_id, since,
-        ):  # fmt: skip
+            self.job_id,
+            since,
+        ):
             print(f"      {when - since:6.1f} job: {message[:200]}", flush=True)
         for line in (self.box.data_dir / "logs" / "controller.log").read_text(errors="replace").splitlines():
             with suppress(ValueError, KeyError):
@@ -358,9 +368,19 @@ def box(mounts, tmp_path_factory):
 def submitted(box: FaultyBox) -> str:
     """Id of a job that lasts longer than the run."""
     return box.ask(
-        "job", "submit", "--model", "starter", "--file", box.upload(gsm8k("train", 2000)), "--epochs", "50",
-        "--batch-size", "4", "--set", "max_length=256",
-    )["id"]  # fmt: skip
+        "job",
+        "submit",
+        "--model",
+        "starter",
+        "--file",
+        box.upload(gsm8k("train", 2000)),
+        "--epochs",
+        "50",
+        "--batch-size",
+        "4",
+        "--set",
+        "max_length=256",
+    )["id"]
 
 
 def test_faults_under_load(box, mounts, capsys):

@@ -18,8 +18,12 @@ MIB = 1 << 20
 HELD = 2000
 # One key has all streams here, of which it may else have 1024 at each worker.
 LIMITS = {
-    "head_timeout_s": 5.0, "body_window_s": 5.0, "write_stall_s": 2.0, "keepalive_s": 5.0, "key_streams": 2 * HELD,
-}  # fmt: skip
+    "head_timeout_s": 5.0,
+    "body_window_s": 5.0,
+    "write_stall_s": 2.0,
+    "keepalive_s": 5.0,
+    "key_streams": 2 * HELD,
+}
 pytestmark = pytest.mark.soak
 
 
@@ -48,8 +52,10 @@ class Before:
             seen.update(front.series("connections", "inflight", "held", "buffered_body_bytes"))
             seen.update(more_descriptors=front.descriptors() - self.descriptors, streaming=front.counts.streaming)
             # The question itself is one connection, and the one before may still be counted in a worker's snapshot.
-            return seen["connections"] <= 4 and seen["more_descriptors"] <= 4 and not any(
-                seen[name] for name in ("inflight", "held", "buffered_body_bytes", "streaming")
+            return (
+                seen["connections"] <= 4
+                and seen["more_descriptors"] <= 4
+                and not any(seen[name] for name in ("inflight", "held", "buffered_body_bytes", "streaming"))
             )
 
         try:
@@ -92,8 +98,9 @@ async def test_two_thousand_streams_over_a_mode_switch(front: Front) -> None:
         client.transport.abort()
     await before.settles(
         f"200 streams drained and {HELD} held over a mode switch: {200 + HELD} whole, 0 cut short; "
-        f"{each / 1024:.1f} KiB per held stream", growth_bytes=64 * MIB,
-    )  # fmt: skip
+        f"{each / 1024:.1f} KiB per held stream",
+        growth_bytes=64 * MIB,
+    )
 
 
 async def test_slow_loris(front: Front) -> None:
@@ -112,8 +119,9 @@ async def test_slow_loris(front: Front) -> None:
     assert told == 450 and not neighbours.failed
     await before.settles(
         f"600 slow clients: {told} answered 408, {600 - told} silent ones closed; neighbours: {neighbours.asked} "
-        f"requests, 0 failed", growth_bytes=24 * MIB,
-    )  # fmt: skip
+        f"requests, 0 failed",
+        growth_bytes=24 * MIB,
+    )
 
 
 async def drip(clients: list[StreamClient]) -> None:
@@ -167,5 +175,6 @@ async def test_clients_that_never_read(front: Front) -> None:
     assert each < MIB
     await before.settles(
         f"{count} clients that never read: {count} dropped, {each / 1024:.0f} KiB each at most; neighbours: "
-        f"{neighbours.asked} requests, 0 failed", growth_bytes=24 * MIB,
-    )  # fmt: skip
+        f"{neighbours.asked} requests, 0 failed",
+        growth_bytes=24 * MIB,
+    )

@@ -46,8 +46,12 @@ class OtherMachine(WholeBox):
         with open(self.data_dir / "join.log", "ab") as log:
             self.process = subprocess.Popen(
                 [COMMAND, "join", head, "--name", "n1", "--address", AWAY, "--devices", "2", *shown],
-                stdout=log, stderr=log, env=self.environment(), cwd=self.data_dir / "cwd", start_new_session=True,
-            )  # fmt: skip
+                stdout=log,
+                stderr=log,
+                env=self.environment(),
+                cwd=self.data_dir / "cwd",
+                start_new_session=True,
+            )
 
 
 @pytest.fixture
@@ -92,13 +96,19 @@ def test_engines_on_another_node_and_the_loss_of_it(machines):
     assert listed == dict.fromkeys(ALL, "ok")
     refused = subprocess.run(
         [COMMAND, "join", head, "--name", "n2", "--address", AWAY, *once],
-        env=away.environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        env=away.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert refused.returncode == 5 and "already" in refused.stderr, refused
     refused = subprocess.run(
         [COMMAND, "join", head, "--name", "n2", "--address", AWAY, "--data-dir", str(away.data_dir / "another"), *once],
-        env=away.environment(), capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
+        env=away.environment(),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
     assert refused.returncode == 1 and "unknown, used or too old" in refused.stderr, refused
 
     home.run("model", "deploy", "tiny", "--min-replicas", "3")
@@ -151,8 +161,19 @@ def test_a_job_on_another_node_and_the_loss_of_it(machines):
     home.run("mode", "set", "split", "--train", "2")
 
     def submit(*more):
-        return home.ask("job", "submit", "--model", "tiny", "--file", str(home.data_dir / "train.jsonl"),
-                        "--batch-size", "4", "--max-length", "256", *more)["id"]  # fmt: skip
+        return home.ask(
+            "job",
+            "submit",
+            "--model",
+            "tiny",
+            "--file",
+            str(home.data_dir / "train.jsonl"),
+            "--batch-size",
+            "4",
+            "--max-length",
+            "256",
+            *more,
+        )["id"]
 
     # To its end there: the version it published comes home, and is served.
     first = submit("--epochs", "1", "--full", "--min-devices", "2")
@@ -285,8 +306,15 @@ def answers_of(home, model: str, engines: int) -> list[str] | None:
 
 def stream(home, number: int) -> tuple[int, str | None]:
     """Tokens and end of an answer long enough to be in the middle of."""
-    chunks = list(home.client(max_retries=3).chat.completions.create(
-        model="tiny", messages=[{"role": "user", "content": f"{number} long stories"}], max_tokens=LONG, temperature=0,
-        stream=True, stream_options={"include_usage": True}, extra_body={"ignore_eos": True},
-    ))  # fmt: skip
+    chunks = list(
+        home.client(max_retries=3).chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": f"{number} long stories"}],
+            max_tokens=LONG,
+            temperature=0,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={"ignore_eos": True},
+        )
+    )
     return chunks[-1].usage.completion_tokens, next(c.choices[0].finish_reason for c in reversed(chunks) if c.choices)

@@ -69,8 +69,20 @@ def test_under_another_program_training_waits_serving_stays_and_all_of_it_comes_
         assert box.ask("model", "import", str(tiny), "--name", "tiny")["state"] == "succeeded"
         train = tmp_path / "train.jsonl"
         train.write_bytes(gsm8k("train", 2000))
-        job_id = box.ask("job", "submit", "--model", "tiny", "--file", str(train), "--epochs", "50",
-                         "--batch-size", "4", "--set", "max_length=256")["id"]  # fmt: skip
+        job_id = box.ask(
+            "job",
+            "submit",
+            "--model",
+            "tiny",
+            "--file",
+            str(train),
+            "--epochs",
+            "50",
+            "--batch-size",
+            "4",
+            "--set",
+            "max_length=256",
+        )["id"]
         box.client().completions.create(model="tiny", prompt="Hello", max_tokens=4)
         wait_for(lambda: running_job(box, job_id) and len(box.losses(job_id)) > 5, "the job to train")
 
@@ -83,8 +95,11 @@ def test_under_another_program_training_waits_serving_stays_and_all_of_it_comes_
         with Load(box.url, box.key, "tiny", workers=2, max_tokens=8) as load:
             began_s = time.monotonic()
             with hog(reserve - GB // 2):
-                status = wait_for(lambda: (now := box.admin("status"))["memory"]["host"]["waiting_jobs"] and now,
-                                  "the box to be short of memory", 60)  # fmt: skip
+                status = wait_for(
+                    lambda: (now := box.admin("status"))["memory"]["host"]["waiting_jobs"] and now,
+                    "the box to be short of memory",
+                    60,
+                )
                 short_s = time.monotonic() - began_s
                 assert status["notes"][0].startswith("memory is short: ") and "training waits" in status["notes"][0]
                 wait_for(lambda: not running_job(box, job_id), "the job to be suspended", 60)
@@ -100,8 +115,11 @@ def test_under_another_program_training_waits_serving_stays_and_all_of_it_comes_
             back_s = time.monotonic() - freed_s
         report = load.report()
         said = box.admin("status")
-        print(f"short after {short_s:.1f} s, ranks gone after {suspended_s:.1f} s, training {back_s:.1f} s after the "
-              f"program ended; {report.requests} requests, longest {report.longest_s:.1f} s", flush=True)  # fmt: skip
+        print(
+            f"short after {short_s:.1f} s, ranks gone after {suspended_s:.1f} s, training {back_s:.1f} s after the "
+            f"program ended; {report.requests} requests, longest {report.longest_s:.1f} s",
+            flush=True,
+        )
         assert (report.dropped, report.truncated, report.duplicated) == (0, 0, 0), report.errors
         assert said["degraded"] == [] and not said["memory"]["host"]["short"]
         audit = box.admin("audit?limit=200")["data"]

@@ -54,8 +54,14 @@ class StandInReplica:
 
     async def status(self):
         spec = self.spec
-        return {"state": self.state, "model": spec.model, "version": spec.version, "rss_bytes": 1,
-                "devices": list(spec.devices), "node": spec.node}  # fmt: skip
+        return {
+            "state": self.state,
+            "model": spec.model,
+            "version": spec.version,
+            "rss_bytes": 1,
+            "devices": list(spec.devices),
+            "node": spec.node,
+        }
 
     async def sleep(self):
         self.state = "asleep"
@@ -169,11 +175,16 @@ def cluster(monkeypatch):
     monkeypatch.setattr(replicas, "Replica", StandInReplica)
     monkeypatch.setattr(groups, "RankHost", StandInHost)
     for name, value in {
-        "RAY_AUTH_MODE": "disabled", "RAY_enable_worker_prestart": "0", "RAY_prestart_worker_first_driver": "0",
-        "RAY_USAGE_STATS_ENABLED": "0", "RAY_health_check_period_ms": "500", "RAY_health_check_failure_threshold": "3",
-        "RAY_agent_register_timeout_ms": "240000", "RAY_worker_register_timeout_seconds": "240",
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_enable_worker_prestart": "0",
+        "RAY_prestart_worker_first_driver": "0",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_health_check_period_ms": "500",
+        "RAY_health_check_failure_threshold": "3",
+        "RAY_agent_register_timeout_ms": "240000",
+        "RAY_worker_register_timeout_seconds": "240",
         "PYTHONPATH": os.getcwd(),
-    }.items():  # fmt: skip
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(services, "get_node", patient(services.get_node))
     made, raylets = Cluster(), {}
@@ -224,8 +235,17 @@ def place(folder: Path, name: str) -> NodeConfig:
         WarmSpec(kind, "json", str(root / "run" / f"{kind}.sock"), str(root / "logs" / f"{kind}.log"))
         for kind in ("serve", "train")
     )
-    return NodeConfig(name, "127.0.0.1", logical_devices(8, name), root / "run", root / "logs", root / "shm", warm,
-                 root / "token", root / "jobs")  # fmt: skip
+    return NodeConfig(
+        name,
+        "127.0.0.1",
+        logical_devices(8, name),
+        root / "run",
+        root / "logs",
+        root / "shm",
+        warm,
+        root / "token",
+        root / "jobs",
+    )
 
 
 def version_in(place: NodeConfig, model: str) -> Path:
@@ -249,8 +269,17 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
     for name in NODES[1:]:
         await announce(places[name])
     with pytest.raises(NodeNameTaken):
-        await announce(NodeConfig("n1", "10.9.9.9", places["n1"].devices, *[getattr(places["n1"], field) for field in
-                             ("run_dir", "log_dir", "shm_root", "warm", "token_path", "jobs_dir")]))  # fmt: skip
+        await announce(
+            NodeConfig(
+                "n1",
+                "10.9.9.9",
+                places["n1"].devices,
+                *[
+                    getattr(places["n1"], field)
+                    for field in ("run_dir", "log_dir", "shm_root", "warm", "token_path", "jobs_dir")
+                ],
+            )
+        )
     nodes, table = Nodes(places["n0"]), Table()
     changes = []
     nodes.on_change = lambda name, what, devices: changes.append((name, what, len(devices)))
@@ -276,8 +305,9 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
         assert len(engines) == 3 == len(table.sockets)
         # Engines elsewhere are reached through a socket here, and their weights were copied to their node.
         assert all(Path(path).parent == places["n0"].run_dir / "r" for path in table.sockets.values())
-        copies = [s.detail["copied_bytes"] for record in journal.recent(50) for s in record.steps
-                  if s.verb == "start_replica"]  # fmt: skip
+        copies = [
+            s.detail["copied_bytes"] for record in journal.recent(50) for s in record.steps if s.verb == "start_replica"
+        ]
         away = [engine for engine in engines if not engine["devices"][0].startswith("n0/")]
         assert sum(size > 0 for size in copies) == len({engine["devices"][0].partition("/")[0] for engine in away})
 

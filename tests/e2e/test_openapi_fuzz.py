@@ -31,9 +31,12 @@ def test_no_request_is_answered_with_a_server_error(front: Front, examples: int)
     statuses: Counter[int] = Counter()
     operations = 0
     limits = settings(
-        max_examples=examples, deadline=None, database=None, derandomize=examples < 10,
+        max_examples=examples,
+        deadline=None,
+        database=None,
+        derandomize=examples < 10,
         suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
+    )
     with front.http() as client:
         known = what_exists(client)
         for found in schemathesis.openapi.from_dict(document).get_all_operations():
@@ -60,9 +63,13 @@ def what_exists(client: httpx.Client) -> dict[str, str]:
     asked = {"model": MODEL, "input": "1+1?", "background": True}
     response = client.post("/v1/responses", json=asked).raise_for_status()
     return {
-        "file_id": file_id, "job_id": job.json()["id"], "model": MODEL, "name": MODEL, "device_id": "n0/0",
+        "file_id": file_id,
+        "job_id": job.json()["id"],
+        "model": MODEL,
+        "name": MODEL,
+        "device_id": "n0/0",
         "response_id": response.json()["id"],
-    }  # fmt: skip
+    }
 
 
 def never_our_fault(client: httpx.Client, case: Any) -> int:
@@ -70,9 +77,12 @@ def never_our_fault(client: httpx.Client, case: Any) -> int:
     given["headers"] = {**dict(given.get("headers") or {}), "authorization": client.headers["authorization"]}
     try:
         response = client.request(
-            **{name: given[name] for name in ("method", "url", "params", "headers", "json", "data", "files")
-               if given.get(name) is not None}
-        )  # fmt: skip
+            **{
+                name: given[name]
+                for name in ("method", "url", "params", "headers", "json", "data", "files")
+                if given.get(name) is not None
+            }
+        )
     except (httpx.LocalProtocolError, httpx.InvalidURL, UnicodeError, TypeError):
         return 0  # nothing that an HTTP client can write
     assert response.status_code < 500, (case.method, str(response.url), case.body, response.text[:500])

@@ -50,8 +50,22 @@ def test_standby_is_learned_and_kept_while_a_job_has_the_rest(box, tmp_path):
     )
     box.run("mode", "set", "auto", "--wait")
     data = box.upload(write_chat_file(tmp_path / "train.jsonl", 4000).read_bytes())
-    job = box.ask("job", "submit", "--model", "tiny", "--file", data, "--epochs", "50", "--batch-size", "30",
-                  "--max-length", "64", "--lora-rank", "4")["id"]  # fmt: skip
+    job = box.ask(
+        "job",
+        "submit",
+        "--model",
+        "tiny",
+        "--file",
+        data,
+        "--epochs",
+        "50",
+        "--batch-size",
+        "30",
+        "--max-length",
+        "64",
+        "--lora-rank",
+        "4",
+    )["id"]
     # 30 examples go over 1, 2, 3, 5 or 6 ranks: six with one or two engines, five with three, three with four.
     wait_for(lambda: len(held(box, job)) == 6 and box.losses(job), "a step of the job beside one engine", 150)
 
@@ -71,8 +85,11 @@ def test_standby_is_learned_and_kept_while_a_job_has_the_rest(box, tmp_path):
         open_before.append(open_replicas(box))
         began_s = time.monotonic()
         ttft = asyncio.run(burst(box, per_burst, seed=100 + number))
-        print(f"burst {number}: {per_burst} streams, {open_before[-1]} replicas before and {open_replicas(box)} after "
-              f"it, ttft {spread(ttft)}, job on {len(held(box, job))}; {standby(box)}", flush=True)  # fmt: skip
+        print(
+            f"burst {number}: {per_burst} streams, {open_before[-1]} replicas before and {open_replicas(box)} after "
+            f"it, ttft {spread(ttft)}, job on {len(held(box, job))}; {standby(box)}",
+            flush=True,
+        )
         time.sleep(max(GAP_S - (time.monotonic() - began_s), 3.0))
     wanted = standby(box)
     kept = open_replicas(box)
@@ -82,8 +99,10 @@ def test_standby_is_learned_and_kept_while_a_job_has_the_rest(box, tmp_path):
 
     wait_for(lambda: len(held(box, job)) == 6, "the devices to come back to the job", 120)
     rows = [row for row in box.admin(f"jobs/{job}/metrics?limit=10000")["data"] if row["loss"]]
-    print(f"the job took {len(rows)} steps on {sorted({row['devices'] for row in rows})} devices; "
-          f"{len(box.ask('mode', 'history', '--limit', '200')['data'])} hand-overs")  # fmt: skip
+    print(
+        f"the job took {len(rows)} steps on {sorted({row['devices'] for row in rows})} devices; "
+        f"{len(box.ask('mode', 'history', '--limit', '200')['data'])} hand-overs"
+    )
     box.run("job", "cancel", job)
 
 
@@ -95,8 +114,14 @@ def prompt(length: int, draw: random.Random) -> str:
 
 
 def body(length: int, draw: random.Random) -> dict:
-    return {"model": "tiny", "messages": [{"role": "user", "content": prompt(length, draw)}], "max_tokens": 4,
-            "temperature": 0, "stream": True, "ignore_eos": True}  # fmt: skip
+    return {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": prompt(length, draw)}],
+        "max_tokens": 4,
+        "temperature": 0,
+        "stream": True,
+        "ignore_eos": True,
+    }
 
 
 async def streamed(client: httpx.AsyncClient, url: str, asked: dict) -> float:

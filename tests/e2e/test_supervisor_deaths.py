@@ -55,9 +55,19 @@ def box(tmp_path_factory):
 def test_all_supervisors_die_at_once(box, capsys):
     (box.data_dir / "train.jsonl").write_bytes(gsm8k("train", 2000))
     job_id = box.ask(
-        "job", "submit", "--model", "tiny", "--file", str(box.data_dir / "train.jsonl"), "--epochs", "50",
-        "--batch-size", "4", "--set", "max_length=256",
-    )["id"]  # fmt: skip
+        "job",
+        "submit",
+        "--model",
+        "tiny",
+        "--file",
+        str(box.data_dir / "train.jsonl"),
+        "--epochs",
+        "50",
+        "--batch-size",
+        "4",
+        "--set",
+        "max_length=256",
+    )["id"]
     wait_for(lambda: box.losses(job_id), "the first step of the job", START_S)
     wait_for(lambda: answers(box), "the engine", START_S)
     for round_ in range(2):
@@ -71,8 +81,11 @@ def test_all_supervisors_die_at_once(box, capsys):
         wait_for(lambda: max(box.losses(job_id)) > step, "a further step", WHOLE_S)  # noqa: B023
         trained_s = time.monotonic() - began_s
         with capsys.disabled():
-            print(f"\nround {round_}: {len(victims)} supervisors killed; answers after {served_s:.1f} s, "
-                  f"the job is further than before after {trained_s:.1f} s", flush=True)  # fmt: skip
+            print(
+                f"\nround {round_}: {len(victims)} supervisors killed; answers after {served_s:.1f} s, "
+                f"the job is further than before after {trained_s:.1f} s",
+                flush=True,
+            )
     assert box.admin(f"jobs/{job_id}")["status"] in ("running", "queued")
     # The hand-over of a job whose supervisors are dead ends, and does not wait for them.
     for pid in supervisors(box):

@@ -20,14 +20,22 @@ async def test_gsm8k_from_upload_to_published_version(shop, tmp_path):
     fields = resolve(
         {"n_epochs": 2, "batch_size": 4, "learning_rate": 3e-3, "max_length": 512, "learning_rate_multiplier": "auto"},
         DatasetStats(train.n_examples, train.n_tokens_estimate, train.longest_example_tokens),
-        ModelStats(100_000, 512), max_devices=4,
-    )  # fmt: skip
+        ModelStats(100_000, 512),
+        max_devices=4,
+    )
     base = make_model_dir(tmp_path / "base")
     spec = TrainSpec(
-        job_id="gsm8k", base_path=str(base), train_path=str(tmp_path / "train.chat.jsonl"),
-        valid_path=str(tmp_path / "test.chat.jsonl"), run_dir=str(tmp_path / "run"), shm_root=str(shop.shm / "store"),
-        output_model="ft:base::gsm8k", output_version="v1", seed=1, **fields,
-    )  # fmt: skip
+        job_id="gsm8k",
+        base_path=str(base),
+        train_path=str(tmp_path / "train.chat.jsonl"),
+        valid_path=str(tmp_path / "test.chat.jsonl"),
+        run_dir=str(tmp_path / "run"),
+        shm_root=str(shop.shm / "store"),
+        output_model="ft:base::gsm8k",
+        output_version="v1",
+        seed=1,
+        **fields,
+    )
     world = await shop.run(spec, 2)
 
     first, *_, last = world.of("validation")
@@ -40,8 +48,14 @@ async def test_gsm8k_from_upload_to_published_version(shop, tmp_path):
 
     stored = shop.store.find("version", "ft:base::gsm8k", "v1")
     tuned, tokenizer = AutoModelForCausalLM.from_pretrained(stored.path), AutoTokenizer.from_pretrained(stored.path)
-    question = tokenizer.apply_chat_template([{"role": "user", "content": "What is 2 + 2?"}], return_tensors="pt",
-                                             add_generation_prompt=True, return_dict=True)  # fmt: skip
-    answers = [model.generate(**question, max_new_tokens=8, do_sample=False)[0].tolist()
-               for model in (tuned, AutoModelForCausalLM.from_pretrained(base))]  # fmt: skip
+    question = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is 2 + 2?"}],
+        return_tensors="pt",
+        add_generation_prompt=True,
+        return_dict=True,
+    )
+    answers = [
+        model.generate(**question, max_new_tokens=8, do_sample=False)[0].tolist()
+        for model in (tuned, AutoModelForCausalLM.from_pretrained(base))
+    ]
     assert answers[0] != answers[1], "the tuned model answers otherwise than its base"

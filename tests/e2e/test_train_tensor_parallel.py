@@ -43,11 +43,12 @@ async def test_a_shared_model_keeps_the_loss_curve_and_moves_between_sizes(shop)
         pytest.param({"zero_stage": 1, "model": {"family": "mistral"}, "weight_decay": 0.1}, marks=pytest.mark.soak),
         pytest.param({"zero_stage": 2, "model": {"family": "qwen3", "tied": True}}, marks=pytest.mark.soak),
         pytest.param({"zero_stage": 1, "precision": "bf16"}, marks=pytest.mark.soak),
-        pytest.param({"zero_stage": 1, "model": {"num_key_value_heads": 4}, "tensor_parallel": 4},
-                     marks=pytest.mark.soak),
+        pytest.param(
+            {"zero_stage": 1, "model": {"num_key_value_heads": 4}, "tensor_parallel": 4}, marks=pytest.mark.soak
+        ),
     ],
     ids=["qwen2-tied", "llama", "mistral", "qwen3-tied", "llama-bf16", "llama-4"],
-)  # fmt: skip
+)
 async def test_publish_by_slices_equals_a_gathered_model(shop, fields):
     told = await shop.compare_publish(shop.spec(**({"tensor_parallel": 2} | fields)), 4)
     for event in told:

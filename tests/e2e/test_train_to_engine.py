@@ -9,9 +9,13 @@ from tests.e2e.plain_engine import answer_of_plain_engine
 
 # As wide as vLLM's CPU kernels want heads and experts to be; greedy decoding of random weights is stable at this range.
 SIZES = {
-    "hidden_size": 128, "intermediate_size": 256, "head_dim": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "initializer_range": 0.12,
-}  # fmt: skip
+}
 PROMPT, TOKENS = [10, 20, 30, 40], 24
 SAME_LOGPROB = 0.0
 EXPERTS = {"moe_intermediate_size": 128}
@@ -26,12 +30,17 @@ SOAK = {
         {"zero_stage": stage} | (LORA if method == "lora" else {}),
     )
     for family, tied in (
-        ("llama", False), ("mistral", True), ("qwen2", True), ("qwen3", True),
-        ("mixtral", False), ("qwen3_moe", False), ("qwen2_moe", False),
+        ("llama", False),
+        ("mistral", True),
+        ("qwen2", True),
+        ("qwen3", True),
+        ("mixtral", False),
+        ("qwen3_moe", False),
+        ("qwen2_moe", False),
     )
     for method in ("full", "lora")
     for stage in (1, 2, 3)
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -67,8 +76,12 @@ async def test_published_by_fragments_then_swapped_in_equals_a_plain_engine_from
 async def greedy(sdk, model):
     """(token ids, log-probabilities) of a greedy completion."""
     answer = await sdk.completions.create(
-        model=model, prompt=PROMPT, max_tokens=TOKENS, temperature=0, logprobs=1,
+        model=model,
+        prompt=PROMPT,
+        max_tokens=TOKENS,
+        temperature=0,
+        logprobs=1,
         extra_body={"ignore_eos": True, "return_token_ids": True},
-    )  # fmt: skip
+    )
     (choice,) = answer.choices
     return choice.model_extra["token_ids"], choice.logprobs.token_logprobs

@@ -197,12 +197,19 @@ async def test_bad_input_fails_for_good_and_cancel_leaves_no_snapshot(shop):
 @pytest.mark.parametrize(
     "more",
     [
-        {}, {"model": {"tied": True}}, {"full": False, "lora_dropout": 0.1}, {"offload": "optimizer"},
-        {"offload": "parameters"}, {"micro_batch": 2, "batch_size": 16}, {"weight_decay": 0.1},
-        {"activation_checkpointing": True}, {"packing": False}, {"batch_size": 12, "sizes": (3, 4, 2)},
+        {},
+        {"model": {"tied": True}},
+        {"full": False, "lora_dropout": 0.1},
+        {"offload": "optimizer"},
+        {"offload": "parameters"},
+        {"micro_batch": 2, "batch_size": 16},
+        {"weight_decay": 0.1},
+        {"activation_checkpointing": True},
+        {"packing": False},
+        {"batch_size": 12, "sizes": (3, 4, 2)},
     ],
     ids=lambda more: "-".join(more) or "plain",
-)  # fmt: skip
+)
 async def test_every_configuration_moves_between_sizes(shop, precision, zero_stage, more):
     fields = dict(more)
     if fields.get("offload") == "parameters" and zero_stage != 3:
@@ -258,8 +265,7 @@ async def test_another_group_takes_over_where_the_first_one_was_left(shop):
     second, told = Group(lambda event: told.append(event), PATIENT), []
     await second.adopt("job", first.hosts)
     assert [await host.status() for host in first.hosts] == [
-        {"job_id": "job", "rank": rank, "world_size": 2, "alive": True, "done": False, "pid": pids[rank],
-         "parked": ""}
+        {"job_id": "job", "rank": rank, "world_size": 2, "alive": True, "done": False, "pid": pids[rank], "parked": ""}
         for rank in range(2)
     ]
     assert (await second.wait()).outcome == "succeeded"

@@ -56,8 +56,9 @@ def _claims():
     yield from has(engine_utils, "get_mp_context")
     yield from has(multiproc_executor, "get_mp_context", "WorkerProc")
     yield from has(multiproc_executor.WorkerProc, "worker_main")
-    yield "a worker is told its place by name", '"local_rank": local_rank' in inspect.getsource(
-        multiproc_executor.WorkerProc.make_worker_process
+    yield (
+        "a worker is told its place by name",
+        '"local_rank": local_rank' in inspect.getsource(multiproc_executor.WorkerProc.make_worker_process),
     )
     yield from has(EngineCoreProc, "run_engine_core")
     yield from has(EngineCore, "wake_up", "pause_scheduler", "resume_scheduler")
@@ -66,15 +67,23 @@ def _claims():
     yield from has(_ModelInfo, "from_model_cls")
     yield from has(layerwise, "_place_kernel_tensors", "get_layerwise_info", "initialize_layerwise_reload")
     yield from has(
-        AsyncLLM, "start_weight_update", "update_weights", "finish_weight_update", "resume_generation",
-        "collective_rpc", "sleep", "wake_up", "errored",
+        AsyncLLM,
+        "start_weight_update",
+        "update_weights",
+        "finish_weight_update",
+        "resume_generation",
+        "collective_rpc",
+        "sleep",
+        "wake_up",
+        "errored",
     )
     yield "pause 'keep' exists", "keep" in inspect.getsource(EngineCore.pause_scheduler)
     pause = inspect.getsource(AsyncLLM.pause_generation)
     yield "pause_generation still sleeps 20 ms of its own", "sleep(0.02)" in pause
     yield "a full wake resumes by itself", "resume_scheduler()" in inspect.getsource(EngineCore.wake_up)
-    yield "a canary request can be described", {"req_id", "prompt_token_ids", "block_ids"} <= set(
-        inspect.signature(NewRequestData).parameters
+    yield (
+        "a canary request can be described",
+        {"req_id", "prompt_token_ids", "block_ids"} <= set(inspect.signature(NewRequestData).parameters),
     )
     yield "an empty step can be made", SchedulerOutput.make_empty().total_num_scheduled_tokens == 0
     yield from has(Scheduler, "get_request_counts", "has_unfinished_requests")
@@ -84,37 +93,44 @@ def _claims():
     state = inspect.getsource(Scheduler.__init__)
     for name in ("running", "waiting", "kv_holding_waiting", "max_num_active_reqs", "prev_step_scheduled_req_ids"):
         yield f"the scheduler has {name} of its own", f"self.{name}" in state
-    yield "a scheduler is asked for its step by schedule(throttle_prefills)", [
-        *inspect.signature(Scheduler.schedule).parameters
-    ] == ["self", "throttle_prefills"]
-    yield "block hashes start from cache_salt", "request.cache_salt" in inspect.getsource(
-        kv_cache_utils.generate_block_hash_extra_keys
+    yield (
+        "a scheduler is asked for its step by schedule(throttle_prefills)",
+        [*inspect.signature(Scheduler.schedule).parameters] == ["self", "throttle_prefills"],
+    )
+    yield (
+        "block hashes start from cache_salt",
+        "request.cache_salt" in inspect.getsource(kv_cache_utils.generate_block_hash_extra_keys),
     )
     yield from has(EngineCore, "preprocess_add_request", "_attach_weight_version", "get_weight_version")
     yield from has(RequestState, "track_weight_version")
-    yield "an answer reads its fingerprint when it ends", "self.system_fingerprint" in inspect.getsource(
-        OpenAIServingCompletion
+    yield (
+        "an answer reads its fingerprint when it ends",
+        "self.system_fingerprint" in inspect.getsource(OpenAIServingCompletion),
     )
     yield "the scheduler knows its pause state", "pause_state" in inspect.getsource(Scheduler)
-    yield "the registry shares the list of served names", "base_model_paths=base_model_paths" in inspect.getsource(
-        OpenAIServingModels.__init__
+    yield (
+        "the registry shares the list of served names",
+        "base_model_paths=base_model_paths" in inspect.getsource(OpenAIServingModels.__init__),
     )
     plugin.register()
     plugin.register()
     from vllm.config.load import LoadConfig
 
-    yield "load format shm is registered", type(get_model_loader(LoadConfig(load_format="shm"))).__name__ == (
-        "ShmModelLoader"
+    yield (
+        "load format shm is registered",
+        type(get_model_loader(LoadConfig(load_format="shm"))).__name__ == ("ShmModelLoader"),
     )
     yield "transfer backend shm is registered", "shm" in WeightTransferEngineFactory._registry
     yield "the warm parent built the parser", engine.PARSER.prog is not None and preload.IMPORTED > 50
-    yield "the preload of GPUs leaves vLLM's stand-ins for streams and events alone", not any(
-        name.startswith(("serve.cpu_", "vllm.v1.worker.cpu")) for name in preload.names(on_cpu=False)
+    yield (
+        "the preload of GPUs leaves vLLM's stand-ins for streams and events alone",
+        not any(name.startswith(("serve.cpu_", "vllm.v1.worker.cpu")) for name in preload.names(on_cpu=False)),
     )
     yield "the preload of GPUs can be found", all(find_spec(name) for name in preload.CORE_OF_CUDA)
     described = {field.name for field in fields(ModelConfig)}
-    yield "the hash of compiled graphs is of the model's path too", "model" in described and (
-        '"model"' not in inspect.getsource(ModelConfig.compute_hash)
+    yield (
+        "the hash of compiled graphs is of the model's path too",
+        "model" in described and ('"model"' not in inspect.getsource(ModelConfig.compute_hash)),
     )
     yield "no thread was inherited but main and lifeline", threading.active_count() <= 2
     yield "CUDA was not initialised in the warm parent", not torch.cuda.is_initialized()
@@ -126,11 +142,14 @@ def _claims():
         made = chat.ChatCompletionResponseStreamChoice(index=0, delta=delta, token_ids=ids)
         yield f"a chunk with the token ids {ids} has {names}", made.model_dump(exclude_unset=True).keys() == names
     yield from _fields_judged()
-    yield "grammars are compiled by threads of a pool", "self.executor.submit(self._create_grammar, request)" in (
-        inspect.getsource(StructuredOutputManager.grammar_init)
+    yield (
+        "grammars are compiled by threads of a pool",
+        "self.executor.submit(self._create_grammar, request)"
+        in (inspect.getsource(StructuredOutputManager.grammar_init)),
     )
-    yield "those threads have the name that is looked for", grammar_threads.POOL in inspect.getsource(
-        StructuredOutputManager.__init__
+    yield (
+        "those threads have the name that is looked for",
+        grammar_threads.POOL in inspect.getsource(StructuredOutputManager.__init__),
     )
     yield "nothing is given to outlines, whatever xgrammar and llguidance cannot do", _outlines_gets_nothing()
     yield "one OpenMP thread", torch.get_num_threads() == 1

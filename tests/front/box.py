@@ -83,10 +83,17 @@ class Front:
 
     def serve(self, state: str = "open", *, replicas: int = 1) -> None:
         """Put the model on its engine in `state`; on none at all with replicas=0."""
-        rows = [{"id": f"r{n}", "socket": str(self.folder / "engine.sock"), "version": "v1", "state": state}
-                for n in range(replicas)]  # fmt: skip
-        row = {"version": "v1", "state": "ready" if rows else "waking", "task": "generate", "hold_s": 60,
-               "replicas": rows}  # fmt: skip
+        rows = [
+            {"id": f"r{n}", "socket": str(self.folder / "engine.sock"), "version": "v1", "state": state}
+            for n in range(replicas)
+        ]
+        row = {
+            "version": "v1",
+            "state": "ready" if rows else "waking",
+            "task": "generate",
+            "hold_s": 60,
+            "replicas": rows,
+        }
         bus = self._bus
         assert bus is not None and self._loop is not None
 
@@ -202,15 +209,22 @@ def running_front(
         front = started.result(60)
         (folder / "token").write_text(TOKEN)
         config = {
-            "controller_socket": str(folder / "c.sock"), "token_path": str(folder / "token"),
-            "bus_socket": str(folder / "bus.sock"), "port": port, "workers": workers,
-            "log_path": str(folder / "access.log"), "shutdown_s": 1, **gateway,
-        }  # fmt: skip
+            "controller_socket": str(folder / "c.sock"),
+            "token_path": str(folder / "token"),
+            "bus_socket": str(folder / "bus.sock"),
+            "port": port,
+            "workers": workers,
+            "log_path": str(folder / "access.log"),
+            "shutdown_s": 1,
+            **gateway,
+        }
         with open(folder / "gateway.err", "wb") as errors:
             front.gateway = subprocess.Popen(
                 [sys.executable, "-m", "appliance.gateway.main", "--config-json", json.dumps(config)],
-                cwd=ROOT, stdout=subprocess.PIPE, stderr=errors,
-            )  # fmt: skip
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+            )
         assert front.gateway.stdout is not None
         for _ in range(workers):
             assert b'"event":"listening"' in front.gateway.stdout.readline(), (folder / "gateway.err").read_text()

@@ -123,9 +123,7 @@ class Run:
 
             effects = FakeEffects(self.world)
 
-            def counted(
-                when: str, verb: str, target: str, hook: Hook = hook, effects: FakeEffects = effects
-            ) -> None:
+            def counted(when: str, verb: str, target: str, hook: Hook = hook, effects: FakeEffects = effects) -> None:
                 self.hook_calls[-1] += 1
                 hook(effects, when, verb, target)
 

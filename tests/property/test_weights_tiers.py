@@ -40,17 +40,25 @@ def test_what_is_protected_or_asked_for_stays_and_the_rest_goes(records, rules):
         for rank, record in enumerate(mine):
             newer = rank
             better = sum(other.valid_loss < record.valid_loss for other in measured) if record in measured else 99
-            first = not any(
-                other.created_s > record.created_s
-                and other.created_s // (rules.keep_every_hours * HOUR_S)
-                == record.created_s // (rules.keep_every_hours * HOUR_S)
-                for other in mine
-            ) if rules.keep_every_hours else False  # fmt: skip
+            first = (
+                not any(
+                    other.created_s > record.created_s
+                    and other.created_s // (rules.keep_every_hours * HOUR_S)
+                    == record.created_s // (rules.keep_every_hours * HOUR_S)
+                    for other in mine
+                )
+                if rules.keep_every_hours
+                else False
+            )
             young = rules.keep_newer_s is not None and now_s - record.created_s < rules.keep_newer_s
             if not (
-                rules.keeps_everything or record.protected or young or first
-                or newer < (rules.keep_last or 0) or better < (rules.keep_best or 0)
-            ):  # fmt: skip
+                rules.keeps_everything
+                or record.protected
+                or young
+                or first
+                or newer < (rules.keep_last or 0)
+                or better < (rules.keep_best or 0)
+            ):
                 assert record.key not in kept
         assert {r.key for r in mine[: rules.keep_last or 0]} <= kept
         if rules.keep_best and measured:
@@ -59,8 +67,12 @@ def test_what_is_protected_or_asked_for_stays_and_the_rest_goes(records, rules):
             assert {r.key for r in mine} <= kept
 
 
-@given(RECORDS, st.lists(st.sampled_from(["above", "here", "both"]), min_size=30, max_size=30),
-       st.sets(st.integers(2 * 10**6, 3 * 10**6), max_size=5), RULES)  # fmt: skip
+@given(
+    RECORDS,
+    st.lists(st.sampled_from(["above", "here", "both"]), min_size=30, max_size=30),
+    st.sets(st.integers(2 * 10**6, 3 * 10**6), max_size=5),
+    RULES,
+)
 def test_a_tier_comes_to_rest_after_its_plan(records, places, foreign, rules):
     above = [record for record, place in zip(records, places, strict=False) if place != "here"]
     described = {r.key: r for r, place in zip(records, places, strict=False) if place != "above"}

@@ -44,10 +44,18 @@ class SimulatedScheduler:
         self.queue: list[dict[str, Any]] = []
         self.troubles: list[dict[str, Any]] = []
         self.devices = [
-            {"id": f"n0/{i}", "node": "n0", "index": i, "kind": "cpu", "name": "simulated", "memory_bytes": 2**30,
-             "health": "ok", "holder": None}
+            {
+                "id": f"n0/{i}",
+                "node": "n0",
+                "index": i,
+                "kind": "cpu",
+                "name": "simulated",
+                "memory_bytes": 2**30,
+                "health": "ok",
+                "holder": None,
+            }
             for i in range(devices)
-        ]  # fmt: skip
+        ]
 
     def nudge(self, reason: str, by: str = "") -> None:
         self.nudges.append(reason)
@@ -58,17 +66,30 @@ class SimulatedScheduler:
     def explain(self, policy: Policy | None) -> dict[str, Any]:
         """An idle box with nothing to move."""
         kind = policy.kind if policy else "auto"
-        return {"policy": kind, "steps": [], "waiting": {}, "notes": {}, "standby": {}, "idle": {}, "jobs": {},
-                "models": {}}  # fmt: skip
+        return {
+            "policy": kind,
+            "steps": [],
+            "waiting": {},
+            "notes": {},
+            "standby": {},
+            "idle": {},
+            "jobs": {},
+            "models": {},
+        }
 
     def status(self) -> dict[str, Any]:
         return {
-            "devices": self.devices, "replicas": self.replicas, "handover": None, "serving_floor": 1, "notes": [],
+            "devices": self.devices,
+            "replicas": self.replicas,
+            "handover": None,
+            "serving_floor": 1,
+            "notes": [],
             "troubles": self.troubles,
             "queue": self.queue,
             "bounds": {"give_back_after_s": 45.0, "job_dwell_s": 30.0, "turn_s": 30.0, "handovers_per_hour": 160.0},
-            "memory": {"budget_bytes": 2**30, "used_bytes": 0}, "plan_s": 0.001,
-        }  # fmt: skip
+            "memory": {"budget_bytes": 2**30, "used_bytes": 0},
+            "plan_s": 0.001,
+        }
 
     async def set_mode(self, mode: Mode) -> str | None:
         handover_id = new_id("ho_")
@@ -112,9 +133,16 @@ class SimulatedModelOps:
         if source == "bug":
             raise ZeroDivisionError("simulated bug")
         return ModelStats(
-            name=name or Path(source).name, version="v1", arch="llama", params=5_000_000, bytes=10_000_000,
-            task="generate", source=source, disk_path=f"/models/{name}/v1", max_model_len=2048,
-        )  # fmt: skip
+            name=name or Path(source).name,
+            version="v1",
+            arch="llama",
+            params=5_000_000,
+            bytes=10_000_000,
+            task="generate",
+            source=source,
+            disk_path=f"/models/{name}/v1",
+            max_model_len=2048,
+        )
 
     async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
         return await self.import_model("starter", name="starter", revision=None, report=report)
@@ -137,8 +165,19 @@ class SimulatedTiers:
 
     def status(self) -> list[dict[str, Any]]:
         nothing = {"busy": None, "damaged": 0, "last_error": None, "last_error_s": None, "next_try_s": None}
-        return [{"name": "disk", "where": "/data", "versions": 1, "snapshots": 0, "bytes": 10, "limit_bytes": None,
-                 "backlog": 0, "backlog_bytes": 0, **nothing}]  # fmt: skip
+        return [
+            {
+                "name": "disk",
+                "where": "/data",
+                "versions": 1,
+                "snapshots": 0,
+                "bytes": 10,
+                "limit_bytes": None,
+                "backlog": 0,
+                "backlog_bytes": 0,
+                **nothing,
+            }
+        ]
 
     def version_places(self, model: str, version: str) -> list[str]:
         return ["disk"]
@@ -198,10 +237,16 @@ def simulated_context(folder: Path, db: Database, **config: Any) -> ControllerCo
     for path in (files_dir, jobs_dir, batches_dir, uploads_dir):
         path.mkdir(exist_ok=True)
     return ControllerContext(
-        db=db, files_dir=files_dir, jobs_dir=jobs_dir, batches_dir=batches_dir, uploads_dir=uploads_dir,
+        db=db,
+        files_dir=files_dir,
+        jobs_dir=jobs_dir,
+        batches_dir=batches_dir,
+        uploads_dir=uploads_dir,
         scheduler=SimulatedScheduler(db),  # type: ignore[arg-type]
-        model_ops=SimulatedModelOps(), key_sink=RecordingKeySink(), tiers=SimulatedTiers(),
+        model_ops=SimulatedModelOps(),
+        key_sink=RecordingKeySink(),
+        tiers=SimulatedTiers(),
         batch_engines=SimulatedEngines(),
         config=ControllerConfig(**config),
         box={"id": "0123abcd", "version": "0.1.0", "url": "http://127.0.0.1:8000", "data_dir": str(folder)},
-    )  # fmt: skip
+    )

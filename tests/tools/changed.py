@@ -68,8 +68,11 @@ def reach(path: Path) -> frozenset[str]:
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             elif isinstance(node, ast.ImportFrom):
-                base = ".".join([*package[: len(package) - node.level + 1], node.module or ""] if node.level else
-                                [node.module or ""]).rstrip(".")  # fmt: skip
+                base = ".".join(
+                    [*package[: len(package) - node.level + 1], node.module or ""]
+                    if node.level
+                    else [node.module or ""]
+                ).rstrip(".")
                 names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
             else:
                 continue

@@ -48,16 +48,18 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
     with gathered, torch.no_grad():
         factors = {
             adapter.stored_name(p.name): p.tensor.detach().to(torch.bfloat16).clone()
-            for p in fragments.parameters(run.engine) if p.trained
-        }  # fmt: skip
+            for p in fragments.parameters(run.engine)
+            if p.trained
+        }
         for layer in run.engine.module.modules():
             if isinstance(layer, LoraLayer):
                 delta = layer.get_delta_weight("default").float()
                 layer.base_layer.weight.data = (layer.base_layer.weight.float() + delta).to(torch.bfloat16)
         loaded = {
             p.name: p.tensor.detach().to(torch.bfloat16).clone()
-            for p in fragments.parameters(run.engine) if "lora_" not in p.name
-        }  # fmt: skip
+            for p in fragments.parameters(run.engine)
+            if "lora_" not in p.name
+        }
         whole = revert_weight_conversion(run.engine.module.model, loaded)
     if spec.published_kind == "adapter":
         whole = factors
@@ -75,9 +77,17 @@ def compare_publish(lifeline: Lifeline, args: dict[str, Any]) -> int:
             if difference:
                 worst[placed.spec.name] = difference
         names = sorted(placed.spec.name for placed in lease.layout)
-    lifeline.emit("compared", names=names, expected=sorted(whole), worst=worst, rank=comm.get_rank(),
-               collective_bytes=collective_bytes, control_bytes=control_bytes, written_elements=written_elements,
-               elements=elements)  # fmt: skip
+    lifeline.emit(
+        "compared",
+        names=names,
+        expected=sorted(whole),
+        worst=worst,
+        rank=comm.get_rank(),
+        collective_bytes=collective_bytes,
+        control_bytes=control_bytes,
+        written_elements=written_elements,
+        elements=elements,
+    )
     comm.barrier()
     return 0
 
@@ -138,11 +148,30 @@ def _count_collective_bytes() -> list[int]:
     At the process group itself: DeepSpeed keeps the functions of torch.distributed from when the world was made.
     """
     sent: list[int] = []
-    for name in ("_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_gather_single_coalesced",
-                 "all_to_all_single", "allgather", "allgather_coalesced", "allgather_into_tensor_coalesced",
-                 "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "broadcast", "gather", "recv",
-                 "reduce", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_single_coalesced",
-                 "reduce_scatter_tensor_coalesced", "scatter", "send"):  # fmt: skip
+    for name in (
+        "_allgather_base",
+        "_reduce_scatter_base",
+        "all_gather_single",
+        "all_gather_single_coalesced",
+        "all_to_all_single",
+        "allgather",
+        "allgather_coalesced",
+        "allgather_into_tensor_coalesced",
+        "allreduce",
+        "allreduce_coalesced",
+        "alltoall",
+        "alltoall_base",
+        "broadcast",
+        "gather",
+        "recv",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_single",
+        "reduce_scatter_single_coalesced",
+        "reduce_scatter_tensor_coalesced",
+        "scatter",
+        "send",
+    ):
         original = getattr(ProcessGroup, name)
 
         def counting(self: Any, *args: Any, _original: Any = original, **kwargs: Any) -> Any:

@@ -28,9 +28,16 @@ FAMILIES: dict[str, tuple[str, dict[str, int]]] = {
     "qwen3": ("Qwen3", {}),  # norms on q and k
     "mixtral": ("Mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 52}),
-    "qwen2_moe": ("Qwen2Moe", {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 52,
-                               "shared_expert_intermediate_size": 60}),
-}  # fmt: skip
+    "qwen2_moe": (
+        "Qwen2Moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 52,
+            "shared_expert_intermediate_size": 60,
+        },
+    ),
+}
 
 
 def tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
@@ -39,22 +46,40 @@ def tokenizer(template: str = CHATML) -> PreTrainedTokenizerFast:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False,
-    )  # fmt: skip
+        vocab_size=VOCABULARY,
+        special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
     made.train_from_iterator(text, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|pad|>",
-                                   chat_template=template)  # fmt: skip
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|pad|>", chat_template=template
+    )
 
 
-def make_model_dir(path: Path, *, family: str = "llama", tied: bool = False, seed: int = 0,
-                   dtype: torch.dtype = torch.bfloat16, **config) -> Path:  # fmt: skip
+def make_model_dir(
+    path: Path,
+    *,
+    family: str = "llama",
+    tied: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    **config,
+) -> Path:
     """A random model in a Hugging Face directory. Odd sizes on purpose: partitions then cut through parameters."""
     torch.manual_seed(seed)
     settings = {
-        "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-        "tie_word_embeddings": tied, "initializer_range": 0.1, "eos_token_id": 2, "pad_token_id": 0,
+        "vocab_size": VOCABULARY,
+        "hidden_size": 48,
+        "intermediate_size": 100,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tied,
+        "initializer_range": 0.1,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
         "bos_token_id": None,
     }
     name, more = FAMILIES[family]
@@ -72,8 +97,10 @@ def write_chat_file(path: Path, n_examples: int, *, seed: int = 0) -> Path:
         for _ in range(n_examples):
             a, b = draw.randrange(100), draw.randrange(100)
             fill = " please" * draw.randrange(8)
-            messages = [{"role": "user", "content": f"how many are {a} and {b}{fill}"},
-                        {"role": "assistant", "content": f"{a} and {b} are {a + b}" + "!" * draw.randrange(4)}]
+            messages = [
+                {"role": "user", "content": f"how many are {a} and {b}{fill}"},
+                {"role": "assistant", "content": f"{a} and {b} are {a + b}" + "!" * draw.randrange(4)},
+            ]
             file.write(json.dumps({"messages": messages}) + "\n")
     return path
 

@@ -46,11 +46,19 @@ class WarmTrain:
         self.folder = Path(tempfile.mkdtemp(prefix="train-"))
         self.socket = self.folder / "warm.sock"
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "runtime.processes.warm_parent",
-             "--socket", str(self.socket), "--preload", "train.run.preload",
-             "--log", str(self.folder / "warm.log")],
+            [
+                sys.executable,
+                "-m",
+                "runtime.processes.warm_parent",
+                "--socket",
+                str(self.socket),
+                "--preload",
+                "train.run.preload",
+                "--log",
+                str(self.folder / "warm.log"),
+            ],
             env={**os.environ, **dict(WARM_ENV), "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        )
 
     def wait(self) -> WarmTrain:
         while not self.socket.exists():
@@ -76,24 +84,32 @@ class Workshop:
         self.store = WeightStore(self.shm / "store", budget_bytes=None)
         self.base = self.folder / "base"
 
-    def spec(self, job_id: str = "job", *, examples: int = 64, model: dict[str, Any] | None = None,
-             **fields: Any) -> TrainSpec:  # fmt: skip
+    def spec(
+        self, job_id: str = "job", *, examples: int = 64, model: dict[str, Any] | None = None, **fields: Any
+    ) -> TrainSpec:
         if not self.base.exists():
             make_model_dir(self.base, **(model or {}))
         data = self.folder / f"train-{examples}.jsonl"
         if not data.exists():
             write_chat_file(data, examples)
         defaults = {
-            "job_id": job_id, "base_path": str(self.base), "train_path": str(data),
-            "run_dir": str(self.folder / job_id), "shm_root": str(self.shm / "store"),
-            "output_model": f"ft:base:{job_id}", "max_length": 96, "batch_size": 4, "n_epochs": 2,
-            "learning_rate": 2e-3, "snapshot_every_s": 0.0, "zero_stage": 2,
+            "job_id": job_id,
+            "base_path": str(self.base),
+            "train_path": str(data),
+            "run_dir": str(self.folder / job_id),
+            "shm_root": str(self.shm / "store"),
+            "output_model": f"ft:base:{job_id}",
+            "max_length": 96,
+            "batch_size": 4,
+            "n_epochs": 2,
+            "learning_rate": 2e-3,
+            "snapshot_every_s": 0.0,
+            "zero_stage": 2,
             "precision": "fp32",  # a processor without bf16 takes 10 to 100 times as long in it
-        }  # fmt: skip
+        }
         return TrainSpec(**(defaults | fields))
 
-    def launch(self, spec: TrainSpec, size: int, *, snapshot: str | None = None,
-               watch: Watch = PATIENT) -> Launched:  # fmt: skip
+    def launch(self, spec: TrainSpec, size: int, *, snapshot: str | None = None, watch: Watch = PATIENT) -> Launched:
         return Launched(self, spec, size, snapshot, watch)
 
     async def run(self, spec: TrainSpec, size: int, *, snapshot: str | None = None) -> Launched:
@@ -115,13 +131,15 @@ class Workshop:
         meeting = self.folder / uuid.uuid4().hex
         ranks = [
             await Child.spawn(
-                self.warm.socket, f"tests.train_support.entries:{entry}",
+                self.warm.socket,
+                f"tests.train_support.entries:{entry}",
                 {"spec": asdict(spec), "meeting": meeting_url(meeting, rank, size)},
                 env={"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "GLOO_SOCKET_IFNAME": "lo"},
-                log_path=self.folder / f"{rank}.log", name=f"rank {rank}",
+                log_path=self.folder / f"{rank}.log",
+                name=f"rank {rank}",
             )
             for rank in range(size)
-        ]  # fmt: skip
+        ]
         told = []
         for child in ranks:
             told.append(await asyncio.wait_for(child.next_event(), 60))

@@ -32,28 +32,73 @@ ROOMS = (
     "appliance.demo",
     "appliance.controller",
     "appliance.boot",
-    "appliance.cli.box", "appliance.cli.models", "appliance.cli.jobs", "appliance.cli.mode", "appliance.cli",
-    "appliance.wiring", "appliance.tiers", "appliance.nodes",
-    "appliance.controller.admin", "appliance.controller.openai", "appliance.controller.batches",
-    "appliance.controller.responses", "appliance.controller.jobs", "appliance.controller.files",
-    "appliance.controller.models", "appliance.controller.devices", "appliance.controller.http",
-    "appliance.controller.context", "appliance.controller.access", "appliance.controller.bus",
+    "appliance.cli.box",
+    "appliance.cli.models",
+    "appliance.cli.jobs",
+    "appliance.cli.mode",
+    "appliance.cli",
+    "appliance.wiring",
+    "appliance.tiers",
+    "appliance.nodes",
+    "appliance.controller.admin",
+    "appliance.controller.openai",
+    "appliance.controller.batches",
+    "appliance.controller.responses",
+    "appliance.controller.jobs",
+    "appliance.controller.files",
+    "appliance.controller.models",
+    "appliance.controller.devices",
+    "appliance.controller.http",
+    "appliance.controller.context",
+    "appliance.controller.access",
+    "appliance.controller.bus",
     "appliance.gateway",
     "appliance",
     "appliance.controller.interfaces",
-    "appliance.gateway.server", "appliance.gateway.control", "appliance.gateway.inference", "appliance.gateway.state",
-    "appliance.gateway.observe", "appliance.gateway.http",
-    "appliance.gateway.access", "appliance.gateway.routing", "appliance.gateway.payload", "appliance.gateway.core",
+    "appliance.gateway.server",
+    "appliance.gateway.control",
+    "appliance.gateway.inference",
+    "appliance.gateway.state",
+    "appliance.gateway.observe",
+    "appliance.gateway.http",
+    "appliance.gateway.access",
+    "appliance.gateway.routing",
+    "appliance.gateway.payload",
+    "appliance.gateway.core",
     "appliance.models",
-    "appliance.store.upkeep", "appliance.store.objects", "appliance.store.records", "appliance.store",
-    "scheduler.simulator", "scheduler.ray", "scheduler.devices", "scheduler.loop", "scheduler.handover",
-    "scheduler.plan", "scheduler.autoscale", "scheduler.core",
-    "train.starter", "train.run", "train.state", "train.control", "train.methods", "train.model", "train.data",
+    "appliance.store.upkeep",
+    "appliance.store.objects",
+    "appliance.store.records",
+    "appliance.store",
+    "scheduler.simulator",
+    "scheduler.ray",
+    "scheduler.devices",
+    "scheduler.loop",
+    "scheduler.handover",
+    "scheduler.plan",
+    "scheduler.autoscale",
+    "scheduler.core",
+    "train.starter",
+    "train.run",
+    "train.state",
+    "train.control",
+    "train.methods",
+    "train.model",
+    "train.data",
     "train.plan",
-    "serve.engine", "serve.vllm", "serve.cpu", "serve.adapters", "serve.load", "serve.core",
-    "weights.tiers", "weights.memory", "weights.format",
-    "runtime.devices", "runtime.processes", "runtime",
-)  # fmt: skip
+    "serve.engine",
+    "serve.vllm",
+    "serve.cpu",
+    "serve.adapters",
+    "serve.load",
+    "serve.core",
+    "weights.tiers",
+    "weights.memory",
+    "weights.format",
+    "runtime.devices",
+    "runtime.processes",
+    "runtime",
+)
 MOST_FILES, MOST_LINES = 16, 2_700
 
 # Library -> the only files that may import it. A name ending in "/" stands for every file below it, * for any text.
@@ -75,12 +120,23 @@ FENCES = {
 }
 # Rank hosts and replicas live in Ray actors, and checks of data and numbers in the controller: none may cost torch.
 WITHOUT_TORCH = (
-    "train/plan/auto.py", "train/plan/errors.py", "train/plan/spec.py", "train/data/check.py",
-    "train/methods/check_process.py", "train/data/formats.py", "train/control/group.py", "train/control/rank_host.py",
-    "train/methods/supervised.py", "train/methods/methods.py", "runtime/devices/kinds.py",
-    "serve/core/config.py", "serve/core/errors.py", "serve/core/sizing.py", "serve/core/spec.py",
+    "train/plan/auto.py",
+    "train/plan/errors.py",
+    "train/plan/spec.py",
+    "train/data/check.py",
+    "train/methods/check_process.py",
+    "train/data/formats.py",
+    "train/control/group.py",
+    "train/control/rank_host.py",
+    "train/methods/supervised.py",
+    "train/methods/methods.py",
+    "runtime/devices/kinds.py",
+    "serve/core/config.py",
+    "serve/core/errors.py",
+    "serve/core/sizing.py",
+    "serve/core/spec.py",
     "serve/engine/replica.py",
-)  # fmt: skip
+)
 # Here a heavy library inside a function costs nobody who does not call it.
 LATE = ("runtime/devices/", "train/methods/")
 HEAVY = ("torch", "vllm", "ray", "deepspeed", "transformers", "peft")
@@ -113,13 +169,17 @@ def imports(path: Path, typing: bool = True, late: bool = True) -> tuple[str, ..
     """
     package = module_of(path) if path.name == "__init__.py" else module_of(path).rpartition(".")[0]
     found = []
-    unread = set() if typing else {
-        below
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
-        for statement in node.body
-        for below in ast.walk(statement)
-    }  # fmt: skip
+    unread = (
+        set()
+        if typing
+        else {
+            below
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+            for statement in node.body
+            for below in ast.walk(statement)
+        }
+    )
     if not late:
         functions = (node for node in ast.walk(tree(path)) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
         unread |= {below for function in functions for below in ast.walk(function)}
@@ -210,10 +270,7 @@ def _device_words(path: Path) -> Iterator[str]:
 def test_only_the_file_of_a_kind_of_device_names_it():
     """Everybody else asks its row in runtime.devices.kinds: a third kind is one more file and one more row."""
     wrong = {
-        word
-        for path in files()
-        if not name_of(path).startswith("runtime/devices/")
-        for word in _device_words(path)
+        word for path in files() if not name_of(path).startswith("runtime/devices/") for word in _device_words(path)
     }
     assert wrong == set()
 
@@ -250,9 +307,7 @@ def graph() -> dict[str, frozenset[str]]:
     modules = {module_of(path): path for path in files()}
     return {
         module: frozenset(
-            name
-            for name in imports(path)
-            if name in modules and name != module and modules[name].name != "__init__.py"
+            name for name in imports(path) if name in modules and name != module and modules[name].name != "__init__.py"
         )
         for module, path in modules.items()
         if path.name != "__init__.py"
@@ -378,7 +433,7 @@ def test_no_error_is_swallowed():
         if isinstance(node, ast.Call)
         and any(isinstance(a, ast.Name) and a.id in ("Exception", "BaseException") for a in node.args)
         and ast.unparse(node.func).endswith("suppress")
-    ]  # fmt: skip
+    ]
     assert not wrong + suppressed
 
 

@@ -40,13 +40,21 @@ def test_precedence(tmp_path):
 
 def test_every_section_can_be_set_from_the_environment(tmp_path):
     environ = {
-        "APPLIANCE_DEVICES": "4", "APPLIANCE_HUB_OFFLINE": "false", "APPLIANCE_GATEWAY__LIMITS__N": "5",
-        "APPLIANCE_GATEWAY__HOLDS__HOLD_S": "60", "APPLIANCE_CONTROLLER__ORGANIZATION": "acme",
-        "APPLIANCE_SERVE__MAX_NUM_SEQS": "8", "APPLIANCE_WEIGHTS__BUDGET_SHARE": "0.25",
+        "APPLIANCE_DEVICES": "4",
+        "APPLIANCE_HUB_OFFLINE": "false",
+        "APPLIANCE_GATEWAY__LIMITS__N": "5",
+        "APPLIANCE_GATEWAY__HOLDS__HOLD_S": "60",
+        "APPLIANCE_CONTROLLER__ORGANIZATION": "acme",
+        "APPLIANCE_SERVE__MAX_NUM_SEQS": "8",
+        "APPLIANCE_WEIGHTS__BUDGET_SHARE": "0.25",
         # No settings, or nobody's: where commands find a box, what Kubernetes adds, and an empty one.
-        "APPLIANCE_URL": "x", "APPLIANCE_API_KEY": "x", "APPLIANCE_BOX": "0123abcd", "APPLIANCE_PORT": "",
-        "APPLIANCE_SERVICE_HOST": "10.0.0.1", "PATH": "/bin",
-    }  # fmt: skip
+        "APPLIANCE_URL": "x",
+        "APPLIANCE_API_KEY": "x",
+        "APPLIANCE_BOX": "0123abcd",
+        "APPLIANCE_PORT": "",
+        "APPLIANCE_SERVICE_HOST": "10.0.0.1",
+        "PATH": "/bin",
+    }
     config = load_config(None, {"data_dir": str(tmp_path)}, environ)
     assert (config.box.devices, config.box.hub_offline, config.box.port) == (4, False, 8000)
     assert (config.gateway.limits.n, config.gateway.holds.hold_s) == (5, 60)

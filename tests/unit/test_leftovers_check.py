@@ -48,8 +48,11 @@ def session_of(folder: Path, tests: str, workers: tuple[str, ...]) -> subprocess
     (folder / "test_it.py").write_text(tests)
     return subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "xdist", *workers, str(folder)],
-        cwd=folder, capture_output=True, text=True, env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
-    )  # fmt: skip
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+    )
 
 
 def test_a_segment_is_left_when_no_living_process_maps_it():

@@ -41,8 +41,9 @@ _INTERNAL_EVENTS = ("ready", "done", "fatal")
 class Host(Protocol):
     """What a group needs of a RankHost; a Ray actor handle behind a thin adapter will do."""
 
-    async def start(self, spec: dict, rank: int, world_size: int, meeting: str, device: str,
-                    snapshot: str | None = None) -> dict: ...  # fmt: skip
+    async def start(
+        self, spec: dict, rank: int, world_size: int, meeting: str, device: str, snapshot: str | None = None
+    ) -> dict: ...
     async def call(self, method: str, timeout_s: float | None = None, **args: Any) -> Any: ...
     async def next_event(self, after: int = 0) -> dict | None: ...
     async def kill(self) -> None: ...
@@ -128,8 +129,10 @@ class Group:
 
     async def _fork(self, spec: dict[str, Any], devices: Sequence[str], snapshot: str | None) -> None:
         meeting = uuid.uuid4().hex
-        starts = [host.start(spec, rank, len(self._hosts), meeting, device, snapshot)
-                  for rank, (host, device) in enumerate(zip(self._hosts, devices, strict=True))]  # fmt: skip
+        starts = [
+            host.start(spec, rank, len(self._hosts), meeting, device, snapshot)
+            for rank, (host, device) in enumerate(zip(self._hosts, devices, strict=True))
+        ]
         for rank, result in enumerate(await asyncio.gather(*starts, return_exceptions=True)):
             if isinstance(result, BaseException):
                 await self._kill_all()
@@ -168,8 +171,9 @@ class Group:
         # Its "leave" is all that rank 0 did between the step boundary and its last word, the snapshot included.
         agree_s = max(0.0, outcome.detail["left_s"] - started - outcome.detail["seconds"]["leave"])
         seconds = {"agree": agree_s, "snapshot": snapshot_s, "exit": total - agree_s - snapshot_s, "total": total}
-        return SuspendReport(outcome.step, outcome.detail["snapshot_path"], outcome.detail["bytes"], seconds,
-                             outcome.detail["parked"])  # fmt: skip
+        return SuspendReport(
+            outcome.step, outcome.detail["snapshot_path"], outcome.detail["bytes"], seconds, outcome.detail["parked"]
+        )
 
     async def cancel(self) -> Outcome:
         """End without a snapshot, and without the step under way unless it is about to end; returns when no process is
@@ -247,22 +251,38 @@ class Group:
             try:
                 report = await self._hosts[rank].call("ping", timeout_s=watch.ping_timeout_s)
             except ChildTimeout:
-                self._fail(rank, f"did not answer within {watch.ping_timeout_s} s (stopped or starved)", retryable=True,
-                           code="rank_hung", blame="outside")  # fmt: skip
+                self._fail(
+                    rank,
+                    f"did not answer within {watch.ping_timeout_s} s (stopped or starved)",
+                    retryable=True,
+                    code="rank_hung",
+                    blame="outside",
+                )
                 return
             except ChildDied:
                 return  # its listener knows more
             if report["phase"] != "done" and report["in_phase_s"] > watch.phase_limit_s:
-                self._fail(rank, f"hangs in phase {report['phase']!r} at step {report['step']} for "
-                           f"{report['in_phase_s']:.0f} s",
-                           retryable=True, code="rank_hung", blame="outside")  # fmt: skip
+                self._fail(
+                    rank,
+                    f"hangs in phase {report['phase']!r} at step {report['step']} for {report['in_phase_s']:.0f} s",
+                    retryable=True,
+                    code="rank_hung",
+                    blame="outside",
+                )
                 return
 
     def _tell_started(self) -> None:
         slowest = {key: max(ready["seconds"][key] for ready in self._ready.values()) for key in ("join", "prepare")}
         self._step = self._ready[0]["step"]
-        self._on_event({"event": "started", "job": self._job_id, "step": self._step, "devices": len(self._hosts),
-                        "seconds": {"start": time.monotonic() - self._started_s, **slowest}})  # fmt: skip
+        self._on_event(
+            {
+                "event": "started",
+                "job": self._job_id,
+                "step": self._step,
+                "devices": len(self._hosts),
+                "seconds": {"start": time.monotonic() - self._started_s, **slowest},
+            }
+        )
 
     def _fail_after_grace(self, rank: int) -> None:
         # When one rank goes, the others raise from their collectives within a tenth of a second, sometimes sooner
@@ -285,8 +305,12 @@ class Group:
             death = deaths.get(rank)
             starved = any(isinstance(one, ChildDied) and one.starved for one in deaths.values())
             how = f"died: {death}" if isinstance(death, SupervisorDied) else "died (killed, or out of memory)"
-            self._fail(rank, "died: the host's memory ran out" if starved else how, retryable=True,
-                       blame="memory" if starved else "outside")  # fmt: skip
+            self._fail(
+                rank,
+                "died: the host's memory ran out" if starved else how,
+                retryable=True,
+                blame="memory" if starved else "outside",
+            )
         else:
             of_input = isinstance(getattr(errors, fatal["type"], None), type)
             self._fail(rank, f"raised {fatal['type']}: {fatal['message']}", retryable=not of_input, code=fatal["type"])
@@ -302,13 +326,18 @@ class Group:
             return None
         return None
 
-    def _fail(
-        self, rank: int, reason: str, *, retryable: bool, code: str = "rank_failed", blame: str = "own"
-    ) -> None:
-        error = {"code": code, "rank": rank, "reason": reason, "message": f"rank {rank} {reason}",
-                 "retryable": retryable, "blame": blame}  # fmt: skip
-        self._tasks.append(asyncio.create_task(self._end(Outcome("failed", self._step, error)),
-                                               name=f"{self._job_id} fail"))  # fmt: skip
+    def _fail(self, rank: int, reason: str, *, retryable: bool, code: str = "rank_failed", blame: str = "own") -> None:
+        error = {
+            "code": code,
+            "rank": rank,
+            "reason": reason,
+            "message": f"rank {rank} {reason}",
+            "retryable": retryable,
+            "blame": blame,
+        }
+        self._tasks.append(
+            asyncio.create_task(self._end(Outcome("failed", self._step, error)), name=f"{self._job_id} fail")
+        )
 
     async def _end_well(self) -> None:
         detail = self._done[0] | {"parked": all(done.get("parked", False) for done in self._done.values())}
@@ -334,8 +363,15 @@ class Group:
             self._ending = False
             raise
         self._ended.set_result(outcome)
-        self._on_event({"event": "finished", "job": self._job_id, "outcome": outcome.outcome, "step": outcome.step,
-                        "error": outcome.error})  # fmt: skip
+        self._on_event(
+            {
+                "event": "finished",
+                "job": self._job_id,
+                "outcome": outcome.outcome,
+                "step": outcome.step,
+                "error": outcome.error,
+            }
+        )
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -359,10 +395,16 @@ def is_same_world(parked: Sequence[Any], spec: dict[str, Any], devices: list[str
         return False
     parked = [{**rank, "spec": _without_places(rank["spec"])} for rank in parked]
     wanted = [
-        {"job_id": spec["job_id"], "rank": number, "world_size": len(parked), "meeting": parked[0]["meeting"],
-         "device": device, "spec": _without_places(spec)}
+        {
+            "job_id": spec["job_id"],
+            "rank": number,
+            "world_size": len(parked),
+            "meeting": parked[0]["meeting"],
+            "device": device,
+            "spec": _without_places(spec),
+        }
         for number, device in enumerate(devices)
-    ]  # fmt: skip
+    ]
     return parked == wanted
 
 

@@ -51,9 +51,15 @@ class RankHost:
         self._ending: set[asyncio.Task[None]] = set()
 
     async def start(
-        self, spec: dict[str, Any], rank: int, world_size: int, meeting: str, device: str,
-        snapshot: str | None = None, collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        spec: dict[str, Any],
+        rank: int,
+        world_size: int,
+        meeting: str,
+        device: str,
+        snapshot: str | None = None,
+        collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
+    ) -> dict[str, Any]:
         """Fork the rank; it joins the world by itself. `device`: its address (DeviceKind.address).
         `meeting` is the name of this world and of no other; its ranks are all on this node.
 
@@ -69,19 +75,32 @@ class RankHost:
         self._meeting = self._worlds / meeting
         self._worlds.mkdir(mode=0o700, exist_ok=True)
         env = {
-            "RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": "0", "LOCAL_SIZE": "1",
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_RANK": "0",
+            "LOCAL_SIZE": "1",
             # A world is on one node. Left to themselves both take an address that other machines reach.
-            "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo",
-        }  # fmt: skip
+            "GLOO_SOCKET_IFNAME": "lo",
+            "NCCL_SOCKET_IFNAME": "lo",
+        }
         # Set after the fork: the parent never touched a device.
         env |= kind_of(spec.get("device_kind", HOST.name)).visibility([device])
         self._child = await Child.spawn(
-            self._warm_socket, ENTRY,
-            {"spec": spec, "rank": rank, "world_size": world_size, "snapshot": snapshot,
-             "meeting": str(self._meeting), "collective_timeout_s": collective_timeout_s},
-            env=env, numa_nodes=[self._numa_node], name=f"{spec['job_id']} rank {rank}",
+            self._warm_socket,
+            ENTRY,
+            {
+                "spec": spec,
+                "rank": rank,
+                "world_size": world_size,
+                "snapshot": snapshot,
+                "meeting": str(self._meeting),
+                "collective_timeout_s": collective_timeout_s,
+            },
+            env=env,
+            numa_nodes=[self._numa_node],
+            name=f"{spec['job_id']} rank {rank}",
             log_path=self._log_dir / f"{spec['job_id']}-rank{rank}.log",
-        )  # fmt: skip
+        )
         group_dies_as(DiesAs.RANK, self._child.pid)
         self._events = _Events(self._child)
         return {"pid": self._child.pid}

@@ -18,15 +18,32 @@ Record = dict[str, Any]
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _MESSAGE_KEYS = {
-    "role", "content", "name", "weight", "tool_calls", "tool_call_id", "function_call", "refusal",
-    "reasoning_content", "audio",
-}  # fmt: skip
+    "role",
+    "content",
+    "name",
+    "weight",
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+    "refusal",
+    "reasoning_content",
+    "audio",
+}
 _CHAT_KEYS = {"messages", "tools", "parallel_tool_calls", "functions", "metadata"}
 _SHAREGPT_ROLES = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "model": "assistant",
-    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "system": "system",
-    "observation": "tool", "tool": "tool", "function_call": "function_call",
-}  # fmt: skip
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "system": "system",
+    "observation": "tool",
+    "tool": "tool",
+    "function_call": "function_call",
+}
 
 
 class BadRecord(Exception):

@@ -162,9 +162,13 @@ def _key(path: Path, base_path: Path, max_length: int) -> str:
 
 
 def _write_shard(
-    path: Path, encode: Callable[[Record], tuple[np.ndarray, np.ndarray]], shards: Path, max_length: int, rank: int,
+    path: Path,
+    encode: Callable[[Record], tuple[np.ndarray, np.ndarray]],
+    shards: Path,
+    max_length: int,
+    rank: int,
     world_size: int,
-) -> None:  # fmt: skip
+) -> None:
     lines = path.read_bytes().splitlines()
     begin, end = (len(lines) * part // world_size for part in (rank, rank + 1))
     tokens, learnt, lengths, errors = [], [], [], []

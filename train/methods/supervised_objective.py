@@ -40,8 +40,12 @@ class SupervisedObjective(nn.Module):
 
     def forward(self, batch: dict[str, Any]) -> torch.Tensor:
         """Sum over the row of the cross entropy of its learnt tokens, times batch["scale"]; a float32 scalar."""
-        row = {"input_ids": batch["input_ids"], "position_ids": batch["position_ids"], "use_cache": False,
-               "segments": batch["segments"]}  # fmt: skip
+        row = {
+            "input_ids": batch["input_ids"],
+            "position_ids": batch["position_ids"],
+            "use_cache": False,
+            "segments": batch["segments"],
+        }
         if self._fused:
             hidden = self.model.get_decoder()(**row).last_hidden_state
             learnt = hidden[0].index_select(0, batch["predict_at"])
@@ -105,11 +109,15 @@ def _times(grad: torch.Tensor | None, upstream: torch.Tensor) -> torch.Tensor | 
 
 def to_batch(row: Row, scale: float, device: torch.device | str) -> dict[str, Any]:
     """The tensors `SupervisedObjective` takes, on `device`. `scale` is 1 / learnt tokens of the whole global step."""
+
     def tensor(array) -> torch.Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
 
     return {
-        "input_ids": tensor(row.input_ids)[None], "position_ids": tensor(row.position_ids)[None],
-        "predict_at": tensor(row.predict_at), "labels": tensor(row.labels), "segments": row.segments,
+        "input_ids": tensor(row.input_ids)[None],
+        "position_ids": tensor(row.position_ids)[None],
+        "predict_at": tensor(row.predict_at),
+        "labels": tensor(row.labels),
+        "segments": row.segments,
         "scale": scale,
-    }  # fmt: skip
+    }

@@ -17,10 +17,18 @@ NAME = "packed"
 
 
 def packed_attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-    attention_mask: torch.Tensor | None, *, segments: tuple[tuple[int, int], ...], scaling: float | None = None,
-    dropout: float = 0.0, sliding_window: int | None = None, **unused: Any,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    segments: tuple[tuple[int, int], ...],
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
     """query (1, heads, tokens, dim), key and value (1, kv heads, tokens, dim) -> (1, tokens, heads, dim).
 
     `segments` are (start, end) token ranges that cover the row without gaps.
@@ -33,10 +41,16 @@ def packed_attention(
             window = _sliding_mask(end - start, sliding_window, query.device)
         outputs.append(
             scaled_dot_product_attention(
-                query[:, :, start:end], key[:, :, start:end], value[:, :, start:end],
-                attn_mask=window, is_causal=window is None, dropout_p=dropout, scale=scaling, enable_gqa=grouped,
+                query[:, :, start:end],
+                key[:, :, start:end],
+                value[:, :, start:end],
+                attn_mask=window,
+                is_causal=window is None,
+                dropout_p=dropout,
+                scale=scaling,
+                enable_gqa=grouped,
             )
-        )  # fmt: skip
+        )
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return joined.transpose(1, 2), None
 

@@ -36,9 +36,13 @@ def load_model(spec: TrainSpec, *, weights: bool = True) -> PreTrainedModel:
         model = None if weights or not spec.full else _without_weights(spec)
         if model is None:
             model = AutoModelForCausalLM.from_pretrained(
-                spec.base_path, dtype=DTYPES[spec.precision], attn_implementation=attention.NAME,
-                local_files_only=True, trust_remote_code=False, use_safetensors=True,
-            )  # fmt: skip
+                spec.base_path,
+                dtype=DTYPES[spec.precision],
+                attn_implementation=attention.NAME,
+                local_files_only=True,
+                trust_remote_code=False,
+                use_safetensors=True,
+            )
     except (OSError, ValueError, KeyError) as error:
         raise UnsupportedModel(f"{spec.base_path} cannot be loaded as a causal language model: {error}") from error
     _refuse_unsupported(model)
@@ -74,9 +78,13 @@ def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
     """Put LoRA layers (Hu et al., 2021; peft) into `model` in place and freeze everything else."""
     targets = list(spec.lora_targets) or linear_layers(model)
     config = LoraConfig(
-        r=spec.lora_rank, lora_alpha=spec.lora_alpha, lora_dropout=spec.lora_dropout, target_modules=targets,
-        bias="none", task_type="CAUSAL_LM",
-    )  # fmt: skip
+        r=spec.lora_rank,
+        lora_alpha=spec.lora_alpha,
+        lora_dropout=spec.lora_dropout,
+        target_modules=targets,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
     torch.manual_seed(spec.seed)
     try:
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
@@ -87,8 +95,13 @@ def add_lora(model: PreTrainedModel, spec: TrainSpec) -> None:
 def linear_layers(model: PreTrainedModel) -> list[str]:
     """Last names of all linear layers except the output head, as LoRA targets."""
     head = model.get_output_embeddings()
-    return sorted({name.rpartition(".")[2] for name, module in model.named_modules()
-                   if isinstance(module, torch.nn.Linear) and module is not head})  # fmt: skip
+    return sorted(
+        {
+            name.rpartition(".")[2]
+            for name, module in model.named_modules()
+            if isinstance(module, torch.nn.Linear) and module is not head
+        }
+    )
 
 
 def checkpoint_name(name: str) -> str:

@@ -68,8 +68,9 @@ def resolve(
     )
 
     fields["packing"] = given.flag("packing", auto=True)
-    fields["max_length"] = given.integer("max_length", 32, model.max_position_embeddings,
-                                         auto=_max_length(dataset, model))  # fmt: skip
+    fields["max_length"] = given.integer(
+        "max_length", 32, model.max_position_embeddings, auto=_max_length(dataset, model)
+    )
     fields["n_epochs"] = given.integer("n_epochs", 1, 50, auto=_n_epochs(dataset))
     fields |= _batch(given, dataset, fields, max_devices // fields["tensor_parallel"])
 
@@ -91,20 +92,22 @@ def resolve(
 def _serve_dtype(given: Given) -> str:
     if given.value("serve_dtype", "bf16") == "fp8":
         raise InvalidHyperparameter(
-            "serve_dtype", "fp8",
+            "serve_dtype",
+            "fp8",
             "'bf16' or 'fp32': a version in fp8 needs one scale for each tensor, that is, its largest element before "
             "the first byte is written, and no rank sees a whole tensor; publish in bf16, and quantise the exported "
             "version with llm-compressor if the engine is to serve fp8",
-        )  # fmt: skip
+        )
     return given.choice("serve_dtype", ("bf16", "fp32"), auto="bf16")
 
 
 def _refuse_pipeline_parallel(given: Given) -> None:
     if given.value("pipeline_parallel", 1) != 1:
         raise InvalidHyperparameter(
-            "pipeline_parallel", given.value("pipeline_parallel", 1),
+            "pipeline_parallel",
+            given.value("pipeline_parallel", 1),
             "1: a model too large for one device is cut by tensor_parallel, or shared out by zero_stage 3",
-        )  # fmt: skip
+        )
 
 
 def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
@@ -112,11 +115,18 @@ def _tensor_parallel(given: Given, model: ModelStats, max_devices: int) -> int:
     # links and for models that one device cannot hold.
     size = given.integer("tensor_parallel", 1, max(1, max_devices), auto=1)
     if size > 1 and model.tensor_slices == 1:
-        raise InvalidHyperparameter("tensor_parallel", size, "1: experts of a mixture are not cut; zero_stage 3 shares "
-                                    "out a model that is too large for one device")  # fmt: skip
+        raise InvalidHyperparameter(
+            "tensor_parallel",
+            size,
+            "1: experts of a mixture are not cut; zero_stage 3 shares out a model that is too large for one device",
+        )
     if model.tensor_slices % size:
-        raise InvalidHyperparameter("tensor_parallel", size, f"a divisor of {model.tensor_slices}, into which its "
-                                    "attention heads, key-value heads and MLP columns can be cut evenly")  # fmt: skip
+        raise InvalidHyperparameter(
+            "tensor_parallel",
+            size,
+            f"a divisor of {model.tensor_slices}, into which its "
+            "attention heads, key-value heads and MLP columns can be cut evenly",
+        )
     return size
 
 
@@ -124,20 +134,25 @@ def _refuse_beside_tensor_parallel(fields: dict) -> None:
     if fields["tensor_parallel"] == 1:
         return
     for name, fits, expected in (
-        ("full", fields["full"], "true"), ("zero_stage", fields["zero_stage"] <= 2, "0, 1 or 2"),
+        ("full", fields["full"], "true"),
+        ("zero_stage", fields["zero_stage"] <= 2, "0, 1 or 2"),
         ("offload", fields["offload"] == "none", "'none'"),
-    ):  # fmt: skip
+    ):
         if not fits:
-            raise InvalidHyperparameter(name, fields[name],
-                                        f"{expected} with tensor_parallel {fields['tensor_parallel']}")  # fmt: skip
+            raise InvalidHyperparameter(
+                name, fields[name], f"{expected} with tensor_parallel {fields['tensor_parallel']}"
+            )
 
 
 def allowed_sizes(batch_size: int, max_devices: int, micro_batch: int = 1, tensor_parallel: int = 1) -> list[int]:
     """World sizes a run may have: each rank (or each group of `tensor_parallel` ranks, which share a model) takes the
     same whole number of micro-batches of every step."""
     micro_batches = batch_size // micro_batch
-    return [tensor_parallel * groups for groups in range(1, max_devices // tensor_parallel + 1)
-            if micro_batches % groups == 0]  # fmt: skip
+    return [
+        tensor_parallel * groups
+        for groups in range(1, max_devices // tensor_parallel + 1)
+        if micro_batches % groups == 0
+    ]
 
 
 def _full(given: Given, model: ModelStats, fields: dict) -> bool:
@@ -171,8 +186,11 @@ def _zero_stage(given: Given, model: ModelStats, fields: dict) -> int:
     auto = 1
     if trained >= ZERO2_FROM_PARAMETERS:
         auto = 2
-    if (model.n_parameters >= ZERO3_FROM_PARAMETERS and fields["tensor_parallel"] == 1
-            or fields["offload"] == "parameters"):  # fmt: skip
+    if (
+        model.n_parameters >= ZERO3_FROM_PARAMETERS
+        and fields["tensor_parallel"] == 1
+        or fields["offload"] == "parameters"
+    ):
         auto = 3
     stage = given.integer("zero_stage", 0, 3, auto=auto)
     if fields["offload"] == "parameters" and stage != 3:
@@ -204,8 +222,9 @@ def _batch(given: Given, dataset: DatasetStats, fields: dict, max_devices: int) 
     batch = given.integer("batch_size", 1, 4096, auto=_batch_size(dataset, fields, micro, max_devices))
     if accumulation:
         if batch % (accumulation * max_devices):
-            raise InvalidHyperparameter("gradient_accumulation", accumulation,
-                                        f"a divisor of batch_size {batch} / {max_devices} devices")  # fmt: skip
+            raise InvalidHyperparameter(
+                "gradient_accumulation", accumulation, f"a divisor of batch_size {batch} / {max_devices} devices"
+            )
         micro = batch // (accumulation * max_devices)
     if batch % micro:
         raise InvalidHyperparameter("micro_batch", micro, f"a divisor of batch_size {batch}")

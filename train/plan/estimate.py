@@ -87,8 +87,18 @@ class ModelShape:
         vocab = number("vocab_size")
         outside = vocab * hidden * (1 if config.get("tie_word_embeddings") else 2)
         slices = math.gcd(heads, kv_heads, width) if heads and width else 0
-        return cls(n_parameters, hidden, layers, kv_heads, head_dim, ffn, vocab, layers * (attention + dense),
-                   min(outside, n_parameters), 1 if experts else slices)  # fmt: skip
+        return cls(
+            n_parameters,
+            hidden,
+            layers,
+            kv_heads,
+            head_dim,
+            ffn,
+            vocab,
+            layers * (attention + dense),
+            min(outside, n_parameters),
+            1 if experts else slices,
+        )
 
     @property
     def kv_bytes_per_token(self) -> int:

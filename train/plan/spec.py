@@ -86,9 +86,8 @@ class TrainSpec:
             "base_adapter": self.base_adapter is None or self.published_kind == "version",
             "zero_stage": self.zero_stage in (0, 1, 2, 3),
             "offload": self.offload != "parameters" or self.zero_stage == 3,
-            "tensor_parallel": self.tensor_parallel == 1 or (
-                self.tensor_parallel > 1 and self.full and self.zero_stage <= 2 and self.offload == "none"
-            ),
+            "tensor_parallel": self.tensor_parallel == 1
+            or (self.tensor_parallel > 1 and self.full and self.zero_stage <= 2 and self.offload == "none"),
             "snapshot_every_s": self.snapshot_every_s is None or self.snapshot_every_s >= 0,
             "step_patience_s": self.step_patience_s >= 0,
             "keep_snapshots": self.keep_snapshots >= 1,
@@ -98,10 +97,17 @@ class TrainSpec:
                 raise InvalidSpec(
                     f"TrainSpec.{name}={getattr(self, name)!r} is out of range; see its comment in train.plan.spec"
                     + (" (offloading parameters needs zero_stage 3)" if name == "offload" else "")
-                    + (" (it needs full tuning, zero_stage 0 to 2 and no offloading)" if name == "tensor_parallel"
-                       else "")
-                    + (" (no stored base has the weights that an adapter trained on a merged one belongs to: "
-                       "publish it merged)" if name == "base_adapter" else "")
+                    + (
+                        " (it needs full tuning, zero_stage 0 to 2 and no offloading)"
+                        if name == "tensor_parallel"
+                        else ""
+                    )
+                    + (
+                        " (no stored base has the weights that an adapter trained on a merged one belongs to: "
+                        "publish it merged)"
+                        if name == "base_adapter"
+                        else ""
+                    )
                     + (" (batch_size must be a multiple of micro_batch)" if name == "micro_batch" else "")
                 )
 
@@ -136,8 +142,9 @@ def _typed(name: str, value: Any, wanted: Any) -> Any:
     if origin is Literal:
         ok = value in typing.get_args(wanted)
     elif origin is types.UnionType:
-        ok = any(value is None if option is type(None) else isinstance(value, option)
-                 for option in typing.get_args(wanted))  # fmt: skip
+        ok = any(
+            value is None if option is type(None) else isinstance(value, option) for option in typing.get_args(wanted)
+        )
     elif origin is tuple:
         ok = isinstance(value, (list, tuple))
         value = tuple(value) if ok else value

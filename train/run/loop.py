@@ -43,8 +43,17 @@ class Run:
     Build it with `train.run.prepare`, then `run`. Events are those of the contract in `train.control.group`.
     """
 
-    def __init__(self, spec: TrainSpec, store: WeightStore, engine: Any, train: TokenSet, valid: TokenSet | None,
-                 emit: Events, signals: ControlSignals, progress: Progress):  # fmt: skip
+    def __init__(
+        self,
+        spec: TrainSpec,
+        store: WeightStore,
+        engine: Any,
+        train: TokenSet,
+        valid: TokenSet | None,
+        emit: Events,
+        signals: ControlSignals,
+        progress: Progress,
+    ):
         self.spec, self.store, self.engine = spec, store, engine
         self.method = method_of(spec.method)
         self.train, self.valid = train, valid
@@ -160,15 +169,21 @@ class Run:
     def _leave_step(self) -> dict[str, Any]:
         """Collective: the step under way is left; what was sent for."""
         lost_s = self.leaving.forget()
-        self.emit("message", level="info", text=(
-            f"step {self.step + 1} was left after {lost_s:.1f} s because its devices are wanted; it will be done anew"
-        ))  # fmt: skip
+        self.emit(
+            "message",
+            level="info",
+            text=(
+                f"step {self.step + 1} was left after {lost_s:.1f} s because its devices are wanted; it will be "
+                "done anew"
+            ),
+        )
         self.saving.foresee(self.step)
         agreed, self.boundary_s = self._agreed(), time.monotonic()
         return agreed
 
-    def _agree_and_report(self, loss: torch.Tensor, rate: float, packs: np.ndarray, total: int,
-                          started: float) -> dict[str, Any]:  # fmt: skip
+    def _agree_and_report(
+        self, loss: torch.Tensor, rate: float, packs: np.ndarray, total: int, started: float
+    ) -> dict[str, Any]:
         self.saving.foresee(self.step)
         agreed = self._agreed(loss)
         grad_norm = float(self.engine.get_global_grad_norm() or 0.0)
@@ -177,13 +192,22 @@ class Run:
         if self.rank == 0:
             tokens = self.train.tokens_in(packs)
             metrics = {
-                "loss": agreed["loss"], "grad_norm": grad_norm, "learning_rate": rate,
+                "loss": agreed["loss"],
+                "grad_norm": grad_norm,
+                "learning_rate": rate,
                 "tokens_per_s": tokens / (time.perf_counter() - started),
                 **agreed["metrics"],
-            }  # fmt: skip
+            }
             self._board.write("train", self.step, metrics)
-            self.emit("metrics", step=self.step, total_steps=total, devices=self.world_size, tokens=tokens,
-                      epoch=self.step * self.spec.batch_size / len(self.train.packs), **metrics)  # fmt: skip
+            self.emit(
+                "metrics",
+                step=self.step,
+                total_steps=total,
+                devices=self.world_size,
+                tokens=tokens,
+                epoch=self.step * self.spec.batch_size / len(self.train.packs),
+                **metrics,
+            )
         return agreed
 
     def _agreed(self, loss: torch.Tensor | None = None) -> dict[str, Any]:
@@ -238,5 +262,11 @@ class Run:
         else:
             written = self.saving.suspend(self.step, draft)
             path, nbytes, seconds = written.path, written.bytes, written.seconds
-        return {"outcome": "suspended", "step": self.step, "snapshot_path": path, "bytes": nbytes,
-                "seconds": {"snapshot": seconds}, "parked": parking.can_park(self.spec)}  # fmt: skip
+        return {
+            "outcome": "suspended",
+            "step": self.step,
+            "snapshot_path": path,
+            "bytes": nbytes,
+            "seconds": {"snapshot": seconds},
+            "parked": parking.can_park(self.spec),
+        }

@@ -39,8 +39,9 @@ def hold_base(spec: TrainSpec) -> list[DirectoryLock]:
     return held
 
 
-def prepare(spec: TrainSpec, emit: Events, signals: ControlSignals, progress: Progress,
-            snapshot_path: str | None = None) -> Run:  # fmt: skip
+def prepare(
+    spec: TrainSpec, emit: Events, signals: ControlSignals, progress: Progress, snapshot_path: str | None = None
+) -> Run:
     """Collective: tokens, model, engine, and the state of `snapshot_path` if given. Raises what those raise."""
     rank, world_size = comm.get_rank(), comm.get_world_size()
     store = WeightStore(Path(spec.shm_root), budget_bytes=spec.shm_budget_bytes)
@@ -49,12 +50,22 @@ def prepare(spec: TrainSpec, emit: Events, signals: ControlSignals, progress: Pr
     encoder = cache(lambda: ChatEncoder(load_tokenizer(spec.base_path)))
     sets = [
         open_token_set(
-            path, spec.base_path, encoder, Path(spec.run_dir) / "tokens", max_length=spec.max_length,
-            packing=spec.packing, rank=rank, world_size=world_size, barrier=comm.barrier,
-            encode=method.encode, lay_out=method.row,
-        ) if path else None
+            path,
+            spec.base_path,
+            encoder,
+            Path(spec.run_dir) / "tokens",
+            max_length=spec.max_length,
+            packing=spec.packing,
+            rank=rank,
+            world_size=world_size,
+            barrier=comm.barrier,
+            encode=method.encode,
+            lay_out=method.row,
+        )
+        if path
+        else None
         for path in (spec.train_path, spec.valid_path)
-    ]  # fmt: skip
+    ]
     train, valid = sets
     assert train is not None
     if rank == 0 and snapshot_path is None:
@@ -82,20 +93,32 @@ def continued(run: Run, snapshot_path: str) -> Run:
 
 def _tell_about_stage(emit: Events, spec: TrainSpec) -> None:
     if spec.zero_stage == 0:
-        emit("message", level="info", text=(
-            "zero_stage 0 was asked for and runs as stage 1: the same computation in less memory, because the ranks "
-            "share the optimizer's state instead of each holding all of it"
-        ))  # fmt: skip
+        emit(
+            "message",
+            level="info",
+            text=(
+                "zero_stage 0 was asked for and runs as stage 1: the same computation in less memory, because the "
+                "ranks share the optimizer's state instead of each holding all of it"
+            ),
+        )
 
 
 def _tell_about_data(emit: Events, spec: TrainSpec, train: TokenSet) -> None:
     fill = train.n_tokens / (len(train.packs) * spec.max_length) if spec.packing else 1.0
-    emit("message", level="info", text=(
-        f"{train.n_examples} examples, {train.n_tokens} tokens, packed into {len(train.packs)} sequences "
-        f"of {spec.max_length} ({fill:.0%} full)"
-    ))  # fmt: skip
+    emit(
+        "message",
+        level="info",
+        text=(
+            f"{train.n_examples} examples, {train.n_tokens} tokens, packed into {len(train.packs)} sequences "
+            f"of {spec.max_length} ({fill:.0%} full)"
+        ),
+    )
     if train.n_truncated or train.n_dropped:
-        emit("message", level="warn", text=(
-            f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} "
-            "were left out because nothing to learn was left of them"
-        ))  # fmt: skip
+        emit(
+            "message",
+            level="warn",
+            text=(
+                f"{train.n_truncated} examples were cut to max_length {spec.max_length} tokens; {train.n_dropped} "
+                "were left out because nothing to learn was left of them"
+            ),
+        )

@@ -54,8 +54,16 @@ class Writing:
     thread, spread over about that many seconds; with None it runs now. It must not use collectives on a thread.
     """
 
-    def __init__(self, draft: Any, fill: Callable[[], Iterator[int]], *, elements: int, meta: dict[str, Any],
-                 began: float, pace_s: float | None = None):  # fmt: skip
+    def __init__(
+        self,
+        draft: Any,
+        fill: Callable[[], Iterator[int]],
+        *,
+        elements: int,
+        meta: dict[str, Any],
+        began: float,
+        pace_s: float | None = None,
+    ):
         self._draft, self._meta, self._began = draft, meta, began
         self._elements = elements
         self._hurry = threading.Event()

@@ -66,6 +66,8 @@ class Cadence:
         if self._fixed_s is not None or self._said_dear or every_s(self._cost_s) <= LOST_S:
             return ""
         self._said_dear = True
-        return (f"a snapshot costs {self._cost_s:.1f} s of training: one is taken every {self.interval_s:.0f} s, so "
-                f"that they take {SHARE:.0%} of the time, and a sudden end loses up to that much work instead of "
-                f"{LOST_S:.0f} s (snapshot_every_s sets another interval)")  # fmt: skip
+        return (
+            f"a snapshot costs {self._cost_s:.1f} s of training: one is taken every {self.interval_s:.0f} s, so "
+            f"that they take {SHARE:.0%} of the time, and a sudden end loses up to that much work instead of "
+            f"{LOST_S:.0f} s (snapshot_every_s sets another interval)"
+        )

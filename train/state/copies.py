@@ -91,11 +91,12 @@ def _joined(before: Move, after: Move) -> Move | None:
     """Both as one move, if they lie side by side, in this order, in one storage and in one file."""
     a, b = before.ours, after.ours
     adjacent = (
-        before.file == after.file and before.runs.count == after.runs.count == 1
+        before.file == after.file
+        and before.runs.count == after.runs.count == 1
         and before.runs.stop == after.runs.start
         and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
         and a.storage_offset() + a.numel() == b.storage_offset()
-    )  # fmt: skip
+    )
     if not adjacent:
         return None
     size = a.numel() + b.numel()

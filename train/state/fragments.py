@@ -131,8 +131,11 @@ def trained_fragments(engine: Any) -> list[Fragment]:
         # have no state yet, and never again.
         at, state = mapping.hp_fragment_address, states.get(masters[mapping.param_group_index]) or {}
         moments = {key: state[key].narrow(0, at.start, at.numel) for key in MOMENTS if key in state}
-        fragments.append(Fragment(parameter.name, mapping.lp_fragment_address.start,
-                                  mapping.hp_fragment.detach(), moments, parameter.held))  # fmt: skip
+        fragments.append(
+            Fragment(
+                parameter.name, mapping.lp_fragment_address.start, mapping.hp_fragment.detach(), moments, parameter.held
+            )
+        )
     return fragments
 
 

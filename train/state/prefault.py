@@ -44,4 +44,3 @@ def prefault(store: WeightStore, layout: Layout, ours: Iterable[tuple[str, int, 
         log.warning("no room was made ahead of the next snapshot: %s", error)
         return False
     return True
-

@@ -43,8 +43,9 @@ def publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, m
     return begin_publish(engine, spec, store, version=version, meta=meta).finish()
 
 
-def begin_publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any],
-                  pace_s: float | None = None) -> Writing | Written:  # fmt: skip
+def begin_publish(
+    engine: Any, spec: TrainSpec, store: WeightStore, *, version: str, meta: dict[str, Any], pace_s: float | None = None
+) -> Writing | Written:
     """Collective: write, and on `finish` commit, `version` of `spec.output_model`: a complete Hugging Face
     directory, or for kind "adapter" (`spec.published_kind`) a peft one.
 
@@ -60,8 +61,14 @@ def begin_publish(engine: Any, spec: TrainSpec, store: WeightStore, *, version: 
     layout = Layout.plan(published_tensors(engine, spec), stem=adapter.STEM if kind == "adapter" else "model")
 
     def reserve():
-        return store.reserve(layout, kind=kind, model=spec.output_model, version=version,
-                             aux_files=aux_files(engine, spec), writers=comm.get_world_size())  # fmt: skip
+        return store.reserve(
+            layout,
+            kind=kind,
+            model=spec.output_model,
+            version=version,
+            aux_files=aux_files(engine, spec),
+            writers=comm.get_world_size(),
+        )
 
     draft = reserve_together(store, reserve, layout)
     names = _names(engine, spec.base_path)
@@ -99,8 +106,9 @@ def published_tensors(engine: Any, spec: TrainSpec) -> list[TensorSpec]:
     """
     code = dtype_code(DTYPES[spec.serve_dtype])
     if spec.published_kind == "adapter":
-        return [TensorSpec(adapter.stored_name(p.name), code, p.shape)
-                for p in fragments.parameters(engine) if p.trained]  # fmt: skip
+        return [
+            TensorSpec(adapter.stored_name(p.name), code, p.shape) for p in fragments.parameters(engine) if p.trained
+        ]
     names, adapters = _names(engine, spec.base_path), _adapter_names(engine)
     dtypes = {p.name: code for p in fragments.parameters(engine) if p.name not in adapters}
     dtypes |= {name: dtype_code(buffer.dtype) for name, buffer in _buffers(engine)}
@@ -138,8 +146,10 @@ def served_fragments(engine: Any) -> Iterator[Fragment]:
         yield from fragments.trained_fragments(engine)
         yield from fragments.frozen_fragments(engine)
         return
-    layers = {checkpoint_name(f"{name}.base_layer.weight").removeprefix("model."): layer
-              for name, layer in adapter.layers(engine.module).items()}  # fmt: skip
+    layers = {
+        checkpoint_name(f"{name}.base_layer.weight").removeprefix("model."): layer
+        for name, layer in adapter.layers(engine.module).items()
+    }
     owned = {fragment.name: fragment for fragment in fragments.frozen_fragments(engine)}
     for parameter in fragments.parameters(engine):
         fragment = owned.get(parameter.name)

@@ -40,8 +40,17 @@ class Saving:
     between the begin of what is written beside a step and `copied`.
     """
 
-    def __init__(self, spec: TrainSpec, store: WeightStore, engine: Any, steps: StepPlan, packs: int, emit: Events,
-                 signals: ControlSignals, progress: Progress):  # fmt: skip
+    def __init__(
+        self,
+        spec: TrainSpec,
+        store: WeightStore,
+        engine: Any,
+        steps: StepPlan,
+        packs: int,
+        emit: Events,
+        signals: ControlSignals,
+        progress: Progress,
+    ):
         self.spec, self.store, self.engine = spec, store, engine
         self._steps, self._packs = steps, packs
         self._emit, self._signals, self._progress = emit, signals, progress
@@ -118,9 +127,11 @@ class Saving:
 
         def no_room(full: Exception) -> None:
             if self._cadence.refused():
-                self._emit("message", level="warn", text=(
-                    f"no snapshot at step {step}, the next is tried in {self._cadence.interval_s:.0f} s: {full}"
-                ))  # fmt: skip
+                self._emit(
+                    "message",
+                    level="warn",
+                    text=(f"no snapshot at step {step}, the next is tried in {self._cadence.interval_s:.0f} s: {full}"),
+                )
 
         self._cadence.begun()
         try:
@@ -152,13 +163,20 @@ class Saving:
         self._progress.enter("publishing")
         epoch = step * self.spec.batch_size / self._packs
         meta = {
-            "job": self.spec.job_id, "base": self.spec.base_model, "step": step, "epoch": epoch,
-            "method": self.spec.method, "base_version": self.spec.base_version,
-        }  # fmt: skip
+            "job": self.spec.job_id,
+            "base": self.spec.base_model,
+            "step": step,
+            "epoch": epoch,
+            "method": self.spec.method,
+            "base_version": self.spec.base_version,
+        }
         adapter = None
         if self.spec.published_kind == "adapter":
-            adapter = {"base": self.spec.base_model, "base_version": self.spec.base_version,
-                       "rank": self.spec.lora_rank}  # fmt: skip
+            adapter = {
+                "base": self.spec.base_model,
+                "base_version": self.spec.base_version,
+                "rank": self.spec.lora_rank,
+            }
 
         def tell(written: Written) -> None:
             self._emit("published", version=version, adapter=adapter, step=step, epoch=epoch, **asdict(written))
@@ -233,11 +251,20 @@ class Saving:
     def _version_layout(self) -> Layout:
         return Layout.plan(published_tensors(self.engine, self.spec))
 
-    def _begin_snapshot(self, step: int, store: WeightStore | None = None, draft: int = 0,
-                        pace_s: float | None = None) -> Writing:  # fmt: skip
+    def _begin_snapshot(
+        self, step: int, store: WeightStore | None = None, draft: int = 0, pace_s: float | None = None
+    ) -> Writing:
         """The part of this rank is written when it returns, or with `pace_s` beside the next step."""
-        return snapshot.begin_snapshot(self.engine, self.spec, store or self.store, self.layout, step, pace_s,
-                                       plan=self._plan, draft=self._take_draft(draft))  # fmt: skip
+        return snapshot.begin_snapshot(
+            self.engine,
+            self.spec,
+            store or self.store,
+            self.layout,
+            step,
+            pace_s,
+            plan=self._plan,
+            draft=self._take_draft(draft),
+        )
 
     def _end_snapshot(self, writing: Writing, step: int) -> Written:
         written = writing.finish()

@@ -59,21 +59,31 @@ def plan_of_written(engine: Any, layout: Layout) -> CopyPlan:
     return CopyPlan.of(layout, _pieces(fragments.written(engine, fragments.trained_fragments(engine))))
 
 
-def reserve_snapshot(spec: TrainSpec, store: WeightStore, layout: Layout, step: int, world_size: int,
-                     draft: str | None = None) -> Draft:  # fmt: skip
+def reserve_snapshot(
+    spec: TrainSpec, store: WeightStore, layout: Layout, step: int, world_size: int, draft: str | None = None
+) -> Draft:
     """For one rank. Raises as `WeightStore.reserve`."""
     stale = store.find(KIND, spec.job_id, version_name(step))
     if stale:
         store.remove(stale)
-    reserved = store.reserve(layout, kind=KIND, model=spec.job_id, version=version_name(step), writers=world_size,
-                             name=draft)  # fmt: skip
+    reserved = store.reserve(
+        layout, kind=KIND, model=spec.job_id, version=version_name(step), writers=world_size, name=draft
+    )
     reserved.prepare()
     return reserved
 
 
-def begin_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, layout: Layout, step: int,
-                   pace_s: float | None = None, *, plan: CopyPlan | None = None, draft: Draft | None = None,
-                   ) -> Writing:  # fmt: skip
+def begin_snapshot(
+    engine: Any,
+    spec: TrainSpec,
+    store: WeightStore,
+    layout: Layout,
+    step: int,
+    pace_s: float | None = None,
+    *,
+    plan: CopyPlan | None = None,
+    draft: Draft | None = None,
+) -> Writing:
     """All ranks copy their fragments by `plan` (`plan_of_written`); `finish` commits. `step` is the number of steps
     done. With `pace_s` the copy goes on beside the next step, until its optimizer is due.
 
@@ -85,10 +95,14 @@ def begin_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, layout: Lay
     if draft is None:
         draft = reserve_together(store, lambda: reserve_snapshot(spec, store, layout, step, world_size), layout)
     meta = {
-        "format": FORMAT, "step": step, "world_size": world_size, "zero_stage": spec.zero_stage,
-        "tensor_parallel": spec.tensor_parallel, "loss_scale": 1.0,
+        "format": FORMAT,
+        "step": step,
+        "world_size": world_size,
+        "zero_stage": spec.zero_stage,
+        "tensor_parallel": spec.tensor_parallel,
+        "loss_scale": 1.0,
         "spec": {key: getattr(spec, key) for key in _IDENTITY},
-    }  # fmt: skip
+    }
     return Writing(draft, lambda: plan.write(draft), elements=plan.elements, meta=meta, began=began, pace_s=pace_s)
 
 
@@ -104,8 +118,9 @@ def read_snapshot(engine: Any, spec: TrainSpec, store: WeightStore, path: str | 
     meta = stored.manifest.meta
     for key in _IDENTITY:
         if meta["spec"][key] != getattr(spec, key):
-            raise SnapshotMismatch(f"the snapshot {path} was made with {key}={meta['spec'][key]!r}, "
-                                   f"the run has {getattr(spec, key)!r}")  # fmt: skip
+            raise SnapshotMismatch(
+                f"the snapshot {path} was made with {key}={meta['spec'][key]!r}, the run has {getattr(spec, key)!r}"
+            )
     step = int(meta["step"])
     with store.lease(stored) as lease, torch.no_grad():
         shapes = {placed.spec.name: placed.spec.shape for placed in lease.layout}

@@ -93,8 +93,7 @@ def stored_shapes(path: str | Path) -> dict[str, Shape]:
     return shapes
 
 
-def match(conversions: list[Any], prefix: str, shapes: Mapping[str, Shape],
-          stored: Mapping[str, Shape]) -> StoredNames:  # fmt: skip
+def match(conversions: list[Any], prefix: str, shapes: Mapping[str, Shape], stored: Mapping[str, Shape]) -> StoredNames:
     """`stored_names` on plain values: conversions as transformers lists them, `prefix` of the base model."""
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
@@ -122,8 +121,9 @@ def match(conversions: list[Any], prefix: str, shapes: Mapping[str, Shape],
     return names
 
 
-def _ranges(target: str, lists: list[list[str]], operations: list[Any],
-            stored: Mapping[str, Shape]) -> Iterator[StoredTensor]:  # fmt: skip
+def _ranges(
+    target: str, lists: list[list[str]], operations: list[Any], stored: Mapping[str, Shape]
+) -> Iterator[StoredTensor]:
     """Where the stored tensors lie in `target`: lists[i] are the names of the i-th source pattern, in order."""
     kinds = [type(operation) for operation in operations]
     dims = [getattr(operation, "dim", None) for operation in operations]

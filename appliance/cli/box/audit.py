@@ -32,12 +32,18 @@ def _table(answer: dict[str, Any]) -> Any:
     return output.table(
         ("WHEN", "WHO", "ACTION", "OF", "OUTCOME", "DETAIL"),
         (
-            (formats.moment(row["created_s"]), row["by"], row["action"], formats.printable(row["target"]),
-             row["outcome"], _detail(row["detail"]))
+            (
+                formats.moment(row["created_s"]),
+                row["by"],
+                row["action"],
+                formats.printable(row["target"]),
+                row["outcome"],
+                _detail(row["detail"]),
+            )
             for row in answer["data"]
         ),
         empty="nothing was changed yet",
-    )  # fmt: skip
+    )
 
 
 def _detail(detail: dict[str, Any]) -> str:

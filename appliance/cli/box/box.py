@@ -272,12 +272,16 @@ def _status(now: dict[str, Any]) -> Any:
     replicas = output.table(
         ("REPLICA", "MODEL", "VERSION", "STATE", ">DEVICES", ">REQUESTS", ">MEMORY"),
         (
-            (*(r[key] for key in ("id", "model", "version", "state")), len(r["devices"]), r["inflight"],
-             formats.size(r["rss_bytes"]))
+            (
+                *(r[key] for key in ("id", "model", "version", "state")),
+                len(r["devices"]),
+                r["inflight"],
+                formats.size(r["rss_bytes"]),
+            )
             for r in now["replicas"]
         ),
         empty=f"no replicas: {'see below' if now.get('troubles') else 'a model starts when it is asked for'}",
-    )  # fmt: skip
+    )
     jobs = jobs_table({"data": now["jobs"]}) if now["jobs"] else "no unfinished jobs"
     handover = handover_steps(now["handover"]) if now["handover"] else None
     notes = [*map(_trouble, now.get("degraded") or ()), *(now.get("notes") or ())]

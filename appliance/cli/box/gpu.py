@@ -126,9 +126,8 @@ def _table(answer: dict[str, Any]) -> Any:
     return output.table(
         ("DEVICE", "KIND", "NAME", ">MEMORY", "HEALTH", "HOLDER", "REASON"),
         (
-            (d["id"], d["kind"], d["name"], formats.size(d["memory_bytes"]), health(d), holder(d),
-             _reason(d))
+            (d["id"], d["kind"], d["name"], formats.size(d["memory_bytes"]), health(d), holder(d), _reason(d))
             for d in answer["data"]
         ),
         empty="no devices",
-    )  # fmt: skip
+    )

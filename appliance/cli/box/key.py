@@ -159,7 +159,7 @@ def _revoked(answer: dict[str, Any]) -> str:
             ("responses", "response in background failed", "responses in background failed"),
         )
         if stopped[kind]
-    ]  # fmt: skip
+    ]
     return f"revoked {answer['name']} ({answer['id']})" + "".join(f"; {text}" for text in told)
 
 
@@ -167,31 +167,43 @@ def _table(answer: dict[str, Any]) -> Any:
     return output.table(
         ("ID", "NAME", "OWNER", "SCOPES", "KEY", "LIMITS", "CREATED", "REVOKED"),
         (
-            (k["id"], k["name"], k["owner"], ", ".join(k["scopes"]), f"{k['prefix']}…", _limits(k),
-             formats.moment(k["created_s"]), formats.moment(k["revoked_s"]))
+            (
+                k["id"],
+                k["name"],
+                k["owner"],
+                ", ".join(k["scopes"]),
+                f"{k['prefix']}…",
+                _limits(k),
+                formats.moment(k["created_s"]),
+                formats.moment(k["revoked_s"]),
+            )
             for k in answer["data"]
         ),
         empty="no keys; `appliance key create --name NAME` makes one",
-    )  # fmt: skip
+    )
 
 
 def _limits(key: dict[str, Any]) -> str:
     shown = [
         f"{key[f'{what}_per_{span}']:,} {what}/{short}"
         for what, span, short in (
-            ("requests", "minute", "min"), ("tokens", "minute", "min"), ("tokens", "day", "day"),
+            ("requests", "minute", "min"),
+            ("tokens", "minute", "min"),
+            ("tokens", "day", "day"),
             ("tokens", "month", "month"),
         )
         if key.get(f"{what}_per_{span}") is not None
-    ]  # fmt: skip
+    ]
     shown += [
         f"{key[name]} {what}"
         for name, what, usual in (
-            ("max_priority", "priority", 0), ("max_non_preemptible", "non-preemptible", 0),
-            ("max_deadlines", "deadlines", 0), ("max_held", "held", 16),
+            ("max_priority", "priority", 0),
+            ("max_non_preemptible", "non-preemptible", 0),
+            ("max_deadlines", "deadlines", 0),
+            ("max_held", "held", 16),
         )
         if key.get(name, usual) != usual
-    ]  # fmt: skip
+    ]
     if key.get("models") is not None:
         shown.append(f"only {', '.join(key['models']) or 'what its jobs make'}")
     return "; ".join(shown) or "none"

@@ -45,12 +45,20 @@ def _table(answer: dict[str, Any]) -> Any:
     return output.table(
         ("TIER", "WHERE", ">VERSIONS", ">SNAPSHOTS", ">SIZE", ">BACKLOG", "NOW", "LAST ERROR"),
         (
-            (t["name"], t["where"], t["versions"], t["snapshots"], formats.size(t["bytes"]), _backlog(t), _now(t),
-             _error(t))
+            (
+                t["name"],
+                t["where"],
+                t["versions"],
+                t["snapshots"],
+                formats.size(t["bytes"]),
+                _backlog(t),
+                _now(t),
+                _error(t),
+            )
             for t in answer["data"]
         ),
         empty="no tiers",
-    )  # fmt: skip
+    )
 
 
 def _backlog(tier: dict[str, Any]) -> str:

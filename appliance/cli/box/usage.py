@@ -42,9 +42,16 @@ def _table(answer: dict[str, Any]) -> Any:
     return output.table(
         (answer["by"].upper(), "REQUESTS", "REFUSED", "ERRORS", "PROMPT TOKENS", "COMPLETION TOKENS", "DEVICE-HOURS"),
         (
-            (row["name"], formats.count(row["requests"]), formats.count(row["refused"]), formats.count(row["errors"]),
-             formats.count(row["prompt_tokens"]), formats.count(row["completion_tokens"]), f"{row['device_hours']:.2f}")
+            (
+                row["name"],
+                formats.count(row["requests"]),
+                formats.count(row["refused"]),
+                formats.count(row["errors"]),
+                formats.count(row["prompt_tokens"]),
+                formats.count(row["completion_tokens"]),
+                f"{row['device_hours']:.2f}",
+            )
             for row in answer["data"]
         ),
         empty="nothing was spent in that time",
-    )  # fmt: skip
+    )

@@ -121,9 +121,14 @@ def _table(answer: dict[str, Any]) -> Any:
     return output.table(
         ("ID", "STATUS", ">ANSWERED", ">FAILED", ">TOTAL", "CREATED", "WAITS FOR"),
         (
-            (b["id"], b["status"], *(str(b["request_counts"][name]) for name in ("completed", "failed", "total")),
-             formats.moment(b["created_at"]), formats.or_dash(b.get("waiting_for")))
+            (
+                b["id"],
+                b["status"],
+                *(str(b["request_counts"][name]) for name in ("completed", "failed", "total")),
+                formats.moment(b["created_at"]),
+                formats.or_dash(b.get("waiting_for")),
+            )
             for b in answer["data"]
         ),
         empty="no batches; `appliance batch create FILE` starts one",
-    )  # fmt: skip
+    )

@@ -94,12 +94,22 @@ def jobs_table(answer: dict[str, Any]) -> Any:
     return output.table(
         ("JOB", "STATUS", "PHASE", "MODEL", ">DEVICES", ">STEP", ">LOSS", ">TOKENS/S", ">ETA", "REASON"),
         (
-            (j["id"], j["status"], j["phase"], j["fine_tuned_model"] or j["model"], len(j["devices"]), _step(j),
-             formats.loss(j["loss"]), formats.count(j["tokens_per_s"]), _eta(j), formats.or_dash(j["reason"]))
+            (
+                j["id"],
+                j["status"],
+                j["phase"],
+                j["fine_tuned_model"] or j["model"],
+                len(j["devices"]),
+                _step(j),
+                formats.loss(j["loss"]),
+                formats.count(j["tokens_per_s"]),
+                _eta(j),
+                formats.or_dash(j["reason"]),
+            )
             for j in answer["data"]
         ),
         empty="no jobs; `appliance job submit --help` shows how to make one",
-    )  # fmt: skip
+    )
 
 
 def _ask(session: Session, job_id: str, verb: str) -> None:

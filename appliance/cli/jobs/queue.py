@@ -72,12 +72,22 @@ def queue_table(answer: dict[str, Any]) -> Any:
     jobs = output.table(
         (">#", "JOB", "OWNER", ">PRIORITY", "PHASE", ">DEVICES", "MAY USE", "DEADLINE", "REASON", ""),
         (
-            (j["position"], j["id"], formats.or_dash(j["owner"]), j["priority"], j["phase"], len(j["devices"]),
-             _may_use(j), formats.moment(j["deadline_s"]), formats.or_dash(j["reason"]), j["message"])
+            (
+                j["position"],
+                j["id"],
+                formats.or_dash(j["owner"]),
+                j["priority"],
+                j["phase"],
+                len(j["devices"]),
+                _may_use(j),
+                formats.moment(j["deadline_s"]),
+                formats.or_dash(j["reason"]),
+                j["message"],
+            )
             for j in answer["data"]
         ),
         empty="no job waits or runs",
-    )  # fmt: skip
+    )
     if not answer["data"]:
         return jobs
     owners = output.table(

@@ -41,11 +41,18 @@ def handover_steps(handover: dict[str, Any]) -> Any:
     asked = f"; asked by {handover['asked_by']} ({handover['asked_for']})" if handover["asked_by"] else ""
     title = f"hand-over {handover['id']}: {handover['reason']} ({handover['state']}{ended}{moved}{asked})"
     rows = [
-        (f"  {step['verb']}", formats.or_dash(step["target"]), step["state"], formats.duration(step["seconds"]),
-         formats.size(step["bytes"]), _rate(step["bytes_per_s"]), _share(step["limit_fraction"]),
-         formats.or_dash(step["path"]))
+        (
+            f"  {step['verb']}",
+            formats.or_dash(step["target"]),
+            step["state"],
+            formats.duration(step["seconds"]),
+            formats.size(step["bytes"]),
+            _rate(step["bytes_per_s"]),
+            _share(step["limit_fraction"]),
+            formats.or_dash(step["path"]),
+        )
         for step in handover["steps"]
-    ]  # fmt: skip
+    ]
     columns = ("  STEP", "TARGET", "STATE", ">TIME", ">BYTES", ">RATE", ">OF LIMIT", "PATH")
     return output.above(title, output.table(columns, rows, empty="  no steps"))
 

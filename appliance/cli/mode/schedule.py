@@ -110,12 +110,19 @@ def _table(answer: dict[str, Any]) -> Any:
     return output.table(
         ("ID", "BEGINS", "ENDS", "ZONE", "MODE", ">FLOOR", "NEXT"),
         (
-            (w["id"], w["cron"], w["until"] or (f"after {formats.duration(w['for_s'])}" if w["for_s"] else "-"),
-             w["tz"], mode_name(w), w["serving_floor"], formats.moment(w["next_s"]))
+            (
+                w["id"],
+                w["cron"],
+                w["until"] or (f"after {formats.duration(w['for_s'])}" if w["for_s"] else "-"),
+                w["tz"],
+                mode_name(w),
+                w["serving_floor"],
+                formats.moment(w["next_s"]),
+            )
             for w in answer["data"]
         ),
         empty='no windows; `appliance mode schedule add "0 22 * * *" train --for 9h` makes one',
-    )  # fmt: skip
+    )
 
 
 def _timeline(answer: dict[str, Any]) -> Any:
@@ -129,10 +136,15 @@ def _timeline(answer: dict[str, Any]) -> Any:
     )
     legend = "  ".join(f"{letter} {name}" for name, letter in _LETTERS.items())
     rows = (
-        (formats.moment(s["from_s"]), formats.moment(s["to_s"]), formats.duration(s["to_s"] - s["from_s"]),
-         mode_name(s), s["serving_floor"],
-         s["window"] or ("set by hand" + (f", instead of {s['overridden']}" if s["overridden"] else "")))
+        (
+            formats.moment(s["from_s"]),
+            formats.moment(s["to_s"]),
+            formats.duration(s["to_s"] - s["from_s"]),
+            mode_name(s),
+            s["serving_floor"],
+            s["window"] or ("set by hand" + (f", instead of {s['overridden']}" if s["overridden"] else "")),
+        )
         for s in segments
-    )  # fmt: skip
+    )
     table = output.table(("FROM", "TO", ">LENGTH", "MODE", ">FLOOR", "BY"), rows, empty="nothing")
     return output.stack(f"{''.join(cells)}\n{scale}\n{legend}", table)

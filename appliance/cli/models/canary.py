@@ -68,12 +68,18 @@ def fields(row: dict[str, Any]) -> Any:
     table = output.table(
         ("VERSION", ">REQUESTS", ">ERRORS", ">FIRST BYTE P95", ">DURATION P95", ">HELD-OUT LOSS"),
         (
-            (version, f"{v['requests']:,}", f"{v['errors']:,}", formats.duration(v["first_byte_p95_s"]),
-             formats.duration(v["duration_p95_s"]), formats.loss(v["valid_loss"]))
+            (
+                version,
+                f"{v['requests']:,}",
+                f"{v['errors']:,}",
+                formats.duration(v["first_byte_p95_s"]),
+                formats.duration(v["duration_p95_s"]),
+                formats.loss(v["valid_loss"]),
+            )
             for version, v in (row["versions"] or {}).items()
         ),
         empty="",
-    )  # fmt: skip
+    )
     return output.stack(about, table)
 
 

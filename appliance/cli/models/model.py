@@ -180,12 +180,19 @@ def _table(answer: dict[str, Any]) -> Any:
     table = output.table(
         ("MODEL", "KIND", "ARCHITECTURE", ">PARAMS", ">SIZE", "VERSION", "STATE"),
         (
-            (m["name"], _kind(m), m["arch"], formats.count(m["params"]), formats.size(m["bytes"]),
-             formats.or_dash(m["active_version"]), m["state"])
+            (
+                m["name"],
+                _kind(m),
+                m["arch"],
+                formats.count(m["params"]),
+                formats.size(m["bytes"]),
+                formats.or_dash(m["active_version"]),
+                m["state"],
+            )
             for m in answer["data"]
         ),
         empty="no models; `appliance model starter` makes a small one, `appliance model import` brings a real one",
-    )  # fmt: skip
+    )
     return output.stack(table, output.notes(troubles))
 
 
@@ -215,12 +222,18 @@ def _one(model: dict[str, Any]) -> Any:
     versions = output.table(
         ("VERSION", "CREATED", ">SIZE", "IN", "PINNED", "SOURCE"),
         (
-            (v["version"] + (" *" if v["version"] == model["active_version"] else ""), formats.moment(v["created_s"]),
-             formats.size(v["bytes"]), _places(v), "yes" if v["pinned"] else "-", formats.or_dash(v["source"]))
+            (
+                v["version"] + (" *" if v["version"] == model["active_version"] else ""),
+                formats.moment(v["created_s"]),
+                formats.size(v["bytes"]),
+                _places(v),
+                "yes" if v["pinned"] else "-",
+                formats.or_dash(v["source"]),
+            )
             for v in model["versions"]
         ),
         empty="no versions",
-    )  # fmt: skip
+    )
     last = model.get("canary")
     return output.stack(about, versions, canary_fields(last) if last else None)
 

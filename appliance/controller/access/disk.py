@@ -24,9 +24,7 @@ def floor_of(total_bytes: int) -> int:
 class Disk:
     """path: in the volume. floor_bytes None: as `floor_of` has it for the size of the volume."""
 
-    def __init__(
-        self, path: Path, floor_bytes: int | None, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs
-    ):
+    def __init__(self, path: Path, floor_bytes: int | None, statvfs: Callable[[Path], os.statvfs_result] = os.statvfs):
         self._path, self._floor_bytes, self._statvfs = path, floor_bytes, statvfs
 
     def room_bytes(self) -> int:
@@ -47,6 +45,9 @@ class Disk:
 
 def insufficient_storage(what: str) -> ApiError:
     return Unavailable(
-        507, f"{what}. Delete files, models or stored responses first, or ask an admin to make room ([controller] "
-        "disk_floor_bytes is what stays free).", code="insufficient_storage", retry=False,
-    )  # fmt: skip
+        507,
+        f"{what}. Delete files, models or stored responses first, or ask an admin to make room ([controller] "
+        "disk_floor_bytes is what stays free).",
+        code="insufficient_storage",
+        retry=False,
+    )

@@ -15,8 +15,11 @@ from appliance.store.rows import KeyRow
 
 
 def unknown_model(name: str) -> NotFound:
-    return NotFound(f"The model {shown(name)} does not exist or you do not have access to it.",
-                    param="model", code="model_not_found")  # fmt: skip
+    return NotFound(
+        f"The model {shown(name)} does not exist or you do not have access to it.",
+        param="model",
+        code="model_not_found",
+    )
 
 
 def allowed_models(db: Database, row: KeyRow) -> list[str]:

@@ -42,22 +42,39 @@ class Quotas:
         if (key_id := _bounded(caller)) is None:
             return
         bounds = self.bounds(key_id)
-        _number("uploads", "uploads in progress", holdings.uploads(self._db, key_id)[0], bounds.uploads,
-                "Complete or cancel one first.")  # fmt: skip
+        _number(
+            "uploads",
+            "uploads in progress",
+            holdings.uploads(self._db, key_id)[0],
+            bounds.uploads,
+            "Complete or cancel one first.",
+        )
         self._files(key_id, bounds)
         self._bytes(key_id, bounds, 2 * announced_bytes)
 
     def check_batch(self, caller: Principal) -> None:
         self.disk.check()
         if (key_id := _bounded(caller)) is not None:
-            _number("batches", "batches in progress", holdings.batches(self._db, key_id),
-                    self.bounds(key_id).batches, "Wait for the end of one or cancel it.", retry=True)  # fmt: skip
+            _number(
+                "batches",
+                "batches in progress",
+                holdings.batches(self._db, key_id),
+                self.bounds(key_id).batches,
+                "Wait for the end of one or cancel it.",
+                retry=True,
+            )
 
     def check_job(self, caller: Principal) -> None:
         self.disk.check()
         if (key_id := _bounded(caller)) is not None:
-            _number("jobs", "fine-tuning jobs that have not ended", holdings.jobs(self._db, key_id),
-                    self.bounds(key_id).jobs, "Wait for the end of one or cancel it.", retry=True)  # fmt: skip
+            _number(
+                "jobs",
+                "fine-tuning jobs that have not ended",
+                holdings.jobs(self._db, key_id),
+                self.bounds(key_id).jobs,
+                "Wait for the end of one or cancel it.",
+                retry=True,
+            )
 
     def check_job_data(self, caller: Principal, held: int, more: int) -> None:
         """One more job, beside those whose copies of their files take `held` bytes; its own will take `more`."""
@@ -67,25 +84,38 @@ class Quotas:
         limit = self.bounds(key_id).file_bytes
         if held + more > limit:
             raise ApiError(
-                413, f"Jobs of your keys that have not ended hold copies of {held} of at most {limit} bytes; {more} "
+                413,
+                f"Jobs of your keys that have not ended hold copies of {held} of at most {limit} bytes; {more} "
                 f"more do not fit. Wait for the end of one or cancel it. {_ASK.format('file_bytes')}",
-                code="limit_reached", param="file_bytes", headers=dict(NEVER_RETRY),
-            )  # fmt: skip
+                code="limit_reached",
+                param="file_bytes",
+                headers=dict(NEVER_RETRY),
+            )
 
     def check_background(self, caller: Principal, size: int) -> None:
         self.disk.check(size)
         if (key_id := _bounded(caller)) is None:
             return
         bounds, (number, used) = self.bounds(key_id), holdings.background(self._db, key_id)
-        _number("background", "responses in background that have not ended", number, bounds.background,
-                "Wait for the end of one or cancel it.", retry=True)  # fmt: skip
+        _number(
+            "background",
+            "responses in background that have not ended",
+            number,
+            bounds.background,
+            "Wait for the end of one or cancel it.",
+            retry=True,
+        )
         if used + size > bounds.responses_bytes:
             raise ApiError(
-                429, f"Your keys' responses in background that have not ended hold {used} of at most "
+                429,
+                f"Your keys' responses in background that have not ended hold {used} of at most "
                 f"{bounds.responses_bytes} bytes; {size} more do not fit. Wait for the end of one or cancel it. "
-                f"{_ASK.format('responses_bytes')}", kind="insufficient_quota", code="limit_reached",
-                param="responses_bytes", headers={"retry-after": "30"},
-            )  # fmt: skip
+                f"{_ASK.format('responses_bytes')}",
+                kind="insufficient_quota",
+                code="limit_reached",
+                param="responses_bytes",
+                headers={"retry-after": "30"},
+            )
 
     # --- bytes
 
@@ -119,18 +149,20 @@ class Quotas:
 
     def _files(self, key_id: str, bounds: OwnerBounds) -> None:
         there = holdings.files(self._db, key_id)[0] + holdings.uploads(self._db, key_id)[0]
-        _number("files", "files", there + self._arriving[self._owner(key_id)], bounds.files,
-                "Delete some first.")  # fmt: skip
+        _number("files", "files", there + self._arriving[self._owner(key_id)], bounds.files, "Delete some first.")
 
     def _bytes(self, key_id: str, bounds: OwnerBounds, more: int) -> None:
         used = holdings.files(self._db, key_id)[1] + 2 * holdings.uploads(self._db, key_id)[1]
         used += self._arriving_bytes[self._owner(key_id)]
         if used + more > bounds.file_bytes:
             raise ApiError(
-                413, f"Files of your keys have {used} of at most {bounds.file_bytes} bytes, uploads in progress "
+                413,
+                f"Files of your keys have {used} of at most {bounds.file_bytes} bytes, uploads in progress "
                 f"included; {more} more do not fit. Delete files first. {_ASK.format('file_bytes')}",
-                code="limit_reached", param="file_bytes", headers=dict(NEVER_RETRY),
-            )  # fmt: skip
+                code="limit_reached",
+                param="file_bytes",
+                headers=dict(NEVER_RETRY),
+            )
 
     def _owner(self, key_id: str) -> str:
         row = keys.find(self._db, key_id)
@@ -143,10 +175,13 @@ _ASK = "An admin can give a key a higher bound `{}`."
 def _number(bound: str, what: str, used: int, limit: int, advice: str, *, retry: bool = False) -> None:
     if used >= limit:
         raise ApiError(
-            429, f"Your keys have {used} {what} of at most {limit}. {advice} {_ASK.format(bound)}",
-            kind="insufficient_quota", code="limit_reached", param=bound,
+            429,
+            f"Your keys have {used} {what} of at most {limit}. {advice} {_ASK.format(bound)}",
+            kind="insufficient_quota",
+            code="limit_reached",
+            param=bound,
             headers={"retry-after": "30"} if retry else dict(NEVER_RETRY),
-        )  # fmt: skip
+        )
 
 
 def _bounded(caller: Principal) -> str | None:

@@ -49,7 +49,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         holds = mode_in_force(db, now["serving_floor"], time.time()).policy
         return {
             "box": {
-                **context.box, "started_s": context.started_s, "certificate_expires_s": load.certificate_expires_s,
+                **context.box,
+                "started_s": context.started_s,
+                "certificate_expires_s": load.certificate_expires_s,
             },
             "mode": {"policy": holds.kind, "train_devices": holds.train_devices},
             "devices": lost_nodes.in_view(db, now["devices"]),
@@ -82,8 +84,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def show_handover(handover_id: str) -> dict[str, Any]:
         found = handover_view(handover_id)
         if found is None:
-            raise NotFound(f"No hand-over {shown(handover_id)}; `appliance mode history` lists the newest.",
-                           param="handover_id", code="handover_not_found")  # fmt: skip
+            raise NotFound(
+                f"No hand-over {shown(handover_id)}; `appliance mode history` lists the newest.",
+                param="handover_id",
+                code="handover_not_found",
+            )
         return found
 
     @router.get("/limits")

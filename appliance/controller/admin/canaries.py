@@ -42,10 +42,19 @@ def routes(context: ControllerContext, router: APIRouter, running: Canaries) -> 
     @router.put("/models/{name:path}/canary")
     async def begin(name: str, body: Canary, caller: Caller) -> dict[str, Any]:
         found, now_s = models.find(db, name), time.time()
-        running.begin(CanaryRow(
-            model=name, version=body.version, before=(found.active_version if found else None) or "", share=body.share,
-            created_s=now_s, auto=int(body.auto), watch_s=body.watch_s, min_requests=body.min_requests,
-        ), caller)  # fmt: skip
+        running.begin(
+            CanaryRow(
+                model=name,
+                version=body.version,
+                before=(found.active_version if found else None) or "",
+                share=body.share,
+                created_s=now_s,
+                auto=int(body.auto),
+                watch_s=body.watch_s,
+                min_requests=body.min_requests,
+            ),
+            caller,
+        )
         return running.view(last(name), now_s)
 
     @router.get("/models/{name:path}/canary")

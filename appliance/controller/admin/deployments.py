@@ -46,8 +46,9 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 
     def known(name: str) -> DeploymentRow:
         if models.find(db, name) is None:
-            raise NotFound(f"The model {shown(name)} does not exist on this box.", param="model",
-                           code="model_not_found")  # fmt: skip
+            raise NotFound(
+                f"The model {shown(name)} does not exist on this box.", param="model", code="model_not_found"
+            )
         return deployments.find(db, name) or DeploymentRow(model=name, created_s=time.time())
 
     @router.get("/models/{name:path}/deployment")
@@ -81,8 +82,11 @@ def _check(context: ControllerContext, row: DeploymentRow, changed: Collection[s
     """Raises BadRequest. What was set before a node left stays as it is while other things change."""
     if row.max_replicas is not None and row.max_replicas < max(row.min_replicas, row.pinned):
         least = f"min_replicas is {row.min_replicas}" if row.min_replicas else "a pinned model has at least one replica"
-        raise BadRequest(f"max_replicas is {row.max_replicas} and {least}; expected min <= max.",
-                         param="max_replicas", code="invalid_value")  # fmt: skip
+        raise BadRequest(
+            f"max_replicas is {row.max_replicas} and {least}; expected min <= max.",
+            param="max_replicas",
+            code="invalid_value",
+        )
     nodes = node_sizes.known(context)
     if "tensor_parallel" in changed:
         nodes.refuse_more("tensor_parallel", row.tensor_parallel)

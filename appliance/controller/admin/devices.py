@@ -34,8 +34,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         for device in in_view():
             if device["id"] == device_id:
                 return device
-        raise NotFound(f"The box has no device {shown(device_id)}; `appliance gpu list` shows them.",
-                       param="device_id", code="device_not_found")  # fmt: skip
+        raise NotFound(
+            f"The box has no device {shown(device_id)}; `appliance gpu list` shows them.",
+            param="device_id",
+            code="device_not_found",
+        )
 
     @router.get("/devices")
     async def devices() -> dict[str, Any]:
@@ -73,8 +76,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         with db.transaction():
             devices = lost_nodes.forget(db, name)
             if devices is None:
-                raise NotFound(f"The box has lost no node {shown(name)}; `appliance gpu list` shows those of "
-                               "lost ones. A node that is there leaves with Ctrl-C or SIGTERM.",
-                               param="name", code="node_not_lost")  # fmt: skip
+                raise NotFound(
+                    f"The box has lost no node {shown(name)}; `appliance gpu list` shows those of "
+                    "lost ones. A node that is there leaves with Ctrl-C or SIGTERM.",
+                    param="name",
+                    code="node_not_lost",
+                )
             record(context, caller, "node.forget", name, devices=devices)
         return {"id": name, "deleted": True, "devices": devices}

@@ -49,19 +49,18 @@ class Forget(BaseModel):
     models: bool = False
 
 
-def routes(
-    context: ControllerContext, router: APIRouter, runner: BatchRunner, background: BackgroundResponses
-) -> None:
+def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, background: BackgroundResponses) -> None:
     """Add the routes to the admin router."""
     db = context.db
 
     def found(owner: str) -> dict[str, Any]:
         return {
-            "keys": [row.name for row in forgotten.keys_of(db, owner)], "models": forgotten.models_made(db, owner),
+            "keys": [row.name for row in forgotten.keys_of(db, owner)],
+            "models": forgotten.models_made(db, owner),
             "unfinished": forgotten.unfinished(db, owner),
             **{kind: len(forgotten.ids(db, kind, owner)) for kind in ("files", "uploads", "batches", "jobs")},
             "responses": len(forgotten.ids(db, "responses", owner)),
-        }  # fmt: skip
+        }
 
     @router.get("/forget")
     async def show(owner: Annotated[str, Query(min_length=1, max_length=256)]) -> dict[str, Any]:
@@ -79,8 +78,9 @@ def routes(
             raise Conflict(
                 f"{len(there['unfinished'])} jobs, batches or responses of this owner have not ended: "
                 f"{', '.join(there['unfinished'][:_SHOWN])}. Wait for their end, or ask with cancel (`--cancel`).",
-                param="owner", code="owner_busy",
-            )  # fmt: skip
+                param="owner",
+                code="owner_busy",
+            )
         for row in forgotten.keys_of(db, owner):
             keys.revoke(db, row.id)
         context.publish_keys()
@@ -93,11 +93,24 @@ def routes(
         forgotten.pseudonymise(db, owner, pseudonym)
         context.publish_keys()
         told = {kind: there[kind] for kind in ("files", "uploads", "batches", "responses", "jobs")}
-        record(context, caller, "owner.forget", pseudonym, keys=len(there["keys"]), **told, models_deleted=deleted,
-               models_left=[name for name in there["models"] if name not in deleted])  # fmt: skip
+        record(
+            context,
+            caller,
+            "owner.forget",
+            pseudonym,
+            keys=len(there["keys"]),
+            **told,
+            models_deleted=deleted,
+            models_left=[name for name in there["models"] if name not in deleted],
+        )
         return {
-            "owner": owner, "done": True, "waits_for": [], "pseudonym": pseudonym, "models_deleted": deleted, **there,
-        }  # fmt: skip
+            "owner": owner,
+            "done": True,
+            "waits_for": [],
+            "pseudonym": pseudonym,
+            "models_deleted": deleted,
+            **there,
+        }
 
     async def _ended(owner: str, caller: Principal) -> list[str]:
         """Cancel what has not ended and wait for it a while; what has not ended then."""

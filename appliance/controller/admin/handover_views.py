@@ -16,12 +16,19 @@ def handover(db: Database, row: HandoverRow, limits: dict[str, Any]) -> dict[str
     """`bytes` of all steps together; `asked_by` a key's name, "box" (a command on it), "window ID" or "scheduler"."""
     steps = [step(found, limits) for found in handovers.steps(db, row.id)]
     return {
-        "id": row.id, "reason": row.reason, "state": row.state, "started_s": row.started_s, "ended_s": row.ended_s,
+        "id": row.id,
+        "reason": row.reason,
+        "state": row.state,
+        "started_s": row.started_s,
+        "ended_s": row.ended_s,
         "seconds": None if row.ended_s is None else row.ended_s - row.started_s,
         "bytes": sum(s["bytes"] or 0 for s in steps),
-        "asked_by": row.detail.get("asked_by"), "asked_for": row.detail.get("asked_for"),
-        "error": row.detail.get("error"), "detail": row.detail, "steps": steps,
-    }  # fmt: skip
+        "asked_by": row.detail.get("asked_by"),
+        "asked_for": row.detail.get("asked_for"),
+        "error": row.detail.get("error"),
+        "detail": row.detail,
+        "steps": steps,
+    }
 
 
 def step(row: HandoverStepRow, limits: dict[str, Any]) -> dict[str, Any]:
@@ -32,14 +39,21 @@ def step(row: HandoverStepRow, limits: dict[str, Any]) -> dict[str, Any]:
     rate = count / moved_s if count and moved_s else None
     limit, name = _limit(row.verb, limits, workers)
     return {
-        "verb": row.verb, "target": row.target, "state": row.state, "started_s": row.started_s,
+        "verb": row.verb,
+        "target": row.target,
+        "state": row.state,
+        "started_s": row.started_s,
         "ended_s": row.ended_s,
         "seconds": None if row.started_s is None or row.ended_s is None else row.ended_s - row.started_s,
-        "bytes": count, "moved_s": moved_s, "bytes_per_s": rate,
+        "bytes": count,
+        "moved_s": moved_s,
+        "bytes_per_s": rate,
         "limit": name if rate and limit else None,
         "limit_fraction": rate / limit if rate and limit else None,
-        "path": path, "undoes": row.arguments.get("undoes"), "detail": row.detail,
-    }  # fmt: skip
+        "path": path,
+        "undoes": row.arguments.get("undoes"),
+        "detail": row.detail,
+    }
 
 
 def _moved(verb: str, detail: dict[str, Any]) -> tuple[int | None, float | None, int, str | None]:

@@ -86,9 +86,7 @@ class KeyCreate(KeyLimits):
     owner: OwnerName | None = None
 
 
-def routes(
-    context: ControllerContext, router: APIRouter, runner: BatchRunner, background: BackgroundResponses
-) -> None:
+def routes(context: ControllerContext, router: APIRouter, runner: BatchRunner, background: BackgroundResponses) -> None:
     """Add the routes to the admin router."""
     db = context.db
 
@@ -101,20 +99,30 @@ def routes(
         scopes = body.scopes or DEFAULT_SCOPES
         unknown = [scope for scope in scopes if scope not in keys.SCOPES]
         if unknown:
-            raise BadRequest(f"Unknown scope {shown(unknown[0])}; the scopes are {', '.join(keys.SCOPES)}.",
-                             param="scopes", code="invalid_value")  # fmt: skip
+            raise BadRequest(
+                f"Unknown scope {shown(unknown[0])}; the scopes are {', '.join(keys.SCOPES)}.",
+                param="scopes",
+                code="invalid_value",
+            )
         if (owner := body.owner or body.name) in RESERVED_OWNERS:
-            raise BadRequest(f"No owner is called {owner!r}: the box means something else by it. Choose another name.",
-                             param="owner" if body.owner else "name", code="invalid_value")  # fmt: skip
+            raise BadRequest(
+                f"No owner is called {owner!r}: the box means something else by it. Choose another name.",
+                param="owner" if body.owner else "name",
+                code="invalid_value",
+            )
         limits = body.columns()
         try:
             with db.transaction():
                 row, key = keys.create(db, body.name, list(dict.fromkeys(scopes)), body.owner, **limits)
-                record(context, caller, "key.create", row.id, name=row.name, scopes=row.scopes, owner=row.owner,
-                       **limits)  # fmt: skip
+                record(
+                    context, caller, "key.create", row.id, name=row.name, scopes=row.scopes, owner=row.owner, **limits
+                )
         except DuplicateRow as error:
-            raise Conflict(f"A key named {shown(body.name)} exists; revoke it first or choose another name.",
-                           param="name", code="key_exists") from error  # fmt: skip
+            raise Conflict(
+                f"A key named {shown(body.name)} exists; revoke it first or choose another name.",
+                param="name",
+                code="key_exists",
+            ) from error
         context.publish_keys()
         return views.key(row) | {"key": key}
 
@@ -144,8 +152,14 @@ def routes(
                 stopped["jobs"] = _pause_jobs(context, row)
                 stopped["batches"] = [batch.id for batch in batches.list_unfinished(db, key_id=row.id)]
                 stopped["responses"] = background.revoke(row.id)
-            record(context, caller, "key.revoke", row.id, name=row.name,
-                   **{kind: ids for kind, ids in stopped.items() if ids})  # fmt: skip
+            record(
+                context,
+                caller,
+                "key.revoke",
+                row.id,
+                name=row.name,
+                **{kind: ids for kind, ids in stopped.items() if ids},
+            )
         context.publish_keys()
         for batch_id in stopped["batches"]:
             runner.poke(batch_id)  # it sees for itself that its key is revoked

@@ -63,28 +63,34 @@ class ControllerCollector:
         running = float(len(handovers.list_open(self._context.db)))
         yield GaugeMetricFamily("appliance_handovers_running", "Hand-overs under way.", running)
         yield GaugeMetricFamily("appliance_scheduler_plan_seconds", "How long the last plan took.", now["plan_s"])
-        replicas = GaugeMetricFamily("appliance_replicas", "Replicas by model, version and state.",
-                                     labels=["model", "version", "state"])  # fmt: skip
+        replicas = GaugeMetricFamily(
+            "appliance_replicas", "Replicas by model, version and state.", labels=["model", "version", "state"]
+        )
         counted = Counter((r["model"], r["version"], r["state"]) for r in now["replicas"])
         for labels, count in sorted(counted.items()):
             replicas.add_metric(list(labels), count)
         yield replicas
-        memory = GaugeMetricFamily("appliance_replica_resident_bytes", "Resident memory of a replica's processes.",
-                                   labels=["replica", "model"])  # fmt: skip
+        memory = GaugeMetricFamily(
+            "appliance_replica_resident_bytes", "Resident memory of a replica's processes.", labels=["replica", "model"]
+        )
         for replica in now["replicas"]:
             memory.add_metric([replica["id"], replica["model"]], replica["rss_bytes"])
         yield memory
 
     def _devices(self, now: SchedulerStatus) -> Iterator[Metric]:
         shown = lost_nodes.in_view(self._context.db, now["devices"])
-        held = GaugeMetricFamily("appliance_devices", "Devices by who holds them (job, replica, none) and health.",
-                                 labels=["holder", "health"])  # fmt: skip
+        held = GaugeMetricFamily(
+            "appliance_devices",
+            "Devices by who holds them (job, replica, none) and health.",
+            labels=["holder", "health"],
+        )
         counted = Counter((d["holder"]["kind"] if d["holder"] else "none", d["health"]) for d in shown)
         for labels, count in sorted(counted.items()):
             held.add_metric(list(labels), count)
         yield held
-        health = GaugeMetricFamily("appliance_device_healthy", "1 while a device may get new work.",
-                                   labels=["device", "kind"])  # fmt: skip
+        health = GaugeMetricFamily(
+            "appliance_device_healthy", "1 while a device may get new work.", labels=["device", "kind"]
+        )
         memory = GaugeMetricFamily("appliance_device_memory_bytes", "Memory of a device.", labels=["device", "kind"])
         for device in shown:
             health.add_metric([device["id"], device["kind"]], float(device["health"] == "ok"))

@@ -93,8 +93,14 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         by = name_of(context, caller)
         with db.transaction():
             wanted = write_mode(db, Mode(body.policy, body.train_devices, 0.0, body.serving_floor, by))
-            record(context, caller, "mode.set", body.policy, train_devices=body.train_devices,
-                   serving_floor=body.serving_floor)  # fmt: skip
+            record(
+                context,
+                caller,
+                "mode.set",
+                body.policy,
+                train_devices=body.train_devices,
+                serving_floor=body.serving_floor,
+            )
         limit_s = min(timeout_s or context.config.mode_wait_s, context.config.mode_wait_s)
         handover_id = None
         try:
@@ -136,9 +142,16 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
         _check(context, body)
         now_s = time.time()
         row = WindowRow(
-            new_id("win_", 8), body.cron, body.tz, body.policy, now_s, body.until, body.for_s, body.train_devices,
+            new_id("win_", 8),
+            body.cron,
+            body.tz,
+            body.policy,
+            now_s,
+            body.until,
+            body.for_s,
+            body.train_devices,
             body.serving_floor,
-        )  # fmt: skip
+        )
         if len(windows.list_all(db)) >= MAX_WINDOWS:
             raise Conflict(f"The box has {MAX_WINDOWS} windows; remove one first.", code="too_many_windows")
         try:
@@ -147,9 +160,19 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             raise BadRequest(f"{error}.", param=error.param, code="invalid_schedule") from error
         with db.transaction():
             windows.insert(db, row)
-            record(context, caller, "mode.schedule.add", row.id, cron=row.cron, tz=row.tz, until=row.until,
-                   for_s=row.for_s, policy=row.policy, train_devices=row.train_devices,
-                   serving_floor=row.serving_floor)  # fmt: skip
+            record(
+                context,
+                caller,
+                "mode.schedule.add",
+                row.id,
+                cron=row.cron,
+                tz=row.tz,
+                until=row.until,
+                for_s=row.for_s,
+                policy=row.policy,
+                train_devices=row.train_devices,
+                serving_floor=row.serving_floor,
+            )
         context.scheduler.nudge(f"window {row.id} was added", name_of(context, caller))
         return {**_window_row(row, window), "next_s": window.next_s(now_s)}
 
@@ -157,9 +180,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def show_preview(hours: Annotated[float, Query(gt=0, le=24 * 31)] = 24.0) -> dict[str, Any]:
         """What holds over the coming hours, one entry per change."""
         mode = read_mode(db)
-        segments = preview(
-            mode_windows(db, floor()), policy_of(mode, floor()), mode.since_s, time.time(), hours=hours
-        )
+        segments = preview(mode_windows(db, floor()), policy_of(mode, floor()), mode.since_s, time.time(), hours=hours)
         return {
             "object": "list",
             "data": [
@@ -181,8 +202,11 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
                 windows.delete(db, window_id)
                 record(context, caller, "mode.schedule.remove", window_id)
         except RowNotFound as error:
-            raise NotFound(f"No window {shown(window_id)}; `appliance mode schedule list` shows all.",
-                           param="window_id", code="window_not_found") from error  # fmt: skip
+            raise NotFound(
+                f"No window {shown(window_id)}; `appliance mode schedule list` shows all.",
+                param="window_id",
+                code="window_not_found",
+            ) from error
         context.scheduler.nudge(f"window {window_id} was removed", name_of(context, caller))
         return {"id": window_id, "deleted": True}
 
@@ -190,18 +214,25 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 def _policy(holds: InForce) -> dict[str, Any]:
     policy = holds.policy
     return {
-        "policy": policy.kind, "train_devices": policy.train_devices, "serving_floor": policy.serving_floor,
-    }  # fmt: skip
+        "policy": policy.kind,
+        "train_devices": policy.train_devices,
+        "serving_floor": policy.serving_floor,
+    }
 
 
 def _window(window: Window | None) -> dict[str, Any] | None:
     if window is None:
         return None
     return {
-        "id": window.id, "cron": window.cron, "tz": window.tz, "until": window.until, "for_s": window.for_s,
-        "policy": window.policy.kind, "train_devices": window.policy.train_devices,
+        "id": window.id,
+        "cron": window.cron,
+        "tz": window.tz,
+        "until": window.until,
+        "for_s": window.for_s,
+        "policy": window.policy.kind,
+        "train_devices": window.policy.train_devices,
         "serving_floor": window.policy.serving_floor,
-    }  # fmt: skip
+    }
 
 
 def _window_row(row: WindowRow, window: Window) -> dict[str, Any]:
@@ -213,15 +244,27 @@ def _window_row(row: WindowRow, window: Window) -> dict[str, Any]:
 def _check(context: ControllerContext, body: ModeSet) -> None:
     device_count = len(context.scheduler.status()["devices"])
     if body.serving_floor is not None and body.serving_floor > device_count:
-        raise BadRequest(f"serving_floor is {body.serving_floor}, the box has {device_count} devices.",
-                         param="serving_floor", code="invalid_value")  # fmt: skip
+        raise BadRequest(
+            f"serving_floor is {body.serving_floor}, the box has {device_count} devices.",
+            param="serving_floor",
+            code="invalid_value",
+        )
     if body.policy == "split":
         if body.train_devices is None:
-            raise BadRequest("The mode 'split' needs train_devices: how many devices training may have at most.",
-                             param="train_devices", code="missing_required_parameter")  # fmt: skip
+            raise BadRequest(
+                "The mode 'split' needs train_devices: how many devices training may have at most.",
+                param="train_devices",
+                code="missing_required_parameter",
+            )
         if body.train_devices > device_count:
-            raise BadRequest(f"train_devices is {body.train_devices}, the box has {device_count} devices.",
-                             param="train_devices", code="invalid_value")  # fmt: skip
+            raise BadRequest(
+                f"train_devices is {body.train_devices}, the box has {device_count} devices.",
+                param="train_devices",
+                code="invalid_value",
+            )
     elif body.train_devices is not None:
-        raise BadRequest(f"train_devices belongs to the mode 'split', not to '{body.policy}'.",
-                         param="train_devices", code="invalid_value")  # fmt: skip
+        raise BadRequest(
+            f"train_devices belongs to the mode 'split', not to '{body.policy}'.",
+            param="train_devices",
+            code="invalid_value",
+        )

@@ -64,15 +64,17 @@ def routes(context: ControllerContext, router: APIRouter, running: Operations, c
     def known(name: str) -> ModelRow:
         row = models.find(db, name)
         if row is None:
-            raise NotFound(f"The model {shown(name)} does not exist on this box.", param="model",
-                           code="model_not_found")  # fmt: skip
+            raise NotFound(
+                f"The model {shown(name)} does not exist on this box.", param="model", code="model_not_found"
+            )
         return row
 
     def start(kind: str, target: str, work: operations.Work) -> JSONResponse:
         twin = running.running(kind, target)
         if twin is not None:
-            raise Conflict(f"{kind} of {shown(target)} runs already as operation {twin.id}.",
-                           param=None, code="operation_running")  # fmt: skip
+            raise Conflict(
+                f"{kind} of {shown(target)} runs already as operation {twin.id}.", param=None, code="operation_running"
+            )
         return _accepted(running.start(kind, target, work))
 
     @router.get("/models")
@@ -187,14 +189,17 @@ def _accepted(row: OperationRow) -> JSONResponse:
 
 def _check_new_name(db: Database, name: str) -> None:
     if not is_model_name(name):
-        raise BadRequest(f"Invalid model name {shown(name)}: expected {MODEL_NAME_RULE}.", param="name",
-                         code="invalid_value")  # fmt: skip
+        raise BadRequest(
+            f"Invalid model name {shown(name)}: expected {MODEL_NAME_RULE}.", param="name", code="invalid_value"
+        )
     if name.startswith("ft:"):
-        raise BadRequest("Names that begin with 'ft:' belong to fine-tuned models.", param="name",
-                         code="invalid_value")  # fmt: skip
+        raise BadRequest("Names that begin with 'ft:' belong to fine-tuned models.", param="name", code="invalid_value")
     if models.find(db, name) is not None:
-        raise Conflict(f"The model {shown(name)} exists; delete it first or choose another name.", param="name",
-                       code="model_exists")  # fmt: skip
+        raise Conflict(
+            f"The model {shown(name)} exists; delete it first or choose another name.",
+            param="name",
+            code="model_exists",
+        )
 
 
 def _register(context: ControllerContext, stats: ModelStats, caller: Principal) -> dict[str, Any]:
@@ -202,16 +207,37 @@ def _register(context: ControllerContext, stats: ModelStats, caller: Principal) 
     db, now_s = context.db, time.time()
     with db.transaction():
         if models.find(db, stats.name) is None:
-            models.insert(db, ModelRow(
-                id=stats.name, kind="base", arch=stats.arch, params=stats.params, bytes=stats.bytes, task=stats.task,
-                owned_by=f"org-{context.config.organization}", source=stats.source, created_s=now_s,
-                max_model_len=stats.max_model_len, info=stats.info, owner=caller.owner,
-            ))  # fmt: skip
+            models.insert(
+                db,
+                ModelRow(
+                    id=stats.name,
+                    kind="base",
+                    arch=stats.arch,
+                    params=stats.params,
+                    bytes=stats.bytes,
+                    task=stats.task,
+                    owned_by=f"org-{context.config.organization}",
+                    source=stats.source,
+                    created_s=now_s,
+                    max_model_len=stats.max_model_len,
+                    info=stats.info,
+                    owner=caller.owner,
+                ),
+            )
         if models.find_version(db, stats.name, stats.version) is None:
-            models.insert_version(db, VersionRow(
-                model=stats.name, version=stats.version, source=stats.source, bytes=stats.bytes, created_s=now_s,
-                disk_path=stats.disk_path, shm_path=stats.shm_path, fingerprint=stats.fingerprint,
-            ))  # fmt: skip
+            models.insert_version(
+                db,
+                VersionRow(
+                    model=stats.name,
+                    version=stats.version,
+                    source=stats.source,
+                    bytes=stats.bytes,
+                    created_s=now_s,
+                    disk_path=stats.disk_path,
+                    shm_path=stats.shm_path,
+                    fingerprint=stats.fingerprint,
+                ),
+            )
         models.activate(db, stats.name, stats.version)
         if deployments.find(db, stats.name) is None:
             deployments.insert(db, DeploymentRow(model=stats.name, created_s=now_s))
@@ -226,12 +252,14 @@ def _rollback_target(db: Database, row: ModelRow, asked: str | None) -> str:
         return asked
     older = models.version_before(db, row.id, row.active_version) if row.active_version else None
     if older is None:
-        raise Conflict(f"{row.id} has no version before {row.active_version}.", param="version",
-                       code="no_older_version")  # fmt: skip
+        raise Conflict(
+            f"{row.id} has no version before {row.active_version}.", param="version", code="no_older_version"
+        )
     return older.version
 
 
 def _no_version(db: Database, row: ModelRow, asked: str) -> NotFound:
     have = ", ".join(version.version for version in models.list_versions(db, row.id))
-    return NotFound(f"{row.id} has no version {shown(asked)}; it has {have}.", param="version",
-                    code="version_not_found")  # fmt: skip
+    return NotFound(
+        f"{row.id} has no version {shown(asked)}; it has {have}.", param="version", code="version_not_found"
+    )

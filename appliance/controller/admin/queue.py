@@ -53,8 +53,7 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
             key=lambda row: (row.id not in placed, placed[row.id]["position"] if row.id in placed else row.created_s),
         )
         data = [
-            _entry(row, position, placed.get(row.id), pauses.reason(db, row))
-            for position, row in enumerate(rows, 1)
+            _entry(row, position, placed.get(row.id), pauses.reason(db, row)) for position, row in enumerate(rows, 1)
         ]
         return {"object": "list", "data": data, "owners": _owners(data)}
 
@@ -86,8 +85,11 @@ def _set_held(context: ControllerContext, caller: Principal, job_id: str, held: 
     with context.db.transaction():
         if bool(row.held) != held:
             jobs.update(context.db, job_id, held=int(held))
-            add_message(context.db, job_id, "Held by an operator; it keeps its state and waits." if held else
-                        "Released by an operator.")  # fmt: skip
+            add_message(
+                context.db,
+                job_id,
+                "Held by an operator; it keeps its state and waits." if held else "Released by an operator.",
+            )
         record(context, caller, "job.hold" if held else "job.release", job_id)
     context.scheduler.nudge(f"{'hold' if held else 'release'} of {job_id}", name_of(context, caller))
     return views.job(jobs.get(context.db, job_id))
@@ -96,8 +98,11 @@ def _set_held(context: ControllerContext, caller: Principal, job_id: str, held: 
 def _unfinished(context: ControllerContext, caller: Principal, job_id: str, verb: str) -> JobRow:
     row = known_job(context, job_id, caller)
     if row.finished or row.wanted == "cancel":
-        raise Conflict(f"The fine-tuning job {job_id} is {job_phase(row)}; it cannot be {verb} any more.",
-                       param="fine_tune_id", code="invalid_job_state")  # fmt: skip
+        raise Conflict(
+            f"The fine-tuning job {job_id} is {job_phase(row)}; it cannot be {verb} any more.",
+            param="fine_tune_id",
+            code="invalid_job_state",
+        )
     return row
 
 
@@ -109,8 +114,9 @@ def _changes(context: ControllerContext, row: JobRow, body: JobUpdate) -> dict[s
     for name in ("priority", "preemptible"):
         if name in given and getattr(body, name) is None:
             raise BadRequest(f"{name} cannot be null.", param=name, code="invalid_value")
-    changes = {name: getattr(body, name) for name in ("priority", "deadline_s", "min_devices", "max_devices")
-               if name in given}  # fmt: skip
+    changes = {
+        name: getattr(body, name) for name in ("priority", "deadline_s", "min_devices", "max_devices") if name in given
+    }
     if "preemptible" in given:
         changes["preemptible"] = int(body.preemptible)
     if "allowed_sizes" in given:
@@ -131,12 +137,22 @@ def _entry(row: JobRow, position: int, place: dict[str, Any] | None, paused: str
     else:
         reason, message = VALIDATING if row.phase == "validating" else SUBMITTED
     return {
-        "position": position, "id": row.id, "owner": row.owner or None, "priority": row.priority,
-        "phase": job_phase(row), "devices": row.devices, "min_devices": row.min_devices,
-        "max_devices": row.max_devices, "allowed_sizes": row.allowed_sizes, "preemptible": bool(row.preemptible),
-        "deadline_s": row.deadline_s, "held": bool(row.held), "reason": reason, "message": message,
+        "position": position,
+        "id": row.id,
+        "owner": row.owner or None,
+        "priority": row.priority,
+        "phase": job_phase(row),
+        "devices": row.devices,
+        "min_devices": row.min_devices,
+        "max_devices": row.max_devices,
+        "allowed_sizes": row.allowed_sizes,
+        "preemptible": bool(row.preemptible),
+        "deadline_s": row.deadline_s,
+        "held": bool(row.held),
+        "reason": reason,
+        "message": message,
         "created_s": row.created_s,
-    }  # fmt: skip
+    }
 
 
 def _owners(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -28,11 +28,19 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
     async def create(caller: Caller) -> dict[str, Any]:
         """Only on the box itself: over the network there is a key already."""
         if caller.key_id is not None:
-            raise ApiError(403, "Keys for one command are made on the box itself alone; use the key that you have.",
-                           code="insufficient_permissions")  # fmt: skip
+            raise ApiError(
+                403,
+                "Keys for one command are made on the box itself alone; use the key that you have.",
+                code="insufficient_permissions",
+            )
         if session_keys.count_live(db) >= MAX_LIVE:
-            raise ApiError(429, f"{MAX_LIVE} commands on the box have a key. Please retry.", kind="requests",
-                           code="rate_limit_exceeded", headers={"retry-after": "10"})  # fmt: skip
+            raise ApiError(
+                429,
+                f"{MAX_LIVE} commands on the box have a key. Please retry.",
+                kind="requests",
+                code="rate_limit_exceeded",
+                headers={"retry-after": "10"},
+            )
         row, key = keys.create(db, f"session-{time.time_ns():x}", [INFERENCE], session_keys.OWNER, session=1)
         context.publish_keys()
         return {"id": row.id, "key": key}

@@ -17,25 +17,59 @@ from appliance.store.rows import AuditRow, DeploymentRow, JobRow, KeyRow, ModelR
 
 def job(row: JobRow) -> dict[str, Any]:
     return {
-        "id": row.id, "status": job_status(row), "phase": job_phase(row), "reason": row.reason, "model": row.model,
-        "fine_tuned_model": row.output_model if row.phase == "succeeded" else None, "output_model": row.output_model,
-        "devices": row.devices, "min_devices": row.min_devices, "max_devices": row.max_devices,
-        "allowed_sizes": row.allowed_sizes, "priority": row.priority, "owner": row.owner or None,
-        "deadline_s": row.deadline_s, "preemptible": bool(row.preemptible), "held": bool(row.held), "step": row.step,
-        "total_steps": row.total_steps, "loss": row.loss, "valid_loss": row.valid_loss,
-        "tokens_per_s": row.tokens_per_s, "eta_s": row.eta_s, "snapshot": row.snapshot, "error": row.error,
-        "hyperparameters": row.hyperparameters, "resolved": row.resolved, "training_file": row.training_file,
-        "validation_file": row.validation_file, "seed": row.seed, "metadata": row.metadata,
-        "created_s": row.created_s, "started_s": row.started_s, "finished_s": row.finished_s,
-    }  # fmt: skip
+        "id": row.id,
+        "status": job_status(row),
+        "phase": job_phase(row),
+        "reason": row.reason,
+        "model": row.model,
+        "fine_tuned_model": row.output_model if row.phase == "succeeded" else None,
+        "output_model": row.output_model,
+        "devices": row.devices,
+        "min_devices": row.min_devices,
+        "max_devices": row.max_devices,
+        "allowed_sizes": row.allowed_sizes,
+        "priority": row.priority,
+        "owner": row.owner or None,
+        "deadline_s": row.deadline_s,
+        "preemptible": bool(row.preemptible),
+        "held": bool(row.held),
+        "step": row.step,
+        "total_steps": row.total_steps,
+        "loss": row.loss,
+        "valid_loss": row.valid_loss,
+        "tokens_per_s": row.tokens_per_s,
+        "eta_s": row.eta_s,
+        "snapshot": row.snapshot,
+        "error": row.error,
+        "hyperparameters": row.hyperparameters,
+        "resolved": row.resolved,
+        "training_file": row.training_file,
+        "validation_file": row.validation_file,
+        "seed": row.seed,
+        "metadata": row.metadata,
+        "created_s": row.created_s,
+        "started_s": row.started_s,
+        "finished_s": row.finished_s,
+    }
 
 
 def key(row: KeyRow) -> dict[str, Any]:
-    return {"id": row.id, "name": row.name, "scopes": row.scopes, "owner": row.owner, "prefix": row.prefix,
-            "created_s": row.created_s, "revoked_s": row.revoked_s, "models": row.models,
-            "requests_per_minute": row.requests_per_minute, "tokens_per_minute": row.tokens_per_minute,
-            "tokens_per_day": row.tokens_per_day, "tokens_per_month": row.tokens_per_month,
-            "bounds": row.bounds, **{name: getattr(row, name) for name in claims.LIMITS}}  # fmt: skip
+    return {
+        "id": row.id,
+        "name": row.name,
+        "scopes": row.scopes,
+        "owner": row.owner,
+        "prefix": row.prefix,
+        "created_s": row.created_s,
+        "revoked_s": row.revoked_s,
+        "models": row.models,
+        "requests_per_minute": row.requests_per_minute,
+        "tokens_per_minute": row.tokens_per_minute,
+        "tokens_per_day": row.tokens_per_day,
+        "tokens_per_month": row.tokens_per_month,
+        "bounds": row.bounds,
+        **{name: getattr(row, name) for name in claims.LIMITS},
+    }
 
 
 def model(db: Database, row: ModelRow, status: SchedulerStatus, states: ModelStates, tiers: TierPort) -> dict[str, Any]:
@@ -43,29 +77,54 @@ def model(db: Database, row: ModelRow, status: SchedulerStatus, states: ModelSta
     serve it. `message`: why its engines fail, None where they do not."""
     found = deployments.find(db, row.id)
     return {
-        "name": row.id, "kind": row.kind, "arch": row.arch, "task": row.task, "params": row.params, "bytes": row.bytes,
-        "base": row.base, "active_version": row.active_version, "max_model_len": row.max_model_len,
-        "source": row.source, "job_id": row.job_id, "created_s": row.created_s, "info": row.info,
-        "owner": row.owner or None, "shared_with": models.shared_with(db, row.id),
-        "adapter": _adapter(db, row), "state": states.word(row.id), "message": states.message(row.id),
+        "name": row.id,
+        "kind": row.kind,
+        "arch": row.arch,
+        "task": row.task,
+        "params": row.params,
+        "bytes": row.bytes,
+        "base": row.base,
+        "active_version": row.active_version,
+        "max_model_len": row.max_model_len,
+        "source": row.source,
+        "job_id": row.job_id,
+        "created_s": row.created_s,
+        "info": row.info,
+        "owner": row.owner or None,
+        "shared_with": models.shared_with(db, row.id),
+        "adapter": _adapter(db, row),
+        "state": states.word(row.id),
+        "message": states.message(row.id),
         "deployment": deployment(found, status) if found else None,
         "versions": [
-            {"version": v.version, "created_s": v.created_s, "bytes": v.bytes, "source": v.source,
-             "kind": "adapter" if v.meta.get("adapter") else "version",
-             "pinned": bool(v.pinned), "tiers": tiers.version_places(row.id, v.version)}
+            {
+                "version": v.version,
+                "created_s": v.created_s,
+                "bytes": v.bytes,
+                "source": v.source,
+                "kind": "adapter" if v.meta.get("adapter") else "version",
+                "pinned": bool(v.pinned),
+                "tiers": tiers.version_places(row.id, v.version),
+            }
             for v in models.list_versions(db, row.id)
         ],
-    }  # fmt: skip
+    }
 
 
 def deployment(row: DeploymentRow, status: SchedulerStatus) -> dict[str, Any]:
     """`failed_reason`: why its engines fail now, None where they do not."""
     failed = next((trouble["reason"] for trouble in status["troubles"] if trouble["model"] == row.model), None)
     return {
-        "model": row.model, "min_replicas": row.min_replicas, "max_replicas": row.max_replicas,
-        "tensor_parallel": row.tensor_parallel, "ttft_p95_s": row.ttft_p95_s, "tpot_p95_ms": row.tpot_p95_ms,
-        "idle_sleep_s": row.idle_sleep_s, "pinned": bool(row.pinned), "failed_reason": failed,
-    }  # fmt: skip
+        "model": row.model,
+        "min_replicas": row.min_replicas,
+        "max_replicas": row.max_replicas,
+        "tensor_parallel": row.tensor_parallel,
+        "ttft_p95_s": row.ttft_p95_s,
+        "tpot_p95_ms": row.tpot_p95_ms,
+        "idle_sleep_s": row.idle_sleep_s,
+        "pinned": bool(row.pinned),
+        "failed_reason": failed,
+    }
 
 
 def _adapter(db: Database, row: ModelRow) -> dict[str, Any] | None:
@@ -74,14 +133,22 @@ def _adapter(db: Database, row: ModelRow) -> dict[str, Any] | None:
     if known is None:
         return None
     base = models.find(db, known["base"])
-    adapter = AdapterRow(row.id, row.id, version.version, known["base"], known["base_version"],
-                         base.active_version if base else None)  # fmt: skip
+    adapter = AdapterRow(
+        row.id, row.id, version.version, known["base"], known["base_version"], base.active_version if base else None
+    )
     return {**known, "host": adapter.host}
 
 
 def audit(row: AuditRow, by: str) -> dict[str, Any]:
     """`by`: the name of the key, "box" for what needed none."""
     return {
-        "id": row.id, "by": by, "key_id": row.key_id, "action": row.action, "target": row.target,
-        "outcome": row.outcome, "detail": row.detail, "request_id": row.request_id, "created_s": row.created_s,
-    }  # fmt: skip
+        "id": row.id,
+        "by": by,
+        "key_id": row.key_id,
+        "action": row.action,
+        "target": row.target,
+        "outcome": row.outcome,
+        "detail": row.detail,
+        "request_id": row.request_id,
+        "created_s": row.created_s,
+    }

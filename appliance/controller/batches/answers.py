@@ -23,8 +23,13 @@ class Answers:
         self.error_path = folder / f"{batch_id}.error.jsonl"
         self.answered: set[str] = set()
         self.completed = self.failed = 0
-        self.usage = {"input_tokens": 0, "output_tokens": 0, "total_tokens": 0, "cached_tokens": 0,
-                      "reasoning_tokens": 0}  # fmt: skip
+        self.usage = {
+            "input_tokens": 0,
+            "output_tokens": 0,
+            "total_tokens": 0,
+            "cached_tokens": 0,
+            "reasoning_tokens": 0,
+        }
         self._output = self._error = -1
         self._lock = threading.Lock()
 
@@ -62,11 +67,12 @@ class Answers:
         """As the API shows it: of the lines that succeeded."""
         used = self.usage
         return {
-            "input_tokens": used["input_tokens"], "input_tokens_details": {"cached_tokens": used["cached_tokens"]},
+            "input_tokens": used["input_tokens"],
+            "input_tokens_details": {"cached_tokens": used["cached_tokens"]},
             "output_tokens": used["output_tokens"],
             "output_tokens_details": {"reasoning_tokens": used["reasoning_tokens"]},
             "total_tokens": used["total_tokens"],
-        }  # fmt: skip
+        }
 
     def _opened(self, path: Path) -> int:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)

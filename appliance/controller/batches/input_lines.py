@@ -64,8 +64,9 @@ def check(source: Iterable[bytes], endpoint: str, max_lines: int, line_bytes: in
         if len(lines.errors) >= _MAX_ERRORS:
             break
         if number > max_lines + _MAX_BLANK_LINES:
-            lines.add_error("too_many_lines", f"The file has more than {_MAX_BLANK_LINES} lines without a request.",
-                            number)  # fmt: skip
+            lines.add_error(
+                "too_many_lines", f"The file has more than {_MAX_BLANK_LINES} lines without a request.", number
+            )
             break
         if not raw.strip():
             continue
@@ -78,8 +79,11 @@ def check(source: Iterable[bytes], endpoint: str, max_lines: int, line_bytes: in
                 raise BadLine("duplicate_custom_id", f"The custom_id {shown(custom_id)} is used twice.", "custom_id")
             lines.model = lines.model or model
             if model != lines.model:
-                raise BadLine("mismatched_model", f"All requests of a batch ask one model: {shown(model)} was given "
-                              f"after {shown(lines.model)}.", "body.model")  # fmt: skip
+                raise BadLine(
+                    "mismatched_model",
+                    f"All requests of a batch ask one model: {shown(model)} was given after {shown(lines.model)}.",
+                    "body.model",
+                )
             lines.by_id[custom_id] = Line(offset, len(raw))
         except BadLine as error:
             lines.add_error(error.code, str(error), number, error.param)
@@ -126,13 +130,17 @@ def _checked(raw: bytes, endpoint: str, line_bytes: int) -> tuple[str, str]:
             raise BadLine("missing_required_parameter", f"Missing required parameter: '{name}'.", name)
     custom_id, body = data["custom_id"], data["body"]
     if not isinstance(custom_id, str) or not 1 <= len(custom_id) <= _MAX_CUSTOM_ID:
-        raise BadLine("invalid_custom_id", f"custom_id is {shown(custom_id)}; expected 1 to {_MAX_CUSTOM_ID} "
-                      "characters.", "custom_id")  # fmt: skip
+        raise BadLine(
+            "invalid_custom_id",
+            f"custom_id is {shown(custom_id)}; expected 1 to {_MAX_CUSTOM_ID} characters.",
+            "custom_id",
+        )
     if data["method"] != "POST":
         raise BadLine("invalid_method", f"method is {shown(data['method'])}; expected 'POST'.", "method")
     if data["url"] != endpoint:
-        raise BadLine("mismatched_endpoint", f"url is {shown(data['url'])}; the batch was created for {endpoint}.",
-                      "url")  # fmt: skip
+        raise BadLine(
+            "mismatched_endpoint", f"url is {shown(data['url'])}; the batch was created for {endpoint}.", "url"
+        )
     if not isinstance(body, dict):
         raise BadLine("invalid_body", "body is not a JSON object.", "body")
     if not isinstance(body.get("model"), str) or not body["model"]:

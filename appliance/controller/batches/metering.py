@@ -100,10 +100,17 @@ class Metering:
                 self._rates[model] = known + _SMOOTHING * (rate - known)
             if key is not None:
                 self._allowance(key).correct(charge.estimated, prompt + completion)
-            rows.append({
-                "key": key.id if key is not None else "", "model": model, "version": charge.version, "requests": 1,
-                "errors": int(charge.status >= 500), "prompt_tokens": prompt, "completion_tokens": completion,
-            })  # fmt: skip
+            rows.append(
+                {
+                    "key": key.id if key is not None else "",
+                    "model": model,
+                    "version": charge.version,
+                    "requests": 1,
+                    "errors": int(charge.status >= 500),
+                    "prompt_tokens": prompt,
+                    "completion_tokens": completion,
+                }
+            )
         self.pay(rows)
 
     def pay(self, rows: list[dict[str, Any]]) -> None:
@@ -123,10 +130,17 @@ class Metering:
             except gateway_errors.ApiError:
                 continue  # no engine gets such a one
             written = int((time.monotonic() - line.at_s) * self._rates.get(model, _UNKNOWN_RATE) * asked.sequences)
-            rows.append({
-                "key": key_id, "model": model, "version": "", "requests": 1, "errors": 0,
-                "prompt_tokens": asked.prompt_tokens, "completion_tokens": min(written, asked.completion_tokens),
-            })  # fmt: skip
+            rows.append(
+                {
+                    "key": key_id,
+                    "model": model,
+                    "version": "",
+                    "requests": 1,
+                    "errors": 0,
+                    "prompt_tokens": asked.prompt_tokens,
+                    "completion_tokens": min(written, asked.completion_tokens),
+                }
+            )
         return rows
 
     def _allowance(self, key: KeyRow) -> Allowance:

@@ -18,10 +18,17 @@ def linked(context: ControllerContext, path: Path, filename: str, row: BatchRow)
     file_id, now_s = new_id("file-"), time.time()
     os.link(path, context.files_dir / file_id)
     return FileRow(
-        id=file_id, filename=filename, purpose="batch_output", bytes=path.stat().st_size,
-        sha256=storage.sha256_of(path), status="processed", created_s=now_s, key_id=row.key_id, owner=row.owner,
+        id=file_id,
+        filename=filename,
+        purpose="batch_output",
+        bytes=path.stat().st_size,
+        sha256=storage.sha256_of(path),
+        status="processed",
+        created_s=now_s,
+        key_id=row.key_id,
+        owner=row.owner,
         expires_s=None if row.output_keep_s is None else now_s + row.output_keep_s,
-    )  # fmt: skip
+    )
 
 
 def remove_bytes(folder: Path, batch_id: str) -> None:

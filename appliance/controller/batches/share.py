@@ -19,8 +19,9 @@ from appliance.controller.interfaces.ports import BatchCapacity
 from scheduler.core.workload import Demand
 
 
-def room(names: Iterable[str], engines: Sequence[str], load: Load, *, lines_per_engine: int,
-         busy_inflight: int) -> BatchCapacity:  # fmt: skip
+def room(
+    names: Iterable[str], engines: Sequence[str], load: Load, *, lines_per_engine: int, busy_inflight: int
+) -> BatchCapacity:
     """Lines that the open `engines` (replica ids) of a model may work on, all batches together.
 
     names: under which the engines are asked: the model's, and that of an adapter on them.

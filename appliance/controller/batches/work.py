@@ -44,8 +44,10 @@ _REFUSED_AT_ONCE = 1000
 # Of a line, to estimate what it will cost before an engine says so.
 _BYTES_PER_TOKEN = 4
 _TASK_OF = {"/v1/embeddings": "embed"}
-_EXPIRED = {"code": "batch_expired",
-            "message": "This request could not be executed before the completion window expired."}  # fmt: skip
+_EXPIRED = {
+    "code": "batch_expired",
+    "message": "This request could not be executed before the completion window expired.",
+}
 
 
 class Turns(Protocol):
@@ -135,16 +137,26 @@ class BatchWork:
             return
         found = resolve(self._db, lines.model)
         if found is None or not models.is_visible(self._db, found.model.id, viewer_of(self._db, row.key_id)):
-            lines.add_error("model_not_found", f"The model `{lines.model}` does not exist or you do not have access "
-                            "to it.", 1, "body.model")  # fmt: skip
+            lines.add_error(
+                "model_not_found",
+                f"The model `{lines.model}` does not exist or you do not have access to it.",
+                1,
+                "body.model",
+            )
         elif found.model.task != _TASK_OF.get(row.endpoint, "generate"):
-            lines.add_error("model_not_supported", f"The model `{lines.model}` does not support {row.endpoint}.", 1,
-                            "body.model")  # fmt: skip
+            lines.add_error(
+                "model_not_supported", f"The model `{lines.model}` does not support {row.endpoint}.", 1, "body.model"
+            )
         elif found.pinned and found.version.version not in self._served(found.model):
             # Nothing would ever serve it for a batch, which would wait until it expires.
-            lines.add_error("model_version_not_served", f"The version of `{lines.model}` is not served; "
-                            f"`{found.model.active_version}` of the model is. `appliance model rollback` or `appliance "
-                            "model canary` serve another.", 1, "body.model")  # fmt: skip
+            lines.add_error(
+                "model_version_not_served",
+                f"The version of `{lines.model}` is not served; "
+                f"`{found.model.active_version}` of the model is. `appliance model rollback` or `appliance "
+                "model canary` serve another.",
+                1,
+                "body.model",
+            )
 
     def _served(self, model: ModelRow) -> set[str | None]:
         canary = canaries.find_running(self._db, model.id)
@@ -176,8 +188,16 @@ class BatchWork:
             return "expired"
         if row.key_id is not None and keys.is_revoked(self._db, row.key_id):
             # What was asked with a revoked key stops, as it does at the gateways.
-            self._set(errors=[{"code": "invalid_api_key", "line": None, "param": None,
-                               "message": "The API key of this batch was revoked."}])  # fmt: skip
+            self._set(
+                errors=[
+                    {
+                        "code": "invalid_api_key",
+                        "line": None,
+                        "param": None,
+                        "message": "The API key of this batch was revoked.",
+                    }
+                ]
+            )
             return "failed"
         return None
 
@@ -251,10 +271,14 @@ class BatchWork:
         self._answered(custom_id, request_id, status, body)
 
     def _answered(self, custom_id: str, request_id: str, status: int, body: Any) -> None:
-        self._ready.append({
-            "id": new_id("batch_req_"), "custom_id": custom_id, "error": None,
-            "response": {"status_code": status, "request_id": request_id, "body": body},
-        })  # fmt: skip
+        self._ready.append(
+            {
+                "id": new_id("batch_req_"),
+                "custom_id": custom_id,
+                "error": None,
+                "response": {"status_code": status, "request_id": request_id, "body": body},
+            }
+        )
 
     async def _store_answers(self) -> None:
         ready, self._ready = self._ready, []
@@ -305,10 +329,13 @@ class BatchWork:
             for file in made.values():
                 file_rows.insert(self._db, file)
             self._set(
-                status=end, completed=self.answers.completed, failed=self.answers.failed,
-                usage=self.answers.usage_object(), **{f"{end}_s": time.time()},
+                status=end,
+                completed=self.answers.completed,
+                failed=self.answers.failed,
+                usage=self.answers.usage_object(),
+                **{f"{end}_s": time.time()},
                 **{f"{kind}_file_id": file.id for kind, file in made.items()},
-            )  # fmt: skip
+            )
         remove_bytes(self._context.batches_dir, row.id)
 
     # --- the row

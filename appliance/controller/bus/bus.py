@@ -68,11 +68,17 @@ class Bus:
     that still routes by an old table would count for a new one.
     """
 
-    def __init__(self, path: Path, config: ControllerConfig, *, first_generation: int,
-                 on_load: Callable[[Load], None] | None = None,
-                 on_table: Callable[[], None] | None = None,
-                 on_usage: Callable[[list[dict[str, Any]]], None] | None = None,
-                 background: BackgroundTasks | None = None):  # fmt: skip
+    def __init__(
+        self,
+        path: Path,
+        config: ControllerConfig,
+        *,
+        first_generation: int,
+        on_load: Callable[[Load], None] | None = None,
+        on_table: Callable[[], None] | None = None,
+        on_usage: Callable[[list[dict[str, Any]]], None] | None = None,
+        background: BackgroundTasks | None = None,
+    ):
         self._path, self._config, self._background = path, config, background or BackgroundTasks()
         self._on_load, self._on_table, self._on_usage = on_load, on_table, on_usage
         self._generation = first_generation
@@ -94,9 +100,7 @@ class Bus:
         self._path.unlink(missing_ok=True)
         self._opened_s = self._now_s()
         with owner_only():
-            self._server = await asyncio.start_unix_server(
-                self._serve, self._path, limit=self._config.bus_line_bytes
-            )
+            self._server = await asyncio.start_unix_server(self._serve, self._path, limit=self._config.bus_line_bytes)
 
     async def stop(self) -> None:
         if self._server is None:
@@ -219,8 +223,11 @@ class Bus:
 
     def _next_look_s(self, now_s: float, deadline_s: float | None) -> float | None:
         """When something changes by mere time: a lost gateway is given up, the start is over, the deadline."""
-        moments = [gateway.lost_at_s + self._config.gateway_gone_after_s
-                   for gateway in self._gateways if gateway.lost_at_s is not None]  # fmt: skip
+        moments = [
+            gateway.lost_at_s + self._config.gateway_gone_after_s
+            for gateway in self._gateways
+            if gateway.lost_at_s is not None
+        ]
         if self._too_early():
             moments.append(self._opened_s + self._config.gateway_expected_s)
         if deadline_s is not None:
@@ -320,9 +327,12 @@ class Bus:
 
     def _encode(self) -> None:
         table = {
-            "type": "table", "generation": self._generation, "models": self._models, "keys": self._keys,
+            "type": "table",
+            "generation": self._generation,
+            "models": self._models,
+            "keys": self._keys,
             "limits": self._limits,
-        }  # fmt: skip
+        }
         self._line = orjson.dumps(table, option=orjson.OPT_APPEND_NEWLINE)
 
     def _now_s(self) -> float:
@@ -331,6 +341,8 @@ class Bus:
 
 def _open_replicas(models: dict[str, Any]) -> set[str]:
     return {
-        replica["id"] for model in models.values() for replica in model.get("replicas", [])
+        replica["id"]
+        for model in models.values()
+        for replica in model.get("replicas", [])
         if replica.get("state") == "open"
-    }  # fmt: skip
+    }

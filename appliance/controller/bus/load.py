@@ -109,9 +109,16 @@ def parse_report(message: Mapping[str, Any]) -> Report:
     expires_s = message.get("certificate_expires_s")
     if expires_s is not None and (not isinstance(expires_s, int | float) or isinstance(expires_s, bool)):
         raise ValueError(f"certificate_expires_s: {expires_s!r} given, expected seconds since 1970 or null")
-    return Report(gateway, generation, _rows(message, "replicas"), _rows(message, "models"),
-                  _canaries(message.get("canaries", {})), float(started_s), _notes(message.get("notes", [])),
-                  None if expires_s is None else float(expires_s))  # fmt: skip
+    return Report(
+        gateway,
+        generation,
+        _rows(message, "replicas"),
+        _rows(message, "models"),
+        _canaries(message.get("canaries", {})),
+        float(started_s),
+        _notes(message.get("notes", [])),
+        None if expires_s is None else float(expires_s),
+    )
 
 
 def _notes(given: Any) -> tuple[str, ...]:

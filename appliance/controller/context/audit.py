@@ -38,12 +38,28 @@ def name_of(context: ControllerContext, caller: Principal) -> str:
     return row.name if row else caller.key_id or "box"
 
 
-def record(context: ControllerContext, caller: Principal, action: str, target: str, *,
-           outcome: Literal["done", "refused", "failed"] = "done", **detail: Any) -> None:  # fmt: skip
+def record(
+    context: ControllerContext,
+    caller: Principal,
+    action: str,
+    target: str,
+    *,
+    outcome: Literal["done", "refused", "failed"] = "done",
+    **detail: Any,
+) -> None:
     """action: "noun.verb", for example "key.create". detail: what was asked for; never a secret."""
     if (recorded := _RECORDED.get()) is not None:
         recorded.append(action)
-    audit.insert(context.db, AuditRow(
-        id=new_id("audit_"), key_id=caller.key_id, action=action, target=target, outcome=outcome,
-        request_id=caller.request_id, created_s=time.time(), detail=detail,
-    ))  # fmt: skip
+    audit.insert(
+        context.db,
+        AuditRow(
+            id=new_id("audit_"),
+            key_id=caller.key_id,
+            action=action,
+            target=target,
+            outcome=outcome,
+            request_id=caller.request_id,
+            created_s=time.time(),
+            detail=detail,
+        ),
+    )

@@ -34,10 +34,15 @@ class Operations:
     def fail_interrupted(self) -> None:
         """At start: what still says "running" died with the controller before."""
         for row in operations.list_running(self._context.db):
-            operations.fail(self._context.db, row.id, {
-                "code": "interrupted", "message": "The controller restarted before this was done; ask again.",
-                "param": None,
-            })  # fmt: skip
+            operations.fail(
+                self._context.db,
+                row.id,
+                {
+                    "code": "interrupted",
+                    "message": "The controller restarted before this was done; ask again.",
+                    "param": None,
+                },
+            )
 
     def running(self, kind: str, target: str) -> OperationRow | None:
         rows = operations.list_running(self._context.db)
@@ -46,9 +51,13 @@ class Operations:
     def start(self, kind: str, target: str, work: Work) -> OperationRow:
         """`work` gets a `report` function (any thread may call it) and returns the result as a JSON object."""
         row = OperationRow(
-            id=new_id("op_"), kind=kind, target=target, state="running", created_s=time.time(),
+            id=new_id("op_"),
+            kind=kind,
+            target=target,
+            state="running",
+            created_s=time.time(),
             progress=asdict(Progress(0, None, "", "starting")),
-        )  # fmt: skip
+        )
         operations.insert(self._context.db, row)
         task = asyncio.create_task(self._run(row.id, work), name=f"{kind} {target}")
         self._tasks[row.id] = task
@@ -71,17 +80,28 @@ class Operations:
             operations.fail(db, operation_id, {"code": error.code, "message": str(error), "param": error.param})
         except asyncio.CancelledError:
             progress.end()
-            operations.fail(db, operation_id, {
-                "code": "interrupted", "message": "The controller was stopped before this was done; ask again.",
-                "param": None,
-            })  # fmt: skip
+            operations.fail(
+                db,
+                operation_id,
+                {
+                    "code": "interrupted",
+                    "message": "The controller was stopped before this was done; ask again.",
+                    "param": None,
+                },
+            )
             raise
         except Exception as error:
             # The task's own exception would only be logged when it is collected: the person asking must see it end.
             progress.end()
-            operations.fail(db, operation_id, {
-                "code": "internal_error", "message": f"{type(error).__name__}: {error}", "param": None,
-            })  # fmt: skip
+            operations.fail(
+                db,
+                operation_id,
+                {
+                    "code": "internal_error",
+                    "message": f"{type(error).__name__}: {error}",
+                    "param": None,
+                },
+            )
             raise
         else:
             progress.end()
@@ -121,6 +141,13 @@ class _Progress:
 
 def view(row: OperationRow) -> dict[str, Any]:
     return {
-        "id": row.id, "kind": row.kind, "target": row.target, "state": row.state, "progress": row.progress,
-        "error": row.error, "result": row.result, "created_s": row.created_s, "ended_s": row.ended_s,
-    }  # fmt: skip
+        "id": row.id,
+        "kind": row.kind,
+        "target": row.target,
+        "state": row.state,
+        "progress": row.progress,
+        "error": row.error,
+        "result": row.result,
+        "created_s": row.created_s,
+        "ended_s": row.ended_s,
+    }

@@ -64,5 +64,9 @@ class Cordons:
 
 def read(db: Database) -> Cordons:
     with db.transaction():
-        return Cordons(box.get(db, DRAINS, {}), box.get(db, FAILING, {}), box.get(db, TRIALS, {}),
-                       frozenset(box.get(db, CORDONED, [])))  # fmt: skip
+        return Cordons(
+            box.get(db, DRAINS, {}),
+            box.get(db, FAILING, {}),
+            box.get(db, TRIALS, {}),
+            frozenset(box.get(db, CORDONED, [])),
+        )

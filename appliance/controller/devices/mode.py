@@ -28,8 +28,10 @@ def write_mode(db: Database, wanted: Mode, now_s: float | None = None) -> Mode:
     now_s = time.time() if now_s is None else now_s
     before = read_mode(db)
     same = (before.policy, before.train_devices, before.serving_floor) == (
-        wanted.policy, wanted.train_devices, wanted.serving_floor,
-    )  # fmt: skip
+        wanted.policy,
+        wanted.train_devices,
+        wanted.serving_floor,
+    )
     if same and box.get(db, "mode") is not None and mode_in_force(db, 0, now_s).window is None:
         return before
     mode = Mode(wanted.policy, wanted.train_devices, now_s, wanted.serving_floor, wanted.by)

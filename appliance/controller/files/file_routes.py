@@ -33,15 +33,25 @@ def routes(context: ControllerContext) -> APIRouter:
         incoming = context.files_dir / f"{multipart.INCOMING_PREFIX}{file_id}"
         with context.quotas.receiving(caller) as took:
             upload = await multipart.receive(
-                request.stream(), request.headers.get("content-type", ""), incoming, context.config.upload_bytes,
+                request.stream(),
+                request.headers.get("content-type", ""),
+                incoming,
+                context.config.upload_bytes,
                 took,
-            )  # fmt: skip
+            )
             try:
                 purpose, keep_s = storage.checked_purpose(upload.fields.get("purpose")), _keep_s(upload.fields)
                 row = await storage.described(
-                    context, file_id, incoming, filename=upload.filename, size=upload.size, sha256=upload.sha256,
-                    purpose=purpose, keep_s=keep_s, caller=caller,
-                )  # fmt: skip
+                    context,
+                    file_id,
+                    incoming,
+                    filename=upload.filename,
+                    size=upload.size,
+                    sha256=upload.sha256,
+                    purpose=purpose,
+                    keep_s=keep_s,
+                    caller=caller,
+                )
                 attempt = idempotency.Attempt.of(
                     request, caller, ROUTE, [upload.sha256, upload.filename, row.purpose, upload.fields]
                 )
@@ -66,9 +76,14 @@ def routes(context: ControllerContext) -> APIRouter:
         purpose: Annotated[str | None, Query(max_length=64)] = None,
     ) -> dict[str, Any]:
         page = files.page(
-            db, viewer=caller.viewer, now_s=time.time(), purpose=purpose, after=after, limit=limit,
+            db,
+            viewer=caller.viewer,
+            now_s=time.time(),
+            purpose=purpose,
+            after=after,
+            limit=limit,
             descending=order == "desc",
-        )  # fmt: skip
+        )
         return list_object(page, lambda row: views.file_object(row, caller))
 
     @router.get("/{file_id}")
@@ -90,8 +105,12 @@ def routes(context: ControllerContext) -> APIRouter:
         row = storage.known_file(context, file_id, caller)
         if (batch := batches.using_file(db, row.id)) is not None:
             name = batch.id if caller.viewer in (None, batch.owner) else "an operator's batch"
-            raise Conflict(f"The file {row.id} is the input of {name}, which is {batch.status}; wait for its "
-                           "end or cancel it first.", param="id", code="file_in_use")  # fmt: skip
+            raise Conflict(
+                f"The file {row.id} is the input of {name}, which is {batch.status}; wait for its "
+                "end or cancel it first.",
+                param="id",
+                code="file_in_use",
+            )
         storage.remove(context, row)
         return {"id": row.id, "object": "file", "deleted": True}
 
@@ -104,8 +123,11 @@ def _keep_s(fields: dict[str, str]) -> float | None:
     if anchor is None and seconds is None:
         return None
     if anchor != "created_at":
-        raise BadRequest(f"Invalid value for 'expires_after.anchor': {shown(anchor)}; expected 'created_at'.",
-                         param="expires_after.anchor", code="invalid_value")  # fmt: skip
+        raise BadRequest(
+            f"Invalid value for 'expires_after.anchor': {shown(anchor)}; expected 'created_at'.",
+            param="expires_after.anchor",
+            code="invalid_value",
+        )
     if seconds is None or not seconds.isascii() or not seconds.isdigit() or int(seconds[:20]) not in storage.EXPIRY_S:
         raise BadRequest(
             f"Invalid value for 'expires_after.seconds': {shown(seconds)}; expected a number from "
@@ -114,5 +136,3 @@ def _keep_s(fields: dict[str, str]) -> float | None:
             code="invalid_value",
         )
     return float(seconds)
-
-

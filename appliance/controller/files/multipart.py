@@ -41,9 +41,13 @@ class Upload:
 
 
 async def receive(
-    chunks: AsyncIterator[bytes], content_type: str, target: Path, limit_bytes: int, took: Callable[[int], None],
+    chunks: AsyncIterator[bytes],
+    content_type: str,
+    target: Path,
+    limit_bytes: int,
+    took: Callable[[int], None],
     part: str = "file",
-) -> Upload:  # fmt: skip
+) -> Upload:
     """Read a form whose one file stands in the part named `part` into `target`, complete and synced on return.
 
     The caller renames it. `took` is told how many bytes came before they are written, and may refuse them. On any
@@ -124,8 +128,9 @@ class _Form:
     def count(self, size: int) -> None:
         """Before a piece of the body is parsed. Raises BadRequest when too much before it was not the file."""
         if self._seen - self._size > _MAX_FORM_BYTES:
-            raise BadRequest(f"The form has more than {_MAX_FORM_BYTES} bytes beside its file.",
-                             code="invalid_multipart")  # fmt: skip
+            raise BadRequest(
+                f"The form has more than {_MAX_FORM_BYTES} bytes beside its file.", code="invalid_multipart"
+            )
         self._seen += size
 
     def take(self) -> bytes:
@@ -136,8 +141,9 @@ class _Form:
         if not self._ended:
             raise BadRequest("The multipart body ends before its closing boundary.", code="invalid_multipart")
         if self._filename is None:
-            raise BadRequest(f"Missing required parameter: '{self._part}'.", param=self._part,
-                             code="missing_required_parameter")  # fmt: skip
+            raise BadRequest(
+                f"Missing required parameter: '{self._part}'.", param=self._part, code="missing_required_parameter"
+            )
         return Upload(self._filename, self._size, self._hash.hexdigest(), self._fields)
 
     def _part_begin(self) -> None:
@@ -172,21 +178,28 @@ class _Form:
         self._name = options.get(b"name", b"").decode("utf-8", "replace")
         if self._name == self._part:
             if self._filename is not None:
-                raise BadRequest(f"More than one part is named '{self._part}'.", param=self._part,
-                                 code="invalid_multipart")  # fmt: skip
+                raise BadRequest(
+                    f"More than one part is named '{self._part}'.", param=self._part, code="invalid_multipart"
+                )
             self._filename = checked_filename(options.get(b"filename", b""))
             self._is_file = True
         elif b"filename" in options:
-            raise BadRequest(f"A file was sent as {shown(self._name)}; its part must be named '{self._part}'.",
-                             param=self._part, code="invalid_multipart")  # fmt: skip
+            raise BadRequest(
+                f"A file was sent as {shown(self._name)}; its part must be named '{self._part}'.",
+                param=self._part,
+                code="invalid_multipart",
+            )
 
     def _part_data(self, data: bytes, start: int, end: int) -> None:
         piece = bytes(data[start:end])
         if not self._is_file:
             self._value += piece
             if len(self._value) > _FIELD_BYTES:
-                raise BadRequest(f"The form field {shown(self._name)} is over {_FIELD_BYTES} bytes.",
-                                 param=self._name, code="invalid_value")  # fmt: skip
+                raise BadRequest(
+                    f"The form field {shown(self._name)} is over {_FIELD_BYTES} bytes.",
+                    param=self._name,
+                    code="invalid_value",
+                )
             return
         self._size += len(piece)
         if self._size > self._limit_bytes:

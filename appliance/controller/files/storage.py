@@ -61,10 +61,19 @@ def add_result(db: Database, files_dir: Path, filename: str, content: bytes, *, 
         out.flush()
         os.fsync(out.fileno())
     os.rename(incoming, files_dir / file_id)
-    files.insert(db, FileRow(
-        id=file_id, filename=filename, purpose="fine-tune-results", bytes=len(content),
-        sha256=hashlib.sha256(content).hexdigest(), status="processed", created_s=time.time(), owner=owner,
-    ))  # fmt: skip
+    files.insert(
+        db,
+        FileRow(
+            id=file_id,
+            filename=filename,
+            purpose="fine-tune-results",
+            bytes=len(content),
+            sha256=hashlib.sha256(content).hexdigest(),
+            status="processed",
+            created_s=time.time(),
+            owner=owner,
+        ),
+    )
     return file_id
 
 
@@ -82,9 +91,17 @@ def checked_purpose(purpose: str | None) -> str:
 
 
 async def described(
-    context: ControllerContext, file_id: str, path: Path, *, filename: str, size: int, sha256: str, purpose: str,
-    keep_s: float | None, caller: Principal,
-) -> FileRow:  # fmt: skip
+    context: ControllerContext,
+    file_id: str,
+    path: Path,
+    *,
+    filename: str,
+    size: int,
+    sha256: str,
+    purpose: str,
+    keep_s: float | None,
+    caller: Principal,
+) -> FileRow:
     """The row of the complete bytes at `path`, which are the caller's. Training data is checked line by line, on a
     thread or in a process.
 
@@ -98,10 +115,19 @@ async def described(
         found = await context.file_work.check(caller.owner, path)
         status, details, report = ("processed" if found.ok else "error"), summary(found), asdict(found)
     return FileRow(
-        id=file_id, filename=filename, purpose=purpose, bytes=size, sha256=sha256, status=status,
-        status_details=details, report=report, key_id=caller.key_id, owner=caller.owner, created_s=now_s,
+        id=file_id,
+        filename=filename,
+        purpose=purpose,
+        bytes=size,
+        sha256=sha256,
+        status=status,
+        status_details=details,
+        report=report,
+        key_id=caller.key_id,
+        owner=caller.owner,
+        created_s=now_s,
         expires_s=None if keep_s is None else now_s + keep_s,
-    )  # fmt: skip
+    )
 
 
 def summary(report: DataReport) -> str | None:

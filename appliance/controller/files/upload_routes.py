@@ -72,16 +72,25 @@ def routes(context: ControllerContext) -> APIRouter:
     @router.post("")
     async def create(body: UploadCreate, caller: Caller) -> dict[str, Any]:
         if body.bytes > config.upload_total_bytes:
-            raise BadRequest(f"An upload of {body.bytes} bytes is over the limit of {config.upload_total_bytes}.",
-                             param="bytes", code="upload_too_large")  # fmt: skip
+            raise BadRequest(
+                f"An upload of {body.bytes} bytes is over the limit of {config.upload_total_bytes}.",
+                param="bytes",
+                code="upload_too_large",
+            )
         context.quotas.check_upload(caller, body.bytes)
         now_s = time.time()
         row = UploadRow(
-            id=new_id("upload_"), filename=multipart.checked_filename(body.filename.encode(), "filename"),
-            purpose=files.checked_purpose(body.purpose), mime_type=body.mime_type, bytes=body.bytes, created_s=now_s,
-            expires_s=now_s + config.upload_open_s, key_id=caller.key_id, owner=caller.owner,
+            id=new_id("upload_"),
+            filename=multipart.checked_filename(body.filename.encode(), "filename"),
+            purpose=files.checked_purpose(body.purpose),
+            mime_type=body.mime_type,
+            bytes=body.bytes,
+            created_s=now_s,
+            expires_s=now_s + config.upload_open_s,
+            key_id=caller.key_id,
+            owner=caller.owner,
             file_keep_s=body.expires_after.seconds if body.expires_after else None,
-        )  # fmt: skip
+        )
         upload_rows.insert(db, row)
         return _view(context, row, caller)
 
@@ -89,8 +98,11 @@ def routes(context: ControllerContext) -> APIRouter:
     async def add_part(upload_id: str, request: Request, caller: Caller) -> dict[str, Any]:
         row = _pending(context, upload_id, caller)
         if upload_rows.stored(db, row.id)[0] + coming[row.id] >= MAX_PARTS:
-            raise BadRequest(f"The upload {row.id} has {MAX_PARTS} parts, the most that it may; send larger ones.",
-                             param="data", code="too_many_parts")  # fmt: skip
+            raise BadRequest(
+                f"The upload {row.id} has {MAX_PARTS} parts, the most that it may; send larger ones.",
+                param="data",
+                code="too_many_parts",
+            )
         if row.id in completing:
             raise _busy(row)
         context.quotas.disk.check()
@@ -103,8 +115,9 @@ def routes(context: ControllerContext) -> APIRouter:
                 raise BadRequest(
                     f"The parts of {row.id} would hold more than twice the {row.bytes} bytes that were announced (a "
                     "part may be sent a second time); create an upload with the file's size.",
-                    param="data", code="upload_too_large",
-                )  # fmt: skip
+                    param="data",
+                    code="upload_too_large",
+                )
             context.quotas.disk.check(count)
             mine += count
             arriving[row.id] += count
@@ -116,9 +129,13 @@ def routes(context: ControllerContext) -> APIRouter:
         coming[row.id] += 1
         try:
             part = await multipart.receive(
-                request.stream(), request.headers.get("content-type", ""), incoming, config.upload_part_bytes, took,
+                request.stream(),
+                request.headers.get("content-type", ""),
+                incoming,
+                config.upload_part_bytes,
+                took,
                 "data",
-            )  # fmt: skip
+            )
             _pending(context, upload_id, caller)  # it may have ended while its bytes came
             os.rename(incoming, folder / part_id)
             made = UploadPartRow(part_id, row.id, part.size, time.time())
@@ -141,8 +158,11 @@ def routes(context: ControllerContext) -> APIRouter:
         if row.id in completing:
             raise _busy(row)
         if coming[row.id]:
-            raise Conflict(f"{coming[row.id]} parts of the upload {row.id} are still arriving; complete it once they "
-                           "are answered.", code="upload_busy")  # fmt: skip
+            raise Conflict(
+                f"{coming[row.id]} parts of the upload {row.id} are still arriving; complete it once they "
+                "are answered.",
+                code="upload_busy",
+            )
         context.quotas.disk.check(row.bytes)
         completing.add(row.id)
         file_id = new_id("file-")
@@ -151,12 +171,22 @@ def routes(context: ControllerContext) -> APIRouter:
             await _drop_all_but(context, row, set(body.part_ids))
             sha256, md5 = await context.file_work.run(row.owner, _join, paths, incoming)
             if body.md5 is not None and body.md5.lower() != md5:
-                raise BadRequest(f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected.",
-                                 param="md5", code="checksum_mismatch")  # fmt: skip
+                raise BadRequest(
+                    f"The MD5 of the parts in this order is {md5}; {shown(body.md5)} was expected.",
+                    param="md5",
+                    code="checksum_mismatch",
+                )
             made = await files.described(
-                context, file_id, incoming, filename=row.filename, size=row.bytes, sha256=sha256, purpose=row.purpose,
-                keep_s=row.file_keep_s, caller=caller,
-            )  # fmt: skip
+                context,
+                file_id,
+                incoming,
+                filename=row.filename,
+                size=row.bytes,
+                sha256=sha256,
+                purpose=row.purpose,
+                keep_s=row.file_keep_s,
+                caller=caller,
+            )
             # An admin may complete another's upload, which stays another's.
             made = replace(made, key_id=row.key_id, owner=row.owner)
             _pending(context, upload_id, caller)
@@ -214,16 +244,22 @@ def _pending(context: ControllerContext, upload_id: str, caller: Principal) -> U
     row = _known(context, upload_id, caller)
     status = "expired" if row.status == "pending" and row.expires_s <= time.time() else row.status
     if status != "pending":
-        raise BadRequest(f"The upload {row.id} is {status}; only a pending one can be changed. Create a new one.",
-                         param="upload_id", code="upload_not_pending")  # fmt: skip
+        raise BadRequest(
+            f"The upload {row.id} is {status}; only a pending one can be changed. Create a new one.",
+            param="upload_id",
+            code="upload_not_pending",
+        )
     return row
 
 
 def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete) -> list[Path]:
     """The parts in the order of the file. Raises BadRequest."""
     if body.md5 is not None and not _MD5.match(body.md5):
-        raise BadRequest(f"Invalid value for 'md5': {shown(body.md5)} was given, expected 32 hexadecimal digits.",
-                         param="md5", code="invalid_value")  # fmt: skip
+        raise BadRequest(
+            f"Invalid value for 'md5': {shown(body.md5)} was given, expected 32 hexadecimal digits.",
+            param="md5",
+            code="invalid_value",
+        )
     known = upload_rows.parts(context.db, row.id)
     unknown = next((part_id for part_id in body.part_ids if part_id not in known), None)
     if unknown is not None:
@@ -232,8 +268,11 @@ def _chosen(context: ControllerContext, row: UploadRow, body: UploadComplete) ->
         raise BadRequest("A part is named twice in 'part_ids'.", param="part_ids", code="duplicate_part")
     size = sum(known[part_id].bytes for part_id in body.part_ids)
     if size != row.bytes:
-        raise BadRequest(f"The parts named hold {size} bytes together; {row.bytes} were announced.",
-                         param="part_ids", code="upload_size_mismatch")  # fmt: skip
+        raise BadRequest(
+            f"The parts named hold {size} bytes together; {row.bytes} were announced.",
+            param="part_ids",
+            code="upload_size_mismatch",
+        )
     folder = _folder(context, row.id)
     return [folder / part_id for part_id in body.part_ids]
 
@@ -286,7 +325,13 @@ def _remove_bytes(context: ControllerContext, upload_id: str) -> None:
 def _view(context: ControllerContext, row: UploadRow, caller: Principal) -> dict[str, Any]:
     made = file_rows.find(context.db, row.file_id, viewer=None, now_s=time.time()) if row.file_id else None
     return {
-        "id": row.id, "object": "upload", "bytes": row.bytes, "created_at": int(row.created_s),
-        "expires_at": int(row.expires_s), "filename": row.filename, "purpose": row.purpose, "status": row.status,
+        "id": row.id,
+        "object": "upload",
+        "bytes": row.bytes,
+        "created_at": int(row.created_s),
+        "expires_at": int(row.expires_s),
+        "filename": row.filename,
+        "purpose": row.purpose,
+        "status": row.status,
         "file": views.file_object(made, caller) if made else None,
-    } | views.whose(row, caller)  # fmt: skip
+    } | views.whose(row, caller)

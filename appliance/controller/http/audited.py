@@ -97,8 +97,14 @@ async def _record(request: Request, change: Change, outcome: Any, fields: dict[s
     detail = {name: fields[name] for name in change.told if fields.get(name) is not None}
     if error:
         detail["error"] = error
-    audit.record(request.app.state.context, await read_principal(request), change.action,
-                 named or str(fields.get("id") or fields.get("name") or ""), outcome=outcome, **detail)  # fmt: skip
+    audit.record(
+        request.app.state.context,
+        await read_principal(request),
+        change.action,
+        named or str(fields.get("id") or fields.get("name") or ""),
+        outcome=outcome,
+        **detail,
+    )
 
 
 def _fields(response: Response) -> dict[str, Any]:

@@ -31,11 +31,13 @@ class ErrorObject(BaseModel):
 _ERROR_ANSWER = {
     "application/json": {
         "schema": {
-            "title": "ErrorAnswer", "type": "object", "required": ["error"],
+            "title": "ErrorAnswer",
+            "type": "object",
+            "required": ["error"],
             "properties": {"error": ErrorObject.model_json_schema()},
         }
     }
-}  # fmt: skip
+}
 RESPONSES: dict[int | str, dict[str, Any]] = {
     "4XX": {"content": _ERROR_ANSWER, "description": "Refused: the message says what was given and what is expected."},
     "5XX": {"content": _ERROR_ANSWER, "description": "Not done: the message says why, or which log says it."},
@@ -51,8 +53,9 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _bug)
 
 
-def _answer(status: int, message: str, kind: str, param: str | None, code: str | None,
-            headers: dict[str, str] | None = None) -> JSONResponse:  # fmt: skip
+def _answer(
+    status: int, message: str, kind: str, param: str | None, code: str | None, headers: dict[str, str] | None = None
+) -> JSONResponse:
     return JSONResponse(error_object(message, kind, param, code), status, headers)
 
 
@@ -69,8 +72,14 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         return _answer(404, f"Unknown request URL: {where}.", "invalid_request_error", None, "unknown_url")
     if error.status_code == 405:
         allowed = (headers or {}).get("allow") or (headers or {}).get("Allow", "")
-        return _answer(405, f"Not allowed: {where}; this URL takes {allowed}.", "invalid_request_error", None,
-                       "method_not_supported", headers)  # fmt: skip
+        return _answer(
+            405,
+            f"Not allowed: {where}; this URL takes {allowed}.",
+            "invalid_request_error",
+            None,
+            "method_not_supported",
+            headers,
+        )
     return _answer(error.status_code, str(error.detail), "invalid_request_error", None, None, headers)
 
 
@@ -80,18 +89,29 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
     place = [str(part) for part in first["loc"] if part not in ("body", "query", "path", "header")]
     if first["type"] == "json_invalid":
         reason = first.get("ctx", {}).get("error", first["msg"])
-        return _answer(400, f"We could not parse the JSON body of your request: {reason}.",
-                       "invalid_request_error", None, "invalid_json")  # fmt: skip
+        return _answer(
+            400,
+            f"We could not parse the JSON body of your request: {reason}.",
+            "invalid_request_error",
+            None,
+            "invalid_json",
+        )
     if not place:
         message = "The body must be a JSON object, sent with content-type application/json."
         return _answer(400, message, "invalid_request_error", None, "invalid_body")
     param = ".".join(place)
     if first["type"] == "extra_forbidden":
-        return _answer(400, f"Unrecognized request argument supplied: {param}.", "invalid_request_error", param,
-                       "unknown_parameter")  # fmt: skip
+        return _answer(
+            400,
+            f"Unrecognized request argument supplied: {param}.",
+            "invalid_request_error",
+            param,
+            "unknown_parameter",
+        )
     if first["type"] == "missing":
-        return _answer(400, f"Missing required parameter: '{param}'.", "invalid_request_error", param,
-                       "missing_required_parameter")  # fmt: skip
+        return _answer(
+            400, f"Missing required parameter: '{param}'.", "invalid_request_error", param, "missing_required_parameter"
+        )
     message = f"Invalid value for '{param}': {first['msg']}; {shown(first.get('input'))} was given."
     return _answer(400, message, "invalid_request_error", param, "invalid_value")
 

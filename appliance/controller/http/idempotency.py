@@ -48,9 +48,12 @@ class Attempt:
         canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
         count = request.headers.get("x-stainless-retry-count", "0")
         return cls(
-            caller.key_id or _BOX_ITSELF, route, key, hashlib.sha256(canonical.encode()).hexdigest(),
+            caller.key_id or _BOX_ITSELF,
+            route,
+            key,
+            hashlib.sha256(canonical.encode()).hexdigest(),
             retry=count.isascii() and count.isdigit() and int(count[:9]) >= 1,
-        )  # fmt: skip
+        )
 
 
 def find(db: Database, attempt: Attempt, config: ControllerConfig) -> str | None:
@@ -76,7 +79,14 @@ def find(db: Database, attempt: Attempt, config: ControllerConfig) -> str | None
 
 def remember(db: Database, attempt: Attempt, resource_id: str) -> None:
     """In the transaction that inserts the resource, or a crash between the two would make a second one."""
-    idempotency.remember(db, IdempotencyRow(
-        key_id=attempt.key_id, route=attempt.route, idempotency_key=attempt.idempotency_key,
-        body_sha256=attempt.body_sha256, resource_id=resource_id, created_s=time.time(),
-    ))  # fmt: skip
+    idempotency.remember(
+        db,
+        IdempotencyRow(
+            key_id=attempt.key_id,
+            route=attempt.route,
+            idempotency_key=attempt.idempotency_key,
+            body_sha256=attempt.body_sha256,
+            resource_id=resource_id,
+            created_s=time.time(),
+        ),
+    )

@@ -132,6 +132,10 @@ def model_object(resolved: Resolved, states: ModelStates) -> dict[str, Any]:
     """OpenAI's object, and what the box adds: what the model does now, and why where it does not serve."""
     made_s = resolved.version.created_s if resolved.checkpoint or resolved.pinned else resolved.model.created_s
     return {
-        "id": resolved.name, "object": "model", "created": int(made_s), "owned_by": resolved.model.owned_by,
-        "state": states.word(resolved.name), "state_details": states.message(resolved.name),
-    }  # fmt: skip
+        "id": resolved.name,
+        "object": "model",
+        "created": int(made_s),
+        "owned_by": resolved.model.owned_by,
+        "state": states.word(resolved.name),
+        "state_details": states.message(resolved.name),
+    }

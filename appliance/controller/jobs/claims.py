@@ -27,9 +27,11 @@ class ClaimRefused(ApiError):
     def __init__(self, told: str, limit: str, param: str):
         option = f"--{limit.replace('_', '-')}"
         super().__init__(
-            403, f"{told} An operator can raise that (`appliance key limit NAME {option} N`).", param=param,
+            403,
+            f"{told} An operator can raise that (`appliance key limit NAME {option} N`).",
+            param=param,
             code="insufficient_permissions",
-        )  # fmt: skip
+        )
 
 
 def check(db: Database, request: JobCreate, caller: Principal) -> None:
@@ -38,12 +40,14 @@ def check(db: Database, request: JobCreate, caller: Principal) -> None:
         return
     key = (keys.find(db, caller.key_id) if caller.key_id else None) or _DEFAULTS
     if request.priority > key.max_priority:
-        raise ClaimRefused(f"priority is {request.priority}; jobs of this API key have at most {key.max_priority}.",
-                           "max_priority", "priority")  # fmt: skip
+        raise ClaimRefused(
+            f"priority is {request.priority}; jobs of this API key have at most {key.max_priority}.",
+            "max_priority",
+            "priority",
+        )
     claims = [row for row in _COUNTED if row[3](request)]
     unfinished = jobs.list_unfinished_of(db, key.id) if claims else []
     for limit, param, called, is_one in claims:
         has, most = sum(is_one(job) for job in unfinished), getattr(key, limit)
         if has >= most:
-            raise ClaimRefused(f"{has} unfinished jobs of this API key are {called}; it may have {most}.",
-                               limit, param)  # fmt: skip
+            raise ClaimRefused(f"{has} unfinished jobs of this API key are {called}; it may have {most}.", limit, param)

@@ -28,8 +28,11 @@ def copied(context: ControllerContext, row: JobRow) -> int:
     there = sum(path.stat().st_size for name in COPIES if (path := folder / name).exists())
     if there and row.phase != "validating":
         return there
-    found = (files.find(context.db, file_id, viewer=None, now_s=time.time())
-             for file_id in (row.training_file, row.validation_file) if file_id is not None)  # fmt: skip
+    found = (
+        files.find(context.db, file_id, viewer=None, now_s=time.time())
+        for file_id in (row.training_file, row.validation_file)
+        if file_id is not None
+    )
     return max(there, sum(file.bytes for file in found if file is not None))
 
 

@@ -27,11 +27,17 @@ def check(min_devices: int | None, max_devices: int | None, asked_sizes: list[in
     """What a person asked for must leave a size. Raises BadRequest."""
     least, most = min_devices or 1, max_devices or max([min_devices or 1, *(asked_sizes or [])])
     if least > most:
-        raise BadRequest(f"min_devices is {least} and max_devices {most}; expected min <= max.",
-                         param="min_devices", code="invalid_value")  # fmt: skip
+        raise BadRequest(
+            f"min_devices is {least} and max_devices {most}; expected min <= max.",
+            param="min_devices",
+            code="invalid_value",
+        )
     if asked_sizes is not None and not any(least <= size <= most for size in asked_sizes):
-        raise BadRequest(f"allowed_sizes is {asked_sizes}; expected at least one size from {least} to {most}.",
-                         param="allowed_sizes", code="invalid_value")  # fmt: skip
+        raise BadRequest(
+            f"allowed_sizes is {asked_sizes}; expected at least one size from {least} to {most}.",
+            param="allowed_sizes",
+            code="invalid_value",
+        )
 
 
 def check_room(min_devices: int | None, asked_sizes: list[int] | None, nodes: NodeSizes) -> None:
@@ -39,16 +45,18 @@ def check_room(min_devices: int | None, asked_sizes: list[int] | None, nodes: No
     more". Raises BadRequest."""
     nodes.refuse_more("min_devices", min_devices or 1)
     if asked_sizes:
-        nodes.refuse_more("allowed_sizes", min(size for size in asked_sizes if size >= (min_devices or 1)),
-                          str(asked_sizes))  # fmt: skip
+        nodes.refuse_more(
+            "allowed_sizes", min(size for size in asked_sizes if size >= (min_devices or 1)), str(asked_sizes)
+        )
 
 
 def sizes(row: JobRow, resolved: dict[str, Any], device_count: int) -> tuple[list[int], list[int]]:
     """(sizes that divide the work of a step, those of them that were asked for; [] if there is none)."""
     least = row.min_devices or 1
     most = row.max_devices or max([device_count, least, *(row.asked_sizes or [])])
-    by_batch = auto.allowed_sizes(resolved["batch_size"], most, resolved["micro_batch"],
-                                  resolved.get("tensor_parallel", 1))  # fmt: skip
+    by_batch = auto.allowed_sizes(
+        resolved["batch_size"], most, resolved["micro_batch"], resolved.get("tensor_parallel", 1)
+    )
     return by_batch, [s for s in by_batch if s >= least and (row.asked_sizes is None or s in row.asked_sizes)]
 
 
@@ -59,8 +67,12 @@ def check_sizes(row: JobRow, resolved: dict[str, Any], nodes: NodeSizes) -> list
     param = "allowed_sizes" if row.asked_sizes else "min_devices"
     if not fitting:
         raise BadRequest(no_size(resolved, by_batch), param=param, code="invalid_value")
-    nodes.refuse_more(param, fitting[0], f"such that a step of {resolved['batch_size']} sequences divides into "
-                      f"{', '.join(map(str, fitting))} devices only")  # fmt: skip
+    nodes.refuse_more(
+        param,
+        fitting[0],
+        f"such that a step of {resolved['batch_size']} sequences divides into "
+        f"{', '.join(map(str, fitting))} devices only",
+    )
     return fitting
 
 

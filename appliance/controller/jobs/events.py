@@ -27,8 +27,9 @@ Level = Literal["info", "warn", "error"]
 _ETA_WINDOW_STEPS = 20
 
 
-def add_message(db: Database, job_id: str, text: str, *, level: Level = "info",
-                data: dict[str, Any] | None = None) -> None:  # fmt: skip
+def add_message(
+    db: Database, job_id: str, text: str, *, level: Level = "info", data: dict[str, Any] | None = None
+) -> None:
     _add_event(db, job_id, "message", text, level, data)
 
 
@@ -86,8 +87,9 @@ class JobEvents:
         if lost > 0:
             where = f"The job resumed from step {step}" if step else "There was no snapshot yet, the job begins anew"
             span = f"steps {step + 1} to {reached} are" if lost > 1 else f"step {reached} is"
-            add_message(self._db, job_id, f"{where}: {span} done anew ({lost} in all)",
-                        data={"step": step, "steps_anew": lost})  # fmt: skip
+            add_message(
+                self._db, job_id, f"{where}: {span} done anew ({lost} in all)", data={"step": step, "steps_anew": lost}
+            )
 
     def suspended(self, job_id: str, step: int, snapshot_path: str, *, reason: str) -> None:
         """The job left its devices; its state waits in the snapshot."""
@@ -131,16 +133,28 @@ class JobEvents:
 
     def _metrics(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, now_s = self._db, int(event["step"]), time.time()
-        job_records.upsert_metric(db, JobMetricRow(
-            job_id=row.id, step=step, created_s=now_s, epoch=event.get("epoch"), loss=event.get("loss"),
-            grad_norm=event.get("grad_norm"), learning_rate=event.get("learning_rate"),
-            tokens_per_s=event.get("tokens_per_s"), devices=event.get("devices"),
-        ))  # fmt: skip
+        job_records.upsert_metric(
+            db,
+            JobMetricRow(
+                job_id=row.id,
+                step=step,
+                created_s=now_s,
+                epoch=event.get("epoch"),
+                loss=event.get("loss"),
+                grad_norm=event.get("grad_norm"),
+                learning_rate=event.get("learning_rate"),
+                tokens_per_s=event.get("tokens_per_s"),
+                devices=event.get("devices"),
+            ),
+        )
         total = event.get("total_steps") or row.total_steps
         changes: dict[str, Any] = {
-            "step": step, "total_steps": total, "loss": event.get("loss"),
-            "tokens_per_s": event.get("tokens_per_s"), "eta_s": self._eta_s(row.id, step, total),
-        }  # fmt: skip
+            "step": step,
+            "total_steps": total,
+            "loss": event.get("loss"),
+            "tokens_per_s": event.get("tokens_per_s"),
+            "eta_s": self._eta_s(row.id, step, total),
+        }
         if event.get("trained_tokens") is not None:
             changes["trained_tokens"] = int(event["trained_tokens"])
         jobs.update(db, row.id, **changes)
@@ -154,31 +168,59 @@ class JobEvents:
         job_records.upsert_metric(db, JobMetricRow(job_id=row.id, step=step, created_s=time.time(), valid_loss=loss))
         jobs.update(db, row.id, valid_loss=loss)
         text = f"Step {step}/{row.total_steps}: validation loss={_shown(loss)}"
-        _add_event(db, row.id, "metrics", text, "info",
-                   {"step": step, "total_steps": row.total_steps, "valid_loss": loss})  # fmt: skip
+        _add_event(
+            db, row.id, "metrics", text, "info", {"step": step, "total_steps": row.total_steps, "valid_loss": loss}
+        )
 
     def _published(self, row: JobRow, event: dict[str, Any]) -> None:
         db, step, version = self._db, int(event["step"]), str(event["version"])
         self._ensure_output_model(row, int(event["bytes"]))
-        meta = {"step": step, "epoch": event.get("epoch"), "job_id": row.id, "seconds": event.get("seconds"),
-                "stall_s": event.get("stall_s")}  # fmt: skip
+        meta = {
+            "step": step,
+            "epoch": event.get("epoch"),
+            "job_id": row.id,
+            "seconds": event.get("seconds"),
+            "stall_s": event.get("stall_s"),
+        }
         adapter = event.get("adapter")
         if adapter:
             meta["adapter"] = adapter
         if models.find_version(db, row.output_model, version) is None:
-            models.insert_version(db, VersionRow(
-                model=row.output_model, version=version, source=f"job {row.id}", bytes=int(event["bytes"]),
-                shm_path=str(event["path"]), created_s=time.time(), meta=meta,
-            ))  # fmt: skip
+            models.insert_version(
+                db,
+                VersionRow(
+                    model=row.output_model,
+                    version=version,
+                    source=f"job {row.id}",
+                    bytes=int(event["bytes"]),
+                    shm_path=str(event["path"]),
+                    created_s=time.time(),
+                    meta=meta,
+                ),
+            )
             if adapter:
-                add_message(db, row.id, f"Published adapter {version}, {event['bytes']} bytes, to be served beside "
-                            f"{adapter['base']} {adapter['base_version']}", data=meta)  # fmt: skip
+                add_message(
+                    db,
+                    row.id,
+                    f"Published adapter {version}, {event['bytes']} bytes, to be served beside "
+                    f"{adapter['base']} {adapter['base_version']}",
+                    data=meta,
+                )
         name = checkpoint_name(row.output_model, step)
         if job_records.find_checkpoint(db, name) is None:
-            job_records.insert_checkpoint(db, CheckpointRow(
-                id=new_id("ftckpt_"), job_id=row.id, name=name, model=row.output_model, version=version, step=step,
-                metrics=self._losses_at(row.id, step), created_s=time.time(),
-            ))  # fmt: skip
+            job_records.insert_checkpoint(
+                db,
+                CheckpointRow(
+                    id=new_id("ftckpt_"),
+                    job_id=row.id,
+                    name=name,
+                    model=row.output_model,
+                    version=version,
+                    step=step,
+                    metrics=self._losses_at(row.id, step),
+                    created_s=time.time(),
+                ),
+            )
             add_message(db, row.id, f"Checkpoint created at step {step}{_written(event)}", data=meta)
 
     def _ensure_output_model(self, row: JobRow, size_bytes: int) -> None:
@@ -188,12 +230,25 @@ class JobEvents:
         base = resolve(db, row.model)
         # The base may be deleted while its descendant trains; then what its row said is unknown, not wrong.
         known = base.model if base else None
-        models.insert(db, ModelRow(
-            id=row.output_model, kind="fine-tuned", base=row.model, arch=known.arch if known else "unknown",
-            params=known.params if known else 0, bytes=size_bytes, owned_by=f"org-{self._organization}",
-            source=f"job {row.id}", created_s=time.time(), task="generate", job_id=row.id, owner=row.owner,
-            max_model_len=known.max_model_len if known else None, info=known.info if known else {},
-        ))  # fmt: skip
+        models.insert(
+            db,
+            ModelRow(
+                id=row.output_model,
+                kind="fine-tuned",
+                base=row.model,
+                arch=known.arch if known else "unknown",
+                params=known.params if known else 0,
+                bytes=size_bytes,
+                owned_by=f"org-{self._organization}",
+                source=f"job {row.id}",
+                created_s=time.time(),
+                task="generate",
+                job_id=row.id,
+                owner=row.owner,
+                max_model_len=known.max_model_len if known else None,
+                info=known.info if known else {},
+            ),
+        )
 
     def _snapshot(self, row: JobRow, event: dict[str, Any]) -> None:
         step = int(event["step"])
@@ -223,9 +278,7 @@ class JobEvents:
     def _eta_s(self, job_id: str, step: int, total: int | None) -> float | None:
         """From the median time between the last steps, so that one suspension does not spoil it."""
         recent = job_records.last_metrics(self._db, job_id, _ETA_WINDOW_STEPS)
-        gaps = sorted(
-            (b.created_s - a.created_s) / (b.step - a.step) for a, b in zip(recent, recent[1:], strict=False)
-        )
+        gaps = sorted((b.created_s - a.created_s) / (b.step - a.step) for a, b in zip(recent, recent[1:], strict=False))
         return None if not gaps or total is None else max(0.0, gaps[len(gaps) // 2] * (total - step))
 
 
@@ -241,11 +294,21 @@ def _shown(loss: float | None) -> str:
     return "not finite" if loss is None else f"{loss:.4f}"
 
 
-def _add_event(db: Database, job_id: str, kind: Literal["message", "metrics"], text: str, level: Level,
-               data: dict[str, Any] | None) -> None:  # fmt: skip
-    job_records.insert_event(db, JobEventRow(
-        id=new_id("ftevent-"), job_id=job_id, level=level, type=kind, message=text, created_s=time.time(), data=data,
-    ))  # fmt: skip
+def _add_event(
+    db: Database, job_id: str, kind: Literal["message", "metrics"], text: str, level: Level, data: dict[str, Any] | None
+) -> None:
+    job_records.insert_event(
+        db,
+        JobEventRow(
+            id=new_id("ftevent-"),
+            job_id=job_id,
+            level=level,
+            type=kind,
+            message=text,
+            created_s=time.time(),
+            data=data,
+        ),
+    )
 
 
 def _metrics_table(db: Database, job_id: str) -> bytes:

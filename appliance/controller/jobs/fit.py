@@ -45,7 +45,8 @@ def shape_of(base: Resolved) -> ModelShape:
     return ModelShape(base.model.params)
 
 
-def job_verdict(context: ControllerContext, base: Resolved, fields: dict[str, Any], sizes: list[int],
-                method: Method = DEFAULT) -> Verdict:  # fmt: skip
+def job_verdict(
+    context: ControllerContext, base: Resolved, fields: dict[str, Any], sizes: list[int], method: Method = DEFAULT
+) -> Verdict:
     """Of a job with these fields of a TrainSpec at any of these world sizes."""
     return capacity.job(shape_of(base), fields, sizes, box_facts(context), method)

@@ -61,17 +61,27 @@ def routes(context: ControllerContext, router: APIRouter) -> None:
 def _known(context: ControllerContext, name: str) -> Resolved:
     base = resolve(context.db, name)
     if base is None:
-        raise NotFound(f"The model {shown(name)} does not exist on this box; GET /v1/models lists those that do.",
-                       param="model", code="model_not_found")  # fmt: skip
+        raise NotFound(
+            f"The model {shown(name)} does not exist on this box; GET /v1/models lists those that do.",
+            param="model",
+            code="model_not_found",
+        )
     return base
 
 
 def _serve(context: ControllerContext, body: ServePlan) -> dict[str, Any]:
     base = _known(context, body.model)
-    verdict = capacity.serve(shape_of(base), base.version.bytes, body.replicas, body.tensor_parallel,
-                             box_facts(context))  # fmt: skip
-    return {"object": "plan", "kind": "serve", "model": base.name, "replicas": body.replicas,
-            "tensor_parallel": body.tensor_parallel, **verdict.as_dict()}  # fmt: skip
+    verdict = capacity.serve(
+        shape_of(base), base.version.bytes, body.replicas, body.tensor_parallel, box_facts(context)
+    )
+    return {
+        "object": "plan",
+        "kind": "serve",
+        "model": base.name,
+        "replicas": body.replicas,
+        "tensor_parallel": body.tensor_parallel,
+        **verdict.as_dict(),
+    }
 
 
 def _job(context: ControllerContext, body: JobPlan) -> dict[str, Any]:
@@ -93,7 +103,22 @@ def _job(context: ControllerContext, body: JobPlan) -> dict[str, Any]:
         raise refused(error, "hyperparameters") from error
     sizes = auto.allowed_sizes(fields["batch_size"], most, fields["micro_batch"], fields["tensor_parallel"])
     verdict = job_verdict(context, base, fields, sizes)
-    chosen = ("full", "lora_rank", "zero_stage", "precision", "offload", "activation_checkpointing", "batch_size",
-              "micro_batch", "max_length", "tensor_parallel")  # fmt: skip
-    return {"object": "plan", "kind": "job", "model": base.name,
-            "hyperparameters": {name: fields[name] for name in chosen}, **verdict.as_dict()}  # fmt: skip
+    chosen = (
+        "full",
+        "lora_rank",
+        "zero_stage",
+        "precision",
+        "offload",
+        "activation_checkpointing",
+        "batch_size",
+        "micro_batch",
+        "max_length",
+        "tensor_parallel",
+    )
+    return {
+        "object": "plan",
+        "kind": "job",
+        "model": base.name,
+        "hyperparameters": {name: fields[name] for name in chosen},
+        **verdict.as_dict(),
+    }

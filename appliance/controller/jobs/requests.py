@@ -90,8 +90,11 @@ def check(request: JobCreate) -> None:
             code="unsupported_method",
         )
     if request.suffix is not None and not is_suffix(request.suffix):
-        raise BadRequest(f"Invalid value for 'suffix': {shown(request.suffix)} was given, expected {SUFFIX_RULE}.",
-                         param="suffix", code="invalid_value")  # fmt: skip
+        raise BadRequest(
+            f"Invalid value for 'suffix': {shown(request.suffix)} was given, expected {SUFFIX_RULE}.",
+            param="suffix",
+            code="invalid_value",
+        )
     devices.check(request.min_devices, request.max_devices, request.allowed_sizes)
     check_metadata(request.metadata)
 
@@ -101,8 +104,11 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
     if metadata is None:
         return
     if len(metadata) > MAX_METADATA_PAIRS:
-        raise BadRequest(f"metadata has {len(metadata)} pairs; at most {MAX_METADATA_PAIRS} are allowed.",
-                         param="metadata", code="invalid_value")  # fmt: skip
+        raise BadRequest(
+            f"metadata has {len(metadata)} pairs; at most {MAX_METADATA_PAIRS} are allowed.",
+            param="metadata",
+            code="invalid_value",
+        )
     for key, value in metadata.items():
         if not 1 <= len(key) <= 64 or len(value) > 512:
             raise BadRequest(
@@ -127,15 +133,17 @@ def hyperparameters(request: JobCreate) -> tuple[dict[str, Any], str]:
         try:
             block = MethodBlock.model_validate(block)
         except ValidationError as error:
-            raise BadRequest(f"Invalid value for 'method.{name_of_method}': {shown(block)} was given, expected "
-                             "{'hyperparameters': {...}}.",
-                             param=f"method.{name_of_method}", code="invalid_value") from error  # fmt: skip
+            raise BadRequest(
+                f"Invalid value for 'method.{name_of_method}': {shown(block)} was given, expected "
+                "{'hyperparameters': {...}}.",
+                param=f"method.{name_of_method}",
+                code="invalid_value",
+            ) from error
     new = (block.hyperparameters if block else None) or {}
     for name in sorted(old.keys() & new.keys()):
         if old[name] != new[name]:
             raise BadRequest(
-                f"hyperparameters.{name} is {shown(old[name])} and {where}.{name} is "
-                f"{shown(new[name])}; give it once.",
+                f"hyperparameters.{name} is {shown(old[name])} and {where}.{name} is {shown(new[name])}; give it once.",
                 param=f"hyperparameters.{name}",
                 code="invalid_value",
             )

@@ -96,8 +96,13 @@ class JobValidation:
             if self._still_validating(job_id):
                 with db.transaction():
                     for line, reason in error.report.errors[:_LINES_AS_EVENTS]:
-                        add_message(db, job_id, f"line {line}: {reason}", level="error",
-                                    data={"param": error.param, "line": line, "reason": reason})  # fmt: skip
+                        add_message(
+                            db,
+                            job_id,
+                            f"line {line}: {reason}",
+                            level="error",
+                            data={"param": error.param, "line": line, "reason": reason},
+                        )
                     code = f"invalid_{error.param}"
                     fail(db, job_id, code, str(error), error.param)
         except InvalidHyperparameter as error:
@@ -166,8 +171,13 @@ class JobValidation:
         _, device_count = self.facts(context, base)
         by_batch, sizes = job_devices.sizes(row, resolved, device_count)
         if not sizes:
-            fail(db, row.id, "invalid_devices",
-                 job_devices.no_size(resolved, by_batch), "allowed_sizes" if row.asked_sizes else "min_devices")
+            fail(
+                db,
+                row.id,
+                "invalid_devices",
+                job_devices.no_size(resolved, by_batch),
+                "allowed_sizes" if row.asked_sizes else "min_devices",
+            )
             return
         verdict = job_verdict(context, base, resolved, sizes, method_of(row.method))
         if not verdict.fits:

@@ -44,7 +44,10 @@ def ask(context: ControllerContext, job_id: str, wanted: JobWanted, caller: Prin
                 add_message(db, job_id, _SAID[wanted])
             after = jobs.get(db, job_id)
     except IllegalTransition as error:
-        raise Conflict(f"The fine-tuning job {job_id} is {error.found}; it cannot be asked to {verb} any more.",
-                       param="fine_tune_id", code="invalid_job_state") from error  # fmt: skip
+        raise Conflict(
+            f"The fine-tuning job {job_id} is {error.found}; it cannot be asked to {verb} any more.",
+            param="fine_tune_id",
+            code="invalid_job_state",
+        ) from error
     context.scheduler.nudge(f"{verb} of {job_id}")
     return after

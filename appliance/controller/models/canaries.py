@@ -72,15 +72,24 @@ class Canaries:
         version = models.find_version(db, row.model, row.version)
         if version is None:
             have = ", ".join(known.version for known in models.list_versions(db, row.model))
-            raise NotFound(f"{row.model} has no version {shown(row.version)}; it has {have}.", param="version",
-                           code="version_not_found")  # fmt: skip
+            raise NotFound(
+                f"{row.model} has no version {shown(row.version)}; it has {have}.",
+                param="version",
+                code="version_not_found",
+            )
         running = canaries.find_running(db, row.model)
         if running is not None and running.version != row.version:
-            raise Conflict(f"{running.version} is the canary of {row.model}; promote it or roll it back first.",
-                           param="version", code="canary_running")  # fmt: skip
+            raise Conflict(
+                f"{running.version} is the canary of {row.model}; promote it or roll it back first.",
+                param="version",
+                code="canary_running",
+            )
         if row.version == row.before:
-            raise BadRequest(f"{row.version} is the version that {row.model} answers with already; name another one.",
-                             param="version", code="invalid_value")  # fmt: skip
+            raise BadRequest(
+                f"{row.version} is the version that {row.model} answers with already; name another one.",
+                param="version",
+                code="invalid_value",
+            )
         self._check_room(model, version)
         if running is not None:  # with other settings: what was counted stays
             row = replace(row, created_s=running.created_s)
@@ -88,8 +97,17 @@ class Canaries:
         self._leaving.discard(row.name)
         self._context.scheduler.reset_failures(row.name)
         self._context.scheduler.nudge(f"{row.name} takes {row.share:.0%} of the requests of {row.model}")
-        record(self._context, caller, "model.canary", row.model, version=row.version, share=row.share,
-               auto=bool(row.auto), watch_s=row.watch_s, min_requests=row.min_requests)  # fmt: skip
+        record(
+            self._context,
+            caller,
+            "model.canary",
+            row.model,
+            version=row.version,
+            share=row.share,
+            auto=bool(row.auto),
+            watch_s=row.watch_s,
+            min_requests=row.min_requests,
+        )
 
     async def promote(self, model: str, caller: Principal, reason: str = "asked for") -> dict[str, Any]:
         """The canary becomes the version that answers. Raises Conflict: there is none, or the swap failed, in which
@@ -100,12 +118,20 @@ class Canaries:
             try:
                 measured = await switch(self._context, found, row.version, f"{row.name} is promoted: {reason}")
             except SwapFailed as error:
-                record(self._context, caller, "model.promote", model, outcome="failed", to=row.version,
-                       error=str(error))  # fmt: skip
+                record(
+                    self._context, caller, "model.promote", model, outcome="failed", to=row.version, error=str(error)
+                )
                 raise Conflict(f"The promotion did not happen: {error}", param="version", code="swap_failed") from error
             self._end(row, "promoted", reason, compared)
-            record(self._context, caller, "model.promote", model, before=found.active_version, to=row.version,
-                   reason=reason)  # fmt: skip
+            record(
+                self._context,
+                caller,
+                "model.promote",
+                model,
+                before=found.active_version,
+                to=row.version,
+                reason=reason,
+            )
             return {"model": model, "from": found.active_version, "to": row.version, "swap": measured}
 
     async def roll_back(self, model: str, caller: Principal, reason: str = "asked for") -> dict[str, Any]:
@@ -113,8 +139,15 @@ class Canaries:
         async with self._ending:
             row, found = self._running(model), self._model(model)
             self._end(row, "rolled_back", reason, self.compared(row))
-            record(self._context, caller, "model.rollback", model, before=row.version, to=found.active_version,
-                   reason=reason)  # fmt: skip
+            record(
+                self._context,
+                caller,
+                "model.rollback",
+                model,
+                before=row.version,
+                to=found.active_version,
+                reason=reason,
+            )
             return {"model": model, "from": row.version, "to": found.active_version, "swap": {}}
 
     def view(self, row: CanaryRow, now_s: float) -> dict[str, Any]:
@@ -122,21 +155,32 @@ class Canaries:
         running = row.state == "running"
         decision = self.decision(row, now_s) if running else None
         return {
-            "model": row.model, "name": row.name, "version": row.version, "before": row.before, "share": row.share,
-            "auto": bool(row.auto), "watch_s": row.watch_s, "min_requests": row.min_requests, "state": row.state,
-            "created_s": row.created_s, "ended_s": row.ended_s, "reason": row.reason or None,
+            "model": row.model,
+            "name": row.name,
+            "version": row.version,
+            "before": row.before,
+            "share": row.share,
+            "auto": bool(row.auto),
+            "watch_s": row.watch_s,
+            "min_requests": row.min_requests,
+            "state": row.state,
+            "created_s": row.created_s,
+            "ended_s": row.ended_s,
+            "reason": row.reason or None,
             "decision": None if decision is None else asdict(decision),
             "message": self._message(row) if running else row.reason,
             "versions": self.compared(row) if running else row.compared,
-        }  # fmt: skip
+        }
 
     def decision(self, row: CanaryRow, now_s: float) -> Decision:
         active = self._model(row.model).active_version
         if active == row.version:
             return Decision("promote", f"{active} becomes the version that answers all requests")
         if active != row.before:
-            return Decision("roll back", f"{active} became the version that answers while {row.version} was compared "
-                            f"with {row.before}")  # fmt: skip
+            return Decision(
+                "roll back",
+                f"{active} became the version that answers while {row.version} was compared with {row.before}",
+            )
         canary, stable = self._sides(row)
         watch = Watch(row.created_s, row.watch_s, row.min_requests)
         return decide(canary, stable, watch, now_s, self._failed(row.name))
@@ -150,12 +194,14 @@ class Canaries:
         """By version: {"requests", "errors", "first_byte_p95_s", "duration_p95_s", "valid_loss"}."""
         return {
             side.version: {
-                "requests": side.load.requests, "errors": side.load.errors,
-                "first_byte_p95_s": p95_s(side.load.first_byte), "duration_p95_s": p95_s(side.load.duration),
+                "requests": side.load.requests,
+                "errors": side.load.errors,
+                "first_byte_p95_s": p95_s(side.load.first_byte),
+                "duration_p95_s": p95_s(side.load.duration),
                 "valid_loss": side.valid_loss,
             }
             for side in self._sides(row)
-        }  # fmt: skip
+        }
 
     def _sides(self, row: CanaryRow) -> tuple[Side, Side]:
         counted = self._context.load().canaries.get((row.model, row.created_s), {})
@@ -197,9 +243,12 @@ class Canaries:
         active = models.find_version(self._context.db, model.id, model.active_version or "")
         is_adapter = bool(version.meta.get("adapter"))
         if active is not None and is_adapter is not bool(active.meta.get("adapter")):
-            raise Conflict(f"{version.version} and {model.active_version} of {model.id} are an adapter and whole "
-                           "weights, which are not served side by side under one name.", param="version",
-                           code="versions_differ_in_kind")  # fmt: skip
+            raise Conflict(
+                f"{version.version} and {model.active_version} of {model.id} are an adapter and whole "
+                "weights, which are not served side by side under one name.",
+                param="version",
+                code="versions_differ_in_kind",
+            )
         have, needed = len(self._context.scheduler.status()["devices"]), 2 * deployment.tensor_parallel
         if not is_adapter and have < needed:
             raise Conflict(
@@ -210,8 +259,9 @@ class Canaries:
                 code="no_room_for_canary",
             )
 
-    def _end(self, row: CanaryRow, state: Literal["promoted", "rolled_back"], reason: str,
-             compared: dict[str, Any]) -> None:  # fmt: skip
+    def _end(
+        self, row: CanaryRow, state: Literal["promoted", "rolled_back"], reason: str, compared: dict[str, Any]
+    ) -> None:
         canaries.end(self._context.db, row.model, state, reason, now_s=time.time(), compared=compared)
         self._leaving.add(row.name)
         self._context.scheduler.nudge(f"{row.name} is a canary no more")
@@ -220,13 +270,15 @@ class Canaries:
     def _running(self, model: str) -> CanaryRow:
         row = canaries.find_running(self._context.db, model)
         if row is None:
-            raise Conflict(f"{shown(model)} has no canary; `appliance model canary` begins one.", param="model",
-                           code="no_canary")  # fmt: skip
+            raise Conflict(
+                f"{shown(model)} has no canary; `appliance model canary` begins one.", param="model", code="no_canary"
+            )
         return row
 
     def _model(self, name: str) -> ModelRow:
         row = models.find(self._context.db, name)
         if row is None:
-            raise NotFound(f"The model {shown(name)} does not exist on this box.", param="model",
-                           code="model_not_found")  # fmt: skip
+            raise NotFound(
+                f"The model {shown(name)} does not exist on this box.", param="model", code="model_not_found"
+            )
         return row

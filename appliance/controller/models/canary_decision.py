@@ -57,30 +57,45 @@ def decide(canary: Side, stable: Side, watch: Watch, now_s: float, failed_reason
     if canary.valid_loss is not None and stable.valid_loss is not None:
         worse = canary.valid_loss - stable.valid_loss
         if worse > LOSS_BOUND_NATS or math.isnan(canary.valid_loss):
-            return Decision("roll back", f"the held-out loss of {canary.version} is {canary.valid_loss:.4f}, that of "
-                            f"{stable.version} {stable.valid_loss:.4f}")  # fmt: skip
+            return Decision(
+                "roll back",
+                f"the held-out loss of {canary.version} is {canary.valid_loss:.4f}, that of "
+                f"{stable.version} {stable.valid_loss:.4f}",
+            )
     new, old = canary.load, stable.load
     chance = chance_of_errors(new.errors, new.requests, old.errors, old.requests)
     if chance < ERROR_CHANCE:
-        return Decision("roll back", f"{canary.version} failed {new.errors} of {new.requests} requests, "
-                        f"{stable.version} {old.errors} of {old.requests}")  # fmt: skip
+        return Decision(
+            "roll back",
+            f"{canary.version} failed {new.errors} of {new.requests} requests, "
+            f"{stable.version} {old.errors} of {old.requests}",
+        )
     few = [
         f"{side.version} answered {side.load.requests} of {watch.min_requests} requests"
-        for side in (canary, stable) if side.load.requests < watch.min_requests
-    ]  # fmt: skip
+        for side in (canary, stable)
+        if side.load.requests < watch.min_requests
+    ]
     left_s = watch.since_s + watch.watch_s - now_s
     if few:
         return Decision("wait", "; ".join(few))
     if left_s > 0:
         return Decision("wait", f"watched for {math.ceil(left_s)} s more")
-    for what, mine, its in (("time to first byte", new.first_byte, old.first_byte),
-                            ("duration", new.duration, old.duration)):  # fmt: skip
+    for what, mine, its in (
+        ("time to first byte", new.first_byte, old.first_byte),
+        ("duration", new.duration, old.duration),
+    ):
         slow, usual = p95_s(mine), p95_s(its)
         if slow is not None and usual is not None and slow > SLOWER_FACTOR * usual + SLOWER_SLACK_S:
-            return Decision("roll back", f"the {what} of {canary.version} is {slow:.3g} s for 95 of 100 requests, "
-                            f"that of {stable.version} {usual:.3g} s")  # fmt: skip
-    return Decision("promote", f"{canary.version} is as good as {stable.version}: {new.errors} of {new.requests} "
-                    f"requests failed, with {stable.version} {old.errors} of {old.requests}")  # fmt: skip
+            return Decision(
+                "roll back",
+                f"the {what} of {canary.version} is {slow:.3g} s for 95 of 100 requests, "
+                f"that of {stable.version} {usual:.3g} s",
+            )
+    return Decision(
+        "promote",
+        f"{canary.version} is as good as {stable.version}: {new.errors} of {new.requests} "
+        f"requests failed, with {stable.version} {old.errors} of {old.requests}",
+    )
 
 
 def p95_s(counts: Mapping[int, int]) -> float | None:

@@ -90,8 +90,9 @@ def gb(count_bytes: int) -> str:
     return f"{count_bytes / 1e9:.2f} GB" if abs(count_bytes) >= 1e9 else f"{count_bytes / 1e6:.1f} MB"
 
 
-def job(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts,
-        method: Method = DEFAULT) -> Verdict:  # fmt: skip
+def job(
+    shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts, method: Method = DEFAULT
+) -> Verdict:
     """A fine-tuning job whose TrainSpec has `fields`, at any of the world sizes `sizes`.
 
     It needs its ranks' memory on the devices, in host memory what offloading puts there, and in the store room for its
@@ -139,10 +140,13 @@ def job(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box:
         | {"device_bytes": box.takes(memory[shown]), "room_bytes": box.room_per_rank(shown)},
         "offload": {"host_bytes": offload.bytes, "host_memory_bytes": box.host_memory_bytes},
         "host": {
-            "version_bytes": version, "snapshot_bytes": snapshot, "needed_bytes": needed,
-            "room_bytes": box.store_room_bytes, "budget_bytes": budget,
+            "version_bytes": version,
+            "snapshot_bytes": snapshot,
+            "needed_bytes": needed,
+            "room_bytes": box.store_room_bytes,
+            "budget_bytes": budget,
         },
-    }  # fmt: skip
+    }
     instead = tuple(_smaller_jobs(shape, fields, sizes, box, method)) if not fitting or offload.problems() else ()
     return Verdict(not problems, tuple(problems), instead, numbers, waits, tuple(warnings), fitting)
 
@@ -181,8 +185,14 @@ class _Offload:
         return None if not self.bytes or host is None or self.box.on_host else host - stored_bytes
 
 
-def serve(shape: ModelShape, weight_bytes: int, replicas: int, tensor_parallel: int, box: BoxFacts,
-          kv_cache_bytes: int | None = None) -> Verdict:  # fmt: skip
+def serve(
+    shape: ModelShape,
+    weight_bytes: int,
+    replicas: int,
+    tensor_parallel: int,
+    box: BoxFacts,
+    kv_cache_bytes: int | None = None,
+) -> Verdict:
     """`replicas` engines of a model of `weight_bytes`, each over `tensor_parallel` devices.
 
     kv_cache_bytes: per device, as configured; None takes the default on CPU and what is left on a GPU.
@@ -198,11 +208,13 @@ def serve(shape: ModelShape, weight_bytes: int, replicas: int, tensor_parallel: 
     needed = weights + reserve + kv_cache_bytes
     widest = box.node_devices or box.devices
     if tensor_parallel > widest:
-        problems.append(f"A replica over {tensor_parallel} devices needs them side by side; the largest node has "
-                        f"{widest}.")  # fmt: skip
+        problems.append(
+            f"A replica over {tensor_parallel} devices needs them side by side; the largest node has {widest}."
+        )
     elif used > box.devices:
-        problems.append(f"{replicas} replicas over {tensor_parallel} devices each need {used} devices; the box has "
-                        f"{box.devices}.")  # fmt: skip
+        problems.append(
+            f"{replicas} replicas over {tensor_parallel} devices each need {used} devices; the box has {box.devices}."
+        )
         if box.devices // tensor_parallel:
             instead.append(f"{_replicas(box.devices // tensor_parallel)} over {_devices(tensor_parallel)} each")
     if needed > room:
@@ -213,29 +225,43 @@ def serve(shape: ModelShape, weight_bytes: int, replicas: int, tensor_parallel: 
         instead += _other_serving(weight_bytes, reserve, kv_cache_bytes, replicas, tensor_parallel, box)
     budget = box.store_budget_bytes
     if budget is not None and weight_bytes > budget:
-        problems.append(f"The weights take {gb(weight_bytes)} of shared memory; the store's budget is {gb(budget)} "
-                        "(weights.budget_bytes).")  # fmt: skip
+        problems.append(
+            f"The weights take {gb(weight_bytes)} of shared memory; the store's budget is {gb(budget)} "
+            "(weights.budget_bytes)."
+        )
     staged = budget is None or 2 * weight_bytes <= budget
-    warnings = () if staged else (
-        f"A second version ({gb(weight_bytes)}) does not fit beside this one in the store's {gb(budget or 0)}: the old "
-        "one must be on disk before a new one is published.",
-    )  # fmt: skip
+    warnings = (
+        ()
+        if staged
+        else (
+            f"A second version ({gb(weight_bytes)}) does not fit beside this one in the store's {gb(budget or 0)}: the "
+            "old one must be on disk before a new one is published.",
+        )
+    )
     per_token = shape.kv_bytes_per_token // tensor_parallel
     numbers = {
         "devices": used,
         "device": {
-            "weights_bytes": weights, "kv_cache_bytes": kv_cache_bytes, "engine_bytes": reserve,
-            "device_bytes": needed, "room_bytes": room,
+            "weights_bytes": weights,
+            "kv_cache_bytes": kv_cache_bytes,
+            "engine_bytes": reserve,
+            "device_bytes": needed,
+            "room_bytes": room,
             "kv_cache_tokens": kv_cache_bytes // per_token if per_token else None,
         },
-        "host": {"version_bytes": weight_bytes, "staged_bytes": 2 * weight_bytes, "room_bytes": box.store_room_bytes,
-                 "budget_bytes": budget},
-    }  # fmt: skip
+        "host": {
+            "version_bytes": weight_bytes,
+            "staged_bytes": 2 * weight_bytes,
+            "room_bytes": box.store_room_bytes,
+            "budget_bytes": budget,
+        },
+    }
     return Verdict(not problems, tuple(problems), tuple(instead), numbers, "", warnings)
 
 
-def _smaller_jobs(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts,
-                  method: Method) -> Iterator[str]:  # fmt: skip
+def _smaller_jobs(
+    shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[int], box: BoxFacts, method: Method
+) -> Iterator[str]:
     """Changes that make it fit: the mildest two, and adapters in place of every weight."""
     thrifty = {"activation_checkpointing": True, "zero_stage": 3}
     cut = fields.get("tensor_parallel", 1) > 1
@@ -251,8 +277,12 @@ def _smaller_jobs(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[
     if fields["offload"] != "none":
         changes.append(("offload none", {"offload": "none"}))
     if not cut and fields["offload"] == "none" and not box.on_host:
-        changes.append(("zero_stage 3 with activation_checkpointing true and offload optimizer",
-                        thrifty | {"offload": "optimizer"}))  # fmt: skip
+        changes.append(
+            (
+                "zero_stage 3 with activation_checkpointing true and offload optimizer",
+                thrifty | {"offload": "optimizer"},
+            )
+        )
     tried = ((name, {**fields, **change}) for name, change in changes)
     mild = (text for name, other in tried if (text := _fitting(shape, other, name, sizes, box, method)))
     yield from islice(mild, 2)
@@ -263,8 +293,9 @@ def _smaller_jobs(shape: ModelShape, fields: Mapping[str, Any], sizes: Sequence[
             yield text
 
 
-def _fitting(shape: ModelShape, fields: Mapping[str, Any], name: str, sizes: Sequence[int], box: BoxFacts,
-             method: Method) -> str:  # fmt: skip
+def _fitting(
+    shape: ModelShape, fields: Mapping[str, Any], name: str, sizes: Sequence[int], box: BoxFacts, method: Method
+) -> str:
     stored = estimate.version_bytes(shape, fields)
     for size in reversed(sizes):
         needs = method.rank_memory(shape, fields, size)
@@ -273,8 +304,9 @@ def _fitting(shape: ModelShape, fields: Mapping[str, Any], name: str, sizes: Seq
     return ""
 
 
-def _other_serving(weight_bytes: int, reserve: int, kv_bytes: int, replicas: int, tensor_parallel: int,
-                   box: BoxFacts) -> Iterator[str]:  # fmt: skip
+def _other_serving(
+    weight_bytes: int, reserve: int, kv_bytes: int, replicas: int, tensor_parallel: int, box: BoxFacts
+) -> Iterator[str]:
     kv_bytes = kv_bytes if box.on_host else min(kv_bytes, LEAST_KV_BYTES)
     for fewer in range(replicas - 1, 0, -1):
         used = fewer * tensor_parallel

@@ -41,12 +41,19 @@ async def remove(context: ControllerContext, found: Resolved, caller: Principal)
     if found.checkpoint or found.pinned:
         version = found.version
         if model.active_version == version.version:
-            raise Conflict(f"{found.name} is the active version of {model.id}; roll back to another version first, "
-                           "or delete the model.", param="model", code="version_in_use")  # fmt: skip
+            raise Conflict(
+                f"{found.name} is the active version of {model.id}; roll back to another version first, "
+                "or delete the model.",
+                param="model",
+                code="version_in_use",
+            )
         running = canaries.find_running(db, model.id)
         if running is not None and running.version == version.version:
-            raise Conflict(f"{version.version} is the canary of {model.id}; promote it or roll it back first.",
-                           param="model", code="version_in_use")  # fmt: skip
+            raise Conflict(
+                f"{version.version} is the canary of {model.id}; promote it or roll it back first.",
+                param="model",
+                code="version_in_use",
+            )
         models.delete_version(db, model.id, version.version)
         await _unload(context, [version])
         await context.model_ops.remove(model.id, [place(version)])
@@ -77,8 +84,9 @@ def _refuse_if_in_use(context: ControllerContext, found: Resolved, caller: Princ
         if job.wanted != "cancel" and (job.model in (found.name, found.model.id) or job.output_model == found.model.id):
             own = caller.viewer in (None, job.owner)
             raise Conflict(
-                f"{found.name} is used by the fine-tuning job {job.id}; cancel the job or wait for its end." if own else
-                f"{found.name} is used by a fine-tuning job of somebody whom it is shared with; wait for its end.",
+                f"{found.name} is used by the fine-tuning job {job.id}; cancel the job or wait for its end."
+                if own
+                else f"{found.name} is used by a fine-tuning job of somebody whom it is shared with; wait for its end.",
                 param="model",
                 code="model_in_use",
             )

@@ -51,13 +51,20 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
     @router.post("")
     async def create(body: BatchCreate, request: Request, caller: Caller) -> dict[str, Any]:
         if body.endpoint not in ENDPOINTS:
-            raise BadRequest(f"Invalid value for 'endpoint': {shown(body.endpoint)} was given, expected one of "
-                             f"{', '.join(ENDPOINTS)}.", param="endpoint", code="invalid_value")  # fmt: skip
+            raise BadRequest(
+                f"Invalid value for 'endpoint': {shown(body.endpoint)} was given, expected one of "
+                f"{', '.join(ENDPOINTS)}.",
+                param="endpoint",
+                code="invalid_value",
+            )
         check_metadata(body.metadata)
         file = files.known_file(context, body.input_file_id, caller, "input_file_id")
         if file.purpose != "batch":
-            raise BadRequest(f"The file {file.id} has the purpose {file.purpose!r}; a batch reads one of purpose "
-                             "'batch'.", param="input_file_id", code="invalid_file_purpose")  # fmt: skip
+            raise BadRequest(
+                f"The file {file.id} has the purpose {file.purpose!r}; a batch reads one of purpose 'batch'.",
+                param="input_file_id",
+                code="invalid_file_purpose",
+            )
         attempt = idempotency.Attempt.of(request, caller, ROUTE, body.model_dump())
         with db.transaction():
             earlier = idempotency.find(db, attempt, context.config)
@@ -66,10 +73,16 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
                 context.quotas.check_batch(caller)
                 now_s = time.time()
                 row = BatchRow(
-                    id=new_id("batch_"), endpoint=body.endpoint, input_file_id=file.id, created_s=now_s,
-                    expires_s=now_s + WINDOW_S, key_id=caller.key_id, owner=caller.owner, metadata=body.metadata,
+                    id=new_id("batch_"),
+                    endpoint=body.endpoint,
+                    input_file_id=file.id,
+                    created_s=now_s,
+                    expires_s=now_s + WINDOW_S,
+                    key_id=caller.key_id,
+                    owner=caller.owner,
+                    metadata=body.metadata,
                     output_keep_s=body.output_expires_after.seconds if body.output_expires_after else None,
-                )  # fmt: skip
+                )
                 batches.insert(db, row)
                 idempotency.remember(db, attempt, row.id)
                 runner.begin(row.id)
@@ -91,8 +104,9 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
             batches.update(db, row.id, status="cancelling", cancelling_s=time.time())
             runner.poke(row.id)
         elif row.status not in ("cancelling", "cancelled"):
-            raise Conflict(f"Cannot cancel a batch with status '{row.status}'.", param="batch_id",
-                           code="batch_not_cancellable")  # fmt: skip
+            raise Conflict(
+                f"Cannot cancel a batch with status '{row.status}'.", param="batch_id", code="batch_not_cancellable"
+            )
         return _view(_known(context, batch_id, caller), runner, caller)
 
     return router

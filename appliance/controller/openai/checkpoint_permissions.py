@@ -39,8 +39,11 @@ def routes(context: ControllerContext) -> APIRouter:
 
     def check(name: str) -> None:
         if resolve(db, name) is None:
-            raise NotFound(f"The checkpoint {shown(name)} does not exist.",
-                           param="fine_tuned_model_checkpoint", code="checkpoint_not_found")  # fmt: skip
+            raise NotFound(
+                f"The checkpoint {shown(name)} does not exist.",
+                param="fine_tuned_model_checkpoint",
+                code="checkpoint_not_found",
+            )
 
     @router.post("/{name:path}/permissions")
     async def create(name: str, body: PermissionCreate) -> dict[str, Any]:
@@ -54,8 +57,12 @@ def routes(context: ControllerContext) -> APIRouter:
                     job_records.insert_permission(db, row)
                 made.append(views.permission_object(row))
         return {
-            "object": "list", "data": made, "first_id": made[0]["id"], "last_id": made[-1]["id"], "has_more": False,
-        }  # fmt: skip
+            "object": "list",
+            "data": made,
+            "first_id": made[0]["id"],
+            "last_id": made[-1]["id"],
+            "has_more": False,
+        }
 
     @router.get("/{name:path}/permissions")
     async def list_permissions(
@@ -77,8 +84,11 @@ def routes(context: ControllerContext) -> APIRouter:
         try:
             job_records.delete_permission(db, name, permission_id)
         except RowNotFound as error:
-            raise NotFound(f"The permission {shown(permission_id)} does not exist for {shown(name)}.",
-                           param="permission_id", code="permission_not_found") from error  # fmt: skip
+            raise NotFound(
+                f"The permission {shown(permission_id)} does not exist for {shown(name)}.",
+                param="permission_id",
+                code="permission_not_found",
+            ) from error
         return {"id": permission_id, "object": "checkpoint.permission", "deleted": True}
 
     return router

@@ -56,10 +56,12 @@ def routes(context: ControllerContext, validation: JobValidation) -> APIRouter:
             add_message(db, row.id, f"Created fine-tuning job: {row.id}")
             if body.integrations:
                 add_message(
-                    db, row.id, level="warn",
+                    db,
+                    row.id,
+                    level="warn",
                     text="The wandb integration is recorded but not contacted: this box sends nothing out. "
                     "Metrics are in this job's events and in TensorBoard files.",
-                )  # fmt: skip
+                )
             idempotency.remember(db, attempt, row.id)
         validation.start(row.id)
         return shown_job(row, caller)
@@ -107,11 +109,17 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     requests.check(body)
     base = resolve(context.db, body.model) if caller_may_use(context.db, caller, body.model) else None
     if base is None:
-        raise NotFound(f"The model {shown(body.model)} does not exist on this box; GET /v1/models lists those that do.",
-                       param="model", code="model_not_found")  # fmt: skip
+        raise NotFound(
+            f"The model {shown(body.model)} does not exist on this box; GET /v1/models lists those that do.",
+            param="model",
+            code="model_not_found",
+        )
     if base.model.task != "generate":
-        raise BadRequest(f"The model {shown(body.model)} makes embeddings; only text-generating models can be tuned.",
-                         param="model", code="model_not_supported")  # fmt: skip
+        raise BadRequest(
+            f"The model {shown(body.model)} makes embeddings; only text-generating models can be tuned.",
+            param="model",
+            code="model_not_supported",
+        )
     training = _data_file(context, body.training_file, "training_file", caller)
     if body.validation_file is not None:
         _data_file(context, body.validation_file, "validation_file", caller)
@@ -122,22 +130,33 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
     stats, device_count = JobValidation.facts(context, base)
     try:
         # Only to refuse what is wrong while the client listens; the values are worked out again from the checked data.
-        resolved = requests.resolve(
-            method, given, training, stats, min(body.max_devices or device_count, device_count)
-        )
+        resolved = requests.resolve(method, given, training, stats, min(body.max_devices or device_count, device_count))
     except InvalidHyperparameter as error:
         raise requests.refused(error, where) from error
     row = JobRow(
-        id=new_id("ftjob-"), key_id=caller.key_id, model=body.model, method=method.name,
-        training_file=body.training_file, validation_file=body.validation_file, suffix=body.suffix,
-        seed=secrets.randbelow(2**31) if body.seed is None else body.seed, metadata=body.metadata,
+        id=new_id("ftjob-"),
+        key_id=caller.key_id,
+        model=body.model,
+        method=method.name,
+        training_file=body.training_file,
+        validation_file=body.validation_file,
+        suffix=body.suffix,
+        seed=secrets.randbelow(2**31) if body.seed is None else body.seed,
+        metadata=body.metadata,
         integrations=[item.model_dump(exclude_none=True) for item in body.integrations or []] or None,
-        hyperparameters=given, priority=body.priority, min_devices=body.min_devices, max_devices=body.max_devices,
-        asked_sizes=sorted(set(body.allowed_sizes)) if body.allowed_sizes else None, deadline_s=body.deadline_s,
-        preemptible=int(body.preemptible), held=int(body.held), owner=caller.owner,
+        hyperparameters=given,
+        priority=body.priority,
+        min_devices=body.min_devices,
+        max_devices=body.max_devices,
+        asked_sizes=sorted(set(body.allowed_sizes)) if body.allowed_sizes else None,
+        deadline_s=body.deadline_s,
+        preemptible=int(body.preemptible),
+        held=int(body.held),
+        owner=caller.owner,
         output_model=fine_tuned_name(root_base(context.db, base.model), context.config.organization, body.suffix),
-        created_s=time.time(), reason="the training file is being validated",
-    )  # fmt: skip
+        created_s=time.time(),
+        reason="the training file is being validated",
+    )
     devices.check_sizes(row, resolved, nodes)
     return row
 
@@ -145,8 +164,11 @@ def _new_job(context: ControllerContext, body: JobCreate, caller: Principal) -> 
 def _data_file(context: ControllerContext, file_id: str, param: str, caller: Principal) -> FileRow:
     row = files.find(context.db, file_id, viewer=caller.viewer, now_s=time.time())
     if row is None:
-        raise BadRequest(f"invalid {param}: {shown(file_id)} is no file on this box; upload it and pass its id.",
-                         param=param, code="file_not_found")  # fmt: skip
+        raise BadRequest(
+            f"invalid {param}: {shown(file_id)} is no file on this box; upload it and pass its id.",
+            param=param,
+            code="file_not_found",
+        )
     if row.purpose != "fine-tune":
         raise BadRequest(
             f"invalid {param}: {shown(file_id)} was uploaded for '{row.purpose}'; expected purpose 'fine-tune'.",
@@ -163,13 +185,17 @@ def _metadata_filter(request: Request) -> tuple[dict[str, str], bool]:
     for name, value in request.query_params.multi_items():
         if name == "metadata":
             if value != "null":
-                raise BadRequest(f"metadata={shown(value)}: expected metadata[key]=value, or metadata=null.",
-                                 param="metadata", code="invalid_value")  # fmt: skip
+                raise BadRequest(
+                    f"metadata={shown(value)}: expected metadata[key]=value, or metadata=null.",
+                    param="metadata",
+                    code="invalid_value",
+                )
             null = True
         elif name.startswith("metadata[") and name.endswith("]"):
             pairs[name[len("metadata[") : -1]] = value
     if pairs and null:
-        raise BadRequest("metadata=null and metadata[key]=value exclude each other.",
-                         param="metadata", code="invalid_value")  # fmt: skip
+        raise BadRequest(
+            "metadata=null and metadata[key]=value exclude each other.", param="metadata", code="invalid_value"
+        )
     requests.check_metadata(pairs)
     return pairs, null

@@ -71,21 +71,33 @@ def routes(context: ControllerContext) -> APIRouter:
         found = usable_model(context, name, caller)
         model = found.model
         if found.checkpoint or found.pinned:
-            raise BadRequest(f"{shown(name)} is a version of {model.id}; a model is shared as a whole.", param="model",
-                             code="invalid_value")  # fmt: skip
+            raise BadRequest(
+                f"{shown(name)} is a version of {model.id}; a model is shared as a whole.",
+                param="model",
+                code="invalid_value",
+            )
         _refuse_unless_own(model, caller, "share")
         if not body.owners and not body.everybody:
-            raise BadRequest("Give 'owners', or 'everybody': true.", param="owners",
-                             code="missing_required_parameter")  # fmt: skip
+            raise BadRequest("Give 'owners', or 'everybody': true.", param="owners", code="missing_required_parameter")
         change = models.unshare if body.stop else models.share
         with db.transaction():
             for owner in [*body.owners, *([models.EVERYBODY] if body.everybody else [])]:
                 change(db, model.id, owner)
             if not body.stop and len(models.shared_with(db, model.id)) > MAX_SHARED_WITH and not caller.is_admin:
-                raise BadRequest(f"{shown(model.id)} would be shared with more than {MAX_SHARED_WITH} owners; share it "
-                                 "with everybody, or with fewer.", param="owners", code="too_many_owners")  # fmt: skip
-            record(context, caller, "model.unshare" if body.stop else "model.share", model.id, owners=body.owners,
-                   everybody=body.everybody)  # fmt: skip
+                raise BadRequest(
+                    f"{shown(model.id)} would be shared with more than {MAX_SHARED_WITH} owners; share it "
+                    "with everybody, or with fewer.",
+                    param="owners",
+                    code="too_many_owners",
+                )
+            record(
+                context,
+                caller,
+                "model.unshare" if body.stop else "model.share",
+                model.id,
+                owners=body.owners,
+                everybody=body.everybody,
+            )
         context.models_shared()
         return {"id": model.id, "object": "model", **_audience(db, model)}
 
@@ -105,9 +117,10 @@ class Share(BaseModel):
 def _audience(db: Database, model: ModelRow) -> dict[str, Any]:
     shares = models.shared_with(db, model.id)
     return {
-        "owner": model.owner or None, "shared_with_everybody": models.EVERYBODY in shares,
+        "owner": model.owner or None,
+        "shared_with_everybody": models.EVERYBODY in shares,
         "shared_with": [owner for owner in shares if owner != models.EVERYBODY],
-    }  # fmt: skip
+    }
 
 
 def _shown(db: Database, found: Resolved, caller: Principal, states: ModelStates) -> dict[str, Any]:
@@ -119,8 +132,12 @@ def _shown(db: Database, found: Resolved, caller: Principal, states: ModelStates
 def _refuse_unless_own(model: ModelRow, caller: Principal, verb: str) -> None:
     """Of a model that the caller sees. Raises ApiError."""
     if caller.viewer not in (None, model.owner):
-        raise ApiError(403, f"{shown(model.id)} is another's model, shared with you; its owner or an operator can "
-                       f"{verb} it.", param="model", code="insufficient_permissions")  # fmt: skip
+        raise ApiError(
+            403,
+            f"{shown(model.id)} is another's model, shared with you; its owner or an operator can {verb} it.",
+            param="model",
+            code="insufficient_permissions",
+        )
 
 
 def usable_model(context: ControllerContext, name: str, caller: Principal) -> Resolved:
@@ -128,5 +145,3 @@ def usable_model(context: ControllerContext, name: str, caller: Principal) -> Re
     if not caller_may_use(context.db, caller, name):
         raise unknown_model(name)
     return known_model(context, name)
-
-

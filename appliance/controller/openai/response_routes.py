@@ -41,9 +41,12 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
         if not isinstance(body, dict) or body.get("background") is not True:
             raise BadRequest("Only a response in background is asked for here.", param="background")
         if not context.config.responses_kept_days:
-            raise BadRequest("This box stores no responses (responses_kept_days is 0), and what is answered in "
-                             "background has to be stored.", param="background",
-                             code="unsupported_parameter")  # fmt: skip
+            raise BadRequest(
+                "This box stores no responses (responses_kept_days is 0), and what is answered in "
+                "background has to be stored.",
+                param="background",
+                code="unsupported_parameter",
+            )
         previous = body.get("previous_response_id")
         if previous is not None:
             await stored.before(previous, caller.viewer)
@@ -63,9 +66,11 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
 
     @router.get("/{response_id}")
     async def retrieve(
-        response_id: str, caller: Caller, stream: bool = False,
+        response_id: str,
+        caller: Caller,
+        stream: bool = False,
         starting_after: Annotated[int | None, Query(ge=0, lt=2**31)] = None,
-    ) -> Response:  # fmt: skip
+    ) -> Response:
         row = await stored.find(response_id, caller.viewer)
         if not stream:
             return _json(row.response.encode())
@@ -89,9 +94,12 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
 
     @router.get("/{response_id}/input_items")
     async def input_items(
-        response_id: str, caller: Caller, after: After = None, limit: Limit = 20,
+        response_id: str,
+        caller: Caller,
+        after: After = None,
+        limit: Limit = 20,
         order: Literal["asc", "desc"] = "desc",
-    ) -> dict[str, Any]:  # fmt: skip
+    ) -> dict[str, Any]:
         found: list[dict[str, Any]] = []
         before_it = after is not None
         async for row in stored.turns(response_id, caller.viewer, newest_first=order == "desc"):
@@ -112,9 +120,12 @@ def routes(context: ControllerContext, stored: StoredResponses, background: Back
             raise BadRequest(f"No input item with id {shown(after)}.", param="after", code="invalid_cursor")
         page = found[:limit]
         return {
-            "object": "list", "data": page, "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None, "has_more": len(found) > limit,
-        }  # fmt: skip
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None,
+            "has_more": len(found) > limit,
+        }
 
     return router
 
@@ -144,11 +155,19 @@ def _queued(body: dict[str, Any], caller: Principal) -> ResponseRow:
     given, asked = orjson.dumps(items_of(body["input"])).decode(), orjson.dumps(body).decode()
     made = orjson.dumps(objects.queued(response_id, body, now_s)).decode()
     return ResponseRow(
-        id=response_id, key_id=caller.key_id or "", owner=caller.owner, status="queued", created_s=now_s, used_s=now_s,
-        background=1, request=asked,
-        bytes=len(given) + len(asked) + len(made), input=given, response=made,
+        id=response_id,
+        key_id=caller.key_id or "",
+        owner=caller.owner,
+        status="queued",
+        created_s=now_s,
+        used_s=now_s,
+        background=1,
+        request=asked,
+        bytes=len(given) + len(asked) + len(made),
+        input=given,
+        response=made,
         previous_id=body.get("previous_response_id"),
-    )  # fmt: skip
+    )
 
 
 async def _json_of(request: Request) -> Any:

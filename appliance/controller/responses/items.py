@@ -15,8 +15,14 @@ from appliance.gateway.routing.table import cache_salt
 from appliance.store.rows import ResponseRow
 
 Item = dict[str, Any]
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco",
-             "custom_tool_call": "ctc", "custom_tool_call_output": "ctco"}  # fmt: skip
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+}
 
 
 def items_of(given: Any) -> list[Item]:
@@ -73,9 +79,14 @@ def _shown(item: Item, response_id: str, place: int) -> Item:
 
 def _parts(content: Any, answered: bool) -> Any:
     if isinstance(content, str):
-        return [{"type": "output_text", "text": content, "annotations": []} if answered else
-                {"type": "input_text", "text": content}]  # fmt: skip
+        return [
+            {"type": "output_text", "text": content, "annotations": []}
+            if answered
+            else {"type": "input_text", "text": content}
+        ]
     if not isinstance(content, list):
         return content
-    return [{"detail": "auto", **part} if isinstance(part, dict) and part.get("type") == "input_image" else part
-            for part in content]  # fmt: skip
+    return [
+        {"detail": "auto", **part} if isinstance(part, dict) and part.get("type") == "input_image" else part
+        for part in content
+    ]

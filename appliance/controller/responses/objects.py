@@ -13,11 +13,24 @@ import orjson
 
 Object = dict[str, Any]
 _ASKED = {
-    "instructions": None, "max_output_tokens": None, "max_tool_calls": None, "metadata": None, "model": None,
-    "parallel_tool_calls": True, "previous_response_id": None, "reasoning": None, "service_tier": "auto",
-    "temperature": 1.0, "text": None, "tool_choice": "auto", "tools": [], "top_logprobs": None, "top_p": 1.0,
-    "truncation": "disabled", "user": None,
-}  # fmt: skip
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": None,
+    "model": None,
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "reasoning": None,
+    "service_tier": "auto",
+    "temperature": 1.0,
+    "text": None,
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": None,
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "user": None,
+}
 _ENDS = {"completed": "completed", "failed": "failed"}
 
 
@@ -25,9 +38,18 @@ def queued(response_id: str, request: Object, created_s: float) -> Object:
     """Of the request's body, with the API's own defaults."""
     asked = {name: default if request.get(name) is None else request[name] for name, default in _ASKED.items()}
     return {
-        "id": response_id, "object": "response", "created_at": int(created_s), "status": "queued", "background": True,
-        "error": None, "incomplete_details": None, "output": [], "store": True, "usage": None, **asked,
-    }  # fmt: skip
+        "id": response_id,
+        "object": "response",
+        "created_at": int(created_s),
+        "status": "queued",
+        "background": True,
+        "error": None,
+        "incomplete_details": None,
+        "output": [],
+        "store": True,
+        "usage": None,
+        **asked,
+    }
 
 
 def answered(before: Object, answer: Object) -> Object:
@@ -51,8 +73,7 @@ def events(response: Object) -> list[bytes]:
     """All events of its stream so far, each as it goes over the wire. While it goes on, more come behind these, and
     none of these changes: an event's place is its `sequence_number`."""
     return [
-        b"event: %b\ndata: %b\n\n"
-        % (kind.encode(), orjson.dumps({"type": kind, "sequence_number": place, **data}))
+        b"event: %b\ndata: %b\n\n" % (kind.encode(), orjson.dumps({"type": kind, "sequence_number": place, **data}))
         for place, (kind, data) in enumerate(_events(response))
     ]
 

@@ -73,8 +73,14 @@ class StoredResponses:
                 self._bytes += row.bytes
                 self._unchecked[row.key_id] += row.bytes + _ROW_BYTES
                 if row.previous_id is not None:
-                    responses.touch(self._db, row.previous_id, row.owner, max_turns=MAX_TURNS, now_s=row.used_s,
-                                    older_than_s=row.used_s - _TOUCH_EVERY_S)  # fmt: skip
+                    responses.touch(
+                        self._db,
+                        row.previous_id,
+                        row.owner,
+                        max_turns=MAX_TURNS,
+                        now_s=row.used_s,
+                        older_than_s=row.used_s - _TOUCH_EVERY_S,
+                    )
         for key_id in {row.key_id for row in rows if self._unchecked[row.key_id] > _LOOK_AFTER_BYTES}:
             self._keep_bounds(key_id)
         if self._bytes > self._config.responses_bytes:
@@ -89,8 +95,9 @@ class StoredResponses:
         """Raises NotFound, for others' too, and as late: how long it takes tells nobody that there is one."""
         row = await self._arrived(response_id, viewer)
         if row is None:
-            raise NotFound(f"Response with id {shown(response_id)} not found.", param="response_id",
-                           code="response_not_found")  # fmt: skip
+            raise NotFound(
+                f"Response with id {shown(response_id)} not found.", param="response_id", code="response_not_found"
+            )
         return row
 
     async def turns(self, response_id: str, viewer: str | None, *, newest_first: bool) -> AsyncIterator[ResponseRow]:
@@ -120,8 +127,11 @@ class StoredResponses:
         if first is not None and first.previous_id is not None:
             raise previous_not_found(first.previous_id)
         if not last.finished:
-            raise BadRequest(f"Previous response with id {shown(previous_id)} is {last.status}: wait for its end.",
-                             param="previous_response_id", code="previous_response_not_ready")  # fmt: skip
+            raise BadRequest(
+                f"Previous response with id {shown(previous_id)} is {last.status}: wait for its end.",
+                param="previous_response_id",
+                code="previous_response_not_ready",
+            )
         return ids
 
     async def items(self, ids: list[str]) -> AsyncIterator[list[Item]]:
@@ -212,14 +222,20 @@ class StoredResponses:
 
 
 def _too_long(response_id: str, most_bytes: int = CONVERSATION_BYTES) -> ApiError:
-    return BadRequest(f"The conversation up to {shown(response_id)} has more than {MAX_TURNS} turns or "
-                      f"{most_bytes} bytes: begin a new one.", param="previous_response_id",
-                      code="context_length_exceeded")  # fmt: skip
+    return BadRequest(
+        f"The conversation up to {shown(response_id)} has more than {MAX_TURNS} turns or "
+        f"{most_bytes} bytes: begin a new one.",
+        param="previous_response_id",
+        code="context_length_exceeded",
+    )
 
 
 def previous_not_found(response_id: str) -> ApiError:
-    return BadRequest(f"Previous response with id {shown(response_id)} not found.", param="previous_response_id",
-                      code="previous_response_not_found")  # fmt: skip
+    return BadRequest(
+        f"Previous response with id {shown(response_id)} not found.",
+        param="previous_response_id",
+        code="previous_response_not_found",
+    )
 
 
 def _is_an_engines(response_id: str) -> bool:
@@ -232,7 +248,14 @@ def _row(copy: dict[str, Any], owner: str) -> ResponseRow:
     response = copy["response"]
     given, answered = orjson.dumps(items_of(copy["input"])).decode(), orjson.dumps(response).decode()
     return ResponseRow(
-        id=str(response["id"]), key_id=str(copy["key"]), status=response["status"], used_s=time.time(),
-        created_s=float(response["created_at"]), bytes=len(given) + len(answered), input=given, response=answered,
-        previous_id=copy["previous"], owner=owner,
-    )  # fmt: skip
+        id=str(response["id"]),
+        key_id=str(copy["key"]),
+        status=response["status"],
+        used_s=time.time(),
+        created_s=float(response["created_at"]),
+        bytes=len(given) + len(answered),
+        input=given,
+        response=answered,
+        previous_id=copy["previous"],
+        owner=owner,
+    )

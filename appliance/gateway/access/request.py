@@ -78,9 +78,13 @@ class Request:
     def ids(self) -> dict[str, str]:
         """What a line of the log says of it (runtime.logs)."""
         return {
-            "request_id": self.request_id.decode(), "key_id": self.principal.id if self.principal is not None else "",
-            "model": self.model, "version": self.model_version, "replica": self.replica, "trace_id": self.trace_id,
-        }  # fmt: skip
+            "request_id": self.request_id.decode(),
+            "key_id": self.principal.id if self.principal is not None else "",
+            "model": self.model,
+            "version": self.model_version,
+            "replica": self.replica,
+            "trace_id": self.trace_id,
+        }
 
     @property
     def route_name(self) -> str:

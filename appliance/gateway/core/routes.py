@@ -75,13 +75,32 @@ EXACT: dict[bytes, Route] = {
 }
 
 
-def _control(path: str, methods: str, scopes: frozenset[str], *, name: str = "", upload: bool = False,
-             posts_to: bytes = b"", narrower: tuple[Route, ...] = (), ending: bytes = b"",
-             below: bool = False) -> Route:  # fmt: skip
+def _control(
+    path: str,
+    methods: str,
+    scopes: frozenset[str],
+    *,
+    name: str = "",
+    upload: bool = False,
+    posts_to: bytes = b"",
+    narrower: tuple[Route, ...] = (),
+    ending: bytes = b"",
+    below: bool = False,
+) -> Route:
     taken = frozenset(method.encode() for method in methods.split())
     shown = name or path.rpartition("/")[2]
-    return Route(shown, Kind.CONTROL, taken, scopes, path.encode(), upload=upload, posts_to=posts_to,
-                 narrower=narrower, ending=ending, below=below)  # fmt: skip
+    return Route(
+        shown,
+        Kind.CONTROL,
+        taken,
+        scopes,
+        path.encode(),
+        upload=upload,
+        posts_to=posts_to,
+        narrower=narrower,
+        ending=ending,
+        below=below,
+    )
 
 
 CONTROL: tuple[Route, ...] = (
@@ -90,14 +109,23 @@ CONTROL: tuple[Route, ...] = (
     _control("/v1/fine_tuning", "GET POST DELETE", _TUNE),
     _control("/v1/batches", "GET POST", _INF),
     _control("/v1/responses", "GET POST DELETE", _INF, name="stored responses", posts_to=b"/cancel"),
-    _control("/v1/models", "GET", _READ_MODELS, narrower=(
-        _control("/v1/models", "DELETE", _TUNE, below=True),
-        _control("/v1/models", "POST", _TUNE, ending=b"/share"),
-    )),
-    _control("/admin/v1", "GET POST PUT PATCH DELETE", frozenset({ADMIN}), name="admin", narrower=(
-        _control("/admin/v1", "GET", frozenset({ADMIN, READ}), name="admin"),
-    )),
-)  # fmt: skip
+    _control(
+        "/v1/models",
+        "GET",
+        _READ_MODELS,
+        narrower=(
+            _control("/v1/models", "DELETE", _TUNE, below=True),
+            _control("/v1/models", "POST", _TUNE, ending=b"/share"),
+        ),
+    ),
+    _control(
+        "/admin/v1",
+        "GET POST PUT PATCH DELETE",
+        frozenset({ADMIN}),
+        name="admin",
+        narrower=(_control("/admin/v1", "GET", frozenset({ADMIN, READ}), name="admin"),),
+    ),
+)
 
 # No dot segments, no empty segments, no backslash, neither plain nor percent-encoded: the path that is
 # checked here must be the path that the controller routes.

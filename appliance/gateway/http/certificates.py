@@ -78,13 +78,16 @@ class Certificate:
         """now_s: Unix time."""
         told = []
         if self.fault:
-            told.append(f"the endpoint's new certificate in {self._cert_path} is not taken up, the old one stays: "
-                        f"{self.fault}")  # fmt: skip
+            told.append(
+                f"the endpoint's new certificate in {self._cert_path} is not taken up, the old one stays: {self.fault}"
+            )
         left_s = self.expires_s - now_s
         if left_s <= SAID_BEFORE_S:
             when = f"expires in {left_s / 86400:.1f} days, at" if left_s > 0 else "has expired, at"
-            told.append(f"the endpoint's certificate {when} {_moment(self.expires_s)}; a new one in {self._cert_path} "
-                        "is taken up without a restart")  # fmt: skip
+            told.append(
+                f"the endpoint's certificate {when} {_moment(self.expires_s)}; a new one in {self._cert_path} "
+                "is taken up without a restart"
+            )
         return told
 
     def _hand_over(self, connection: ssl.SSLObject | ssl.SSLSocket, _name: str | None, _context: Any) -> None:

@@ -55,10 +55,19 @@ class AccessLog:
         if second != self._second:
             self._second, self._second_text = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second)).encode()
         received_s, first_byte_s, tokens, principal = (
-            request.received_s or now_s, request.first_byte_s, request.tokens, request.principal
-        )  # fmt: skip
-        who = ("" if principal is None else principal.id, request.path, request.method, request.model,
-               request.model_version, request.replica)  # fmt: skip
+            request.received_s or now_s,
+            request.first_byte_s,
+            request.tokens,
+            request.principal,
+        )
+        who = (
+            "" if principal is None else principal.id,
+            request.path,
+            request.method,
+            request.model,
+            request.model_version,
+            request.replica,
+        )
         self._lines.append(
             b"".join(
                 (
@@ -94,9 +103,13 @@ class AccessLog:
         """The fields that most lines have in common with an earlier one."""
         key_id, path, method, model, version, replica = who
         fields = {
-            "key_id": key_id or None, "method": method.decode("latin-1"), "path": path[:256].decode("latin-1"),
-            "model": model or None, "version": version or None, "replica": replica or None,
-        }  # fmt: skip
+            "key_id": key_id or None,
+            "method": method.decode("latin-1"),
+            "path": path[:256].decode("latin-1"),
+            "model": model or None,
+            "version": version or None,
+            "replica": replica or None,
+        }
         if len(self._who) >= _REMEMBERED:
             self._who.clear()  # paths are the clients' to choose
         self._who[who] = found = orjson.dumps(fields)[1:-1]

@@ -189,22 +189,41 @@ class Metrics:
     def families(self, gauges: Iterable[tuple[str, str, dict[str, str], float]]) -> list[Family]:
         """Everything. gauges: (name, help, labels, value), rows of one name adjacent."""
         found = [
-            Family("appliance_gateway_requests_total", "counter", "Requests answered, by route and status.", [
-                Sample("", labels({"route": route, "status": str(status)}), count)
-                for (route, status), count in sorted(self.requests.items())
-            ]),
-            Family("appliance_gateway_events_total", "counter", "Things that happened to requests, by kind.", [
-                Sample("", labels({"event": event}), count) for event, count in sorted(self.events.items())
-            ]),
-            Family("appliance_gateway_response_bytes_total", "counter", "Body bytes relayed to clients.", [
-                Sample("", "", self.response_bytes)
-            ]),
-            Family("appliance_gateway_added_seconds", "histogram",
-                   "From complete request to its sending upstream, unheld.", list(self.added.samples())),
-            Family("appliance_gateway_held_seconds", "histogram",
-                   "Time held requests waited for a replica.", list(self.held_for.samples())),
+            Family(
+                "appliance_gateway_requests_total",
+                "counter",
+                "Requests answered, by route and status.",
+                [
+                    Sample("", labels({"route": route, "status": str(status)}), count)
+                    for (route, status), count in sorted(self.requests.items())
+                ],
+            ),
+            Family(
+                "appliance_gateway_events_total",
+                "counter",
+                "Things that happened to requests, by kind.",
+                [Sample("", labels({"event": event}), count) for event, count in sorted(self.events.items())],
+            ),
+            Family(
+                "appliance_gateway_response_bytes_total",
+                "counter",
+                "Body bytes relayed to clients.",
+                [Sample("", "", self.response_bytes)],
+            ),
+            Family(
+                "appliance_gateway_added_seconds",
+                "histogram",
+                "From complete request to its sending upstream, unheld.",
+                list(self.added.samples()),
+            ),
+            Family(
+                "appliance_gateway_held_seconds",
+                "histogram",
+                "Time held requests waited for a replica.",
+                list(self.held_for.samples()),
+            ),
             *self._by_model(),
-        ]  # fmt: skip
+        ]
         for name, text, pairs, value in gauges:
             if found[-1].name != name:
                 found.append(Family(name, "gauge", text, []))
@@ -212,14 +231,27 @@ class Metrics:
         return found
 
     def _by_model(self) -> tuple[Family, ...]:
-        answered = Family("appliance_gateway_model_requests_total", "counter",
-                          "Inference requests ended, by model, version, key class and status.", [])  # fmt: skip
-        ttft = Family("appliance_gateway_time_to_first_byte_seconds", "histogram",
-                      "From complete request to the first body byte.", [])  # fmt: skip
-        duration = Family("appliance_gateway_request_seconds", "histogram",
-                          "From complete request to the end of its answer.", [])  # fmt: skip
-        per_token = Family("appliance_gateway_time_per_output_token_seconds", "histogram",
-                           "Streams: mean time from one token to the next.", [])  # fmt: skip
+        answered = Family(
+            "appliance_gateway_model_requests_total",
+            "counter",
+            "Inference requests ended, by model, version, key class and status.",
+            [],
+        )
+        ttft = Family(
+            "appliance_gateway_time_to_first_byte_seconds",
+            "histogram",
+            "From complete request to the first body byte.",
+            [],
+        )
+        duration = Family(
+            "appliance_gateway_request_seconds", "histogram", "From complete request to the end of its answer.", []
+        )
+        per_token = Family(
+            "appliance_gateway_time_per_output_token_seconds",
+            "histogram",
+            "Streams: mean time from one token to the next.",
+            [],
+        )
         rows = sorted((row for of_model in self.models.values() for row in of_model.items()), key=lambda row: row[0])
         for (model, version, kind), series in rows:
             pairs = {"model": model, "version": version, "key_class": kind}

@@ -89,8 +89,10 @@ class RequestSpans:
         request = self._request
         self._attempts += 1
         ids: dict[str, str | int] = {
-            "replica": request.replica, "version": request.model_version, "attempt": self._attempts,
-        }  # fmt: skip
+            "replica": request.replica,
+            "version": request.model_version,
+            "attempt": self._attempts,
+        }
         self._attempt = self._tracer.start_span("attempt", context=self._context, kind=SpanKind.CLIENT, attributes=ids)
         return _traceparent(self._attempt)
 
@@ -109,11 +111,14 @@ class RequestSpans:
         span, principal = self.span, request.principal
         span.set_attributes(
             {
-                "http.response.status_code": request.status, "model": request.model,
-                "version": request.model_version, "key_id": principal.id if principal is not None else "",
-                "prompt_tokens": request.tokens.prompt, "completion_tokens": request.tokens.completion,
+                "http.response.status_code": request.status,
+                "model": request.model,
+                "version": request.model_version,
+                "key_id": principal.id if principal is not None else "",
+                "prompt_tokens": request.tokens.prompt,
+                "completion_tokens": request.tokens.completion,
             }
-        )  # fmt: skip
+        )
         if request.status >= 500:
             span.set_status(_FAILED)
         span.end()

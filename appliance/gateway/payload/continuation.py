@@ -25,11 +25,23 @@ ASK_FOR_TOKEN_IDS = b',"return_token_ids":true'
 _SAMPLING = frozenset({"model", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "stop_token_ids"})
 _NEUTRAL = frozenset(
     {
-        "messages", "prompt", "stream", "stream_options", "max_tokens", "max_completion_tokens", "n", "user",
-        "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "chat_template_kwargs",
+        "messages",
+        "prompt",
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "max_completion_tokens",
+        "n",
+        "user",
+        "metadata",
+        "store",
+        "service_tier",
+        "safety_identifier",
+        "prompt_cache_key",
+        "chat_template_kwargs",
         "cache_salt",
     }
-)  # fmt: skip
+)
 _CONTINUABLE = _SAMPLING | _NEUTRAL
 _ONE_SEQUENCE = (None, 1)
 
@@ -72,9 +84,17 @@ class Continuation:
     """One greedy stream. `take` every piece of its body; after the engine's death `resume_body`, then `take` again."""
 
     __slots__ = (
-        "_route", "_sampling", "_max_tokens", "_prompt", "_tokens", "_recent", "_partial", "_first", "_resumed",
+        "_route",
+        "_sampling",
+        "_max_tokens",
+        "_prompt",
+        "_tokens",
+        "_recent",
+        "_partial",
+        "_first",
+        "_resumed",
         "_finished",
-    )  # fmt: skip
+    )
 
     def __init__(self, route: str, sampling: dict[str, Any], max_tokens: int | None) -> None:
         self._route = route

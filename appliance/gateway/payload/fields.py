@@ -76,19 +76,40 @@ _UNUSED: Final = "this server does not offer it"
 
 _OPENAI_ONLY: Final[dict[str, Rule]] = dict.fromkeys(
     (
-        "safety_identifier", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "service_tier",
-        "store", "metadata", "moderation",
+        "safety_identifier",
+        "prompt_cache_key",
+        "prompt_cache_options",
+        "prompt_cache_retention",
+        "service_tier",
+        "store",
+        "metadata",
+        "moderation",
     ),
     PASSES,
-)  # fmt: skip
+)
 
 # What all of an engine's routes for text take.
 _SAMPLING: Final[dict[str, Rule]] = {
     **dict.fromkeys(
         (
-            "model", "stream", "stream_options", "user", "temperature", "top_p", "top_k", "min_p", "seed",
-            "frequency_penalty", "presence_penalty", "repetition_penalty", "ignore_eos", "skip_special_tokens",
-            "include_stop_str_in_output", "priority", "structured_outputs", "cache_salt",
+            "model",
+            "stream",
+            "stream_options",
+            "user",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "seed",
+            "frequency_penalty",
+            "presence_penalty",
+            "repetition_penalty",
+            "ignore_eos",
+            "skip_special_tokens",
+            "include_stop_str_in_output",
+            "priority",
+            "structured_outputs",
+            "cache_salt",
         ),
         PASSES,
     ),
@@ -103,16 +124,28 @@ _SAMPLING: Final[dict[str, Rule]] = {
     "vllm_xargs": Refused(_ENGINES),
     "mm_payload": Refused(_MEDIA),
     "return_mm_kwargs": Refused(_MEDIA),
-}  # fmt: skip
+}
 
 # What chat and completions take beside that.
 _TOKENWISE: Final[dict[str, Rule]] = {
     **_SAMPLING,
     **dict.fromkeys(
         (
-            "max_tokens", "n", "logprobs", "length_penalty", "min_tokens", "spaces_between_special_tokens",
-            "truncate_prompt_tokens", "truncation_side", "prompt_logprobs", "add_special_tokens", "echo",
-            "response_format", "return_tokens_as_token_ids", "return_token_ids", "thinking_token_budget",
+            "max_tokens",
+            "n",
+            "logprobs",
+            "length_penalty",
+            "min_tokens",
+            "spaces_between_special_tokens",
+            "truncate_prompt_tokens",
+            "truncation_side",
+            "prompt_logprobs",
+            "add_special_tokens",
+            "echo",
+            "response_format",
+            "return_tokens_as_token_ids",
+            "return_token_ids",
+            "thinking_token_budget",
         ),
         PASSES,
     ),
@@ -125,7 +158,7 @@ _TOKENWISE: Final[dict[str, Rule]] = {
     "return_prompt_text": Refused(_PROMPT),
     "routed_experts_prompt_start": Refused(_PROMPT),
     "repetition_detection": Refused(_UNUSED),
-}  # fmt: skip
+}
 
 _TOOLS: Final = Items(512, 512)
 _KWARGS: Final = Items(64, 4096)
@@ -136,10 +169,22 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
         **_TOKENWISE,
         **dict.fromkeys(
             (
-                "messages", "max_completion_tokens", "top_logprobs", "tool_choice", "parallel_tool_calls",
-                "reasoning_effort", "include_reasoning", "add_generation_prompt", "continue_final_message",
+                "messages",
+                "max_completion_tokens",
+                "top_logprobs",
+                "tool_choice",
+                "parallel_tool_calls",
+                "reasoning_effort",
+                "include_reasoning",
+                "add_generation_prompt",
+                "continue_final_message",
                 # OpenAI's, of which an engine knows nothing.
-                "audio", "function_call", "modalities", "prediction", "verbosity", "web_search_options",
+                "audio",
+                "function_call",
+                "modalities",
+                "prediction",
+                "verbosity",
+                "web_search_options",
             ),
             PASSES,
         ),
@@ -167,10 +212,26 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
         **_SAMPLING,
         **dict.fromkeys(
             (
-                "input", "instructions", "background", "conversation", "prompt", "previous_response_id",
-                "max_output_tokens", "max_tool_calls", "parallel_tool_calls", "reasoning", "include_reasoning", "text",
-                "tool_choice", "top_logprobs", "truncation", "context_management", "access_programs", "personality",
-                "image", "verbosity",
+                "input",
+                "instructions",
+                "background",
+                "conversation",
+                "prompt",
+                "previous_response_id",
+                "max_output_tokens",
+                "max_tool_calls",
+                "parallel_tool_calls",
+                "reasoning",
+                "include_reasoning",
+                "text",
+                "tool_choice",
+                "top_logprobs",
+                "truncation",
+                "context_management",
+                "access_programs",
+                "personality",
+                "image",
+                "verbosity",
             ),
             PASSES,
         ),
@@ -188,11 +249,27 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
     "messages": {
         **dict.fromkeys(
             (
-                "model", "messages", "max_tokens", "output_config", "thinking", "stream", "system", "temperature",
-                "tool_choice", "top_k", "top_p", "cache_salt",
+                "model",
+                "messages",
+                "max_tokens",
+                "output_config",
+                "thinking",
+                "stream",
+                "system",
+                "temperature",
+                "tool_choice",
+                "top_k",
+                "top_p",
+                "cache_salt",
                 # Anthropic's, of which an engine knows nothing.
-                "cache_control", "context_management", "inference_geo", "output_format", "service_tier", "speed",
-                "betas", "user_profile_id",
+                "cache_control",
+                "context_management",
+                "inference_geo",
+                "output_format",
+                "service_tier",
+                "speed",
+                "betas",
+                "user_profile_id",
             ),
             PASSES,
         ),
@@ -213,9 +290,24 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
     "embeddings": {
         **dict.fromkeys(
             (
-                "model", "input", "messages", "user", "dimensions", "encoding_format", "embed_dtype", "endianness",
-                "padding", "use_activation", "add_special_tokens", "add_generation_prompt", "continue_final_message",
-                "truncate_prompt_tokens", "truncation_side", "priority", "cache_salt", "stream",
+                "model",
+                "input",
+                "messages",
+                "user",
+                "dimensions",
+                "encoding_format",
+                "embed_dtype",
+                "endianness",
+                "padding",
+                "use_activation",
+                "add_special_tokens",
+                "add_generation_prompt",
+                "continue_final_message",
+                "truncate_prompt_tokens",
+                "truncation_side",
+                "priority",
+                "cache_salt",
+                "stream",
             ),
             PASSES,
         ),
@@ -225,7 +317,7 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
         "mm_processor_kwargs": Refused(_MEDIA),
         "request_id": Refused(_ENGINES),
     },
-}  # fmt: skip
+}
 FIELDS["responses.input_tokens"] = FIELDS["responses"]
 
 

@@ -24,10 +24,20 @@ _ROLES: Final = frozenset({"user", "assistant", "system", "developer"})
 _INPUT_PARTS: Final = frozenset({"input_text", "input_image", "input_file"})
 _PARTS: Final = frozenset(
     {
-        "text", "image_url", "input_audio", "audio_url", "refusal", "file", "thinking", "tool_use", "tool_result",
-        "image", "redacted_thinking", "tool_reference",
+        "text",
+        "image_url",
+        "input_audio",
+        "audio_url",
+        "refusal",
+        "file",
+        "thinking",
+        "tool_use",
+        "tool_result",
+        "image",
+        "redacted_thinking",
+        "tool_reference",
     }
-)  # fmt: skip
+)
 _STATUS: Final = frozenset({"in_progress", "completed", "incomplete"})
 _PHASES: Final = frozenset({"commentary", "final_answer"})
 _DETAILS: Final = frozenset({"auto", "low", "high", "original"})

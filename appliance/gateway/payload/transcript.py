@@ -85,8 +85,11 @@ class Transcript:
         """What the controller gets: {"key", "previous", "input", "response"}."""
         previous = orjson.dumps(self.previous_id or None)
         return b'{"key":%b,"previous":%b,"input":%b,"response":%b}' % (
-            orjson.dumps(key_id), previous, self.input, self.final,
-        )  # fmt: skip
+            orjson.dumps(key_id),
+            previous,
+            self.input,
+            self.final,
+        )
 
     def _event(self, found: re.Match[bytes]) -> bytes:
         kind, text = found.groups()

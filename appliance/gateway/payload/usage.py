@@ -116,9 +116,14 @@ class Meter:
         sums, self._sums = self._sums, {}
         return [
             {
-                "key": key, "model": model, "version": version, "requests": row.requests,
-                "errors": row.errors, "refused": row.refused, "prompt_tokens": row.prompt,
+                "key": key,
+                "model": model,
+                "version": version,
+                "requests": row.requests,
+                "errors": row.errors,
+                "refused": row.refused,
+                "prompt_tokens": row.prompt,
                 "completion_tokens": row.completion,
             }
             for (key, model, version), row in sums.items()
-        ]  # fmt: skip
+        ]

@@ -90,13 +90,21 @@ def gauges(state: State) -> list[Gauge]:
     ]
     if state.certificate is not None:
         rows.append(
-            ("appliance_tls_expiry_seconds", "Unix time at which the endpoint's certificate expires.", {},
-             state.certificate.expires_s)
-        )  # fmt: skip
+            (
+                "appliance_tls_expiry_seconds",
+                "Unix time at which the endpoint's certificate expires.",
+                {},
+                state.certificate.expires_s,
+            )
+        )
     rows.append(
-        ("appliance_gateway_table_rows_refused", "Rows of the table in force that are skipped.", {},
-         len(state.refused_rows))
-    )  # fmt: skip
+        (
+            "appliance_gateway_table_rows_refused",
+            "Rows of the table in force that are skipped.",
+            {},
+            len(state.refused_rows),
+        )
+    )
     compared = list(state.comparison.rows())
     rows += [
         ("appliance_gateway_canary_requests", "Since the canary began, by version.", labels, requests)

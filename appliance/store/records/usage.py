@@ -39,9 +39,18 @@ def add(db: Database, rows: Iterable[Mapping[str, Any]], now_s: float) -> None:
                 " refused = refused + excluded.refused,"
                 " prompt_tokens = prompt_tokens + excluded.prompt_tokens,"
                 " completion_tokens = completion_tokens + excluded.completion_tokens",
-                [hour_s, row["key"], row["model"], row["version"], row["requests"], row["errors"],
-                 row["prompt_tokens"], row["completion_tokens"], row.get("refused", 0)],
-            )  # fmt: skip
+                [
+                    hour_s,
+                    row["key"],
+                    row["model"],
+                    row["version"],
+                    row["requests"],
+                    row["errors"],
+                    row["prompt_tokens"],
+                    row["completion_tokens"],
+                    row.get("refused", 0),
+                ],
+            )
 
 
 def move(db: Database, from_key: str, to_key: str) -> None:

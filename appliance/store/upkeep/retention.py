@@ -45,8 +45,9 @@ def batches_past(db: Database, owner: str, keep: int, limit: int) -> int:
     """Ended batches of an owner beyond the newest `keep`."""
     return db.execute(
         "DELETE FROM batches WHERE seq IN (SELECT seq FROM batches"
-        f" WHERE owner = ?1 AND status NOT IN ({_LIVE}) ORDER BY seq DESC LIMIT ?3 OFFSET ?2)", [owner, keep, limit],
-    ).rowcount  # fmt: skip
+        f" WHERE owner = ?1 AND status NOT IN ({_LIVE}) ORDER BY seq DESC LIMIT ?3 OFFSET ?2)",
+        [owner, keep, limit],
+    ).rowcount
 
 
 def audit_past(db: Database, key_id: str, keep: int, limit: int) -> int:
@@ -65,16 +66,18 @@ def jobs_past(db: Database, owner: str, keep: int, limit: int) -> list[str]:
         " AND NOT EXISTS (SELECT 1 FROM device_time WHERE device_time.job_id = jobs.id)"
         " AND NOT EXISTS (SELECT 1 FROM models WHERE models.id = jobs.output_model)"
         " AND NOT EXISTS (SELECT 1 FROM checkpoints JOIN models ON models.id = checkpoints.model"
-        " WHERE checkpoints.job_id = jobs.id) ORDER BY seq DESC LIMIT ?3 OFFSET ?2", [owner, keep, limit],
-    )  # fmt: skip
+        " WHERE checkpoints.job_id = jobs.id) ORDER BY seq DESC LIMIT ?3 OFFSET ?2",
+        [owner, keep, limit],
+    )
     return [row["id"] for row in rows]
 
 
 def delete_job(db: Database, job_id: str) -> None:
     """An ended job with its events, steps, checkpoints and who may use these."""
     with db.transaction():
-        db.execute("DELETE FROM permissions WHERE checkpoint IN (SELECT name FROM checkpoints WHERE job_id = ?)",
-                   [job_id])  # fmt: skip
+        db.execute(
+            "DELETE FROM permissions WHERE checkpoint IN (SELECT name FROM checkpoints WHERE job_id = ?)", [job_id]
+        )
         db.execute("DELETE FROM jobs WHERE id = ?", [job_id])
 
 
@@ -120,8 +123,9 @@ def old_files(db: Database, before_s: float, limit: int) -> list[str]:
         f" AND id NOT IN (SELECT input_file_id FROM batches WHERE status IN ({_LIVE}))"
         " AND id NOT IN (SELECT training_file FROM jobs WHERE finished_s IS NULL)"
         " AND id NOT IN (SELECT validation_file FROM jobs WHERE finished_s IS NULL AND validation_file IS NOT NULL)"
-        " ORDER BY seq LIMIT ?2", [before_s, limit],
-    )  # fmt: skip
+        " ORDER BY seq LIMIT ?2",
+        [before_s, limit],
+    )
     return [row["id"] for row in rows]
 
 

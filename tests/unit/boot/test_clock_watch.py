@@ -52,10 +52,12 @@ async def test_a_node_waits_until_its_clock_is_set_back_far():
 async def test_the_controller_starts_anew_when_the_clock_was_set_back_and_ray_when_it_was_far():
     clocks, done, said = Clocks(), [], []
     box = SimpleNamespace(
-        _clock=clocks.watch(), _clock_of_ray=clocks.watch(LEAST_FOR_RAY_S), _say=said.append,
+        _clock=clocks.watch(),
+        _clock_of_ray=clocks.watch(LEAST_FOR_RAY_S),
+        _say=said.append,
         _controller=SimpleNamespace(restart=lambda: done.append("controller")),
         _ray=SimpleNamespace(restart=lambda: done.append("Ray")),
-    )  # fmt: skip
+    )
     await Box._look_at_clock(box)
     assert done == []
     clocks.shift_s -= LEAST_S
@@ -66,5 +68,7 @@ async def test_the_controller_starts_anew_when_the_clock_was_set_back_and_ray_wh
     await Box._look_at_clock(box)
     await Box._look_at_clock(box)
     assert done == ["controller", "Ray"], "the controller starts with Ray"
-    assert said == ["the clock was set back by 30 s: the controller starts anew, or it would wait for that",
-                    "the clock was set back by 3630 s: Ray starts anew, or it would wait for that"]  # fmt: skip
+    assert said == [
+        "the clock was set back by 30 s: the controller starts anew, or it would wait for that",
+        "the clock was set back by 3630 s: Ray starts anew, or it would wait for that",
+    ]

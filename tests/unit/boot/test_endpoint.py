@@ -75,8 +75,9 @@ async def test_it_is_not_ready_while_another_box_answers(box):
         name, restarts = "gateway", 0
 
     gateway = Ending()
-    waiting = asyncio.create_task(box._wait_for(gateway, f"http://127.0.0.1:{box._config.box.port}", "/health",
-                                                boot=box._boot))  # fmt: skip
+    waiting = asyncio.create_task(
+        box._wait_for(gateway, f"http://127.0.0.1:{box._config.box.port}", "/health", boot=box._boot)
+    )
     (box._paths.logs / "gateway.log").write_text("cannot listen")
     done, _ = await asyncio.wait([waiting], timeout=0.3)
     assert not done, "another box's answer was taken for ours"
@@ -95,9 +96,15 @@ def test_workers_do_not_share_a_port_with_another_box(foreign, caplog, monkeypat
 
 @pytest.mark.parametrize(
     ("body", "ours"),
-    [(b'{"status": "ok", "boot": "b1"}', True), (b'{"status": "ok", "boot": "b2"}', False),
-     (b'{"status": "ok"}', False), (b"[]", False), (b"<html>", False), (b"", False)],
-)  # fmt: skip
+    [
+        (b'{"status": "ok", "boot": "b1"}', True),
+        (b'{"status": "ok", "boot": "b2"}', False),
+        (b'{"status": "ok"}', False),
+        (b"[]", False),
+        (b"<html>", False),
+        (b"", False),
+    ],
+)
 def test_an_answer_is_ours_by_the_name_of_this_boot(body, ours):
     assert endpoint.is_ours(body, "b1") is ours
 

@@ -114,9 +114,12 @@ async def test_who_sits_in_between_gets_nothing_and_is_named(home, mine, tmp_pat
     token = home.token()
     with pytest.raises(NotEnrolled, match="certificate differs|does not know this token"):
         await enrol(
-            mine, server.sockets[0].getsockname()[:2], token.text() if shown == "one-time" else RAY_TOKEN.decode(),
-            "n1", "127.0.0.2",
-        )  # fmt: skip
+            mine,
+            server.sockets[0].getsockname()[:2],
+            token.text() if shown == "one-time" else RAY_TOKEN.decode(),
+            "n1",
+            "127.0.0.2",
+        )
     server.close()
     assert RAY_TOKEN not in seen and token.secret.hex().encode() not in seen and b"CERTIFICATE" not in seen
     assert home.tokens.key(token.id) and not mine.folder.exists()
@@ -125,13 +128,22 @@ async def test_who_sits_in_between_gets_nothing_and_is_named(home, mine, tmp_pat
 @pytest.mark.parametrize(
     "said",
     [
-        b"", b"\n", b"[]\n", b"1\n", b"{}\n", b"\xff\xfe\n", b'{"id": "../../ray.token", "nonce": ""}\n',
-        b'{"id": null, "nonce": null}\n', b'{"id": "%s", "nonce": "0"}\n' % (b"0" * 16), b"x" * 40_000 + b"\n",
-        b'{"id": "ray.token", "nonce": "0"}\n[]\n', b'{"id": "ray.token", "nonce": "0"}\n{"proof": "\xc3\xa9"}\n',
+        b"",
+        b"\n",
+        b"[]\n",
+        b"1\n",
+        b"{}\n",
+        b"\xff\xfe\n",
+        b'{"id": "../../ray.token", "nonce": ""}\n',
+        b'{"id": null, "nonce": null}\n',
+        b'{"id": "%s", "nonce": "0"}\n' % (b"0" * 16),
+        b"x" * 40_000 + b"\n",
+        b'{"id": "ray.token", "nonce": "0"}\n[]\n',
+        b'{"id": "ray.token", "nonce": "0"}\n{"proof": "\xc3\xa9"}\n',
         b'{"id": "ray.token", "nonce": "0"}\n{"name": "n1", "address": "a", "request": "", "proof": "\xc3\xa9"}\n',
     ],
     ids=range(13),
-)  # fmt: skip
+)
 async def test_whatever_a_stranger_says_the_box_goes_on(home, mine, said):
     plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     plain.check_hostname, plain.verify_mode = False, ssl.CERT_NONE

@@ -26,9 +26,13 @@ def test_sockets_fit_a_unix_address_however_deep_the_data_directory_lies():
     deep = BoxPaths.of(Path("/x" * 200))
     rays = deep.ray_session / "session_2026-11-23_07-54-22_383974_4194304" / "sockets" / "plasma_store"
     for socket in (
-        deep.controller_socket, deep.gateway_socket, deep.bus_socket, deep.warm_serve_socket,
-        deep.replica_socket("r" * 40), rays,
-    ):  # fmt: skip
+        deep.controller_socket,
+        deep.gateway_socket,
+        deep.bus_socket,
+        deep.warm_serve_socket,
+        deep.replica_socket("r" * 40),
+        rays,
+    ):
         assert len(bytes(socket)) <= UNIX_PATH_LIMIT_BYTES
 
 

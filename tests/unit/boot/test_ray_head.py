@@ -52,9 +52,15 @@ def test_without_other_nodes_ray_takes_loopback_at_its_word(settings):
 def test_where_nodes_may_join_every_process_of_ray_shows_a_certificate_and_asks_for_one(tmp_path):
     """And the raylet knows these settings: without them it would speak in clear, and say nothing of it."""
     address = {"node_address": "127.0.0.1"}
-    boxes = [Box(BoxConfig.model_validate({"box": {"data_dir": str(tmp_path / name), **more}}),
-                 BoxPaths(tmp_path / name, tmp_path / "shm"), BoxState(tmp_path / "box.json"))
-             for name, more in (("alone", {}), ("home", address)) if made(tmp_path / name)]  # fmt: skip
+    boxes = [
+        Box(
+            BoxConfig.model_validate({"box": {"data_dir": str(tmp_path / name), **more}}),
+            BoxPaths(tmp_path / name, tmp_path / "shm"),
+            BoxState(tmp_path / "box.json"),
+        )
+        for name, more in (("alone", {}), ("home", address))
+        if made(tmp_path / name)
+    ]
     alone, home = (box._environment for box in boxes)
     assert not any("TLS" in name for name in alone if name.startswith("RAY_"))
     secure = {name: value for name, value in home.items() if name.startswith("RAY_") and "TLS" in name}
@@ -68,8 +74,11 @@ def test_where_nodes_may_join_every_process_of_ray_shows_a_certificate_and_asks_
 
 async def test_a_controller_starts_with_the_address_of_the_ray_that_runs(tmp_path, monkeypatch):
     made(tmp_path / "home")
-    box = Box(BoxConfig.model_validate({"box": {"data_dir": str(tmp_path / "home")}}),
-              BoxPaths(tmp_path / "home", tmp_path / "shm"), BoxState(tmp_path / "box.json"))  # fmt: skip
+    box = Box(
+        BoxConfig.model_validate({"box": {"data_dir": str(tmp_path / "home")}}),
+        BoxPaths(tmp_path / "home", tmp_path / "shm"),
+        BoxState(tmp_path / "box.json"),
+    )
     begun = []
 
     async def python(name, *arguments):

@@ -107,8 +107,9 @@ async def test_what_the_first_start_raises_reaches_the_caller():
 
 def test_leftovers_of_this_box_and_of_no_other_are_killed():
     def sleeper(box):
-        return subprocess.Popen([sys.executable, "-c", SLEEPER], env={**os.environ, BOX_VARIABLE: box},
-                                stdout=subprocess.PIPE)  # fmt: skip
+        return subprocess.Popen(
+            [sys.executable, "-c", SLEEPER], env={**os.environ, BOX_VARIABLE: box}, stdout=subprocess.PIPE
+        )
 
     mine, other = sleeper("cafe0001"), sleeper("cafe0002")
     mine.stdout.readline(), other.stdout.readline()
@@ -139,8 +140,10 @@ async def test_one_that_cannot_be_started_again_is_tried_until_it_can(monkeypatc
         while one.pid in (None, first):
             await asyncio.sleep(0.005)
     assert len(starts) == 4 and one.restarts == 3
-    assert said[1:] == ["worker could not be started (OSError: [Errno 12] Cannot allocate memory); starting it again "
-                        "in 0.0 s"] * 2  # fmt: skip
+    assert (
+        said[1:]
+        == ["worker could not be started (OSError: [Errno 12] Cannot allocate memory); starting it again in 0.0 s"] * 2
+    )
     assert one.trouble is not None and (one.trouble["name"], one.trouble["failures"]) == ("worker", 3)
     monkeypatch.setattr(supervised_process, "_STEADY_S", 0.0)
     assert one.trouble is None  # it has run long enough

@@ -123,8 +123,14 @@ def box(tmp_path: Path, main_process: subprocess.Popen[bytes]) -> Iterator[Contr
     thread.start()
     assert started.wait(20)
     context, loop, server = ready
-    write_box_file(data_dir, pid=main_process.pid, url="http://127.0.0.1:9", state="ready", message="ready",
-                   controller_socket=str(socket_path))  # fmt: skip
+    write_box_file(
+        data_dir,
+        pid=main_process.pid,
+        url="http://127.0.0.1:9",
+        state="ready",
+        message="ready",
+        controller_socket=str(socket_path),
+    )
     yield ControlledBox(data_dir, context, loop)
     server.should_exit = True
     thread.join(20)
@@ -175,9 +181,15 @@ def prepared(tmp_path: Path) -> Iterator[PreparedBox]:
         def handle_one(self) -> None:
             path, _, query = self.path.partition("?")
             content = self.rfile.read(int(self.headers.get("content-length") or 0))
-            prepared_box.requests.append({
-                "method": self.command, "path": path, "query": query, "headers": dict(self.headers), "content": content,
-            })  # fmt: skip
+            prepared_box.requests.append(
+                {
+                    "method": self.command,
+                    "path": path,
+                    "query": query,
+                    "headers": dict(self.headers),
+                    "content": content,
+                }
+            )
             status, body = prepared_box.answer(self.command, path)
             if callable(body):
                 body = body(json.loads(content) if content else None)

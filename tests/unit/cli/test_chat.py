@@ -22,9 +22,12 @@ def test_one_question(prepared):
     result = prepared.run("chat", "starter", "Hi", "--system", "Be kind.", "--max-tokens", "5", "--temperature", "0")
     assert (result.exit_code, result.stdout) == (0, "Hello[2J!\n")
     assert json.loads(prepared.requests[0]["content"]) == {
-        "model": "starter", "max_tokens": 5, "temperature": 0.0, "stream": True,
+        "model": "starter",
+        "max_tokens": 5,
+        "temperature": 0.0,
+        "stream": True,
         "messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}],
-    }  # fmt: skip
+    }
 
 
 def test_a_question_from_a_pipe(prepared):
@@ -59,8 +62,13 @@ def test_an_unknown_model(prepared):
 
 
 def test_on_the_box_itself_a_key_is_made_and_revoked(prepared, tmp_path, main_process):
-    write_box_file(tmp_path / "box", pid=main_process.pid, state="ready", url=prepared.url,
-                   controller_socket=str(prepared.socket_path))  # fmt: skip
+    write_box_file(
+        tmp_path / "box",
+        pid=main_process.pid,
+        state="ready",
+        url=prepared.url,
+        controller_socket=str(prepared.socket_path),
+    )
     prepared.prepare("POST", "/admin/v1/session-keys", (200, {"id": "key_1", "key": "sk-fresh"}))
     prepared.prepare("DELETE", "/admin/v1/session-keys/key_1", (200, {"id": "key_1"}))
     # The gateway learns of the key a moment later.
@@ -68,9 +76,12 @@ def test_on_the_box_itself_a_key_is_made_and_revoked(prepared, tmp_path, main_pr
     prepared.prepare("POST", CHAT, (200, sse("ok")))
     assert run("chat", "starter", "Hi", "--data-dir", str(tmp_path / "box")).stdout == "ok\n"
     assert [(r["method"], r["path"]) for r in prepared.requests] == [
-        ("POST", "/admin/v1/session-keys"), ("GET", "/v1/models"), ("GET", "/v1/models"), ("POST", CHAT),
+        ("POST", "/admin/v1/session-keys"),
+        ("GET", "/v1/models"),
+        ("GET", "/v1/models"),
+        ("POST", CHAT),
         ("DELETE", "/admin/v1/session-keys/key_1"),
-    ]  # fmt: skip
+    ]
     assert prepared.sent("POST", CHAT)[0]["headers"]["authorization"] == "Bearer sk-fresh"
 
     prepared.prepare("POST", CHAT, (500, openai_error("boom")))
@@ -80,8 +91,13 @@ def test_on_the_box_itself_a_key_is_made_and_revoked(prepared, tmp_path, main_pr
 
 
 def test_a_key_of_ones_own_is_used_on_the_box_too(prepared, tmp_path, main_process):
-    write_box_file(tmp_path / "box", pid=main_process.pid, state="ready", url=f"{prepared.url}/v1",
-                   controller_socket=str(prepared.socket_path))  # fmt: skip
+    write_box_file(
+        tmp_path / "box",
+        pid=main_process.pid,
+        state="ready",
+        url=f"{prepared.url}/v1",
+        controller_socket=str(prepared.socket_path),
+    )
     prepared.prepare("POST", CHAT, (200, sse("ok")))
     run("chat", "starter", "Hi", "--data-dir", str(tmp_path / "box"), "--api-key", "sk-mine")
     assert [r["path"] for r in prepared.requests] == [CHAT]
@@ -89,8 +105,11 @@ def test_a_key_of_ones_own_is_used_on_the_box_too(prepared, tmp_path, main_proce
 
 def test_the_box_on_this_machine_is_trusted_on_loopback_others_by_their_certificate():
     seen = []
-    for address in (Address.of_own("https://127.0.0.1:1"), Address.of_own("https://box.example:1"),
-                    Address.of_url("https://127.0.0.1:1")):  # fmt: skip
+    for address in (
+        Address.of_own("https://127.0.0.1:1"),
+        Address.of_own("https://box.example:1"),
+        Address.of_url("https://127.0.0.1:1"),
+    ):
         context = Client(address)._connection(1.0)._context
         seen.append((context.verify_mode is ssl.CERT_REQUIRED, context.check_hostname))
     assert seen == [(False, False), (True, True), (True, True)]

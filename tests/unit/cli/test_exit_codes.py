@@ -105,8 +105,13 @@ def test_no_box_runs_here(tmp_path, fields, said):
 
 
 def test_a_box_that_is_starting(tmp_path, main_process):
-    write_box_file(tmp_path / "box", pid=main_process.pid, state="starting", message="starting Ray",
-                   controller_socket=str(tmp_path / "none.sock"))  # fmt: skip
+    write_box_file(
+        tmp_path / "box",
+        pid=main_process.pid,
+        state="starting",
+        message="starting Ray",
+        controller_socket=str(tmp_path / "none.sock"),
+    )
     result = run("status", "--data-dir", str(tmp_path / "box"))
     assert result.exit_code == 6 and "is starting: starting Ray" in result.stderr
 

@@ -29,9 +29,24 @@ def test_a_person_is_forgotten(box: ControlledBox, tmp_path):
 
 
 def test_what_has_not_ended_is_named(prepared):
-    answers = [(200, {"done": done, "waits_for": ["ftjob-1"], "keys": [], "unfinished": ["ftjob-1"], "models": [],
-                      "files": 0, "uploads": 0, "batches": 0, "responses": 0, "jobs": 1})
-               for done in (False, True)]  # fmt: skip
+    answers = [
+        (
+            200,
+            {
+                "done": done,
+                "waits_for": ["ftjob-1"],
+                "keys": [],
+                "unfinished": ["ftjob-1"],
+                "models": [],
+                "files": 0,
+                "uploads": 0,
+                "batches": 0,
+                "responses": 0,
+                "jobs": 1,
+            },
+        )
+        for done in (False, True)
+    ]
     prepared.prepare("POST", "/admin/v1/forget", *answers)
     result = prepared.run("forget", "--owner", "ann", "--cancel", "--yes")
     assert result.exit_code == 0 and "waiting for the end of ftjob-1" in result.stderr

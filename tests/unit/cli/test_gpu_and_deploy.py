@@ -46,9 +46,16 @@ def test_lost_devices_are_listed_apart_and_forgotten(box: ControlledBox):
 def test_a_deployment_is_changed_and_shown(box: ControlledBox):
     made = box.json("model", "deploy", "starter", "--max-replicas", "3", "--ttft-p95-s", "1.5", "--pin")
     assert set(made) == {
-        "model", "min_replicas", "max_replicas", "tensor_parallel", "ttft_p95_s", "tpot_p95_ms", "idle_sleep_s",
-        "pinned", "failed_reason",
-    }  # fmt: skip
+        "model",
+        "min_replicas",
+        "max_replicas",
+        "tensor_parallel",
+        "ttft_p95_s",
+        "tpot_p95_ms",
+        "idle_sleep_s",
+        "pinned",
+        "failed_reason",
+    }
     assert (made["max_replicas"], made["ttft_p95_s"], made["pinned"]) == (3, 1.5, True)
     assert box.json("model", "deploy", "starter", "--ttft-p95-s", "none", "--unpin")["ttft_p95_s"] is None
     assert "0 to 3" in box.run("model", "deploy", "starter").stdout

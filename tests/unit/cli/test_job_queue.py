@@ -12,16 +12,30 @@ from tests.unit.cli.test_tables_and_json import lines, make_job
 
 
 def test_a_job_is_submitted_with_bounds_shown_in_the_queue_held_and_changed(box: ControlledBox, tmp_path):
-    job_id = make_job(box, tmp_path, "--priority", "3", "--sizes", "2,4", "--deadline", "8h", "--no-preemptible",
-                      "--batch-size", "8")  # fmt: skip
+    job_id = make_job(
+        box, tmp_path, "--priority", "3", "--sizes", "2,4", "--deadline", "8h", "--no-preemptible", "--batch-size", "8"
+    )
     row = box.do(lambda: jobs.get(box.context.db, job_id))
     assert (row.priority, row.asked_sizes, row.preemptible, row.held) == (3, [2, 4], 0, 0)
     assert 7.9 * 3600 < row.deadline_s - time.time() <= 8 * 3600
     (entry,) = box.json("job", "queue")["data"]
     assert set(entry) == {
-        "position", "id", "owner", "priority", "phase", "devices", "min_devices", "max_devices", "allowed_sizes",
-        "preemptible", "deadline_s", "held", "reason", "message", "created_s",
-    }  # fmt: skip
+        "position",
+        "id",
+        "owner",
+        "priority",
+        "phase",
+        "devices",
+        "min_devices",
+        "max_devices",
+        "allowed_sizes",
+        "preemptible",
+        "deadline_s",
+        "held",
+        "reason",
+        "message",
+        "created_s",
+    }
     told = lines(box.run("job", "queue").stdout)
     assert told[0] == ["#", "JOB", "OWNER", "PRIORITY", "PHASE", "DEVICES", "MAY", "USE", "DEADLINE", "REASON"]
     assert told[1][:7] == ["1", job_id, "-", "3", "queued", "0", "2,4"]

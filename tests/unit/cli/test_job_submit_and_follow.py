@@ -23,12 +23,46 @@ def test_submit_sends_what_was_asked(prepared, tmp_path):
     prepared.prepare("POST", "/v1/files", *uploads)
     prepared.prepare("POST", "/v1/fine_tuning/jobs", (200, {"id": "ftjob-1"}))
     done = prepared.run(
-        "job", "submit", "--model", "starter", "--file", str(tmp_path / "train.jsonl"),
-        "--validation-file", str(tmp_path / "valid.jsonl"), "--suffix", "s", "--epochs", "3", "--batch-size", "auto",
-        "--learning-rate-multiplier", "0.5", "--lora-rank", "8", "--lora", "--zero-stage", "2", "--max-length", "256",
-        "--seed", "7", "--set", "lora_dropout=0.1", "--set", "precision=fp32", "--set", "packing=false",
-        "--set", 'lora_targets=["q_proj"]', "--metadata", "team=a=b", "--max-devices", "4", "--priority", "-1",
-    )  # fmt: skip
+        "job",
+        "submit",
+        "--model",
+        "starter",
+        "--file",
+        str(tmp_path / "train.jsonl"),
+        "--validation-file",
+        str(tmp_path / "valid.jsonl"),
+        "--suffix",
+        "s",
+        "--epochs",
+        "3",
+        "--batch-size",
+        "auto",
+        "--learning-rate-multiplier",
+        "0.5",
+        "--lora-rank",
+        "8",
+        "--lora",
+        "--zero-stage",
+        "2",
+        "--max-length",
+        "256",
+        "--seed",
+        "7",
+        "--set",
+        "lora_dropout=0.1",
+        "--set",
+        "precision=fp32",
+        "--set",
+        "packing=false",
+        "--set",
+        'lora_targets=["q_proj"]',
+        "--metadata",
+        "team=a=b",
+        "--max-devices",
+        "4",
+        "--priority",
+        "-1",
+    )
     assert (done.exit_code, done.stdout) == (0, "ftjob-1\n")
     first, second = prepared.sent("POST", "/v1/files")
     assert b'name="purpose"\r\n\r\nfine-tune\r\n' in first["content"] and b"train.jsonl" in first["content"]
@@ -36,14 +70,33 @@ def test_submit_sends_what_was_asked(prepared, tmp_path):
     (request,) = prepared.sent("POST", "/v1/fine_tuning/jobs")
     assert request["headers"]["idempotency-key"]
     assert json.loads(request["content"]) == {
-        "model": "starter", "training_file": "file-1", "validation_file": "file-2", "suffix": "s", "seed": 7,
-        "metadata": {"team": "a=b"}, "max_devices": 4, "priority": -1,
-        "method": {"type": "supervised", "supervised": {"hyperparameters": {
-            "n_epochs": 3, "batch_size": "auto", "learning_rate_multiplier": 0.5, "lora_rank": 8, "full": False,
-            "zero_stage": 2, "max_length": 256, "lora_dropout": 0.1, "precision": "fp32", "packing": False,
-            "lora_targets": ["q_proj"],
-        }}},
-    }  # fmt: skip
+        "model": "starter",
+        "training_file": "file-1",
+        "validation_file": "file-2",
+        "suffix": "s",
+        "seed": 7,
+        "metadata": {"team": "a=b"},
+        "max_devices": 4,
+        "priority": -1,
+        "method": {
+            "type": "supervised",
+            "supervised": {
+                "hyperparameters": {
+                    "n_epochs": 3,
+                    "batch_size": "auto",
+                    "learning_rate_multiplier": 0.5,
+                    "lora_rank": 8,
+                    "full": False,
+                    "zero_stage": 2,
+                    "max_length": 256,
+                    "lora_dropout": 0.1,
+                    "precision": "fp32",
+                    "packing": False,
+                    "lora_targets": ["q_proj"],
+                }
+            },
+        },
+    }
 
 
 def test_a_plan_says_what_offloading_puts_into_host_memory(box):
@@ -56,9 +109,29 @@ def test_a_plan_says_what_offloading_puts_into_host_memory(box):
 def test_every_option_is_a_hyperparameter_that_training_knows(box, tmp_path):
     data = tmp_path / "train.jsonl"
     data.write_text('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}\n' * 20)
-    done = box.run("job", "submit", "--model", "starter", "--file", str(data), "--epochs", "1", "--batch-size", "8",
-                   "--learning-rate-multiplier", "1.5", "--lora-rank", "4", "--lora", "--zero-stage", "1",
-                   "--max-length", "128", "--set", "weight_decay=0.1")  # fmt: skip
+    done = box.run(
+        "job",
+        "submit",
+        "--model",
+        "starter",
+        "--file",
+        str(data),
+        "--epochs",
+        "1",
+        "--batch-size",
+        "8",
+        "--learning-rate-multiplier",
+        "1.5",
+        "--lora-rank",
+        "4",
+        "--lora",
+        "--zero-stage",
+        "1",
+        "--max-length",
+        "128",
+        "--set",
+        "weight_decay=0.1",
+    )
     assert done.exit_code == 0, done.stderr
     unknown = box.run("job", "submit", "--model", "starter", "--file", str(data), "--set", "lora_alpa=3")
     assert unknown.exit_code == 2 and "lora_alpa" in unknown.stderr
@@ -82,8 +155,17 @@ def test_logs_of_a_real_job_until_it_succeeds(box, tmp_path):
     follower = threading.Thread(target=lambda: outcome.update(result=box.run("job", "logs", "-f", job_id)))
     follower.start()
     for step in range(1, 301):
-        metrics = {"event": "metrics", "step": step, "total_steps": 300, "loss": 3 - step / 200, "tokens_per_s": 1234.0,
-                   "devices": 2, "learning_rate": 1e-4, "grad_norm": 0.5, "epoch": 0.1}  # fmt: skip
+        metrics = {
+            "event": "metrics",
+            "step": step,
+            "total_steps": 300,
+            "loss": 3 - step / 200,
+            "tokens_per_s": 1234.0,
+            "devices": 2,
+            "learning_rate": 1e-4,
+            "grad_norm": 0.5,
+            "epoch": 0.1,
+        }
         box.do(lambda metrics=metrics: events.ingest(job_id, metrics))
     box.do(lambda: events.ingest(job_id, {"event": "validation", "step": 300, "loss": 1.25}))
     published = {"event": "published", "step": 300, "version": "final", "path": "/x", "bytes": 10, "seconds": 0.1}
@@ -144,11 +226,14 @@ def test_following_gives_up_in_the_end(prepared, monkeypatch):
 @pytest.mark.parametrize(
     ("data", "finish_in_s", "expected"),
     [
-        ({"step": 3, "total_steps": 10, "train_loss": 2.5, "tokens_per_s": 900.4, "devices": 1}, 100,
-         "step 3/10  loss 2.5000  900 tokens/s  1 device  ETA 1 min 40 s"),
+        (
+            {"step": 3, "total_steps": 10, "train_loss": 2.5, "tokens_per_s": 900.4, "devices": 1},
+            100,
+            "step 3/10  loss 2.5000  900 tokens/s  1 device  ETA 1 min 40 s",
+        ),
         ({"step": 3, "total_steps": None, "train_loss": None}, None, "step 3/-"),
     ],
-)  # fmt: skip
+)
 def test_a_line_of_metrics(data, finish_in_s, expected, monkeypatch):
     monkeypatch.setattr(time, "time", lambda: 1000.0)
     event = {"type": "metrics", "level": "info", "message": "", "created_at": 0, "data": data}

@@ -36,8 +36,14 @@ def test_a_schedule_is_made_shown_and_removed(box: ControlledBox):
     assert len(bar) == 48 and 14 <= bar.count("T") <= 18 and night["id"] in drawn and "set by hand" in drawn
     segments = box.json("mode", "schedule", "preview", "--hours", "48")["data"]
     assert set(segments[0]) == {
-        "from_s", "to_s", "policy", "train_devices", "serving_floor", "window", "overridden",
-    }  # fmt: skip
+        "from_s",
+        "to_s",
+        "policy",
+        "train_devices",
+        "serving_floor",
+        "window",
+        "overridden",
+    }
     assert box.run("mode", "schedule", "remove", night["id"]).stdout.strip() == f"removed {night['id']}"
     assert box.run("mode", "schedule", "remove", night["id"]).exit_code == 3
     assert box.run("mode", "schedule", "add", "22 o'clock", "train").exit_code == 2
@@ -51,10 +57,21 @@ def test_a_mode_that_overrides_a_window_says_so(box: ControlledBox):
 
 
 @pytest.mark.parametrize(
-    "arguments", [["nights"], ["split"], ["split --train x"], ["train --train 3"], ["split 6"], ["'"],
-                  ["train", "--train", "2"], ["split --train 6", "--train", "6"], ["train", "--for", "9"],
-                  ["train", "--for", "h"], ["train", "--for", "9h", "--until", "0 6 * * *"]],
-)  # fmt: skip
+    "arguments",
+    [
+        ["nights"],
+        ["split"],
+        ["split --train x"],
+        ["train --train 3"],
+        ["split 6"],
+        ["'"],
+        ["train", "--train", "2"],
+        ["split --train 6", "--train", "6"],
+        ["train", "--for", "9"],
+        ["train", "--for", "h"],
+        ["train", "--for", "9h", "--until", "0 6 * * *"],
+    ],
+)
 def test_what_is_no_mode_or_no_time_is_refused_before_anything_is_sent(box: ControlledBox, arguments: list[str]):
     refused = box.run("mode", "schedule", "add", "0 22 * * *", *arguments)
     assert refused.exit_code == 2, refused.output
@@ -75,10 +92,17 @@ def test_what_is_no_time(text: str):
 
 def test_a_plan_is_told_in_sentences(prepared):
     told = {
-        "policy": "split", "train_devices": 6, "serving_floor": 1, "steps": ["Job j runs on 6 devices, because …."],
-        "waiting": {"k": "Needs 2 devices; none are left."}, "notes": {"m": "Wants a replica."}, "jobs": {},
-        "standby": {"m": "Its traffic taught to keep 3 replicas awake."}, "idle": {}, "models": {},
-    }  # fmt: skip
+        "policy": "split",
+        "train_devices": 6,
+        "serving_floor": 1,
+        "steps": ["Job j runs on 6 devices, because …."],
+        "waiting": {"k": "Needs 2 devices; none are left."},
+        "notes": {"m": "Wants a replica."},
+        "jobs": {},
+        "standby": {"m": "Its traffic taught to keep 3 replicas awake."},
+        "idle": {},
+        "models": {},
+    }
     prepared.prepare("POST", "/admin/v1/mode/plan", (200, told))
     text = prepared.run("mode", "plan", "--dry-run", "split", "--train", "6", "--floor", "1").stdout
     assert "mode split 6, serving floor 1:" in text and "1. Job j runs" in text
@@ -93,21 +117,39 @@ def test_a_plan_is_told_in_sentences(prepared):
 
 
 def test_a_hand_over_is_told_by_worker_phase_and_fingerprint(prepared):
-    step = {"target": "x", "state": "done", "seconds": 0.4, "bytes": 30_000_000, "bytes_per_s": None,
-            "limit_fraction": None}  # fmt: skip
-    swap = {"how": "in-place", "why": "asked for", "bytes_read": [20_000_000, 10_000_000], "pause_s": 0.045,
-            "finishing": 0, "fingerprint": {"digest": "0f", "verdict": "verified"}}  # fmt: skip
+    step = {
+        "target": "x",
+        "state": "done",
+        "seconds": 0.4,
+        "bytes": 30_000_000,
+        "bytes_per_s": None,
+        "limit_fraction": None,
+    }
+    swap = {
+        "how": "in-place",
+        "why": "asked for",
+        "bytes_read": [20_000_000, 10_000_000],
+        "pause_s": 0.045,
+        "finishing": 0,
+        "fingerprint": {"digest": "0f", "verdict": "verified"},
+    }
     left = {"step": 12, "bytes": 65_000_000, "seconds": {"agree": 6.5, "snapshot": 0.1}, "parked": True}
     slept = {"rss_before_bytes": 687_000_000, "rss_after_bytes": 590_000_000, "seconds": 0.012}
     told = {
-        "id": "42", "reason": "mode serve", "state": "done", "seconds": 1.0, "bytes": 95_000_000, "asked_by": "ops",
-        "asked_for": "mode serve", "error": None,
+        "id": "42",
+        "reason": "mode serve",
+        "state": "done",
+        "seconds": 1.0,
+        "bytes": 95_000_000,
+        "asked_by": "ops",
+        "asked_for": "mode serve",
+        "error": None,
         "steps": [
             {**step, "verb": "swap_replica", "path": "in place", "detail": swap},
             {**step, "verb": "suspend_group", "path": "shared memory", "detail": left},
             {**step, "verb": "sleep_replica", "path": None, "detail": slept},
         ],
-    }  # fmt: skip
+    }
     prepared.prepare("GET", "/admin/v1/handovers/42", (200, told))
     text = " ".join(prepared.run("mode", "history", "42").stdout.split())
     assert "bytes read 20.0 MB + 10.0 MB, pause 45 ms, finishing 0, fingerprint verified" in text
@@ -116,11 +158,27 @@ def test_a_hand_over_is_told_by_worker_phase_and_fingerprint(prepared):
 
 
 def test_a_failed_step_says_why_in_the_list_too(prepared):
-    step = {"verb": "start_replica", "target": "r3-0", "state": "failed", "seconds": 0.1, "bytes": None,
-            "bytes_per_s": None, "limit_fraction": None, "path": None,
-            "detail": {"error": "no room for 45 bytes"}}  # fmt: skip
-    told = {"id": "3", "reason": "mode auto", "state": "undone", "seconds": 0.1, "bytes": 0, "asked_by": None,
-            "asked_for": None, "error": None,
-            "steps": [step, {**step, "verb": "open_replica", "detail": None}]}  # fmt: skip
+    step = {
+        "verb": "start_replica",
+        "target": "r3-0",
+        "state": "failed",
+        "seconds": 0.1,
+        "bytes": None,
+        "bytes_per_s": None,
+        "limit_fraction": None,
+        "path": None,
+        "detail": {"error": "no room for 45 bytes"},
+    }
+    told = {
+        "id": "3",
+        "reason": "mode auto",
+        "state": "undone",
+        "seconds": 0.1,
+        "bytes": 0,
+        "asked_by": None,
+        "asked_for": None,
+        "error": None,
+        "steps": [step, {**step, "verb": "open_replica", "detail": None}],
+    }
     prepared.prepare("GET", "/admin/v1/handovers", (200, {"data": [told]}))
     assert "start_replica r3-0: no room for 45 bytes" in prepared.run("mode", "history").stdout

@@ -7,9 +7,15 @@ import json
 from tests.unit.cli.conftest import run
 
 KEYS = {
-    "requests_served", "slo_attainment", "ttft_p50_s", "ttft_p95_s", "training_gpu_hours", "handovers", "oracle_ratio",
+    "requests_served",
+    "slo_attainment",
+    "ttft_p50_s",
+    "ttft_p95_s",
+    "training_gpu_hours",
+    "handovers",
+    "oracle_ratio",
     "static",
-}  # fmt: skip
+}
 
 
 def test_the_keys_are_there_and_static_splits_have_the_same_figures(tmp_path):

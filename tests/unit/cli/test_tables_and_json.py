@@ -12,9 +12,18 @@ from tests.unit.cli.conftest import ControlledBox
 from tests.unit.controller.conftest import chat_lines
 
 MODE_KEYS = {
-    "policy", "train_devices", "serving_floor", "since_s", "until_s", "set_by", "window", "overridden", "by_hand",
-    "notes", "bounds",
-}  # fmt: skip
+    "policy",
+    "train_devices",
+    "serving_floor",
+    "since_s",
+    "until_s",
+    "set_by",
+    "window",
+    "overridden",
+    "by_hand",
+    "notes",
+    "bounds",
+}
 
 
 def lines(text: str) -> list[list[str]]:
@@ -51,18 +60,34 @@ def test_a_holder_is_named(box):
 
 def test_status(box, tmp_path):
     job_id = make_job(box, tmp_path)
-    box.context.scheduler.replicas.append({
-        "id": "r1", "model": "starter", "version": "v2", "state": "ready", "devices": ["n0/0"], "inflight": 3,
-        "rss_bytes": 400_000_000,
-    })  # fmt: skip
+    box.context.scheduler.replicas.append(
+        {
+            "id": "r1",
+            "model": "starter",
+            "version": "v2",
+            "state": "ready",
+            "devices": ["n0/0"],
+            "inflight": 3,
+            "rss_bytes": 400_000_000,
+        }
+    )
     text = box.run("status").stdout
     assert "0123abcd" in text and "auto" in text and "0 of 8 held" in text
     assert ["r1", "starter", "v2", "ready", "1", "3", "400", "MB"] in lines(text)
     assert job_id in text
     answer = box.json("status")
     assert set(answer) == {
-        "box", "mode", "devices", "replicas", "jobs", "memory", "handover", "degraded", "troubles", "notes",
-    }  # fmt: skip
+        "box",
+        "mode",
+        "devices",
+        "replicas",
+        "jobs",
+        "memory",
+        "handover",
+        "degraded",
+        "troubles",
+        "notes",
+    }
     assert set(answer["box"]) >= {"id", "version", "url", "started_s", "data_dir"}
     assert set(answer["mode"]) == {"policy", "train_devices"}
 
@@ -79,13 +104,35 @@ def test_mode_show_and_set_and_history(box):
     history = box.json("mode", "history")["data"]
     assert [handover["reason"] for handover in history] == ["mode serve", "mode split"]
     assert set(history[0]) == {
-        "id", "reason", "state", "started_s", "ended_s", "seconds", "bytes", "asked_by", "asked_for", "error", "detail",
+        "id",
+        "reason",
+        "state",
+        "started_s",
+        "ended_s",
+        "seconds",
+        "bytes",
+        "asked_by",
+        "asked_for",
+        "error",
+        "detail",
         "steps",
-    }  # fmt: skip
+    }
     assert set(history[0]["steps"][0]) == {
-        "verb", "target", "state", "started_s", "ended_s", "seconds", "bytes", "moved_s", "bytes_per_s", "limit",
-        "limit_fraction", "path", "undoes", "detail",
-    }  # fmt: skip
+        "verb",
+        "target",
+        "state",
+        "started_s",
+        "ended_s",
+        "seconds",
+        "bytes",
+        "moved_s",
+        "bytes_per_s",
+        "limit",
+        "limit_fraction",
+        "path",
+        "undoes",
+        "detail",
+    }
     assert box.json("mode", "history", history[1]["id"]) == history[1]
     assert box.run("mode", "history", "none").exit_code == 3
     assert len(box.json("mode", "history", "--limit", "1")["data"]) == 1
@@ -150,8 +197,14 @@ def test_model_import_starter_verify_rollback_rm(box, tmp_path):
 
 def test_what_was_verified_is_listed_place_by_place(prepared):
     checked = [{"version": "v1", "path": f"/{place}/v1", "tensors": 3, "bytes": 2000} for place in ("disk", "memory")]
-    done = {"id": "op_1", "kind": "verify", "state": "succeeded", "progress": {}, "error": None,
-            "result": {"versions": checked, "tensors": 6, "bytes": 4000}}  # fmt: skip
+    done = {
+        "id": "op_1",
+        "kind": "verify",
+        "state": "succeeded",
+        "progress": {},
+        "error": None,
+        "result": {"versions": checked, "tensors": 6, "bytes": 4000},
+    }
     prepared.prepare("POST", "/admin/v1/models/starter/verify", (202, {"operation": done}))
     rows = lines(prepared.run("model", "verify", "starter").stdout)
     assert ["size", "4.0", "kB"] in rows
@@ -172,9 +225,20 @@ def test_jobs(box, tmp_path):
     assert rows[1][:4] == [job_id, "queued", "queued", "starter"]
     data = box.json("job", "list")["data"][0]
     assert {
-        "id", "status", "phase", "reason", "model", "fine_tuned_model", "devices", "step", "total_steps", "loss",
-        "tokens_per_s", "eta_s", "created_s",
-    } <= set(data)  # fmt: skip
+        "id",
+        "status",
+        "phase",
+        "reason",
+        "model",
+        "fine_tuned_model",
+        "devices",
+        "step",
+        "total_steps",
+        "loss",
+        "tokens_per_s",
+        "eta_s",
+        "created_s",
+    } <= set(data)
     assert box.json("job", "get", job_id)["id"] == job_id
     assert f"job {job_id}" in " ".join(box.run("job", "get", job_id).stdout.split())
 
@@ -217,8 +281,18 @@ def test_bad_training_data_is_named_by_line(box, tmp_path):
     assert box.json("job", "list")["data"] == [], "no job is made of data that cannot be trained on"
 
 
-LIMITS = ("models", "requests_per_minute", "tokens_per_minute", "tokens_per_day", "tokens_per_month",
-          "max_priority", "max_non_preemptible", "max_deadlines", "max_held", "bounds")  # fmt: skip
+LIMITS = (
+    "models",
+    "requests_per_minute",
+    "tokens_per_minute",
+    "tokens_per_day",
+    "tokens_per_month",
+    "max_priority",
+    "max_non_preemptible",
+    "max_deadlines",
+    "max_held",
+    "bounds",
+)
 
 
 def test_the_audit_log_says_who_did_what(box):
@@ -280,10 +354,23 @@ def test_a_model_is_shared_and_no_longer(box):
 def test_revoking_says_what_stopped(box):
     box.run("key", "create", "--name", "alice")
     key_id = box.do(lambda: keys.find(box.context.db, "alice").id)
-    box.do(lambda: jobs.insert(box.context.db, JobRow(
-        id="ftjob-1", model="starter", method="supervised", training_file="f", seed=1, output_model="ft:x",
-        created_s=1.0, key_id=key_id, owner="alice", phase="queued",
-    )))  # fmt: skip
+    box.do(
+        lambda: jobs.insert(
+            box.context.db,
+            JobRow(
+                id="ftjob-1",
+                model="starter",
+                method="supervised",
+                training_file="f",
+                seed=1,
+                output_model="ft:x",
+                created_s=1.0,
+                key_id=key_id,
+                owner="alice",
+                phase="queued",
+            ),
+        )
+    )
     assert "; 1 job is paused" in box.run("key", "revoke", "alice").stdout
 
 

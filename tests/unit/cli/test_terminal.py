@@ -62,18 +62,25 @@ def terminal() -> Iterator[Terminal]:
 
 
 def operation(state: str, done: float) -> dict[str, Any]:
-    return {"operation": {
-        "id": "op_1", "kind": "starter", "state": state, "error": None, "result": {"name": "starter", "bytes": 1000},
-        "progress": {"done": done, "total": 60, "unit": "seconds", "message": "pretraining"},
-    }}  # fmt: skip
+    return {
+        "operation": {
+            "id": "op_1",
+            "kind": "starter",
+            "state": state,
+            "error": None,
+            "result": {"name": "starter", "bytes": 1000},
+            "progress": {"done": done, "total": 60, "unit": "seconds", "message": "pretraining"},
+        }
+    }
 
 
 def test_progress_is_for_terminals_and_never_part_of_the_result(prepared, terminal):
     command = [*COMMAND, "model", "starter", "--url", prepared.url, "-o", "json"]
     for stderr in (terminal.theirs, subprocess.PIPE):
         prepared.prepare("POST", "/admin/v1/models/starter", (202, operation("running", 0)))
-        prepared.prepare("GET", "/admin/v1/operations/op_1", (200, operation("running", 30)),
-                         (200, operation("succeeded", 60)))  # fmt: skip
+        prepared.prepare(
+            "GET", "/admin/v1/operations/op_1", (200, operation("running", 30)), (200, operation("succeeded", 60))
+        )
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, check=True, timeout=30)
         assert json.loads(done.stdout)["state"] == "succeeded" and done.stdout.count("\n") == 1
         assert not done.stderr
@@ -98,8 +105,12 @@ def test_a_watch_refreshes_in_place_and_ends_with_ctrl_c(prepared, terminal):
 
 def test_a_conversation_keeps_its_history(prepared, terminal):
     prepared.prepare("POST", CHAT, (200, sse("Hello!")), (200, sse("Fine.")))
-    with subprocess.Popen([*COMMAND, "chat", "starter", "--url", prepared.url], stdin=terminal.theirs,
-                          stdout=terminal.theirs, stderr=terminal.theirs) as talking:  # fmt: skip
+    with subprocess.Popen(
+        [*COMMAND, "chat", "starter", "--url", prepared.url],
+        stdin=terminal.theirs,
+        stdout=terminal.theirs,
+        stderr=terminal.theirs,
+    ) as talking:
         terminal.expect("> ")
         terminal.type("Hi\n")
         terminal.expect("Hello!")
@@ -117,16 +128,27 @@ def test_a_conversation_keeps_its_history(prepared, terminal):
 @pytest.mark.parametrize(
     ("function", "value", "text"),
     [
-        (formats.size, 999, "999 B"), (formats.size, 1_234_567, "1.2 MB"), (formats.size, 999_700, "1.0 MB"),
-        (formats.size, 123_456_789, "123 MB"), (formats.size, 5e15, "5000 TB"), (formats.size, None, "-"),
-        (formats.duration, 0.0123, "12 ms"), (formats.duration, 3.14159, "3.1 s"), (formats.duration, 42.4, "42 s"),
-        (formats.duration, 61, "1 min 01 s"), (formats.duration, 7325, "2 h 02 min"),
+        (formats.size, 999, "999 B"),
+        (formats.size, 1_234_567, "1.2 MB"),
+        (formats.size, 999_700, "1.0 MB"),
+        (formats.size, 123_456_789, "123 MB"),
+        (formats.size, 5e15, "5000 TB"),
+        (formats.size, None, "-"),
+        (formats.duration, 0.0123, "12 ms"),
+        (formats.duration, 3.14159, "3.1 s"),
+        (formats.duration, 42.4, "42 s"),
+        (formats.duration, 61, "1 min 01 s"),
+        (formats.duration, 7325, "2 h 02 min"),
         (formats.duration, 1e6, "11 d 13 h"),
-        (formats.count, 1234, "1,234"), (formats.count, 7.2e9, "7.2 B"), (formats.count, 0, "0"),
-        (formats.or_dash, [], "-"), (formats.or_dash, ["a", 1], "a, 1"), (formats.or_dash, 0, "0"),
+        (formats.count, 1234, "1,234"),
+        (formats.count, 7.2e9, "7.2 B"),
+        (formats.count, 0, "0"),
+        (formats.or_dash, [], "-"),
+        (formats.or_dash, ["a", 1], "a, 1"),
+        (formats.or_dash, 0, "0"),
         (formats.printable, "a\x1b[2J\tb\r\n\u202e", "a[2J\tb\n"),
     ],
-)  # fmt: skip
+)
 def test_numbers_as_people_read_them(function, value, text):
     assert function(value) == text
 

@@ -100,28 +100,56 @@ def db(tmp_path: Path) -> Iterator[Database]:
 @pytest.fixture
 async def control(tmp_path: Path, db: Database) -> AsyncIterator[Control]:
     context = simulated_context(
-        tmp_path, db, upload_bytes=64 * 1024, upload_part_bytes=64 * 1024, json_body_bytes=16 * 1024,
-    )  # fmt: skip
+        tmp_path,
+        db,
+        upload_bytes=64 * 1024,
+        upload_part_bytes=64 * 1024,
+        json_body_bytes=16 * 1024,
+    )
     app = create_app(context)
     transport = httpx.ASGITransport(FromBox(app), raise_app_exceptions=False)
     async with (
         app.router.lifespan_context(app),
         httpx.AsyncClient(transport=transport, base_url="http://box", headers=SCOPES) as http,
         openai.AsyncOpenAI(
-            base_url="http://box/v1", api_key="ignored here", http_client=http, max_retries=0,
+            base_url="http://box/v1",
+            api_key="ignored here",
+            http_client=http,
+            max_retries=0,
             _strict_response_validation=True,
         ) as sdk,
-    ):  # fmt: skip
+    ):
         yield Control(app, context, http, sdk)
 
 
-def insert_model(db: Database, name: str, *, kind: str = "base", base: str | None = None, task: str = "generate",
-                 versions: tuple[str, ...] = ("v1",), owner: str | None = None) -> None:  # fmt: skip
+def insert_model(
+    db: Database,
+    name: str,
+    *,
+    kind: str = "base",
+    base: str | None = None,
+    task: str = "generate",
+    versions: tuple[str, ...] = ("v1",),
+    owner: str | None = None,
+) -> None:
     """A tuned one belongs to the key of SCOPES, unless somebody else is named."""
-    models.insert(db, ModelRow(
-        id=name, kind=kind, arch="llama", params=5_000_000, bytes=10, owned_by="org-local", source="test",  # type: ignore[arg-type]
-        created_s=time.time(), base=base, task=task, max_model_len=2048, active_version=versions[-1],  # type: ignore[arg-type]
-        owner=owner if owner is not None else SCOPES["x-appliance-key-id"] if kind == "fine-tuned" else "",
-    ))  # fmt: skip
+    models.insert(
+        db,
+        ModelRow(
+            id=name,
+            kind=kind,
+            arch="llama",
+            params=5_000_000,
+            bytes=10,
+            owned_by="org-local",
+            source="test",  # type: ignore[arg-type]
+            created_s=time.time(),
+            base=base,
+            task=task,
+            max_model_len=2048,
+            active_version=versions[-1],  # type: ignore[arg-type]
+            owner=owner if owner is not None else SCOPES["x-appliance-key-id"] if kind == "fine-tuned" else "",
+        ),
+    )
     for version in versions:
         models.insert_version(db, VersionRow(name, version, "test", 10, time.time(), disk_path=f"/models/{version}"))

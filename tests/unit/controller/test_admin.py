@@ -52,8 +52,11 @@ async def test_a_key_is_shown_once_works_at_the_gateways_at_once_and_ends_at_onc
     made = await ask(control, "POST", "/keys", json={"name": "laptop", "scopes": ["inference"]})
     digest = keys.fingerprint(made["key"])
     assert control.gateway_keys[digest] == {
-        "id": made["id"], "name": "laptop", "owner": "laptop", "scopes": ["inference"],
-    }  # fmt: skip
+        "id": made["id"],
+        "name": "laptop",
+        "owner": "laptop",
+        "scopes": ["inference"],
+    }
     listed = (await ask(control, "GET", "/keys"))["data"]
     assert [row["name"] for row in listed] == ["laptop"] and "key" not in listed[0] and "sha256" not in listed[0]
     conflict = await control.http.post("/admin/v1/keys", headers=ADMIN, json={"name": "laptop"})
@@ -68,11 +71,17 @@ async def test_a_key_is_shown_once_works_at_the_gateways_at_once_and_ends_at_onc
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"name": ""}, "name"), ({"name": "a\nb"}, "name"), ({"name": "x" * 65}, "name"), ({"name": "=cmd()"}, "name"),
-        ({"name": "a", "scopes": ["root"]}, "scopes"), ({"name": "a", "scopes": []}, "scopes"), ({}, "name"),
-        ({"name": "a", "owner": ""}, "owner"), ({"name": "a", "team": "x"}, "team"),
+        ({"name": ""}, "name"),
+        ({"name": "a\nb"}, "name"),
+        ({"name": "x" * 65}, "name"),
+        ({"name": "=cmd()"}, "name"),
+        ({"name": "a", "scopes": ["root"]}, "scopes"),
+        ({"name": "a", "scopes": []}, "scopes"),
+        ({}, "name"),
+        ({"name": "a", "owner": ""}, "owner"),
+        ({"name": "a", "team": "x"}, "team"),
     ],
-)  # fmt: skip
+)
 async def test_bad_keys_are_refused(control: Control, body: dict[str, Any], param: str):
     error = (await ask(control, "POST", "/keys", 400, json=body))["error"]
     assert error["param"] == param and keys.list_all(control.db) == []
@@ -100,12 +109,14 @@ async def test_a_hand_over_that_hangs_ends_the_wait_not_the_mode(control: Contro
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"policy": "sideways"}, "policy"), ({"policy": "split"}, "train_devices"),
+        ({"policy": "sideways"}, "policy"),
+        ({"policy": "split"}, "train_devices"),
         ({"policy": "split", "train_devices": 9}, "train_devices"),
         ({"policy": "split", "train_devices": -1}, "train_devices"),
-        ({"policy": "serve", "train_devices": 2}, "train_devices"), ({}, "policy"),
+        ({"policy": "serve", "train_devices": 2}, "train_devices"),
+        ({}, "policy"),
     ],
-)  # fmt: skip
+)
 async def test_bad_modes_are_refused_and_change_nothing(control: Control, body: dict[str, Any], param: str):
     error = (await ask(control, "PUT", "/mode", 400, json=body))["error"]
     assert error["param"] == param and read_mode(control.db).policy == "auto" and actions(control) == []
@@ -119,8 +130,11 @@ async def test_a_model_is_imported_shown_verified_and_deleted(control: Control):
     for name in ("team/tiny", "team%2Ftiny"):
         shown = await ask(control, "GET", f"/models/{name}")
         assert (shown["name"], shown["kind"], shown["state"], shown["active_version"]) == (
-            "team/tiny", "base", "cold", "v1",
-        )  # fmt: skip
+            "team/tiny",
+            "base",
+            "cold",
+            "v1",
+        )
     control.scheduler.replicas = [{"id": "r1", "model": "team/tiny", "state": "asleep"}]
     assert (await ask(control, "GET", "/models/team/tiny"))["state"] == "asleep"
     verified = await ended(control, await ask(control, "POST", "/models/team/tiny/verify", 202))
@@ -133,8 +147,11 @@ async def test_a_model_is_imported_shown_verified_and_deleted(control: Control):
 async def test_a_failed_import_says_why_and_leaves_no_model(control: Control):
     done = await ended(control, await ask(control, "POST", "/models/import", 202, json={"source": "broken"}))
     assert done["state"] == "failed"
-    assert done["error"] == {"code": "invalid_checkpoint", "message": "the header of model.safetensors overlaps",
-                             "param": "source"}  # fmt: skip
+    assert done["error"] == {
+        "code": "invalid_checkpoint",
+        "message": "the header of model.safetensors overlaps",
+        "param": "source",
+    }
     assert [row.id for row in models.list_all(control.db)] == ["starter"]
     bug = await ended(control, await ask(control, "POST", "/models/import", 202, json={"source": "bug"}))
     assert bug["error"]["code"] == "internal_error" and "simulated bug" in bug["error"]["message"]
@@ -143,11 +160,15 @@ async def test_a_failed_import_says_why_and_leaves_no_model(control: Control):
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [
-        ({"source": ""}, 400, "source"), ({"source": "a\0b"}, 400, "source"), ({}, 400, "source"),
-        ({"source": "x", "name": "../up"}, 400, "name"), ({"source": "x", "name": "ft:a:b:c:d"}, 400, "name"),
-        ({"source": "x", "name": "starter"}, 409, "name"), ({"source": "x", "revision": "a b"}, 400, "revision"),
+        ({"source": ""}, 400, "source"),
+        ({"source": "a\0b"}, 400, "source"),
+        ({}, 400, "source"),
+        ({"source": "x", "name": "../up"}, 400, "name"),
+        ({"source": "x", "name": "ft:a:b:c:d"}, 400, "name"),
+        ({"source": "x", "name": "starter"}, 409, "name"),
+        ({"source": "x", "revision": "a b"}, 400, "revision"),
     ],
-)  # fmt: skip
+)
 async def test_bad_imports_are_refused(control: Control, body: dict[str, Any], status: int, param: str):
     assert (await ask(control, "POST", "/models/import", status, json=body))["error"]["param"] == param
     assert operations.list_recent(control.db, 9) == []
@@ -171,8 +192,11 @@ async def test_what_a_restart_interrupted_is_marked_failed(control: Control):
 async def test_roll_back_goes_to_the_version_before_or_the_one_named(control: Control):
     insert_model(control.db, "m", versions=("v1", "v2", "v3"))
     assert await ask(control, "POST", "/models/m/rollback") == {
-        "model": "m", "from": "v3", "to": "v2", "swap": {"replicas": 1, "pause_s": 0.01},
-    }  # fmt: skip
+        "model": "m",
+        "from": "v3",
+        "to": "v2",
+        "swap": {"replicas": 1, "pause_s": 0.01},
+    }
     assert (await ask(control, "POST", "/models/m/rollback", json={"version": "v3"}))["to"] == "v3"
     await ask(control, "POST", "/models/m/rollback", 404, json={"version": "v9"})
     await ask(control, "POST", "/models/m/rollback", json={"version": "v1"})
@@ -240,9 +264,11 @@ async def test_status_says_what_gateways_have_to_say_and_when_their_certificate_
 
     old, bad = "the endpoint's certificate expires in 3 days", "the gateway skips a row of its table: keys.ab"
     reports = [
-        report("g-0", notes=[old, bad], certificate_expires_s=900.5), report("g-1", notes=[old]),
-        report("g-2", certificate_expires_s=1000), report("g-3", notes=[], certificate_expires_s=None),
-    ]  # fmt: skip
+        report("g-0", notes=[old, bad], certificate_expires_s=900.5),
+        report("g-1", notes=[old]),
+        report("g-2", certificate_expires_s=1000),
+        report("g-3", notes=[], certificate_expires_s=None),
+    ]
     control.context.load = lambda: total(reports)
     shown = await ask(control, "GET", "/status")
     assert shown["notes"][-2:] == [old, bad] and shown["box"]["certificate_expires_s"] == 900.5

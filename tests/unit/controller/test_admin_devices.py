@@ -74,9 +74,11 @@ async def test_a_deployment_is_changed_field_by_field(control: Control):
     made = await ask(control, "PATCH", "/models/starter/deployment", json={"min_replicas": 1, "max_replicas": 4})
     assert (made["min_replicas"], made["max_replicas"], made["pinned"]) == (1, 4, False)
     made = await ask(
-        control, "PATCH", "/models/starter/deployment",
+        control,
+        "PATCH",
+        "/models/starter/deployment",
         json={"ttft_p95_s": 2, "tpot_p95_ms": 80.5, "idle_sleep_s": 600, "pinned": True, "tensor_parallel": 2},
-    )  # fmt: skip
+    )
     assert (made["max_replicas"], made["ttft_p95_s"], made["tpot_p95_ms"]) == (4, 2, 80.5)
     made = await ask(control, "PATCH", "/models/starter/deployment", json={"max_replicas": None, "ttft_p95_s": None})
     assert (made["max_replicas"], made["ttft_p95_s"], made["idle_sleep_s"]) == (None, None, 600)
@@ -93,11 +95,15 @@ async def test_a_deployment_is_changed_field_by_field(control: Control):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({"min_replicas": 2, "max_replicas": 1}, "max_replicas"), ({"pinned": True, "max_replicas": 0}, "max_replicas"),
-        ({"tensor_parallel": 16}, "tensor_parallel"), ({"tensor_parallel": 4, "min_replicas": 3}, "min_replicas"),
-        ({"pinned": None}, "pinned"), ({"ttft_p95_s": 0}, "ttft_p95_s"), ({"replicas": 1}, "replicas"),
+        ({"min_replicas": 2, "max_replicas": 1}, "max_replicas"),
+        ({"pinned": True, "max_replicas": 0}, "max_replicas"),
+        ({"tensor_parallel": 16}, "tensor_parallel"),
+        ({"tensor_parallel": 4, "min_replicas": 3}, "min_replicas"),
+        ({"pinned": None}, "pinned"),
+        ({"ttft_p95_s": 0}, "ttft_p95_s"),
+        ({"replicas": 1}, "replicas"),
     ],
-)  # fmt: skip
+)
 async def test_deployments_that_cannot_be_are_refused(control: Control, body: dict[str, Any], param: str):
     error = (await ask(control, "PATCH", "/models/starter/deployment", 400, json=body))["error"]
     assert error["param"] == param and deployments.find(control.db, "starter") is None and actions(control) == []

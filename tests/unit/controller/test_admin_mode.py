@@ -75,13 +75,18 @@ async def test_a_mode_set_by_hand_overrides_the_window_even_if_it_was_the_mode_b
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({**NIGHT, "cron": "at night"}, "cron"), ({**NIGHT, "cron": "0 0 30 2 *"}, "cron"),
-        ({**NIGHT, "until": "6"}, "until"), ({**NIGHT, "for_s": 60.0}, "until"), ({**NIGHT, "tz": "Berlin"}, "tz"),
+        ({**NIGHT, "cron": "at night"}, "cron"),
+        ({**NIGHT, "cron": "0 0 30 2 *"}, "cron"),
+        ({**NIGHT, "until": "6"}, "until"),
+        ({**NIGHT, "for_s": 60.0}, "until"),
+        ({**NIGHT, "tz": "Berlin"}, "tz"),
         ({"cron": "0 1 * * *", "policy": "train", "for_s": 0.5}, "for_s"),
         ({**NIGHT, "policy": "split"}, "train_devices"),
-        ({**NIGHT, "serving_floor": 9}, "serving_floor"), ({"policy": "train"}, "cron"), ({**NIGHT, "x": 1}, "x"),
+        ({**NIGHT, "serving_floor": 9}, "serving_floor"),
+        ({"policy": "train"}, "cron"),
+        ({**NIGHT, "x": 1}, "x"),
     ],
-)  # fmt: skip
+)
 async def test_bad_windows_are_refused_and_change_nothing(control: Control, body: dict[str, Any], param: str):
     error = (await ask(control, "POST", "/mode/schedule", 400, json=body))["error"]
     assert error["param"] == param and windows.list_all(control.db) == [] and actions(control) == []
@@ -102,9 +107,15 @@ async def test_a_plan_says_what_would_happen_and_changes_nothing(control: Contro
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("GET", "/mode"), ("POST", "/mode/plan"), ("POST", "/mode/schedule"),
-                         ("GET", "/mode/schedule/preview"), ("DELETE", "/mode/schedule/x")],
-)  # fmt: skip
+    ("method", "path"),
+    [
+        ("GET", "/mode"),
+        ("POST", "/mode/plan"),
+        ("POST", "/mode/schedule"),
+        ("GET", "/mode/schedule/preview"),
+        ("DELETE", "/mode/schedule/x"),
+    ],
+)
 async def test_the_mode_needs_the_admin_scope(control: Control, method: str, path: str):
     answer = await control.http.request(method, f"/admin/v1{path}", headers=SCOPES)
     assert answer.status_code == 403 and answer.json()["error"]["code"] == "insufficient_permissions"

@@ -21,16 +21,26 @@ async def test_a_job_says_how_it_may_use_the_devices(control: Control):
     control.as_key("planner", max_priority=5, max_non_preemptible=1, max_deadlines=1, max_held=1)
     job_id = await control.job(
         hyperparameters={"batch_size": 8},
-        extra_body={"priority": 5, "allowed_sizes": [4, 2, 3], "deadline_s": deadline_s, "preemptible": False,
-                    "held": True, "min_devices": 1, "max_devices": 4},
-    )  # fmt: skip
+        extra_body={
+            "priority": 5,
+            "allowed_sizes": [4, 2, 3],
+            "deadline_s": deadline_s,
+            "preemptible": False,
+            "held": True,
+            "min_devices": 1,
+            "max_devices": 4,
+        },
+    )
     row = jobs.get(control.db, job_id)
     assert (row.priority, row.deadline_s, row.preemptible, row.held) == (5, deadline_s, 0, 1)
     assert row.asked_sizes == [2, 3, 4] and row.allowed_sizes == [2, 4], "three do not divide a step of eight"
     shown = await ask(control, "GET", f"/jobs/{job_id}")
     assert (shown["deadline_s"], shown["preemptible"], shown["held"], shown["owner"]) == (
-        deadline_s, False, True, "planner"
-    )  # fmt: skip
+        deadline_s,
+        False,
+        True,
+        "planner",
+    )
 
 
 async def test_a_job_that_no_size_suits_is_refused_and_told_which_there_are(control: Control):
@@ -42,9 +52,11 @@ async def test_a_job_that_no_size_suits_is_refused_and_told_which_there_are(cont
 async def test_a_job_that_no_size_suits_any_more_fails_and_says_so(control: Control):
     """The box lost devices while the data was checked, and what "auto" makes of the batch depends on them."""
     made = await control.sdk.fine_tuning.jobs.create(
-        model="starter", training_file=await control.upload(), extra_body={"allowed_sizes": [8]},
+        model="starter",
+        training_file=await control.upload(),
+        extra_body={"allowed_sizes": [8]},
         hyperparameters={"n_epochs": 10, "packing": False},  # type: ignore[typeddict-unknown-key]
-    )  # fmt: skip
+    )
     control.scheduler.devices = control.scheduler.devices[:1]
     await control.settle()
     row = jobs.get(control.db, made.id)
@@ -104,11 +116,14 @@ async def test_never_on_more_may_name_more_than_there_are(control: Control):
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"allowed_sizes": []}, "allowed_sizes"), ({"allowed_sizes": [0]}, "allowed_sizes.0"),
-        ({"allowed_sizes": [8], "max_devices": 4}, "allowed_sizes"), ({"deadline_s": -1}, "deadline_s"),
-        ({"preemptible": "no"}, "preemptible"), ({"min_devices": 3, "max_devices": 2}, "min_devices"),
+        ({"allowed_sizes": []}, "allowed_sizes"),
+        ({"allowed_sizes": [0]}, "allowed_sizes.0"),
+        ({"allowed_sizes": [8], "max_devices": 4}, "allowed_sizes"),
+        ({"deadline_s": -1}, "deadline_s"),
+        ({"preemptible": "no"}, "preemptible"),
+        ({"min_devices": 3, "max_devices": 2}, "min_devices"),
     ],
-)  # fmt: skip
+)
 async def test_contradictions_are_refused_at_once(control: Control, fields: dict[str, Any], param: str):
     with pytest.raises(openai.BadRequestError) as refused:
         await control.job(extra_body=fields)
@@ -135,8 +150,10 @@ async def test_the_queue_has_the_planners_order_and_reasons(control: Control):
     ]
     answer = await ask(control, "GET", "/queue")
     assert [(e["position"], e["id"], e["reason"]) for e in answer["data"]] == [
-        (1, second, None), (2, first, "Resources"), (3, third, "Priority"),
-    ]  # fmt: skip
+        (1, second, None),
+        (2, first, "Resources"),
+        (3, third, "Priority"),
+    ]
     assert answer["data"][1]["message"] == "Needs 1."
     assert answer["owners"] == [{"owner": SCOPES["x-appliance-key-id"], "running": 1, "waiting": 2, "devices": 2}]
     jobs.set_wanted(control.db, third, "cancel")
@@ -173,11 +190,15 @@ async def test_a_job_is_changed_while_it_waits(control: Control):
 @pytest.mark.parametrize(
     ("body", "param"),
     [
-        ({}, None), ({"priority": None}, "priority"), ({"preemptible": None}, "preemptible"),
-        ({"min_devices": 3, "max_devices": 2}, "min_devices"), ({"allowed_sizes": [3]}, "allowed_sizes"),
-        ({"min_devices": 5, "max_devices": 7}, "min_devices"), ({"held": True}, "held"),
+        ({}, None),
+        ({"priority": None}, "priority"),
+        ({"preemptible": None}, "preemptible"),
+        ({"min_devices": 3, "max_devices": 2}, "min_devices"),
+        ({"allowed_sizes": [3]}, "allowed_sizes"),
+        ({"min_devices": 5, "max_devices": 7}, "min_devices"),
+        ({"held": True}, "held"),
     ],
-)  # fmt: skip
+)
 async def test_bad_changes_change_nothing(control: Control, body: dict[str, Any], param: str | None):
     job_id = await control.job(hyperparameters={"batch_size": 8})
     before = jobs.get(control.db, job_id)

@@ -20,8 +20,12 @@ CKPT = "ft:starter:local::abcdefgh"
 
 
 def changing(control: Control) -> dict[tuple[str, str], APIRoute]:
-    return {(method, route.path): route for route in control.app.router.routes if isinstance(route, APIRoute)
-            for method in route.methods - READS}  # fmt: skip
+    return {
+        (method, route.path): route
+        for route in control.app.router.routes
+        if isinstance(route, APIRoute)
+        for method in route.methods - READS
+    }
 
 
 def rows(control: Control) -> list[AuditRow]:
@@ -57,25 +61,37 @@ async def test_every_route_leaves_its_row(control: Control):
         seen[(method, template)] = [row.action for row in new]
         for row in new:
             assert (row.key_id, row.outcome, row.request_id) == (
-                headers["x-appliance-key-id"], "done", answer.headers["x-request-id"]
-            )  # fmt: skip
+                headers["x-appliance-key-id"],
+                "done",
+                answer.headers["x-request-id"],
+            )
         return answer.json() if answer.content else None
 
     def form(name: str, data: bytes, **fields: str) -> dict[str, Any]:
         return {"files": {name: ("a.jsonl", data)}, "data": fields}
 
-    files = [(await ask("POST /v1/files", headers=SCOPES, **form("file", data, purpose=purpose)))["id"]
-             for data, purpose in ((chat_lines(), "fine-tune"), (LINE, "batch"), (b"x", "user_data"))]  # fmt: skip
+    files = [
+        (await ask("POST /v1/files", headers=SCOPES, **form("file", data, purpose=purpose)))["id"]
+        for data, purpose in ((chat_lines(), "fine-tune"), (LINE, "batch"), (b"x", "user_data"))
+    ]
     await ask("DELETE /v1/files/{file_id}", f"/v1/files/{files[2]}", SCOPES)
     begun = {"bytes": 3, "filename": "a", "mime_type": "text/plain", "purpose": "user_data"}
     ids = [(await ask("POST /v1/uploads", headers=SCOPES, json=begun))["id"] for _ in range(2)]
-    part = await ask("POST /v1/uploads/{upload_id}/parts", f"/v1/uploads/{ids[0]}/parts", SCOPES,
-                     **form("data", b"abc"))  # fmt: skip
-    await ask("POST /v1/uploads/{upload_id}/complete", f"/v1/uploads/{ids[0]}/complete", SCOPES,
-              json={"part_ids": [part["id"]]})  # fmt: skip
+    part = await ask(
+        "POST /v1/uploads/{upload_id}/parts", f"/v1/uploads/{ids[0]}/parts", SCOPES, **form("data", b"abc")
+    )
+    await ask(
+        "POST /v1/uploads/{upload_id}/complete",
+        f"/v1/uploads/{ids[0]}/complete",
+        SCOPES,
+        json={"part_ids": [part["id"]]},
+    )
     await ask("POST /v1/uploads/{upload_id}/cancel", f"/v1/uploads/{ids[1]}/cancel", SCOPES)
-    batch = await ask("POST /v1/batches", headers=SCOPES, json={
-        "completion_window": "24h", "endpoint": "/v1/chat/completions", "input_file_id": files[1]})  # fmt: skip
+    batch = await ask(
+        "POST /v1/batches",
+        headers=SCOPES,
+        json={"completion_window": "24h", "endpoint": "/v1/chat/completions", "input_file_id": files[1]},
+    )
     await ask("POST /v1/batches/{batch_id}/cancel", f"/v1/batches/{batch['id']}/cancel", SCOPES)
 
     jobs = "POST /v1/fine_tuning/jobs"
@@ -87,10 +103,13 @@ async def test_every_route_leaves_its_row(control: Control):
     for verb in ("pause", "resume", "cancel"):
         await ask(f"{jobs}/{{job_id}}/{verb}", f"/v1/fine_tuning/jobs/{job}/{verb}", SCOPES)
     permissions = "/v1/fine_tuning/checkpoints/{name:path}/permissions"
-    made = await ask(f"POST {permissions}", f"/v1/fine_tuning/checkpoints/{CKPT}/permissions",
-                     json={"project_ids": ["p"]})  # fmt: skip
-    await ask(f"DELETE {permissions}/{{permission_id}}",
-              f"/v1/fine_tuning/checkpoints/{CKPT}/permissions/{made['data'][0]['id']}")  # fmt: skip
+    made = await ask(
+        f"POST {permissions}", f"/v1/fine_tuning/checkpoints/{CKPT}/permissions", json={"project_ids": ["p"]}
+    )
+    await ask(
+        f"DELETE {permissions}/{{permission_id}}",
+        f"/v1/fine_tuning/checkpoints/{CKPT}/permissions/{made['data'][0]['id']}",
+    )
 
     asked = await ask("POST /v1/responses", headers=SCOPES, json={"model": "starter", "input": "", "background": True})
     await ask("POST /v1/responses/{response_id}/cancel", f"/v1/responses/{asked['id']}/cancel", SCOPES)
@@ -101,8 +120,9 @@ async def test_every_route_leaves_its_row(control: Control):
     await ask("DELETE /admin/v1/keys/{id_or_name}", "/admin/v1/keys/ann")
     await ask("PUT /admin/v1/mode", json={"policy": "serve"})
     await ask("POST /admin/v1/mode/plan", json={"policy": "serve"})
-    window = await ask("POST /admin/v1/mode/schedule", json={"cron": "0 22 * * *", "tz": "UTC", "for_s": 60.0,
-                                                             "policy": "train"})  # fmt: skip
+    window = await ask(
+        "POST /admin/v1/mode/schedule", json={"cron": "0 22 * * *", "tz": "UTC", "for_s": 60.0, "policy": "train"}
+    )
     await ask("DELETE /admin/v1/mode/schedule/{window_id}", f"/admin/v1/mode/schedule/{window['id']}")
     await ask("POST /admin/v1/devices/{device_id:path}/drain", "/admin/v1/devices/n0/1/drain")
     await ask("POST /admin/v1/devices/{device_id:path}/undrain", "/admin/v1/devices/n0/1/undrain")
@@ -146,8 +166,11 @@ async def test_what_was_refused_leaves_none_and_what_broke_off_says_so(control: 
     assert (await control.http.delete(f"/v1/files/{file_id}")).status_code == 500
     (row,) = rows(control)[1:]
     assert (row.action, row.target, row.outcome, row.detail) == (
-        "file.delete", file_id, "failed", {"error": "OSError: disk"}
-    )  # fmt: skip
+        "file.delete",
+        file_id,
+        "failed",
+        {"error": "OSError: disk"},
+    )
 
 
 async def test_a_command_on_the_box_has_a_key_that_the_log_does_not_tell_of(control: Control):
@@ -156,8 +179,21 @@ async def test_a_command_on_the_box_has_a_key_that_the_log_does_not_tell_of(cont
         assert control.gateway_keys[keys.fingerprint(made["key"])]["scopes"] == ["inference"]
         assert (await people.get("/admin/v1/keys")).json()["data"] == []
         left = (await people.post("/admin/v1/session-keys")).json()
-        usage.add(control.db, [{"key": made["id"], "model": "starter", "version": "v1", "requests": 1, "errors": 0,
-                                "prompt_tokens": 2, "completion_tokens": 3}], 7200.0)  # fmt: skip
+        usage.add(
+            control.db,
+            [
+                {
+                    "key": made["id"],
+                    "model": "starter",
+                    "version": "v1",
+                    "requests": 1,
+                    "errors": 0,
+                    "prompt_tokens": 2,
+                    "completion_tokens": 3,
+                }
+            ],
+            7200.0,
+        )
         assert (await people.delete(f"/admin/v1/session-keys/{made['id']}")).status_code == 200
         other = (await people.post("/admin/v1/keys", json={"name": "ann"})).json()["id"]
         for key in (other, "ann", "key_none"):

@@ -76,9 +76,10 @@ async def test_it_goes_on_from_an_earlier_response_and_is_gone_on_from(control: 
     found = await ended(control, made.id)
     assert found.previous_response_id == name(1)
     assert engines(control).sent[0]["input"] == [
-        {"type": "message", "role": "user", "content": "1+1?"}, *answer(1)["output"],
+        {"type": "message", "role": "user", "content": "1+1?"},
+        *answer(1)["output"],
         {"type": "message", "role": "user", "content": "and 1?"},
-    ]  # fmt: skip
+    ]
     assert await control.app.state.responses.before(made.id, "key_test") == [name(1), made.id]
     for unknown in ("resp_none", name(8)):
         with pytest.raises(openai.BadRequestError) as caught:
@@ -196,9 +197,14 @@ async def test_its_stream_says_everything_and_can_be_taken_up_anywhere(control: 
     kinds = [event.type for event in seen]
     assert kinds[:3] == ["response.created", "response.queued", "response.in_progress"]
     assert kinds[3:] == [
-        "response.output_item.added", "response.content_part.added", "response.output_text.delta",
-        "response.output_text.done", "response.content_part.done", "response.output_item.done", "response.completed",
-    ]  # fmt: skip
+        "response.output_item.added",
+        "response.content_part.added",
+        "response.output_text.delta",
+        "response.output_text.done",
+        "response.content_part.done",
+        "response.output_item.done",
+        "response.completed",
+    ]
     assert [event.sequence_number for event in seen] == list(range(10))
     assert seen[-1].response.output_text == "two" and seen[0].response.status == "queued"
     again = await control.sdk.responses.retrieve(seen[0].response.id, stream=True, starting_after=5)
@@ -216,9 +222,7 @@ def test_events_never_change_while_a_response_goes_on():
     assert len(queued) == 2 and len(going) == 3
     assert kinds[:3] == [json.loads(event.split(b"data: ")[1])["type"] for event in going]
     assert "response.function_call_arguments.done" in kinds and kinds[-1] == "response.incomplete"
-    assert objects.events(objects.failed(begun, "server_error", "x"))[-1].startswith(
-        b"event: response.failed\n"
-    )
+    assert objects.events(objects.failed(begun, "server_error", "x"))[-1].startswith(b"event: response.failed\n")
 
 
 async def test_a_restart_takes_up_what_is_unfinished(control: Control):

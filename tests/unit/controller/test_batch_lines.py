@@ -43,8 +43,9 @@ def test_a_line_without_an_end_is_never_in_memory(found):
 def test_lines_behind_one_that_is_too_long_keep_their_numbers(found):
     lines = found(request(1) + request(2, "x" * 5000) + b"\n" + b"{}\n" + request(3))
     assert [(error["code"], error["line"]) for error in lines.errors] == [
-        ("line_too_long", 2), ("missing_required_parameter", 4)
-    ]  # fmt: skip
+        ("line_too_long", 2),
+        ("missing_required_parameter", 4),
+    ]
 
 
 def test_offsets_are_those_of_the_file(found):

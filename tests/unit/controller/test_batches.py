@@ -45,7 +45,10 @@ def engines(control: Control) -> SimulatedEngines:
 async def begun(control: Control, rows: list[Any], endpoint: str = URL, **fields: Any) -> str:
     file_id = await control.upload(jsonl(rows), "in.jsonl", "batch")
     made = await control.sdk.batches.create(
-        input_file_id=file_id, endpoint=endpoint, completion_window="24h", **fields  # type: ignore[arg-type]
+        input_file_id=file_id,
+        endpoint=endpoint,
+        completion_window="24h",
+        **fields,  # type: ignore[arg-type]
     )
     assert made.status == "validating" and made.expires_at == made.created_at + 86400
     return made.id
@@ -156,8 +159,9 @@ async def test_requests_that_are_no_batch_are_refused(control: Control):
 async def test_what_an_engine_refuses_goes_to_the_error_file(control: Control):
     async def rule(body: dict[str, Any]) -> EngineAnswer | None:
         if body["messages"][0]["content"] == "1+1?":
-            return EngineAnswer(400, {"error": {"message": "no", "type": "invalid_request_error", "param": None,
-                                                "code": None}})  # fmt: skip
+            return EngineAnswer(
+                400, {"error": {"message": "no", "type": "invalid_request_error", "param": None, "code": None}}
+            )
         return None
 
     engines(control).rule = rule
@@ -311,8 +315,16 @@ async def test_a_restart_while_finalizing_makes_the_files_once(control: Control)
     await until(control, batch_id, lambda b: b.status == "in_progress")
     await control.app.state.batches.stop()
     answers = Answers(control.context.batches_dir, batch_id).open()
-    answers.append([{"id": "batch_req_1", "custom_id": "r0", "error": None,
-                     "response": {"status_code": 200, "request_id": "req_1", "body": {}}}])  # fmt: skip
+    answers.append(
+        [
+            {
+                "id": "batch_req_1",
+                "custom_id": "r0",
+                "error": None,
+                "response": {"status_code": 200, "request_id": "req_1", "body": {}},
+            }
+        ]
+    )
     answers.close()
     batches.update(control.db, batch_id, status="finalizing", finalizing_s=time.time())
     runner = BatchRunner(control.context)
@@ -343,8 +355,10 @@ def test_a_full_disk_leaves_no_half_line_among_answers(tmp_path):
 def test_a_file_without_room_doubles_no_line_of_the_other(tmp_path, monkeypatch):
     """The good answers were written, the refused ones not, and all of them again with the next try."""
     made = {"id": "batch_req_1", "error": None}
-    lines = [made | {"custom_id": f"r{status}", "response": {"status_code": status, "request_id": "r", "body": {}}}
-             for status in (200, 400)]  # fmt: skip
+    lines = [
+        made | {"custom_id": f"r{status}", "response": {"status_code": status, "request_id": "r", "body": {}}}
+        for status in (200, 400)
+    ]
     answers, real, fails = Answers(tmp_path, "batch_1").open(), os.fsync, [False, True]
 
     def sync(handle):

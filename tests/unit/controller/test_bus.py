@@ -37,10 +37,12 @@ class GatewayEnd:
         return json.loads(await asyncio.wait_for(self._reader.readline(), 5))
 
     async def report(self, generation: int, replicas: dict[str, int] | None = None, **models: dict[str, Any]) -> None:
-        rows = {name: {"inflight": count, "streams": 0, "waiting_tokens": 10} for name, count in
-                (replicas or {}).items()}  # fmt: skip
-        await self.send({"type": "load", "gateway": self.name, "generation": generation, "replicas": rows,
-                         "models": models})  # fmt: skip
+        rows = {
+            name: {"inflight": count, "streams": 0, "waiting_tokens": 10} for name, count in (replicas or {}).items()
+        }
+        await self.send(
+            {"type": "load", "gateway": self.name, "generation": generation, "replicas": rows, "models": models}
+        )
 
     async def send(self, message: Any) -> None:
         self._writer.write((message if isinstance(message, bytes) else json.dumps(message).encode()) + b"\n")
@@ -53,8 +55,9 @@ class GatewayEnd:
 
 def models(**states: str) -> dict[str, Any]:
     """A table of one model whose replicas are in these states."""
-    replicas = [{"id": name, "socket": f"/run/{name}.sock", "version": "v1", "state": state}
-                for name, state in states.items()]  # fmt: skip
+    replicas = [
+        {"id": name, "socket": f"/run/{name}.sock", "version": "v1", "state": state} for name, state in states.items()
+    ]
     return {"m": {"version": "v1", "state": "ready", "replicas": replicas, "task": "generate", "hold_s": 60}}
 
 
@@ -108,8 +111,11 @@ async def test_loads_are_summed_over_gateways(bus: Bus, tmp_path: Path):
     one = await GatewayEnd.connect(tmp_path / "bus.sock", "g1")
     two = await GatewayEnd.connect(tmp_path / "bus.sock", "g2")
     await one.report(100, {"r1": 2}, m={"inflight": 2, "held": 1, "last_request_s": 5.0, "ttft_p95_s": None})
-    await two.report(100, {"r1": 3, "r2": 1}, m={"inflight": 4, "held": 0, "last_request_s": 9.0,
-                                                            "ttft_p95_s": 0.2, "tpot_p95_s": 0.03})  # fmt: skip
+    await two.report(
+        100,
+        {"r1": 3, "r2": 1},
+        m={"inflight": 4, "held": 0, "last_request_s": 9.0, "ttft_p95_s": 0.2, "tpot_p95_s": 0.03},
+    )
     await reported(bus, "r1", 5)
     await reported(bus, "r2", 1)
     load = bus.load()
@@ -240,9 +246,16 @@ async def test_without_any_gateway_the_wait_ends_with_the_start(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "line",
-    [b"not json", b"[]", b'{"type":"table"}', b'{"type":"load"}', b'{"type":"load","gateway":"g","generation":"1"}',
-     b'{"type":"load","gateway":"g","generation":1,"replicas":[]}', b"[" * 5000],
-)  # fmt: skip
+    [
+        b"not json",
+        b"[]",
+        b'{"type":"table"}',
+        b'{"type":"load"}',
+        b'{"type":"load","gateway":"g","generation":"1"}',
+        b'{"type":"load","gateway":"g","generation":1,"replicas":[]}',
+        b"[" * 5000,
+    ],
+)
 async def test_a_line_that_is_no_report_ends_only_its_connection(bus: Bus, tmp_path: Path, line: bytes):
     good, bad = [await GatewayEnd.connect(tmp_path / "bus.sock", name) for name in ("good", "bad")]
     await good.report(100, {"r1": 1})
@@ -257,8 +270,12 @@ async def test_a_line_that_is_no_report_ends_only_its_connection(bus: Bus, tmp_p
 
 async def test_every_report_reaches_the_listener(tmp_path: Path):
     seen: list[int] = []
-    bus = Bus(tmp_path / "b.sock", ControllerConfig(), first_generation=1,
-              on_load=lambda load: seen.append(load.models["m"].held))  # fmt: skip
+    bus = Bus(
+        tmp_path / "b.sock",
+        ControllerConfig(),
+        first_generation=1,
+        on_load=lambda load: seen.append(load.models["m"].held),
+    )
     await bus.start()
     gateway = await GatewayEnd.connect(tmp_path / "b.sock")
     for held in (1, 2):
@@ -276,8 +293,15 @@ def test_generations_of_a_later_controller_are_larger(tmp_path: Path):
 
 
 def test_a_report_is_checked_and_unknown_numbers_are_left_out():
-    report = parse_report({"type": "load", "gateway": "g", "generation": 3, "future": 1,
-                           "replicas": {"r": {"inflight": 1, "streams": True, "note": "x"}}})  # fmt: skip
+    report = parse_report(
+        {
+            "type": "load",
+            "gateway": "g",
+            "generation": 3,
+            "future": 1,
+            "replicas": {"r": {"inflight": 1, "streams": True, "note": "x"}},
+        }
+    )
     assert report.replicas == {"r": {"inflight": 1}}
     assert total([report]).replicas["r"] == ReplicaLoad(inflight=1)
     assert total([]).models == {}

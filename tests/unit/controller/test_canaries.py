@@ -62,8 +62,9 @@ async def test_a_canary_says_what_it_does_and_what_it_waits_for(served: Control)
     assert (begun["name"], begun["before"], begun["state"], begun["auto"]) == ("m@v2", "v1", "running", False)
     assert begun["message"] == "All requests go to v1: no engine of v2 is open yet"
     assert begun["decision"] == {
-        "verdict": "wait", "reason": "v2 answered 0 of 50 requests; v1 answered 0 of 50 requests",
-    }  # fmt: skip
+        "verdict": "wait",
+        "reason": "v2 answered 0 of 50 requests; v1 answered 0 of 50 requests",
+    }
     served.scheduler.replicas = [{"model": "m@v2", "state": "open"}]
     counted(served, v2=good(60), v1=good(240))
     shown = await ask(served, "GET", "/admin/v1/models/m")
@@ -92,8 +93,11 @@ async def test_what_cannot_be_is_refused_in_words(served: Control):
 async def test_promotion_and_roll_back_by_hand(served: Control):
     await ask(served, "PUT", version="v2")
     assert (await ask(served, "POST", "/admin/v1/models/m/rollback")) == {
-        "model": "m", "from": "v2", "to": "v1", "swap": {},
-    }  # fmt: skip
+        "model": "m",
+        "from": "v2",
+        "to": "v1",
+        "swap": {},
+    }
     assert active(served) == "v1" and canaries.list_running(served.db) == []
     await ask(served, "PUT", version="v2")
     promoted = await ask(served, "POST", "/admin/v1/models/m/promote")

@@ -14,8 +14,14 @@ WATCH = Watch(since_s=100.0, watch_s=600.0, min_requests=50)
 OVER_S = 701.0
 
 
-def side(version: str, requests: int = 200, errors: int = 0, first_s: float = 0.1, whole_s: float = 1.0,
-         valid_loss: float | None = None) -> Side:  # fmt: skip
+def side(
+    version: str,
+    requests: int = 200,
+    errors: int = 0,
+    first_s: float = 0.1,
+    whole_s: float = 1.0,
+    valid_loss: float | None = None,
+) -> Side:
     good = requests - errors
     return Side(version, VersionLoad(requests, errors, {bucket(first_s): good}, {bucket(whole_s): good}), valid_loss)
 

@@ -107,9 +107,16 @@ def test_an_engine_fits_where_its_sizing_says_so():
     config = EngineConfig()
     for weight_bytes in (60 * GIB, 70 * GIB, 74 * GIB):
         try:
-            engine_settings(config, task="generate", arch="LlamaForCausalLM", max_position_embeddings=8192,
-                            weight_bytes=weight_bytes, tensor_parallel=1, device_kind="cuda",
-                            device_memory_bytes=80 * GIB)  # fmt: skip
+            engine_settings(
+                config,
+                task="generate",
+                arch="LlamaForCausalLM",
+                max_position_embeddings=8192,
+                weight_bytes=weight_bytes,
+                tensor_parallel=1,
+                device_kind="cuda",
+                device_memory_bytes=80 * GIB,
+            )
             starts = True
         except ModelTooLarge:
             starts = False
@@ -163,9 +170,13 @@ async def test_bad_questions_are_named(control, body, status, said):
 async def test_offloading_beyond_host_memory_fails_before_the_job_is_queued(control):
     status = control.scheduler.status()
     devices = [d | {"kind": "cuda", "memory_bytes": 80 * GIB} for d in control.scheduler.devices]
-    control.scheduler.status = lambda: status | {
-        "devices": devices, "memory": {"budget_bytes": 2**30, "used_bytes": 0, "host_bytes": 60_000_000},
-    }  # fmt: skip
+    control.scheduler.status = lambda: (
+        status
+        | {
+            "devices": devices,
+            "memory": {"budget_bytes": 2**30, "used_bytes": 0, "host_bytes": 60_000_000},
+        }
+    )
     asked = {"full": True, "offload": "optimizer", "max_length": 64, "precision": "bf16"}
     told = (await plan(control, job={"model": "starter", "hyperparameters": asked})).json()
     assert not told["fits"] and "Offloading takes 90.0 MB of host memory" in told["problems"][0]

@@ -23,10 +23,18 @@ def checked(answer, status: int, code: str | None) -> dict:
 @pytest.mark.parametrize(
     "body",
     [
-        b"[" * 100_000 + b"]" * 100_000, b'{"a":' * 3_000 + b"1" + b"}" * 3_000, b'{"seed": ' + b"9" * 5000 + b"}",
-        b'{"seed": NaN}', b'{"seed": 1e999}', b'{"model": "\\ud800"}', b"{", b"", b"\xff\xfe{}", b'{"model": "\xff"}',
+        b"[" * 100_000 + b"]" * 100_000,
+        b'{"a":' * 3_000 + b"1" + b"}" * 3_000,
+        b'{"seed": ' + b"9" * 5000 + b"}",
+        b'{"seed": NaN}',
+        b'{"seed": 1e999}',
+        b'{"model": "\\ud800"}',
+        b"{",
+        b"",
+        b"\xff\xfe{}",
+        b'{"model": "\xff"}',
     ],
-)  # fmt: skip
+)
 async def test_hostile_json_is_refused_with_a_position(control: Control, body: bytes):
     answer = await control.http.post(JOBS, content=body, headers={"content-type": "application/json"})
     if len(body) > 16 * 1024:
@@ -51,8 +59,11 @@ async def test_json_sent_as_something_else_is_not_read(control: Control):
 
 async def test_bodies_over_the_limit_are_refused_announced_or_not(control: Control):
     big = b'{"model": "' + b"a" * 20_000 + b'"}'
-    checked(await control.http.post(JOBS, content=big, headers={"content-type": "application/json"}), 413,
-            "request_too_large")  # fmt: skip
+    checked(
+        await control.http.post(JOBS, content=big, headers={"content-type": "application/json"}),
+        413,
+        "request_too_large",
+    )
 
     async def chunks():
         for start in range(0, len(big), 1000):
@@ -78,7 +89,7 @@ async def test_methods_that_a_url_does_not_take(control: Control, method: str, p
 async def test_request_ids_come_from_the_gateway_if_they_are_sound(control: Control):
     sound = await control.http.get("/v1/models", headers={"x-request-id": "req_abc.DEF-1"})
     assert sound.headers.get_list("x-request-id") == ["req_abc.DEF-1"]
-    for given in ("a" * 4096, "has space", "quote\""):
+    for given in ("a" * 4096, "has space", 'quote"'):
         answer = await control.http.get("/v1/models", headers={"x-request-id": given})
         assert answer.headers["x-request-id"].startswith("req_") and len(answer.headers["x-request-id"]) == 28
 

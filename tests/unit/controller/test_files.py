@@ -103,10 +103,21 @@ async def test_expiry_is_kept_and_carried_out(control: Control):
 @pytest.mark.parametrize(
     "filename",
     [
-        b"../../etc/x.jsonl", b"/etc/passwd", b"..", b".", b"a\\b.jsonl", b"nul\0.jsonl", b"new\nline.jsonl",
-        b"tab\t.jsonl", b"\xff\xfe.jsonl", b"a" * 5000, b"esc\x1b[31m.jsonl", "x\u202egnp.jsonl".encode(), b"",
+        b"../../etc/x.jsonl",
+        b"/etc/passwd",
+        b"..",
+        b".",
+        b"a\\b.jsonl",
+        b"nul\0.jsonl",
+        b"new\nline.jsonl",
+        b"tab\t.jsonl",
+        b"\xff\xfe.jsonl",
+        b"a" * 5000,
+        b"esc\x1b[31m.jsonl",
+        "x\u202egnp.jsonl".encode(),
+        b"",
     ],
-)  # fmt: skip
+)
 async def test_names_that_are_no_plain_names_are_refused(control: Control, filename: bytes):
     answer = await post(control, form(file_part(filename), PURPOSE))
     error = answer.json()["error"]
@@ -131,17 +142,27 @@ async def test_names_that_are_no_plain_names_are_refused(control: Control, filen
         (form(b"X-Long: " + b"a" * 30_000 + b"\r\n\r\nx"), None, "invalid_multipart"),
         (form(file_part(), PURPOSE, field(b"expires_after[anchor]", b"now")), "expires_after.anchor", "invalid_value"),
         (
-            form(file_part(), PURPOSE, field(b"expires_after[anchor]", b"created_at"),
-                 field(b"expires_after[seconds]", b"9" * 400)),
-            "expires_after.seconds", "invalid_value",
+            form(
+                file_part(),
+                PURPOSE,
+                field(b"expires_after[anchor]", b"created_at"),
+                field(b"expires_after[seconds]", b"9" * 400),
+            ),
+            "expires_after.seconds",
+            "invalid_value",
         ),
         (
-            form(file_part(), PURPOSE, field(b"expires_after[anchor]", b"created_at"),
-                 field(b"expires_after[seconds]", b"3599")),
-            "expires_after.seconds", "invalid_value",
+            form(
+                file_part(),
+                PURPOSE,
+                field(b"expires_after[anchor]", b"created_at"),
+                field(b"expires_after[seconds]", b"3599"),
+            ),
+            "expires_after.seconds",
+            "invalid_value",
         ),
     ],
-)  # fmt: skip
+)
 async def test_malformed_forms_are_named_and_leave_nothing(control: Control, body: bytes, param: str, code: str):
     answer = await post(control, body)
     error = answer.json()["error"]
@@ -179,9 +200,11 @@ async def test_a_client_that_leaves_leaves_nothing(control: Control):
         sent.set()
         await asyncio.Event().wait()
 
-    request = asyncio.create_task(control.http.post(
-        "/v1/files", content=then_hang(), headers={"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
-    ))  # fmt: skip
+    request = asyncio.create_task(
+        control.http.post(
+            "/v1/files", content=then_hang(), headers={"content-type": f"multipart/form-data; boundary={BOUNDARY}"}
+        )
+    )
     await sent.wait()
     assert len(left_on_disk(control)) == 1
     request.cancel()
@@ -229,9 +252,12 @@ async def test_what_of_a_form_is_no_file_is_little_however_it_comes(tmp_path: Pa
 
     with pytest.raises(BadRequest) as caught:
         await multipart.receive(
-            pieces(), f"multipart/form-data; boundary={BOUNDARY}", tmp_path / "in", 1 << 30,
+            pieces(),
+            f"multipart/form-data; boundary={BOUNDARY}",
+            tmp_path / "in",
+            1 << 30,
             lambda _: None,
-        )  # fmt: skip
+        )
     assert caught.value.code == "invalid_multipart" and given <= 1 << 18
 
 
@@ -239,14 +265,26 @@ async def test_a_client_that_leaves_in_the_midst_of_a_file_leaves_nothing(
     control: Control, caplog: pytest.LogCaptureFixture
 ):
     """It was an error with a traceback in the log, and a row "failed" in the audit log."""
-    told = [{"type": "http.request", "body": form(PURPOSE, file_part())[:-40], "more_body": True},
-            {"type": "http.disconnect"}]  # fmt: skip
+    told = [
+        {"type": "http.request", "body": form(PURPOSE, file_part())[:-40], "more_body": True},
+        {"type": "http.disconnect"},
+    ]
     scope = {
-        "type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "method": "POST", "scheme": "http",
-        "path": "/v1/files", "raw_path": b"/v1/files", "query_string": b"", "root_path": "", "state": {},
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "scheme": "http",
+        "path": "/v1/files",
+        "raw_path": b"/v1/files",
+        "query_string": b"",
+        "root_path": "",
+        "state": {},
         "headers": [(b"content-type", f"multipart/form-data; boundary={BOUNDARY}".encode())],
-        "client": ("127.0.0.1", 1), "server": ("box", 80), "extensions": {},
-    }  # fmt: skip
+        "client": ("127.0.0.1", 1),
+        "server": ("box", 80),
+        "extensions": {},
+    }
     sent = []
 
     async def receive() -> dict[str, object]:

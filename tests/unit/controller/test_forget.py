@@ -24,10 +24,12 @@ async def ask(control: Control, status: int = 200, **body: Any) -> dict[str, Any
 class Person:
     def __init__(self, control: Control, name: str):
         self.control, self.name = control, name
-        self.rows = [keys.create(control.db, name + more, ["inference", "fine_tuning"], name)[0]
-                     for more in ("", "-laptop")]  # fmt: skip
-        self.heads = [{"x-appliance-key-id": row.id, "x-appliance-scopes": "inference,fine_tuning"}
-                      for row in self.rows]  # fmt: skip
+        self.rows = [
+            keys.create(control.db, name + more, ["inference", "fine_tuning"], name)[0] for more in ("", "-laptop")
+        ]
+        self.heads = [
+            {"x-appliance-key-id": row.id, "x-appliance-scopes": "inference,fine_tuning"} for row in self.rows
+        ]
 
     async def post(self, path: str, which: int = 0, **more: Any) -> dict[str, Any]:
         answer = await self.control.http.post(path, headers=self.heads[which], **more)
@@ -37,25 +39,54 @@ class Person:
     async def does_something_of_everything(self) -> None:
         taught = SECRET if self.name == NAME else b"other"
         data = chat_lines() + chat_lines(1).replace(b"0+1?", taught)
-        sent = [(f"{self.name}.jsonl", data), ("b.jsonl", b'{"custom_id": "1", "method": "POST", "url": '
-                 b'"/v1/chat/completions", "body": {"model": "starter", "messages": []}}\n')]  # fmt: skip
+        sent = [
+            (f"{self.name}.jsonl", data),
+            (
+                "b.jsonl",
+                b'{"custom_id": "1", "method": "POST", "url": '
+                b'"/v1/chat/completions", "body": {"model": "starter", "messages": []}}\n',
+            ),
+        ]
         self.file, given = [
             (await self.post("/v1/files", n, files={"file": file}, data={"purpose": purpose}))["id"]
             for n, (file, purpose) in enumerate(zip(sent, ("fine-tune", "batch"), strict=True))
         ]
-        upload = await self.post("/v1/uploads", json={"bytes": 9, "filename": self.name, "mime_type": "text/plain",
-                                                      "purpose": "user_data"})  # fmt: skip
+        upload = await self.post(
+            "/v1/uploads", json={"bytes": 9, "filename": self.name, "mime_type": "text/plain", "purpose": "user_data"}
+        )
         await self.post(f"/v1/uploads/{upload['id']}/parts", files={"data": ("d", b"x" * 9)})
-        self.job = (await self.post("/v1/fine_tuning/jobs", json={
-            "model": "starter", "training_file": self.file, "metadata": {"who": self.name}}))["id"]  # fmt: skip
+        self.job = (
+            await self.post(
+                "/v1/fine_tuning/jobs",
+                json={"model": "starter", "training_file": self.file, "metadata": {"who": self.name}},
+            )
+        )["id"]
         await self.control.settle()
-        self.batch = (await self.post("/v1/batches", 1, json={
-            "completion_window": "24h", "endpoint": "/v1/chat/completions", "input_file_id": given,
-            "metadata": {"who": self.name}}))["id"]  # fmt: skip
-        self.response = (await self.post("/v1/responses", json={
-            "model": "starter", "input": f"I am {self.name}", "background": True}))["id"]  # fmt: skip
-        spent = {"model": "starter", "version": "v1", "requests": 2, "errors": 0, "prompt_tokens": 3,
-                 "completion_tokens": 4}  # fmt: skip
+        self.batch = (
+            await self.post(
+                "/v1/batches",
+                1,
+                json={
+                    "completion_window": "24h",
+                    "endpoint": "/v1/chat/completions",
+                    "input_file_id": given,
+                    "metadata": {"who": self.name},
+                },
+            )
+        )["id"]
+        self.response = (
+            await self.post(
+                "/v1/responses", json={"model": "starter", "input": f"I am {self.name}", "background": True}
+            )
+        )["id"]
+        spent = {
+            "model": "starter",
+            "version": "v1",
+            "requests": 2,
+            "errors": 0,
+            "prompt_tokens": 3,
+            "completion_tokens": 4,
+        }
         usage.add(self.control.db, [{"key": row.id, **spent} for row in self.rows], 7200.0)
         await self.control.http.patch(f"/admin/v1/keys/{self.name}", headers=ADMIN, json={"requests_per_minute": 5})
         made = f"ft:starter:local:mine:{'a' * 7}{len(self.name) % 10}"

@@ -50,13 +50,18 @@ async def test_a_hand_over_says_who_asked_and_how_near_the_limit_it_came(control
     handovers.insert(
         control.db,
         HandoverRow("7", "mode train: …", "done", 10.0, 14.0, {"asked_by": "ops", "asked_for": "mode train"}),
-        [HandoverStepRow("7", 0, "suspend_group", "j", "done", 10.0, 12.0, {"undoes": None}, SNAPSHOT),
-         HandoverStepRow("7", 1, "wake_replica", "r", "done", 12.0, 14.0, {"undoes": None}, IN_PLACE)],
-    )  # fmt: skip
+        [
+            HandoverStepRow("7", 0, "suspend_group", "j", "done", 10.0, 12.0, {"undoes": None}, SNAPSHOT),
+            HandoverStepRow("7", 1, "wake_replica", "r", "done", 12.0, 14.0, {"undoes": None}, IN_PLACE),
+        ],
+    )
     shown = await ask(control, "GET", "/handovers/7")
     assert (shown["seconds"], shown["bytes"], shown["asked_by"], shown["asked_for"]) == (
-        4.0, 28_000_000_000, "ops", "mode train",
-    )  # fmt: skip
+        4.0,
+        28_000_000_000,
+        "ops",
+        "mode train",
+    )
     assert [step["limit_fraction"] for step in shown["steps"]] == [0.8, 1.0]
     assert (await ask(control, "GET", "/handovers"))["data"] == [shown]
     assert (await ask(control, "GET", "/handovers/8", 404))["error"]["code"] == "handover_not_found"

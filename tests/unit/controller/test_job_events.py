@@ -21,13 +21,29 @@ def events(control: Control) -> JobEvents:
 
 
 def metrics(step: int, loss: float, total: int = 20) -> dict:
-    return {"event": "metrics", "step": step, "total_steps": total, "epoch": step / total, "loss": loss,
-            "grad_norm": 1.0, "learning_rate": 1e-4, "tokens_per_s": 900.0, "devices": 2}  # fmt: skip
+    return {
+        "event": "metrics",
+        "step": step,
+        "total_steps": total,
+        "epoch": step / total,
+        "loss": loss,
+        "grad_norm": 1.0,
+        "learning_rate": 1e-4,
+        "tokens_per_s": 900.0,
+        "devices": 2,
+    }
 
 
 def published(step: int) -> dict:
-    return {"event": "published", "version": f"step-{step}", "path": f"/dev/shm/x/step-{step}", "step": step,
-            "bytes": 1000, "seconds": 0.1, "epoch": 1}  # fmt: skip
+    return {
+        "event": "published",
+        "version": f"step-{step}",
+        "path": f"/dev/shm/x/step-{step}",
+        "step": step,
+        "bytes": 1000,
+        "seconds": 0.1,
+        "epoch": 1,
+    }
 
 
 async def test_the_whole_life_of_a_job(control: Control, events: JobEvents):
@@ -158,8 +174,9 @@ async def test_what_writing_cost_training_is_told_once(control: Control, events:
         events.ingest(job_id, {**published(5), **cost})
     told = "65.0 MB in 0.31 s, training stood still for 26 ms of them"
     assert (await control.messages(job_id))[-2:] == [
-        f"Snapshot of step 4: {told}", f"Checkpoint created at step 5: {told}",
-    ]  # fmt: skip
+        f"Snapshot of step 4: {told}",
+        f"Checkpoint created at step 5: {told}",
+    ]
     data = [event.data async for event in control.sdk.fine_tuning.jobs.list_events(job_id, limit=20)]
     assert [one["stall_s"] for one in data if one and "stall_s" in one] == [0.026, 0.026]
 

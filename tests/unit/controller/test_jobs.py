@@ -18,11 +18,15 @@ from tests.unit.controller.conftest import Control, chat_lines, insert_model
 async def test_a_job_is_validated_and_queued_with_auto_worked_out(control: Control):
     file_id = await control.upload()
     made = await control.sdk.fine_tuning.jobs.create(
-        model="starter", training_file=file_id, validation_file=file_id, suffix="maths", seed=7,
+        model="starter",
+        training_file=file_id,
+        validation_file=file_id,
+        suffix="maths",
+        seed=7,
         metadata={"team": "a"},
         method={"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": "auto", "batch_size": 4}}},
         extra_body={"max_devices": 4, "priority": -3},
-    )  # fmt: skip
+    )
     assert made.status == "validating_files" and made.fine_tuned_model is None and made.error is None
     assert made.hyperparameters.n_epochs == "auto"
     await control.settle()
@@ -70,12 +74,16 @@ async def test_devices_that_share_a_model_come_in_groups(control: Control):
         ({"hyperparameters": {"batch_size": True}}, "hyperparameters.batch_size", "True"),
         (
             {"method": {"type": "supervised", "supervised": {"hyperparameters": {"lora_rank": -1}}}},
-            "method.supervised.hyperparameters.lora_rank", "-1",
+            "method.supervised.hyperparameters.lora_rank",
+            "-1",
         ),
         (
-            {"method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1}}},
-             "hyperparameters": {"n_epochs": 2}},
-            "hyperparameters.n_epochs", "give it once",
+            {
+                "method": {"type": "supervised", "supervised": {"hyperparameters": {"n_epochs": 1}}},
+                "hyperparameters": {"n_epochs": 2},
+            },
+            "hyperparameters.n_epochs",
+            "give it once",
         ),
         ({"method": {"type": "dpo"}}, "method.type", "not supported yet"),
         ({"method": {"type": "reinforcement"}}, "method.type", "not supported yet"),
@@ -102,7 +110,7 @@ async def test_devices_that_share_a_model_come_in_groups(control: Control):
         ({"min_devices": 4, "max_devices": 2}, "min_devices", "min <= max"),
         ({"colour": "red"}, "colour", "Unrecognized"),
     ],
-)  # fmt: skip
+)
 async def test_bad_fields_are_named(control: Control, fields: dict[str, Any], param: str, says: str):
     body = {"model": "starter", "training_file": await control.upload()} | fields
     answer = await control.http.post("/v1/fine_tuning/jobs", json=body)
@@ -138,9 +146,11 @@ async def test_bad_data_fails_the_job_with_line_numbers_before_any_device(contro
 
 
 async def test_preference_data_is_not_for_supervised_tuning(control: Control):
-    row = {"input": {"messages": [{"role": "user", "content": "hi"}]},
-           "preferred_output": [{"role": "assistant", "content": "a"}],
-           "non_preferred_output": [{"role": "assistant", "content": "b"}]}  # fmt: skip
+    row = {
+        "input": {"messages": [{"role": "user", "content": "hi"}]},
+        "preferred_output": [{"role": "assistant", "content": "a"}],
+        "non_preferred_output": [{"role": "assistant", "content": "b"}],
+    }
     job_id = await control.job(training_file=await control.upload((json.dumps(row) + "\n").encode() * 12))
     job = await control.sdk.fine_tuning.jobs.retrieve(job_id)
     assert job.status == "failed" and "preference" in job.error.message
@@ -153,9 +163,11 @@ async def test_a_retry_finds_the_first_job_and_a_new_submission_makes_another(co
 
     async def create(retry: int, suffix: str = "a", **headers: str) -> str:
         made = await control.sdk.fine_tuning.jobs.create(
-            model="starter", training_file=file_id, suffix=suffix,
+            model="starter",
+            training_file=file_id,
+            suffix=suffix,
             extra_headers={"x-stainless-retry-count": str(retry), **headers},
-        )  # fmt: skip
+        )
         return made.id
 
     first = await create(0)
@@ -190,15 +202,17 @@ async def test_an_idempotency_key_decides_alone(control: Control):
 
     assert await create("one") == await create("one") != await create("two")
     answer = await control.http.post(
-        "/v1/fine_tuning/jobs", json={"model": "starter", "training_file": file_id, "seed": 3},
+        "/v1/fine_tuning/jobs",
+        json={"model": "starter", "training_file": file_id, "seed": 3},
         headers={"Idempotency-Key": "one"},
-    )  # fmt: skip
+    )
     assert answer.status_code == 409 and answer.headers["x-should-retry"] == "false"
     assert answer.json()["error"]["code"] == "idempotency_key_reused"
     long = await control.http.post(
-        "/v1/fine_tuning/jobs", json={"model": "starter", "training_file": file_id},
+        "/v1/fine_tuning/jobs",
+        json={"model": "starter", "training_file": file_id},
         headers={"Idempotency-Key": "k" * 256},
-    )  # fmt: skip
+    )
     assert long.status_code == 400
 
 
@@ -216,8 +230,10 @@ async def test_pause_resume_and_cancel_tell_the_truth_in_events(control: Control
     assert (await api.cancel(job_id)).status == "cancelled"
     said = await control.messages(job_id)
     assert [text.split(" by")[0] for text in said[-3:]] == [
-        "Fine-tuning job paused", "Fine-tuning job resumed", "Fine-tuning job cancelled",
-    ]  # fmt: skip
+        "Fine-tuning job paused",
+        "Fine-tuning job resumed",
+        "Fine-tuning job cancelled",
+    ]
 
 
 async def test_a_job_with_devices_is_cancelled_by_the_scheduler(control: Control):
@@ -251,8 +267,14 @@ async def test_a_finished_job_cannot_be_moved(control: Control, verb: str):
 
 
 async def test_unknown_jobs_are_not_found_on_every_route(control: Control):
-    for method, path in [("GET", ""), ("POST", "/cancel"), ("POST", "/pause"), ("POST", "/resume"),
-                         ("GET", "/events"), ("GET", "/checkpoints")]:  # fmt: skip
+    for method, path in [
+        ("GET", ""),
+        ("POST", "/cancel"),
+        ("POST", "/pause"),
+        ("POST", "/resume"),
+        ("GET", "/events"),
+        ("GET", "/checkpoints"),
+    ]:
         answer = await control.http.request(method, f"/v1/fine_tuning/jobs/ftjob-none{path}")
         assert (answer.status_code, answer.json()["error"]["code"]) == (404, "fine_tune_not_found")
 
@@ -272,8 +294,18 @@ async def test_lists_page_and_filter_by_metadata(control: Control):
     assert len(events) == 2 and events[-1].startswith("Created")
 
 
-@pytest.mark.parametrize("query", ["limit=-1", "limit=x", "limit=10001", "limit=1e3", "after=ftjob-none",
-                                   "after=" + "a" * 300, "limit=" + "9" * 5000])  # fmt: skip
+@pytest.mark.parametrize(
+    "query",
+    [
+        "limit=-1",
+        "limit=x",
+        "limit=10001",
+        "limit=1e3",
+        "after=ftjob-none",
+        "after=" + "a" * 300,
+        "limit=" + "9" * 5000,
+    ],
+)
 async def test_bad_pagination_is_named(control: Control, query: str):
     for path in ("/v1/fine_tuning/jobs", "/v1/files"):
         answer = await control.http.get(f"{path}?{query}")

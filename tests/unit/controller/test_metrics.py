@@ -36,8 +36,9 @@ async def test_box_at_rest(control: Control) -> None:
 
 async def test_jobs_devices_and_handovers(control: Control) -> None:
     running, waiting = await control.job(), await control.job()
-    jobs.set_phase(control.db, running, "running", devices=["n0/0", "n0/1"], loss=1.5, tokens_per_s=900.0, step=3,
-                   total_steps=9)  # fmt: skip
+    jobs.set_phase(
+        control.db, running, "running", devices=["n0/0", "n0/1"], loss=1.5, tokens_per_s=900.0, step=3, total_steps=9
+    )
     control.scheduler.devices[0]["holder"] = {"kind": "job", "id": running}
     control.scheduler.devices[1]["health"] = "failed"
     now_s = time.time()

@@ -20,8 +20,19 @@ CHECKPOINT = f"{TUNED}:ckpt-step-10"
 
 def insert_tuned(control: Control) -> None:
     insert_model(control.db, TUNED, kind="fine-tuned", base="starter", versions=("step-10", "step-20"))
-    jobs.insert(control.db, JobRow(id="ftjob-1", model="starter", method="supervised", training_file="f", seed=1,
-                                   output_model=TUNED, created_s=1.0, phase="succeeded"))  # fmt: skip
+    jobs.insert(
+        control.db,
+        JobRow(
+            id="ftjob-1",
+            model="starter",
+            method="supervised",
+            training_file="f",
+            seed=1,
+            output_model=TUNED,
+            created_s=1.0,
+            phase="succeeded",
+        ),
+    )
     job_records.insert_checkpoint(
         control.db, CheckpointRow("ftckpt_1", "ftjob-1", CHECKPOINT, TUNED, "step-10", 10, time.time())
     )
@@ -34,8 +45,10 @@ async def test_the_state_of_a_model_and_why_it_does_not_serve_are_said_alike_eve
     control.scheduler.replicas = [{"id": "r1", "model": TUNED, "state": "asleep"}]
     found = {model.id: model.model_extra for model in (await control.sdk.models.list()).data}
     assert {name: (extra["state"], extra["state_details"]) for name, extra in found.items()} == {
-        "starter": ("failed", message), TUNED: ("asleep", None), CHECKPOINT: ("cold", None),
-    }  # fmt: skip
+        "starter": ("failed", message),
+        TUNED: ("asleep", None),
+        CHECKPOINT: ("cold", None),
+    }
     one = (await control.http.get("/admin/v1/models/starter", headers=ADMIN)).json()
     assert (one["state"], one["message"]) == ("failed", message)
     rows = (await control.http.get("/admin/v1/models", headers=ADMIN)).json()["data"]

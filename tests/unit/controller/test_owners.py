@@ -92,34 +92,70 @@ JUDGED: dict[tuple[str, str], Any] = {
     ("DELETE", "/v1/responses/{response_id}"): Named({"response_id": "response"}),
     ("DELETE", "/v1/models/{name:path}"): Named({"name": "model"}),
     ("DELETE", "/v1/files/{file_id}"): Named({"file_id": "file"}),
-    **dict.fromkeys([
-        ("GET", "/admin/v1/status"), ("GET", "/admin/v1/tiers"), ("GET", "/admin/v1/handovers"),
-        ("GET", "/admin/v1/handovers/{handover_id}"), ("GET", "/admin/v1/limits"), ("GET", "/admin/v1/jobs"),
-        ("GET", "/admin/v1/jobs/{job_id}"), ("GET", "/admin/v1/jobs/{job_id}/metrics"), ("GET", "/admin/v1/mode"),
-        ("GET", "/admin/v1/mode/schedule"), ("GET", "/admin/v1/mode/schedule/preview"), ("GET", "/admin/v1/queue"),
-        ("GET", "/admin/v1/devices"), ("GET", "/admin/v1/models/{name:path}/deployment"),
-        ("GET", "/admin/v1/models/{name:path}/canary"), ("GET", "/admin/v1/models"),
-        ("GET", "/admin/v1/models/{name:path}"), ("GET", "/admin/v1/operations"),
-        ("GET", "/admin/v1/operations/{operation_id}"), ("GET", "/admin/v1/usage"), ("GET", "/admin/v1/forget"),
-    ], READERS),
+    **dict.fromkeys(
+        [
+            ("GET", "/admin/v1/status"),
+            ("GET", "/admin/v1/tiers"),
+            ("GET", "/admin/v1/handovers"),
+            ("GET", "/admin/v1/handovers/{handover_id}"),
+            ("GET", "/admin/v1/limits"),
+            ("GET", "/admin/v1/jobs"),
+            ("GET", "/admin/v1/jobs/{job_id}"),
+            ("GET", "/admin/v1/jobs/{job_id}/metrics"),
+            ("GET", "/admin/v1/mode"),
+            ("GET", "/admin/v1/mode/schedule"),
+            ("GET", "/admin/v1/mode/schedule/preview"),
+            ("GET", "/admin/v1/queue"),
+            ("GET", "/admin/v1/devices"),
+            ("GET", "/admin/v1/models/{name:path}/deployment"),
+            ("GET", "/admin/v1/models/{name:path}/canary"),
+            ("GET", "/admin/v1/models"),
+            ("GET", "/admin/v1/models/{name:path}"),
+            ("GET", "/admin/v1/operations"),
+            ("GET", "/admin/v1/operations/{operation_id}"),
+            ("GET", "/admin/v1/usage"),
+            ("GET", "/admin/v1/forget"),
+        ],
+        READERS,
+    ),
     ("GET", "/admin/v1/metrics"): SCRAPE,
-    **dict.fromkeys([
-        ("GET", "/admin/v1/keys"), ("GET", "/admin/v1/audit"), ("POST", "/admin/v1/keys"),
-        ("PATCH", "/admin/v1/keys/{id_or_name}"), ("DELETE", "/admin/v1/keys/{id_or_name}"),
-        ("POST", "/admin/v1/limits/measure"), ("PUT", "/admin/v1/mode"), ("POST", "/admin/v1/mode/plan"),
-        ("POST", "/admin/v1/mode/schedule"), ("DELETE", "/admin/v1/mode/schedule/{window_id}"),
-        ("PATCH", "/admin/v1/jobs/{job_id}"), ("POST", "/admin/v1/jobs/{job_id}/hold"),
-        ("POST", "/admin/v1/jobs/{job_id}/release"), ("POST", "/admin/v1/devices/{device_id:path}/drain"),
-        ("POST", "/admin/v1/devices/{device_id:path}/undrain"), ("DELETE", "/admin/v1/nodes/{name}"),
-        ("PATCH", "/admin/v1/models/{name:path}/deployment"), ("PUT", "/admin/v1/models/{name:path}/canary"),
-        ("DELETE", "/admin/v1/models/{name:path}/canary"), ("POST", "/admin/v1/models/{name:path}/promote"),
-        ("POST", "/admin/v1/models/import"), ("POST", "/admin/v1/models/starter"),
-        ("POST", "/admin/v1/models/{name:path}/verify"), ("POST", "/admin/v1/tiers/verify"),
-        ("POST", "/admin/v1/models/{name:path}/rollback"), ("POST", "/admin/v1/models/{name:path}/pin"),
-        ("DELETE", "/admin/v1/models/{name:path}"), ("POST", "/admin/v1/plan"),
-        ("POST", "/admin/v1/forget"), ("POST", "/admin/v1/session-keys"), ("DELETE", "/admin/v1/session-keys/{key_id}"),
-    ], ADMINS),
-}  # fmt: skip
+    **dict.fromkeys(
+        [
+            ("GET", "/admin/v1/keys"),
+            ("GET", "/admin/v1/audit"),
+            ("POST", "/admin/v1/keys"),
+            ("PATCH", "/admin/v1/keys/{id_or_name}"),
+            ("DELETE", "/admin/v1/keys/{id_or_name}"),
+            ("POST", "/admin/v1/limits/measure"),
+            ("PUT", "/admin/v1/mode"),
+            ("POST", "/admin/v1/mode/plan"),
+            ("POST", "/admin/v1/mode/schedule"),
+            ("DELETE", "/admin/v1/mode/schedule/{window_id}"),
+            ("PATCH", "/admin/v1/jobs/{job_id}"),
+            ("POST", "/admin/v1/jobs/{job_id}/hold"),
+            ("POST", "/admin/v1/jobs/{job_id}/release"),
+            ("POST", "/admin/v1/devices/{device_id:path}/drain"),
+            ("POST", "/admin/v1/devices/{device_id:path}/undrain"),
+            ("DELETE", "/admin/v1/nodes/{name}"),
+            ("PATCH", "/admin/v1/models/{name:path}/deployment"),
+            ("PUT", "/admin/v1/models/{name:path}/canary"),
+            ("DELETE", "/admin/v1/models/{name:path}/canary"),
+            ("POST", "/admin/v1/models/{name:path}/promote"),
+            ("POST", "/admin/v1/models/import"),
+            ("POST", "/admin/v1/models/starter"),
+            ("POST", "/admin/v1/models/{name:path}/verify"),
+            ("POST", "/admin/v1/tiers/verify"),
+            ("POST", "/admin/v1/models/{name:path}/rollback"),
+            ("POST", "/admin/v1/models/{name:path}/pin"),
+            ("DELETE", "/admin/v1/models/{name:path}"),
+            ("POST", "/admin/v1/plan"),
+            ("POST", "/admin/v1/forget"),
+            ("POST", "/admin/v1/session-keys"),
+            ("DELETE", "/admin/v1/session-keys/{key_id}"),
+        ],
+        ADMINS,
+    ),
+}
 
 
 def routes(control: Control) -> Iterator[tuple[str, str]]:
@@ -160,10 +196,14 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     control.http.headers.update(headers(laptop))
     upload, open_upload = await upload_begun(control, 4), await upload_begun(control, 4)
     objects = {
-        "file": await control.upload(), "upload": upload, "open upload": open_upload,
-        "part": await part(control, upload, b"data"), "batch": await begun(control, [line(0)]),
-        "job": await control.job(), "response": STORED,
-    }  # fmt: skip
+        "file": await control.upload(),
+        "upload": upload,
+        "open upload": open_upload,
+        "part": await part(control, upload, b"data"),
+        "batch": await begun(control, [line(0)]),
+        "job": await control.job(),
+        "response": STORED,
+    }
     objects["batch input"] = (await control.sdk.batches.retrieve(objects["batch"])).input_file_id
     await send(control, copy(1, key=laptop.id))
     asked = await control.sdk.responses.create(model="starter", input="1+1?", background=True)
@@ -173,8 +213,12 @@ async def people(control: Control, monkeypatch: pytest.MonkeyPatch) -> People:
     told.ingest(made, {"event": "published", "step": 1, "version": "step-1", "bytes": 9, "path": "/shm/1"})
     told.succeeded(made)
     row = jobs.get(control.db, made)
-    objects |= {"made job": made, "model": row.output_model, "checkpoint": f"{row.output_model}:ckpt-step-1",
-                "result": row.result_files[0]}  # fmt: skip
+    objects |= {
+        "made job": made,
+        "model": row.output_model,
+        "checkpoint": f"{row.output_model}:ckpt-step-1",
+        "result": row.result_files[0],
+    }
     control.http.headers.update(SCOPES)
     return People(headers(alice), headers(desktop), objects, own_file)
 
@@ -313,8 +357,11 @@ async def test_a_retry_finds_nobody_elses_resource(control: Control, people: Peo
     job = {"model": "starter", "training_file": people.own_file}
     repeated = people.alice | {"idempotency-key": "same"}
     hers = (await call(control, repeated, "POST", "/v1/fine_tuning/jobs", json=job)).json()["id"]
-    batch = {"input_file_id": people.objects["batch input"], "endpoint": "/v1/chat/completions",
-             "completion_window": "24h"}  # fmt: skip
+    batch = {
+        "input_file_id": people.objects["batch input"],
+        "endpoint": "/v1/chat/completions",
+        "completion_window": "24h",
+    }
     for again in (people.alice, people.alice | {"x-stainless-retry-count": "1"}):
         answer = await call(control, again, "POST", "/v1/batches", json=batch)
         assert answer.status_code == 404
@@ -331,8 +378,12 @@ async def test_a_model_is_shared_by_its_owner_and_no_longer(control: Control, pe
     path = f"/v1/models/{model}"
     shared = await call(control, people.bob, "POST", f"{path}/share", json={"owners": ["alice"]})
     assert shared.json() | {"id": 0} == {
-        "id": 0, "object": "model", "owner": "bob", "shared_with": ["alice"], "shared_with_everybody": False
-    }  # fmt: skip
+        "id": 0,
+        "object": "model",
+        "owner": "bob",
+        "shared_with": ["alice"],
+        "shared_with_everybody": False,
+    }
     assert model in [item["id"] for item in (await call(control, people.alice, "GET", "/v1/models")).json()["data"]]
     seen = (await call(control, people.alice, "GET", f"{path}:ckpt-step-1")).json()
     assert seen["object"] == "model" and "shared_with" not in seen, "whom else it is shared with is her business not"

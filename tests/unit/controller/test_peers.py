@@ -102,8 +102,9 @@ def test_without_a_token_there_is_no_gateway_socket(control: Any):
 async def test_two_sockets_serve_one_app_and_each_knows_its_own(tmp_path: Path, control: Control):
     """As the controller listens: real sockets, and nothing in a request says which one it is."""
     listeners = {
-        "box.sock": _server(FromBox(control.app)), "gateway.sock": _server(FromGateways(control.app, TOKEN)),
-    }  # fmt: skip
+        "box.sock": _server(FromBox(control.app)),
+        "gateway.sock": _server(FromGateways(control.app, TOKEN)),
+    }
     serving = [
         asyncio.create_task(server.serve(sockets=[_listen(tmp_path / name)])) for name, server in listeners.items()
     ]
@@ -118,6 +119,8 @@ async def test_two_sockets_serve_one_app_and_each_knows_its_own(tmp_path: Path, 
         server.should_exit = True
     await asyncio.wait_for(asyncio.gather(*serving), 10)
     assert answered == {
-        ("box.sock", "nobody"): 200, ("box.sock", "key"): 200, ("gateway.sock", "nobody"): 401,
+        ("box.sock", "nobody"): 200,
+        ("box.sock", "key"): 200,
+        ("gateway.sock", "nobody"): 401,
         ("gateway.sock", "key"): 200,
-    }  # fmt: skip
+    }

@@ -25,8 +25,16 @@ from appliance.store.rows import ResponseRow
 from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines
 
-BOUNDS = {"files": 3, "file_bytes": 10_000, "uploads": 2, "batches": 1, "jobs": 2, "background": 2, "responses": 3,
-          "responses_bytes": 100_000}  # fmt: skip
+BOUNDS = {
+    "files": 3,
+    "file_bytes": 10_000,
+    "uploads": 2,
+    "batches": 1,
+    "jobs": 2,
+    "background": 2,
+    "responses": 3,
+    "responses_bytes": 100_000,
+}
 LINE = b'{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {"model": "starter"}}\n'
 
 
@@ -122,8 +130,9 @@ async def test_uploads_batches_jobs_and_background_are_bounded(control: Control)
 
     asked = {"model": "starter", "input": "hello", "background": True}
     assert [(await control.http.post("/v1/responses", headers=ann, json=asked)).status_code for _ in range(2)] == [
-        200, 200,
-    ]  # fmt: skip
+        200,
+        200,
+    ]
     assert refused(await control.http.post("/v1/responses", headers=ann, json=asked), 429, "background")
     # Others are not held up by her.
     assert (await control.http.post("/v1/responses", headers=ben, json=asked)).status_code == 200
@@ -156,8 +165,16 @@ async def test_stored_responses_of_an_owner_push_out_the_owners_own(control: Con
     stored = control.app.state.responses
 
     def row(key_id: str, n: int, size: int = 10) -> ResponseRow:
-        return ResponseRow(id=f"resp_{key_id}{n}", key_id=key_id, status="completed", created_s=n, used_s=n, bytes=size,
-                           input="[]", response="{}")  # fmt: skip
+        return ResponseRow(
+            id=f"resp_{key_id}{n}",
+            key_id=key_id,
+            status="completed",
+            created_s=n,
+            used_s=n,
+            bytes=size,
+            input="[]",
+            response="{}",
+        )
 
     stored.add([row(ben, 0)] + [row(ann, n) for n in range(5)])
     stored.keep_house(6.0)
@@ -207,19 +224,27 @@ async def test_below_the_floor_nothing_is_stored_and_room_can_be_made(control: C
     batch = {"completion_window": "24h", "endpoint": "/v1/chat/completions", "input_file_id": given}
     part = control.http.post(f"/v1/uploads/{pending}/parts", headers=ADMIN, files={"data": ("d", b"x")})
     answers = [
-        await file(control, ann, b"x"), await file(control, {}, b"x"), await upload(control, ADMIN, 1), await part,
+        await file(control, ann, b"x"),
+        await file(control, {}, b"x"),
+        await upload(control, ADMIN, 1),
+        await part,
         await control.http.post("/v1/batches", headers=ADMIN, json=batch),
         await control.http.post("/admin/v1/models/import", headers=ADMIN, json={"source": "/models/m"}),
         await control.http.post("/admin/v1/models/starter", headers=ADMIN),
         await control.http.post("/v1/fine_tuning/jobs", headers=ADMIN, json={"model": "starter", "training_file": "f"}),
-        await control.http.post("/v1/responses", headers=ADMIN,
-                                json={"model": "starter", "input": "hello", "background": True}),
-    ]  # fmt: skip
+        await control.http.post(
+            "/v1/responses", headers=ADMIN, json={"model": "starter", "input": "hello", "background": True}
+        ),
+    ]
     for answer in answers:
         assert (answer.status_code, answer.json()["error"]["code"]) == (507, "insufficient_storage"), answer.text
         assert answer.headers["x-should-retry"] == "false"
-    copy = {"key": "key_x", "previous": None, "input": "hello",
-            "response": {"id": "resp_1", "status": "completed", "created_at": time.time()}}  # fmt: skip
+    copy = {
+        "key": "key_x",
+        "previous": None,
+        "input": "hello",
+        "response": {"id": "resp_1", "status": "completed", "created_at": time.time()},
+    }
     assert control.app.state.responses.take([copy]) == 0
     assert (await control.http.delete(f"/v1/files/{kept}", headers=ann)).status_code == 200
     assert (await control.http.post(f"/v1/uploads/{pending}/cancel", headers=ann)).status_code == 200

@@ -22,29 +22,56 @@ from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import ADMIN, Control
 
 TOKEN = "t" * 64
-GATEWAY = {"x-request-id": "req_gateway", "x-appliance-key-id": "gateway", "x-appliance-scopes": "gateway",
-           "x-appliance-gateway": TOKEN}  # fmt: skip
+GATEWAY = {
+    "x-request-id": "req_gateway",
+    "x-appliance-key-id": "gateway",
+    "x-appliance-scopes": "gateway",
+    "x-appliance-gateway": TOKEN,
+}
 
 
 def answer(number: int, text: str = "2", **more: Any) -> dict[str, Any]:
     content = [{"type": "output_text", "text": text, "annotations": []}] if text else []
-    message = {"id": f"msg_out{number}", "type": "message", "role": "assistant", "status": "completed",
-               "content": content}  # fmt: skip
+    message = {
+        "id": f"msg_out{number}",
+        "type": "message",
+        "role": "assistant",
+        "status": "completed",
+        "content": content,
+    }
     return {
-        "id": name(number), "object": "response", "created_at": 7, "model": "starter", "output": [message],
-        "parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "status": "completed", "error": None,
-        "incomplete_details": None, "instructions": None, "metadata": None, "temperature": 1.0, "top_p": 1.0, **more,
-    }  # fmt: skip
+        "id": name(number),
+        "object": "response",
+        "created_at": 7,
+        "model": "starter",
+        "output": [message],
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "status": "completed",
+        "error": None,
+        "incomplete_details": None,
+        "instructions": None,
+        "metadata": None,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        **more,
+    }
 
 
 def name(number: int) -> str:
     return f"resp_{number:016x}"
 
 
-def copy(number: int, given: Any = "1+1?", *, previous: int | None = None, key: str = "key_test",
-         **more: Any) -> dict[str, Any]:  # fmt: skip
-    return {"key": key, "previous": previous if previous is None else name(previous), "input": given,
-            "response": answer(number, **more)}  # fmt: skip
+def copy(
+    number: int, given: Any = "1+1?", *, previous: int | None = None, key: str = "key_test", **more: Any
+) -> dict[str, Any]:
+    return {
+        "key": key,
+        "previous": previous if previous is None else name(previous),
+        "input": given,
+        "response": answer(number, **more),
+    }
 
 
 async def send(control: Control, *copies: Any) -> int:
@@ -130,10 +157,13 @@ async def test_the_conversation_so_far_is_what_was_asked_and_answered(control: C
     )
     items = (await context(control, 3)).json()
     assert items == [
-        {"type": "message", "role": "user", "content": "1+1?"}, *answer(1)["output"],
-        {"role": "user", "content": "add"}, thought, call,
+        {"type": "message", "role": "user", "content": "1+1?"},
+        *answer(1)["output"],
+        {"role": "user", "content": "add"},
+        thought,
+        call,
         {"type": "function_call_output", "call_id": "c1", "output": "2"},  # and a message without text is none
-    ]  # fmt: skip
+    ]
 
 
 async def test_a_chain_with_a_gap_is_not_gone_on_from(control: Control):

@@ -31,15 +31,35 @@ from tests.simulator.control_plane import simulated_context
 
 NOW_S = 1_000 * DAY_S
 DAYS = dict.fromkeys(
-    ("files_days", "batches_days", "job_data_days", "job_events_days", "audit_days", "usage_days", "handovers_days",
-     "operations_days"), 10.0,
-)  # fmt: skip
+    (
+        "files_days",
+        "batches_days",
+        "job_data_days",
+        "job_events_days",
+        "audit_days",
+        "usage_days",
+        "handovers_days",
+        "operations_days",
+    ),
+    10.0,
+)
 AGES = (20, 5)  # one that goes and one that stays of everything
 
 
 def job(db: Database, name: str, **fields: object) -> None:
-    jobs.insert(db, JobRow(id=name, model="starter", method="supervised", training_file=f"file-of-{name}", seed=1,
-                           output_model="ft", created_s=0.0, **fields))  # type: ignore[arg-type]  # fmt: skip
+    jobs.insert(
+        db,
+        JobRow(
+            id=name,
+            model="starter",
+            method="supervised",
+            training_file=f"file-of-{name}",
+            seed=1,
+            output_model="ft",
+            created_s=0.0,
+            **fields,
+        ),
+    )  # type: ignore[arg-type]
 
 
 def filled(db: Database, folder: Path) -> None:
@@ -47,16 +67,31 @@ def filled(db: Database, folder: Path) -> None:
     for age in AGES:
         at_s = NOW_S - age * DAY_S
         audit.insert(db, AuditRow(f"audit_{age}", None, "a.b", "", "done", "", at_s))
-        usage.add(db, [{"key": "k", "model": "m", "version": "v", "requests": 1, "errors": 0, "prompt_tokens": 1,
-                        "completion_tokens": 1}], at_s)  # fmt: skip
+        usage.add(
+            db,
+            [
+                {
+                    "key": "k",
+                    "model": "m",
+                    "version": "v",
+                    "requests": 1,
+                    "errors": 0,
+                    "prompt_tokens": 1,
+                    "completion_tokens": 1,
+                }
+            ],
+            at_s,
+        )
         usage.devices_held(db, f"job-{age}", 2, at_s - 60)
         usage.devices_held(db, f"job-{age}", 0, at_s)
-        handovers.insert(db, HandoverRow(f"ho_{age}", "r", "done", at_s, at_s),
-                         [HandoverStepRow(f"ho_{age}", 0, "v", "t", "done")])  # fmt: skip
+        handovers.insert(
+            db, HandoverRow(f"ho_{age}", "r", "done", at_s, at_s), [HandoverStepRow(f"ho_{age}", 0, "v", "t", "done")]
+        )
         operations.insert(db, OperationRow(f"op_{age}", "import", "t", "succeeded", at_s, at_s))
         for status in ("completed", "in_progress"):
-            batches.insert(db, BatchRow(f"batch_{age}_{status}", "/v1/x", f"file-{status}-{age}", at_s, at_s,
-                                        status=status))  # type: ignore[arg-type]  # fmt: skip
+            batches.insert(
+                db, BatchRow(f"batch_{age}_{status}", "/v1/x", f"file-{status}-{age}", at_s, at_s, status=status)
+            )  # type: ignore[arg-type]
             files.insert(db, FileRow(f"file-{status}-{age}", "a", "batch", 1, "", "processed", at_s))
             (folder / "files" / f"file-{status}-{age}").write_text("x")
         for name, ended_s in ((f"job-{age}", at_s), (f"live-{age}", None)):
@@ -69,11 +104,21 @@ def filled(db: Database, folder: Path) -> None:
 
 
 def counts(db: Database, folder: Path) -> dict[str, int]:
-    tables = ("audit", "usage", "device_time", "handovers", "handover_steps", "operations", "batches", "files",
-              "job_events", "job_metrics", "jobs")  # fmt: skip
+    tables = (
+        "audit",
+        "usage",
+        "device_time",
+        "handovers",
+        "handover_steps",
+        "operations",
+        "batches",
+        "files",
+        "job_events",
+        "job_metrics",
+        "jobs",
+    )
     found = {name: db.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in tables}
-    return found | {"folders": len(list((folder / "jobs").iterdir())),
-                    "bytes": len(list((folder / "files").iterdir()))}  # fmt: skip
+    return found | {"folders": len(list((folder / "jobs").iterdir())), "bytes": len(list((folder / "files").iterdir()))}
 
 
 async def test_everything_that_grows_goes_after_its_days_and_nothing_that_is_needed(tmp_path: Path, db: Database):
@@ -84,9 +129,20 @@ async def test_everything_that_grows_goes_after_its_days_and_nothing_that_is_nee
     assert counts(db, tmp_path) == before  # null: for ever
     await retention.keep_house(simulated_context(tmp_path, db, retention=DAYS), NOW_S)
     assert counts(db, tmp_path) == {
-        "audit": 1, "usage": 1, "device_time": 1, "handovers": 1, "handover_steps": 1, "operations": 1,
-        "batches": 3, "files": 6, "job_events": 3, "job_metrics": 3, "jobs": 4, "folders": 3, "bytes": 3,
-    }  # fmt: skip
+        "audit": 1,
+        "usage": 1,
+        "device_time": 1,
+        "handovers": 1,
+        "handover_steps": 1,
+        "operations": 1,
+        "batches": 3,
+        "files": 6,
+        "job_events": 3,
+        "job_metrics": 3,
+        "jobs": 4,
+        "folders": 3,
+        "bytes": 3,
+    }
     for file_id in ("file-in_progress-20", "file-of-live-20"):
         assert files.find(db, file_id, viewer=None, now_s=0)
     assert not (tmp_path / "jobs" / "job-20").exists() and (tmp_path / "jobs" / "live-20").exists()
@@ -184,6 +240,10 @@ def test_a_look_costs_the_same_however_much_is_kept(db: Database):
 
 def test_by_default_only_copies_and_reports_of_long_work_go():
     assert {name for name, days in RetentionSettings() if days is not None} == {
-        "job_data_days", "operations_days", "events_per_job", "jobs_per_owner", "batches_per_owner",
+        "job_data_days",
+        "operations_days",
+        "events_per_job",
+        "jobs_per_owner",
+        "batches_per_owner",
         "audit_rows_per_key",
-    }  # fmt: skip
+    }

@@ -55,8 +55,9 @@ async def test_responses_in_background_of_a_revoked_key_fail_whether_they_wait_o
         return EngineAnswer(200, {"output": []}, "v1")
 
     engines(control).rule, engines(control).lines = rule, 1
-    flying, waiting = [await control.sdk.responses.create(model="starter", input="1", background=True)
-                       for _ in range(2)]  # fmt: skip
+    flying, waiting = [
+        await control.sdk.responses.create(model="starter", input="1", background=True) for _ in range(2)
+    ]
     async with asyncio.timeout(10):
         await at_engine.wait()
     stopped = (await revoke(control, key_id))["stopped"]["responses"]
@@ -98,11 +99,13 @@ async def test_a_batch_of_a_revoked_key_stops_and_says_so(control: Control):
 @pytest.mark.parametrize(
     ("fields", "limit", "param"),
     [
-        ({"priority": 6}, {"max_priority": 5}, "priority"), ({"priority": 1}, {}, "priority"),
-        ({"preemptible": False}, {}, "preemptible"), ({"deadline_s": 1e10}, {}, "deadline_s"),
+        ({"priority": 6}, {"max_priority": 5}, "priority"),
+        ({"priority": 1}, {}, "priority"),
+        ({"preemptible": False}, {}, "preemptible"),
+        ({"deadline_s": 1e10}, {}, "deadline_s"),
         ({"held": True}, {"max_held": 0}, "held"),
     ],
-)  # fmt: skip
+)
 async def test_a_job_claims_no_more_than_its_key_may(control: Control, fields, limit, param):
     key_id = control.as_key("laptop", **limit)
     file_id = await control.upload()
@@ -112,8 +115,12 @@ async def test_a_job_claims_no_more_than_its_key_may(control: Control, fields, l
     assert "appliance key limit" in refused.json()["error"]["message"]
     assert (await control.http.post("/v1/fine_tuning/jobs", json=body, headers=ADMIN)).status_code == 200
     # One more, and not two.
-    raised = {"priority": {"max_priority": 6}, "preemptible": {"max_non_preemptible": 1},
-              "deadline_s": {"max_deadlines": 1}, "held": {"max_held": 1}}[param]  # fmt: skip
+    raised = {
+        "priority": {"max_priority": 6},
+        "preemptible": {"max_non_preemptible": 1},
+        "deadline_s": {"max_deadlines": 1},
+        "held": {"max_held": 1},
+    }[param]
     changed = await control.http.patch(f"/admin/v1/keys/{key_id}", json=raised, headers=ADMIN)
     assert changed.json() | raised == changed.json()
     made = await control.http.post("/v1/fine_tuning/jobs", json=body)
@@ -129,12 +136,19 @@ async def test_a_job_claims_no_more_than_its_key_may(control: Control, fields, l
 @pytest.mark.parametrize(
     "body",
     [
-        {"name": "a", "models": ["modèle"]}, {"name": "a", "models": ["a\nb"]}, {"name": "a", "models": [""]},
-        {"name": "ü"}, {"name": "a", "owner": "a\r\nx: y"}, {"name": "a", "owner": "all"}, {"name": "all"},
-        {"name": "a", "owner": "*"}, {"name": "a", "scopes": ["reads"]}, {"name": "a", "max_priority": 1001},
+        {"name": "a", "models": ["modèle"]},
+        {"name": "a", "models": ["a\nb"]},
+        {"name": "a", "models": [""]},
+        {"name": "ü"},
+        {"name": "a", "owner": "a\r\nx: y"},
+        {"name": "a", "owner": "all"},
+        {"name": "all"},
+        {"name": "a", "owner": "*"},
+        {"name": "a", "scopes": ["reads"]},
+        {"name": "a", "max_priority": 1001},
         {"name": "a", "max_held": -1},
     ],
-)  # fmt: skip
+)
 async def test_what_cannot_stand_in_the_gateways_table_is_refused_at_the_door(control: Control, body):
     answer = await control.http.post("/admin/v1/keys", json=body, headers=ADMIN)
     assert answer.status_code == 400, answer.text

@@ -24,8 +24,15 @@ async def ask(control: Control, method: str, path: str, status: int = 200, **kwa
 
 
 def row(key: str, *, requests: int = 1, errors: int = 0, prompt: int = 10, completion: int = 5, model: str = "m"):
-    return {"key": key, "model": model, "version": "v1", "requests": requests, "errors": errors,
-            "prompt_tokens": prompt, "completion_tokens": completion}  # fmt: skip
+    return {
+        "key": key,
+        "model": model,
+        "version": "v1",
+        "requests": requests,
+        "errors": errors,
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+    }
 
 
 async def test_limits_reach_the_gateways_and_can_be_lifted(control: Control):
@@ -76,8 +83,9 @@ async def test_the_report_adds_up_by_key_owner_model_and_hour(control: Control):
     usage.add(control.db, [row(alice.id), row(bob.id, requests=3)], NOON + 3600)
     report = {by: usage.report(control.db, by, NOON, NOON + 7200) for by in ("key", "owner", "model", "hour")}
     assert [(r.name, r.requests, r.prompt_tokens, r.completion_tokens) for r in report["key"]] == [
-        ("alice", 3, 30, 15), ("bob", 3, 10, 5),
-    ]  # fmt: skip
+        ("alice", 3, 30, 15),
+        ("bob", 3, 10, 5),
+    ]
     assert [(r.name, r.requests, r.errors) for r in report["owner"]] == [("lab", 6, 1)]
     assert {r.name: r.requests for r in report["model"]} == {"m": 5, "n": 1}
     assert [r.name for r in report["hour"]] == ["2026-11-21T12:00Z", "2026-11-21T13:00Z"]
@@ -154,6 +162,7 @@ async def test_what_cannot_be_written_now_is_written_later(control: Control, mon
     made = await ask(control, "POST", "/keys", json={"name": "trial", "tokens_per_day": 100})
     spending = Spending(control.db, control.context.publish_keys)
     with monkeypatch.context() as full:
+
         def refuses(*_: object) -> None:
             raise sqlite3.OperationalError("database or disk is full")
 

@@ -34,8 +34,9 @@ async def part(control: Control, upload_id: str, data: bytes) -> str:
 
 
 def left(control: Control) -> list[str]:
-    return [entry.name for folder in (control.context.uploads_dir, control.context.files_dir)
-            for entry in folder.iterdir()]  # fmt: skip
+    return [
+        entry.name for folder in (control.context.uploads_dir, control.context.files_dir) for entry in folder.iterdir()
+    ]
 
 
 async def test_parts_in_any_order_make_the_same_file_as_one_upload(control: Control):

@@ -30,9 +30,12 @@ def self_signed(folder: Path, *, days: float = 1.0, number: int = 1, key_of_anot
     )
     shown = ec.generate_private_key(ec.SECP256R1()) if key_of_another else key
     _replace(folder / "cert.pem", cert.public_bytes(serialization.Encoding.PEM))
-    _replace(folder / "key.pem", shown.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    ))  # fmt: skip
+    _replace(
+        folder / "key.pem",
+        shown.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        ),
+    )
     return folder / "cert.pem", folder / "key.pem"
 
 

@@ -159,9 +159,14 @@ class Box:
         return self.controller
 
     def serve(
-        self, model: str, *replicas: str, task: str = "generate", hold_s: float = 30.0,
-        trouble: dict[str, Any] | None = None, **states: str,
-    ) -> None:  # fmt: skip
+        self,
+        model: str,
+        *replicas: str,
+        task: str = "generate",
+        hold_s: float = 30.0,
+        trouble: dict[str, Any] | None = None,
+        **states: str,
+    ) -> None:
         """Put a model on replicas (engine names), optionally with states (name=draining), and apply the table."""
         names = replicas or tuple(states)
         self.models[model] = {

@@ -162,8 +162,13 @@ ITEMS: list[tuple[Any, bool]] = [
     ({"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "x"}]}, True),
     ({"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA=="}]}, True),
     (
-        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
-         "content": [{"type": "output_text", "text": "x", "annotations": []}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "id": "msg_1",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "x", "annotations": []}],
+        },
         True,
     ),
     ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}, True),
@@ -191,18 +196,36 @@ ITEMS: list[tuple[Any, bool]] = [
     ({"role": "user", "content": [{"type": "input_file", "file_data": "x", "filename": None}]}, False),
     ({"role": "user", "content": [{"type": "input_text", "text": "x", "prompt_cache_breakpoint": None}]}, False),
     (
-        {"type": "message", "role": "assistant", "id": "msg_1", "status": None,
-         "content": [{"type": "output_text", "text": "x", "annotations": []}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "id": "msg_1",
+            "status": None,
+            "content": [{"type": "output_text", "text": "x", "annotations": []}],
+        },
         False,
     ),
     (
-        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed",
-         "content": [{"type": "output_text", "text": "x", "annotations": [1]}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "id": "msg_1",
+            "status": "completed",
+            "content": [{"type": "output_text", "text": "x", "annotations": [1]}],
+        },
         False,
     ),
     (
-        {"type": "message", "role": "assistant", "id": "msg_1", "status": "completed", "phase": None,
-         "content": [{"type": "output_text", "text": "x", "annotations": [{"type": "url_citation"}], "logprobs": []}]},
+        {
+            "type": "message",
+            "role": "assistant",
+            "id": "msg_1",
+            "status": "completed",
+            "phase": None,
+            "content": [
+                {"type": "output_text", "text": "x", "annotations": [{"type": "url_citation"}], "logprobs": []}
+            ],
+        },
         True,
     ),
     ({"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}", "status": "bogus"}, False),
@@ -211,7 +234,7 @@ ITEMS: list[tuple[Any, bool]] = [
     ({"type": "function_call_output", "call_id": "c", "output": "x", "name": 5}, False),
     ({"type": "reasoning", "id": "rs_1", "summary": [], "encrypted_content": 5}, False),
     ({"type": "reasoning", "id": "rs_1", "summary": [], "content": None, "encrypted_content": None}, True),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("item", "known"), ITEMS)
@@ -264,10 +287,19 @@ def test_a_field_that_nobody_knows_is_refused_in_openais_words(route: Any) -> No
 @pytest.mark.parametrize(
     "field",
     [
-        "stream_interval", "ec_transfer_params", "kv_transfer_params", "session_id", "use_beam_search", "request_id",
-        "return_prompt_text", "vllm_xargs", "chat_template", "prompt_embeds", "mm_processor_kwargs",
+        "stream_interval",
+        "ec_transfer_params",
+        "kv_transfer_params",
+        "session_id",
+        "use_beam_search",
+        "request_id",
+        "return_prompt_text",
+        "vllm_xargs",
+        "chat_template",
+        "prompt_embeds",
+        "mm_processor_kwargs",
     ],
-)  # fmt: skip
+)
 def test_fields_that_change_what_is_counted_or_where_are_refused(field: str) -> None:
     error = refusal(CHAT, chat(**{field: {"a": 1} if field.endswith(("params", "kwargs", "xargs")) else "2"}))
     assert error.param == field and error.code == "unsupported_parameter"
@@ -306,8 +338,10 @@ def nested(levels: int) -> Any:
 
 
 def lengths(number: int, longest: int) -> Any:
-    return {"type": "object", "properties": {str(i): {"type": "string", "maxLength": longest - i}
-                                             for i in range(number)}}  # fmt: skip
+    return {
+        "type": "object",
+        "properties": {str(i): {"type": "string", "maxLength": longest - i} for i in range(number)},
+    }
 
 
 EVIL: dict[str, dict[str, Any]] = {
@@ -408,11 +442,24 @@ def test_forms_that_people_ask_for_pass(number: int) -> None:
 @pytest.mark.parametrize(
     ("pattern", "measured"),
     [
-        ("abc", (0, 0)), ("a*b+c?", (3, 0)), ("a{3}", (1, 2)), ("(ab){3}c{2}", (2, 5)), ("(a{10}){10}", (2, 99)),
-        ("[^]a-z{9}]{5}", (1, 4)), (r"\{5}", (0, 0)), (r"\d{5}", (1, 4)), ("a{,5}", (1, 4)), ("a{x}", (0, 0)),
-        ("a{3", (0, 0)), ("((a{2}", (1, 1)), (")a{2}", (1, 1)), ("[a", (0, 0)), ("a{2,}", (1, 1)),
-        ("(a{30}b{30}){0,30}", (3, 1798)), ("a{0}", (1, 0)),
+        ("abc", (0, 0)),
+        ("a*b+c?", (3, 0)),
+        ("a{3}", (1, 2)),
+        ("(ab){3}c{2}", (2, 5)),
+        ("(a{10}){10}", (2, 99)),
+        ("[^]a-z{9}]{5}", (1, 4)),
+        (r"\{5}", (0, 0)),
+        (r"\d{5}", (1, 4)),
+        ("a{,5}", (1, 4)),
+        ("a{x}", (0, 0)),
+        ("a{3", (0, 0)),
+        ("((a{2}", (1, 1)),
+        (")a{2}", (1, 1)),
+        ("[a", (0, 0)),
+        ("a{2,}", (1, 1)),
+        ("(a{30}b{30}){0,30}", (3, 1798)),
+        ("a{0}", (1, 0)),
     ],
-)  # fmt: skip
+)
 def test_what_a_regular_expression_repeats_is_read_off(pattern: str, measured: tuple[int, int]) -> None:
     assert measure_regex("x", pattern) == measured

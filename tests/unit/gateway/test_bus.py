@@ -78,9 +78,17 @@ async def test_tables_are_applied_and_acknowledged_at_once(box: Box, bus: DummyB
     report = await bus.report(generation=77)
     assert report["type"] == "load" and report["gateway"] == "gateway"
     assert set(report["models"]) == {"m", "n"}
-    assert report["models"]["n"] == {"inflight": 0, "held": 0, "last_request_s": None, "ttft_p95_s": None,
-                                     "tpot_p95_s": None, "waiting_prompt_tokens": 0, "prefill_tokens_per_s": None,
-                                     "arrived_requests": 0, "arrived_prompt_tokens": 0}  # fmt: skip
+    assert report["models"]["n"] == {
+        "inflight": 0,
+        "held": 0,
+        "last_request_s": None,
+        "ttft_p95_s": None,
+        "tpot_p95_s": None,
+        "waiting_prompt_tokens": 0,
+        "prefill_tokens_per_s": None,
+        "arrived_requests": 0,
+        "arrived_prompt_tokens": 0,
+    }
     assert report["started_s"] == box.state.started_s
     assert report["replicas"] == {"e0": {"inflight": 0, "streams": 0, "waiting_tokens": 0}}
 
@@ -132,11 +140,15 @@ async def test_a_bad_row_costs_that_row_and_a_revocation_beside_it_takes_effect(
     assert (await box.ask("POST", "/v1/chat/completions", chat(), key="sk-revoked")).status == 200
     row = first["models"]["m"]
     table = {
-        **first, "generation": 51,
+        **first,
+        "generation": 51,
         "models": {"m": {**row, "replicas": [{"id": "x"}, *row["replicas"]]}, "n": {"version": "\n"}},
-        "keys": {**first["keys"], odd: {**whole, "id": "key_o", "models": ["m", "modèle", 7]},
-                 bad: {**whole, "id": "key\r\nx: y"}},
-    }  # fmt: skip
+        "keys": {
+            **first["keys"],
+            odd: {**whole, "id": "key_o", "models": ["m", "modèle", 7]},
+            bad: {**whole, "id": "key\r\nx: y"},
+        },
+    }
     await bus.push(table)
     report = await bus.report(generation=51)
     for key, status in (("revoked", 401), ("odd", 200), ("bad", 401), ("test-all", 200)):

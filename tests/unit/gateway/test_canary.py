@@ -48,8 +48,9 @@ async def test_conversations_keep_their_version_and_the_header_names_it(start_bo
     assert {request.json["model"] for request in box.engines["e0"].requests} == {"m"}
     counts = load_report(box.state)["canaries"]["m"]
     assert counts["since_s"] == 5.0 and {v: c["requests"] for v, c in counts["versions"].items()} == {
-        "v1": 2 * versions.count("v1"), "v2": 2 * versions.count("v2"),
-    }  # fmt: skip
+        "v1": 2 * versions.count("v1"),
+        "v2": 2 * versions.count("v2"),
+    }
     assert sum(counts["versions"]["v2"]["first_byte"].values()) == 2 * versions.count("v2")
 
 
@@ -84,8 +85,9 @@ async def test_answers_of_500_are_errors_and_of_400_are_not(start_box: Start) ->
 
     async def script(request: UpstreamRequest, reply: Reply) -> None:
         status = request.json["seed"]
-        await reply.json({"error": {"message": "no", "type": "x", "code": status}} if status > 200 else chat_answer(),
-                         status)  # fmt: skip
+        await reply.json(
+            {"error": {"message": "no", "type": "x", "code": status}} if status > 200 else chat_answer(), status
+        )
 
     box.engines["e1"].script = script
     for status in (200, 400, 500):
@@ -115,10 +117,12 @@ async def test_counts_begin_anew_with_another_canary_and_end_with_it(start_box: 
 def test_the_share_is_met_over_many_conversations(share: float) -> None:
     router = Router(max_inflight=10)
     replica = Replica("r1", "/s", "v1", "open")
-    router.apply([
-        Model("m", "v1", "ready", "generate", 1.0, (replica,), canary=Canary("m@v2", share, 1.0)),
-        Model("m@v2", "v2", "ready", "generate", 1.0),
-    ])  # fmt: skip
+    router.apply(
+        [
+            Model("m", "v1", "ready", "generate", 1.0, (replica,), canary=Canary("m@v2", share, 1.0)),
+            Model("m@v2", "v2", "ready", "generate", 1.0),
+        ]
+    )
     prompts = [b"You are helpful.\nquestion %d" % i for i in range(20_000)]
     found = sum(router.canary_for("m", "key_1", lambda p=p: p) is not None for p in prompts)
     assert found / len(prompts) == pytest.approx(share, rel=0.25)

@@ -145,11 +145,16 @@ async def test_it_waits_for_an_engine_and_says_so(start_box: Start) -> None:
 @pytest.mark.parametrize(
     "more",
     [
-        {"temperature": 0.7}, {"tools": [{"type": "function", "function": {"name": "f"}}]}, {"stop": ["x"]},
-        {"response_format": {"type": "json_object"}}, {"frequency_penalty": 0.5}, {"n": 2}, {"logprobs": True},
+        {"temperature": 0.7},
+        {"tools": [{"type": "function", "function": {"name": "f"}}]},
+        {"stop": ["x"]},
+        {"response_format": {"type": "json_object"}},
+        {"frequency_penalty": 0.5},
+        {"n": 2},
+        {"logprobs": True},
         {"return_token_ids": True},
     ],
-)  # fmt: skip
+)
 async def test_what_cannot_be_continued_ends_with_an_error_event(box: Box, more: dict) -> None:
     body = chat(**{"stream": True, "temperature": 0, **more})
     assert continuation_of("chat.completions", body) is None

@@ -372,11 +372,15 @@ async def test_stale_pooled_connection_costs_no_attempt(box: Box) -> None:
 @pytest.mark.parametrize(
     "head",
     [
-        "content-length: 2\r\ncontent-length: 900", "transfer-encoding: chunked\r\ncontent-length: 2",
-        "content-length: 2, 2", "content-length: 0x2", "connection: close\r\ncontent-length: 2",
-        "date: x\r\nContent-Length: 2", "content-length: 3",
+        "content-length: 2\r\ncontent-length: 900",
+        "transfer-encoding: chunked\r\ncontent-length: 2",
+        "content-length: 2, 2",
+        "content-length: 0x2",
+        "connection: close\r\ncontent-length: 2",
+        "date: x\r\nContent-Length: 2",
+        "content-length: 3",
     ],
-)  # fmt: skip
+)
 async def test_answers_after_one_whose_head_is_remembered(box: Box, head: str) -> None:
     """A head like the last one is not parsed again; one that differs, in whatever way, is."""
     heads = ["content-length: 2", "content-length: 2", head, "content-length: 2"]

@@ -28,9 +28,26 @@ from .upstreams import DummyUpstream, Reply, UpstreamRequest, answer_chat, chat_
 
 ROOT = Path(__file__).parents[3]
 ACCESS_FIELDS = (
-    "time", "level", "process", "event", "request_id", "key_id", "method", "path", "model", "version", "replica",
-    "status", "ttft_s", "duration_s", "prompt_tokens", "completion_tokens", "in_bytes", "out_bytes", "trace_id",
-)  # fmt: skip
+    "time",
+    "level",
+    "process",
+    "event",
+    "request_id",
+    "key_id",
+    "method",
+    "path",
+    "model",
+    "version",
+    "replica",
+    "status",
+    "ttft_s",
+    "duration_s",
+    "prompt_tokens",
+    "completion_tokens",
+    "in_bytes",
+    "out_bytes",
+    "trace_id",
+)
 
 
 class Running:

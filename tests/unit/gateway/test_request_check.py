@@ -225,10 +225,15 @@ def test_the_adapters_name_replaces_the_model_and_nothing_else(body):
 @pytest.mark.parametrize(
     "more",
     [
-        {}, {"user": "a"}, {"max_tokens": 7}, {"max_completion_tokens": 9, "max_tokens": 7}, {"temperature": None},
-        {"seed": 1, "top_p": 0.5, "stream": False}, {"max_tokens": 5000},
+        {},
+        {"user": "a"},
+        {"max_tokens": 7},
+        {"max_completion_tokens": 9, "max_tokens": 7},
+        {"temperature": None},
+        {"seed": 1, "top_p": 0.5, "stream": False},
+        {"max_tokens": 5000},
     ],
-)  # fmt: skip
+)
 def test_a_plain_request_is_found_to_be_what_the_long_way_finds(more: dict[str, Any]) -> None:
     plain = chat(**more)
     # A field that means nothing here sends it the long way, and adds its bytes to the estimate.

@@ -22,11 +22,17 @@ def answer(text: str = "hello", **more: Any) -> dict[str, Any]:
     """As vLLM writes it: nothing is stored there, and nothing known of earlier responses."""
     content = [{"type": "output_text", "text": text, "annotations": []}]
     return {
-        "id": "resp_1a2b3c4d5e6f7a8b", "created_at": 7, "metadata": {"object": "response"}, "model": "m",
-        "object": "response", "output": [{"id": "msg_1", "type": "message", "role": "assistant", "content": content}],
-        "previous_response_id": None, "status": "completed",
-        "usage": {"input_tokens": 3, "output_tokens": 2, "total_tokens": 5}, **more,
-    }  # fmt: skip
+        "id": "resp_1a2b3c4d5e6f7a8b",
+        "created_at": 7,
+        "metadata": {"object": "response"},
+        "model": "m",
+        "object": "response",
+        "output": [{"id": "msg_1", "type": "message", "role": "assistant", "content": content}],
+        "previous_response_id": None,
+        "status": "completed",
+        "usage": {"input_tokens": 3, "output_tokens": 2, "total_tokens": 5},
+        **more,
+    }
 
 
 def event(kind: str, **data: Any) -> bytes:
@@ -40,7 +46,7 @@ def events(text: str = "hello") -> list[bytes]:
         event("response.in_progress", response=begun, sequence_number=1),
         event("response.output_text.delta", delta="event: response.completed\ndata: {}\n\n", sequence_number=2),
         event("response.completed", response=answer(text), sequence_number=3),
-    ]  # fmt: skip
+    ]
 
 
 async def answer_response(request: UpstreamRequest, reply: Reply) -> None:
@@ -70,8 +76,12 @@ class Controller:
             assert request.headers["x-appliance-key-id"] == "key_all"
             await reply.json(self.earlier)
         else:
-            error = {"message": "not found", "type": "invalid_request_error", "param": "previous_response_id",
-                     "code": "previous_response_not_found"}  # fmt: skip
+            error = {
+                "message": "not found",
+                "type": "invalid_request_error",
+                "param": "previous_response_id",
+                "code": "previous_response_not_found",
+            }
             await reply.json({"error": error}, 400)
 
 
@@ -218,9 +228,10 @@ async def test_the_engine_gets_the_whole_conversation_and_the_client_sees_what_i
     asked = front.engines["e0"].requests[0].json
     assert asked["previous_response_id"] is None
     assert asked["input"] == [
-        {"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "1+1?"},
+        {"role": "assistant", "content": "2"},
         {"type": "message", "role": "user", "content": "and 3?"},
-    ]  # fmt: skip
+    ]
     text = response.body.split(b"data: ")[-1]
     said = json.loads(text)["response"] if stream else json.loads(text)
     assert said["previous_response_id"] == "resp_known"
@@ -338,8 +349,12 @@ async def test_the_rest_of_the_routes_goes_to_the_controller_and_needs_inference
 
     assert front.controller is not None
     front.controller.script = script
-    for method, target in (("GET", "/resp_1"), ("DELETE", "/resp_1"), ("POST", "/resp_1/cancel"),
-                           ("GET", "/resp_1/input_items?limit=3")):  # fmt: skip
+    for method, target in (
+        ("GET", "/resp_1"),
+        ("DELETE", "/resp_1"),
+        ("POST", "/resp_1/cancel"),
+        ("GET", "/resp_1/input_items?limit=3"),
+    ):
         response = await front.ask(method, URL + target, key="sk-test-inference")
         assert json.loads(response.body) == {"target": URL + target, "key": "key_inference"}
         assert (await front.ask(method, URL + target, key="sk-test-tuning")).status == 403
@@ -383,9 +398,15 @@ def test_fields_that_cannot_be_meant(more: dict[str, Any], param: str, code: str
 
 def test_nulls_are_as_good_as_nothing() -> None:
     found = transcript_of(
-        {"input": "x", "conversation": None, "prompt": None, "store": None, "background": None,
-         "previous_response_id": None}
-    )  # fmt: skip
+        {
+            "input": "x",
+            "conversation": None,
+            "prompt": None,
+            "store": None,
+            "background": None,
+            "previous_response_id": None,
+        }
+    )
     assert found.stores and not found.background and found.previous_id == ""
 
 

@@ -108,9 +108,15 @@ async def test_every_answer_is_counted_in_tokens(box: Box) -> None:
         assert ("usage" in events(response.body)[-1]) is asks
     (row,) = box.state.spending.meter.take()
     assert row == {
-        "key": "key_all", "model": "m", "version": "v1", "requests": 3, "errors": 0, "refused": 0,
-        "prompt_tokens": 3 + 3 + 3, "completion_tokens": 2 + 6 + 6,
-    }  # fmt: skip
+        "key": "key_all",
+        "model": "m",
+        "version": "v1",
+        "requests": 3,
+        "errors": 0,
+        "refused": 0,
+        "prompt_tokens": 3 + 3 + 3,
+        "completion_tokens": 2 + 6 + 6,
+    }
     assert box.state.spending.meter.take() == []
 
 

@@ -129,8 +129,13 @@ def test_torch_is_asked_for_with_the_hashes_of_the_lock_or_loudly_without(box):
 
 
 def test_pip_settings_reach_pip_untouched_and_no_other_index_is_named(box):
-    settings = {"PIP_INDEX_URL": "https://mirror.example/simple", "PIP_FIND_LINKS": "/wheels", "PIP_CERT": "/ca.pem",
-                "PIP_EXTRA_INDEX_URL": "https://more.example/simple", "PIP_CONFIG_FILE": "/my/pip.conf"}  # fmt: skip
+    settings = {
+        "PIP_INDEX_URL": "https://mirror.example/simple",
+        "PIP_FIND_LINKS": "/wheels",
+        "PIP_CERT": "/ca.pem",
+        "PIP_EXTRA_INDEX_URL": "https://more.example/simple",
+        "PIP_CONFIG_FILE": "/my/pip.conf",
+    }
     done = run("--no-compile", env=box | settings)
     assert done.returncode == 0, done.stderr
     import json

@@ -72,6 +72,6 @@ def test_markers_and_hashes_of_a_lock_are_read():
         "    --hash=sha256:" + "1" * 64 + "\n    # via b\n"
         "b[x]==2.0+cpu ; sys_platform == 'never' \\\n    --hash=sha256:" + "2" * 64 + "\n"
         "C_d==3 ; python_version >= '3.11' \\\n    --hash=sha256:" + "3" * 64 + "\n"
-    )  # fmt: skip
+    )
     found = module().pins(lock)
     assert [(pin.name, pin.version, len(pin.sha256)) for pin in found] == [("a", "1.0", 2), ("c-d", "3", 1)]

@@ -38,9 +38,13 @@ class Hub:
 
     def listing(self) -> dict:
         return {
-            "id": self.repository, "modelId": self.repository, "sha": COMMIT, "tags": [], "downloads": 0,
+            "id": self.repository,
+            "modelId": self.repository,
+            "sha": COMMIT,
+            "tags": [],
+            "downloads": 0,
             "siblings": [self._sibling(name, data) for name, data in self.files.items()],
-        }  # fmt: skip
+        }
 
     def _sibling(self, name: str, data: bytes) -> dict:
         blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()

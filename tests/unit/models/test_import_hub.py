@@ -27,8 +27,12 @@ REPOSITORY = "org/tiny"
 def content(tmp_path: Path) -> dict[str, bytes]:
     source = checkpoints.write(tmp_path / "source", shards=2)
     files = {path.name: path.read_bytes() for path in source.iterdir()}
-    unwanted = {"pytorch_model.bin": b"\x80\x04", "modeling.py": b"import os", "onnx/model.safetensors": b"x",
-                ".gitattributes": b"*.safetensors filter=lfs"}  # fmt: skip
+    unwanted = {
+        "pytorch_model.bin": b"\x80\x04",
+        "modeling.py": b"import os",
+        "onnx/model.safetensors": b"x",
+        ".gitattributes": b"*.safetensors filter=lfs",
+    }
     return files | unwanted | {"README.md": b"# tiny"}
 
 

@@ -57,8 +57,13 @@ def test_a_directory_becomes_version_one_with_the_same_bytes(library, source, tm
     assert taken.arch == "LlamaForCausalLM" and taken.task == "generate" and taken.max_model_len == 128
     assert taken.params == sum(a.size for a in checkpoints.tensors().values())
     assert sorted(p.name for p in taken.path.iterdir()) == [
-        "README.md", "config.json", "manifest.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json",
-    ]  # fmt: skip
+        "README.md",
+        "config.json",
+        "manifest.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
     assert (taken.path / "model.safetensors").read_bytes() == (source / "model.safetensors").read_bytes()
     assert stat.S_IMODE(taken.path.stat().st_mode) == 0o700
     assert {stat.S_IMODE(p.stat().st_mode) for p in taken.path.iterdir()} == {0o600}
@@ -198,10 +203,12 @@ def test_hostile_weight_files_are_refused_before_anything_is_copied(library, sou
 
 
 def test_overlapping_offsets_are_refused(library, source):
-    header = json.dumps({
-        "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
-        "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
-    }).encode()  # fmt: skip
+    header = json.dumps(
+        {
+            "a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]},
+            "b": {"dtype": "F32", "shape": [2], "data_offsets": [4, 12]},
+        }
+    ).encode()
     (source / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(12))
     with pytest.raises(HeaderInvalid):
         library.import_path(source)
@@ -363,9 +370,16 @@ def test_what_transformers_writes_comes_in_and_loads_from_the_library(library, t
 
     torch.manual_seed(0)
     config = getattr(transformers, f"{family}Config")(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=64, tie_word_embeddings=family == "Qwen2",
-    )  # fmt: skip
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=64,
+        tie_word_embeddings=family == "Qwen2",
+    )
     model = getattr(transformers, f"{family}ForCausalLM")(config)
     model.save_pretrained(tmp_path / "m", max_shard_size="20KB")
     (tmp_path / "m" / "tokenizer.json").write_text("{}")

@@ -78,8 +78,13 @@ async def test_it_is_degraded_until_it_has_run_steadily_again(time, background):
         await asyncio.sleep(0)
     await asyncio.sleep(0)
     (trouble,) = background.degraded()
-    assert trouble == {"name": "bus: one", "since_s": 1000.0, "why": "OSError: No space left on device", "failures": 1,
-                       "next_try_s": None}  # fmt: skip
+    assert trouble == {
+        "name": "bus: one",
+        "since_s": 1000.0,
+        "why": "OSError: No space left on device",
+        "failures": 1,
+        "next_try_s": None,
+    }
     assert background.names() == ["bus"]
     time.now_s += STEADY_S
     assert background.degraded() == []

@@ -73,8 +73,9 @@ def abacus(monkeypatch):
 def test_a_third_kind_is_found_before_the_host_and_watched(abacus):
     devices = discover_devices("auto", "n7")
     assert [(device.id, device.kind, device.memory_bytes) for device in devices] == [
-        ("n7/0", "abacus", 64 * GIB), ("n7/1", "abacus", 64 * GIB),
-    ]  # fmt: skip
+        ("n7/0", "abacus", 64 * GIB),
+        ("n7/1", "abacus", 64 * GIB),
+    ]
     assert devices[0].nvlink_peers == {"n7/1"} and devices[0].numa_node == 0
     told = {reading.device_id: (reading,) for reading in DeviceReadings(devices).read()}
     found = failing(told, (), 1.0, SchedulerConfig())
@@ -86,9 +87,16 @@ def test_a_third_kind_is_found_before_the_host_and_watched(abacus):
 def test_a_third_kind_is_planned_for(abacus):
     box = BoxFacts(8, "abacus", 64 * GIB, None, 0)
     assert box.room_per_device(1) == 64 * GIB and box.room_per_rank(1) < 64 * GIB
-    settings = engine_settings(EngineConfig(), task="generate", arch="LlamaForCausalLM", max_position_embeddings=4096,
-                               weight_bytes=16 * GIB, tensor_parallel=1, device_kind="abacus",
-                               device_memory_bytes=64 * GIB)  # fmt: skip
+    settings = engine_settings(
+        EngineConfig(),
+        task="generate",
+        arch="LlamaForCausalLM",
+        max_position_embeddings=4096,
+        weight_bytes=16 * GIB,
+        tensor_parallel=1,
+        device_kind="abacus",
+        device_memory_bytes=64 * GIB,
+    )
     assert settings["dtype"] == "bfloat16" and settings["kv_cache_bytes"] > 30 * GIB
     model = auto.ModelStats(10**9, 8192, "abacus")
     fields = auto.resolve({}, auto.DatasetStats(100, 100_000, 400), model, 8)
@@ -97,11 +105,15 @@ def test_a_third_kind_is_planned_for(abacus):
 
 def test_a_third_kind_shows_its_devices_to_engines_and_ranks(abacus, tmp_path):
     assert device_environment("abacus", tmp_path) == {
-        "DS_ACCELERATOR": "abacus", "PYTORCH_NVML_BASED_CUDA_CHECK": "1", "ABACUS_STAYS": "still",
-        "VLLM_CACHE_ROOT": str(tmp_path / "vllm"), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
-        "TRITON_CACHE_DIR": str(tmp_path / "triton"), "FLASHINFER_WORKSPACE_BASE": str(tmp_path),
+        "DS_ACCELERATOR": "abacus",
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+        "ABACUS_STAYS": "still",
+        "VLLM_CACHE_ROOT": str(tmp_path / "vllm"),
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+        "FLASHINFER_WORKSPACE_BASE": str(tmp_path),
         "ABACUS_CACHE": str(tmp_path / "beads"),
-    }  # fmt: skip
+    }
     replica = ReplicaSpec("r", "m", "v", "/v", "/s.sock", (0, 1), "abacus", "/shm", GIB, tensor_parallel=2)
     env = engine_environment(replica, 1)
     assert env["ABACUS_VISIBLE"] == "0+1" and "CUDA_VISIBLE_DEVICES" not in env

@@ -51,8 +51,9 @@ def lines(data: bytes) -> list[int]:
 def test_no_line_is_lost_or_doubled_under_a_writer_that_never_pauses(tmp_path: Path):
     path = folder_that_can_collapse(tmp_path) / "engine-r1.log"
     rotation = LogRotation(tmp_path, LogLimits(size=64 * 1024, keep=1000, days=30.0, total=10**9))
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path), "20000"], stdin=subprocess.DEVNULL,
-                              stdout=subprocess.DEVNULL)  # fmt: skip
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path), "20000"], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
+    )
     while writer.poll() is None:
         rotation.tend(time.time())
     assert len(list(tmp_path.glob("*.log.*"))) >= 3
@@ -67,8 +68,9 @@ def test_the_oldest_go_and_the_newest_lines_stay(tmp_path: Path, can_collapse: b
         monkeypatch.setattr(log_rotation, "collapse", lambda *_: False)
     path, rotation = tmp_path / "controller.log", LogRotation(tmp_path, LIMITS)
     path.touch(0o600)
-    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(path), "10000"], stdin=subprocess.PIPE,
-                              stdout=subprocess.PIPE, text=True)  # fmt: skip
+    writer = subprocess.Popen(
+        [sys.executable, "-c", WRITER, str(path), "10000"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
     assert writer.stdout is not None and writer.stdin is not None
     for _ in range(20):
         writer.stdout.readline()  # it waits until it is told to go on
@@ -78,8 +80,11 @@ def test_the_oldest_go_and_the_newest_lines_stay(tmp_path: Path, can_collapse: b
         writer.stdin.flush()
     writer.communicate()
     assert sorted(p.name for p in tmp_path.iterdir()) == [
-        "controller.log", "controller.log.1", "controller.log.2", "controller.log.3",
-    ]  # fmt: skip
+        "controller.log",
+        "controller.log.1",
+        "controller.log.2",
+        "controller.log.3",
+    ]
     assert all(p.stat().st_mode & 0o77 == 0 for p in tmp_path.iterdir())
     kept = everything(path).split(b"\n", 1)[1]  # the first may be the rest of one
     numbers = lines(kept)

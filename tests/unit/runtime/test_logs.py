@@ -45,9 +45,14 @@ def test_one_object_a_line_with_the_ids_that_apply():
     first, library, wrong = written()
     assert datetime.fromisoformat(first.pop("time")).tzinfo is not None
     assert first == {
-        "level": "info", "process": "controller", "event": "3 of\nmany", "logger": "a.b", "node": "n0", "job_id": "j1",
+        "level": "info",
+        "process": "controller",
+        "event": "3 of\nmany",
+        "logger": "a.b",
+        "node": "n0",
+        "job_id": "j1",
         "lease_id": "l1",
-    }  # fmt: skip
+    }
     assert (library["event"], library["level"], library["request_id"]) == ("a library says", "warning", "req_1")
     assert wrong["level"] == "error" and "ZeroDivisionError" in wrong["exception"]
 

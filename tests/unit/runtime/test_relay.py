@@ -109,11 +109,17 @@ async def test_the_token_never_travels(tmp_path):
 @pytest.mark.parametrize(
     "change",
     [
-        {"path": "secret"}, {"ask": "socket"}, {"names": ["weights"]}, {"nonce": "0" * 64}, {"more": 1},
-        {"proof": "0" * 64}, {"proof": None}, {"proof": "é"},
+        {"path": "secret"},
+        {"ask": "socket"},
+        {"names": ["weights"]},
+        {"nonce": "0" * 64},
+        {"more": 1},
+        {"proof": "0" * 64},
+        {"proof": None},
+        {"proof": "é"},
     ],
     ids=str,
-)  # fmt: skip
+)
 async def test_a_greeting_that_somebody_changed_on_its_way_is_refused(there, tmp_path, change):
     reader, writer = await asyncio.open_connection(*there[0])
     nonce = (await reader.readline()).decode().strip()
@@ -179,9 +185,7 @@ def nodes(tmp_path):
     return [Shared(TOKEN, credentials.files) for credentials in (home, joined, other)]
 
 
-async def test_between_nodes_all_is_tls_and_each_side_shows_its_certificate(
-    there, nodes, tmp_path, monkeypatch
-):
+async def test_between_nodes_all_is_tls_and_each_side_shows_its_certificate(there, nodes, tmp_path, monkeypatch):
     home, joined, other = nodes
     monkeypatch.setattr("runtime.relay.GREETING_TIMEOUT_S", 0.5)
     relay = Relay("127.0.0.1", home, sockets=(tmp_path / "run",), folders=(tmp_path / "store",))

@@ -11,8 +11,11 @@ TIE = [sys.executable, "-S", exec_with_parent.__file__]
 
 
 def test_a_tied_command_is_the_command_itself():
-    done = subprocess.run([*TIE, sys.executable, "-c", "import sys; print(*sys.argv[1:]); sys.exit(3)", "a b", "c"],
-                          capture_output=True, text=True)  # fmt: skip
+    done = subprocess.run(
+        [*TIE, sys.executable, "-c", "import sys; print(*sys.argv[1:]); sys.exit(3)", "a b", "c"],
+        capture_output=True,
+        text=True,
+    )
     assert (done.returncode, done.stdout) == (3, "a b c\n")
 
 

@@ -66,9 +66,7 @@ class FakeGroup:
 
 
 def box_of(count: int, nodes: int = 1) -> tuple[Device, ...]:
-    return tuple(
-        Device(f"n{n}/{i}", f"n{n}", i, numa_node=i * 2 // count) for n in range(nodes) for i in range(count)
-    )
+    return tuple(Device(f"n{n}/{i}", f"n{n}", i, numa_node=i * 2 // count) for n in range(nodes) for i in range(count))
 
 
 @dataclass
@@ -294,7 +292,6 @@ class FakeEffects:
         group = self.world.groups[job_id]
         group.ended = GroupEnded(job_id, group.lease_id, outcome, step, error, retryable, blame)
         self.events.put_nowait(group.ended)
-
 
     def lose_node(self, node: str) -> None:
         """Its devices, engines and ranks are gone at once; a lease across nodes keeps what is left of it."""

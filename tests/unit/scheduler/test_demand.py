@@ -101,8 +101,11 @@ def test_what_was_learned_ends_with_the_traffic_and_in_time() -> None:
     assert held_until_s == now_s + memory.proved_hold_s <= now_s + CONFIG.proved_hold_max_s
     again, _ = demand_.required(
         replace(busy, max_replicas=9, demand=replace(busy.demand, inflight=85)),
-        memory, now_s + 1, CONFIG, switch_device_s=SWITCH_DEVICE_S,
-    )  # fmt: skip
+        memory,
+        now_s + 1,
+        CONFIG,
+        switch_device_s=SWITCH_DEVICE_S,
+    )
     assert again.proved_hold_s == memory.proved_hold_s, "one fall is judged once"
     later_s = now_s + CONFIG.floor_hold_s + 1
     gone, _ = demand_.required(quiet, replace(memory, replicas=2), later_s, CONFIG, switch_device_s=0.0)

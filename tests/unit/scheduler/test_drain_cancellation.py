@@ -50,9 +50,12 @@ def test_a_mode_that_flips_back_takes_the_drain_back() -> None:
             assert record.state == "undone"
             assert record.error == "called off: mode serve keeps replica r1-0 open"
             assert {s.verb: s.state for s in record.steps if s.undoes is None} == {
-                "drain_replica": "skipped", "sleep_replica": "skipped", "release": "skipped",
-                "acquire": "skipped", "start_group": "skipped",
-            }  # fmt: skip
+                "drain_replica": "skipped",
+                "sleep_replica": "skipped",
+                "release": "skipped",
+                "acquire": "skipped",
+                "start_group": "skipped",
+            }
             assert [s.verb for s in record.steps if s.undoes is not None] == ["open_replica"]
 
     go(test)

@@ -44,9 +44,14 @@ def test_what_is_not_its_fault_never_ends_a_job_and_yet_it_waits(failures: Failu
 def test_only_its_own_failures_without_progress_end_a_job(failures: Failures) -> None:
     now_s = 0.0
     for step, blame, over in [
-        (0, "own", False), (0, "own", False), (0, "outside", False), (1, "own", False), (1, "own", False),
-        (1, "memory", False), (1, "own", True),
-    ]:  # fmt: skip
+        (0, "own", False),
+        (0, "own", False),
+        (0, "outside", False),
+        (1, "own", False),
+        (1, "own", False),
+        (1, "memory", False),
+        (1, "own", True),
+    ]:
         failure = failures.job_failed("j", step, "x", now_s, blame=blame)
         assert failures.hopeless(failure) is over
         now_s = failure.not_before_s

@@ -622,8 +622,12 @@ def test_every_step_is_in_the_journal_with_its_times() -> None:
             await rig.settle()
             (last,) = rig.journal.recent(1)
             assert [s.verb for s in last.steps] == [
-                "drain_replica", "sleep_replica", "release", "acquire", "start_group",
-            ]  # fmt: skip
+                "drain_replica",
+                "sleep_replica",
+                "release",
+                "acquire",
+                "start_group",
+            ]
             assert all(s.state == "done" and s.ended_s > s.started_s for s in last.steps)
             assert last.steps[3].started_s >= last.steps[2].ended_s
             assert last.steps[0].detail["seconds"] == rig.effects.seconds["drain_replica"]
@@ -727,11 +731,19 @@ def test_what_a_crash_interrupted_is_judged_by_what_holds_at_rest(after_s: float
 def test_an_engine_starts_when_memory_admits_it_and_nobody_waits_for_one_that_it_refuses() -> None:
     async def run() -> None:
         admitted: dict[str, bool] = {}
-        store = FakeStore(Policy("serve"), deployments=(replace(MODEL, min_replicas=1), DeploymentView(
-            "other", "v1", min_replicas=1, max_replicas=1)))  # fmt: skip
+        store = FakeStore(
+            Policy("serve"),
+            deployments=(replace(MODEL, min_replicas=1), DeploymentView("other", "v1", min_replicas=1, max_replicas=1)),
+        )
         rig = Rig(store)
-        rig.loop = SchedulerLoop(rig.effects, store, rig.journal, virtual_time.VirtualClock(), rig.config,
-                                 lambda model: admitted.get(model, True))  # fmt: skip
+        rig.loop = SchedulerLoop(
+            rig.effects,
+            store,
+            rig.journal,
+            virtual_time.VirtualClock(),
+            rig.config,
+            lambda model: admitted.get(model, True),
+        )
         rig.task = asyncio.create_task(rig.loop.run())
         admitted["other"] = False
         await rig.settle()

@@ -102,8 +102,15 @@ def test_under_a_program_that_takes_all_it_goes_down_to_one_engine_of_each_model
     box.others += 40 * GB
     gone = box.run(60)
     assert gone == [
-        "-pool", "-versions", "-sleeper", "-sleeper", "-parked", "-job job-last", "-job job-first", "-engine chat"
-    ]  # fmt: skip
+        "-pool",
+        "-versions",
+        "-sleeper",
+        "-sleeper",
+        "-parked",
+        "-job job-last",
+        "-job job-first",
+        "-engine chat",
+    ]
     assert box.engines == {"chat": 1, "code": 1}, "the last engine of a model is never taken"
     assert "memory is short" in box.log[0].why and "GB of this machine available" in box.log[0].why
     assert box.run(600) == [], "nothing is left to give, and nothing is done twice"

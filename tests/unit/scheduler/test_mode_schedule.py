@@ -121,10 +121,11 @@ def test_a_time_that_the_clocks_skip_or_repeat_fires_once() -> None:
 @pytest.mark.parametrize(
     ("named", "told"),
     [
-        ({"until": "0 6 * * *", "for_s": 60.0}, "not by both"), ({"for_s": 1.0}, "from a minute to a year"),
+        ({"until": "0 6 * * *", "for_s": 60.0}, "not by both"),
+        ({"for_s": 1.0}, "from a minute to a year"),
         ({"until": "6 o'clock"}, "five fields expected"),
     ],
-)  # fmt: skip
+)
 def test_an_end_that_cannot_be_used(named: dict[str, Any], told: str) -> None:
     with pytest.raises(InvalidSchedule, match=told):
         Window("0 22 * * *", TRAIN, **named)

@@ -32,8 +32,17 @@ class OneNode:
         (folder / name / "shm").chmod(0o700)
         (folder / name / "token").write_text("the same on all nodes")
         shm = folder / name / "shm"
-        self.place = NodeConfig(name, "127.0.0.1", logical_devices(1, name), shm / "run", folder, shm, (),
-                           folder / name / "token", folder / name / "jobs")  # fmt: skip
+        self.place = NodeConfig(
+            name,
+            "127.0.0.1",
+            logical_devices(1, name),
+            shm / "run",
+            folder,
+            shm,
+            (),
+            folder / name / "token",
+            folder / name / "jobs",
+        )
         self.node, self.store = Node(self.place), WeightStore(shm, budget_bytes=None)
 
 

@@ -151,7 +151,8 @@ def test_more_models_than_devices_take_turns() -> None:
         served.append(winner.model)
         old = {r.id: r for r in replicas}
         replicas = tuple(
-            old[r.id] if r.id in old and old[r.id].state == r.state
+            old[r.id]
+            if r.id in old and old[r.id].state == r.state
             else ReplicaView(r.id, r.model, r.version, r.state, r.devices, since_s=float(now_s))
             for r in a.replicas
         )
@@ -276,8 +277,13 @@ def test_a_job_bound_to_a_node_takes_what_that_node_has_and_engines_get_the_othe
 def test_engines_leave_the_only_node_a_job_may_run_on() -> None:
     replicas = (opened("r0", 0), opened("r1", 1))
     m = replace(M, min_replicas=2, max_replicas=2)
-    a = planned(policy=Policy("split", 2), devices=HOME_AND_AWAY, jobs=(job(nodes=("n0",)),), deployments=(m,),
-                replicas=replicas)  # fmt: skip
+    a = planned(
+        policy=Policy("split", 2),
+        devices=HOME_AND_AWAY,
+        jobs=(job(nodes=("n0",)),),
+        deployments=(m,),
+        replicas=replicas,
+    )
     assert a.groups[0].devices == ("n0/0", "n0/1") and awake(a) == {"m": 2}
 
 
@@ -333,8 +339,9 @@ def test_a_job_that_finds_no_devices_side_by_side_moves_others_or_lets_them_by()
     while devices idled (found by the long run of random lives)."""
     both = ("n0", "n1")
     small = job("small", nodes=both, max_devices=1, priority=1, phase="running", devices=("n0/0",))
-    fixed = job("fixed", nodes=both, min_devices=2, max_devices=2, preemptible=False, phase="running",
-                devices=("n1/0", "n1/1"))  # fmt: skip
+    fixed = job(
+        "fixed", nodes=both, min_devices=2, max_devices=2, preemptible=False, phase="running", devices=("n1/0", "n1/1")
+    )
     large = job("large", nodes=both, min_devices=3, max_devices=3, allowed_sizes=(3,), priority=2)
     last = job("last", nodes=both, max_devices=1, submitted_s=9.0)
     a = planned(devices=box_of(3, nodes=2), jobs=(small, fixed, large, last))

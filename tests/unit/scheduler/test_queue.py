@@ -57,9 +57,14 @@ def test_places_say_in_slurms_words_why_a_job_waits() -> None:
         JobView("leaving", devices=("n0/1",), phase="running", busy="leaving", submitted_s=9.0, priority=-1),
     ]
     assert [(p.position, p.job_id, p.reason) for p in places(jobs, 10.0)] == [
-        (1, "paused", "JobHeldUser"), (2, "held", "Held"), (3, "backoff", "BeginTime"), (4, "next", "Resources"),
-        (5, "running", None), (6, "after", "Priority"), (7, "leaving", "Priority"),
-    ]  # fmt: skip
+        (1, "paused", "JobHeldUser"),
+        (2, "held", "Held"),
+        (3, "backoff", "BeginTime"),
+        (4, "next", "Resources"),
+        (5, "running", None),
+        (6, "after", "Priority"),
+        (7, "leaving", "Priority"),
+    ]
 
 
 def test_the_failure_of_one_job_is_not_the_reason_of_the_next() -> None:

@@ -56,8 +56,9 @@ async def never(*arguments: Any) -> None:
 
 @pytest.fixture
 def process():
-    with subprocess.Popen([sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"],
-                          stdout=subprocess.PIPE) as found:  # fmt: skip
+    with subprocess.Popen(
+        [sys.executable, "-c", "import time; print(flush=True); time.sleep(600)"], stdout=subprocess.PIPE
+    ) as found:
         found.stdout.readline()
         yield found
         found.kill()

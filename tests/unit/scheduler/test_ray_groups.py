@@ -115,14 +115,22 @@ class Box:
         self.told: list[Any] = []
         here = SimpleNamespace(name="n0", warm_socket=lambda name: "/w", log_dir="/l", numa_nodes=lambda devices: ())
         nodes = SimpleNamespace(
-            home=here, place_of=lambda ids, verb, target: here, here=self.find_or_make,
-            device=lambda device_id: Device(device_id, "n0", int(device_id[-1])), wait_warm=self.nothing,
-        )  # fmt: skip
+            home=here,
+            place_of=lambda ids, verb, target: here,
+            here=self.find_or_make,
+            device=lambda device_id: Device(device_id, "n0", int(device_id[-1])),
+            wait_warm=self.nothing,
+        )
         spec = SimpleNamespace(job_id="j")
         jobs = SimpleNamespace(
-            catch_up=lambda job: None, prepare=self.nothing, spec=lambda job: spec, newest_snapshot=lambda job: None,
-            may_continue=lambda job: True, on_event=lambda job, event: None, on_stopped=lambda job: None,
-        )  # fmt: skip
+            catch_up=lambda job: None,
+            prepare=self.nothing,
+            spec=lambda job: spec,
+            newest_snapshot=lambda job: None,
+            may_continue=lambda job: True,
+            on_event=lambda job, event: None,
+            on_stopped=lambda job: None,
+        )
         monkeypatch.setattr("train.control.group.asdict", lambda spec: {"job_id": "j"})
         monkeypatch.setattr("train.control.group._OWN_RANK_GRACE_S", 0.0)
         monkeypatch.setattr(groups, "FRESH_EVERY_S", 0.0)

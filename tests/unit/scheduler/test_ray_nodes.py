@@ -126,8 +126,10 @@ async def test_tunnels_are_opened_again_when_an_agent_at_one_end_was_started_ane
     away = nodes.place("n1")
 
     def opened(agents):
-        return [sum(call[0] == name for call in agents[f"node:{node}"].calls)
-                for node, name in (("n0", "open_tunnel"), ("n1", "serve_adapters"))]  # fmt: skip
+        return [
+            sum(call[0] == name for call in agents[f"node:{node}"].calls)
+            for node, name in (("n0", "open_tunnel"), ("n1", "serve_adapters"))
+        ]
 
     assert await nodes.local_socket(away, "r1") == nodes.home.socket_path("r1")
     await nodes.mend_socket(away, "r1")

@@ -29,8 +29,14 @@ class Supervisor:
                 await asyncio.Event().wait()
             if method == "life":
                 return {**life(), "kernel": "another"}
-            return {"state": "ready", "model": "m", "version": "v1", "node": "n0", "devices": [self.index],
-                    "rss_bytes": 7}  # fmt: skip
+            return {
+                "state": "ready",
+                "model": "m",
+                "version": "v1",
+                "node": "n0",
+                "devices": [self.index],
+                "rss_bytes": 7,
+            }
 
         return SimpleNamespace(remote=remote)
 
@@ -73,10 +79,17 @@ async def test_one_that_was_started_here_is_known_before_the_first_look(two, mon
     async def version(*_: Any) -> tuple[Path, int]:
         return Path("/v"), 0
 
-    monkeypatch.setattr(found, "_nodes", SimpleNamespace(
-        place_of=lambda *_: place, place=lambda node: None, wait_warm=nothing, here=lambda *_: supervisors[0],
-        home=SimpleNamespace(name="elsewhere"),
-    ))  # fmt: skip
+    monkeypatch.setattr(
+        found,
+        "_nodes",
+        SimpleNamespace(
+            place_of=lambda *_: place,
+            place=lambda node: None,
+            wait_warm=nothing,
+            here=lambda *_: supervisors[0],
+            home=SimpleNamespace(name="elsewhere"),
+        ),
+    )
     monkeypatch.setattr(found, "_versions", SimpleNamespace(taken=lambda model: None))
     monkeypatch.setattr(found, "_version_path", version)
     monkeypatch.setattr(found, "_replica_spec", lambda *_: SimpleNamespace(version_path="/v"))

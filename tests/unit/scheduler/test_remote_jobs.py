@@ -14,8 +14,12 @@ from weights.tiers.record import Name
 
 THERE = Path("/dev/shm/there")
 SNAPSHOT = {"event": "snapshot", "step": 5, "path": str(version_path(THERE, "snapshot", "job-1", "step-5"))}
-PUBLISHED = {"event": "published", "step": 9, "version": "step-9",
-             "path": str(version_path(THERE, "adapter", "ft:m:a/b", "step-9"))}  # fmt: skip
+PUBLISHED = {
+    "event": "published",
+    "step": 9,
+    "version": "step-9",
+    "path": str(version_path(THERE, "adapter", "ft:m:a/b", "step-9")),
+}
 
 
 def steps(*numbers):

@@ -40,9 +40,7 @@ def steady(rate: float, seconds: float, prompt: int = 500, output: int = 100) ->
 def burst(at_s: float = 600.0, requests: int = 600, horizon_s: float = 1800.0) -> Requests:
     """A trickle with one burst that a single engine cannot take."""
     arrivals = sorted([*(float(n) for n in range(int(horizon_s))), *(at_s + n / 20 for n in range(requests))])
-    return Requests(
-        array("d", arrivals), array("l", [2000] * len(arrivals)), array("l", [200] * len(arrivals))
-    )
+    return Requests(array("d", arrivals), array("l", [2000] * len(arrivals)), array("l", [200] * len(arrivals)))
 
 
 # --- traces
@@ -249,9 +247,15 @@ def test_a_listed_job_that_ends_by_itself_gives_its_devices_without_being_suspen
 def test_presence_work_and_switching_bound_serving() -> None:
     def served_s(requests: Requests, attainment: float = 1.0, times: VerbTimes | None = None) -> float:
         trained_s = oracle.training_device_s(
-            requests, EngineModel(), times or VerbTimes(), devices=8, jobs=None, attainment=attainment,
-            slo_ttft_s=2.0, slo_tpot_s=0.1,
-        )  # fmt: skip
+            requests,
+            EngineModel(),
+            times or VerbTimes(),
+            devices=8,
+            jobs=None,
+            attainment=attainment,
+            slo_ttft_s=2.0,
+            slo_tpot_s=0.1,
+        )
         return 8 * requests.horizon_s - trained_s
 
     dense = steady(1, 600)
@@ -275,8 +279,16 @@ def test_auto_trains_more_than_the_splits_that_serve_as_well() -> None:
     as_good = [s for s in result["static"] if s["slo_attainment"] >= result["slo_attainment"]]
     assert as_good and all(s["training_gpu_hours"] < result["training_gpu_hours"] for s in as_good)
     assert 0.5 < result["oracle_ratio"] <= 1
-    assert {"requests_served", "slo_attainment", "ttft_p50_s", "ttft_p95_s", "training_gpu_hours", "handovers",
-            "oracle_ratio", "static"} <= set(result)  # fmt: skip
+    assert {
+        "requests_served",
+        "slo_attainment",
+        "ttft_p50_s",
+        "ttft_p95_s",
+        "training_gpu_hours",
+        "handovers",
+        "oracle_ratio",
+        "static",
+    } <= set(result)
     assert [s["train_devices"] for s in result["static"]] == list(range(9))
     json.dumps(result)
     assert max(s.serving_devices + s.training_devices for s in figures.samples) <= 8

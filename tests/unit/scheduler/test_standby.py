@@ -93,18 +93,26 @@ def test_a_backlog_asks_for_more_than_stands_by() -> None:
     assert Standby(1, 0.25, 2).asked_by_backlog(1.2, 2.0) == 6, "twice three"
     assert Standby(3, 0.25, 2).asked_by_backlog(1.2, 2.0) == 3, "those are there"
     model = DeploymentView(
-        "m", "v1", max_replicas=8, prefill_tokens_per_s=1000.0, ttft_target_s=2.0,
+        "m",
+        "v1",
+        max_replicas=8,
+        prefill_tokens_per_s=1000.0,
+        ttft_target_s=2.0,
         demand=Demand(inflight=1, waiting_tokens=2500, last_request_s=9.0),
-    )  # fmt: skip
+    )
     assert demand_.wanted_now(model, 10.0, CONFIG) == 3, "half of the target before anything is learned"
     assert demand_.wanted_now(replace(model, standby=Standby(1, 0.25, 2)), 10.0, CONFIG) == 8, "at most max_replicas"
 
 
 def test_time_per_token_above_its_target_asks_for_more() -> None:
     model = DeploymentView(
-        "m", "v1", max_replicas=8, target_inflight=10, tpot_target_s=0.05,
+        "m",
+        "v1",
+        max_replicas=8,
+        target_inflight=10,
+        tpot_target_s=0.05,
         demand=Demand(inflight=20, last_request_s=9.0, tpot_p95_s=0.04),
-    )  # fmt: skip
+    )
 
     def at(tpot_p95_s: float | None) -> int:
         return demand_.wanted_now(replace(model, demand=replace(model.demand, tpot_p95_s=tpot_p95_s)), 10.0, CONFIG)

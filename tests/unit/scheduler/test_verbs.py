@@ -88,8 +88,13 @@ def test_every_verb_of_the_table_has_everything_and_nothing_else_has_a_verb():
         assert VERBS.keys() <= {name for name in dir(world) if not name.startswith("_")}
     ray = (ROOT / "scheduler/ray/effects.py").read_text()
     assert all(f"self.{name}" in ray for name in VERBS)
-    for module in ("scheduler/handover/handover.py", "scheduler/loop", "appliance/controller/admin/handover_views.py",
-                   "appliance/demo/main.py", "appliance/wiring/journal.py"):  # fmt: skip
+    for module in (
+        "scheduler/handover/handover.py",
+        "scheduler/loop",
+        "appliance/controller/admin/handover_views.py",
+        "appliance/demo/main.py",
+        "appliance/wiring/journal.py",
+    ):
         path = ROOT / module
         for file in path.rglob("*.py") if path.is_dir() else [path]:
             named = re.findall(r'"([a-z]+_(?:replica|group))"', file.read_text())
@@ -106,5 +111,8 @@ def test_a_verb_changes_the_box_as_it_says_and_holds_afterwards():
         assert verb.holds(step.target, step.version, now)
     assert now.replicas["r2"].state == "open"
     assert [name for name, verb in VERBS.items() if verb.no_return] == [
-        "stop_replica", "sleep_replica", "suspend_group", "stop_group",
-    ]  # fmt: skip
+        "stop_replica",
+        "sleep_replica",
+        "suspend_group",
+        "stop_group",
+    ]

@@ -60,8 +60,10 @@ print(bad)
 def forks_that_failed(renewed: bool, forks: int) -> int:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, "renewed" if renewed else "inherited", str(forks)],
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return int(done.stdout)
 

@@ -45,8 +45,14 @@ def tensors(seed):
     def make(*shape, dtype=torch.bfloat16):
         return torch.randn(shape, generator=generator).to(dtype)
 
-    return {"q": make(4, 4), "k": make(4, 4), "embedding": make(5, 4), "down": make(4, 6),
-            "expert0": make(4, 2), "expert1": make(2, 4)}
+    return {
+        "q": make(4, 4),
+        "k": make(4, 4),
+        "embedding": make(5, 4),
+        "down": make(4, 6),
+        "expert0": make(4, 2),
+        "expert1": make(2, 4),
+    }
 
 
 def write(directory, content):

@@ -9,9 +9,16 @@ GIB = 2**30
 
 
 def settings(config=None, **kw):
-    given = {"task": "generate", "arch": "LlamaForCausalLM", "max_position_embeddings": 2048,
-             "weight_bytes": 16 * GIB, "tensor_parallel": 1, "device_kind": "cuda",
-             "device_memory_bytes": 80 * GIB, **kw}  # fmt: skip
+    given = {
+        "task": "generate",
+        "arch": "LlamaForCausalLM",
+        "max_position_embeddings": 2048,
+        "weight_bytes": 16 * GIB,
+        "tensor_parallel": 1,
+        "device_kind": "cuda",
+        "device_memory_bytes": 80 * GIB,
+        **kw,
+    }
     return engine_settings(config or EngineConfig(), **given)
 
 

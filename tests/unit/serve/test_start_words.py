@@ -29,21 +29,36 @@ LONG = (
     "message, says, memory",
     [
         (KV, ["8192 tokens", "0.35 GiB", "0.24 GiB", "[serve] kv_cache_bytes", "[serve] max_model_len", "5568"], False),
-        ("ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
-         ["--tensor-parallel", "`appliance model deploy m "], True),
+        (
+            "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization`",
+            ["--tensor-parallel", "`appliance model deploy m "],
+            True,
+        ),
         (FULL, ["3.21 of 79.1 GiB", "[serve] gpu_memory_fraction"], True),
         (LONG, ["[serve] max_model_len is 99999", "2048"], False),
-        ("ValueError: Model architectures ['OddForCausalLM'] are not supported for now. Supported architectures: []",
-         ["OddForCausalLM", "`appliance model rm m`"], False),
-        ("ValueError: Model architecture OldLM was supported in vLLM until v0.9, and is not supported anymore.",
-         ["OldLM"], False),
-        ("ValueError: Total number of attention heads (9) must be divisible by tensor parallel size (4).",
-         ["9 attention heads", "4 devices", "--tensor-parallel"], False),
+        (
+            "ValueError: Model architectures ['OddForCausalLM'] are not supported for now. Supported architectures: []",
+            ["OddForCausalLM", "`appliance model rm m`"],
+            False,
+        ),
+        (
+            "ValueError: Model architecture OldLM was supported in vLLM until v0.9, and is not supported anymore.",
+            ["OldLM"],
+            False,
+        ),
+        (
+            "ValueError: Total number of attention heads (9) must be divisible by tensor parallel size (4).",
+            ["9 attention heads", "4 devices", "--tensor-parallel"],
+            False,
+        ),
         ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB.", ["[serve] kv_cache_bytes"], True),
-        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
-         ["memory ran out"], True),
+        (
+            "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+            ["memory ran out"],
+            True,
+        ),
     ],
-)  # fmt: skip
+)
 def test_a_cause_that_is_known_names_our_settings_and_no_option_of_vllm(message, says, memory):
     words = in_our_words(message, "m")
     assert words is not None and words.memory is memory

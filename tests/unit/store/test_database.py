@@ -64,8 +64,10 @@ def older_database(path: Path, numbers: list[int]) -> None:
         for number in numbers:
             connection.executescript(migrations()[number])
         connection.execute(f"PRAGMA user_version = {max(numbers)}")
-        connection.execute("INSERT INTO files (id, filename, purpose, bytes, sha256, status, created_s) "
-                           "VALUES ('file-old', 'n', 'batch', 1, '00', 'processed', 1.0)")  # fmt: skip
+        connection.execute(
+            "INSERT INTO files (id, filename, purpose, bytes, sha256, status, created_s) "
+            "VALUES ('file-old', 'n', 'batch', 1, '00', 'processed', 1.0)"
+        )
         connection.commit()
 
 

@@ -145,8 +145,9 @@ def test_keys_are_revoked_on_a_volume_without_a_free_byte(tmp_path: Path, reserv
     if mounted.returncode:
         pytest.skip(f"cannot mount a volume: {mounted.stderr.decode().strip()} ({errno.errorcode[errno.EPERM]})")
     try:
-        ran = subprocess.run([sys.executable, "-c", SMALL, str(volume), str(reserve_bytes)], capture_output=True,
-                             text=True)  # fmt: skip
+        ran = subprocess.run(
+            [sys.executable, "-c", SMALL, str(volume), str(reserve_bytes)], capture_output=True, text=True
+        )
     finally:
         subprocess.run(["umount", "-l", str(volume)], check=True)
     if reserve_bytes:

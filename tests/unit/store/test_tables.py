@@ -31,8 +31,16 @@ def db(tmp_path: Path):
 
 
 def insert_job(db: Database, job_id: str = "ftjob-1", **fields) -> JobRow:
-    row = JobRow(id=job_id, model="m", method="supervised", training_file="f", seed=1, output_model="ft:m:o:s:12345678",
-                 created_s=1.0, **fields)  # fmt: skip
+    row = JobRow(
+        id=job_id,
+        model="m",
+        method="supervised",
+        training_file="f",
+        seed=1,
+        output_model="ft:m:o:s:12345678",
+        created_s=1.0,
+        **fields,
+    )
     jobs.insert(db, row)
     return row
 

@@ -70,8 +70,11 @@ def test_what_zero_keeps_end_to_end_is_one_run_of_each_part(groups):
     matrices, vectors = ([p for p in module.parameters() if p.ndim == n] for n in (2, 1))
     given = list(module.parameters()) if groups == 1 else [{"params": matrices}, {"params": vectors}]
     optimizer = torch.optim.AdamW(given, lr=0.1)
-    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
-              "zero_force_ds_cpu_optimizer": False}  # fmt: skip
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 2, "reduce_bucket_size": 1000},
+        "zero_force_ds_cpu_optimizer": False,
+    }
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
     fragments.create_moments(engine, 1)
     plan = snapshot.plan_of_written(engine, snapshot.snapshot_layout(engine))

@@ -16,8 +16,9 @@ PLACE = {"job_id": "j", "base_path": "b", "train_path": "t", "run_dir": "r", "sh
 def test_everything_auto_gives_a_spec():
     for model in (SMALL, LARGE):
         for data in (GSM8K, DatasetStats(10, 900, 100)):
-            fields = resolve({"n_epochs": "auto", "batch_size": "auto", "learning_rate_multiplier": "auto"}, data,
-                             model, 8)  # fmt: skip
+            fields = resolve(
+                {"n_epochs": "auto", "batch_size": "auto", "learning_rate_multiplier": "auto"}, data, model, 8
+            )
             spec = TrainSpec(**PLACE, **fields)
             assert TrainSpec.from_json(spec.to_json()) == spec
             assert 1 in allowed_sizes(spec.batch_size, 8, spec.micro_batch)
@@ -28,11 +29,24 @@ def test_everything_auto_gives_a_spec():
 
 def test_numbers_and_extras_pass_through():
     fields = resolve(
-        {"n_epochs": 3, "batch_size": 12, "learning_rate_multiplier": 2, "learning_rate": 1e-4, "lora_rank": 8,
-         "zero_stage": 3, "offload": "parameters", "max_length": 256, "precision": "fp32",
-         "activation_checkpointing": True, "lora_targets": "q_proj, v_proj", "publish": "epoch"},
-        GSM8K, SMALL, 4,
-    )  # fmt: skip
+        {
+            "n_epochs": 3,
+            "batch_size": 12,
+            "learning_rate_multiplier": 2,
+            "learning_rate": 1e-4,
+            "lora_rank": 8,
+            "zero_stage": 3,
+            "offload": "parameters",
+            "max_length": 256,
+            "precision": "fp32",
+            "activation_checkpointing": True,
+            "lora_targets": "q_proj, v_proj",
+            "publish": "epoch",
+        },
+        GSM8K,
+        SMALL,
+        4,
+    )
     assert fields["learning_rate"] == 2e-4 and not fields["full"] and fields["lora_alpha"] == 16
     assert fields["lora_targets"] == ("q_proj", "v_proj") and fields["batch_size"] == 12
     assert (fields["zero_stage"], fields["offload"], fields["max_length"]) == (3, "parameters", 256)
@@ -47,7 +61,9 @@ def test_lora_publishes_an_adapter_where_engines_take_it():
     merged = resolve({"lora_publish": "merged"}, GSM8K, served, 8)
     assert merged["lora_publish"] == "merged" and not merged["full"]
     for given, model, reason in (
-        ({"lora_rank": 64}, served, "at most 32"), ({}, SMALL, "take no adapters"), ({"full": True}, served, "full"),
+        ({"lora_rank": 64}, served, "at most 32"),
+        ({}, SMALL, "take no adapters"),
+        ({"full": True}, served, "full"),
         ({"lora_targets": "q_proj, lm_head"}, served, "_proj"),
     ):
         with pytest.raises(InvalidHyperparameter, match=reason):
@@ -66,15 +82,22 @@ def test_gradient_accumulation_fixes_batch_or_micro_batch():
 @pytest.mark.parametrize(
     "given, param",
     [
-        ({"n_epochs": 0}, "n_epochs"), ({"n_epochs": True}, "n_epochs"), ({"n_epochs": 2.5}, "n_epochs"),
-        ({"batch_size": "many"}, "batch_size"), ({"batch_size": 10**400}, "batch_size"),
+        ({"n_epochs": 0}, "n_epochs"),
+        ({"n_epochs": True}, "n_epochs"),
+        ({"n_epochs": 2.5}, "n_epochs"),
+        ({"batch_size": "many"}, "batch_size"),
+        ({"batch_size": 10**400}, "batch_size"),
         ({"learning_rate_multiplier": -1}, "learning_rate_multiplier"),
         ({"learning_rate_multiplier": float("nan")}, "learning_rate_multiplier"),
-        ({"lora_ranks": 8}, "lora_ranks"), ({"zero_stage": 4}, "zero_stage"), ({"precision": "fp8"}, "precision"),
-        ({"offload": "parameters", "zero_stage": 2}, "zero_stage"), ({"max_length": 4096}, "max_length"),
-        ({"full": "yes"}, "full"), ({"lora_targets": [1]}, "lora_targets"),
+        ({"lora_ranks": 8}, "lora_ranks"),
+        ({"zero_stage": 4}, "zero_stage"),
+        ({"precision": "fp8"}, "precision"),
+        ({"offload": "parameters", "zero_stage": 2}, "zero_stage"),
+        ({"max_length": 4096}, "max_length"),
+        ({"full": "yes"}, "full"),
+        ({"lora_targets": [1]}, "lora_targets"),
     ],
-)  # fmt: skip
+)
 def test_refuses_with_the_name_of_the_parameter(given, param):
     with pytest.raises(InvalidHyperparameter) as caught:
         resolve(given, GSM8K, SMALL, 8)
@@ -113,10 +136,14 @@ def test_tensor_parallel_asks_for_every_weight_and_counts_groups_of_devices():
 def test_spec_refuses_what_is_not_one():
     good = dataclasses.asdict(TrainSpec(**PLACE))
     for change, match in (
-        ({"zero_stage": "2"}, "zero_stage"), ({"colour": 1}, "no field 'colour'"), ({"method": 3}, "method"),
-        ({"tensor_parallel": 2, "zero_stage": 3}, "zero_stage 0 to 2"), ({"tensor_parallel": 0}, "tensor_parallel"),
-        ({"batch_size": 6, "micro_batch": 4}, "multiple of micro_batch"), ({"valid_path": 3}, "valid_path"),
-    ):  # fmt: skip
+        ({"zero_stage": "2"}, "zero_stage"),
+        ({"colour": 1}, "no field 'colour'"),
+        ({"method": 3}, "method"),
+        ({"tensor_parallel": 2, "zero_stage": 3}, "zero_stage 0 to 2"),
+        ({"tensor_parallel": 0}, "tensor_parallel"),
+        ({"batch_size": 6, "micro_batch": 4}, "multiple of micro_batch"),
+        ({"valid_path": 3}, "valid_path"),
+    ):
         with pytest.raises(InvalidSpec, match=match):
             TrainSpec.from_dict(good | change)
     with pytest.raises(InvalidSpec, match="needs the field 'base_path'"):

@@ -19,8 +19,18 @@ from weights.memory.store import WeightStore
 
 
 def spec_of(path, tmp_path) -> TrainSpec:
-    return TrainSpec(job_id="j", base_path=str(path), train_path="t", run_dir=str(tmp_path), shm_root=str(tmp_path),
-                     output_model="o", base_model="base", base_version="v1", full=False, lora_rank=2)  # fmt: skip
+    return TrainSpec(
+        job_id="j",
+        base_path=str(path),
+        train_path="t",
+        run_dir=str(tmp_path),
+        shm_root=str(tmp_path),
+        output_model="o",
+        base_model="base",
+        base_version="v1",
+        full=False,
+        lora_rank=2,
+    )
 
 
 def test_frozen_weights_are_the_stores_own_bytes_and_stay_until_the_rank_lets_go(tmp_path):
@@ -54,8 +64,10 @@ def test_frozen_weights_are_the_stores_own_bytes_and_stay_until_the_rank_lets_go
 
 def test_parked_ranks_fit_although_the_base_lies_elsewhere_by_now(tmp_path):
     spec = spec_of("/disk/base/v1", tmp_path)
-    parked = [{"job_id": "j", "rank": rank, "world_size": 2, "meeting": "here", "device": "cpu",
-               "spec": asdict(spec)} for rank in range(2)]  # fmt: skip
+    parked = [
+        {"job_id": "j", "rank": rank, "world_size": 2, "meeting": "here", "device": "cpu", "spec": asdict(spec)}
+        for rank in range(2)
+    ]
     assert is_same_world(parked, asdict(replace(spec, base_path="/dev/shm/versions/base/v1")), ["cpu", "cpu"])
     assert not is_same_world(parked, asdict(replace(spec, base_version="v2")), ["cpu", "cpu"])
     assert not is_same_world(parked, asdict(replace(spec, learning_rate=1.0)), ["cpu", "cpu"])

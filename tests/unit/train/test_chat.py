@@ -68,10 +68,14 @@ def test_templates_that_refuse_half_a_conversation():
 
 def test_tool_calls_are_learnt_and_their_arguments_are_not_quoted_twice():
     call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
-    example = {"messages": [{"role": "user", "content": "add"},
-                            {"role": "assistant", "content": "", "tool_calls": [call]},
-                            {"role": "tool", "content": "2", "tool_call_id": "c"},
-                            {"role": "assistant", "content": "it is 2"}]}  # fmt: skip
+    example = {
+        "messages": [
+            {"role": "user", "content": "add"},
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "content": "2", "tool_call_id": "c"},
+            {"role": "assistant", "content": "it is 2"},
+        ]
+    }
     said = learnt(ChatEncoder(tokenizer()), example)
     assert said == ['<tool>{"name": "add", "arguments": {"a": 1}}</tool><|im_end|>', "it is 2<|im_end|>"]
 

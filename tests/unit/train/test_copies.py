@@ -44,8 +44,9 @@ def test_what_lies_side_by_side_on_both_sides_is_one_move(tmp_path):
 
 
 def test_gaps_other_storages_and_columns_stay_moves_of_their_own(tmp_path):
-    layout = Layout.plan([TensorSpec("a", "F32", (16, 4)), TensorSpec("b", "F32", (16, 4)),
-                          TensorSpec("odd", "F32", (3,))])  # fmt: skip
+    layout = Layout.plan(
+        [TensorSpec("a", "F32", (16, 4)), TensorSpec("b", "F32", (16, 4)), TensorSpec("odd", "F32", (3,))]
+    )
     flat, other, columns, odd = torch.randn(64), torch.randn(40), torch.randn(32), torch.randn(3)
     runs = narrow((16, 4), 1, 2, 2)  # the last two columns of b
     (whole_columns,) = part(runs, 0, 32)

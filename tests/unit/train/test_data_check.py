@@ -45,10 +45,18 @@ def test_lists_lines_with_reasons(tmp_path):
     assert (report.shape, report.n_examples, report.n_errors, report.ok) == ("chat", 1, 11, False)
     lines = {line: reason for line, reason in report.errors}
     expected = {
-        2: "not valid JSON", 3: "nothing to learn", 4: "'robot'; expected one of", 5: "without text",
-        7: "weight is 1", 8: "weight 0", 9: "shape 'alpaca'", 10: "only text", 11: "not valid JSON",
-        12: "'colour'", 13: "is a list",
-    }  # fmt: skip
+        2: "not valid JSON",
+        3: "nothing to learn",
+        4: "'robot'; expected one of",
+        5: "without text",
+        7: "weight is 1",
+        8: "weight 0",
+        9: "shape 'alpaca'",
+        10: "only text",
+        11: "not valid JSON",
+        12: "'colour'",
+        13: "is a list",
+    }
     assert lines.keys() == expected.keys()
     for line, part in expected.items():
         assert part in lines[line], (line, lines[line])
@@ -62,16 +70,25 @@ def test_a_long_list_of_errors_is_bounded_but_counted(tmp_path):
 @pytest.mark.parametrize(
     "shape, record, messages",
     [
-        ("alpaca", {"instruction": "Add", "input": "1 2", "output": "3", "system": "s", "history": [["q", "a"]]},
-         [("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "Add\n1 2"), ("assistant", "3")]),
-        ("sharegpt", {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
-         [("user", "q"), ("assistant", "a")]),
+        (
+            "alpaca",
+            {"instruction": "Add", "input": "1 2", "output": "3", "system": "s", "history": [["q", "a"]]},
+            [("system", "s"), ("user", "q"), ("assistant", "a"), ("user", "Add\n1 2"), ("assistant", "3")],
+        ),
+        (
+            "sharegpt",
+            {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]},
+            [("user", "q"), ("assistant", "a")],
+        ),
         ("prompt_completion", {"prompt": "q", "completion": "a"}, [("user", "q"), ("assistant", "a")]),
         ("question_answer", {"question": "q", "answer": "a"}, [("user", "q"), ("assistant", "a")]),
-        ("chat", chat(("developer", "d"), ("user", [{"type": "text", "text": "q"}]), ("assistant", "a")),
-         [("system", "d"), ("user", "q"), ("assistant", "a")]),
+        (
+            "chat",
+            chat(("developer", "d"), ("user", [{"type": "text", "text": "q"}]), ("assistant", "a")),
+            [("system", "d"), ("user", "q"), ("assistant", "a")],
+        ),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("array", [False, True])
 def test_converts_every_shape_to_chat(tmp_path, shape, record, messages, array):
     source = tmp_path / "in"
@@ -89,11 +106,13 @@ def test_tools_survive_and_are_checked(tmp_path):
     call = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
     record = {
         "messages": [
-            {"role": "user", "content": "add"}, {"role": "assistant", "tool_calls": [call], "weight": 0},
-            {"role": "tool", "tool_call_id": "c1", "content": "2"}, {"role": "assistant", "content": "2", "weight": 1},
+            {"role": "user", "content": "add"},
+            {"role": "assistant", "tool_calls": [call], "weight": 0},
+            {"role": "tool", "tool_call_id": "c1", "content": "2"},
+            {"role": "assistant", "content": "2", "weight": 1},
         ],
         "tools": [{"type": "function", "function": {"name": "add", "parameters": {}}}],
-    }  # fmt: skip
+    }
     report = check_training_file(write(tmp_path / "f", *[record] * 10), chat_path=tmp_path / "out")
     assert report.ok
     got = json.loads((tmp_path / "out").read_text().splitlines()[0])
@@ -106,11 +125,16 @@ def test_tools_survive_and_are_checked(tmp_path):
 
 
 def test_preference_data_is_checked_not_converted(tmp_path):
-    pair = {"conversations": [{"from": "human", "value": "q"}], "chosen": {"from": "gpt", "value": "a"},
-            "rejected": {"from": "gpt", "value": "b"}}  # fmt: skip
-    openai = {"input": {"messages": [{"role": "user", "content": "q"}]},
-              "preferred_output": [{"role": "assistant", "content": "a"}],
-              "non_preferred_output": [{"role": "assistant", "content": "b"}]}  # fmt: skip
+    pair = {
+        "conversations": [{"from": "human", "value": "q"}],
+        "chosen": {"from": "gpt", "value": "a"},
+        "rejected": {"from": "gpt", "value": "b"},
+    }
+    openai = {
+        "input": {"messages": [{"role": "user", "content": "q"}]},
+        "preferred_output": [{"role": "assistant", "content": "a"}],
+        "non_preferred_output": [{"role": "assistant", "content": "b"}],
+    }
     report = check_training_file(write(tmp_path / "f", pair, openai), chat_path=tmp_path / "out")
     assert report.ok and report.shape == "preference" and not (tmp_path / "out").exists()
     report = check_training_file(write(tmp_path / "f", {**pair, "chosen": {}}))
@@ -168,10 +192,14 @@ def test_gsm8k_as_published(tmp_path):
         ('{"messages": [' + "[]," * 100_001 + "1]}", "brackets"),
         ('{"messages": [' + "1," * 1_000_001 + "1]}", "commas"),
         # What some records hold as text is parsed too.
-        ('{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "['
-         + "[]," * 100_001 + '1]"}}]}]}', "brackets"),
+        (
+            '{"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "['
+            + "[]," * 100_001
+            + '1]"}}]}]}',
+            "brackets",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_is_slow_to_parse_is_never_parsed(tmp_path, monkeypatch, record, said):
     """Parsing holds up every thread of the controller, whichever thread does it."""
     source = write(tmp_path / "f", *[GOOD] * 10, record)

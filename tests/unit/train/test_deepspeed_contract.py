@@ -43,10 +43,14 @@ def engine_of(stage, precision):
     module = Tiny()
     trained = [p for p in module.parameters() if p.requires_grad]
     config = {
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 2, "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000}, "communication_data_type": "fp32",
-        "data_types": {"grad_accum_dtype": "fp32"}, "zero_force_ds_cpu_optimizer": False,
-    }  # fmt: skip
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": stage, "reduce_bucket_size": 1000},
+        "communication_data_type": "fp32",
+        "data_types": {"grad_accum_dtype": "fp32"},
+        "zero_force_ds_cpu_optimizer": False,
+    }
     if precision == "bf16":
         config["bf16"] = {"enabled": True}
     # Two groups, as with weight decay: ZeRO-2 links the moments of the first only.
@@ -70,8 +74,10 @@ def steps(engine, n):
 def test_fragments_cover_every_parameter_and_carry_the_state(stage, precision):
     engine = engine_of(stage, precision)
     assert [(p.name, p.shape, p.trained) for p in fragments.parameters(engine)] == [
-        ("0.weight", (5, 7), True), ("0.bias", (5,), True), ("1.weight", (3, 5), False),
-    ]  # fmt: skip
+        ("0.weight", (5, 7), True),
+        ("0.bias", (5,), True),
+        ("1.weight", (3, 5), False),
+    ]
     assert not fragments.has_moments(engine)
     steps(engine, 1)
     assert fragments.has_moments(engine)
@@ -118,8 +124,10 @@ def test_the_step_of_adam_is_made_where_its_moments_are():
     engine = SimpleNamespace(optimizer=SimpleNamespace(fp32_partitioned_groups_flat=[flat], optimizer=inner))
     fragments.create_moments(engine, 3)
     assert {key: value.device.type for key, value in inner.state[flat].items()} == {
-        "step": "meta", "exp_avg": "meta", "exp_avg_sq": "meta",
-    }  # fmt: skip
+        "step": "meta",
+        "exp_avg": "meta",
+        "exp_avg_sq": "meta",
+    }
 
 
 def test_zero_3_is_left_to_bring_parameters_to_the_device_one_by_one():

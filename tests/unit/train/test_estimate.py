@@ -13,10 +13,16 @@ from train.plan.spec import TrainSpec
 
 transformers_logging.set_verbosity_error()
 LLAMA_8B = ModelShape.from_config(
-    {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-     "intermediate_size": 14336, "vocab_size": 128256},
+    {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+    },
     8_030_261_248,
-)  # fmt: skip
+)
 PLACE = {"job_id": "j", "base_path": "b", "train_path": "t", "run_dir": "r", "shm_root": "s", "output_model": "o"}
 GB = 10**9
 
@@ -78,8 +84,9 @@ def test_the_store_holds_twelve_bytes_per_trained_parameter():
 
 def test_tensor_parallelism_cuts_all_but_embeddings_and_head():
     eight = LLAMA_8B.n_parameters
-    alone, shared = (estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=1, tensor_parallel=n), 8)
-                     for n in (1, 4))  # fmt: skip
+    alone, shared = (
+        estimate.rank_memory(LLAMA_8B, fields(full=True, zero_stage=1, tensor_parallel=n), 8) for n in (1, 4)
+    )
     outside = 2 * 128256 * 4096
     held = outside + (eight - outside) // 4
     assert LLAMA_8B.outside == outside and LLAMA_8B.tensor_slices == 8
@@ -89,8 +96,15 @@ def test_tensor_parallelism_cuts_all_but_embeddings_and_head():
     assert estimate.snapshot_bytes(LLAMA_8B, fields(full=True, tensor_parallel=4)) == 12 * eight
 
 
-COMMON = {"hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 3, "num_attention_heads": 4,
-          "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 384}  # fmt: skip
+COMMON = {
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 384,
+}
 
 
 @pytest.mark.parametrize(
@@ -98,11 +112,19 @@ COMMON = {"hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 3, "
     [
         (LlamaConfig(**COMMON), 100),
         (MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2), 200),
-        (Qwen2MoeConfig(**COMMON, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=52,
-                        shared_expert_intermediate_size=60), 164),
+        (
+            Qwen2MoeConfig(
+                **COMMON,
+                num_experts=4,
+                num_experts_per_tok=2,
+                moe_intermediate_size=52,
+                shared_expert_intermediate_size=60,
+            ),
+            164,
+        ),
     ],
     ids=["llama", "mixtral", "qwen2_moe"],
-)  # fmt: skip
+)
 def test_lora_is_counted_as_peft_makes_it(config, ffn):
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)

@@ -41,10 +41,18 @@ def world_of_one(tmp_path_factory):
 def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage, full):
     base = make_model_dir(tmp_path / "base", family=family, hidden_size=128, intermediate_size=256, head_dim=32)
     spec = TrainSpec(
-        job_id="j", base_path=str(base), train_path=str(write_chat_file(tmp_path / "t.jsonl", 4)),
-        run_dir=str(tmp_path), shm_root=str(tmp_path / "store"), output_model="m", zero_stage=stage, full=full,
-        lora_rank=8, micro_batch=1, batch_size=1,
-    )  # fmt: skip
+        job_id="j",
+        base_path=str(base),
+        train_path=str(write_chat_file(tmp_path / "t.jsonl", 4)),
+        run_dir=str(tmp_path),
+        shm_root=str(tmp_path / "store"),
+        output_model="m",
+        zero_stage=stage,
+        full=full,
+        lora_rank=8,
+        micro_batch=1,
+        batch_size=1,
+    )
     model = load_model(spec)
     n_parameters = sum(p.numel() for name, p in model.named_parameters() if "lora_" not in name)
     shape = ModelShape.from_config(json.loads(Path(base, "config.json").read_text()), n_parameters)
@@ -75,16 +83,31 @@ def test_what_is_held_and_written_is_what_was_estimated(tmp_path, family, stage,
 def test_what_offloading_holds_in_host_memory_is_what_was_estimated(tmp_path, stage, offload, precision):
     base = make_model_dir(tmp_path / "base", family="llama", hidden_size=128, intermediate_size=256, head_dim=32)
     spec = TrainSpec(
-        job_id="j", base_path=str(base), train_path=str(write_chat_file(tmp_path / "t.jsonl", 4)),
-        run_dir=str(tmp_path), shm_root=str(tmp_path / "store"), output_model="m", zero_stage=stage, full=True,
-        offload=offload, precision=precision, micro_batch=1, batch_size=2,
-    )  # fmt: skip
+        job_id="j",
+        base_path=str(base),
+        train_path=str(write_chat_file(tmp_path / "t.jsonl", 4)),
+        run_dir=str(tmp_path),
+        shm_root=str(tmp_path / "store"),
+        output_model="m",
+        zero_stage=stage,
+        full=True,
+        offload=offload,
+        precision=precision,
+        micro_batch=1,
+        batch_size=2,
+    )
     model = load_model(spec)
     shape = ModelShape(sum(p.numel() for p in model.parameters()))
     engine = build_engine(SupervisedObjective(model), spec)
     row = torch.arange(16)
-    batch = {"input_ids": row[None], "position_ids": row[None], "segments": [(0, 16)], "scale": 1.0,
-             "predict_at": row[:8], "labels": row[1:9]}  # fmt: skip
+    batch = {
+        "input_ids": row[None],
+        "position_ids": row[None],
+        "segments": [(0, 16)],
+        "scale": 1.0,
+        "predict_at": row[:8],
+        "labels": row[1:9],
+    }
     for _ in range(2):
         engine.backward(engine(batch) * 1, scale_wrt_gas=False)
         engine.step()

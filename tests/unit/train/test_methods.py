@@ -41,17 +41,21 @@ class Preferred(Method):
     def convert(self, record, shape):
         if shape != "preference":
             raise BadRecord(f"has the shape {shape!r}, no pair")
-        return {"pair": [[{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record[side]}]
-                         for side in ("chosen", "rejected")]}  # fmt: skip
+        return {
+            "pair": [
+                [{"role": "user", "content": record["prompt"]}, {"role": "assistant", "content": record[side]}]
+                for side in ("chosen", "rejected")
+            ]
+        }
 
     def refuses(self, shape):
         return None if shape == "preference" else "has no preference pairs"
 
     def rank_memory(self, shape, fields, ranks):
         held = estimate.rank_memory(shape, fields, ranks)
-        return estimate.RankMemory(**{
-            name: getattr(held, name) * (2 if name == "weights_bytes" else 1) for name in held.__dataclass_fields__
-        })  # fmt: skip
+        return estimate.RankMemory(
+            **{name: getattr(held, name) * (2 if name == "weights_bytes" else 1) for name in held.__dataclass_fields__}
+        )
 
     def encode(self, encoder, record):
         return encoder.encode({"messages": record["pair"][0]})
@@ -136,12 +140,32 @@ def test_a_small_method_from_its_file_to_its_loss(dpo, tmp_path):
     assert "no pair" in check_training_file(chats, convert=dpo.convert).errors[0][1]
 
     base = make_model_dir(tmp_path / "base", dtype=torch.float32)
-    spec = TrainSpec(job_id="j", base_path=str(base), train_path=str(written), run_dir="", shm_root="",
-                     output_model="o", precision="fp32", method="dpo", options={"strength": 3.0})  # fmt: skip
+    spec = TrainSpec(
+        job_id="j",
+        base_path=str(base),
+        train_path=str(written),
+        run_dir="",
+        shm_root="",
+        output_model="o",
+        precision="fp32",
+        method="dpo",
+        options={"strength": 3.0},
+    )
     assert TrainSpec.from_json(spec.to_json()) == spec
     encoder = ChatEncoder(load_tokenizer(str(base)))
-    tokens = open_token_set(written, base, lambda: encoder, tmp_path / "tokens", max_length=64, packing=True, rank=0,
-                            world_size=1, barrier=lambda: None, encode=dpo.encode, lay_out=dpo.row)  # fmt: skip
+    tokens = open_token_set(
+        written,
+        base,
+        lambda: encoder,
+        tmp_path / "tokens",
+        max_length=64,
+        packing=True,
+        rank=0,
+        world_size=1,
+        barrier=lambda: None,
+        encode=dpo.encode,
+        lay_out=dpo.row,
+    )
     assert tokens.n_examples == 12
     row = tokens.row(np.array([0]))
     objective = dpo.objective(load_model(spec), spec.options)

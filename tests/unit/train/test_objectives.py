@@ -21,8 +21,9 @@ def spec(request, tmp_path_factory):
     if family == "sliding":
         config = {"family": "qwen2", "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
     base = make_model_dir(tmp_path_factory.mktemp("base"), dtype=torch.float32, **config)
-    return TrainSpec(job_id="j", base_path=str(base), train_path="", run_dir="", shm_root="", output_model="o",
-                     precision="fp32")  # fmt: skip
+    return TrainSpec(
+        job_id="j", base_path=str(base), train_path="", run_dir="", shm_root="", output_model="o", precision="fp32"
+    )
 
 
 def examples(n, seed=0):

@@ -32,8 +32,9 @@ def test_others_find_the_draft_by_its_number_and_what_is_not_needed_goes(tmp_pat
 
 def test_a_full_store_is_left_to_the_step_boundary(tmp_path):
     def reserve(step, name):
-        raise StoreFull(needed_bytes=2, used_bytes=1, budget_bytes=1, free_bytes=0, leased_bytes=0, pinned_bytes=0,
-                        draft_bytes=0)  # fmt: skip
+        raise StoreFull(
+            needed_bytes=2, used_bytes=1, budget_bytes=1, free_bytes=0, leased_bytes=0, pinned_bytes=0, draft_bytes=0
+        )
 
     ahead = SnapshotReservation("j", reserve)
     ahead.begin(1)

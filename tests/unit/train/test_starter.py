@@ -136,9 +136,13 @@ def test_an_existing_directory_is_left_alone(tmp_path, capsys):
 
 @pytest.mark.parametrize(
     ("options", "complaint"),
-    [(("--minutes", "0"), "above 0"), (("--minutes", "nan"), "above 0"), (("--steps", "0"), "at least 1"),
-     (("--vocabulary-text", "/nowhere/x"), "no such file")],
-)  # fmt: skip
+    [
+        (("--minutes", "0"), "above 0"),
+        (("--minutes", "nan"), "above 0"),
+        (("--steps", "0"), "at least 1"),
+        (("--vocabulary-text", "/nowhere/x"), "no such file"),
+    ],
+)
 def test_bad_options_are_named(tmp_path, options, complaint, capsys):
     with pytest.raises(SystemExit) as refused:
         main(["--out", str(tmp_path / "x"), *options])
@@ -146,8 +150,16 @@ def test_bad_options_are_named(tmp_path, options, complaint, capsys):
     assert not list(tmp_path.iterdir())
 
 
-TINY = Shape(vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, head_dim=16, max_position_embeddings=64)  # fmt: skip
+TINY = Shape(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    max_position_embeddings=64,
+)
 
 
 def test_the_net_computes_what_transformers_computes():

@@ -73,11 +73,16 @@ STACK, JOIN = MergeModulelist(dim=0), Concatenate(dim=1)
 def test_parts_of_different_widths_lie_behind_each_other_in_every_expert():
     names = match([converter(STACK, JOIN)], "", {"experts.ab": (2, 6, 3)}, STORED)
     assert [(t.name, t.start) for t in names.of("experts.ab")] == [
-        ("experts.0.a", 0), ("experts.0.b", 6), ("experts.1.a", 18), ("experts.1.b", 24)
-    ]  # fmt: skip
+        ("experts.0.a", 0),
+        ("experts.0.b", 6),
+        ("experts.1.a", 18),
+        ("experts.1.b", 24),
+    ]
     assert list(names.cut("experts.ab", 4, 16)) == [
-        ("experts.0.a", 4, slice(0, 2)), ("experts.0.b", 0, slice(2, 14)), ("experts.1.a", 0, slice(14, 16))
-    ]  # fmt: skip
+        ("experts.0.a", 4, slice(0, 2)),
+        ("experts.0.b", 0, slice(2, 14)),
+        ("experts.1.a", 0, slice(14, 16)),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,14 @@ from train.state.fragments import Fragment
 from weights.format.slices import narrow
 from weights.format.torch_views import runs_view
 
-SIZES = {"vocab_size": 384, "hidden_size": 48, "intermediate_size": 100, "num_hidden_layers": 2,
-         "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
+SIZES = {
+    "vocab_size": 384,
+    "hidden_size": 48,
+    "intermediate_size": 100,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 
 def config(family, **fields):
@@ -59,8 +65,16 @@ def test_the_plan_cuts_attention_and_mlp_and_nothing_else(family, tied):
     summed = {spec.patterns[0] for spec in plan.layer_specs if spec.grad_allreduce}
     assert (len(summed) == 2) == (family == "qwen3"), "norms of q and k see the heads of their rank alone"
     shape = estimate.ModelShape.from_config(model_config.to_dict(), sum(p.numel() for p in model.parameters()))
-    fields = {"full": True, "zero_stage": 1, "precision": "fp32", "offload": "none", "micro_batch": 1, "max_length": 8,
-              "activation_checkpointing": False, "tensor_parallel": 2}  # fmt: skip
+    fields = {
+        "full": True,
+        "zero_stage": 1,
+        "precision": "fp32",
+        "offload": "none",
+        "micro_batch": 1,
+        "max_length": 8,
+        "activation_checkpointing": False,
+        "tensor_parallel": 2,
+    }
     # The estimate cuts norms too, which are a thousandth of a real model.
     assert estimate.rank_memory(shape, fields, 2).weights_bytes == pytest.approx(4 * held, rel=1e-2)
 

@@ -22,9 +22,16 @@ def test_a_set_is_opened_again_without_its_tokenizer(tmp_path, packing):
 
     def opened(encoder):
         return open_token_set(
-            data, base, encoder, tmp_path / "tokens", max_length=64, packing=packing, rank=0, world_size=1,
+            data,
+            base,
+            encoder,
+            tmp_path / "tokens",
+            max_length=64,
+            packing=packing,
+            rank=0,
+            world_size=1,
             barrier=lambda: None,
-        )  # fmt: skip
+        )
 
     first, again = opened(lambda: encoder), opened(refused)
     expected = plan_packs(np.diff(first._offsets), 64, packing=packing)

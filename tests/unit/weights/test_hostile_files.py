@@ -235,8 +235,7 @@ def test_a_manifest_round_trips(store):
 
 @pytest.mark.parametrize("meta", [{"x": float("nan")}, {"x": object()}, {"x": {1, 2}}])
 def test_meta_must_be_json(store, meta):
-    draft = store.reserve(Layout.plan([TensorSpec("a", "F32", (1,))]),
-                          kind="version", model="m", version="1")  # fmt: skip
+    draft = store.reserve(Layout.plan([TensorSpec("a", "F32", (1,))]), kind="version", model="m", version="1")
     with pytest.raises(ManifestInvalid, match="meta"):
         draft.commit(meta=meta)
     draft.abort()

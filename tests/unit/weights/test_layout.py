@@ -58,8 +58,13 @@ def test_every_dtype_is_accepted_by_the_library(tmp_path, code):
 
 
 def test_tensors_start_aligned_and_in_order():
-    specs = [TensorSpec("a", "U8", (7,)), TensorSpec("b", "F32", (16, 8)), TensorSpec("c", "I64", (3,)),
-             TensorSpec("d", "BF16", (32,)), TensorSpec("e", "BF16", (64,))]  # fmt: skip
+    specs = [
+        TensorSpec("a", "U8", (7,)),
+        TensorSpec("b", "F32", (16, 8)),
+        TensorSpec("c", "I64", (3,)),
+        TensorSpec("d", "BF16", (32,)),
+        TensorSpec("e", "BF16", (64,)),
+    ]
     layout = Layout.plan(specs)
     assert len(layout.file("model.safetensors").header) % 64 == 0
     assert [placed.spec.name for placed in layout] == ["b", "d", "e", "c", "a"]

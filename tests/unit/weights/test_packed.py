@@ -357,8 +357,16 @@ def test_a_record_does_not_pass_for_another(store, tier, home):
         fresh.collect()
 
 
-@pytest.mark.parametrize("raw", [b"", b"AWO1", codec.encode(b"abc" * 99, codec="zstd", width=2)[:-3],
-                                 codec.encode(b"abc", codec="raw") + b"x", b"\0" * 64])  # fmt: skip
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"AWO1",
+        codec.encode(b"abc" * 99, codec="zstd", width=2)[:-3],
+        codec.encode(b"abc", codec="raw") + b"x",
+        b"\0" * 64,
+    ],
+)
 def test_no_bytes_make_the_decoder_fail_otherwise(raw):
     with pytest.raises(ObjectDamaged):
         codec.decode(raw, name="x")

@@ -70,8 +70,12 @@ def test_a_version_appears_whole_and_at_once(store):
     assert store.find("version", "starter", "1") == stored and store.list("version") == [stored]
     assert stored.manifest.meta == {"parent": "0", "step": 7}
     assert sorted(os.listdir(stored.path)) == [
-        ".pinned", "config.json", "manifest.json", "model.safetensors", "tokenizer.json",
-    ]  # fmt: skip
+        ".pinned",
+        "config.json",
+        "manifest.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     assert stored.nbytes == LAYOUT.nbytes + sum(map(len, AUX.values()))
     assert staged(store) == []
     check(store, stored)
@@ -666,7 +670,9 @@ def test_a_draft_is_whole_when_every_writer_has_said_so(store):
     stored = draft.commit(meta={}, checksums=False)
     check(store, stored)
     assert {entry.name for entry in stored.path.iterdir()} == {f.name for f in LAYOUT.files} | {
-        "manifest.json", ".pinned"}  # fmt: skip
+        "manifest.json",
+        ".pinned",
+    }
 
 
 @pytest.mark.parametrize("checksums", [True, False])

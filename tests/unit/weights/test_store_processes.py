@@ -20,8 +20,16 @@ LAYOUT = Layout.plan(SPECS)
 REPOSITORY = Path(__file__).parents[3]
 # Everything through which the store changes the world, and how many calls of it are survived between two
 # deaths (every open of the life would take a minute).
-CHANGES = {"rename": 1, "unlink": 1, "mkdir": 1, "rmdir": 1, "truncate": 1, "ftruncate": 1, "posix_fallocate": 1,
-           "open": 5}  # fmt: skip
+CHANGES = {
+    "rename": 1,
+    "unlink": 1,
+    "mkdir": 1,
+    "rmdir": 1,
+    "truncate": 1,
+    "ftruncate": 1,
+    "posix_fallocate": 1,
+    "open": 5,
+}
 
 
 class Process:

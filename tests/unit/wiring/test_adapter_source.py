@@ -61,9 +61,13 @@ async def test_two_engines_that_ask_at_once_both_get_it(source, only_remote):
 
 @pytest.mark.parametrize(
     ("asked", "told"),
-    [("ft:x@step-9", "no adapter of this box"), ("starter@v1", "no adapter of this box"), ("", "no adapter"),
-     ("ft:x@step-1", "in no tier")],
-)  # fmt: skip
+    [
+        ("ft:x@step-9", "no adapter of this box"),
+        ("starter@v1", "no adapter of this box"),
+        ("", "no adapter"),
+        ("ft:x@step-1", "in no tier"),
+    ],
+)
 async def test_what_no_tier_has_is_refused_with_the_reason(source, only_remote, asked, told):
     with pytest.raises(AdapterUnavailable, match=told):
         async with brought_in(source, asked, 10):

@@ -58,11 +58,18 @@ class Box:
 
     def report(self, worker: str, inflight: int = 0) -> None:
         count = self._counts.setdefault(worker, 0)
-        row = {"inflight": inflight, "arrived_requests": count, "arrived_prompt_tokens": count * PROMPT_TOKENS,
-               "prefill_tokens_per_s": self.rate}  # fmt: skip
+        row = {
+            "inflight": inflight,
+            "arrived_requests": count,
+            "arrived_prompt_tokens": count * PROMPT_TOKENS,
+            "prefill_tokens_per_s": self.rate,
+        }
         began_s = self._began_s.setdefault(worker, self.now_s)
-        self.bus.heard(parse_report({"gateway": worker, "generation": 1, "started_s": began_s, "replicas": {},
-                                     "models": {"starter": row}}))  # fmt: skip
+        self.bus.heard(
+            parse_report(
+                {"gateway": worker, "generation": 1, "started_s": began_s, "replicas": {}, "models": {"starter": row}}
+            )
+        )
 
     def restart(self, worker: str) -> None:
         self._counts[worker], self._began_s[worker] = 0, self.now_s

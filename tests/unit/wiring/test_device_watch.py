@@ -27,8 +27,10 @@ def watch(db):
 
 
 def told(db):
-    return [(row.action, row.target, row.detail.get("reason"), row.key_id) for row in
-            audit.page(db, after=None, limit=10).data]  # fmt: skip
+    return [
+        (row.action, row.target, row.detail.get("reason"), row.key_id)
+        for row in audit.page(db, after=None, limit=10).data
+    ]
 
 
 def test_two_deaths_cordon_and_undrain_forgives(db, watch):
@@ -144,8 +146,10 @@ def test_a_lost_node_stays_in_view_until_it_is_back(db, watch):
     watch.node_changed("n1", "joined", DEVICES)
     assert seen(db) == {}
     assert [row[:3] for row in reversed(told(db))] == [
-        ("node.joined", "n1", None), ("node.lost", "n1", why["reason"]), ("node.joined", "n1", None)
-    ]  # fmt: skip
+        ("node.joined", "n1", None),
+        ("node.lost", "n1", why["reason"]),
+        ("node.joined", "n1", None),
+    ]
 
 
 def test_a_node_that_left_in_order_is_not_missed(db, watch):
@@ -162,8 +166,9 @@ def test_a_node_lost_while_no_controller_was_there_is_missed_by_the_next(db, wat
     after.node_changed("n2", "joined", logical_devices(1, "n2"))
     after.began(["n0", "n2"])
     assert seen(db)["n1/0"][1] == {
-        "since_s": 2000.0, "reason": "its node was not there when the box's controller began"
-    }  # fmt: skip
+        "since_s": 2000.0,
+        "reason": "its node was not there when the box's controller began",
+    }
     assert [row[:2] for row in told(db)] == [("node.lost", "n1"), ("node.joined", "n2"), ("node.joined", "n1")]
     after.began(["n0", "n2"])
     assert len(told(db)) == 3, "said once"

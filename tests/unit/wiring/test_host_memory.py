@@ -29,32 +29,39 @@ def tree(root: Path, files: dict[str, str]) -> Path:
 
 
 def test_without_groups_and_pressure_it_is_the_machine(tmp_path: Path):
-    assert read_memory(tree(tmp_path, {})) == MemoryReading(24_000_000 * 1024, 8_000_000 * 1024, 0.0, "this machine",
-                                                           60 * 1024)  # fmt: skip
+    assert read_memory(tree(tmp_path, {})) == MemoryReading(
+        24_000_000 * 1024, 8_000_000 * 1024, 0.0, "this machine", 60 * 1024
+    )
 
 
 def test_the_tightest_group_above_us_counts_with_its_files_as_free(tmp_path: Path):
     group = "sys/fs/cgroup/system.slice"
-    root = tree(tmp_path, {
-        "proc/self/cgroup": "0::/system.slice/appliance.service\n",
-        "proc/pressure/memory": "some avg10=9.00 avg60=0 total=1\nfull avg10=3.50 avg60=0.00 avg300=0.00 total=5\n",
-        f"{group}/appliance.service/memory.max": "max\n",
-        f"{group}/appliance.service/memory.current": "5\n",
-        f"{group}/appliance.service/memory.stat": "",
-        f"{group}/memory.max": f"{10 * GB}\n",
-        f"{group}/memory.current": f"{9 * GB}\n",
-        f"{group}/memory.stat": f"anon 1\ninactive_file {GB}\nactive_file {GB}\nshmem {GB}\n",
-    })  # fmt: skip
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/system.slice/appliance.service\n",
+            "proc/pressure/memory": "some avg10=9.00 avg60=0 total=1\nfull avg10=3.50 avg60=0.00 avg300=0.00 total=5\n",
+            f"{group}/appliance.service/memory.max": "max\n",
+            f"{group}/appliance.service/memory.current": "5\n",
+            f"{group}/appliance.service/memory.stat": "",
+            f"{group}/memory.max": f"{10 * GB}\n",
+            f"{group}/memory.current": f"{9 * GB}\n",
+            f"{group}/memory.stat": f"anon 1\ninactive_file {GB}\nactive_file {GB}\nshmem {GB}\n",
+        },
+    )
     assert read_memory(root) == MemoryReading(10 * GB, 3 * GB, 3.5, "control group /system.slice", 60 * 1024)
 
 
 def test_the_older_kind_of_groups_too_seen_from_inside_a_container(tmp_path: Path):
-    root = tree(tmp_path, {
-        "proc/self/cgroup": "5:cpu:/docker/abc\n4:memory:/docker/abc\n",
-        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GB}",
-        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{3 * GB}",
-        "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {GB // 2}\ntotal_active_file 0\n",
-    })  # fmt: skip
+    root = tree(
+        tmp_path,
+        {
+            "proc/self/cgroup": "5:cpu:/docker/abc\n4:memory:/docker/abc\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{4 * GB}",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{3 * GB}",
+            "sys/fs/cgroup/memory/memory.stat": f"total_inactive_file {GB // 2}\ntotal_active_file 0\n",
+        },
+    )
     found = read_memory(root)
     assert (found.total, found.available, found.where) == (4 * GB, 3 * GB // 2, "control group /")
 
@@ -99,9 +106,14 @@ def world() -> World:
 def host(db, store, world: World) -> HostMemory:
     made = HostMemory(db, store, GB, lambda: world.reading, lambda: world.now_s)
     made.means = Means(
-        engine_bytes=lambda model: 2 * GB, job_bytes=lambda row: 6 * GB, loop_status=world.status, parked=world,
-        nudge=world.nudge, on_enough=lambda: world.count("enough"), save=lambda: world.count("saved"),
-    )  # fmt: skip
+        engine_bytes=lambda model: 2 * GB,
+        job_bytes=lambda row: 6 * GB,
+        loop_status=world.status,
+        parked=world,
+        nudge=world.nudge,
+        on_enough=lambda: world.count("enough"),
+        save=lambda: world.count("saved"),
+    )
     return made
 
 
@@ -135,8 +147,10 @@ async def test_a_job_waits_says_why_and_goes_on_by_itself(host, world, db, add_m
     assert host.waits_for(jobs.get(db, "ftjob-2")) == "" and host.notes() == [] and world.enough == 1
     rows = audit.page(db, after=None, limit=10).data
     assert sorted((row.action, row.target) for row in rows) == [
-        ("memory.given", "box"), ("memory.given", "ftjob-2"), ("memory.taken", "ftjob-2")
-    ]  # fmt: skip
+        ("memory.given", "box"),
+        ("memory.given", "ftjob-2"),
+        ("memory.taken", "ftjob-2"),
+    ]
     assert all("available" in row.detail["reason"] for row in rows)
 
 
@@ -198,8 +212,12 @@ async def test_versions_that_nobody_reads_go_before_anybody_has_to_wait(host, wo
 
 
 async def test_engines_beyond_the_first_are_bounded_and_the_first_never(host, world):
-    world.replicas = [{"model": "chat", "state": "open"}, {"model": "chat", "state": "open"},
-                      {"model": "code", "state": "open"}, {"model": "code", "state": "asleep"}]  # fmt: skip
+    world.replicas = [
+        {"model": "chat", "state": "open"},
+        {"model": "chat", "state": "open"},
+        {"model": "code", "state": "open"},
+        {"model": "code", "state": "asleep"},
+    ]
     assert await looks(host, world, GB // 2, 4) == ["-sleeper", "-engine"] and host.sleepers == 0
     views = host.bounded((DeploymentView("chat", "v1", min_replicas=2, max_replicas=4), DeploymentView("code", "v1")))
     assert [(view.min_replicas, view.max_replicas) for view in views] == [(1, 1), (0, 1)]

@@ -109,11 +109,13 @@ def test_a_full_disk_costs_points_of_a_curve_and_no_step(tmp_path):
 
 @pytest.mark.parametrize(
     ("begun", "said"),
-    [(70, ["The job resumed from step 70: steps 71 to 72 are done anew (2 in all)"]),
-     (71, ["The job resumed from step 71: step 72 is done anew (1 in all)"]),
-     (0, ["There was no snapshot yet, the job begins anew: steps 1 to 72 are done anew (72 in all)"]),
-     (72, [])],
-)  # fmt: skip
+    [
+        (70, ["The job resumed from step 70: steps 71 to 72 are done anew (2 in all)"]),
+        (71, ["The job resumed from step 71: step 72 is done anew (1 in all)"]),
+        (0, ["There was no snapshot yet, the job begins anew: steps 1 to 72 are done anew (72 in all)"]),
+        (72, []),
+    ],
+)
 def test_it_is_said_how_many_steps_are_done_anew(runs, db, events, add_job, begun, said):
     add_job(phase="running")
     events.ingest("ftjob-1", metrics(71))
@@ -131,8 +133,9 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
     add_job(phase="running")
 
     def write(step):
-        with store.reserve(Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1",
-                           version=f"step-{step}") as draft:  # fmt: skip
+        with store.reserve(
+            Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model="ftjob-1", version=f"step-{step}"
+        ) as draft:
             draft.view("w")[:] = bytes([step] * 16)
             return draft.commit(meta={"step": step})
 
@@ -154,8 +157,9 @@ async def test_the_newest_snapshot_wins_and_the_other_tiers_come_next(runs, flow
 
 def test_a_finished_jobs_snapshots_are_given_back_unless_still_read(runs, store, db, add_job):
     row = add_job(phase="succeeded", snapshot={"step": 1, "path": "/s"})
-    with store.reserve(Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model=row.id,
-                       version="step-1") as draft:  # fmt: skip
+    with store.reserve(
+        Layout.plan([TensorSpec("w", "F32", (4,))]), kind="snapshot", model=row.id, version="step-1"
+    ) as draft:
         stored = draft.commit(meta={})
     lease = store.lease(stored)
     assert not runs._forget(row.id)
@@ -201,8 +205,9 @@ async def test_a_base_that_is_damaged_on_disk_is_trained_from_the_next_tier(
     assert runs.spec("ftjob-1").base_path == str(store.find("version", "starter", "v1").path)
 
 
-def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(runs, db, add_model, add_adapter, add_job,
-                                                                        tmp_path):  # fmt: skip
+def test_a_job_on_an_adapter_trains_its_base_with_the_adapter_merged_in(
+    runs, db, add_model, add_adapter, add_job, tmp_path
+):
     add_model()
     add_adapter("ft:a")
     for model, version in (("starter", "v1"), ("ft:a", "step-2")):

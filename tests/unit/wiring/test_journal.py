@@ -11,9 +11,12 @@ from appliance.wiring.journal import SqliteJournal, measured_swap
 from scheduler.handover.journal import HandoverRecord, StepRecord
 
 RECORD = HandoverRecord(
-    3, "mode train", "running", 10.0,
+    3,
+    "mode train",
+    "running",
+    10.0,
     steps=(StepRecord(0, "free r1", "drain_replica", "r1"), StepRecord(1, "free r1", "sleep_replica", "r1")),
-)  # fmt: skip
+)
 
 
 @dataclass
@@ -43,8 +46,17 @@ def test_undo_steps_are_added_and_details_become_plain(tmp_path):
     with Database(tmp_path / "a.db") as db:
         journal = SqliteJournal(db)
         journal.begin(RECORD)
-        undo = StepRecord(2, "free replica r1", "open_replica", "r1", "done", 1.0, 2.0,
-                          {"report": Report(4, {"copy": 0.5}), "devices": ("n0/0",)}, undoes=1)  # fmt: skip
+        undo = StepRecord(
+            2,
+            "free replica r1",
+            "open_replica",
+            "r1",
+            "done",
+            1.0,
+            2.0,
+            {"report": Report(4, {"copy": 0.5}), "devices": ("n0/0",)},
+            undoes=1,
+        )
         journal.step(3, undo)
         read = journal.get(3).steps[2]
         assert read.undoes == 1

@@ -166,8 +166,18 @@ async def test_the_table_says_for_whom_each_name_exists(routing, bus, db):
     models.update(db, "ft:a", owner="alice")
     models.share(db, "ft:a", "bob")
     canaries.put(db, CanaryRow("ft:a", "step-1", "step-2", 0.1, 7.0))
-    jobs.insert(db, JobRow(id="ftjob-1", model="starter", method="supervised", training_file="f", seed=1,
-                           output_model="ft:a", created_s=1.0))  # fmt: skip
+    jobs.insert(
+        db,
+        JobRow(
+            id="ftjob-1",
+            model="starter",
+            method="supervised",
+            training_file="f",
+            seed=1,
+            output_model="ft:a",
+            created_s=1.0,
+        ),
+    )
     job_records.insert_checkpoint(db, CheckpointRow("c", "ftjob-1", "ft:a:ckpt-step-1", "ft:a", "step-1", 1, 1.0))
     routing.refresh()
     owners = {name: row["owners"] for name, row in bus.table.items()}

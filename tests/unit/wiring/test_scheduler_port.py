@@ -23,9 +23,15 @@ from tests.unit.scheduler.fakes import FakeEffects, World, box_of
 
 def test_notes_are_sentences_that_name_their_model():
     told = {
-        "devices": [], "replicas": [], "handovers": [], "jobs": [], "plan_s": 0.0, "notes": {"m": "No room."},
-        "troubles": [{"model": "k", "message": "not serving: no memory; next try in 4 s"}], "waits": ["stop r1 waits"],
-    }  # fmt: skip
+        "devices": [],
+        "replicas": [],
+        "handovers": [],
+        "jobs": [],
+        "plan_s": 0.0,
+        "notes": {"m": "No room."},
+        "troubles": [{"model": "k", "message": "not serving: no memory; next try in 4 s"}],
+        "waits": ["stop r1 waits"],
+    }
     store = SimpleNamespace(usage=lambda: SimpleNamespace(budget_bytes=1, used_bytes=0), room_bytes=lambda: 1)
     loop = SimpleNamespace(status=lambda: told)
     nothing = SimpleNamespace()

@@ -26,9 +26,14 @@ def refreshed():
 @pytest.fixture
 def states(db, events, refreshed):
     return SqliteStateStore(
-        db, events, lambda model: Demand(held=3 if model == "starter" else 0), 1, 8, EngineConfig(max_replicas=2),
+        db,
+        events,
+        lambda model: Demand(held=3 if model == "starter" else 0),
+        1,
+        8,
+        EngineConfig(max_replicas=2),
         lambda: refreshed.append(1),
-    )  # fmt: skip
+    )
 
 
 def test_mode_deployments_and_cordons_are_read_anew(db, states, add_model):

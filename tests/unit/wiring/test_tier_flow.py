@@ -40,8 +40,9 @@ def publish(db, store, add_model):
 
 
 def snapshot(store, step, job="ftjob-1"):
-    with store.reserve(Layout.plan([TensorSpec("master.w", "F32", (400,))]), kind="snapshot", model=job,
-                       version=f"step-{step}") as draft:  # fmt: skip
+    with store.reserve(
+        Layout.plan([TensorSpec("master.w", "F32", (400,))]), kind="snapshot", model=job, version=f"step-{step}"
+    ) as draft:
         draft.view("master.w")[:] = bytes([step]) * 1600
         return draft.commit(meta={"step": step}, checksums=False)
 

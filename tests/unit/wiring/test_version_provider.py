@@ -23,8 +23,19 @@ GB = 10**9
 async def provider(db, store, back, flow, add_model):
     """Two models, both on disk and evicted from memory; the budget has room for one of them."""
     add_model()
-    models.insert(db, ModelRow(id="other", kind="base", arch="LlamaForCausalLM", params=5, bytes=10, owned_by="org",
-                               source="here", created_s=1.0))  # fmt: skip
+    models.insert(
+        db,
+        ModelRow(
+            id="other",
+            kind="base",
+            arch="LlamaForCausalLM",
+            params=5,
+            bytes=10,
+            owned_by="org",
+            source="here",
+            created_s=1.0,
+        ),
+    )
     models.insert_version(db, VersionRow("other", "v1", "here", 10, 1.0))
     models.activate(db, "other", "v1")
     nbytes = write(store, "v1").nbytes
