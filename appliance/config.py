@@ -14,6 +14,7 @@ import dataclasses
 import difflib
 import json
 import os
+import sys
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -136,6 +137,9 @@ class BoxConfig(_Section):
 
 Table = dict[str, Any]
 
+# Keys that bear a better name now: the old one still counts, and a line on stderr says the new one.
+_RENAMED = {("serve", "canary_logprob_tolerance"): "fingerprint_logprob_tolerance"}
+
 
 @dataclasses.dataclass(frozen=True)
 class _Layer:
@@ -192,6 +196,7 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
         for section, keys in layer.table.items():
             if not isinstance(keys, dict):
                 raise ConfigError(f"{layer.source}: {section} is {keys!r}; expected a section, [{section}]")
+        _rename(layer)
         table = _merged(table, layer.table)
     try:
         config = BoxConfig.model_validate(table)
@@ -221,6 +226,24 @@ def _checked(layers: list[_Layer], folder: Path) -> BoxConfig:
         raise ConfigError(f"{layer.source}: gateway.{error}") from error
     data_dir = str(Path(config.box.data_dir).expanduser().resolve())
     return config.model_copy(update={"gateway": gateway, "box": config.box.model_copy(update={"data_dir": data_dir})})
+
+
+def _rename(layer: _Layer) -> None:
+    for (section, old), new in _RENAMED.items():
+        keys = layer.table.get(section, {})
+        if old not in keys:
+            continue
+        if new in keys:
+            raise ConfigError(
+                f"{layer.source}: {layer.name_of((section, old))} is the old name of {layer.name_of((section, new))}, "
+                "which is set too; remove the old one"
+            )
+        print(
+            f"warning: {layer.source}: {layer.name_of((section, old))} is called "
+            f"{layer.name_of((section, new))} now; the old name still counts",
+            file=sys.stderr,
+        )
+        keys[new] = keys.pop(old)
 
 
 def _merged(below: Table, above: Table) -> Table:

@@ -9,8 +9,8 @@ the machine multiplies it and else in float32:
     swap            staged, in-place and layerwise: `pause` as the engine reports it (no step under way nor begun), and
                     `gap` as a streaming client sees it (longest time between two chunks around the swap, less the
                     usual one), in all, from the end of staging on (`at the flip`), and for comparison in the stream's
-                    chunks `before` the swap, which is the machine's noise. The canary of a load in place follows it and
-                    is part of `load`. After a staged swap the stream is finished
+                    chunks `before` the swap, which is the machine's noise. The fingerprint of a load in place
+                    follows it and is part of `load`. After a staged swap the stream is finished
                     by the weights that began it; `contended` is one with a request of the new version coming in at
                     once, from which on the two take turns. After the others the client also waits for its own tokens
                     so far to be computed again with the new weights: `recompute` is what a fresh prompt of that many
@@ -56,7 +56,7 @@ from weights.format.torch_views import dtype_code  # noqa: E402
 BEGAN_S = time.perf_counter()
 WARM_ROUNDS = 1
 CONTENDED = "contended"
-PHASES = ("pause_s", "drain_step_s", "load_s", "canary_s", "stage_s")
+PHASES = ("pause_s", "drain_step_s", "load_s", "fingerprint_s", "stage_s")
 ROOM_BYTES = 12  # of free memory per byte of weights: two versions, what makes them, an engine with both, a server
 STREAM_TOKENS = 1500
 KV_CACHE_BYTES = 256 * 2**20  # one stream of the largest model in float32, and as much again
@@ -124,7 +124,7 @@ async def gap_around(replica: Replica, sdk, model: str, version: Path, how: str)
         "usual_s": usual_s,
         "staging_ratio": statistics.median(staging) / usual_s if len(staging) >= 3 else None,
         "tokens": 3 + after,
-        "canary": report["canary"],
+        "fingerprint_on": report["fingerprint_on"],
         "finishing": report["finishing"],
     }
 
@@ -223,7 +223,8 @@ def table(results: dict) -> str:
                 f"(at the flip {swap['flip_gap_s'] * 1e3:.1f}, before {swap['before_gap_s'] * 1e3:.1f}), "
                 f"pause {swap['pause_s'] * 1e3:7.1f} ms "
                 f"= {swap['pause_s'] / memcpy:5.2f} x memcpy (waited {swap['drain_step_s'] * 1e3:.1f}, "
-                f"load {swap['load_s'] * 1e3:.1f}, {swap['canary']} canary {swap['canary_s'] * 1e3:.1f} ms); "
+                f"load {swap['load_s'] * 1e3:.1f}, "
+                f"{swap['fingerprint_on']} fingerprint {swap['fingerprint_s'] * 1e3:.1f} ms); "
                 f"step {swap['usual_s'] * 1e3:.1f} ms"
             )
             if "recompute_s" in swap:

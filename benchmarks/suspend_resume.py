@@ -202,7 +202,7 @@ class _Watcher:
 async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, Any]:
     from runtime.processes.kernel import held_bytes
     from runtime.processes.warm_parents import WARM_ENV
-    from train.control.group import Group, Watch
+    from train.control.group import Group, PingLimits
     from train.control.rank_host import RankHost
 
     socket = shm / "warm.sock"
@@ -227,7 +227,7 @@ async def _ours(spec: Any, shm: Path, options: argparse.Namespace) -> dict[str, 
     ) -> tuple[Group, _Watcher, float, float]:
         """A world, and the seconds until all its ranks train and until its first step is done."""
         watcher = _Watcher()
-        group = Group(watcher, Watch(ping_timeout_s=60.0))
+        group = Group(watcher, PingLimits(ping_timeout_s=60.0))
         size = len(hosts)
         started = time.monotonic()
         await group.start(spec, hosts, ["cpu"] * size, snapshot)

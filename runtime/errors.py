@@ -7,7 +7,7 @@ RuntimeLayerError
 ├── ChildDied          the forked process ended while something was asked of it
 │   └── SupervisorDied it ended with its supervisor
 ├── ChildTimeout       the forked process did not answer in time
-├── RelayRefused       another node did not give what was asked of it, or broke off
+├── TunnelRefused       another node did not give what was asked of it, or broke off
 └── ChildError         the forked process answered with an exception of its own
 """
 
@@ -66,8 +66,8 @@ class ChildTimeout(RuntimeLayerError):
     """The forked process is alive but did not answer within the time given."""
 
 
-class RelayRefused(RuntimeLayerError):
-    """The relay of another node refused, or its connection ended early."""
+class TunnelRefused(RuntimeLayerError):
+    """The tunnel server of another node refused, or its connection ended early."""
 
 
 class ChildError(RuntimeLayerError):

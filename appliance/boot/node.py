@@ -32,7 +32,7 @@ from appliance.paths import BoxPaths, UnsafeFolder
 from appliance.wiring.node_config import node_config_of
 from runtime.logs import configure_logging
 from runtime.processes.kernel import kill_group
-from runtime.relay import NodeCertificate
+from runtime.tunnel import NodeCertificate
 from scheduler.core.errors import NodeNameTaken
 from scheduler.devices.discovery import discover_devices
 from serve.core import segments

@@ -179,8 +179,8 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         nodes.alike,
         lambda: memory.sleepers,
     )
-    asked = HandoverTrigger(lambda: loop.status())
-    journal = SqliteJournal(db, asked.now)
+    trigger = HandoverTrigger(lambda: loop.status())
+    journal = SqliteJournal(db, trigger.now)
     loop = SchedulerLoop(effects, states, journal, SystemClock(), config.scheduler, memory.admits)
     memory.means = Means(
         engine_bytes=provider.host_bytes,
@@ -192,7 +192,7 @@ async def _run(config: BoxConfig, paths: BoxPaths, ray_address: str) -> int:
         save=tiers.nudge,
     )
     port = LoopPort(
-        loop, effects, journal, bus, routing, store, db, config.scheduler, config.box.serving_floor, asked, memory
+        loop, effects, journal, bus, routing, store, db, config.scheduler, config.box.serving_floor, trigger, memory
     )
     context = ControllerContext(
         db=db,

@@ -130,9 +130,9 @@ class Gateway:
             for text in new[:REFUSED_ROWS_TOLD]:
                 log.error("bus: a row of the table is skipped, all others are in force: %s", text)
         if changed_keys:
-            principals = {principal.id: principal for principal in table.keys.values()}
+            callers = {caller.id: caller for caller in table.keys.values()}
             for conn in list(state.connections):
-                conn.keys_changed(principals)
+                conn.keys_changed(callers)
         for name in state.holds.models():
             state.place_held(name)
             self._refuse_in_trouble(name)

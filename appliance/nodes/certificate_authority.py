@@ -1,4 +1,4 @@
-"""The box's own certificate authority: it says who is a node, to Ray and to the relays between nodes.
+"""The box's own certificate authority: it says who is a node, to Ray and to the tunnels between nodes.
 
 The box makes it when it first starts with a `node_address`. Its key never leaves the box. A node makes its own key and
 asks for a certificate with a one-time token (appliance.nodes.enrolment); from then on both sides of every connection
@@ -22,7 +22,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from runtime.relay import NodeCertificate
+from runtime.tunnel import NodeCertificate
 
 AUTHORITY_LIFE = timedelta(days=3650)
 NODE_LIFE = timedelta(days=730)
@@ -158,7 +158,7 @@ def fingerprint(certificate_der: bytes) -> str:
 
 
 def _addresses(address: str) -> x509.SubjectAlternativeName:
-    """The addresses that others connect to. Ray and the relays use numbers, also if a name was given."""
+    """The addresses that others connect to. Ray and the tunnels use numbers, also if a name was given."""
     try:
         return x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address(address))])
     except ValueError:

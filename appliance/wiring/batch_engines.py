@@ -82,7 +82,7 @@ class SocketEngines:
                     param="previous_response_id" if transcript.previous_id else "background",
                     code="unsupported_parameter",
                 )
-        except gateway_errors.ApiError as error:
+        except gateway_errors.HttpError as error:
             return EngineAnswer(error.status, orjson.loads(error.body()))
         replica_id, socket = self._least_loaded(model)
         adapter = self._bus.models[model].get("adapter")

@@ -17,18 +17,18 @@ from scheduler.handover.journal import HandoverRecord, HandoverState, StepRecord
 class SqliteJournal:
     """Implements `scheduler.handover.journal.Journal`. Hand-over numbers are the rows' ids as text.
 
-    asked: answers who asked for the hand-over that begins now, as `HandoverTrigger.now` does.
+    trigger: answers who asked for the hand-over that begins now, as `HandoverTrigger.now` does.
     """
 
-    def __init__(self, db: Database, asked: Callable[[], dict[str, str]] = dict):
-        self._db, self._asked = db, asked
+    def __init__(self, db: Database, trigger: Callable[[], dict[str, str]] = dict):
+        self._db, self._trigger = db, trigger
 
     def last_id(self) -> int:
         newest = handovers.list_recent(self._db, 1)
         return int(newest[0].id) if newest else 0
 
     def begin(self, record: HandoverRecord) -> None:
-        row = HandoverRow(str(record.id), record.reason, record.state, record.started_s, detail=self._asked())
+        row = HandoverRow(str(record.id), record.reason, record.state, record.started_s, detail=self._trigger())
         handovers.insert(self._db, row, [_step_row(record.id, step) for step in record.steps])
 
     def step(self, handover_id: int, record: StepRecord) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.controller.interfaces.ports import ModelStats, Progress, Report, VersionPlace
+from appliance.controller.interfaces.ports import ModelStats, Progress, Report, VersionPaths
 from appliance.models.errors import ModelError
 from appliance.models.library import ModelLibrary, ModelVersion
 from appliance.tiers.check import Checked, check
@@ -40,7 +40,7 @@ class LibraryOps:
     async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
         return _stats(await _thread(self._library.make_starter, minutes=minutes, report=_reporter(report)))
 
-    async def verify(self, name: str, places: list[VersionPlace], report: Report) -> dict[str, Any]:
+    async def verify(self, name: str, places: list[VersionPaths], report: Report) -> dict[str, Any]:
         found = await self._check([Name(place.kind, name, place.version) for place in places], report)
         return {"versions": found.whole, "unsealed": found.unsealed, **found.totals()}
 
@@ -54,7 +54,7 @@ class LibraryOps:
             raise OperationFailed("; ".join(found.faults), code="copies_damaged")
         return found
 
-    async def remove(self, name: str, places: list[VersionPlace]) -> None:
+    async def remove(self, name: str, places: list[VersionPaths]) -> None:
         self._let_go(name)
         for place in places:
             names = [Name(kind, name, place.version) for kind in ("version", "adapter")]

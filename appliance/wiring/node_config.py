@@ -9,7 +9,7 @@ from appliance.config import BoxConfig
 from appliance.paths import BoxPaths
 from runtime.devices.kinds import fork_environment, kind_of
 from runtime.processes.warm_parents import WARM_ENV, WarmSpec
-from runtime.relay import NodeCertificate
+from runtime.tunnel import NodeCertificate
 from scheduler.core.inventory import Device
 from scheduler.devices.discovery import HEAD_NODE
 from scheduler.ray.node import NodeConfig

@@ -40,13 +40,13 @@ class LoopPort:
         db: Database,
         config: SchedulerConfig,
         serving_floor: int,
-        asked: HandoverTrigger,
+        trigger: HandoverTrigger,
         host: HostMemory,
     ):
         self._host = host
         self._loop, self._effects, self._journal, self._bus = loop, effects, journal, bus
         self._routing, self._weights, self._db = routing, weights, db
-        self._config, self._serving_floor, self._asked = config, serving_floor, asked
+        self._config, self._serving_floor, self._trigger = config, serving_floor, trigger
         self._rss: dict[str, int] = {}
         self._settling: dict[str, int] = {}
 
@@ -54,7 +54,7 @@ class LoopPort:
         self._routing.refresh()  # models may have come or gone
         generation = self._loop.nudge()
         if by:
-            self._asked.note(generation, by, reason)
+            self._trigger.note(generation, by, reason)
 
     def reset_failures(self, model: str) -> None:
         self._loop.reset_failures(model)
@@ -98,7 +98,7 @@ class LoopPort:
     async def set_mode(self, mode: Mode) -> str | None:
         last = self._journal.last_id()
         generation = self._loop.nudge()
-        self._asked.note(generation, mode.by, f"mode {mode.policy}")
+        self._trigger.note(generation, mode.by, f"mode {mode.policy}")
         settled = asyncio.create_task(self._loop.wait_settled(generation))
         while not settled.done() and self._journal.last_id() == last:
             await asyncio.wait([settled], timeout=0.005)

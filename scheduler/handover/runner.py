@@ -43,7 +43,7 @@ class ChainEnd:
     blame: Blame = "own"
 
 
-class Owner(Protocol):
+class ChainListener(Protocol):
     """The loop, as the runner sees it. `box` is replaced, never changed in place."""
 
     box: Box
@@ -81,14 +81,14 @@ class Runner:
         handover: Handover,
         reason: str,
         *,
-        owner: Owner,
+        listener: ChainListener,
         effects: Effects,
         journal: Journal,
         clock: Clock,
         config: SchedulerConfig,
     ):
         self.handover, self.reason = handover, reason
-        self._owner, self._effects, self._journal = owner, effects, journal
+        self._listener, self._effects, self._journal = listener, effects, journal
         self._clock, self._config = clock, config
         self._released: dict[str, asyncio.Future[bool]] = {}
         self._drains: dict[Holder, _Drain] = {}
@@ -147,7 +147,7 @@ class Runner:
         for n, chain in enumerate(self.handover.chains):
             if n not in self._over and not chain.needs.isdisjoint(given):
                 self._over.add(n)
-                self._owner.chain_ended(self._skip(chain, self._steps[n], reason))
+                self._listener.chain_ended(self._skip(chain, self._steps[n], reason))
 
     @contextlib.contextmanager
     def _until_cancelled(self, step: Step) -> Iterator[None]:
@@ -185,7 +185,7 @@ class Runner:
             if chain.side == "take":
                 self._taken[chain.holder].set()
         if n not in self._over:
-            self._owner.chain_ended(end)
+            self._listener.chain_ended(end)
         return end
 
     async def _walk(self, n: int, chain: Chain, records: list[StepRecord]) -> ChainEnd:
@@ -198,7 +198,7 @@ class Runner:
         if n in self._over:
             return ChainEnd(chain, "skipped")
         late = [lease for lease in sorted(chain.needs) if not self._released[lease].result()]
-        off = f"lease {late[0]} was not given back" if late else self._owner.unwanted(chain)
+        off = f"lease {late[0]} was not given back" if late else self._listener.unwanted(chain)
         if off:
             return self._skip(chain, records, off)
 
@@ -251,11 +251,11 @@ class Runner:
     async def _step(self, step: Step, record: StepRecord) -> None:
         started_s, verb = self._clock.now_s(), VERBS[step.verb]
         record = replace(record, state="doing", started_s=started_s)
-        if refused := verb.refusal(step, self._owner.box):
+        if refused := verb.refusal(step, self._listener.box):
             self._write(replace(record, state="failed", ended_s=started_s, detail={"error": refused}))
             raise EffectFailed(step.verb, step.target, refused, "outside")
         self._write(record)
-        self._owner.box = verb.begun(step, self._owner.box, started_s)
+        self._listener.box = verb.begun(step, self._listener.box, started_s)
         limit_s = verb.limit_s(self._config)
         self._doing[record.seq] = Doing(step, started_s, limit_s)
         try:
@@ -279,10 +279,10 @@ class Runner:
             raise EffectFailed(step.verb, step.target, reason, blame) from None
         finally:
             self._doing.pop(record.seq, None)
-        self._owner.box = verb.done(step, self._owner.box, self._clock.now_s())
+        self._listener.box = verb.done(step, self._listener.box, self._clock.now_s())
         self._ended(record, "done", detail)
         _tell(step)
-        self._owner.step_done(step)
+        self._listener.step_done(step)
         future = self._released.get(step.target) if step.verb == "release" else None
         if future is not None and not future.done():
             future.set_result(True)

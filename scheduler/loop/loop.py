@@ -298,7 +298,7 @@ class SchedulerLoop:
         runner = Runner(
             handover,
             reason,
-            owner=self,
+            listener=self,
             effects=self._effects,
             journal=self._journal,
             clock=self._clock,

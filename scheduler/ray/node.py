@@ -1,5 +1,5 @@
-"""One node of the box, as an actor pinned to it: its configuration, warm parents, relay, copies, and the adapters that
-its engines ask for.
+"""One node of the box, as an actor pinned to it: its configuration, warm parents, tunnel server, copies, and the
+adapters that its engines ask for.
 
 A box of one node has just one, at home beside the controller. Engines and ranks do not live in it: it may die and be
 started again while they go on.
@@ -15,7 +15,7 @@ from pathlib import Path
 from runtime.devices.kind import Reading
 from runtime.errors import RuntimeLayerError
 from runtime.processes.warm_parents import NodeAgent, WarmSpec
-from runtime.relay import NodeCertificate, Relay, Shared, Tunnels
+from runtime.tunnel import NodeCertificate, Shared, Tunnels, TunnelServer
 from scheduler.core.inventory import Device
 from scheduler.devices.readings import DeviceReadings
 from scheduler.ray.node_copies import NodeCopies
@@ -88,7 +88,7 @@ class Node(NodeAgent, NodeCopies):
         self._place = place
         sockets = (place.run_dir / "r", place.adapter_socket)
         folders = (place.shm_root, place.jobs_dir, *place.lends)
-        self._relay = Relay(place.address, shared, sockets=sockets, folders=folders)
+        self._tunnel_server = TunnelServer(place.address, shared, sockets=sockets, folders=folders)
         self._tunnels = Tunnels(shared)
         self._health = DeviceReadings(place.devices)
         self._adapters: AdapterServer | None = None
@@ -108,9 +108,9 @@ class Node(NodeAgent, NodeCopies):
         """The health of this node's GPUs; empty if it has none."""
         return await asyncio.to_thread(self._health.read)
 
-    async def relay_address(self) -> tuple[str, int]:
+    async def tunnel_address(self) -> tuple[str, int]:
         """Where other nodes reach this one's engines and versions. The first call opens it."""
-        return await self._relay.start()
+        return await self._tunnel_server.start()
 
     async def open_tunnel(self, local: Path, address: tuple[str, int], remote: Path) -> None:
         """From now on the socket `local` of this node leads to the engine at `remote` on the node at `address`."""
@@ -120,8 +120,8 @@ class Node(NodeAgent, NodeCopies):
         await self._tunnels.close(local)
 
     async def serve_adapters(self, home: tuple[str, int], source: Path) -> None:
-        """Let engines of this node ask for adapters from now on. They are copied from home, whose relay is at `home`;
-        home brings them in itself when asked at its socket `source`."""
+        """Let engines of this node ask for adapters from now on. They are copied from home, whose tunnel server is at
+        `home`; home brings them in itself when asked at its socket `source`."""
         if self._home != home:
             await self._tunnels.open(self._home_source, home, source)
             self._home = home

@@ -19,7 +19,7 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from runtime.relay import Shared, fetch_directory
+from runtime.tunnel import Shared, fetch_directory
 from weights.format.errors import IntegrityError, StoreError, StoreFull, VersionNotFound
 from weights.format.names import step_of
 from weights.memory.lease import Lease, StoredVersion, take_lease, unpin
@@ -31,7 +31,7 @@ KEPT_SNAPSHOTS = 2
 
 
 class NodeCopies:
-    """`shared`: what the nodes share (see runtime.relay). Call all methods on one event loop."""
+    """`shared`: what the nodes share (see runtime.tunnel). Call all methods on one event loop."""
 
     def __init__(self, shm_root: Path, jobs_dir: Path, budget_bytes: int | None, shared: Shared):
         self._shm_root, self._jobs_dir, self._budget_bytes, self._shared = shm_root, jobs_dir, budget_bytes, shared
@@ -43,7 +43,7 @@ class NodeCopies:
         """Bring `name` into this node's shared memory, leased for `holder`. Returns `{"path", "bytes", "seconds"}`,
         with 0 bytes if it was there. `remote`: where the node at `address` has it.
 
-        Raises RelayRefused, weights' errors, OSError.
+        Raises TunnelRefused, weights' errors, OSError.
         """
         began_s = time.monotonic()
         lease, received_bytes = await self.leased(address, name, remote)

@@ -187,7 +187,7 @@ class Nodes:
         if place.name == self.home.name:
             return version_dir, 0
         there, home = self._actor(place, verb, target), self._actor(self.home, verb, target)
-        address = await self._relay(self.home, verb, target)
+        address = await self._tunnel_server(self.home, verb, target)
         if not await ask(verb, target, home.lend.remote(version_dir)):
             raise EffectFailed(verb, target, f"{version_dir} is gone")
         try:
@@ -203,7 +203,7 @@ class Nodes:
         EffectFailed."""
         verb = "bring_home"
         there, home = self._actor(place, verb, target), self._actor(self.home, verb, target)
-        address = await self._relay(place, verb, target)
+        address = await self._tunnel_server(place, verb, target)
         if not await ask(verb, target, there.lend.remote(remote)):
             raise EffectFailed(verb, target, f"{name} is gone from node {place.name}")
         safe = False
@@ -216,7 +216,7 @@ class Nodes:
 
     async def bring_job(self, place: NodeConfig, folder: Path, verb: str, target: str) -> Path:
         """The job's folder on another node, with the data that home has in `folder`."""
-        address = await self._relay(self.home, verb, target)
+        address = await self._tunnel_server(self.home, verb, target)
         return await ask(verb, target, self._actor(place, verb, target).fetch_job.remote(address, folder, folder.name))
 
     async def forget_job(self, place: NodeConfig, job_id: str, leases_only: bool) -> None:
@@ -230,7 +230,10 @@ class Nodes:
         verb, path = "open_replica", self.home.socket_path(replica_id)
         if place.name != self.home.name:
             home, there = self._actor(self.home, verb, replica_id), self._actor(place, verb, replica_id)
-            at_home, away = await self._relay(self.home, verb, replica_id), await self._relay(place, verb, replica_id)
+            at_home, away = (
+                await self._tunnel_server(self.home, verb, replica_id),
+                await self._tunnel_server(place, verb, replica_id),
+            )
             await ask(verb, replica_id, there.serve_adapters.remote(at_home, self.home.adapter_socket))
             await ask(verb, replica_id, home.open_tunnel.remote(path, away, place.socket_path(replica_id)))
             self._tunnels[replica_id] = home, there
@@ -254,8 +257,8 @@ class Nodes:
             raise EffectFailed(verb, target, f"node {place.name} is gone")
         return known.actor
 
-    async def _relay(self, place: NodeConfig, verb: str, target: str) -> tuple[str, int]:
-        return tuple(await ask(verb, target, self._actor(place, verb, target).relay_address.remote()))
+    async def _tunnel_server(self, place: NodeConfig, verb: str, target: str) -> tuple[str, int]:
+        return tuple(await ask(verb, target, self._actor(place, verb, target).tunnel_address.remote()))
 
 
 async def announce(place: NodeConfig) -> None:

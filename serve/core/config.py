@@ -46,9 +46,9 @@ class EngineConfig(BaseModel):
         description="that requests get to finish on the version before a staged swap; then they compute their past "
         "again with the new one, and the old weights go",
     )
-    canary_logprob_tolerance: float = Field(
+    fingerprint_logprob_tolerance: float = Field(
         0.15,
         gt=0,
-        description="largest difference of a canary log-probability in nats; rounding of bf16 kernels on another "
+        description="largest difference of a fingerprint log-probability in nats; rounding of bf16 kernels on another "
         "batch shape stays under 0.1, other weights differ by whole nats",
     )

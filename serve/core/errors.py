@@ -61,7 +61,7 @@ class SwapFailed(ServeError):
 
 
 class FingerprintMismatch(ServeError):
-    """The canary prompt was answered differently than this version is recorded to answer it."""
+    """The fingerprint prompt was answered differently than this version is recorded to answer it."""
 
 
 BY_NAME: dict[str, type[ServeError]] = {

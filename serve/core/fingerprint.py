@@ -1,4 +1,4 @@
-"""A version's canary fingerprint: what the model answers to one fixed prompt, and whether two answers agree.
+"""A version's fingerprint: what the model answers to one fixed prompt, and whether two answers agree.
 
 The prompt is a fixed walk over the vocabulary, so that it needs no tokenizer and touches many embedding rows; one
 forward pass gives the first-ranked token and its log-probability at every position (greedy, teacher-forced), which
@@ -42,7 +42,7 @@ class Fingerprint:
     embedding: tuple[float, ...] = ()
 
     @classmethod
-    def from_canary(cls, origin: str, answer: Mapping[str, Any]) -> Fingerprint:
+    def from_answer(cls, origin: str, answer: Mapping[str, Any]) -> Fingerprint:
         return cls(origin, **{key: tuple(value) for key, value in answer.items()})
 
     @property
@@ -79,7 +79,7 @@ def _cosine(a: tuple[float, ...], b: tuple[float, ...]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True)) / norm if norm else -1.0
 
 
-def canary_prompt(vocab_size: int, length: int = PROMPT_TOKENS) -> list[int]:
+def fingerprint_prompt(vocab_size: int, length: int = PROMPT_TOKENS) -> list[int]:
     """`length` token ids spread over the vocabulary by the golden ratio; the same for every model of that size."""
     return [int(vocab_size * ((index + 1) * 0.6180339887498949 % 1.0)) for index in range(length)]
 
@@ -117,7 +117,7 @@ class FingerprintBook:
             data = json.loads((self._dir / f"{key}.json").read_text())
         except FileNotFoundError:
             return None
-        return Fingerprint.from_canary(data.pop("origin"), data)
+        return Fingerprint.from_answer(data.pop("origin"), data)
 
     def record(self, key: str, fingerprint: Fingerprint) -> None:
         """Write atomically: a reader sees the whole record or none."""
@@ -143,15 +143,15 @@ class FingerprintRecord:
     known: Fingerprint | None
 
     def check(self, answer: Mapping[str, Any], origin: str) -> Fingerprint:
-        """The fingerprint of a canary's answer. Raises FingerprintMismatch if it is not the version's own.
+        """The fingerprint of an answer. Raises FingerprintMismatch if it is not the version's own.
 
         What only a transfer recorded yields to a trusted load, which is how a wrong record would come to light.
         """
-        fingerprint = Fingerprint.from_canary(origin, answer)
+        fingerprint = Fingerprint.from_answer(origin, answer)
         known = fingerprint if self.known is None or self._yields_to(fingerprint) else self.known
         reason = known.disagreement(fingerprint, self.tolerance)
         if reason is not None:
-            raise FingerprintMismatch(f"{self.what} does not answer the canary prompt as recorded: {reason}")
+            raise FingerprintMismatch(f"{self.what} does not answer the fingerprint prompt as recorded: {reason}")
         return fingerprint
 
     def keep(self, fingerprint: Fingerprint) -> dict[str, Any]:

@@ -1,14 +1,14 @@
-"""What can be done to a running engine, from inside its API process: swap, sleep, wake, canary.
+"""What can be done to a running engine, from inside its API process: swap, sleep, wake, fingerprint.
 
 The choreography of a swap, top to bottom:
 
     check       configuration, tokenizer and every tensor against the engine       (nothing touched yet)
     stage       map the new version; where memory allows, build its weights beside the old ones (requests go on)
-    canary      one forward pass, compared with the version's recorded fingerprint: over the staged weights in
+    fingerprint one forward pass, compared with the version's recorded fingerprint: over the staged weights in
                 slices between the engine's steps                                  (requests go on)
     pause       keep requests; in place also clear the prefix cache: what it holds was computed with other weights
     transfer    vLLM's start_weight_update, update_weights, finish_weight_update
-    canary      here, if it could not be asked before
+    fingerprint here, if it could not be asked before
     resume
     rename      the served model name and version become the new ones
     finish      staged: the requests that the engine had are answered by the old weights to their end, those that came
@@ -17,11 +17,11 @@ The choreography of a swap, top to bottom:
 
 Rules
 - No token is computed by unverified or mixed weights: what a staged swap exchanges are the very tensors that answered
-  the canary, and between any other pause and its resumption nothing but the canary runs.
+  the fingerprint, and between any other pause and its resumption nothing but the fingerprint runs.
 - One version answers a request from its first token to its last, where both are in memory. What an in-place load
   overtakes, and what is left on the old weights when their time or memory is up or the next operation needs the engine,
   computes its past again with the new ones.
-- An error after pause brings the old version back by the same transfer, canary included, and resumes; if that
+- An error after pause brings the old version back by the same transfer, fingerprint included, and resumes; if that
   fails too the engine stays paused for ever and EngineFailed tells the supervisor to kill it.
 - One operation at a time (`_lock`); a sleeping engine takes only `wake`.
 """
@@ -41,7 +41,7 @@ from runtime.devices.kinds import kind_of
 from runtime.processes.kernel import group_resident_bytes, group_rss_bytes
 from serve.adapters.adapters import EngineAdapters
 from serve.core.errors import BY_NAME, EngineFailed, ServeError, SwapFailed, WrongState
-from serve.core.fingerprint import FingerprintBook, FingerprintRecord, canary_prompt, version_key
+from serve.core.fingerprint import FingerprintBook, FingerprintRecord, fingerprint_prompt, version_key
 from serve.core.spec import ReplicaSpec
 from serve.cpu.finishing_streams import FinishingStreams
 from serve.load.shm_source import lease
@@ -70,7 +70,7 @@ class EngineControl:
         self._lease: DirectoryLock | None = lease(spec.version_path)
         self._lock = asyncio.Lock()
         self._finishing = FinishingStreams(llm, self._lock, limits["swap_finish_timeout_s"], memory_bytes)
-        self._prompt = canary_prompt(llm.model_config.get_vocab_size())
+        self._prompt = fingerprint_prompt(llm.model_config.get_vocab_size())
         self._pooling_task = "embed" if spec.task == "embed" else None
         self._adapters: EngineAdapters | None = None
         if spec.adapter_slots:
@@ -87,12 +87,12 @@ class EngineControl:
 
     # -- calls over the lifeline --------------------------------------------------------------------------------
 
-    async def first_canary(self) -> dict[str, Any]:
+    async def first_fingerprint(self) -> dict[str, Any]:
         """Fingerprint of the engine's first load, before it serves anything."""
         await self.llm.engine_core.set_weight_version_async(self.version)
         if kind_of(self.spec.kind).on_host and self._pooling_task is None:
-            await self.llm.collective_rpc("shm_watch_canary")
-        return await self._canary("load")
+            await self.llm.collective_rpc("shm_record_fingerprint_pass")
+        return await self._fingerprint("load")
 
     async def status(self) -> dict[str, Any]:
         """State, version, memory in bytes (shared pages divided by their sharers), requests that the engine is running
@@ -125,12 +125,12 @@ class EngineControl:
             raise WrongState(f"the adapter {name} still has requests") from error
 
     async def fingerprint(self) -> dict[str, Any]:
-        """Compute the canary of the weights as they are now and compare it with the record. Pauses the engine."""
+        """Compute the fingerprint of the weights as they are now and compare it with the record. Pauses the engine."""
         async with self._lock:
             self._require("ready", "fingerprint")
             await self._pause()
             try:
-                return await self._canary("transfer")
+                return await self._fingerprint("transfer")
             finally:
                 await self.llm.resume_generation()
 
@@ -139,10 +139,10 @@ class EngineControl:
 
         `how` is "auto" (staged where the layout and free memory allow), "staged", "in-place" or "layerwise".
         Returns `seconds` in all and by phase, `pause_s` (no step under way nor begun; the step that was under way when
-        it was asked for is `drain_step_s`), `bytes_read` per worker, `how` it was done and `why`, whether the canary
-        was asked of the "staged" weights or of the "paused" engine (`canary_s` is what it took after the load, nothing
-        where it followed that), and how many requests are `finishing` on the version before. Raises VersionError
-        (untouched), SwapFailed (old version serving), EngineFailed (kill it).
+        it was asked for is `drain_step_s`), `bytes_read` per worker, `how` it was done and `why`, whether the
+        fingerprint was asked of the "staged" weights or of the "paused" engine (`fingerprint_s` is what it took after
+        the load, nothing where it followed that), and how many requests are `finishing` on the version before. Raises
+        VersionError (untouched), SwapFailed (old version serving), EngineFailed (kill it).
         """
         if how not in HOW:
             raise ValueError(f"how is {how!r}, expected one of {', '.join(HOW)}")
@@ -163,14 +163,14 @@ class EngineControl:
             staged_s = time.perf_counter()
             try:
                 if proof is not None:
-                    fingerprint, canary_s = proof["fingerprint"], proof["seconds"]
+                    fingerprint, fingerprint_s = proof["fingerprint"], proof["seconds"]
                     loaded = await self._exchange(version, version_path)
                     pause_s, drain_step_s = loaded["pause_s"], loaded["wait_s"]
                 else:
                     await self._pause()
                     paused_s = time.perf_counter()
                     loaded = await self._load(version, version_path, layerwise=plan == "layerwise")
-                    fingerprint, canary_s = record.check(loaded["answer"], "transfer"), loaded["canary_s"]
+                    fingerprint, fingerprint_s = record.check(loaded["answer"], "transfer"), loaded["fingerprint_s"]
                     await self.llm.resume_generation()
                     pause_s, drain_step_s = time.perf_counter() - paused_s, paused_s - staged_s
             except EngineDeadError as error:
@@ -192,7 +192,7 @@ class EngineControl:
                 "version": version,
                 "how": loaded["reports"][0]["how"],
                 "why": why,
-                "canary": "staged" if proof is not None else "paused",
+                "fingerprint_on": "staged" if proof is not None else "paused",
                 "bytes": facts["bytes"],
                 "bytes_read": [report["bytes_read"] for report in loaded["reports"]],
                 "seconds": time.perf_counter() - began_s,
@@ -200,7 +200,7 @@ class EngineControl:
                 "pause_s": pause_s,
                 "drain_step_s": drain_step_s,
                 "load_s": max(report["load_s"] for report in loaded["reports"]),
-                "canary_s": canary_s,
+                "fingerprint_s": fingerprint_s,
                 "finishing": finishing,
                 "fingerprint": await asyncio.to_thread(record.keep, fingerprint),
             }
@@ -303,7 +303,7 @@ class EngineControl:
             answer = await ask_staged(self.llm.collective_rpc)
             if "refused" in answer:
                 ids = {"model": self.model, "version": self.version}
-                logger.info("canary of %s in the pause: %s", path, answer["refused"], extra=ids)
+                logger.info("fingerprint of %s in the pause: %s", path, answer["refused"], extra=ids)
                 return None
             return {
                 "fingerprint": record.check(answer, "transfer"),
@@ -351,8 +351,8 @@ class EngineControl:
             self._adapters.serve_on(self.path)
         await self.llm.resume_generation()
 
-    async def _canary(self, origin: str) -> dict[str, Any]:
-        answer = await self.llm.engine_core.call_utility_async("shm_run_canary", self._prompt, self._pooling_task)
+    async def _fingerprint(self, origin: str) -> dict[str, Any]:
+        answer = await self.llm.engine_core.call_utility_async("shm_run_fingerprint", self._prompt, self._pooling_task)
         record = await asyncio.to_thread(self._record_of, self.path)
         return await asyncio.to_thread(record.keep, record.check(answer, origin))
 
@@ -364,7 +364,7 @@ class EngineControl:
             tensor_parallel=self.spec.tensor_parallel,
             task=self.spec.task,
         )
-        return self._book.open(key, what=path, tolerance=self._limits["canary_logprob_tolerance"])
+        return self._book.open(key, what=path, tolerance=self._limits["fingerprint_logprob_tolerance"])
 
     def _rename(self, model: str, version: str, path: str, held: DirectoryLock) -> None:
         """Answer under the new name. The list is shared by vLLM's model registry, so it is changed in place."""

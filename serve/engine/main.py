@@ -1,7 +1,7 @@
 """The forked engine process: vLLM's own OpenAI server on a Unix socket, controlled over the lifeline.
 
 `main` is the entry that runtime.processes.warm_parent calls in the child. It builds vLLM's engine and FastAPI
-application from vLLM's own command line, loads the version from shared memory, checks its canary, and serves. No
+application from vLLM's own command line, loads the version from shared memory, checks its fingerprint, and serves. No
 control route of vLLM is enabled; swap, sleep and wake come over the lifeline (serve.engine.control).
 """
 
@@ -85,7 +85,7 @@ async def _serve(
         app = build_app(options, tasks, llm.model_config)
         await init_app_state(llm, app.state, options, tasks)
         control = EngineControl(llm, app.state, spec, limits, os.getpgid(0))
-        canary = await control.first_canary()
+        fingerprint = await control.first_fingerprint()
         app_s = time.perf_counter()
         listener = _listen(spec.socket_path)
         config = uvicorn.Config(
@@ -108,7 +108,7 @@ async def _serve(
         lifeline.serve(_handlers(control, server, dead))
         lifeline.emit(
             "ready",
-            fingerprint=canary,
+            fingerprint=fingerprint,
             seconds={
                 "arguments": parsed_s - started_s,
                 "engine": engine_s - parsed_s,

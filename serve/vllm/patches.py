@@ -38,7 +38,7 @@ from serve.cpu import gloo_device
 from serve.cpu.finishing_scheduler import FinishingScheduler
 from serve.cpu.lora import GroupedLoRA
 from serve.vllm import answer_version, grammar_threads, stream_chunks
-from serve.vllm.core_canary import run_canary
+from serve.vllm.fingerprint_pass import run_fingerprint
 
 SEGMENT_NAME_BYTES = 8
 _applied: list[bool] = []
@@ -67,15 +67,15 @@ def apply(kind: str, *, eager: bool, segment_prefix: str, numa_nodes: Sequence[i
     EngineCoreProc.__init__ = _leaves_word(EngineCoreProc.__init__)
     worker.__init__ = _leaves_word(worker.__init__)
 
-    # A paused scheduler runs no canary request, while resuming it would run the held requests too. And
+    # A paused scheduler runs no fingerprint request, while resuming it would run the held requests too. And
     # `wake_up(["kv_cache"])` resumes scheduling at once, so requests queued during the sleep would be answered by
     # weights whose fingerprint nobody has looked at.
-    EngineCore.shm_run_canary = run_canary
+    EngineCore.shm_run_fingerprint = run_fingerprint
     # The frontend counts requests but does not know which of them the scheduler holds back.
     EngineCore.shm_request_counts = _request_counts
     # One message instead of six between frontend and core, each of which would wait its turn during the pause.
     EngineCore.shm_load = _load
-    # Pause, exchange and resume of a staged version, whose canary has answered already, as one message.
+    # Pause, exchange and resume of a staged version, whose fingerprint has answered already, as one message.
     EngineCore.shm_exchange = _exchange
     # Requests that finish on the version before a staged swap: told when there are none left, moved, and done with.
     EngineCore.shm_finished = lambda core: core.scheduler.finished()
@@ -216,11 +216,11 @@ def _request_counts(core: EngineCore) -> tuple[int, int, int]:
 
 
 def _load(
-    core: EngineCore, version: str, update: dict[str, Any], canary: list[int], pooling_task: str | None, wake_kv: bool
+    core: EngineCore, version: str, update: dict[str, Any], prompt: list[int], pooling_task: str | None, wake_kv: bool
 ) -> dict[str, Any]:
     """vLLM's weight-transfer sequence (AsyncLLM.start_weight_update, update_weights, finish_weight_update), then the
-    canary, if it was not computed during the load. With `wake_kv` a sleeping engine's KV cache comes back in between,
-    without its resume_scheduler."""
+    fingerprint, if it was not computed during the load. With `wake_kv` a sleeping engine's KV cache comes back in
+    between, without its resume_scheduler."""
     core.collective_rpc("start_weight_update")
     core.collective_rpc("update_weights", kwargs={"update_info": update})
     core.collective_rpc("finish_weight_update")
@@ -228,12 +228,12 @@ def _load(
     reports = core.collective_rpc("shm_report")
     if wake_kv:
         core.model_executor.wake_up(["kv_cache"])
-    answer, canary_s = reports[0].pop("answer", None), 0.0
+    answer, fingerprint_s = reports[0].pop("answer", None), 0.0
     if answer is None:
         began_s = time.perf_counter()
-        answer = run_canary(core, canary, pooling_task)
-        canary_s = time.perf_counter() - began_s
-    return {"reports": reports, "answer": answer, "canary_s": canary_s}
+        answer = run_fingerprint(core, prompt, pooling_task)
+        fingerprint_s = time.perf_counter() - began_s
+    return {"reports": reports, "answer": answer, "fingerprint_s": fingerprint_s}
 
 
 def _exchange(core: EngineCore, version: str, update: dict[str, Any]) -> Future | dict[str, Any]:

@@ -2,13 +2,13 @@
 
 One `update_weights` call loads one whole version from its directory in shared memory. Three ways, chosen per call:
 
-    staged      a thread built the new form beside the serving one, the canary was asked there
-    (serve.cpu.staged_canary);
+    staged      a thread built the new form beside the serving one, the fingerprint was asked there
+    (serve.cpu.staged_fingerprint);
                 the call exchanges pointers, and `bring_in` exchanges them back and forth while requests finish on
                 the version before
     in-place    layer by layer, each old layer's memory freed first (serve.load.direct_load), by as many threads as
     there are
-                cores, the canary following them (serve.vllm.following_canary)
+                cores, the fingerprint following them (serve.vllm.following_fingerprint)
     layerwise   vLLM's own reload, for models whose layout the recorded plan cannot describe (serve.load.layerwise_load)
 
 Rules
@@ -39,13 +39,13 @@ from vllm.distributed.weight_transfer.base import (
 from runtime.devices.kinds import of_torch
 from serve.core.errors import WrongState
 from serve.cpu.finishing import Weights
-from serve.cpu.staged_canary import CanaryTrace, StagedCanary, TwinRefused, watch_next_pass
+from serve.cpu.staged_fingerprint import FingerprintTrace, StagedFingerprint, TwinRefused, watch_next_pass
 from serve.load.converting import Converting
 from serve.load.direct_load import DirectLoader, Ready, flip
 from serve.load.layerwise_load import load_layerwise
 from serve.load.load_plan import LoadPlan
 from serve.load.shm_source import PageLock, VersionSource
-from serve.vllm.following_canary import follow
+from serve.vllm.following_fingerprint import follow
 from serve.vllm.shm_loader import PLAN_ATTRIBUTE
 
 STAGING_NICENESS = 10  # added to the engine's own
@@ -68,25 +68,25 @@ class ShmUpdateInfo(WeightTransferUpdateInfo):
 @dataclass
 class Staging:
     """A version being made ready by a thread of low priority: mapped, and with `build` also built beside the serving
-    one with its canary about to be asked. `done` once all of it is."""
+    one with its fingerprint about to be asked. `done` once all of it is."""
 
     path: str
     build: bool
     source: VersionSource | None = None
     thread: threading.Thread | None = None
     ready: list[Ready] | None = None
-    canary: StagedCanary | None = None
-    no_canary: str | None = None
+    fingerprint: StagedFingerprint | None = None
+    no_fingerprint: str | None = None
     error: Exception | None = None
     done: bool = False
     cancelled: bool = False
     seconds: float = 0.0
 
     def close(self) -> None:
-        """Unmap the version and end the canary's thread. Not before the building thread has ended."""
-        if self.canary is not None:
-            self.canary.close()
-            self.canary = None
+        """Unmap the version and end the fingerprint's thread. Not before the building thread has ended."""
+        if self.fingerprint is not None:
+            self.fingerprint.close()
+            self.fingerprint = None
         if self.source is not None:
             self.source.close()
 
@@ -112,14 +112,14 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         world_size = vllm_config.parallel_config.world_size
         cores = len(os.sched_getaffinity(0)) // world_size
         self._direct = DirectLoader(model, plan, device, threads=max(1, min(cores, LOAD_THREADS)))
-        # Workers whose layers wait for each other would wait for ever for one whose load failed; and the canary has to
-        # be asked without adapters, whose buffers hold the last batch's.
+        # Workers whose layers wait for each other would wait for ever for one whose load failed; and the fingerprint
+        # has to be asked without adapters, whose buffers hold the last batch's.
         self._may_follow = world_size == 1 and vllm_config.lora_config is None
         self._staging: Staging | None = None
         self._spent: Staging | None = None
         self._retired: list[Ready] = []
         self._in_place = Weights.NEW
-        self._trace: CanaryTrace | None = None
+        self._trace: FingerprintTrace | None = None
         compiled = vllm_config.compilation_config.mode != CompilationMode.NONE
         self.layerwise_reason = self._direct.refusal
         if self.layerwise_reason is None and self._kind.on_host and compiled:
@@ -163,36 +163,36 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         return staging.done
 
     def watch(self, runner: Any) -> None:
-        """Take the next forward pass of the model runner as the canary's."""
+        """Take the next forward pass of the model runner as the fingerprint's."""
 
-        def keep(trace: CanaryTrace) -> None:
+        def keep(trace: FingerprintTrace) -> None:
             self._trace = trace
 
         watch_next_pass(runner, keep)
 
-    def ready_canary(self) -> dict[str, Any] | None:
-        """Prepare the staged version's canary for a few milliseconds, between two steps of the engine.
+    def ready_fingerprint(self) -> dict[str, Any] | None:
+        """Prepare the staged version's fingerprint for a few milliseconds, between two steps of the engine.
 
-        Returns None while there is more to do, then `{}`; `{"refused": why}` if this model's canary can be asked in
-        a pause only.
+        Returns None while there is more to do, then `{}`; `{"refused": why}` if this model's fingerprint can be asked
+        in a pause only.
         """
         staging = self._staging
         if staging is None or staging.ready is None or not staging.done:
             raise WrongState("no version is staged")
-        if staging.canary is None:
-            return {"refused": staging.no_canary}
+        if staging.fingerprint is None:
+            return {"refused": staging.no_fingerprint}
         try:
-            return {} if staging.canary.make_ready() else None
+            return {} if staging.fingerprint.make_ready() else None
         except TwinRefused as refusal:
-            staging.no_canary = str(refusal)
-            staging.canary.close()
-            staging.canary = None
-            return {"refused": staging.no_canary}
+            staging.no_fingerprint = str(refusal)
+            staging.fingerprint.close()
+            staging.fingerprint = None
+            return {"refused": staging.no_fingerprint}
 
-    def advance_canary(self) -> dict[str, Any] | None:
-        """Compute a slice of the canary, which is ready on every worker: None while there is more to compute, then
+    def advance_fingerprint(self) -> dict[str, Any] | None:
+        """Compute a slice of the fingerprint, which is ready on every worker: None while there is more to compute, then
         the answer. Raises what the forward pass raised."""
-        return self._staging.canary.advance()
+        return self._staging.fingerprint.advance()
 
     def drop_staged(self) -> None:
         """Forget a staged version and free its memory, waiting for its thread to notice."""
@@ -288,7 +288,8 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
             raise
 
     def _following(self, answers: list[dict[str, list]]) -> Callable[[Converting], None] | None:
-        """Appends the canary's answer to `answers` while a load converts; None where only a whole load can be asked."""
+        """Appends the fingerprint's answer to `answers` while a load converts; None where only a whole load can be
+        asked."""
         trace = self._trace
         if not self._may_follow or trace is None:
             return None
@@ -315,9 +316,9 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
                         return
                     ready.append(module)
                 try:
-                    staging.canary = self._staged_canary(ready)
+                    staging.fingerprint = self._staged_fingerprint(ready)
                 except TwinRefused as refusal:
-                    staging.no_canary = str(refusal)
+                    staging.no_fingerprint = str(refusal)
                 staging.ready = ready
             elif self.layerwise_reason is None and self._kind.on_host:
                 self._direct.make_room()
@@ -327,10 +328,10 @@ class ShmWeightTransferEngine(WeightTransferEngine[ShmInitInfo, ShmUpdateInfo]):
         staging.seconds = time.perf_counter() - started_s
         staging.done = True
 
-    def _staged_canary(self, ready: list[Ready]) -> StagedCanary:
+    def _staged_fingerprint(self, ready: list[Ready]) -> StagedFingerprint:
         if self._trace is None:
-            raise TwinRefused("no canary of this engine was watched")
-        return StagedCanary(self.model, ready, self._trace)
+            raise TwinRefused("no fingerprint of this engine was watched")
+        return StagedFingerprint(self.model, ready, self._trace)
 
     def _flip(self, staging: Staging) -> None:
         started_s = time.perf_counter()

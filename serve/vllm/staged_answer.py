@@ -1,4 +1,4 @@
-"""Asking the workers of one engine for the canary of a staged version, slice by slice between its steps."""
+"""Asking the workers of one engine for the fingerprint of a staged version, slice by slice between its steps."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ async def ask_staged(collective_rpc: Callable[[str], Awaitable[list[Any]]]) -> d
     """
     ready: list[dict[str, Any] | None] = [None]
     while None in ready:
-        ready = await collective_rpc("shm_ready_canary")
+        ready = await collective_rpc("shm_ready_fingerprint")
     for worker in ready:
         if "refused" in worker:
             return worker
     answer = None
     while answer is None:
-        answer = (await collective_rpc("shm_advance_canary"))[0]
+        answer = (await collective_rpc("shm_advance_fingerprint"))[0]
     return answer

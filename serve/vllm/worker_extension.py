@@ -30,15 +30,16 @@ class ShmWorkerExtension:
     def shm_staged(self) -> bool:
         return self.weight_transfer_engine.staged()
 
-    def shm_watch_canary(self) -> None:
-        """Note how the model runner runs its next pass, which is the canary, for `shm_advance_canary` to repeat."""
+    def shm_record_fingerprint_pass(self) -> None:
+        """Note how the model runner runs its next pass, which is the fingerprint, for `shm_advance_fingerprint` to
+        repeat."""
         self.weight_transfer_engine.watch(self.model_runner)
 
-    def shm_ready_canary(self) -> dict[str, Any] | None:
-        return self.weight_transfer_engine.ready_canary()
+    def shm_ready_fingerprint(self) -> dict[str, Any] | None:
+        return self.weight_transfer_engine.ready_fingerprint()
 
-    def shm_advance_canary(self) -> dict[str, Any] | None:
-        return self.weight_transfer_engine.advance_canary()
+    def shm_advance_fingerprint(self) -> dict[str, Any] | None:
+        return self.weight_transfer_engine.advance_fingerprint()
 
     def shm_drop_staged(self) -> None:
         self.weight_transfer_engine.drop_staged()

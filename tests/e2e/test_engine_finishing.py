@@ -143,7 +143,7 @@ async def test_one_version_answers_a_stream_from_its_first_token_to_its_last(eng
 
     # Both sides at once, sharing prompts: each finds its own prefixes only.
     report, old, new = await swapped_under(sdk, replica, b, a, two_answers)
-    assert (report["finishing"], report["canary"]) == (len(old.tasks) + 2, "staged")
+    assert (report["finishing"], report["fingerprint_on"]) == (len(old.tasks) + 2, "staged")
     assert is_leased(a)
     assert (set(await old.ended()), set(await new.ended())) == ({"a"}, {"b"})
     assert (old.seen, new.seen) == (of_a, of_b)

@@ -76,7 +76,9 @@ async def stream_through_swap(replica, sdk, fresh_sdk, b, how):
     await streaming
 
     assert report["how"] == how and len(seen) == TOKENS
-    assert report["canary"] == "paused" and (report["canary_s"] == 0) == (how == "in-place"), "it follows such a load"
+    assert report["fingerprint_on"] == "paused" and (report["fingerprint_s"] == 0) == (how == "in-place"), (
+        "it follows such a load"
+    )
     switch = next(index for index in range(TOKENS) if seen[index] != old[index])
     assert before <= switch, "tokens of the new weights were sent before the swap was asked for"
     # The first new token may equal the old model's; the switch then lies a little earlier.
@@ -195,7 +197,7 @@ async def test_a_version_that_disagrees_with_its_fingerprint_is_undone(engine_bo
     key = version_key(b, dtype=spec.dtype, kind=spec.kind, tensor_parallel=1, task="generate")
     book = FingerprintBook(engine_box.root)
     book.record(key, Fingerprint("load", tokens=(1,) * 16, logprobs=(-0.5,) * 16))
-    with pytest.raises(SwapFailed, match="canary"):
+    with pytest.raises(SwapFailed, match="fingerprint"):
         await replica.swap("starter", "b", str(b))
     assert await greedy(client(spec), "starter") == expected
 
@@ -218,7 +220,7 @@ async def test_tensor_parallel_workers_read_only_their_slices(engine_box, replic
     while len(seen) < 3:
         await asyncio.sleep(0.001)
     staged = await replica.swap("starter", "b", str(b), how="staged")
-    assert staged["canary"] == "staged" and staged["fingerprint"]["verdict"] == "verified"
+    assert staged["fingerprint_on"] == "staged" and staged["fingerprint"]["verdict"] == "verified"
     answer = await greedy(sdk, "starter")
     # The old version answers its stream to the end; the workers exchanged their slices for each step of the new one.
     await streaming

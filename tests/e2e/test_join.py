@@ -252,7 +252,7 @@ def listening_for_strangers(home, away) -> dict[str, str]:
                 if heard := said_to_strangers(HOME if host == HOME else AWAY if host == AWAY else address, int(port)):
                     said[f"{where} {who}"] = heard
     assert any("raylet" in who for who in open_to_network.values()), open_to_network
-    assert any("ray::Node" in who for who in open_to_network.values()), "the relays are open"
+    assert any("ray::Node" in who for who in open_to_network.values()), "the tunnels are open"
     return said
 
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from runtime.processes.kernel import group_pids
 from tests.train_support.tiny import make_model_dir
 from tests.train_support.world import ACROSS_SIZES, PATIENT, same
-from train.control.group import Group, Watch
+from train.control.group import Group, PingLimits
 from train.plan.errors import RankFailed
 
 
@@ -105,8 +105,8 @@ async def test_a_killed_rank_fails_the_world_quickly_and_the_snapshot_continues_
 
 
 async def test_a_stopped_rank_is_noticed(shop):
-    watch = Watch(ping_every_s=0.2, ping_timeout_s=3.0, phase_limit_s=120.0)
-    world = await shop.launch(shop.spec(n_epochs=40), 2, watch=watch).start()
+    limits = PingLimits(ping_every_s=0.2, ping_timeout_s=3.0, phase_limit_s=120.0)
+    world = await shop.launch(shop.spec(n_epochs=40), 2, limits=limits).start()
     await world.reached(1)
     os.kill(world.pids()[0], signal.SIGSTOP)
     outcome = await asyncio.wait_for(world.group.wait(), 100)
@@ -176,7 +176,7 @@ async def test_bad_input_fails_for_good_and_cancel_leaves_no_snapshot(shop):
         await shop.launch(shop.spec("refused", base_path=str(shop.folder / "picky")), 2).start()
     assert not caught.value.retryable
     with pytest.raises(RankFailed, match="batch_size 4") as caught:
-        await shop.launch(shop.spec("wrong-size"), 3, watch=PATIENT).start()
+        await shop.launch(shop.spec("wrong-size"), 3, limits=PATIENT).start()
     assert not caught.value.retryable
 
     base = shop.store.import_dir(shop.base, model="base", version="v1")

@@ -82,7 +82,7 @@ def _claims():
     yield "pause_generation still sleeps 20 ms of its own", "sleep(0.02)" in pause
     yield "a full wake resumes by itself", "resume_scheduler()" in inspect.getsource(EngineCore.wake_up)
     yield (
-        "a canary request can be described",
+        "a fingerprint request can be described",
         {"req_id", "prompt_token_ids", "block_ids"} <= set(inspect.signature(NewRequestData).parameters),
     )
     yield "an empty step can be made", SchedulerOutput.make_empty().total_num_scheduled_tokens == 0

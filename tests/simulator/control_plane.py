@@ -19,7 +19,7 @@ from appliance.controller.interfaces.ports import (
     ModelStats,
     Progress,
     Report,
-    VersionPlace,
+    VersionPaths,
 )
 from appliance.store.database import Database
 from appliance.store.ids import new_id
@@ -123,7 +123,7 @@ class SimulatedModelOps:
     """Imports any source but one named "broken"; holds no bytes."""
 
     def __init__(self) -> None:
-        self.removed: list[tuple[str, list[VersionPlace]]] = []
+        self.removed: list[tuple[str, list[VersionPaths]]] = []
         self.let_go_of: list[str] = []
 
     async def import_model(self, source: str, *, name: str | None, revision: str | None, report: Report) -> ModelStats:
@@ -147,13 +147,13 @@ class SimulatedModelOps:
     async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
         return await self.import_model("starter", name="starter", revision=None, report=report)
 
-    async def verify(self, name: str, places: list[VersionPlace], report: Report) -> dict[str, Any]:
+    async def verify(self, name: str, places: list[VersionPaths], report: Report) -> dict[str, Any]:
         return {"versions": [place.version for place in places], "tensors": 3, "bytes": 10}
 
     async def verify_tiers(self, report: Report) -> dict[str, Any]:
         return {"copies": 2, "unsealed": 0, "tensors": 3, "bytes": 10}
 
-    async def remove(self, name: str, places: list[VersionPlace]) -> None:
+    async def remove(self, name: str, places: list[VersionPaths]) -> None:
         self.removed.append((name, places))
 
     def let_go(self, name: str) -> None:

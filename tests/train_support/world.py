@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from runtime.processes.child import Child
 from runtime.processes.warm_parents import WARM_ENV
 from tests.train_support.tiny import make_model_dir, write_chat_file
-from train.control.group import Group, Watch
+from train.control.group import Group, PingLimits
 from train.control.rank_host import RankHost
 from train.plan.spec import TrainSpec
 from train.run.engine import meeting_url
@@ -32,7 +32,7 @@ from weights.memory.store import WeightStore
 ACROSS_SIZES = 1e-6
 
 # Two cores carry up to four ranks and whatever else runs: patience, where only a real hang would use it up.
-PATIENT = Watch(ping_every_s=0.5, ping_timeout_s=20.0, phase_limit_s=120.0)
+PATIENT = PingLimits(ping_every_s=0.5, ping_timeout_s=20.0, phase_limit_s=120.0)
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -109,8 +109,10 @@ class Workshop:
         }
         return TrainSpec(**(defaults | fields))
 
-    def launch(self, spec: TrainSpec, size: int, *, snapshot: str | None = None, watch: Watch = PATIENT) -> Launched:
-        return Launched(self, spec, size, snapshot, watch)
+    def launch(
+        self, spec: TrainSpec, size: int, *, snapshot: str | None = None, limits: PingLimits = PATIENT
+    ) -> Launched:
+        return Launched(self, spec, size, snapshot, limits)
 
     async def run(self, spec: TrainSpec, size: int, *, snapshot: str | None = None) -> Launched:
         """A world from its start to its end, which must be a success."""
@@ -161,13 +163,13 @@ class Workshop:
 class Launched:
     """One group with its hosts and the events it told."""
 
-    def __init__(self, shop: Workshop, spec: TrainSpec, size: int, snapshot: str | None, watch: Watch):
+    def __init__(self, shop: Workshop, spec: TrainSpec, size: int, snapshot: str | None, limits: PingLimits):
         self.spec, self.events = spec, []
         self._snapshot = snapshot
         self._news = asyncio.Event()
         self._log_dir = shop.folder / "logs"
         self.hosts = [RankHost(str(shop.warm.socket), str(self._log_dir)) for _ in range(size)]
-        self.group = Group(self._note, watch)
+        self.group = Group(self._note, limits)
 
     async def start(self) -> Launched:
         await self.group.start(self.spec, self.hosts, ["cpu"] * len(self.hosts), self._snapshot)

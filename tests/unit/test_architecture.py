@@ -461,7 +461,7 @@ TASKS = {
     "runtime/processes/child.py Child.__init__": FENCED,
     "runtime/background_tasks.py BackgroundTasks._task": "the background themselves",
     "runtime/processes/warm_parents.py NodeAgent._keep": AWAITED,
-    "runtime/relay.py _join": AWAITED,
+    "runtime/tunnel.py _join": AWAITED,
     "scheduler/loop/loop.py SchedulerLoop._launch": ENDS_THE_PROCESS,
     "scheduler/loop/loop.py SchedulerLoop.run": ENDS_THE_PROCESS,
     "scheduler/ray/remote_jobs.py ResultTransfer.__init__": ONE_SHOT,

@@ -132,3 +132,17 @@ def test_the_gateway_takes_what_the_box_hands_it(tmp_path):
     built = GatewayConfig.from_mapping(config.gateway.model_dump() | added)
     assert (built.workers, built.limits, built.holds) == (1, config.gateway.limits, config.gateway.holds)
     assert built.shutdown_s == config.gateway.shutdown_s and built.access_log == config.gateway.access_log
+
+
+def test_a_key_that_was_renamed_still_counts_and_says_its_new_name(tmp_path, capsys):
+    path = tmp_path / "box.toml"
+    path.write_text("[serve]\ncanary_logprob_tolerance = 0.4\n")
+    assert load_config(path, environ={}).serve.fingerprint_logprob_tolerance == 0.4
+    assert "serve.canary_logprob_tolerance is called serve.fingerprint_logprob_tolerance now" in capsys.readouterr().err
+
+    path.write_text("[serve]\ncanary_logprob_tolerance = 0.4\nfingerprint_logprob_tolerance = 0.3\n")
+    with pytest.raises(ConfigError, match=r"is the old name of serve\.fingerprint_logprob_tolerance"):
+        load_config(path, environ={})
+    variables = {"APPLIANCE_SERVE__CANARY_LOGPROB_TOLERANCE": "0.2"}
+    assert load_config(None, {"data_dir": str(tmp_path)}, variables).serve.fingerprint_logprob_tolerance == 0.2
+    assert "APPLIANCE_SERVE__FINGERPRINT_LOGPROB_TOLERANCE" in capsys.readouterr().err

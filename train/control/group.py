@@ -53,7 +53,7 @@ class Host(Protocol):
 
 
 @dataclass(frozen=True)
-class Watch:
+class PingLimits:
     """When a rank counts as hung. `ping` goes to a thread of its own: silence means the process is stopped."""
 
     ping_every_s: float = 1.0
@@ -89,8 +89,10 @@ class Outcome:
 class Group:
     """One world of one job, once: make another Group to continue it."""
 
-    def __init__(self, on_event: Callable[[dict[str, Any]], None] = lambda event: None, watch: Watch | None = None):
-        self._on_event, self._watch = on_event, watch or Watch()
+    def __init__(
+        self, on_event: Callable[[dict[str, Any]], None] = lambda event: None, limits: PingLimits | None = None
+    ):
+        self._on_event, self._limits = on_event, limits or PingLimits()
         self._hosts: list[Host] = []
         self._job_id = ""
         self._step = 0
@@ -245,15 +247,15 @@ class Group:
             self._fail(rank, f"sent an event that could not be taken: {error!r}", retryable=True, blame="outside")
 
     async def _watch_rank(self, rank: int) -> None:
-        watch = self._watch
+        limits = self._limits
         while True:
-            await asyncio.sleep(watch.ping_every_s)
+            await asyncio.sleep(limits.ping_every_s)
             try:
-                report = await self._hosts[rank].call("ping", timeout_s=watch.ping_timeout_s)
+                report = await self._hosts[rank].call("ping", timeout_s=limits.ping_timeout_s)
             except ChildTimeout:
                 self._fail(
                     rank,
-                    f"did not answer within {watch.ping_timeout_s} s (stopped or starved)",
+                    f"did not answer within {limits.ping_timeout_s} s (stopped or starved)",
                     retryable=True,
                     code="rank_hung",
                     blame="outside",
@@ -261,7 +263,7 @@ class Group:
                 return
             except ChildDied:
                 return  # its listener knows more
-            if report["phase"] != "done" and report["in_phase_s"] > watch.phase_limit_s:
+            if report["phase"] != "done" and report["in_phase_s"] > limits.phase_limit_s:
                 self._fail(
                     rank,
                     f"hangs in phase {report['phase']!r} at step {report['step']} for {report['in_phase_s']:.0f} s",
@@ -296,7 +298,7 @@ class Group:
         deaths = dict(zip(ranks, await asyncio.gather(*map(self._death, ranks)), strict=True))
         gone = [rank for rank, death in deaths.items() if death is not None]
         if gone:  # and yet what they said last may be on its way: a listener ends when it has heard all
-            await asyncio.wait([self._listeners[rank] for rank in gone], timeout=self._watch.ping_timeout_s)
+            await asyncio.wait([self._listeners[rank] for rank in gone], timeout=self._limits.ping_timeout_s)
         own = [rank for rank, fatal in self._fatal.items() if fatal["type"] not in _SYMPTOMS]
         silent = [rank for rank in gone if rank not in self._fatal]
         rank = (own or silent or [first])[0]
@@ -318,8 +320,8 @@ class Group:
     async def _death(self, rank: int) -> RuntimeLayerError | None:
         """What it died of; None while it lives."""
         try:
-            async with asyncio.timeout(2 * self._watch.ping_timeout_s):  # its supervisor may be stopped, too
-                await self._hosts[rank].call("ping", timeout_s=self._watch.ping_timeout_s)
+            async with asyncio.timeout(2 * self._limits.ping_timeout_s):  # its supervisor may be stopped, too
+                await self._hosts[rank].call("ping", timeout_s=self._limits.ping_timeout_s)
         except RuntimeLayerError as error:
             return error
         except TimeoutError:

@@ -22,7 +22,7 @@ _RECORDED: ContextVar[list[str] | None] = ContextVar("recorded", default=None)
 
 
 @contextmanager
-def watched() -> Iterator[list[str]]:
+def recording() -> Iterator[list[str]]:
     """Gives the list to which `record` adds the action of each row meanwhile."""
     recorded: list[str] = []
     token = _RECORDED.set(recorded)

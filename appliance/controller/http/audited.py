@@ -77,7 +77,7 @@ def audited(
     change = CHANGES.get((method, path)) or Change(f"{method.lower()} {path}")
 
     async def told(request: Request) -> Response:
-        with audit.watched() as recorded:
+        with audit.recording() as recorded:
             try:
                 response = await handle(request)
             except Exception as error:

@@ -139,7 +139,7 @@ class Progress:
 Report = Callable[[Progress], None]
 
 
-class VersionPlace(NamedTuple):
+class VersionPaths(NamedTuple):
     """Where the bytes of a version lie; None where they are not. kind: "version" or "adapter"."""
 
     version: str
@@ -161,7 +161,7 @@ class ModelOps(Protocol):
     async def make_starter(self, *, minutes: float | None, report: Report) -> ModelStats:
         """Pretrain the small model named `starter`."""
 
-    async def verify(self, name: str, places: list[VersionPlace], report: Report) -> dict[str, Any]:
+    async def verify(self, name: str, places: list[VersionPaths], report: Report) -> dict[str, Any]:
         """Compare bytes with checksums, in every tier; returns {"versions": [{"version", "path", "tensors", "bytes"}],
         "unsealed": copies that have no checksums yet, "tensors", "bytes"}. Raises OperationFailed naming every damaged
         copy with file and tensor."""
@@ -169,7 +169,7 @@ class ModelOps(Protocol):
     async def verify_tiers(self, report: Report) -> dict[str, Any]:
         """The same for all versions, adapters and snapshots; returns {"copies", "unsealed", "tensors", "bytes"}."""
 
-    async def remove(self, name: str, places: list[VersionPlace]) -> None:
+    async def remove(self, name: str, places: list[VersionPaths]) -> None:
         """Give back the bytes of these versions. Idempotent."""
 
     def let_go(self, name: str) -> None:

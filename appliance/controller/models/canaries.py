@@ -18,7 +18,7 @@ from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import BadRequest, Conflict, NotFound, SwapFailed, shown
 from appliance.controller.interfaces.principal import ADMIN, Principal
 from appliance.controller.models.activation import switch
-from appliance.controller.models.canary_decision import Decision, Side, Watch, decide, p95_s
+from appliance.controller.models.canary_decision import CanaryTerms, Decision, Side, decide, p95_s
 from appliance.store.ids import new_id
 from appliance.store.objects import job_records, models
 from appliance.store.records import canaries, deployments
@@ -182,8 +182,8 @@ class Canaries:
                 f"{active} became the version that answers while {row.version} was compared with {row.before}",
             )
         canary, stable = self._sides(row)
-        watch = Watch(row.created_s, row.watch_s, row.min_requests)
-        return decide(canary, stable, watch, now_s, self._failed(row.name))
+        terms = CanaryTerms(row.created_s, row.watch_s, row.min_requests)
+        return decide(canary, stable, terms, now_s, self._failed(row.name))
 
     def _failed(self, name: str) -> str:
         """Why the canary's engines fail, once they have failed so often that it is no chance."""

@@ -36,7 +36,7 @@ class Side:
 
 
 @dataclass(frozen=True, slots=True)
-class Watch:
+class CanaryTerms:
     """How it is watched. Times in seconds since 1970; min_requests: of each version."""
 
     since_s: float
@@ -50,7 +50,7 @@ class Decision:
     reason: str
 
 
-def decide(canary: Side, stable: Side, watch: Watch, now_s: float, failed_reason: str = "") -> Decision:
+def decide(canary: Side, stable: Side, terms: CanaryTerms, now_s: float, failed_reason: str = "") -> Decision:
     """failed_reason: why the canary's engines do not start, empty while they do."""
     if failed_reason:
         return Decision("roll back", f"the engine of {canary.version} does not start: {failed_reason}")
@@ -71,11 +71,11 @@ def decide(canary: Side, stable: Side, watch: Watch, now_s: float, failed_reason
             f"{stable.version} {old.errors} of {old.requests}",
         )
     few = [
-        f"{side.version} answered {side.load.requests} of {watch.min_requests} requests"
+        f"{side.version} answered {side.load.requests} of {terms.min_requests} requests"
         for side in (canary, stable)
-        if side.load.requests < watch.min_requests
+        if side.load.requests < terms.min_requests
     ]
-    left_s = watch.since_s + watch.watch_s - now_s
+    left_s = terms.since_s + terms.watch_s - now_s
     if few:
         return Decision("wait", "; ".join(few))
     if left_s > 0:

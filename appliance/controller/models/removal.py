@@ -8,7 +8,7 @@ from appliance.controller.access.model_access import unknown_model
 from appliance.controller.access.naming import Resolved, resolve
 from appliance.controller.context.context import ControllerContext
 from appliance.controller.interfaces.errors import Conflict, OperationFailed
-from appliance.controller.interfaces.ports import VersionPlace
+from appliance.controller.interfaces.ports import VersionPaths
 from appliance.controller.interfaces.principal import Principal
 from appliance.store.objects import adapters, jobs, models
 from appliance.store.records import canaries
@@ -25,9 +25,9 @@ def known_model(context: ControllerContext, name: str) -> Resolved:
     return found
 
 
-def place(row: VersionRow) -> VersionPlace:
+def place(row: VersionRow) -> VersionPaths:
     kind = "adapter" if row.meta.get("adapter") else "version"
-    return VersionPlace(row.version, row.disk_path, row.shm_path, kind)
+    return VersionPaths(row.version, row.disk_path, row.shm_path, kind)
 
 
 async def remove(context: ControllerContext, found: Resolved, caller: Principal) -> None:

@@ -9,16 +9,16 @@ from typing import Final
 from appliance.gateway.access.request import Headers, Request
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import ADMIN, Kind, Route
-from appliance.gateway.routing.table import Principal
+from appliance.gateway.routing.table import Caller
 
 _JSON: Final = b"application/json"
 _WITH_BODY: Final = frozenset({b"POST", b"PUT", b"PATCH"})
 
 
 def key_digest(headers: Headers) -> str:
-    """SHA-256 of the key that a request carries, as the table names it. Raises ApiError 401 without one."""
+    """SHA-256 of the key that a request carries, as the table names it. Raises HttpError 401 without one."""
     value = headers.get(b"authorization")
     if value is not None:
         scheme, _, key = value.partition(b" ")
@@ -30,19 +30,19 @@ def key_digest(headers: Headers) -> str:
     return hashlib.sha256(key).hexdigest()
 
 
-def check_scopes(route: Route, principal: Principal) -> None:
-    """Raises ApiError 403 for a key without any of the route's scopes."""
-    if ADMIN not in principal.scopes and not (route.scopes & principal.scopes):
+def check_scopes(route: Route, caller: Caller) -> None:
+    """Raises HttpError 403 for a key without any of the route's scopes."""
+    if ADMIN not in caller.scopes and not (route.scopes & caller.scopes):
         raise errors.missing_scope(" or ".join(sorted(route.scopes)))
 
 
 def check_head(request: Request, limits: Limits) -> None:
-    """Raises ApiError 413, 415 or 417 for a body that need not be read to be refused."""
+    """Raises HttpError 413, 415 or 417 for a body that need not be read to be refused."""
     headers, route = request.headers, request.route
     assert route is not None
     expect = headers.get(b"expect")
     if expect is not None and expect.lower() != b"100-continue":
-        raise errors.ApiError(417, "Only Expect: 100-continue is understood.", code="expectation_failed")
+        raise errors.HttpError(417, "Only Expect: 100-continue is understood.", code="expectation_failed")
     length, limit = request.content_length, body_limit(route, limits)
     if (length or request.chunked) and request.method not in _WITH_BODY:
         # It means nothing there, so readers differ about it: one that does not read it reads a head in its place.
@@ -52,11 +52,13 @@ def check_head(request: Request, limits: Limits) -> None:
     coding = headers.get(b"content-encoding")
     if coding is not None and coding.lower() != b"identity":
         # A compressed body says nothing about what it costs to read.
-        raise ApiError(415, "Compressed request bodies are not accepted.", code="unsupported_content_encoding")
+        raise HttpError(415, "Compressed request bodies are not accepted.", code="unsupported_content_encoding")
     if route.kind is Kind.INFERENCE:
         kind = headers.get(b"content-type")
         if kind is not None and not kind.lower().startswith(_JSON):
-            raise ApiError(415, "Unsupported content type, expected application/json.", code="unsupported_content_type")
+            raise HttpError(
+                415, "Unsupported content type, expected application/json.", code="unsupported_content_type"
+            )
 
 
 def body_limit(route: Route | None, limits: Limits) -> int:

@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from appliance.gateway.access.allowance import KeyUse
 from appliance.gateway.access.spans import Spans
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind, Route
 from appliance.gateway.payload.usage import NO_TOKENS, TokenRequest, Tokens
-from appliance.gateway.routing.table import Principal
+from appliance.gateway.routing.table import Caller
 
 Headers = Mapping[bytes, bytes]
 Pairs = Sequence[tuple[bytes, bytes]]
@@ -33,7 +33,7 @@ class Request:
     content_length: int | None = None
     chunked: bool = False
     route: Route | None = None
-    principal: Principal | None = None
+    caller: Caller | None = None
     request_id: bytes = b""
     received_s: float = 0.0
     body_bytes: int = 0
@@ -66,7 +66,7 @@ class Request:
         self.version = version
         self.chunks: list[bytes] = []
         self.tokens = Tokens()
-        self.refusal: ApiError | None = None
+        self.refusal: HttpError | None = None
         self.spans: Spans | None = None
 
     @property
@@ -79,7 +79,7 @@ class Request:
         """What a line of the log says of it (runtime.logs)."""
         return {
             "request_id": self.request_id.decode(),
-            "key_id": self.principal.id if self.principal is not None else "",
+            "key_id": self.caller.id if self.caller is not None else "",
             "model": self.model,
             "version": self.model_version,
             "replica": self.replica,

@@ -14,7 +14,7 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import ADMIN
 from appliance.gateway.payload.request_check import Checked
 from appliance.gateway.payload.usage import Meter
-from appliance.gateway.routing.table import Principal
+from appliance.gateway.routing.table import Caller
 
 # Tokens that an engine writes in a second for one request, where none of its model has been measured yet.
 _UNKNOWN_RATE: Final = 10.0
@@ -32,33 +32,34 @@ class Spending:
         self._uses: dict[str, KeyUse] = {}
         self._rates: dict[str, float] = {}
 
-    def apply(self, owners: Iterable[Principal]) -> None:
+    def apply(self, owners: Iterable[Caller]) -> None:
         """A new table: what keys that left it had is forgotten, here; their requests still hold theirs."""
         live = {owner.id for owner in owners}
         self._uses = {key: use for key, use in self._uses.items() if key in live}
 
-    def use_of(self, principal: Principal) -> KeyUse:
-        use = self._uses.get(principal.id)
+    def use_of(self, caller: Caller) -> KeyUse:
+        use = self._uses.get(caller.id)
         if use is None:
-            use = self._uses[principal.id] = KeyUse()
+            use = self._uses[caller.id] = KeyUse()
         return use
 
     # -- before the body is looked at
 
     def admit(self, request: Request, use: KeyUse, limits: Limits) -> None:
-        """Its key has quota left, keeps to its requests by the minute and has not too many open, or ApiError is raised.
+        """Its key has quota left, keeps to its requests by the minute and has not too many open, or HttpError is
+        raised.
 
         Spends the request: what is wrong with its body costs one too."""
-        principal = request.principal
-        assert principal is not None
-        spent_until_s = principal.spent_until_s
+        caller = request.caller
+        assert caller is not None
+        spent_until_s = caller.spent_until_s
         if spent_until_s is not None and time.time() < spent_until_s:
             self._events["quota_spent"] += 1
             raise errors.quota_spent(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(spent_until_s)))
         if use.requests >= limits.key_requests:
             self._events["concurrency_limited"] += 1
             raise errors.too_many_at_once("requests", limits.key_requests)
-        allowance = self._allowance(principal, use)
+        allowance = self._allowance(caller, use)
         if allowance is not None:
             refused = allowance.take_request(time.monotonic())
             request.rate_headers = allowance.headers()
@@ -66,10 +67,10 @@ class Spending:
                 self._events["rate_limited"] += 1
                 raise errors.rate_limited(*refused)
 
-    def admit_control(self, principal: Principal, use: KeyUse, limits: Limits) -> None:
-        """A request that the controller answers. Raises ApiError 429. An administrator's are not counted."""
+    def admit_control(self, caller: Caller, use: KeyUse, limits: Limits) -> None:
+        """A request that the controller answers. Raises HttpError 429. An administrator's are not counted."""
         limit = limits.key_control_requests_per_minute
-        if ADMIN in principal.scopes:
+        if ADMIN in caller.scopes:
             return
         now_s = time.monotonic()
         bucket = use.control
@@ -82,10 +83,10 @@ class Spending:
             raise errors.rate_limited("requests to control routes", limit, wait_s)
         bucket.level -= 1
 
-    def opened_control(self, request: Request, principal: Principal, use: KeyUse, limits: Limits) -> None:
+    def opened_control(self, request: Request, caller: Caller, use: KeyUse, limits: Limits) -> None:
         """It goes to the controller, which may take long to answer (events of a response in background): it is one of
-        those that its key has open, or ApiError 429 is raised. `closed` must follow. An administrator's are not."""
-        if ADMIN in principal.scopes:
+        those that its key has open, or HttpError 429 is raised. `closed` must follow. An administrator's are not."""
+        if ADMIN in caller.scopes:
             return
         if use.requests >= limits.key_requests:
             self._events["concurrency_limited"] += 1
@@ -96,7 +97,7 @@ class Spending:
     # -- when it is known what it asks for
 
     def spend(self, request: Request, checked: Checked, limits: Limits) -> None:
-        """Its key has the tokens for it and not too many streams, or ApiError is raised."""
+        """Its key has the tokens for it and not too many streams, or HttpError is raised."""
         use = request.use
         assert use is not None
         if use.requests >= limits.key_requests:
@@ -134,8 +135,8 @@ class Spending:
         if request.streams:
             use.streams -= 1
 
-    def _allowance(self, principal: Principal, use: KeyUse) -> Allowance | None:
-        requests, tokens = principal.requests_per_minute, principal.tokens_per_minute
+    def _allowance(self, caller: Caller, use: KeyUse) -> Allowance | None:
+        requests, tokens = caller.requests_per_minute, caller.tokens_per_minute
         if requests is None and tokens is None:
             use.allowance = None
             return None
@@ -152,8 +153,8 @@ class Spending:
 
     def account(self, request: Request, now_s: float) -> None:
         """What an inference request has cost: to its key's allowance, and to the sums for the controller."""
-        principal, tokens = request.principal, request.tokens
-        if principal is None or not request.model:
+        caller, tokens = request.caller, request.tokens
+        if caller is None or not request.model:
             return
         asked = request.asked
         if request.left_after_s > 0:
@@ -170,7 +171,7 @@ class Spending:
             use = request.use
             if use is not None and use.allowance is not None:
                 use.allowance.correct(request.estimated_tokens, tokens.total)
-        self.meter.add(principal.id, request.model, request.model_version, tokens, request.status >= 500)
+        self.meter.add(caller.id, request.model, request.model_version, tokens, request.status >= 500)
 
     def _left(self, request: Request) -> None:
         """Left, or its key revoked, while an engine computed for it: no engine says what that cost.
@@ -188,6 +189,6 @@ class Spending:
 
     def refused(self, request: Request) -> None:
         """It was not passed on: over a limit, for want of a right, or for what it asked."""
-        principal = request.principal
-        if principal is not None:
-            self.meter.refuse(principal.id, request.refused_model)
+        caller = request.caller
+        if caller is not None:
+            self.meter.refuse(caller.id, request.refused_model)

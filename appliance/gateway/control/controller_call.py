@@ -8,7 +8,7 @@ import time
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http.client import Client
 from appliance.gateway.http.handler import Handler
 from appliance.gateway.http.upstream import UpstreamConnection, cancel
@@ -52,7 +52,7 @@ class ControllerCall(Handler):
         self.state.metrics.events["controller_away"] += 1
         self._fail(_restarting())
 
-    def _fail(self, error: ApiError) -> None:
+    def _fail(self, error: HttpError) -> None:
         """Tell the client, if it is there still, and finish."""
         client, self.client = self.client, None
         if client is not None:
@@ -74,13 +74,13 @@ class ControllerCall(Handler):
         self.client = None
         self._drop()
 
-    def cancel(self, error: ApiError) -> None:
+    def cancel(self, error: HttpError) -> None:
         self._drop()
         self._fail(error)
 
     def tick(self, now_s: float) -> None:
         if now_s - self._progress_s > self.state.limits.upstream_silence_s:
-            self.cancel(ApiError(504, "The controller did not answer in time.", kind="server_error", code="timeout"))
+            self.cancel(HttpError(504, "The controller did not answer in time.", kind="server_error", code="timeout"))
 
     # -- the connection
 
@@ -114,5 +114,5 @@ class ControllerCall(Handler):
         self._connecting = self._conn = None
 
 
-def _restarting() -> ApiError:
+def _restarting() -> HttpError:
     return errors.unavailable("The controller of this box is restarting. Please retry.", "controller_away", 2)

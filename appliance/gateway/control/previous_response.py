@@ -9,7 +9,7 @@ from urllib.parse import quote
 from appliance.gateway.access.request import Request
 from appliance.gateway.control.controller_call import ControllerCall
 from appliance.gateway.core import errors
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
 from appliance.gateway.http.client import Client
 from appliance.gateway.http.handler import Handler
@@ -20,7 +20,7 @@ from appliance.gateway.state.state import State
 
 
 class PreviousResponse(ControllerCall):
-    """Answers until the items are there; then whoever `go_on` returns, which may raise ApiError."""
+    """Answers until the items are there; then whoever `go_on` returns, which may raise HttpError."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class PreviousResponse(ControllerCall):
             transcript.has_previous = True
             checked.transcript = transcript
             handler = self._go_on_with(client, request, checked)
-        except ApiError as error:
+        except HttpError as error:
             # Only the body that was made here is too large, and the client's own connection is in order.
             error.close = False
             self._fail(error)

@@ -10,7 +10,7 @@ import time
 from appliance.gateway.access.request import Request
 from appliance.gateway.control.controller_call import ControllerCall
 from appliance.gateway.core import errors
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
 from appliance.gateway.http.client import Client
 from appliance.gateway.http.upstream import CHUNKED, UpstreamConnection
@@ -120,7 +120,7 @@ class Relay(ControllerCall):
 
     def _broken_off(self) -> None:
         self._fail(
-            ApiError(
+            HttpError(
                 502,
                 "The controller of this box stopped while it answered. Please retry.",
                 kind="server_error",
@@ -169,7 +169,7 @@ class Relay(ControllerCall):
             self.client = None
             client.finished(keep_alive=self._chunked or self.request.version == "1.1")
 
-    def _fail(self, error: ApiError) -> None:
+    def _fail(self, error: HttpError) -> None:
         client, self.client = self.client, None
         if client is None:
             return

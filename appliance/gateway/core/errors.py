@@ -3,7 +3,7 @@
     GatewayError
     ├── ConfigInvalid    the process was started with settings it cannot use
     ├── TableInvalid     the controller sent a routing table that cannot be applied
-    └── ApiError         an answer to a client: status and {"error": {"message", "type", "param", "code"}}
+    └── HttpError         an answer to a client: status and {"error": {"message", "type", "param", "code"}}
 
 Shapes after https://platform.openai.com/docs/guides/error-codes and the behaviour of the `openai` client:
 it retries 408, 409, 429 and 5xx, obeys Retry-After up to 120 s and `x-should-retry`.
@@ -31,7 +31,7 @@ class TableInvalid(GatewayError):
     """A routing table of the wrong shape; the last good one stays in force."""
 
 
-class ApiError(GatewayError):
+class HttpError(GatewayError):
     """An error answered to a client.
 
     status: HTTP status. retry_after_s: sent as Retry-After, at most 120 s. should_retry: sent as
@@ -71,17 +71,17 @@ def error_object(message: str, kind: str, param: str | None, code: str | None) -
     return orjson.dumps({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
-def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> ApiError:
-    return ApiError(400, message, param=param, code=code)
+def bad_request(message: str, *, param: str | None = None, code: str | None = None) -> HttpError:
+    return HttpError(400, message, param=param, code=code)
 
 
-def protocol_error(message: str, status: int = 400) -> ApiError:
+def protocol_error(message: str, status: int = 400) -> HttpError:
     """The bytes are not HTTP we accept: nothing after them on this connection can be trusted."""
-    return ApiError(status, message, code="bad_http_request", close=True)
+    return HttpError(status, message, code="bad_http_request", close=True)
 
 
-def unknown_url(method: str, path: str) -> ApiError:
-    return ApiError(
+def unknown_url(method: str, path: str) -> HttpError:
+    return HttpError(
         404,
         f"Unknown request URL: {method} {path}. Please check the URL for typos, "
         "or see the documentation of this server for the routes it has.",
@@ -89,17 +89,17 @@ def unknown_url(method: str, path: str) -> ApiError:
     )
 
 
-def method_not_allowed(method: str, path: str, allowed: str) -> ApiError:
+def method_not_allowed(method: str, path: str, allowed: str) -> HttpError:
     message = f"Not allowed to {method} on {path}. Allowed: {allowed}."
-    return ApiError(405, message, code="method_not_supported", allow=allowed)
+    return HttpError(405, message, code="method_not_supported", allow=allowed)
 
 
-def unexpected_body(method: str) -> ApiError:
-    return ApiError(400, f"A {method} request has no body here. Please send it without one.", code="unexpected_body")
+def unexpected_body(method: str) -> HttpError:
+    return HttpError(400, f"A {method} request has no body here. Please send it without one.", code="unexpected_body")
 
 
-def missing_key() -> ApiError:
-    return ApiError(
+def missing_key() -> HttpError:
+    return HttpError(
         401,
         "You didn't provide an API key. You need to provide your API key in an Authorization header using "
         "Bearer auth (i.e. Authorization: Bearer YOUR_KEY).",
@@ -107,25 +107,25 @@ def missing_key() -> ApiError:
     )
 
 
-def invalid_key() -> ApiError:
-    return ApiError(401, "Incorrect API key provided, or the key was revoked.", code="invalid_api_key")
+def invalid_key() -> HttpError:
+    return HttpError(401, "Incorrect API key provided, or the key was revoked.", code="invalid_api_key")
 
 
-def key_revoked() -> ApiError:
-    return ApiError(401, "The API key of this request was revoked while it ran.", code="invalid_api_key", close=True)
+def key_revoked() -> HttpError:
+    return HttpError(401, "The API key of this request was revoked while it ran.", code="invalid_api_key", close=True)
 
 
-def missing_scope(needed: str) -> ApiError:
-    return ApiError(
+def missing_scope(needed: str) -> HttpError:
+    return HttpError(
         403,
         f"You have insufficient permissions for this operation. The API key needs the scope: {needed}.",
         code="insufficient_permissions",
     )
 
 
-def model_not_found(model: str) -> ApiError:
+def model_not_found(model: str) -> HttpError:
     shown = model if len(model) <= 200 else model[:200] + "…"
-    return ApiError(
+    return HttpError(
         404,
         f"The model `{shown}` does not exist or you do not have access to it.",
         param="model",
@@ -133,9 +133,9 @@ def model_not_found(model: str) -> ApiError:
     )
 
 
-def version_not_served(model: str, version: str, served: list[str]) -> ApiError:
+def version_not_served(model: str, version: str, served: list[str]) -> HttpError:
     shown = version if len(version) <= 200 else version[:200] + "…"
-    return ApiError(
+    return HttpError(
         404,
         f"The version `{shown}` of the model `{model}` is not served now; {', '.join(f'`{name}`' for name in served)} "
         f"is. If there is such a version, `appliance model rollback {model} --version {shown}` serves it, and "
@@ -145,12 +145,12 @@ def version_not_served(model: str, version: str, served: list[str]) -> ApiError:
     )
 
 
-def wrong_task(model: str, route: str) -> ApiError:
-    return ApiError(400, f"The model `{model}` does not support {route}.", param="model", code="model_not_supported")
+def wrong_task(model: str, route: str) -> HttpError:
+    return HttpError(400, f"The model `{model}` does not support {route}.", param="model", code="model_not_supported")
 
 
-def body_too_large(limit_bytes: int) -> ApiError:
-    return ApiError(
+def body_too_large(limit_bytes: int) -> HttpError:
+    return HttpError(
         413,
         f"The request body is larger than the {limit_bytes} bytes allowed here.",
         code="request_too_large",
@@ -158,11 +158,11 @@ def body_too_large(limit_bytes: int) -> ApiError:
     )
 
 
-def unavailable(message: str, code: str, retry_after_s: int) -> ApiError:
-    return ApiError(503, message, kind="server_error", code=code, retry_after_s=retry_after_s)
+def unavailable(message: str, code: str, retry_after_s: int) -> HttpError:
+    return HttpError(503, message, kind="server_error", code=code, retry_after_s=retry_after_s)
 
 
-def not_serving(model: str, reason: str, next_try_s: float) -> ApiError:
+def not_serving(model: str, reason: str, next_try_s: float) -> HttpError:
     """Engines of the model fail, and are tried again in so many seconds."""
     wait_s = max(math.ceil(next_try_s), 1)
     return unavailable(
@@ -172,9 +172,9 @@ def not_serving(model: str, reason: str, next_try_s: float) -> ApiError:
     )
 
 
-def engine_failed(status: int = 502) -> ApiError:
+def engine_failed(status: int = 502) -> HttpError:
     what = "did not answer in time" if status == 504 else "failed while answering"
-    return ApiError(
+    return HttpError(
         status,
         f"The engine serving this model {what}. The request can be sent again.",
         kind="server_error",
@@ -182,8 +182,8 @@ def engine_failed(status: int = 502) -> ApiError:
     )
 
 
-def rate_limited(what: str, limit: int, wait_s: float) -> ApiError:
-    return ApiError(
+def rate_limited(what: str, limit: int, wait_s: float) -> HttpError:
+    return HttpError(
         429,
         f"Rate limit reached for this API key: {limit} {what} per minute. Please try again in {wait_s:.3g}s.",
         kind=what,
@@ -192,8 +192,8 @@ def rate_limited(what: str, limit: int, wait_s: float) -> ApiError:
     )
 
 
-def too_many_at_once(what: str, limit: int) -> ApiError:
-    return ApiError(
+def too_many_at_once(what: str, limit: int) -> HttpError:
+    return HttpError(
         429,
         f"This API key has {limit} {what} open, which is as many as it may have at once. Please try again when one of "
         "them has ended.",
@@ -203,9 +203,9 @@ def too_many_at_once(what: str, limit: int) -> ApiError:
     )
 
 
-def quota_spent(until: str) -> ApiError:
+def quota_spent(until: str) -> HttpError:
     """No Retry-After: its end is hours away, and clients should not wait for it."""
-    return ApiError(
+    return HttpError(
         429,
         f"This API key has used up its quota of tokens. It is renewed at {until}.",
         kind="insufficient_quota",
@@ -220,7 +220,7 @@ def kind_of_status(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
 
 
-def from_upstream(status: int, body: bytes) -> ApiError:
+def from_upstream(status: int, body: bytes) -> HttpError:
     """Turn an error answer of the engine or the controller into ours.
 
     Known shapes: OpenAI's own object; vLLM's with integer `code`; {"error": "text"};
@@ -236,7 +236,7 @@ def from_upstream(status: int, body: bytes) -> ApiError:
         message, param, code = error["message"], error.get("param"), error.get("code")
         kind = error.get("type")
         known = isinstance(code, str) or (code is None and isinstance(kind, str) and kind.endswith("_error"))
-        return ApiError(
+        return HttpError(
             status,
             message,
             kind=kind if known and isinstance(kind, str) else kind_of_status(status),
@@ -244,12 +244,12 @@ def from_upstream(status: int, body: bytes) -> ApiError:
             code=code if isinstance(code, str) else _code_from_message(status, message),
         )
     if isinstance(error, str):
-        return ApiError(status, error, kind=kind_of_status(status))
+        return HttpError(status, error, kind=kind_of_status(status))
     if isinstance(detail, str):
-        return ApiError(status, detail, kind=kind_of_status(status))
+        return HttpError(status, detail, kind=kind_of_status(status))
     if isinstance(detail, list) and detail and isinstance(detail[0], dict):
-        return ApiError(status, *_validation(detail))
-    return ApiError(status, f"The request failed with status {status}.", kind=kind_of_status(status))
+        return HttpError(status, *_validation(detail))
+    return HttpError(status, f"The request failed with status {status}.", kind=kind_of_status(status))
 
 
 def event_code(data: Any) -> int | None:

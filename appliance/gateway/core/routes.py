@@ -137,7 +137,7 @@ _UNSAFE_PATH = re.compile(
 def resolve(method: bytes, path: bytes) -> Route:
     """The route of `method` on `path` (raw bytes, without the query).
 
-    Raises ApiError 404 for a URL that is not on the list and 405 for a method that its URL does not take.
+    Raises HttpError 404 for a URL that is not on the list and 405 for a method that its URL does not take.
     """
     route = EXACT.get(path)
     if route is None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http.connection import Connection
 from appliance.gateway.http.handler import Handler
-from appliance.gateway.routing.table import Principal
+from appliance.gateway.routing.table import Caller
 
 
 class Client(Connection):
@@ -30,7 +30,7 @@ class Client(Connection):
         """Send a whole response of the gateway's own and finish the active request."""
         raise NotImplementedError
 
-    def answer_error(self, error: ApiError) -> None:
+    def answer_error(self, error: HttpError) -> None:
         """Send an error as the whole response and finish the active request."""
         raise NotImplementedError
 
@@ -48,8 +48,8 @@ class Client(Connection):
         """Called a few times a second: everything here that depends on time."""
         raise NotImplementedError
 
-    def keys_changed(self, principals: Mapping[str, Principal]) -> None:
-        """There is a new table: what a key that is gone has here ends, whatever has arrived of it. principals: by id.
+    def keys_changed(self, callers: Mapping[str, Caller]) -> None:
+        """There is a new table: what a key that is gone has here ends, whatever has arrived of it. callers: by id.
 
         Requests that have not begun are judged by their key as it is now.
         """

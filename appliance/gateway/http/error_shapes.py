@@ -9,7 +9,7 @@ from __future__ import annotations
 import orjson
 
 from appliance.gateway.access.request import Request
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
 
 _ANTHROPIC = b"/v1/messages"
@@ -24,7 +24,9 @@ _TYPES = {
 }
 
 
-def shaped(error: ApiError, request: Request | None, request_id: bytes) -> tuple[int, bytes, list[tuple[bytes, bytes]]]:
+def shaped(
+    error: HttpError, request: Request | None, request_id: bytes
+) -> tuple[int, bytes, list[tuple[bytes, bytes]]]:
     """Status, body and further headers. request: None if its head could not be read."""
     if request is None or request.path != _ANTHROPIC:
         return error.status, error.body(), []
@@ -32,7 +34,7 @@ def shaped(error: ApiError, request: Request | None, request_id: bytes) -> tuple
     return status, _anthropic(error, status, request_id), [(b"request-id", request_id)]
 
 
-def error_response(error: ApiError, request: Request | None, request_id: bytes, *, close: bool) -> bytes:
+def error_response(error: HttpError, request: Request | None, request_id: bytes, *, close: bool) -> bytes:
     """The error as a whole response, noted as the request's status."""
     status, body, headers = shaped(error, request, request_id)
     if request is not None:
@@ -49,7 +51,7 @@ def error_response(error: ApiError, request: Request | None, request_id: bytes, 
     return head + body
 
 
-def event(error: ApiError, request: Request) -> bytes:
+def event(error: HttpError, request: Request) -> bytes:
     """The error as an event of a stream."""
     if request.path != _ANTHROPIC:
         return b"data: %b\n\n" % error.body()
@@ -57,7 +59,7 @@ def event(error: ApiError, request: Request) -> bytes:
     return b"event: error\ndata: %b\n\n" % _anthropic(error, status, request.request_id)
 
 
-def _anthropic(error: ApiError, status: int, request_id: bytes) -> bytes:
+def _anthropic(error: HttpError, status: int, request_id: bytes) -> bytes:
     kind = _TYPES.get(status) or ("api_error" if status >= 500 else "invalid_request_error")
     found = {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id.decode()}
     return orjson.dumps(found)

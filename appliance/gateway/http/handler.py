@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from mypy_extensions import mypyc_attr
 
-from appliance.gateway.core.errors import ApiError
-from appliance.gateway.http.upstream import Owner
+from appliance.gateway.core.errors import HttpError
+from appliance.gateway.http.upstream import UpstreamListener
 
 
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Handler(Owner):
+class Handler(UpstreamListener):
     """Calls `Client.finished` exactly once unless `client_lost` came first. What it has no use for, it leaves as it is
     here."""
 
@@ -33,7 +33,7 @@ class Handler(Owner):
         """The client takes no more bytes for now (or does again)."""
         return
 
-    def cancel(self, error: ApiError) -> None:
+    def cancel(self, error: HttpError) -> None:
         """End the request from outside (revoked key, shutdown) and tell the client."""
         raise NotImplementedError
 

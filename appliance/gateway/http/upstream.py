@@ -28,7 +28,7 @@ CHUNKED: Final = -1
 
 # What tests put in its place is not compiled; that costs compiled classes nothing.
 @mypyc_attr(allow_interpreted_subclasses=True)
-class Owner:
+class UpstreamListener:
     """Whoever waits for a response. A class and no protocol: compiled code calls it by its table of methods."""
 
     def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
@@ -45,7 +45,7 @@ class Owner:
 
 
 class UpstreamConnection(Connection):
-    """One connection. Invariant: it is in the pool exactly when it has no owner, is open, and both its last request
+    """One connection. Invariant: it is in the pool exactly when it has no listener, is open, and both its last request
     and the response to it were complete: what comes next on it, in either direction, is a head.
 
     read_s: when something came in last; of an idle one, since when it has been idle.
@@ -68,19 +68,19 @@ class UpstreamConnection(Connection):
         self._pool = pool
         self.path = path
         self._parser: httptools.HttpResponseParser | None = None
-        self.owner: Owner | None = None
+        self.listener: UpstreamListener | None = None
         self.headers: dict[bytes, bytes] = {}
         self._chunks: list[bytes] = []
 
-    # -- for the owner
+    # -- for the listener
 
-    def start(self, owner: Owner, data: bytes, owes: int = 0) -> None:
-        """Send a request on behalf of `owner`: all of it, or its head, and then what it owes by `write_body`.
+    def start(self, listener: UpstreamListener, data: bytes, owes: int = 0) -> None:
+        """Send a request on behalf of `listener`: all of it, or its head, and then what it owes by `write_body`.
 
         owes: the length of the body that is still to come; CHUNKED: one that `end_body` ends.
         """
-        assert self.owner is None and self.transport is not None
-        self.owner = owner
+        assert self.listener is None and self.transport is not None
+        self.listener = listener
         self._owes = owes
         self._head_done = self._done = self.answered = False
         self._head_bytes = 0
@@ -94,8 +94,8 @@ class UpstreamConnection(Connection):
         elif len(data) <= self._owes:
             self._owes -= len(data)
             self.write(data)
-        elif self.owner is not None:
-            self._lost(self.owner)
+        elif self.listener is not None:
+            self._lost(self.listener)
 
     def end_body(self) -> None:
         if self._owes == CHUNKED:
@@ -104,7 +104,7 @@ class UpstreamConnection(Connection):
 
     def abort(self) -> None:
         """Drop the connection now: the only way HTTP/1.1 has to tell an engine that nobody wants the rest."""
-        self.owner = None
+        self.listener = None
         super().abort()
 
     # -- asyncio.Protocol
@@ -115,8 +115,8 @@ class UpstreamConnection(Connection):
         self._parser = httptools.HttpResponseParser(self)
 
     def data_received(self, data: bytes) -> None:
-        owner = self.owner
-        if owner is None or self._parser is None:
+        listener = self.listener
+        if listener is None or self._parser is None:
             # Bytes that nobody asked for: what they belong to is unknowable.
             self.abort()
             return
@@ -124,18 +124,18 @@ class UpstreamConnection(Connection):
         self.read_s = time.monotonic()
         if not self._head_done:
             if not self._head_bytes:
-                if data.startswith(OK) and self._whole(owner, data):
+                if data.startswith(OK) and self._whole(listener, data):
                     return
                 self.headers = {}
             self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
-            self._lost(owner)
+            self._lost(listener)
             return
         if not self._head_done:
             if self._head_bytes > RESPONSE_HEAD_BYTES:
-                self._lost(owner)
+                self._lost(listener)
             return
         chunks = self._chunks
         if not chunks:
@@ -147,12 +147,12 @@ class UpstreamConnection(Connection):
             body = b"".join(chunks)
             self._chunks = []
         if not self._done:
-            owner.upstream_data(self, body, False)
+            listener.upstream_data(self, body, False)
             return
         self._response_ended(self._keep_alive)
-        owner.upstream_data(self, body, True)
+        listener.upstream_data(self, body, True)
 
-    def _whole(self, owner: Owner, data: bytes) -> bool:
+    def _whole(self, listener: UpstreamListener, data: bytes) -> bool:
         """Take a complete plain answer that came in one piece. False: the parser must look at these bytes.
 
         Most answers of engines are like that, and an engine is no stranger whose framing needs a parser's distrust.
@@ -166,11 +166,11 @@ class UpstreamConnection(Connection):
             return False
         self.status, self.headers = 200, last.headers
         self._response_ended(not last.closes)
-        owner.upstream_data(self, body, True)
+        listener.upstream_data(self, body, True)
         return True
 
     def _response_ended(self, keep_alive: bool) -> None:
-        self.owner = None
+        self.listener = None
         if self.read_paused:
             self.resume_reading()
         if self._owes:
@@ -185,21 +185,21 @@ class UpstreamConnection(Connection):
         self.transport = None
         self._parser = None
         self._pool.forget(self)
-        owner, self.owner = self.owner, None
-        if owner is not None:
-            owner.upstream_lost(self)
+        listener, self.listener = self.listener, None
+        if listener is not None:
+            listener.upstream_lost(self)
 
     def pause_writing(self) -> None:
-        if self.owner is not None:
-            self.owner.upstream_paused(True)
+        if self.listener is not None:
+            self.listener.upstream_paused(True)
 
     def resume_writing(self) -> None:
-        if self.owner is not None:
-            self.owner.upstream_paused(False)
+        if self.listener is not None:
+            self.listener.upstream_paused(False)
 
-    def _lost(self, owner: Owner) -> None:
+    def _lost(self, listener: UpstreamListener) -> None:
         self.abort()
-        owner.upstream_lost(self)
+        listener.upstream_lost(self)
 
     # -- httptools callbacks
 

@@ -11,7 +11,7 @@ import re
 from typing import Final
 
 from appliance.gateway.access.request import Headers, Pairs, Request
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 
 # An engine's answer says so too (serve/vllm/answer_version.py).
 VERSION = b"x-appliance-model-version"
@@ -122,9 +122,9 @@ def controller_head(request: Request, token: bytes) -> bytes:
 
 
 def _identity(request: Request, token: bytes) -> bytes:
-    principal = request.principal
-    assert principal is not None, "the controller is asked only after authentication"
-    return _identity_lines(request.request_id, principal.id.encode(), principal.scopes_header, token)
+    caller = request.caller
+    assert caller is not None, "the controller is asked only after authentication"
+    return _identity_lines(request.request_id, caller.id.encode(), caller.scopes_header, token)
 
 
 def _identity_lines(request_id: bytes, key_id: bytes, scopes: bytes, token: bytes) -> bytes:
@@ -210,7 +210,7 @@ def whole_response(
     return b"".join(parts)
 
 
-def error_headers(error: ApiError) -> list[tuple[bytes, bytes]]:
+def error_headers(error: HttpError) -> list[tuple[bytes, bytes]]:
     extra: list[tuple[bytes, bytes]] = []
     if error.retry_after_s is not None:
         extra.append((b"retry-after", b"%d" % error.retry_after_s))

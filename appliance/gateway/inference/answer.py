@@ -13,7 +13,7 @@ import orjson
 
 from appliance.gateway.access.request import Pairs, Request
 from appliance.gateway.core import errors
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import error_shapes, wire
 from appliance.gateway.http.client import Client
 from appliance.gateway.payload.usage import FINISHED, with_fingerprint, without_usage_event
@@ -177,7 +177,7 @@ class Answer:
         self.client = None
         client.finished(keep_alive=self._chunked or not self.sse)
 
-    def fail(self, error: ApiError) -> None:
+    def fail(self, error: HttpError) -> None:
         """Tell the client, in whatever form is still possible, and finish."""
         client, self.client = self.client, None
         if client is None:
@@ -203,7 +203,7 @@ def error_event_code(body: bytes) -> int | None:
         return None
 
 
-def event_error(body: bytes) -> ApiError:
+def event_error(body: bytes) -> HttpError:
     line = body[6:].split(b"\n", 1)[0]
     return errors.from_upstream(error_event_code(body) or 500, line)
 

@@ -16,7 +16,7 @@ import time
 from typing import Final
 
 from appliance.gateway.core import errors
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
 from appliance.gateway.http.upstream import UpstreamConnection
 from appliance.gateway.inference.answer import ERROR_EVENT, error_event_code, event_error
@@ -66,7 +66,7 @@ class InferenceHandler(Placement):
                 self._progress_s = time.monotonic()
                 conn.resume_reading()
 
-    def cancel(self, error: ApiError) -> None:
+    def cancel(self, error: HttpError) -> None:
         """End the request from outside (revoked key, shutdown)."""
         if error.status < 500:
             self._left()
@@ -169,7 +169,7 @@ class InferenceHandler(Placement):
         else:
             self._retry(errors.engine_failed())
 
-    def _retry(self, otherwise: ApiError, *, blame: bool = True) -> None:
+    def _retry(self, otherwise: HttpError, *, blame: bool = True) -> None:
         self._attempts += 1
         self._kept, self._kept_bytes = None, 0
         if not blame:
@@ -181,7 +181,7 @@ class InferenceHandler(Placement):
         self.state.metrics.events["retried"] += 1
         self.place()
 
-    def _continue_or_fail(self, error: ApiError) -> None:
+    def _continue_or_fail(self, error: HttpError) -> None:
         """The engine is gone in the middle of a stream: another one writes the rest, if that is possible."""
         continuation, model = self.checked.continuation, self.state.router.models.get(self.checked.model)
         self._attempts += 1
@@ -271,9 +271,9 @@ class InferenceHandler(Placement):
 
     def _store(self, transcript: Transcript) -> None:
         """Once its answer is complete, a copy of what is to be stored goes to the controller."""
-        principal = self.request.principal
-        if transcript.final and transcript.stores and principal is not None:
-            self.copies.add(transcript.copy(principal.id))
+        caller = self.request.caller
+        if transcript.final and transcript.stores and caller is not None:
+            self.copies.add(transcript.copy(caller.id))
         transcript.final = b""
 
     def _relay(self, body: bytes, done: bool) -> None:
@@ -313,6 +313,6 @@ class InferenceHandler(Placement):
         return self.request.model_version.encode("latin-1")
 
 
-def _engine_dead(error: ApiError) -> bool:
+def _engine_dead(error: HttpError) -> bool:
     # vLLM's EngineDeadError, as its HTTP handlers and its stream generators spell it.
     return error.status >= 500 and "EngineCore" in error.message

@@ -11,7 +11,7 @@ from typing import Final
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http import wire
 from appliance.gateway.http.client import Client
 from appliance.gateway.http.upstream import UpstreamConnection, cancel
@@ -76,11 +76,11 @@ class Placement(Placeable):
     def _salt_field(self) -> bytes:
         """Keeps what its owner's requests leave in an engine's prefix cache from those of others, in time and in
         `cached_tokens`; empty where all may share it."""
-        principal, checked = self.request.principal, self.checked
-        if principal is None or self.state.config.prefix_cache_shared:
+        caller, checked = self.request.caller, self.checked
+        if caller is None or self.state.config.prefix_cache_shared:
             return b""
-        own, checked.owner = checked.cache_salt, principal.cache_salt
-        return b',"cache_salt":"%b"' % (cache_salt(principal.owner, own).encode() if own else checked.owner)
+        own, checked.owner = checked.cache_salt, caller.cache_salt
+        return b',"cache_salt":"%b"' % (cache_salt(caller.owner, own).encode() if own else checked.owner)
 
     @property
     def row(self) -> str:
@@ -101,7 +101,7 @@ class Placement(Placeable):
         if checked.model not in state.router.models:
             # It was there when the request came: the model, or this version of it, went while it waited.
             self._leave_queue()
-            self._fail(state.unknown_model(checked.model, self.request.principal))
+            self._fail(state.unknown_model(checked.model, self.request.caller))
             return
         now = now or time.monotonic()
         # Whoever waits goes first, or a stream of new requests could starve them.
@@ -141,8 +141,8 @@ class Placement(Placeable):
         if not self._attempts:
             canary = None
             if router.models[checked.model].canary is not None:
-                principal = self.request.principal
-                canary = router.canary_for(checked.model, principal.id if principal else "", checked.conversation)
+                caller = self.request.caller
+                canary = router.canary_for(checked.model, caller.id if caller else "", checked.conversation)
             if canary is not None:
                 choice = router.choose(canary, checked.tokens, checked.stream, checked.prefix, now)
         return choice or router.choose(checked.model, checked.tokens, checked.stream, checked.prefix, now)
@@ -210,7 +210,7 @@ class Placement(Placeable):
         log.info("held no longer: %s", refusal.value, extra=self.request.ids)
         self._fail(self._not_ready(refusal))
 
-    def _not_ready(self, refusal: Refusal) -> ApiError:
+    def _not_ready(self, refusal: Refusal) -> HttpError:
         state, name = self.state, self.checked.model
         model = state.router.models.get(name)
         if model is None or model.trouble is None:
@@ -274,7 +274,7 @@ class Placement(Placeable):
                 duration_s=now - self._sent_s,
             )
 
-    def _fail(self, error: ApiError) -> None:
+    def _fail(self, error: HttpError) -> None:
         if self.answer.client is not None and self.answer.head_sent and self.answer.sse:
             self.state.metrics.events["stream_error"] += 1
         self.answer.fail(error)

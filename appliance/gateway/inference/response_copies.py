@@ -14,7 +14,7 @@ import time
 from collections import deque
 
 from appliance.gateway.http import wire
-from appliance.gateway.http.upstream import Owner, UpstreamConnection
+from appliance.gateway.http.upstream import UpstreamConnection, UpstreamListener
 from appliance.gateway.state.state import State
 
 log = logging.getLogger("appliance.gateway")
@@ -27,7 +27,7 @@ SILENCE_S = 30.0
 MAX_REFUSALS = 3
 
 
-class ResponseCopies(Owner):
+class ResponseCopies(UpstreamListener):
     """Of one gateway. Invariant: `_bytes` is that of all copies in `_waiting` and `_flying`."""
 
     def __init__(self, state: State) -> None:
@@ -94,7 +94,7 @@ class ResponseCopies(Owner):
         head = wire.own_head(PATH, self._state.new_request_id(), len(body), self._state.token)
         result.start(self, b"%b%b" % (head, body))
 
-    # -- upstream.Owner
+    # -- upstream.UpstreamListener
 
     def upstream_data(self, conn: UpstreamConnection, body: bytes, done: bool) -> None:
         if not done:

@@ -54,14 +54,14 @@ class AccessLog:
         second = int(unix_s)
         if second != self._second:
             self._second, self._second_text = second, time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(second)).encode()
-        received_s, first_byte_s, tokens, principal = (
+        received_s, first_byte_s, tokens, caller = (
             request.received_s or now_s,
             request.first_byte_s,
             request.tokens,
-            request.principal,
+            request.caller,
         )
         who = (
-            "" if principal is None else principal.id,
+            "" if caller is None else caller.id,
             request.path,
             request.method,
             request.model,

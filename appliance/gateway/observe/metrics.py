@@ -144,7 +144,7 @@ class Metrics:
                     _remember(self._recent_tpot, request.model, now_s, seconds)
 
     def _series(self, request: Request) -> Series:
-        scopes = request.principal.scopes if request.principal is not None else frozenset()
+        scopes = request.caller.scopes if request.caller is not None else frozenset()
         known = request.model, request.model_version, scopes
         series = self._known.get(known)
         if series is None:

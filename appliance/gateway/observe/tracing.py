@@ -108,13 +108,13 @@ class RequestSpans:
         request.spans = None  # it knows them and they know it
         self.unhold()
         self.attempt_ended(failed=False)
-        span, principal = self.span, request.principal
+        span, caller = self.span, request.caller
         span.set_attributes(
             {
                 "http.response.status_code": request.status,
                 "model": request.model,
                 "version": request.model_version,
-                "key_id": principal.id if principal is not None else "",
+                "key_id": caller.id if caller is not None else "",
                 "prompt_tokens": request.tokens.prompt,
                 "completion_tokens": request.tokens.completion,
             }

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from appliance.gateway.core import errors
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 
 
 class Rule:
@@ -18,7 +18,7 @@ class Rule:
     weighs (body_weight.py), or another check of request_check.py knows it."""
 
     def check(self, name: str, value: Any) -> None:
-        """Raises ApiError 400. value: not None."""
+        """Raises HttpError 400. value: not None."""
 
 
 class Items(Rule):
@@ -322,7 +322,7 @@ FIELDS["responses.input_tokens"] = FIELDS["responses"]
 
 
 def check_fields(route: str, data: dict[str, Any]) -> None:
-    """Raises ApiError 400 naming the first field that is unknown, refused or too large."""
+    """Raises HttpError 400 naming the first field that is unknown, refused or too large."""
     rules = FIELDS[route]
     for name, value in data.items():
         rule = rules.get(name)
@@ -335,5 +335,5 @@ def check_fields(route: str, data: dict[str, Any]) -> None:
             rule.check(name, value)
 
 
-def _bad(name: str, what: str) -> ApiError:
+def _bad(name: str, what: str) -> HttpError:
     return errors.bad_request(f"Invalid value for `{name}`: {what}", param=name)

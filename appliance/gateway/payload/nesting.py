@@ -1,5 +1,5 @@
 """What stands anywhere inside an inference body: how deep it is nested, and media that something would have to fetch.
-Pure: a parsed body in, nothing or an ApiError out."""
+Pure: a parsed body in, nothing or an HttpError out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from typing import Any, Final
 
 from appliance.gateway.core import errors
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 
 # Where a URL may stand in a message: OpenAI's, vLLM's short forms, Anthropic's `source.url`, tool servers.
 _MEDIA_KEYS = frozenset(
@@ -54,7 +54,7 @@ def _media(key: str, value: Any) -> None:
     raise _remote(key)
 
 
-def _remote(param: str) -> ApiError:
+def _remote(param: str) -> HttpError:
     return errors.bad_request(
         f"`{param}`: only inline images and audio (data:image/…, data:audio/…) are accepted; "
         "this server fetches nothing, opens no files and decodes no video.",

@@ -1,4 +1,4 @@
-"""What an inference body may ask for. Pure: bytes in, the few facts the gateway needs out, or an ApiError.
+"""What an inference body may ask for. Pure: bytes in, the few facts the gateway needs out, or an HttpError.
 
 What it holds is counted before it is parsed (body_weight.py). It is parsed once, by orjson, which refuses NaN,
 infinities, lone surrogates, invalid UTF-8 and nesting past 1024 levels. Its raw bytes go on to the engine, which reads
@@ -16,7 +16,7 @@ import orjson
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import INPUT_TOKENS, RESPONSES, Route
 from appliance.gateway.payload.body_weight import check_weight
 from appliance.gateway.payload.continuation import CHAT, Continuation, continuation_of
@@ -102,13 +102,13 @@ def _start_of(value: Any) -> str:
 def check_body(route: Route, body: bytes, limits: Limits) -> Checked:
     """Check one inference request body (JSON text in bytes).
 
-    Raises ApiError 400 naming the parameter, what was given and what is expected.
+    Raises HttpError 400 naming the parameter, what was given and what is expected.
     """
     return check_object(route, parsed_body(body, limits), len(body), limits)
 
 
 def parsed_body(body: bytes, limits: Limits) -> dict[str, Any]:
-    """The object that a body is, with a name as its `model`. Raises ApiError 400, and 404 for what is no name."""
+    """The object that a body is, with a name as its `model`. Raises HttpError 400, and 404 for what is no name."""
     check_weight(body, limits.json_weight)
     try:
         data = orjson.loads(body)
@@ -127,7 +127,7 @@ def parsed_body(body: bytes, limits: Limits) -> dict[str, Any]:
 
 
 def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Limits) -> Checked:
-    """Check a body of so many bytes, as `parsed_body` returned it. Raises ApiError 400 like `check_body`."""
+    """Check a body of so many bytes, as `parsed_body` returned it. Raises HttpError 400 like `check_body`."""
     model: str = data["model"]
     stream = data.get("stream")
     if stream is not None and not isinstance(stream, bool):
@@ -180,7 +180,7 @@ _PLAIN_NUMBERS: Final = frozenset(
 def _plain_completion(data: dict[str, Any], number_rules: Rules, limits: Limits) -> int:
     """The completion's tokens of a plain chat request, -1 for one that must be looked at more closely.
 
-    Raises ApiError 400 for a number that is none or out of its bounds."""
+    Raises HttpError 400 for a number that is none or out of its bounds."""
     plain = False
     for key, value in data.items():
         if key == "messages":
@@ -372,7 +372,7 @@ _SHOWN: Final = reprlib.Repr()
 _SHOWN.maxstring = 80
 
 
-def _bad(name: str, value: Any, expected: str) -> ApiError:
+def _bad(name: str, value: Any, expected: str) -> HttpError:
     # Not `repr`: of 8 MiB it takes longer than anything else that is done with them.
     shown = _SHOWN.repr(value)
     if len(shown) > 80:

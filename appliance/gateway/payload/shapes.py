@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 
 _ODD_ITEMS: Final = 8
 _ODD_PARTS: Final = 64
@@ -49,7 +49,7 @@ _MESSAGE_TEXTS: Final = ("name", "tool_call_id", "refusal", "reasoning", "reason
 
 
 def check_messages(messages: list[Any], limits: Limits) -> None:
-    """Of chat and of Anthropic's messages. Raises ApiError 400."""
+    """Of chat and of Anthropic's messages. Raises HttpError 400."""
     if len(messages) > limits.messages:
         raise _too_many("messages", "messages", len(messages), limits.messages)
     parts, odd = 0, 0
@@ -74,7 +74,7 @@ def check_messages(messages: list[Any], limits: Limits) -> None:
 
 
 def check_items(items: list[Any], limits: Limits) -> None:
-    """Of /v1/responses. Raises ApiError 400."""
+    """Of /v1/responses. Raises HttpError 400."""
     if len(items) > limits.input_items:
         raise _too_many("input", "items", len(items), limits.input_items)
     parts, odd, values = 0, 0, 0
@@ -223,7 +223,7 @@ def _texts(part: dict[str, Any]) -> bool:
     return part.get("type") != "text" or isinstance(part.get("text"), str)
 
 
-def _too_many(name: str, what: str, given: int, limit: int) -> ApiError:
+def _too_many(name: str, what: str, given: int, limit: int) -> HttpError:
     return errors.bad_request(
         f"Invalid value for `{name}`: {given} {what} given, at most {limit} are allowed.",
         param=name,
@@ -231,7 +231,7 @@ def _too_many(name: str, what: str, given: int, limit: int) -> ApiError:
     )
 
 
-def _odd(name: str, given: int) -> ApiError:
+def _odd(name: str, given: int) -> HttpError:
     return errors.bad_request(
         f"Invalid value for `{name}`: {given} of its parts have no known type, or lack what that type needs "
         "(`type`, `role`, `content`, `text`, …).",

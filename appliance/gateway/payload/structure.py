@@ -15,7 +15,7 @@ import orjson
 
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import Limits
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 
 _REGEX_CHARS: Final = 1024
 _REGEX_QUANTIFIERS: Final = 16
@@ -36,7 +36,7 @@ _FREE: Final = frozenset({"auto", "none"})
 
 
 def check_structure(data: dict[str, Any], limits: Limits) -> None:
-    """Raises ApiError 400 for a form that would take an engine too long to prepare."""
+    """Raises HttpError 400 for a form that would take an engine too long to prepare."""
     budget = _Budget(limits)
     wanted = data.get("response_format")
     if wanted is not None:
@@ -214,7 +214,7 @@ def _bound(value: Any) -> int:
 def measure_regex(name: str, pattern: str) -> tuple[int, int]:
     """How many repeats stand in an expression, and how many characters it gains when bounded ones are written out.
 
-    Read as far as that needs it: what is wrong with it the engine says. Raises ApiError 400 for groups too deep."""
+    Read as far as that needs it: what is wrong with it the engine says. Raises HttpError 400 for groups too deep."""
     quantifiers, at, end = 0, 0, len(pattern)
     # Characters of each open group so far as written and written out; and those of the last atom.
     written: list[list[int]] = [[0, 0]]
@@ -277,7 +277,7 @@ def _atom_end(pattern: str, at: int) -> int:
     return at + 1
 
 
-def _too_complex(name: str, what: str, limit: int) -> ApiError:
+def _too_complex(name: str, what: str, limit: int) -> HttpError:
     return errors.bad_request(
         f"`{name}` is too complex: {what}, at most {limit} are allowed. Ask for a simpler form.",
         param=name.partition(".")[0],
@@ -285,7 +285,7 @@ def _too_complex(name: str, what: str, limit: int) -> ApiError:
     )
 
 
-def _unsupported(name: str, what: str) -> ApiError:
+def _unsupported(name: str, what: str) -> HttpError:
     return errors.bad_request(
         f"`{name}`: {what} is not accepted by this server, expected a JSON schema, a regular expression or choices.",
         param=name,

@@ -112,7 +112,7 @@ class Transcript:
 
 
 def transcript_of(data: dict[str, Any], *, counts: bool = False) -> Transcript:
-    """Of a parsed body of /v1/responses whose `input` was checked. Raises ApiError 400."""
+    """Of a parsed body of /v1/responses whose `input` was checked. Raises HttpError 400."""
     if counts:
         for name in ("stream", "background"):
             if data.get(name):

@@ -20,7 +20,7 @@ _SHOWN_CHARACTERS = 300
 
 
 @dataclass(frozen=True, slots=True)
-class Principal:
+class Caller:
     """Who a request comes from, and what it may.
 
     owner: whose key it is; a person's several keys have one. models: the only ones it may call, None for all.
@@ -56,7 +56,7 @@ class Table:
 
     generation: int
     models: tuple[Model, ...]
-    keys: Mapping[str, Principal]
+    keys: Mapping[str, Caller]
     limits: Mapping[str, int | float]
     refused: tuple[str, ...] = ()
 
@@ -78,16 +78,16 @@ def parse_table(data: Mapping[str, Any], *, default_hold_s: float) -> Table:
             rows.append(_model(name, row, default_hold_s, refused))
         except TableInvalid as error:
             refused.append(_shown(error))
-    principals: dict[str, Principal] = {}
+    callers: dict[str, Caller] = {}
     for digest, row in keys.items():
         try:
-            principals[digest] = _principal(digest, row)
+            callers[digest] = _caller(digest, row)
         except TableInvalid as error:
             refused.append(_shown(error))
     return Table(
         generation,
         tuple(rows),
-        principals,
+        callers,
         {k: v for k, v in limits.items() if isinstance(v, int | float) and not isinstance(v, bool) and 0 < v < 1e15},
         tuple(refused),
     )
@@ -192,7 +192,7 @@ def _replica(where: str, row: Any, model_version: str) -> Replica:
     )
 
 
-def _principal(digest: str, row: Any) -> Principal:
+def _caller(digest: str, row: Any) -> Caller:
     where = f"keys.{digest[:8]}…"
     if not _SHA256.match(digest):
         raise TableInvalid(f"{where}: expected 64 lower-case hex digits of a SHA-256")
@@ -210,7 +210,7 @@ def _principal(digest: str, row: Any) -> Principal:
     id = row.get("id")
     if not isinstance(id, str) or not _KEY_ID.match(id):
         raise TableInvalid(f"{where}.id: {id!r} given, expected letters, digits and _ . : -")
-    return Principal(
+    return Caller(
         id,
         str(_given(row, "name", "")),
         frozenset(names),

@@ -17,11 +17,11 @@ from typing import Final
 from appliance.gateway.access.admission import body_limit, check_scopes
 from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind, resolve
 from appliance.gateway.http import wire
 from appliance.gateway.http.error_shapes import error_response
-from appliance.gateway.routing.table import Principal
+from appliance.gateway.routing.table import Caller
 from appliance.gateway.server.dispatch import Dispatch
 from appliance.gateway.server.request_parser import Closing, Receiver, RequestParser
 from appliance.gateway.state.state import State
@@ -52,7 +52,7 @@ class ClientConnection(Receiver):
         self._state = state
         self._dispatch = dispatch
         self._parser: RequestParser | None = None
-        self._waiting: deque[Request | ApiError] = deque()
+        self._waiting: deque[Request | HttpError] = deque()
 
     # -- asyncio.Protocol
 
@@ -76,7 +76,7 @@ class ClientConnection(Receiver):
             return
         try:
             parser.feed(data)
-        except ApiError as error:
+        except HttpError as error:
             self._refuse(error)
 
     def eof_received(self) -> bool:
@@ -113,7 +113,7 @@ class ClientConnection(Receiver):
         if self.active is not None:
             self.active.client_paused(False)
 
-    # -- from the parser; an ApiError raised here ends the connection after it is answered
+    # -- from the parser; an HttpError raised here ends the connection after it is answered
 
     def request_begins(self) -> None:
         """Its first byte is there."""
@@ -133,7 +133,7 @@ class ClientConnection(Receiver):
             request.request_id = wire.accepted_request_id(request.headers) or self._state.new_request_id()
             request.route = resolve(request.method, request.path)
             self._dispatch.admit(request)
-        except ApiError as error:
+        except HttpError as error:
             request.refusal = error
         if self.active is not None:
             # Pipelining: answered in order, and nothing more is read until its turn.
@@ -144,7 +144,7 @@ class ClientConnection(Receiver):
             self._head_ready(request)
 
     def _head_ready(self, request: Request) -> None:
-        """Its head is known and it is its turn. Raises the request's ApiError if its body is not worth reading."""
+        """Its head is known and it is its turn. Raises the request's HttpError if its body is not worth reading."""
         expects = request.headers.get(b"expect")
         if request.refusal is not None:
             if expects is not None or request.chunked or (request.content_length or 0) > _DISCARD_BYTES:
@@ -202,7 +202,7 @@ class ClientConnection(Receiver):
             request.received_s = time.monotonic()
             try:
                 self.active = self._dispatch.handler(self, request)
-            except ApiError as error:
+            except HttpError as error:
                 self.answer_error(error)
                 return
             self.active.start()
@@ -223,7 +223,7 @@ class ClientConnection(Receiver):
         self.write(b"%b%b" % (head, body))
         self.finished(keep_alive=True)
 
-    def answer_error(self, error: ApiError) -> None:
+    def answer_error(self, error: HttpError) -> None:
         """Send an error as the whole response and finish the active request."""
         request = self.active_request
         assert request is not None
@@ -260,7 +260,7 @@ class ClientConnection(Receiver):
             self._close(read_rest=not request.complete)
         elif self._waiting:
             waiting = self._waiting.popleft()
-            if isinstance(waiting, ApiError):
+            if isinstance(waiting, HttpError):
                 self._refuse(waiting)
             else:
                 self.begin(waiting)
@@ -282,13 +282,13 @@ class ClientConnection(Receiver):
             # Its head came while another request was answered; its turn is now.
             try:
                 self._head_ready(self.parsing)
-            except ApiError as error:
+            except HttpError as error:
                 self._refuse(error)
                 return
         if self.read_paused:
             self.resume_reading()
 
-    def _refuse(self, error: ApiError) -> None:
+    def _refuse(self, error: HttpError) -> None:
         """Answer an error and close; behind a request that is still being answered, after it."""
         error.close = True
         if self.active is not None:
@@ -369,35 +369,37 @@ class ClientConnection(Receiver):
             if now_s - self._window_start_s > limits.body_window_s:
                 if self._window_bytes < limits.body_window_bytes:
                     self._state.metrics.events["slow_body"] += 1
-                    self._refuse(ApiError(408, "The request body came too slowly.", code="request_timeout", close=True))
+                    self._refuse(
+                        HttpError(408, "The request body came too slowly.", code="request_timeout", close=True)
+                    )
                     return
                 self._window_start_s, self._window_bytes = now_s, 0
             allowed_s = limits.body_grace_s + parsing.body_bytes / limits.body_bytes_per_s
             if now_s - self._body_since_s > allowed_s:
                 # A little in every window would keep it open for hours.
                 self._state.metrics.events["slow_body"] += 1
-                self._refuse(ApiError(408, "The request body came too slowly.", code="request_timeout", close=True))
+                self._refuse(HttpError(408, "The request body came too slowly.", code="request_timeout", close=True))
                 return
         if self.active is not None:
             self.active.tick(now_s)
         elif parsing is None and now_s > self._deadline_s:
             if self._parser is not None and self._parser.head_started:
                 self._state.metrics.events["slow_head"] += 1
-                self._refuse(ApiError(408, "The request head came too slowly.", code="request_timeout", close=True))
+                self._refuse(HttpError(408, "The request head came too slowly.", code="request_timeout", close=True))
             else:
                 self.close()
 
-    def keys_changed(self, principals: Mapping[str, Principal]) -> None:
-        """There is a new table: what a key that is gone has here ends, whatever has arrived of it. principals: by id.
+    def keys_changed(self, callers: Mapping[str, Caller]) -> None:
+        """There is a new table: what a key that is gone has here ends, whatever has arrived of it. callers: by id.
 
         Requests that have not begun are judged by their key as it is now.
         """
         for waiting in self._waiting:
             if isinstance(waiting, Request):
-                waiting.refusal = waiting.refusal or _judged_anew(waiting, principals)
+                waiting.refusal = waiting.refusal or _judged_anew(waiting, callers)
         request, parsing = self.active_request, self.parsing
         if parsing is not None and parsing is not request and parsing.refusal is None:
-            refusal = _judged_anew(parsing, principals)
+            refusal = _judged_anew(parsing, callers)
             if refusal is not None:
                 self._state.metrics.events["revoked_in_flight"] += 1
                 if self.active is None:
@@ -405,7 +407,7 @@ class ClientConnection(Receiver):
                     return
                 parsing.refusal = refusal  # its turn comes
         # Last: what waits behind it begins at once.
-        if self.active is not None and request is not None and _is_gone(request, principals):
+        if self.active is not None and request is not None and _is_gone(request, callers):
             self._state.metrics.events["revoked_in_flight"] += 1
             self.active.cancel(errors.key_revoked())
 
@@ -415,21 +417,21 @@ class ClientConnection(Receiver):
             self.close()
 
 
-def _is_gone(request: Request, principals: Mapping[str, Principal]) -> bool:
-    return request.principal is not None and request.principal.id not in principals
+def _is_gone(request: Request, callers: Mapping[str, Caller]) -> bool:
+    return request.caller is not None and request.caller.id not in callers
 
 
-def _judged_anew(request: Request, principals: Mapping[str, Principal]) -> ApiError | None:
+def _judged_anew(request: Request, callers: Mapping[str, Caller]) -> HttpError | None:
     """Why a request that was let in is not any more; None where it still is."""
-    if request.principal is None or request.route is None:
+    if request.caller is None or request.route is None:
         return None
-    principal = principals.get(request.principal.id)
-    if principal is None:
+    caller = callers.get(request.caller.id)
+    if caller is None:
         return errors.key_revoked()
-    request.principal = principal
+    request.caller = caller
     try:
-        check_scopes(request.route, principal)
-    except ApiError as error:
+        check_scopes(request.route, caller)
+    except HttpError as error:
         error.close = True
         return error
     return None

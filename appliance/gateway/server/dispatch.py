@@ -28,34 +28,34 @@ class Dispatch:
         self._copies = copies
 
     def admit(self, request: Request) -> None:
-        """Everything that can be said of a request from its head. Raises ApiError."""
+        """Everything that can be said of a request from its head. Raises HttpError."""
         state, route = self._state, request.route
         assert route is not None
         if route.kind is not Kind.HEALTH:
             digest = key_digest(request.headers)
             if state.generation < 0:
                 raise errors.unavailable("The gateway has no routing table yet. Please retry.", "starting", 2)
-            principal = state.keys.get(digest)
-            if principal is None:
+            caller = state.keys.get(digest)
+            if caller is None:
                 state.metrics.events["bad_key"] += 1
                 raise errors.invalid_key()
-            request.principal = principal
-            request.use = state.spending.use_of(principal)
-            check_scopes(route, principal)
+            request.caller = caller
+            request.use = state.spending.use_of(caller)
+            check_scopes(route, caller)
         check_head(request, state.limits)
 
     def handler(self, client: Client, request: Request) -> Handler:
-        """Who answers this request. Raises ApiError if its body rules it out."""
+        """Who answers this request. Raises HttpError if its body rules it out."""
         state, route = self._state, request.route
         assert route is not None
         headers = request.headers
         if b"traceparent" in headers:
             request.trace = wire.accepted_trace(headers)
-        principal, use = request.principal, request.use
-        assert principal is not None and use is not None
+        caller, use = request.caller, request.use
+        assert caller is not None and use is not None
         if route.kind is not Kind.INFERENCE:
-            state.spending.admit_control(principal, use, state.limits)
-            state.spending.opened_control(request, principal, use, state.limits)
+            state.spending.admit_control(caller, use, state.limits)
+            state.spending.opened_control(request, caller, use, state.limits)
             return Relay(state, client, request) if route.kind is Kind.CONTROL else Scrape(state, client, request)
         # In the order of what it costs: the key's limits, then what the body holds, the model, and what it asks for.
         state.spending.admit(request, use, state.limits)
@@ -64,16 +64,16 @@ class Dispatch:
             request.chunks = chunks = [b"".join(chunks)]
         data = parsed_body(chunks[0], state.limits)
         name: str = data["model"]
-        state.callable_model(name, principal)
+        state.callable_model(name, caller)
         request.refused_model = name.partition("@")[0] if "@" in name else name
         return self._checked(client, request, check_object(route, data, len(chunks[0]), state.limits))
 
     def _checked(self, client: Client, request: Request, checked: Checked) -> Handler:
-        """Who answers this request for inference, whose body is `checked`. Raises ApiError."""
+        """Who answers this request for inference, whose body is `checked`. Raises HttpError."""
         state, route = self._state, request.route
         assert route is not None
-        assert request.principal is not None
-        model = state.callable_model(checked.model, request.principal)
+        assert request.caller is not None
+        model = state.callable_model(checked.model, request.caller)
         if model.task != route.task:
             raise errors.wrong_task(checked.model, route.name)
         transcript = checked.transcript
@@ -88,7 +88,7 @@ class Dispatch:
             if transcript.previous_id and not transcript.has_previous:
                 # The controller's time: a hundred bytes name a conversation of megabytes.
                 assert request.use is not None
-                state.spending.admit_control(request.principal, request.use, state.limits)
+                state.spending.admit_control(request.caller, request.use, state.limits)
                 return PreviousResponse(state, client, request, checked, self._checked)
         state.spending.spend(request, checked, state.limits)
         state.spending.opened(request, checked)

@@ -35,7 +35,7 @@ class RepeatedHead(KnownHead):
         request.target = seen.target
         request.keep_alive = seen.keep_alive
         request.route = seen.route
-        request.principal = seen.principal
+        request.caller = seen.caller
         request.use = seen.use
         request.content_length = request.body_bytes = len(body)
         request.chunks = [body]
@@ -46,7 +46,7 @@ class RepeatedHead(KnownHead):
 def repeated_head(data: bytes, request: Request, table: int) -> RepeatedHead | None:
     """What to remember of a request that was parsed out of exactly `data`; None if it is not worth it."""
     route = request.route
-    if route is None or route.kind is not Kind.INFERENCE or request.refusal is not None or request.principal is None:
+    if route is None or route.kind is not Kind.INFERENCE or request.refusal is not None or request.caller is None:
         return None
     if request.content_length is None or b"expect" in request.headers or b"x-request-id" in request.headers:
         return None

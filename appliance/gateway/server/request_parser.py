@@ -1,8 +1,8 @@
 """Bytes of a client become requests: httptools with limits on what it may be made to remember, and heads that need no
 parser because the last one was the same.
 
-The connection is told of a request's head, of its body piece by piece, and of its end. An ApiError that it raises there
-comes out of `feed` like those raised here: the connection is of no use after it.
+The connection is told of a request's head, of its body piece by piece, and of its end. An HttpError that it raises
+there comes out of `feed` like those raised here: the connection is of no use after it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import httptools
 
 from appliance.gateway.access.request import Request
 from appliance.gateway.core import errors
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.http.client import Client
 from appliance.gateway.server.repeated_head import RepeatedHead, repeated_head
 from appliance.gateway.state.state import State
@@ -31,7 +31,7 @@ class Closing(Exception):
 
 
 class Receiver(Client):
-    """A client's connection as its parser sees it. An ApiError that it raises is one of `RequestParser.feed`.
+    """A client's connection as its parser sees it. An HttpError that it raises is one of `RequestParser.feed`.
 
     parsing: the request whose head is there and whose body is not, or not wholly.
     """
@@ -78,7 +78,7 @@ class RequestParser:
         self._parser: httptools.HttpRequestParser | None = httptools.HttpRequestParser(self)
 
     def feed(self, data: bytes) -> None:
-        """Raises ApiError for what is no HTTP, is too large, or is refused by the connection."""
+        """Raises HttpError for what is no HTTP, is too large, or is refused by the connection."""
         between, self._between = self._between, False
         if between and self._differing < _DIFFERING_HEADS:
             if self._repeat is not None and self._repeated(self._repeat, data):
@@ -96,7 +96,7 @@ class RequestParser:
             cause = error.__context__
             if isinstance(cause, Closing):
                 return
-            if not isinstance(cause, ApiError):
+            if not isinstance(cause, HttpError):
                 raise
             raise cause from None
         except httptools.HttpParserError as error:
@@ -127,7 +127,7 @@ class RequestParser:
         request = repeat.again(body)
         try:
             state.take_body(request, len(body))
-        except ApiError:
+        except HttpError:
             return False
         self._differing = 0
         self._between = True

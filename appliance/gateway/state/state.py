@@ -16,7 +16,7 @@ from appliance.gateway.access.request import Request
 from appliance.gateway.access.spending import Spending
 from appliance.gateway.core import errors
 from appliance.gateway.core.config import GatewayConfig, Limits
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import Kind
 from appliance.gateway.http.client import Client
 from appliance.gateway.http.outbox import Outbox
@@ -27,7 +27,7 @@ from appliance.gateway.observe.metrics import Metrics
 from appliance.gateway.routing.canary_comparison import Comparison
 from appliance.gateway.routing.holds import Bounds, Holds
 from appliance.gateway.routing.router import Choice, Model, Router
-from appliance.gateway.routing.table import Principal
+from appliance.gateway.routing.table import Caller
 from appliance.gateway.state.placeable import Placeable
 from runtime.background_tasks import BackgroundTasks
 
@@ -64,7 +64,7 @@ class State:
         self.access_log = AccessLog(config.log_path if config.access_log else None)
         self.tracing = None if config.otlp_endpoint is None else _tracing(config.otlp_endpoint, config.name)
         self.token = b"" if config.token_path is None else _token(config.token_path)
-        self.keys: dict[str, Principal] = {}
+        self.keys: dict[str, Caller] = {}
         self.spending = Spending(self.metrics.events, config.workers)
         self.generation = -1
         self.tables_applied = 0
@@ -92,7 +92,7 @@ class State:
     # -- bodies in memory
 
     def take_body(self, request: Request, nbytes: int) -> None:
-        """Account for body bytes kept in memory. Raises ApiError 503 when all bodies together are too large."""
+        """Account for body bytes kept in memory. Raises HttpError 503 when all bodies together are too large."""
         if self.buffered_bytes + nbytes > self.limits.buffered_body_bytes:
             raise errors.unavailable("The server is busy with other large requests. Please retry.", "overloaded", 2)
         use = request.use
@@ -113,19 +113,19 @@ class State:
 
     # -- models, and who waits for them
 
-    def callable_model(self, name: str, principal: Principal) -> Model:
-        """The row of a model that this key may call. Raises ApiError, the same for one that it may not as for one that
+    def callable_model(self, name: str, caller: Caller) -> Model:
+        """The row of a model that this key may call. Raises HttpError, the same for one that it may not as for one that
         nobody has; so nothing that depends on the model is said before."""
         model = self.router.models.get(name)
-        if model is None or not principal.sees(model) or not principal.may_use(name):
-            raise self.unknown_model(name, principal)
+        if model is None or not caller.sees(model) or not caller.may_use(name):
+            raise self.unknown_model(name, caller)
         return model
 
-    def unknown_model(self, name: str, principal: Principal | None) -> ApiError:
+    def unknown_model(self, name: str, caller: Caller | None) -> HttpError:
         """Why a name that is not in the table cannot be called."""
         base, at, version = name.partition("@")
         row = self.router.models.get(base) if at else None
-        if row is None or principal is None or not principal.sees(row) or not principal.may_use(base):
+        if row is None or caller is None or not caller.sees(row) or not caller.may_use(base):
             return errors.model_not_found(name)
         served = {replica.version for replica in row.replicas} or {row.version}
         return errors.version_not_served(base, version, sorted(served))

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from appliance.controller.bus.load import VersionLoad
-from appliance.controller.models.canary_decision import Side, Watch, chance_of_errors, decide, p95_s
+from appliance.controller.models.canary_decision import CanaryTerms, Side, chance_of_errors, decide, p95_s
 from appliance.gateway.routing.canary_comparison import bucket
 
-WATCH = Watch(since_s=100.0, watch_s=600.0, min_requests=50)
+TERMS = CanaryTerms(since_s=100.0, watch_s=600.0, min_requests=50)
 OVER_S = 701.0
 
 
@@ -30,47 +30,47 @@ NEW, OLD = side("v2"), side("v1", 1800)
 
 
 def test_as_good_and_watched_long_enough_is_promoted() -> None:
-    assert decide(NEW, OLD, WATCH, 700.0).verdict == "promote"
-    early = decide(NEW, OLD, WATCH, 640.5)
+    assert decide(NEW, OLD, TERMS, 700.0).verdict == "promote"
+    early = decide(NEW, OLD, TERMS, 640.5)
     assert (early.verdict, early.reason) == ("wait", "watched for 60 s more")
 
 
 def test_too_few_requests_of_either_version_decide_nothing_good() -> None:
-    assert decide(side("v2", 49), OLD, WATCH, OVER_S).reason == "v2 answered 49 of 50 requests"
-    assert decide(NEW, Side("v1"), WATCH, OVER_S).verdict == "wait"
+    assert decide(side("v2", 49), OLD, TERMS, OVER_S).reason == "v2 answered 49 of 50 requests"
+    assert decide(NEW, Side("v1"), TERMS, OVER_S).verdict == "wait"
 
 
 def test_errors_roll_back_at_once_and_say_how_many() -> None:
-    found = decide(side("v2", 8, errors=6), side("v1", 72), WATCH, 101.0)
+    found = decide(side("v2", 8, errors=6), side("v1", 72), TERMS, 101.0)
     assert (found.verdict, found.reason) == ("roll back", "v2 failed 6 of 8 requests, v1 0 of 72")
 
 
 def test_errors_that_both_have_and_a_few_by_chance_do_not() -> None:
-    assert decide(side("v2", 200, errors=20), side("v1", 1800, errors=180), WATCH, OVER_S).verdict == "promote"
-    assert decide(side("v2", 200, errors=1), OLD, WATCH, OVER_S).verdict == "promote"
-    assert decide(side("v2", 10, errors=10), Side("v1"), WATCH, OVER_S).verdict == "wait", "nothing to compare with"
+    assert decide(side("v2", 200, errors=20), side("v1", 1800, errors=180), TERMS, OVER_S).verdict == "promote"
+    assert decide(side("v2", 200, errors=1), OLD, TERMS, OVER_S).verdict == "promote"
+    assert decide(side("v2", 10, errors=10), Side("v1"), TERMS, OVER_S).verdict == "wait", "nothing to compare with"
 
 
 @pytest.mark.parametrize("slow", ["first_s", "whole_s"])
 def test_slower_than_half_as_much_again_rolls_back_when_the_time_is_over(slow: str) -> None:
     usual = {"first_s": 0.1, "whole_s": 1.0}[slow]
-    assert decide(side("v2", **{slow: usual * 1.3}), OLD, WATCH, OVER_S).verdict == "promote"
+    assert decide(side("v2", **{slow: usual * 1.3}), OLD, TERMS, OVER_S).verdict == "promote"
     late = side("v2", **{slow: usual * 2})
-    assert decide(late, OLD, WATCH, 300.0).verdict == "wait"
-    found = decide(late, OLD, WATCH, OVER_S)
+    assert decide(late, OLD, TERMS, 300.0).verdict == "wait"
+    found = decide(late, OLD, TERMS, OVER_S)
     assert found.verdict == "roll back" and "95 of 100 requests" in found.reason
 
 
 def test_a_worse_held_out_loss_rolls_back_and_an_unknown_one_does_not() -> None:
     worse, better = replace(NEW, valid_loss=2.2), replace(OLD, valid_loss=2.0)
-    assert decide(worse, better, WATCH, 101.0).reason == "the held-out loss of v2 is 2.2000, that of v1 2.0000"
-    assert decide(replace(NEW, valid_loss=2.03), better, WATCH, OVER_S).verdict == "promote"
-    assert decide(worse, OLD, WATCH, OVER_S).verdict == "promote"
-    assert decide(replace(NEW, valid_loss=float("nan")), better, WATCH, 101.0).verdict == "roll back"
+    assert decide(worse, better, TERMS, 101.0).reason == "the held-out loss of v2 is 2.2000, that of v1 2.0000"
+    assert decide(replace(NEW, valid_loss=2.03), better, TERMS, OVER_S).verdict == "promote"
+    assert decide(worse, OLD, TERMS, OVER_S).verdict == "promote"
+    assert decide(replace(NEW, valid_loss=float("nan")), better, TERMS, 101.0).verdict == "roll back"
 
 
 def test_an_engine_that_does_not_start_rolls_back() -> None:
-    found = decide(Side("v2"), OLD, WATCH, 101.0, "no kernel image")
+    found = decide(Side("v2"), OLD, TERMS, 101.0, "no kernel image")
     assert (found.verdict, found.reason) == ("roll back", "the engine of v2 does not start: no kernel image")
 
 

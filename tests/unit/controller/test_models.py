@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from appliance.controller.access.naming import fine_tuned_name, is_model_name, resolve, root_base
-from appliance.controller.interfaces.ports import VersionPlace
+from appliance.controller.interfaces.ports import VersionPaths
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.rows import CheckpointRow, JobRow
 from tests.unit.controller.conftest import ADMIN, Control, insert_model
@@ -92,7 +92,7 @@ async def test_deleting_a_tuned_model_takes_rows_then_replicas_then_bytes(contro
     assert resolve(control.db, TUNED) is None and resolve(control.db, CHECKPOINT) is None
     assert control.scheduler.withdrawn == [TUNED]
     assert control.ops.removed == [
-        (TUNED, [VersionPlace("step-10", "/models/step-10", None), VersionPlace("step-20", "/models/step-20", None)])
+        (TUNED, [VersionPaths("step-10", "/models/step-10", None), VersionPaths("step-20", "/models/step-20", None)])
     ]
 
 

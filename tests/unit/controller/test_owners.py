@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from appliance.controller.jobs.events import JobEvents
 from appliance.controller.openai import model_routes
 from appliance.controller.responses import stored
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.store.objects import jobs
 from appliance.store.records import keys
@@ -268,7 +268,7 @@ async def test_every_route_has_a_row_of_the_gateway_that_lets_its_scopes_through
     for method, path in routes(control):
         try:
             route = resolve(method.encode(), re.sub(r"{[^}]*}", "x", path).encode())
-        except ApiError:
+        except HttpError:
             closed.add((method, path))
             continue
         assert route.scopes, (method, path)

@@ -7,7 +7,7 @@ import json
 
 import pytest
 
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import EXACT, Kind, resolve
 from appliance.gateway.http.handler import Handler
 from appliance.gateway.payload.fields import FIELDS
@@ -88,7 +88,7 @@ def test_model_names_reach_the_controller_encoded_or_not() -> None:
         assert resolve(b"GET", path).scopes == {"inference", "fine_tuning", "read"}
         assert resolve(b"DELETE", path).scopes == {"fine_tuning"}
         assert resolve(b"POST", path + b"/share").scopes == {"fine_tuning"}
-    with pytest.raises(ApiError):
+    with pytest.raises(HttpError):
         resolve(b"GET", b"/v1/models/./x")
 
 
@@ -259,7 +259,7 @@ def test_every_route_of_inference_has_its_fields_and_no_other_has() -> None:
 def test_of_stored_responses_only_cancelling_is_posted() -> None:
     assert resolve(b"POST", b"/v1/responses/resp_1/cancel").scopes == {"inference"}
     for path in (b"/v1/responses/compact", b"/v1/responses/resp_1", b"/v1/responses/resp_1/input_items"):
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(HttpError) as caught:
             resolve(b"POST", path)
         assert caught.value.code == "unknown_url"
 

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from appliance.gateway.core.config import Limits
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.body_weight import check_weight
 from appliance.gateway.payload.fields import FIELDS
@@ -26,8 +26,8 @@ EMBEDDINGS = resolve(b"POST", b"/v1/embeddings")
 MIB = 1 << 20
 
 
-def refusal(route: Any, body: bytes | dict[str, Any]) -> ApiError:
-    with pytest.raises(ApiError) as caught:
+def refusal(route: Any, body: bytes | dict[str, Any]) -> HttpError:
+    with pytest.raises(HttpError) as caught:
         check_body(route, body if isinstance(body, bytes) else orjson.dumps(body), LIMITS)
     assert caught.value.status == 400 and len(caught.value.body()) < 1000
     return caught.value
@@ -99,7 +99,7 @@ def test_the_count_agrees_with_the_parser_about_where_strings_end(text: str) -> 
     raw = orjson.dumps(value)
     padded = raw + b" " * len(raw)  # long enough to be looked at
     check_weight(padded, weight)
-    with pytest.raises(ApiError):
+    with pytest.raises(HttpError):
         check_weight(padded, weight - 1)
 
 

@@ -252,4 +252,4 @@ def test_table_defaults() -> None:
 def test_a_key_says_whose_it_is() -> None:
     keys = {"a" * 64: {"id": "k", "owner": "Zoë"}, "b" * 64: {"id": "k2"}}
     table = parse_table({"generation": 3, "models": {}, "keys": keys}, default_hold_s=9)
-    assert [principal.owner for principal in table.keys.values()] == ["Zoë", "k2"]
+    assert [caller.owner for caller in table.keys.values()] == ["Zoë", "k2"]

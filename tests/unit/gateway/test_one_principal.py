@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from appliance.gateway.http.outbox import Outbox
-from appliance.gateway.http.upstream import CHUNKED, Owner, UpstreamConnection, UpstreamPool
+from appliance.gateway.http.upstream import CHUNKED, UpstreamConnection, UpstreamListener, UpstreamPool
 
 from .conftest import Box, Start, Wire, chat, request_bytes
 from .upstreams import chat_answer
@@ -261,7 +261,7 @@ class _Transport(asyncio.Transport):
         return self.closed
 
 
-class _Owner(Owner):
+class _Listener(UpstreamListener):
     def __init__(self) -> None:
         self.done, self.lost = False, False
 
@@ -279,11 +279,11 @@ HEAD = b"POST /x HTTP/1.1\r\nhost: a\r\n\r\n"
 EMPTY = b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n"
 
 
-async def _conn() -> tuple[UpstreamPool, UpstreamConnection, _Transport, _Owner]:
+async def _conn() -> tuple[UpstreamPool, UpstreamConnection, _Transport, _Listener]:
     pool, transport = UpstreamPool(Outbox()), _Transport()
     conn = UpstreamConnection(pool, "/x")
     conn.connection_made(transport)
-    return pool, conn, transport, _Owner()
+    return pool, conn, transport, _Listener()
 
 
 @pytest.mark.parametrize(("owes", "body"), [(5, b""), (5, b"abcd"), (CHUNKED, b""), (CHUNKED, b"abcd")])

@@ -8,7 +8,7 @@ import orjson
 import pytest
 
 from appliance.gateway.core.config import Limits
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import Checked, check_body, with_model
 
@@ -97,7 +97,7 @@ BAD: dict[str, tuple[str, str | None]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_chat_bodies(name: str) -> None:
     body, param = BAD[name]
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(HttpError) as caught:
         check_body(CHAT, body.encode(), LIMITS)
     assert caught.value.status == 400
     assert caught.value.param == param
@@ -105,7 +105,7 @@ def test_bad_chat_bodies(name: str) -> None:
 
 
 def test_bounds_are_said_as_they_are() -> None:
-    with pytest.raises(ApiError, match="16384 given, expected an integer from 1 to 64[.]"):
+    with pytest.raises(HttpError, match="16384 given, expected an integer from 1 to 64[.]"):
         check_body(CHAT, (HEAD + '"n": 16384}').encode(), LIMITS)
 
 
@@ -138,7 +138,7 @@ async def test_forms_are_refused(box: Box) -> None:
 
 def test_other_routes_have_their_own_inputs() -> None:
     def refused(route: Any, data: dict[str, Any]) -> str | None:
-        with pytest.raises(ApiError) as caught:
+        with pytest.raises(HttpError) as caught:
             check_body(route, orjson.dumps({"model": "m", **data}), LIMITS)
         return caught.value.param
 
@@ -252,5 +252,5 @@ def test_a_nearly_plain_request_is_looked_at(field: str) -> None:
     if field == '"user": [[]]':
         assert check_body(CHAT, body.encode(), LIMITS).model == "m"
         return
-    with pytest.raises(ApiError):
+    with pytest.raises(HttpError):
         check_body(CHAT, body.encode(), LIMITS)

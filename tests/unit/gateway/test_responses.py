@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from appliance.gateway.core.errors import ApiError
+from appliance.gateway.core.errors import HttpError
 from appliance.gateway.payload.transcript import Transcript, joined, transcript_of
 from appliance.gateway.routing.table import cache_salt
 
@@ -391,7 +391,7 @@ async def test_the_tokens_of_an_input_are_counted_with_those_of_earlier_turns(fr
     ],
 )
 def test_fields_that_cannot_be_meant(more: dict[str, Any], param: str, code: str | None) -> None:
-    with pytest.raises(ApiError) as caught:
+    with pytest.raises(HttpError) as caught:
         transcript_of({"model": "m", "input": "x", **more})
     assert (caught.value.status, caught.value.param, caught.value.code) == (400, param, code)
 

@@ -19,7 +19,7 @@ from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve
 from appliance.gateway.payload.request_check import check_body
 from appliance.gateway.payload.usage import TokenRequest, Tokens, with_fingerprint, without_usage_event
-from appliance.gateway.routing.table import Principal
+from appliance.gateway.routing.table import Caller
 
 from .conftest import KEY, Box, Start, chat, request_bytes
 from .test_continuation import completion, events, greedy_engine, text_of
@@ -361,7 +361,7 @@ def test_a_stream_that_its_client_let_stand_is_paid_for_by_the_time(unread: bool
     """Nobody delivered what the engine wrote meanwhile, and 3 events were all that was paid."""
     spending = Spending(defaultdict(int), 1)
     request = Request(b"POST", b"/v1/chat/completions", {}, "1.1")
-    request.principal = Principal("key_a", "", frozenset(), b"")
+    request.caller = Caller("key_a", "", frozenset(), b"")
     request.model, request.streams, request.stream_events, request.status = "m", True, 3, 200
     request.left_after_s, request.unread, request.asked = 10.0, unread, TokenRequest(7, 500, 1)
     spending.account(request, 10.0)

@@ -8,7 +8,7 @@ from itertools import combinations, pairwise
 import pytest
 
 from appliance.gateway.http.outbox import Outbox
-from appliance.gateway.http.upstream import Owner, UpstreamConnection, UpstreamPool
+from appliance.gateway.http.upstream import UpstreamConnection, UpstreamListener, UpstreamPool
 
 HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
 BODIES = (b"data: 1\n\n", b"\r\n0\r\n\r\n", b"x" * 20)
@@ -29,7 +29,7 @@ class Transport:
         self.aborted = True
 
 
-class Waiting(Owner):
+class Waiting(UpstreamListener):
     def __init__(self) -> None:
         self.body, self.done, self.lost = b"", False, False
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.errors import RelayRefused
+from runtime.errors import TunnelRefused
 from scheduler.devices.discovery import logical_devices
 from scheduler.ray import node_copies
 from scheduler.ray.node import Node, NodeConfig
@@ -56,7 +56,7 @@ def nodes():
 
 async def test_a_copy_is_whole_and_stays_for_its_holder_until_that_takes_another(nodes):
     home, away = nodes
-    address = await home.node.relay_address()
+    address = await home.node.tunnel_address()
     first, second = write(home.store, "v1", model="m"), write(home.store, "v2", model="m")
     copied = await away.node.take(address, BASE, first.path, "serve m")
     assert copied["bytes"] > first.nbytes
@@ -85,7 +85,7 @@ async def test_what_is_copied_from_here_is_not_written_over_meanwhile(nodes):
 
 async def test_what_comes_home_is_pinned_and_old_snapshots_make_room(nodes):
     home, away = nodes
-    address = await away.node.relay_address()
+    address = await away.node.tunnel_address()
     for step in (3, 7, 10):
         made = write(away.store, f"step-{step}", model="job-1", kind="snapshot")
         path, received_bytes = await home.node.keep(address, SNAPSHOT._replace(version=f"step-{step}"), made.path)
@@ -100,7 +100,7 @@ async def test_a_snapshot_that_memory_has_no_room_for_goes_to_disk(nodes):
     home, away = nodes
     made = write(away.store, SNAPSHOT.version, model=SNAPSHOT.model, kind="snapshot")
     tight = Node(replace(home.place, budget_bytes=1000))
-    path, _ = await tight.keep(await away.node.relay_address(), SNAPSHOT, made.path)
+    path, _ = await tight.keep(await away.node.tunnel_address(), SNAPSHOT, made.path)
     assert path.is_relative_to(home.place.jobs_dir / "job-1" / "snapshots")
 
 
@@ -108,7 +108,7 @@ async def test_memory_that_fills_up_while_a_copy_arrives_is_named_and_a_snapshot
     home, away = nodes
     made = write(away.store, SNAPSHOT.version, model=SNAPSHOT.model, kind="snapshot")
     base = write(away.store, "v1", model="m")
-    address = await away.node.relay_address()
+    address = await away.node.tunnel_address()
     fetch = node_copies.fetch_directory
 
     async def full(address, shared, remote, target, *names):
@@ -132,7 +132,7 @@ async def test_only_a_jobs_data_travels(nodes):
     folder.mkdir()
     for name in ("train.jsonl", "valid.jsonl", "events.jsonl"):
         (folder / name).write_text(name)
-    there = await away.node.fetch_job(await home.node.relay_address(), folder, "job-1")
+    there = await away.node.fetch_job(await home.node.tunnel_address(), folder, "job-1")
     assert there == away.place.jobs_dir / "job-1"
     assert sorted(path.name for path in there.iterdir()) == ["train.jsonl", "valid.jsonl"]
     (there / "tokens").mkdir()
@@ -143,10 +143,10 @@ async def test_only_a_jobs_data_travels(nodes):
 
 async def test_a_copy_that_fails_leaves_nothing(nodes):
     home, away = nodes
-    with pytest.raises(RelayRefused):
-        await away.node.take(await home.node.relay_address(), BASE, home.place.shm_root / "versions" / "m" / "v1", "x")
-    with pytest.raises(RelayRefused):
-        await away.node.fetch_job(await home.node.relay_address(), home.place.jobs_dir.parent, "job-1")
+    with pytest.raises(TunnelRefused):
+        await away.node.take(await home.node.tunnel_address(), BASE, home.place.shm_root / "versions" / "m" / "v1", "x")
+    with pytest.raises(TunnelRefused):
+        await away.node.fetch_job(await home.node.tunnel_address(), home.place.jobs_dir.parent, "job-1")
     assert list((away.place.shm_root / "incoming").glob("*")) == list(away.place.jobs_dir.iterdir()) == []
 
 
@@ -162,7 +162,7 @@ async def test_engines_elsewhere_find_adapters(nodes):
     source = AdapterServer(home.place.adapter_socket, bring_in, (LookupError,))
     await source.start()
     for _ in range(2):  # every engine that starts there asks for it
-        await away.node.serve_adapters(await home.node.relay_address(), home.place.adapter_socket)
+        await away.node.serve_adapters(await home.node.tunnel_address(), home.place.adapter_socket)
     async with brought_in(str(away.place.adapter_socket), "ft:m@s1", 10) as path:
         found = away.store.find(*TUNED)
         assert path == str(found.path) and found.path.is_relative_to(away.place.adapters)

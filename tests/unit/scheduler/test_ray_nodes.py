@@ -30,7 +30,7 @@ class Agent:
                         return self.it
                     case "leaves":
                         return self.going
-                    case "relay_address":
+                    case "tunnel_address":
                         return self.it.address, 7000
                 return None
 

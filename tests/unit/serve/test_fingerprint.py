@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve.core.errors import FingerprintMismatch
-from serve.core.fingerprint import PROMPT_TOKENS, Fingerprint, FingerprintBook, canary_prompt, version_key
+from serve.core.fingerprint import PROMPT_TOKENS, Fingerprint, FingerprintBook, fingerprint_prompt, version_key
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.store import WeightStore
 
@@ -13,18 +13,18 @@ ANSWER = {"tokens": list(range(16)), "logprobs": [-float(i) / 4 for i in range(1
 
 
 def fingerprint(origin="load", **changes):
-    return Fingerprint.from_canary(origin, {**ANSWER, **changes})
+    return Fingerprint.from_answer(origin, {**ANSWER, **changes})
 
 
 @given(st.integers(2, 300_000), st.integers(1, 64))
-def test_the_canary_prompt_stays_inside_every_vocabulary(vocabulary, length):
-    prompt = canary_prompt(vocabulary, length)
+def test_the_fingerprint_prompt_stays_inside_every_vocabulary(vocabulary, length):
+    prompt = fingerprint_prompt(vocabulary, length)
     assert len(prompt) == length and all(0 <= token < vocabulary for token in prompt)
 
 
-def test_the_canary_prompt_touches_different_rows_and_never_changes():
-    assert len(set(canary_prompt(32000))) == PROMPT_TOKENS
-    assert canary_prompt(384)[:4] == [237, 90, 327, 181]
+def test_the_fingerprint_prompt_touches_different_rows_and_never_changes():
+    assert len(set(fingerprint_prompt(32000))) == PROMPT_TOKENS
+    assert fingerprint_prompt(384)[:4] == [237, 90, 327, 181]
 
 
 def test_equal_answers_agree_and_rounding_is_forgiven():

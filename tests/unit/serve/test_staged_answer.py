@@ -14,9 +14,11 @@ class Workers:
         self.searching, self.layers, self.refused = list(searching), layers, refused
 
     async def rpc(self, method: str):
-        if method == "shm_ready_canary":
+        if method == "shm_ready_fingerprint":
             return [self._ready(worker) for worker in range(len(self.searching))]
-        assert method == "shm_advance_canary" and not any(self.searching), "a worker waits for one that still searches"
+        assert method == "shm_advance_fingerprint" and not any(self.searching), (
+            "a worker waits for one that still searches"
+        )
         self.layers -= 1
         return [None if self.layers else ANSWER] * len(self.searching)
 

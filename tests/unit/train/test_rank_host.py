@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from runtime.errors import ChildDied, SupervisorDied
-from train.control.group import Group, Watch
+from train.control.group import Group, PingLimits
 from train.control.rank_host import RankHost
 
 
@@ -123,7 +123,7 @@ async def test_an_adopted_group_tells_what_was_missed_and_how_it_ended(monkeypat
     child.say("metrics", step=5)
     await one.next_event(0)
     told = []
-    group = Group(told.append, Watch(ping_every_s=60))
+    group = Group(told.append, PingLimits(ping_every_s=60))
     await group.adopt("j", [one])
     child.say("metrics", step=6)
     child.say("done", outcome="succeeded", step=6)
@@ -138,7 +138,7 @@ async def test_a_rank_that_lingers_after_its_jobs_end_does_not_make_it_a_failure
     child.say("ready", step=0, seconds={"join": 0.0, "prepare": 0.0})
     await one.next_event(0)
     told, killed = [], []
-    group = Group(told.append, Watch(ping_every_s=60))
+    group = Group(told.append, PingLimits(ping_every_s=60))
     await group.adopt("j", [one])
     child.pause = asyncio.Event()
     monkeypatch.setattr(one, "kill", lambda kill=one.kill: killed.append(1) or kill())
@@ -173,7 +173,7 @@ async def test_what_a_dead_rank_said_last_is_heard_before_another_is_blamed(monk
     for child in children:
         child.call = ping
     monkeypatch.setattr(hosts[1], "next_event", late)
-    group = Group(watch=Watch(ping_every_s=60))
+    group = Group(limits=PingLimits(ping_every_s=60))
     await group.adopt("j", hosts)
     children[1].say("fatal", type="StoreFull", message="no room")
     for child in children:
@@ -224,7 +224,7 @@ async def test_a_host_that_cannot_be_asked_to_kill_does_not_keep_the_end_from_be
         raise RuntimeError("the machine ran out of memory")  # whatever it is: a suspend waited for ever for one such
 
     monkeypatch.setattr(one, "kill", lost)
-    group = Group(watch=Watch(ping_every_s=60))
+    group = Group(limits=PingLimits(ping_every_s=60))
     await group.adopt("j", [one])
     async with asyncio.timeout(5):
         ended = await group.kill()
@@ -251,7 +251,7 @@ async def test_a_rank_that_was_killed_is_not_the_jobs_fault(monkeypatch, tmp_pat
 
     child.call = ping
     monkeypatch.setattr(one, "next_event", ends)
-    group = Group(watch=Watch(ping_every_s=60))
+    group = Group(limits=PingLimits(ping_every_s=60))
     async with asyncio.timeout(5):
         await group.adopt("j", [one])
         error = (await group.wait()).error

@@ -13,24 +13,24 @@ NIGHT = {"schedule": "0 22 * * *", "since_s": 9.0, "window": "win_1", "kind": "t
 
 def test_the_newest_ask_that_is_not_settled_is_why_devices_move():
     status = {"settled": 3, "policy": BY_HAND}
-    asked = HandoverTrigger(lambda: status)
-    assert asked.now() == {"asked_by": "scheduler", "asked_for": "demand and queue"}
-    asked.note(4, "ops", "mode train")
-    asked.note(5, "alice", "pause of ftjob-1")
-    assert asked.now() == {"asked_by": "alice", "asked_for": "pause of ftjob-1"}
+    trigger = HandoverTrigger(lambda: status)
+    assert trigger.now() == {"asked_by": "scheduler", "asked_for": "demand and queue"}
+    trigger.note(4, "ops", "mode train")
+    trigger.note(5, "alice", "pause of ftjob-1")
+    assert trigger.now() == {"asked_by": "alice", "asked_for": "pause of ftjob-1"}
     status["settled"] = 5
-    assert asked.now()["asked_by"] == "scheduler", "what happens after it settled is not theirs"
-    asked.note(6, "", "mode serve")
-    assert asked.now() == {"asked_by": "box", "asked_for": "mode serve"}
+    assert trigger.now()["asked_by"] == "scheduler", "what happens after it settled is not theirs"
+    trigger.note(6, "", "mode serve")
+    assert trigger.now() == {"asked_by": "box", "asked_for": "mode serve"}
 
 
 def test_a_window_asks_once_each_time_it_begins():
     status = {"settled": 0, "policy": NIGHT}
-    asked = HandoverTrigger(lambda: status)
-    assert asked.now() == {"asked_by": "window win_1", "asked_for": "mode train"}
-    assert asked.now()["asked_by"] == "scheduler"
+    trigger = HandoverTrigger(lambda: status)
+    assert trigger.now() == {"asked_by": "window win_1", "asked_for": "mode train"}
+    assert trigger.now()["asked_by"] == "scheduler"
     status["policy"] = {**NIGHT, "since_s": 10.0}
-    assert asked.now()["asked_by"] == "window win_1"
+    assert trigger.now()["asked_by"] == "window win_1"
 
 
 def test_the_journal_keeps_who_asked_to_the_end(tmp_path):

@@ -49,8 +49,8 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     world = World(box_of(3))
     states = SqliteStateStore(db, events, lambda _: Demand(), 0, 3, EngineConfig(), lambda: None)
     write_mode(db, Mode("serve"))
-    asked = HandoverTrigger(lambda: loop.status())
-    journal = SqliteJournal(db, asked.now)
+    trigger = HandoverTrigger(lambda: loop.status())
+    journal = SqliteJournal(db, trigger.now)
     loop = SchedulerLoop(FakeEffects(world), states, journal, SystemClock(), SchedulerConfig())
     nothing = SimpleNamespace(
         inflight=lambda _: 0,
@@ -60,7 +60,7 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
         status=dict,
         notes=list,
     )
-    port = LoopPort(loop, nothing, journal, nothing, nothing, nothing, db, SchedulerConfig(), 0, asked, nothing)
+    port = LoopPort(loop, nothing, journal, nothing, nothing, nothing, db, SchedulerConfig(), 0, trigger, nothing)
     running = asyncio.create_task(loop.run())
     await loop.wait_settled(loop.nudge())
     (device,) = [d["id"] for d in port.status()["devices"] if d["holder"]]

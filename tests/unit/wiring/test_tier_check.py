@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from appliance.controller.interfaces.errors import OperationFailed
-from appliance.controller.interfaces.ports import VersionPlace
+from appliance.controller.interfaces.ports import VersionPaths
 from appliance.controller.models.removal import place
 from appliance.store.objects import models
 from appliance.wiring import model_work
@@ -102,7 +102,7 @@ async def test_what_is_read_while_it_is_deleted_goes_when_its_reader_has_gone(op
     library = type("Library", (), {"remove": lambda self, name, version: True})()
     ops = LibraryOps(library, store, tiers, flow, lambda name: None)
     lease = take_lease(store.find("adapter", "ft:x", "step-2"))
-    removing = asyncio.create_task(ops.remove("ft:x", [VersionPlace("step-2", None, None, "adapter")]))
+    removing = asyncio.create_task(ops.remove("ft:x", [VersionPaths("step-2", None, None, "adapter")]))
     await asyncio.sleep(0.1)
     assert not removing.done() and store.find("adapter", "ft:x", "step-2")
     lease.release()
@@ -115,7 +115,7 @@ async def test_what_is_read_on_and_on_is_left_to_eviction(ops, flow, store, monk
     library = type("Library", (), {"remove": lambda self, name, version: True})()
     with take_lease(store.find("adapter", "ft:x", "step-2")):
         await LibraryOps(library, store, tiers, flow, lambda name: None).remove(
-            "ft:x", [VersionPlace("step-2", None, None, "adapter")]
+            "ft:x", [VersionPaths("step-2", None, None, "adapter")]
         )
     left = store.find("adapter", "ft:x", "step-2")
     assert left is not None and not left.pinned

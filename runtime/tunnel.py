@@ -1,8 +1,8 @@
 """Between nodes: a tunnel from a Unix socket here to one there, and directories copied over.
 
 Each node has one TCP port, open on one address. On a network both sides show certificates of the box's authority (TLS);
-without certificates a relay listens on loopback alone. Inside the connection, whoever connects gets a nonce and must
-answer with a proof under a key that is made from the token which the nodes share. The token itself never travels.
+without certificates a tunnel server listens on loopback alone. Inside the connection, whoever connects gets a nonce and
+must answer with a proof under a key that is made from the token which the nodes share. The token itself never travels.
 
 A greeting is one line of JSON, `{"ask": "socket" | "directory", "path": ..., "nonce": hex, "proof": hex}`. The answer
 is one line, `{"ok": ..., "proof": hex}` or `{"error": text}`. A proof covers everything that its line says, both
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import RelayRefused
+from runtime.errors import TunnelRefused
 
 GREETING_BYTES = 4096
 GREETING_TIMEOUT_S = 10.0
@@ -76,7 +76,7 @@ class Shared:
         return None if self.certificate is None else self.certificate.context(ssl.PROTOCOL_TLS_CLIENT)
 
 
-class Relay:
+class TunnelServer:
     """This node's port. Tunnels may end at `sockets` (or in these folders); directories below `folders` may be
     copied."""
 
@@ -86,11 +86,11 @@ class Relay:
         self.bytes_sent = 0
 
     async def start(self) -> tuple[str, int]:
-        """Returns address and port, the same on every call. Raises RelayRefused off loopback without certificates."""
+        """Returns address and port, the same on every call. Raises TunnelRefused off loopback without certificates."""
         if self._server is None:
             certificate = self._shared.certificate
             if certificate is None and not ipaddress.ip_address(self._address).is_loopback:
-                raise RelayRefused(f"no relay at {self._address}: this node has no certificate of the box")
+                raise TunnelRefused(f"no tunnel server at {self._address}: this node has no certificate of the box")
             secure: dict[str, Any] = {}
             if certificate is not None:
                 context = certificate.context(ssl.PROTOCOL_TLS_SERVER)
@@ -109,18 +109,18 @@ class Relay:
                 writer.write(f"{nonce}\n".encode())
                 greeting = json.loads(await reader.readline())
                 if not isinstance(greeting, dict):
-                    raise RelayRefused("a greeting is an object")
+                    raise TunnelRefused("a greeting is an object")
                 proof = self._shared.proof("ask", greeting, nonce)
                 if not hmac.compare_digest(str(greeting.get("proof")).encode(), proof.encode()):
-                    raise RelayRefused("the proof of the token is wrong")
+                    raise TunnelRefused("the proof of the token is wrong")
             path, nonces = Path(str(greeting["path"])), (nonce, str(greeting["nonce"]))
             if greeting["ask"] == "socket":
                 await self._tunnel(_inside(path, self._sockets), reader, writer, nonces)
             elif greeting["ask"] == "directory":
                 await self._send_directory(_inside(path, self._folders), greeting.get("names"), writer, nonces)
             else:
-                raise RelayRefused(f"unknown request {greeting['ask']!r}")
-        except (RelayRefused, OSError, ValueError, KeyError, TimeoutError) as error:
+                raise TunnelRefused(f"unknown request {greeting['ask']!r}")
+        except (TunnelRefused, OSError, ValueError, KeyError, TimeoutError) as error:
             if not writer.is_closing():
                 writer.write(_line({"error": f"{type(error).__name__}: {error}"}))
         finally:
@@ -165,14 +165,15 @@ class Tunnels:
         self._servers: dict[str, asyncio.Server] = {}
 
     async def open(self, local: Path, address: tuple[str, int], remote: Path) -> None:
-        """Make `local` lead to `remote` on the node whose relay listens at `address`; replaces an older tunnel."""
+        """Make `local` lead to `remote` on the node whose tunnel server listens at `address`; replaces an older
+        tunnel."""
         await self.close(local)
 
         async def carry(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:
                 _, far_reader, far_writer = await _ask(address, self._shared, "socket", remote)
                 await _join((reader, writer), (far_reader, far_writer))
-            except (RelayRefused, OSError, TimeoutError):
+            except (TunnelRefused, OSError, TimeoutError):
                 writer.transport.abort()  # looks as if the engine had died, which the gateway handles
             finally:
                 writer.close()
@@ -193,7 +194,7 @@ async def fetch_directory(
     """Copy the files of another node's directory, or those of `names` that it has, into the new directory `target`;
     returns the bytes received.
 
-    Raises RelayRefused when the other node refuses or the connection ends early.
+    Raises TunnelRefused when the other node refuses or the connection ends early.
     """
     more = {} if names is None else {"names": list(names)}
     sizes, reader, writer = await _ask(address, shared, "directory", remote, more)
@@ -202,13 +203,13 @@ async def fetch_directory(
     try:
         for name, size in sizes:
             if Path(name).name != name or name in (".", ".."):
-                raise RelayRefused(f"a file is called {name!r}")
+                raise TunnelRefused(f"a file is called {name!r}")
             with open(target / name, "xb") as file:
                 left = size
                 while left:
                     chunk = await reader.read(min(CHUNK_BYTES, left))
                     if not chunk:
-                        raise RelayRefused(f"the connection ended {left} bytes before the end of {name}")
+                        raise TunnelRefused(f"the connection ended {left} bytes before the end of {name}")
                     await asyncio.to_thread(file.write, chunk)
                     left -= len(chunk)
             total += size
@@ -232,7 +233,9 @@ async def _ask(
         if "ok" in answer and not hmac.compare_digest(str(answer.get("proof")).encode(), proof.encode()):
             answer = {"error": "it does not know the token"}
         if "ok" not in answer:
-            raise RelayRefused(f"the relay at {address[0]}:{address[1]} refused {ask} {path}: {answer.get('error')}")
+            raise TunnelRefused(
+                f"the tunnel server at {address[0]}:{address[1]} refused {ask} {path}: {answer.get('error')}"
+            )
     except BaseException:
         writer.close()
         raise
@@ -268,7 +271,7 @@ async def _pour(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> Non
 def _inside(path: Path, folders: tuple[Path, ...]) -> Path:
     resolved = path.resolve()
     if not any(resolved.is_relative_to(folder.resolve()) for folder in folders):
-        raise RelayRefused(f"{path} is not below {', '.join(map(str, folders))}")
+        raise TunnelRefused(f"{path} is not below {', '.join(map(str, folders))}")
     return resolved
 
 

@@ -9,8 +9,8 @@ import ssl
 import pytest
 
 from appliance.nodes.certificate_authority import Authority, Credentials
-from runtime.errors import RelayRefused
-from runtime.relay import Relay, Shared, Tunnels, fetch_directory
+from runtime.errors import TunnelRefused
+from runtime.tunnel import Shared, Tunnels, TunnelServer, fetch_directory
 
 TOKEN = b"a token that both nodes have"
 SHARED = Shared(TOKEN)
@@ -34,9 +34,9 @@ async def there(tmp_path):
         writer.close()
 
     engine = await asyncio.start_unix_server(shout, str(tmp_path / "run" / "engine.sock"))
-    relay = Relay("127.0.0.1", SHARED, sockets=(tmp_path / "run",), folders=(tmp_path / "store",))
-    yield await relay.start(), relay, engine
-    await relay.stop()
+    server = TunnelServer("127.0.0.1", SHARED, sockets=(tmp_path / "run",), folders=(tmp_path / "store",))
+    yield await server.start(), server, engine
+    await server.stop()
     engine.close()
 
 
@@ -69,9 +69,9 @@ async def test_an_engine_that_is_gone_breaks_the_connection(there, tmp_path):
 
 
 async def test_a_directory_arrives_byte_for_byte_and_counted(there, tmp_path):
-    address, relay, _ = there
+    address, server, _ = there
     got = await fetch_directory(address, SHARED, tmp_path / "store" / "v1", tmp_path / "copy")
-    assert got == relay.bytes_sent == 256 * 9000 + 532
+    assert got == server.bytes_sent == 256 * 9000 + 532
     assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == ["empty", "weights", "zmanifest"]
     source, copy = tmp_path / "store" / "v1" / "weights", tmp_path / "copy" / "weights"
     assert copy.read_bytes() == source.read_bytes()
@@ -86,7 +86,7 @@ async def test_only_the_files_named_are_copied(there, tmp_path):
 
 @pytest.mark.parametrize("token, path", [(b"wrong", "store/v1"), (TOKEN, "run"), (TOKEN, "store/../secret")])
 async def test_strangers_and_other_places_are_refused(there, tmp_path, token, path):
-    with pytest.raises(RelayRefused):
+    with pytest.raises(TunnelRefused):
         await fetch_directory(there[0], Shared(token), tmp_path / path, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
 
@@ -100,7 +100,7 @@ async def test_the_token_never_travels(tmp_path):
         writer.close()
 
     server = await asyncio.start_server(listen, "127.0.0.1", 0)
-    with pytest.raises(RelayRefused):
+    with pytest.raises(TunnelRefused):
         await fetch_directory(server.sockets[0].getsockname()[:2], SHARED, tmp_path, tmp_path / "copy")
     assert TOKEN not in seen[0] and len(json.loads(seen[0])["proof"]) == 64
     server.close()
@@ -130,7 +130,7 @@ async def test_a_greeting_that_somebody_changed_on_its_way_is_refused(there, tmp
     writer.close()
 
 
-async def test_a_greeting_counts_once_and_a_relays_own_words_do_not_open_it(there, tmp_path):
+async def test_a_greeting_counts_once_and_a_servers_own_words_do_not_open_it(there, tmp_path):
     greeting, answers = {"ask": "directory", "path": str(tmp_path / "store" / "v1"), "nonce": "1" * 64}, []
     for who in ("ask", "ask", "answer"):
         reader, writer = await asyncio.open_connection(*there[0])
@@ -143,7 +143,7 @@ async def test_a_greeting_counts_once_and_a_relays_own_words_do_not_open_it(ther
     assert ["ok" in answer for answer in answers] == [True, False, False]
 
 
-async def test_a_stranger_in_a_relays_place_is_not_believed(tmp_path):
+async def test_a_stranger_in_a_servers_place_is_not_believed(tmp_path):
     async def listen(reader, writer):
         writer.write(b"nonce\n")
         await reader.readline()
@@ -151,14 +151,14 @@ async def test_a_stranger_in_a_relays_place_is_not_believed(tmp_path):
         writer.close()
 
     server = await asyncio.start_server(listen, "127.0.0.1", 0)
-    with pytest.raises(RelayRefused, match="does not know the token"):
+    with pytest.raises(TunnelRefused, match="does not know the token"):
         await fetch_directory(server.sockets[0].getsockname()[:2], SHARED, tmp_path, tmp_path / "copy")
     assert not (tmp_path / "copy").exists()
     server.close()
 
 
 @pytest.mark.parametrize("line", [b"[]\n", b"1\n", b"{}\n", b"null\n", b"\xff\n", b"x" * 9000 + b"\n", b""])
-async def test_whatever_a_stranger_says_the_relay_goes_on(there, tmp_path, line):
+async def test_whatever_a_stranger_says_the_server_goes_on(there, tmp_path, line):
     reader, writer = await asyncio.open_connection(*there[0])
     await reader.readline()
     writer.write(line)
@@ -168,9 +168,9 @@ async def test_whatever_a_stranger_says_the_relay_goes_on(there, tmp_path, line)
     assert await fetch_directory(there[0], SHARED, tmp_path / "store" / "v1", tmp_path / "copy")
 
 
-async def test_no_relay_on_a_network_without_certificates():
-    with pytest.raises(RelayRefused, match="no certificate"):
-        await Relay("192.0.2.1", SHARED, sockets=(), folders=()).start()
+async def test_no_tunnel_on_a_network_without_certificates():
+    with pytest.raises(TunnelRefused, match="no certificate"):
+        await TunnelServer("192.0.2.1", SHARED, sockets=(), folders=()).start()
 
 
 @pytest.fixture
@@ -187,13 +187,13 @@ def nodes(tmp_path):
 
 async def test_between_nodes_all_is_tls_and_each_side_shows_its_certificate(there, nodes, tmp_path, monkeypatch):
     home, joined, other = nodes
-    monkeypatch.setattr("runtime.relay.GREETING_TIMEOUT_S", 0.5)
-    relay = Relay("127.0.0.1", home, sockets=(tmp_path / "run",), folders=(tmp_path / "store",))
-    address, source = await relay.start(), tmp_path / "store" / "v1"
+    monkeypatch.setattr("runtime.tunnel.GREETING_TIMEOUT_S", 0.5)
+    server = TunnelServer("127.0.0.1", home, sockets=(tmp_path / "run",), folders=(tmp_path / "store",))
+    address, source = await server.start(), tmp_path / "store" / "v1"
     assert await fetch_directory(address, joined, source, tmp_path / "copy") == 256 * 9000 + 532
     assert (tmp_path / "copy" / "weights").read_bytes() == (source / "weights").read_bytes()
     for number, stranger in enumerate([other, Shared(TOKEN)]):
-        with pytest.raises((RelayRefused, OSError, TimeoutError)):
+        with pytest.raises((TunnelRefused, OSError, TimeoutError)):
             await fetch_directory(address, stranger, source, tmp_path / f"stolen-{number}")
     without = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     without.check_hostname, without.verify_mode = False, ssl.CERT_NONE
@@ -201,7 +201,7 @@ async def test_between_nodes_all_is_tls_and_each_side_shows_its_certificate(ther
         reader, writer = await asyncio.open_connection(*address, ssl=without)
         if not await reader.readline():
             raise ConnectionResetError
-    await relay.stop()
+    await server.stop()
 
 
 async def test_in_a_tunnel_under_tls_each_end_sees_the_other_leave(nodes, tmp_path):
@@ -217,8 +217,8 @@ async def test_in_a_tunnel_under_tls_each_end_sees_the_other_leave(nodes, tmp_pa
 
     (tmp_path / "run").mkdir()
     serving = await asyncio.start_unix_server(engine, str(tmp_path / "run" / "engine.sock"))
-    relay, tunnels = Relay("127.0.0.1", home, sockets=(tmp_path / "run",), folders=()), Tunnels(joined)
-    await tunnels.open(tmp_path / "here.sock", await relay.start(), tmp_path / "run" / "engine.sock")
+    server, tunnels = TunnelServer("127.0.0.1", home, sockets=(tmp_path / "run",), folders=()), Tunnels(joined)
+    await tunnels.open(tmp_path / "here.sock", await server.start(), tmp_path / "run" / "engine.sock")
     reader, writer = await asyncio.open_unix_connection(str(tmp_path / "here.sock"))
     writer.write(b"hello\ngo\n")
     assert await asyncio.wait_for(reader.read(), 10) == b"HELLO\n" * 50_000
@@ -229,5 +229,5 @@ async def test_in_a_tunnel_under_tls_each_end_sees_the_other_leave(nodes, tmp_pa
     writer.close()
     await asyncio.wait_for(left.wait(), 10)
     await tunnels.close(tmp_path / "here.sock")
-    await relay.stop()
+    await server.stop()
     serving.close()

@@ -1,16 +1,17 @@
-"""The canary of a staged version, computed beside the serving weights in slices between the engine's steps.
+"""The fingerprint of a staged version, computed beside the serving weights in slices between the engine's steps.
 
-A swap may let traffic in only after the new weights answered the canary prompt. Asked after the exchange, that is a
-forward pass inside the pause. Here it is asked before: a twin of the model's module tree, holding the staged
-tensors, repeats the forward pass that the engine's own canary once made (`CanaryTrace`: inputs and attention metadata
-as the model runner built them), with KV memory of its own. The pass stops at every layer with weights, so that no step
-of the engine waits longer than for one of them. What is exchanged afterwards are the very tensors that answered.
+A swap may let traffic in only after the new weights answered the fingerprint prompt. Asked after the exchange, that is
+a forward pass inside the pause. Here it is asked before: a twin of the model's module tree, holding the staged
+tensors, repeats the forward pass that the engine's own fingerprint once made (`FingerprintTrace`: inputs and attention
+metadata as the model runner built them), with KV memory of its own. The pass stops at every layer with weights, so that
+no step of the engine waits longer than for one of them. What is exchanged afterwards are the very tensors that
+answered.
 
 Rules
 - Slices run on the worker's main thread's time: the twin's thread moves only while `advance` waits for it. vLLM's
   forward context is one global, and its CPU kernels share one scratch buffer: two passes at once would mix.
 - A twin that could still reach a tensor or module it replaces is refused (`TwinRefused`): its answer would be about
-  other weights. The canary is then run in the pause.
+  other weights. The fingerprint is then run in the pause.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from serve.cpu.lora import GroupedLoRA, NoLoRA
 from serve.load.direct_load import Ready, twin_of
 from serve.load.kernel_threads import set_kernel_threads
 
-# Block 0 is vLLM's null block; the canary's KV lies in block 1 (serve.vllm.patches).
+# Block 0 is vLLM's null block; the fingerprint's KV lies in block 1 (serve.vllm.patches).
 TWIN_KV_BLOCKS = 2
 HEAD_ROWS = 4
 LEAKS_SLICE_S = 0.004
@@ -44,16 +45,16 @@ class TwinRefused(Exception):
 
 
 @dataclass(frozen=True)
-class CanaryTrace:
-    """One canary pass as the model runner called it: keyword arguments of the model and its forward context; and the
-    ids of the modules that it called, as against those whose weights another module's kernel used."""
+class FingerprintTrace:
+    """One fingerprint pass as the model runner called it: keyword arguments of the model and its forward context; and
+    the ids of the modules that it called, as against those whose weights another module's kernel used."""
 
     inputs: dict[str, Any]
     context: ForwardContext
     called: frozenset[int] = frozenset()
 
     @classmethod
-    def take(cls, inputs: dict[str, Any]) -> CanaryTrace:
+    def take(cls, inputs: dict[str, Any]) -> FingerprintTrace:
         """Copy what the runner passes to the model; its buffers are overwritten by the next batch."""
         copies: dict[int, Any] = {}
         context = get_forward_context()
@@ -65,13 +66,13 @@ class CanaryTrace:
         )
 
 
-def watch_next_pass(runner: Any, keep: Callable[[CanaryTrace], None]) -> None:
-    """Hand the CanaryTrace of the next forward pass of the model runner to `keep`."""
+def watch_next_pass(runner: Any, keep: Callable[[FingerprintTrace], None]) -> None:
+    """Hand the FingerprintTrace of the next forward pass of the model runner to `keep`."""
     plain = runner._model_forward
 
     def forward(**inputs: Any) -> Any:
         del runner._model_forward
-        trace, called = CanaryTrace.take(inputs), set()
+        trace, called = FingerprintTrace.take(inputs), set()
         hooks = [
             module.register_forward_pre_hook(lambda module, _: called.add(id(module)))
             for module in runner.model.modules()
@@ -86,11 +87,11 @@ def watch_next_pass(runner: Any, keep: Callable[[CanaryTrace], None]) -> None:
     runner._model_forward = forward
 
 
-class StagedCanary:
-    """One canary pass over staged tensors. Between engine steps, call `make_ready` until it is, on every worker, then
-    `advance` until it returns an answer."""
+class StagedFingerprint:
+    """One fingerprint pass over staged tensors. Between engine steps, call `make_ready` until it is, on every worker,
+    then `advance` until it returns an answer."""
 
-    def __init__(self, model: torch.nn.Module, staged: Iterable[Ready], trace: CanaryTrace):
+    def __init__(self, model: torch.nn.Module, staged: Iterable[Ready], trace: FingerprintTrace):
         """Touches nothing of `model`."""
         twins, replaced = _twin(model, staged)
         self._twins, self._model = [*twins.values()], twins[id(model)]
@@ -102,7 +103,7 @@ class StagedCanary:
         self._answer: dict[str, list] | None = None
         self._error: BaseException | None = None
         self._cancelled = False
-        self._thread = threading.Thread(target=self._run, name="staged-canary", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="staged-fingerprint", daemon=True)
         self._thread.start()
 
     def make_ready(self) -> bool:

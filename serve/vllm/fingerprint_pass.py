@@ -1,4 +1,4 @@
-"""One forward pass over a canary's tokens inside the engine core, past the scheduler."""
+"""One forward pass over a fingerprint's tokens inside the engine core, past the scheduler."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from vllm.v1.engine.core import EngineCore
 from serve.cpu.finishing import Weights
 from serve.cpu.finishing_scheduler import WEIGHTS
 
-CANARY_REQUEST = "appliance-canary"
+FINGERPRINT_REQUEST = "appliance-fingerprint"
 
 
-def run_canary(core: EngineCore, token_ids: list[int], pooling_task: str | None) -> dict[str, Any]:
+def run_fingerprint(core: EngineCore, token_ids: list[int], pooling_task: str | None) -> dict[str, Any]:
     """One forward pass over `token_ids` on the model as it is now, past the scheduler.
 
     Only for an engine that is paused with its caches cleared, or idle: the pass writes into the first KV blocks,
@@ -23,9 +23,9 @@ def run_canary(core: EngineCore, token_ids: list[int], pooling_task: str | None)
     model ranks first and its log-probability in nats; or `{"embedding": [...]}` for a pooling model.
     """
     if core.scheduler.pause_state.name == "UNPAUSED" and core.scheduler.has_unfinished_requests():
-        raise RuntimeError("the canary needs a paused or idle engine")
+        raise RuntimeError("the fingerprint needs a paused or idle engine")
     request = NewRequestData(
-        req_id=CANARY_REQUEST,
+        req_id=FINGERPRINT_REQUEST,
         prompt_token_ids=list(token_ids),
         mm_features=[],
         sampling_params=None,
@@ -44,7 +44,7 @@ def run_canary(core: EngineCore, token_ids: list[int], pooling_task: str | None)
     step = SchedulerOutput.make_empty()
     setattr(step, WEIGHTS, Weights.NEW)
     step.scheduled_new_reqs = [request]
-    step.num_scheduled_tokens = {CANARY_REQUEST: len(token_ids)}
+    step.num_scheduled_tokens = {FINGERPRINT_REQUEST: len(token_ids)}
     step.total_num_scheduled_tokens = len(token_ids)
     try:
         output = core.model_executor.execute_model(step)
@@ -52,12 +52,12 @@ def run_canary(core: EngineCore, token_ids: list[int], pooling_task: str | None)
             output = core.model_executor.sample_tokens(None)
     finally:
         forget = SchedulerOutput.make_empty()
-        forget.finished_req_ids = {CANARY_REQUEST}
+        forget.finished_req_ids = {FINGERPRINT_REQUEST}
         core.model_executor.execute_model(forget)
     if pooling_task is not None:
         return {"embedding": output.pooler_output[0].float().flatten().tolist()}
     # Column 0 of prompt_logprobs is the prompt's own next token, column 1 the one ranked first.
-    prompt = output.prompt_logprobs_dict[CANARY_REQUEST]
+    prompt = output.prompt_logprobs_dict[FINGERPRINT_REQUEST]
     return {
         "tokens": prompt.logprob_token_ids[:, 1].tolist() + [int(output.sampled_token_ids[0][0])],
         "logprobs": prompt.logprobs[:, 1].tolist() + [float(output.logprobs.logprobs[0][0])],
