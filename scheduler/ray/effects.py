@@ -6,7 +6,7 @@
     where all of it happens       nodes                 the nodes; node is the actor on each of them
 
 Ray places processes and reserves devices, and is never in the data path. Actors and placement groups are named and
-outlive the controller, so a restarted one finds them again in `observe`. The files of this room are the only ones of
+outlive the controller, so a restarted one finds them again in `observe`. The files of this package are the only ones of
 `scheduler` that import Ray, `serve` and `train`.
 """
 

@@ -1,7 +1,7 @@
 """Draws docs/architecture.md from the real imports: `python -m tests.tools.code_map` writes it, `--check` compares.
 
-One graph of the packages, one of the rooms of each package, and for every room what its `__init__` says of it. The unit
-test `test_the_map_of_the_code_is_not_stale` runs the check.
+One graph of the packages, one of the sub-packages of each package, and for every sub-package what its `__init__` says
+of it. The unit test `test_the_map_of_the_code_is_not_stale` runs the check.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ PACKAGES = ("appliance", "scheduler", "train", "serve", "weights", "runtime")
 HEAD = """# The map of the code
 
 Drawn from the real imports by `make map`; a test fails when it is stale. An arrow means *imports* (typing imports
-included). Arrows point one way, in the order of `ROOMS` in `tests/unit/test_architecture.py`; a room may have at most
-16 files and 2,700 lines. What the words mean: [glossary.md](glossary.md). Why it is made like this:
+included). Arrows point one way, in the order of `SUBPACKAGES` in `tests/unit/test_architecture.py`; a sub-package may
+have at most 16 files and 2,700 lines. What the words mean: [glossary.md](glossary.md). Why it is made like this:
 [handover.md](handover.md), [scheduler.md](scheduler.md), [weight-store.md](weight-store.md), [gateway.md](gateway.md),
 [training-state.md](training-state.md).
 """
@@ -38,18 +38,18 @@ def main() -> int:
 def drawn() -> str:
     modules = {module_of(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
     files = {module: path for module, path in modules.items() if path.name != "__init__.py"}
-    rooms: dict[str, list[str]] = defaultdict(list)
+    inner: dict[str, list[str]] = defaultdict(list)
     for module in files:
-        rooms[module.rpartition(".")[0]].append(module)
+        inner[module.rpartition(".")[0]].append(module)
     edges: dict[str, set[str]] = defaultdict(set)
     for module, path in files.items():
-        room = module.rpartition(".")[0]
-        edges[room] |= {name.rpartition(".")[0] for name in imports(path, files)} - {room}
+        subpackage = module.rpartition(".")[0]
+        edges[subpackage] |= {name.rpartition(".")[0] for name in imports(path, files)} - {subpackage}
     parts = [HEAD, "## Packages\n", graph(between_packages(edges), "")]
     for package in PACKAGES:
-        inside = [room for room in sorted(rooms) if top(room) == package]
-        own = {room: {other for other in edges[room] if top(other) == package} for room in inside}
-        parts += [f"## {package}/\n", graph(own, package), table(inside, rooms, modules)]
+        inside = [subpackage for subpackage in sorted(inner) if top(subpackage) == package]
+        own = {subpackage: {other for other in edges[subpackage] if top(other) == package} for subpackage in inside}
+        parts += [f"## {package}/\n", graph(own, package), table(inside, inner, modules)]
     return "\n".join(parts)
 
 
@@ -63,8 +63,8 @@ def top(module: str) -> str:
 
 def between_packages(edges: dict[str, set[str]]) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {package: set() for package in PACKAGES}
-    for room, others in edges.items():
-        found[top(room)] |= {top(other) for other in others} - {top(room)}
+    for subpackage, others in edges.items():
+        found[top(subpackage)] |= {top(other) for other in others} - {top(subpackage)}
     return found
 
 
@@ -85,38 +85,42 @@ def imports(path: Path, files: dict[str, Path]) -> set[str]:
 def graph(edges: dict[str, set[str]], package: str) -> str:
     """Mermaid, without the arrows that a longer way already says."""
 
-    def name(room: str) -> str:
-        return room.removeprefix(package + ".").replace(".", "/") if package and room != package else room + "/"
+    def name(subpackage: str) -> str:
+        return (
+            subpackage.removeprefix(package + ".").replace(".", "/")
+            if package and subpackage != package
+            else subpackage + "/"
+        )
 
     def reached(start: str, skip: str) -> set[str]:
         seen: set[str] = set()
         waiting = [other for other in edges.get(start, ()) if other != skip]
         while waiting:
-            room = waiting.pop()
-            if room not in seen:
-                seen.add(room)
-                waiting += edges.get(room, ())
+            subpackage = waiting.pop()
+            if subpackage not in seen:
+                seen.add(subpackage)
+                waiting += edges.get(subpackage, ())
         return seen
 
     lines = ["```mermaid", "graph TD"]
-    for room in sorted(edges):
-        lines.append(f'  {room.replace(".", "_")}["{name(room)}"]')
-    for room in sorted(edges):
-        for other in sorted(edges[room]):
-            if other not in reached(room, other):
-                lines.append(f"  {room.replace('.', '_')} --> {other.replace('.', '_')}")
+    for subpackage in sorted(edges):
+        lines.append(f'  {subpackage.replace(".", "_")}["{name(subpackage)}"]')
+    for subpackage in sorted(edges):
+        for other in sorted(edges[subpackage]):
+            if other not in reached(subpackage, other):
+                lines.append(f"  {subpackage.replace('.', '_')} --> {other.replace('.', '_')}")
     return "\n".join([*lines, "```\n"])
 
 
-def table(inside: list[str], rooms: dict[str, list[str]], modules: dict[str, Path]) -> str:
-    lines = ["| room | what it owns | what it never does | begin with | files |", "|---|---|---|---|---|"]
-    for room in inside:
-        doc = (ast.get_docstring(ast.parse(modules[room].read_text())) or "").splitlines()
+def table(inside: list[str], inner: dict[str, list[str]], modules: dict[str, Path]) -> str:
+    lines = ["| sub-package | what it owns | what it never does | begin with | files |", "|---|---|---|---|---|"]
+    for subpackage in inside:
+        doc = (ast.get_docstring(ast.parse(modules[subpackage].read_text())) or "").splitlines()
         said = {line.partition(": ")[0]: line.partition(": ")[2] for line in doc if line.startswith("Never: ")}
         begin = next((line.removeprefix("Begin with ") for line in doc if line.startswith("Begin with ")), "")
-        files = " ".join(f"`{module.rpartition('.')[2]}`" for module in sorted(rooms[room]))
+        files = " ".join(f"`{module.rpartition('.')[2]}`" for module in sorted(inner[subpackage]))
         owns, never = (doc[0] if doc else "").replace("|", "\\|"), said.get("Never", "").replace("|", "\\|")
-        lines.append(f"| `{room.replace('.', '/')}/` | {owns} | {never} | {begin} | {files} |")
+        lines.append(f"| `{subpackage.replace('.', '/')}/` | {owns} | {never} | {begin} | {files} |")
     return "\n".join([*lines, ""])
 
 

@@ -26,9 +26,9 @@ BELOW = {
 }
 PACKAGES = tuple(BELOW)
 
-# Every room, from the top down: a room imports only rooms that stand below it here. What runs nothing counts too
-# (`if TYPE_CHECKING`): it still says who knows whom.
-ROOMS = (
+# Every subpackage, from the top down: a subpackage imports only subpackages that stand below it here. What runs nothing
+# counts too (`if TYPE_CHECKING`): it still says who knows whom.
+SUBPACKAGES = (
     "appliance.demo",
     "appliance.controller",
     "appliance.boot",
@@ -294,7 +294,7 @@ def test_the_command_line_is_a_thin_client():
     }
 
 
-def room_of(module: str) -> str:
+def subpackage_of(module: str) -> str:
     return module.rpartition(".")[0]
 
 
@@ -314,29 +314,33 @@ def graph() -> dict[str, frozenset[str]]:
     }
 
 
-def test_rooms_import_one_way():
-    assert len(set(ROOMS)) == len(ROOMS) and {room_of(module) for module in graph()} == set(ROOMS)
-    height = {room: -place for place, room in enumerate(ROOMS)}
+def test_subpackages_import_one_way():
+    assert len(set(SUBPACKAGES)) == len(SUBPACKAGES) and {subpackage_of(module) for module in graph()} == set(
+        SUBPACKAGES
+    )
+    height = {subpackage: -place for place, subpackage in enumerate(SUBPACKAGES)}
     upward = {
         (module, name)
         for module, known in graph().items()
         for name in known
-        if room_of(name) != room_of(module) and height[room_of(name)] >= height[room_of(module)]
+        if subpackage_of(name) != subpackage_of(module) and height[subpackage_of(name)] >= height[subpackage_of(module)]
     }
-    assert upward == set(), "a room imports only what stands below it in ROOMS"
+    assert upward == set(), "a subpackage imports only what stands below it in SUBPACKAGES"
 
 
-def test_rooms_are_small_and_say_what_they_are():
-    rooms: dict[Path, list[Path]] = {}
+def test_subpackages_are_small_and_say_what_they_are():
+    subpackages: dict[Path, list[Path]] = {}
     for path in files():
-        rooms.setdefault(path.parent, []).append(path)
-    for room, inside in rooms.items():
+        subpackages.setdefault(path.parent, []).append(path)
+    for subpackage, inside in subpackages.items():
         own = [path for path in inside if path.name != "__init__.py"]
         lines = sum(path.read_text().count("\n") for path in own)
-        assert len(own) <= MOST_FILES and lines <= MOST_LINES, f"{name_of(room)}: {len(own)} files, {lines} lines"
-        if own and "." in module_of(room / "__init__.py"):
-            doc = ast.get_docstring(tree(room / "__init__.py")) or ""
-            assert "Never: " in doc and "Begin with " in doc, f"{name_of(room)}/__init__.py says not what the room is"
+        assert len(own) <= MOST_FILES and lines <= MOST_LINES, f"{name_of(subpackage)}: {len(own)} files, {lines} lines"
+        if own and "." in module_of(subpackage / "__init__.py"):
+            doc = ast.get_docstring(tree(subpackage / "__init__.py")) or ""
+            assert "Never: " in doc and "Begin with " in doc, (
+                f"{name_of(subpackage)}/__init__.py says not what the subpackage is"
+            )
 
 
 def test_no_circles():

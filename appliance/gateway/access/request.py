@@ -1,4 +1,4 @@
-"""One request of a client, from its head to the end of its answer: what every room above this one knows of it."""
+"""One request of a client, from its head to the end of its answer: what every package above this one knows of it."""
 
 from __future__ import annotations
 
