@@ -46,7 +46,7 @@ lint: setup ## ruff: its rules, and its format
 	$(RUFF) check .
 	$(RUFF) format --check .
 
-check: setup ## the inner loop, under a minute: lint, types of the packages that are typed, unit tests of what changed
+check: setup ## the inner loop, under a minute: lint, types, unit tests of what changed
 	@$(RUFF) check .
 	@$(RUFF) format --check --quiet .
 	@$(PY) -m mypy

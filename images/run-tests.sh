@@ -27,6 +27,7 @@ suite() {
 
 suite lint "$python" -m ruff check .
 suite format "$python" -m ruff format --check .
+suite types "$python" -m mypy
 pytest=("$python" -m pytest --durations 5)
 side_by_side=(--numprocesses "$cores" --maxprocesses 8 --dist worksteal)
 suite unit "${pytest[@]}" "${side_by_side[@]}" tests/unit

@@ -132,7 +132,7 @@ def _for_box(command: Command) -> Command:
         command(open_session(ctx, url, api_key, data_dir, output_format), **options)
 
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + added
-    with_session.__signature__ = signature.replace(parameters=parameters)
+    setattr(with_session, "__signature__", signature.replace(parameters=parameters))  # noqa: B010 typing knows no such attribute
     with_session.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     return with_session
 

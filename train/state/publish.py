@@ -155,11 +155,11 @@ def served_fragments(engine: Any) -> Iterator[Fragment]:
         fragment = owned.get(parameter.name)
         if parameter.name in layers:  # on every rank in the same order: gathering is collective
             layer = layers[parameter.name]
-            factors = [layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight]
-            gathered = zero.GatheredParameters(factors) if fragments.is_zero3(engine) else nullcontext()
+            down, up = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+            gathered = zero.GatheredParameters([down, up]) if fragments.is_zero3(engine) else nullcontext()
             with gathered:
                 if fragment is not None:
-                    fragment = _merged(fragment, *factors, layer.scaling[ADAPTER])
+                    fragment = _merged(fragment, down, up, layer.scaling[ADAPTER])
         if fragment is not None and parameter.name not in adapters:
             yield fragment
 

@@ -177,8 +177,8 @@ def _write_copy(lease: Lease, partial: Path, partial_fd: int, pace: Pace) -> Man
     expected = {name: record.checksum for name, record in lease.manifest.tensors.items()}
     compare(digests, expected, lease.layout, path=lease.path)
     for name, record in lease.manifest.aux_files.items():
-        with open_regular(lease.path, name) as file:
-            data = file.readall()
+        with open_regular(lease.path, name) as aux:
+            data = aux.readall()
         if checksum(data) != record.checksum:
             raise ChecksumMismatch("the bytes differ from the manifest", path=lease.path, file=name)
         write_file(partial_fd, name, data, durable=True)

@@ -65,7 +65,7 @@ def with_limits(command: Command) -> Command:
         command(session, limits=limits, **options)
 
     parameters = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own] + added
-    with_options.__signature__ = signature.replace(parameters=parameters)
+    setattr(with_options, "__signature__", signature.replace(parameters=parameters))  # noqa: B010 typing knows no such attribute
     return with_options
 
 

@@ -127,7 +127,7 @@ class Metering:
         for line in lines:
             try:
                 asked = check_body(resolve(b"POST", line.url.encode()), orjson.dumps(line.body), _LIMITS).asked
-            except gateway_errors.ApiError:
+            except gateway_errors.HttpError:
                 continue  # no engine gets such a one
             written = int((time.monotonic() - line.at_s) * self._rates.get(model, _UNKNOWN_RATE) * asked.sequences)
             rows.append(
@@ -151,7 +151,7 @@ class Metering:
         return found
 
 
-def _answer(error: gateway_errors.ApiError) -> EngineAnswer:
+def _answer(error: gateway_errors.HttpError) -> EngineAnswer:
     return EngineAnswer(error.status, orjson.loads(error.body()))
 
 

@@ -20,7 +20,8 @@ from train.methods.methods import DEFAULT
 
 # A smaller file is checked faster than a process starts, and holds up other threads no longer than a request may.
 APART_FROM_BYTES = 1 << 20
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class FileWork:

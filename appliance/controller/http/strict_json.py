@@ -28,7 +28,7 @@ def check_values(text: bytes) -> None:
     """Raises BadRequest for JSON with more values than may be parsed on a loop that serves others."""
     try:
         check_weight(text, JSON_WEIGHT)
-    except gateway_errors.ApiError as error:
+    except gateway_errors.HttpError as error:
         raise BadRequest(error.message, code=error.code) from None
 
 
