@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from appliance.controller.batches import share
 from appliance.controller.bus.bus import Bus
 from appliance.controller.devices.mode import mode_in_force
 from appliance.controller.interfaces.config import ControllerConfig
-from appliance.controller.interfaces.ports import BatchCapacity, DeviceStatus, EngineAnswer, LineReturned
+from appliance.controller.interfaces.ports import BatchCapacity, EngineAnswer, LineReturned
 from appliance.gateway.core import errors as gateway_errors
 from appliance.gateway.core.config import Limits
 from appliance.gateway.core.routes import resolve as route_of
@@ -160,14 +160,14 @@ class SocketEngines:
         return self._clients[socket]
 
 
-def circumstances(db: Database, box_floor: int, devices: list[DeviceStatus]) -> tuple[str, bool, int]:
+def circumstances(db: Database, box_floor: int, loop_status: Callable[[], Mapping[str, Any]]) -> tuple[str, bool, int]:
     """(policy in force, whether jobs want devices, devices that nobody holds)."""
     policy = mode_in_force(db, box_floor, time.time()).policy.kind
     wanting = any(
         row.phase in ("queued", "running", "suspended") and row.wanted == "run" and not row.held
         for row in jobs.list_unfinished(db)
     )
-    return policy, wanting, sum(device["holder"] is None for device in devices)
+    return policy, wanting, sum(device["holder"] is None for device in loop_status()["devices"])
 
 
 def _answer(asking: asyncio.Task[httpx.Response]) -> EngineAnswer:

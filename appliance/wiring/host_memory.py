@@ -1,7 +1,7 @@
 """The host's memory, watched and kept: `scheduler.loop.memory_policy` decides, this reads, carries out and tells.
 
 What can go at once (freed segments, versions that nobody reads, parked ranks) is given back here. Engines and jobs are
-the scheduler loop's: it is told what they have to wait for (`waits_for`, `bounded`, `sleepers`, `admits`) and nudged.
+the scheduler loop's: it is told what they have to wait for (`waits_for`, `bounded`, `max_asleep`, `admits`) and nudged.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ class HostMemory:
         db: Database,
         store: WeightStore,
         reserve: int | None,
+        means: Means,
         read: Callable[[], MemoryReading] = read_memory,
         clock: Callable[[], float] = time.time,
     ):
@@ -84,7 +85,7 @@ class HostMemory:
         self._others: int | None = None
         self._others_s = float("-inf")
         self._exhausted = False
-        self.means: Means | None = None
+        self._means = means
 
     # --- what the loop asks -------------------------------------------------------------------------------------
 
@@ -92,11 +93,11 @@ class HostMemory:
         """Why this job cannot have memory now, in a sentence; "" when it can, or has it."""
         if row.id in self._state.jobs:
             return f"Memory is short{self._why()}; it goes on by itself when there is enough."
-        if row.phase == "running" or self.means is None:
+        if row.phase == "running":
             return ""
         if self._state.short:
             return f"Memory is short{self._why()}; it starts by itself when there is enough."
-        needed = min(self.means.job_bytes(row), self._reading.total // 2)
+        needed = min(self._means.job_bytes(row), self._reading.total // 2)
         if needed <= self._room():
             return ""
         return (
@@ -119,16 +120,14 @@ class HostMemory:
             for deployment in deployments
         )
 
-    @property
-    def sleepers(self) -> int | None:
+    def max_asleep(self) -> int | None:
         """How many sleeping engines may stay as processes; None: as configured."""
         return self._state.sleepers
 
     def admits(self, model: str) -> bool:
         """Whether one more engine of the model, waking or new, finds memory. A model without one that is awake makes
         the box give back what it needs; a further engine waits."""
-        assert self.means is not None
-        needed = self.means.engine_bytes(model)
+        needed = self._means.engine_bytes(model)
         # When nothing is left to be given back, the reserve is: requests wait for nothing else.
         room = self._room() + (self.reserve // 2 if self._exhausted else 0)
         has_one = (needed > room or bool(self._state.short)) and self._awake()[model] > 0
@@ -152,7 +151,6 @@ class HostMemory:
 
     async def look(self) -> None:
         """Read, decide, and do at most one thing."""
-        assert self.means is not None
         now_s = self._clock()
         self._reading = self._read()
         self._forget(now_s)
@@ -161,9 +159,9 @@ class HostMemory:
         if enough and not self._state.holds_back:
             self._exhausted = False
             if self._wanted:
-                self.means.nudge()
+                self._means.nudge()
             return
-        status = self.means.loop_status()
+        status = self._means.loop_status()
         self._state = memory_policy.without(
             self._state, jobs={job["id"] for job in status["jobs"]}, models=self._awake(status)
         )
@@ -176,14 +174,13 @@ class HostMemory:
             log.warning("memory is short: %s%s", self._state.short, self._of_others())
         if was_short and not self._state.short:
             log.info("memory is no longer short: %s available", gb(self._reading.available))
-            self.means.on_enough()
+            self._means.on_enough()
         if action is not None:
             await self._carry_out(action, now_s)
         if self._wanted:
-            self.means.nudge()
+            self._means.nudge()
 
     async def _carry_out(self, action: Action, now_s: float) -> None:
-        assert self.means is not None
         log.warning("%s", action.why)
         self._told.append({"at_s": now_s, "what": action.kind, "back": action.back, "why": action.why})
         freed = None
@@ -193,12 +190,12 @@ class HostMemory:
             case "versions":
                 freed = await asyncio.to_thread(self._store.evict, action.nbytes)
             case "parked":
-                await self.means.parked.drop_parked()
+                await self._means.parked.drop_parked()
             case "job":
-                self.means.save()
+                self._means.save()
         if freed == 0:
             self._barren[action.kind] = now_s + BARREN_FOR_S
-        self.means.nudge()
+        self._means.nudge()
         if freed is None:
             audit.insert(
                 self._db,
@@ -215,7 +212,6 @@ class HostMemory:
             )
 
     async def _holdings(self, status: Mapping[str, Any], wanted: int) -> Holdings:
-        assert self.means is not None
         if not self._is_or_may_be_short(wanted):
             return Holdings(wanted=wanted)
         pool, versions = await asyncio.to_thread(self._stored)
@@ -224,7 +220,7 @@ class HostMemory:
             pool=0 if "pool" in self._barren else pool,
             versions=0 if "versions" in self._barren else versions,
             sleepers=sum(replica["state"] == "asleep" for replica in status["replicas"]),
-            parked=await self.means.parked.parked(),
+            parked=await self._means.parked.parked(),
             running=tuple(reversed(running)),  # in the order of the queue: the last yields first
             spare={model: count for model, count in self._awake(status).items() if count > 1},
             wanted=wanted,
@@ -252,8 +248,7 @@ class HostMemory:
             self._others = await asyncio.to_thread(others_bytes, os.getppid(), shared, self._reading)
 
     def _awake(self, status: Mapping[str, Any] | None = None) -> Counter[str]:
-        assert self.means is not None
-        replicas = (status or self.means.loop_status())["replicas"]
+        replicas = (status or self._means.loop_status())["replicas"]
         return Counter(replica["model"] for replica in replicas if replica["state"] in _AWAKE)
 
     def _room(self) -> int:
@@ -294,8 +289,3 @@ class HostMemory:
 
     def _of_others(self) -> str:
         return "" if self._others is None else f", other programs hold {gb(self._others)}"
-
-
-def both(*asked: Callable[[JobRow], str]) -> Callable[[JobRow], str]:
-    """The first sentence that any of them has to say of a job."""
-    return lambda row: next((text for ask in asked if (text := ask(row))), "")

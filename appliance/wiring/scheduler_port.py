@@ -1,29 +1,23 @@
-"""What the admin and OpenAI routes ask of the scheduler, answered by the loop, the bus and the weight store."""
+"""What the admin and OpenAI routes ask of the scheduler: modes, hand-overs, swaps and withdrawals, done by the loop."""
 
 from __future__ import annotations
 
 import asyncio
 from typing import Any
 
-from appliance.controller.bus.bus import Bus
 from appliance.controller.interfaces.errors import OperationFailed, SwapFailed
 from appliance.controller.interfaces.ports import Mode, SchedulerStatus
 from appliance.store.database import Database
 from appliance.store.objects import models
+from appliance.wiring.box_status import BoxStatus
 from appliance.wiring.handover_trigger import HandoverTrigger
-from appliance.wiring.host_memory import HostMemory
 from appliance.wiring.journal import measured_swap
 from appliance.wiring.routing_table import BusRouting
-from runtime.devices.cpu import host_memory_bytes
-from scheduler.core.config import SchedulerConfig
 from scheduler.core.errors import EffectFailed
 from scheduler.core.workload import Policy
 from scheduler.handover.journal import Journal
 from scheduler.loop.loop import SchedulerLoop
 from scheduler.ray.effects import RayEffects
-from weights.memory.store import WeightStore
-
-RSS_EVERY_S = 5.0
 
 
 class LoopPort:
@@ -34,20 +28,13 @@ class LoopPort:
         loop: SchedulerLoop,
         effects: RayEffects,
         journal: Journal,
-        bus: Bus,
         routing: BusRouting,
-        weights: WeightStore,
         db: Database,
-        config: SchedulerConfig,
-        serving_floor: int,
         trigger: HandoverTrigger,
-        host: HostMemory,
+        box_status: BoxStatus,
     ):
-        self._host = host
-        self._loop, self._effects, self._journal, self._bus = loop, effects, journal, bus
-        self._routing, self._weights, self._db = routing, weights, db
-        self._config, self._serving_floor, self._trigger = config, serving_floor, trigger
-        self._rss: dict[str, int] = {}
+        self._loop, self._effects, self._journal, self._routing = loop, effects, journal, routing
+        self._db, self._trigger, self._box_status = db, trigger, box_status
         self._settling: dict[str, int] = {}
 
     def nudge(self, reason: str, by: str = "") -> None:
@@ -63,37 +50,7 @@ class LoopPort:
         return self._loop.explain(policy)
 
     def status(self) -> SchedulerStatus:
-        now, usage = self._loop.status(), self._weights.usage()
-        return {
-            "devices": now["devices"],
-            "replicas": [
-                {
-                    **replica,
-                    "inflight": self._bus.inflight(replica["id"]),
-                    "rss_bytes": self._rss.get(replica["id"], 0),
-                }
-                for replica in now["replicas"]
-            ],
-            "memory": {
-                "budget_bytes": usage.budget_bytes,
-                "used_bytes": usage.used_bytes,
-                "room_bytes": self._weights.room_bytes(),
-                "host_bytes": host_memory_bytes(),
-                "host": self._host.status(),
-            },
-            "handover": str(now["handovers"][-1]) if now["handovers"] else None,
-            "serving_floor": self._serving_floor,
-            "queue": now["jobs"],
-            "bounds": self._config.bounds(),
-            "troubles": now["troubles"],
-            "notes": [
-                *self._host.notes(),
-                *(f"{trouble['model']}: {trouble['message']}" for trouble in now["troubles"]),
-                *(f"{model}: {text}" for model, text in now["notes"].items()),
-                *now["waits"],
-            ],
-            "plan_s": now["plan_s"],
-        }
+        return self._box_status.read()
 
     async def set_mode(self, mode: Mode) -> str | None:
         last = self._journal.last_id()
@@ -140,10 +97,6 @@ class LoopPort:
                 await self._effects.unload_adapter(name)
             except EffectFailed as error:
                 raise OperationFailed(str(error), code="adapter_in_use") from error
-
-    async def read_memory(self) -> None:
-        """Each replica's resident memory (bytes) for `status`; called every `RSS_EVERY_S`."""
-        self._rss = await self._effects.resident_bytes()
 
 
 def _serves(replica: dict[str, Any], model: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from appliance.controller.devices.cordons import CORDONED
@@ -23,30 +23,41 @@ from scheduler.core.failures import Trouble
 from scheduler.core.workload import Demand, DeploymentView, JobView, Workload
 from scheduler.devices.discovery import HEAD_NODE
 from scheduler.handover.ports import Outcome
-from serve.core.config import EngineConfig
+
+
+@dataclass(frozen=True, slots=True)
+class BoxSize:
+    """serving_floor: devices that serving keeps in every mode. devices: of the box when it started. max_replicas: of a
+    deployment that names no bound."""
+
+    serving_floor: int
+    devices: int
+    max_replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Live:
+    """What a round has to know that is not in the store.
+
+    demand: of a model. job_lacks: why a job cannot begin now, in a sentence; "" where it can. bounded: deployments with
+    what is learned of their traffic, within what memory allows. job_nodes: nodes on which jobs can run. max_asleep:
+    sleeping engines that may stay as processes; None: as configured."""
+
+    demand: Callable[[str], Demand]
+    job_lacks: Callable[[JobRow], str] = lambda row: ""
+    bounded: Callable[[tuple[DeploymentView, ...]], tuple[DeploymentView, ...]] = lambda deployments: deployments
+    job_nodes: Callable[[], tuple[str, ...]] = lambda: (HEAD_NODE,)
+    max_asleep: Callable[[], int | None] = lambda: None
 
 
 class SqliteStateStore:
-    """Implements `scheduler.handover.ports.StateStore`. Every call is a few short statements on the database."""
+    """Implements `scheduler.handover.ports.StateStore`. Every call is a few short statements on the database.
 
-    def __init__(
-        self,
-        db: Database,
-        events: JobEvents,
-        demand: Callable[[str], Demand],
-        serving_floor: int,
-        devices: int,
-        config: EngineConfig,
-        on_models_changed: Callable[[], Any],
-        job_lacks: Callable[[JobRow], str] = lambda row: "",
-        learned: Callable[[tuple[DeploymentView, ...]], tuple[DeploymentView, ...]] = lambda deployments: deployments,
-        job_nodes: Callable[[], tuple[str, ...]] = lambda: (HEAD_NODE,),
-        max_asleep: Callable[[], int | None] = lambda: None,
-    ):
-        self._db, self._events, self._demand = db, events, demand
-        self._serving_floor, self._devices, self._config = serving_floor, devices, config
-        self._on_models_changed, self._job_lacks, self._learned = on_models_changed, job_lacks, learned
-        self._job_nodes, self._max_asleep = job_nodes, max_asleep
+    models_changed: called when a model can be called, or cannot be any more."""
+
+    def __init__(self, db: Database, events: JobEvents, size: BoxSize, live: Live, models_changed: Callable[[], Any]):
+        self._db, self._events, self._size, self._live = db, events, size, live
+        self._models_changed = models_changed
         self._remaining_device_s: dict[str, float] = {}  # as far as known: what a job said when it ran last
 
     def after_restart(self, adopted: Collection[str] = ()) -> None:
@@ -64,22 +75,22 @@ class SqliteStateStore:
         deployed = [row for row in deployments.list_all(self._db) if row.model in active]
         adapters = {row.name: row for row in adapter_rows.list_callable(self._db)}
         return Workload(
-            policy=policy_of(mode, self._serving_floor),
+            policy=policy_of(mode, self._size.serving_floor),
             policy_since_s=mode.since_s,
-            windows=mode_windows(self._db, self._serving_floor),
+            windows=mode_windows(self._db, self._size.serving_floor),
             jobs=tuple(
                 self._job(row)
                 for row in jobs.list_unfinished(self._db)
                 if row.phase != "validating" and row.wanted != "cancel"
             ),
-            deployments=self._learned(
+            deployments=self._live.bounded(
                 (
                     *self._own_engines(deployed, active, adapters),
                     *(view for view in self._checkpoints() if view.model not in adapters),
                 )
             ),
             cordoned=frozenset(box.get(self._db, CORDONED, [])),
-            max_asleep=self._max_asleep(),
+            max_asleep=self._live.max_asleep(),
         )
 
     def job_running(self, job_id: str, devices: tuple[str, ...]) -> None:
@@ -110,7 +121,7 @@ class SqliteStateStore:
         match outcome:
             case "succeeded":
                 self._events.succeeded(job_id)
-                self._on_models_changed()  # its model can be called the moment the job says so
+                self._models_changed()  # its model can be called the moment the job says so
             case "failed":
                 self._events.failed(job_id, "training_failed", error)
             case "cancelled":
@@ -118,7 +129,7 @@ class SqliteStateStore:
 
     def model_trouble(self, model: str, trouble: Trouble | None) -> None:
         """Kept by the loop alone: what failed before a restart says nothing of what is tried after it."""
-        self._on_models_changed()
+        self._models_changed()
 
     def _finish_cancelled(self) -> None:
         """Jobs that are to be cancelled and hold nothing any more; one that runs is stopped first, by not being
@@ -142,7 +153,7 @@ class SqliteStateStore:
                     version=adapter.base_version,
                     min_replicas=0,
                     pinned=False,
-                    demand=self._demand(adapter.host),
+                    demand=self._live.demand(adapter.host),
                     idle_sleep_s=None,
                     idle_limit_s=CHECKPOINT_IDLE_S,
                 )
@@ -168,7 +179,7 @@ class SqliteStateStore:
             version=row.version,
             min_replicas=1,
             max_replicas=max(1, stable.max_replicas),
-            demand=self._demand(row.name),
+            demand=self._live.demand(row.name),
             idle_sleep_s=None,
             idle_limit_s=None,
             pinned=False,
@@ -177,7 +188,7 @@ class SqliteStateStore:
     def _checkpoints(self) -> list[DeploymentView]:
         """A checkpoint can be called by its name; it gets an engine while somebody does."""
         return [
-            DeploymentView(row.name, row.version, demand=self._demand(row.name), idle_limit_s=CHECKPOINT_IDLE_S)
+            DeploymentView(row.name, row.version, demand=self._live.demand(row.name), idle_limit_s=CHECKPOINT_IDLE_S)
             for row in job_records.list_checkpoints(self._db)
         ]
 
@@ -187,7 +198,7 @@ class SqliteStateStore:
         return row if row is not None and not row.finished else None
 
     def _job(self, row: JobRow) -> JobView:
-        least, most, sizes = job_devices.bounds(row, self._devices)
+        least, most, sizes = job_devices.bounds(row, self._size.devices)
         if row.eta_s is not None and row.devices:
             self._remaining_device_s[row.id] = row.eta_s * len(row.devices)
         return JobView(
@@ -196,7 +207,7 @@ class SqliteStateStore:
             max_devices=most,
             allowed_sizes=sizes,
             remaining_device_s=self._remaining_device_s.get(row.id),
-            nodes=self._job_nodes(),
+            nodes=self._live.job_nodes(),
             priority=row.priority,
             submitted_s=row.created_s,
             phase="paused" if row.wanted == "pause" else "suspended" if row.phase == "suspended" else "wanted",
@@ -204,7 +215,7 @@ class SqliteStateStore:
             held=bool(row.held),
             deadline_s=row.deadline_s,
             owner=row.owner,
-            lacks=self._job_lacks(row),
+            lacks=self._live.job_lacks(row),
         )
 
     def _deployment(self, row: DeploymentRow, version: str) -> DeploymentView:
@@ -213,10 +224,10 @@ class SqliteStateStore:
             version=version,
             tensor_parallel=row.tensor_parallel,
             min_replicas=row.min_replicas,
-            max_replicas=max(row.min_replicas, self._config.max_replicas)
+            max_replicas=max(row.min_replicas, self._size.max_replicas)
             if row.max_replicas is None
             else row.max_replicas,
-            demand=self._demand(row.model),
+            demand=self._live.demand(row.model),
             ttft_target_s=row.ttft_p95_s,
             tpot_target_s=None if row.tpot_p95_ms is None else row.tpot_p95_ms / 1000,
             idle_sleep_s=row.idle_sleep_s,

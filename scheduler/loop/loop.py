@@ -57,24 +57,20 @@ class SchedulerLoop:
 
     `run` ends only by `stop`, cancellation, or an error that is a bug (then the process should restart: the truth is
     outside of it).
+
+    Two steps build it, because others ask the loop and the loop asks others: parts that only read or nudge it take the
+    new loop, and `connect` gives it what it acts through.
     """
 
-    def __init__(
-        self,
-        effects: Effects,
-        state_store: StateStore,
-        journal: Journal,
-        clock: Clock,
-        config: SchedulerConfig | None = None,
-        admits: Callable[[str], bool] = lambda model: True,
-    ):
-        """admits: whether one more engine of this model finds memory on the host now. Asked before each start and wake;
-        who was refused is asked for again in the next round."""
-        self._effects, self._store, self._journal, self._clock = effects, state_store, journal, clock
-        self._admits = admits
-        self._config = config or SchedulerConfig()
-        self._reporter = StatusReporter(state_store)
-        self._state = ClusterState(effects, clock, self._config, self._reporter)
+    _effects: Effects
+    _store: StateStore
+    _journal: Journal
+    _reporter: StatusReporter
+    _state: ClusterState
+    _admits: Callable[[str], bool]
+
+    def __init__(self, clock: Clock, config: SchedulerConfig | None = None):
+        self._clock, self._config = clock, config or SchedulerConfig()
         self._memory: dict[str, ModelMemory] = {}
         self._transitions: dict[Holder, Transition] = {}
         self._drains: dict[Holder, Drain] = {}
@@ -92,6 +88,22 @@ class SchedulerLoop:
         self._plan_s = 0.0
         self._stopping = False
         self._crash: BaseException | None = None
+
+    def connect(
+        self,
+        effects: Effects,
+        state_store: StateStore,
+        journal: Journal,
+        admits: Callable[[str], bool] = lambda model: True,
+    ) -> SchedulerLoop:
+        """Once, before anything but `nudge`. Returns the loop.
+
+        admits: whether one more engine of this model finds memory on the host now. Asked before each start and wake; a
+        model that was refused is asked for again in the next round."""
+        self._effects, self._store, self._journal, self._admits = effects, state_store, journal, admits
+        self._reporter = StatusReporter(state_store)
+        self._state = ClusterState(effects, self._clock, self._config, self._reporter)
+        return self
 
     @property
     def box(self) -> Box:
@@ -308,7 +320,12 @@ class SchedulerLoop:
         self._running[handover.id] = runner
         task = asyncio.create_task(runner.run(), name=f"handover {handover.id}")
         self._tasks.add(task)
-        task.add_done_callback(lambda t: (self._running.pop(handover.id, None), self._task_done(t)))
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            self._running.pop(handover.id, None)
+            self._task_done(task)
+
+        task.add_done_callback(ended)
 
     def _task_done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)

@@ -57,9 +57,13 @@ class _Known:
 class Nodes:
     """The nodes as the controller knows them. `home` is its own. Ray must be initialised."""
 
-    def __init__(self, home: NodeConfig):
-        self.home = home
-        self.on_change: Callable[[str, NodeChange, tuple[Device, ...]], None] = lambda name, what, devices: None
+    def __init__(
+        self,
+        home: NodeConfig,
+        on_change: Callable[[str, NodeChange, tuple[Device, ...]], None] = lambda name, what, devices: None,
+    ):
+        """on_change: called with a node that came or went, and its devices."""
+        self.home, self._on_change = home, on_change
         self._known: dict[str, _Known] = {}
         self._tunnels: dict[str, tuple[Any, Any]] = {}  # replica to the agents of home and its node that lead to it
 
@@ -84,7 +88,7 @@ class Nodes:
                 level = logging.INFO if known.leaves else logging.ERROR
                 log.log(level, "it is gone, and with it its %d devices", len(known.place.devices), extra={"node": name})
                 del self._known[name]
-                self.on_change(name, "left" if known.leaves else "lost", known.place.devices)
+                self._on_change(name, "left" if known.leaves else "lost", known.place.devices)
         for name in {full.removeprefix(NODE) for full in await actor_names() if full.startswith(NODE)} - set(before):
             await self._take_in(name, alive)
         for name, known in list(self._known.items()):
@@ -123,7 +127,7 @@ class Nodes:
                 log.info("it joined with %d devices", len(place.devices), extra={"node": name})
             self._known[name] = _Known(place, ray_id, actor)
             if name != self.home.name:
-                self.on_change(name, "joined", place.devices)
+                self._on_change(name, "joined", place.devices)
 
     @property
     def devices(self) -> tuple[Device, ...]:

@@ -157,7 +157,7 @@ def run_policy(setup: Setup, policy: Policy, passed: Callable[[float], None] = l
     async def life() -> None:
         nonlocal handovers_before
         clock = virtual_time.VirtualClock()
-        loop = SchedulerLoop(effects, store, journal, clock, config)
+        loop = SchedulerLoop(clock, config).connect(effects, store, journal)
         running = asyncio.create_task(loop.run())
         while (left_s := UP_S - clock.now_s()) > 0:
             await asyncio.sleep(max(left_s, virtual_time.RESOLUTION_S))

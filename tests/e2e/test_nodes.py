@@ -280,9 +280,9 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
                 ],
             )
         )
-    nodes, table = Nodes(places["n0"]), Table()
     changes = []
-    nodes.on_change = lambda name, what, devices: changes.append((name, what, len(devices)))
+    nodes = Nodes(places["n0"], lambda name, what, devices: changes.append((name, what, len(devices))))
+    table = Table()
     await nodes.connect()
     assert [d.id for d in nodes.devices] == [f"{name}/{i}" for name in NODES for i in range(8)]
 
@@ -291,7 +291,7 @@ async def test_four_nodes_and_the_loss_of_one(cluster, folder):
     jobs = tuple(JobView(f"j{i}", 8, 8, (8,), nodes=NODES) for i in range(2))
     store = FakeStore(Policy("split", 16), jobs, (DeploymentView("m", "v1", 4, 3, 3),))
     journal = MemoryJournal()
-    loop = SchedulerLoop(effects, store, journal, SystemClock())
+    loop = SchedulerLoop(SystemClock()).connect(effects, store, journal)
     running = [asyncio.create_task(loop.run()), asyncio.create_task(effects.watch())]
     try:
         await loop.wait_settled(loop.nudge())

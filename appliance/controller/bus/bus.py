@@ -74,7 +74,7 @@ class Bus:
         config: ControllerConfig,
         *,
         first_generation: int,
-        on_load: Callable[[Load], None] | None = None,
+        on_load: Callable[[], None] | None = None,
         on_table: Callable[[], None] | None = None,
         on_usage: Callable[[list[dict[str, Any]]], None] | None = None,
         background: BackgroundTasks | None = None,
@@ -276,15 +276,15 @@ class Bus:
         self._ever_reported = True
         self._changed.set()
         if self._on_load is not None:
-            self._tell("what load reports set off", self._on_load, self.load())
+            self._tell("what load reports set off", self._on_load)
 
-    def _tell(self, name: str, told: Callable[[Any], None], what: Any) -> None:
+    def _tell(self, name: str, told: Callable[..., None], *what: Any) -> None:
         """A fault of ours, a full disk among them, is held against `name`; the gateway has done nothing wrong, and its
         connection stays. One of the message is the gateway's."""
         refused: list[ValueError] = []
         with self._background.guard(name):
             try:
-                told(what)
+                told(*what)
             except ValueError as error:
                 refused.append(error)
         if refused:

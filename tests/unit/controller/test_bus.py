@@ -274,7 +274,7 @@ async def test_every_report_reaches_the_listener(tmp_path: Path):
         tmp_path / "b.sock",
         ControllerConfig(),
         first_generation=1,
-        on_load=lambda load: seen.append(load.models["m"].held),
+        on_load=lambda: seen.append(bus.load().models["m"].held),
     )
     await bus.start()
     gateway = await GatewayEnd.connect(tmp_path / "b.sock")

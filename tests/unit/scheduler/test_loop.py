@@ -32,7 +32,9 @@ class Rig:
         self.config = SchedulerConfig(**config)
 
     async def __aenter__(self) -> Rig:
-        self.loop = SchedulerLoop(self.effects, self.store, self.journal, virtual_time.VirtualClock(), self.config)
+        self.loop = SchedulerLoop(virtual_time.VirtualClock(), self.config).connect(
+            self.effects, self.store, self.journal
+        )
         self.task = asyncio.create_task(self.loop.run())
         return self
 
@@ -607,7 +609,7 @@ def test_a_bug_in_the_effects_ends_the_loop() -> None:
             raise ZeroDivisionError("not an EffectFailed")
 
         rig.effects.hook = hook
-        rig.loop = SchedulerLoop(rig.effects, rig.store, rig.journal, virtual_time.VirtualClock(), rig.config)
+        rig.loop = SchedulerLoop(virtual_time.VirtualClock(), rig.config).connect(rig.effects, rig.store, rig.journal)
         with pytest.raises(ZeroDivisionError):
             await rig.loop.run()
 
@@ -736,13 +738,8 @@ def test_an_engine_starts_when_memory_admits_it_and_nobody_waits_for_one_that_it
             deployments=(replace(MODEL, min_replicas=1), DeploymentView("other", "v1", min_replicas=1, max_replicas=1)),
         )
         rig = Rig(store)
-        rig.loop = SchedulerLoop(
-            rig.effects,
-            store,
-            rig.journal,
-            virtual_time.VirtualClock(),
-            rig.config,
-            lambda model: admitted.get(model, True),
+        rig.loop = SchedulerLoop(virtual_time.VirtualClock(), rig.config).connect(
+            rig.effects, store, rig.journal, lambda model: admitted.get(model, True)
         )
         rig.task = asyncio.create_task(rig.loop.run())
         admitted["other"] = False

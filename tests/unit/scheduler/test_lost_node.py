@@ -24,7 +24,7 @@ def test_the_loop_comes_to_rest_without_the_node(sizes, lost):
         store = FakeStore(Policy("split", sum(sizes)), jobs, (DeploymentView("m", "v1", 4, 3, 3),))
         world = World(box_of(8, nodes=4))
         effects = FakeEffects(world)
-        loop = SchedulerLoop(effects, store, MemoryJournal(), virtual_time.VirtualClock(), SchedulerConfig())
+        loop = SchedulerLoop(virtual_time.VirtualClock(), SchedulerConfig()).connect(effects, store, MemoryJournal())
         running = asyncio.create_task(loop.run())
         try:
             async with asyncio.timeout(600):

@@ -77,7 +77,8 @@ def ray(monkeypatch):
 async def nodes(ray):
     for name, kind in (("n0", "cpu"), ("n1", "cpu"), ("n2", "cuda")):
         ray.start(place(name, kind))
-    made = Nodes(place("n0"))
+    ray.told = []
+    made = Nodes(place("n0"), lambda name, what, devices: ray.told.append((name, what)))
     assert made.alike() == ("n0",), "before anything is known a job may not run just anywhere"
     await made.connect()
     return made
@@ -96,10 +97,9 @@ async def test_devices_of_a_node_that_leaves_are_drained_until_it_is_gone(nodes,
     assert health["n0/0"] == ("ok", "")
     assert health["n1/0"] == health["n1/1"] == ("draining", "its node leaves the box")
     assert not await nodes.look(), "once"
-    told = []
-    nodes.on_change = lambda name, what, devices: told.append((name, what))
+    ray.told.clear()
     del ray.on["n1"], ray.agents["node:n1"]
-    assert await nodes.look() and told == [("n1", "left")]
+    assert await nodes.look() and ray.told == [("n1", "left")]
     ray.start(place("n1"))
     assert await nodes.look()
     assert all(device.health == "ok" for device in nodes.devices), "it is back, and stays"
@@ -115,10 +115,9 @@ async def test_an_agent_that_died_with_its_node_is_not_mourned_before_ray_says_s
     del ray.agents["node:n1"]
     assert not await nodes.look()
     assert nodes.place("n1") is not None
-    told = []
-    nodes.on_change = lambda name, what, devices: told.append((name, what))
+    ray.told.clear()
     del ray.on["n1"]
-    assert await nodes.look() and nodes.place("n1") is None and told == [("n1", "lost")]
+    assert await nodes.look() and nodes.place("n1") is None and ray.told == [("n1", "lost")]
 
 
 @pytest.mark.parametrize("dies", ["n0", "n1"])

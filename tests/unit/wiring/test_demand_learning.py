@@ -11,10 +11,9 @@ from appliance.controller.bus.load import Load, Report, parse_report, total
 from appliance.store.records import deployments
 from appliance.wiring.demand_learning import LOOK_S, DemandLearning
 from appliance.wiring.routing_table import BusRouting
-from appliance.wiring.state_store import SqliteStateStore
+from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import DeploymentView
-from serve.core.config import EngineConfig
 
 RATE = 1000.0
 PROMPT_TOKENS = 50  # 0.05 replica-seconds
@@ -47,7 +46,7 @@ class Box:
         routing.refresh()
         self.standbys = DemandLearning(routing.traffic, SchedulerConfig(), 8, lambda: self.now_s)
         self._states = SqliteStateStore(
-            db, events, routing.demand, 1, 8, EngineConfig(max_replicas=8), lambda: None, learned=self.standbys.learned
+            db, events, BoxSize(1, 8, 8), Live(routing.demand, bounded=self.standbys.learned), lambda: None
         )
         self._counts: dict[str, int] = {}
         self._began_s: dict[str, float] = {}

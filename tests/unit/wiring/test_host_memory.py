@@ -10,7 +10,7 @@ import pytest
 
 from appliance.store.objects import jobs
 from appliance.store.records import audit
-from appliance.wiring.host_memory import STARTING_FOR_S, WANTED_FOR_S, HostMemory, Means, both
+from appliance.wiring.host_memory import STARTING_FOR_S, WANTED_FOR_S, HostMemory, Means
 from appliance.wiring.host_reading import read_memory
 from scheduler.core.workload import DeploymentView
 from scheduler.loop.memory_policy import MemoryReading
@@ -104,8 +104,7 @@ def world() -> World:
 
 @pytest.fixture
 def host(db, store, world: World) -> HostMemory:
-    made = HostMemory(db, store, GB, lambda: world.reading, lambda: world.now_s)
-    made.means = Means(
+    means = Means(
         engine_bytes=lambda model: 2 * GB,
         job_bytes=lambda row: 6 * GB,
         loop_status=world.status,
@@ -114,7 +113,7 @@ def host(db, store, world: World) -> HostMemory:
         on_enough=lambda: world.count("enough"),
         save=lambda: world.count("saved"),
     )
-    return made
+    return HostMemory(db, store, GB, means, lambda: world.reading, lambda: world.now_s)
 
 
 async def looks(host: HostMemory, world: World, available: int, seconds: float) -> list[str]:
@@ -163,7 +162,6 @@ async def test_a_job_is_admitted_against_what_other_programs_leave(host, world, 
     assert "Needs about 6.0 GB of host memory; 5.0 GB can be given now" in host.waits_for(jobs.get(db, "ftjob-1"))
     jobs.set_phase(db, "ftjob-1", "running")
     assert host.waits_for(jobs.get(db, "ftjob-1")) == "", "who has its memory is not asked again"
-    assert both(lambda row: "", lambda row: "first", lambda row: "second")(jobs.get(db, "ftjob-1")) == "first"
 
 
 async def test_engines_that_start_count_before_their_memory_shows(host, world):
@@ -218,9 +216,9 @@ async def test_engines_beyond_the_first_are_bounded_and_the_first_never(host, wo
         {"model": "code", "state": "open"},
         {"model": "code", "state": "asleep"},
     ]
-    assert await looks(host, world, GB // 2, 4) == ["-sleeper", "-engine"] and host.sleepers == 0
+    assert await looks(host, world, GB // 2, 4) == ["-sleeper", "-engine"] and host.max_asleep() == 0
     views = host.bounded((DeploymentView("chat", "v1", min_replicas=2, max_replicas=4), DeploymentView("code", "v1")))
     assert [(view.min_replicas, view.max_replicas) for view in views] == [(1, 1), (0, 1)]
     world.replicas = world.replicas[1:3]
     assert await looks(host, world, GB // 2, 60) == []
-    assert await looks(host, world, 20 * GB, 25) == ["+engine", "+sleeper"] and host.sleepers is None
+    assert await looks(host, world, 20 * GB, 25) == ["+engine", "+sleeper"] and host.max_asleep() is None

@@ -7,10 +7,9 @@ import pytest
 from appliance.controller.models.capacity import BoxFacts
 from appliance.store.objects import jobs
 from appliance.wiring.job_admission import JobAdmission
-from appliance.wiring.state_store import SqliteStateStore
+from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from scheduler.core.workload import Demand
 from scheduler.plan.queue import allot
-from serve.core.config import EngineConfig
 from train.plan.auto import DatasetStats, ModelStats, resolve
 from weights.format.layout import Layout, TensorSpec
 from weights.memory.store import WeightStore
@@ -33,7 +32,7 @@ def test_it_waits_with_the_numbers_and_begins_when_room_is_given_back(db, events
     add_model(params=1_000_000)  # 2 MB of result and 12 MB of snapshot
     add_job("ftjob-new", resolved=RESOLVED)
     room = JobAdmission(db, store, BoxFacts(8, "cpu", 10**9, store.budget_bytes, 20 * MB))
-    states = SqliteStateStore(db, events, lambda model: Demand(), 1, 8, EngineConfig(), lambda: None, room.waits_for)
+    states = SqliteStateStore(db, events, BoxSize(1, 8, 1), Live(lambda model: Demand(), room.waits_for), lambda: None)
     served = hold(store, 10 * MB)
     (view,) = states.load().jobs
     assert "need 14.0 MB, 10.0 MB can be given now" in view.lacks

@@ -9,15 +9,15 @@ from appliance.controller.devices import cordons
 from appliance.controller.devices.mode import write_mode
 from appliance.controller.interfaces.ports import Mode
 from appliance.store.records import deployments, handovers
+from appliance.wiring.box_status import BoxStatus
 from appliance.wiring.handover_trigger import HandoverTrigger
 from appliance.wiring.journal import SqliteJournal
 from appliance.wiring.scheduler_port import LoopPort
-from appliance.wiring.state_store import SqliteStateStore
+from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
 from scheduler.core.config import SchedulerConfig
 from scheduler.core.workload import Demand, Policy
 from scheduler.handover.ports import SystemClock
 from scheduler.loop.loop import SchedulerLoop
-from serve.core.config import EngineConfig
 from tests.unit.scheduler.fakes import FakeEffects, World, box_of
 
 
@@ -36,10 +36,10 @@ def test_notes_are_sentences_that_name_their_model():
     loop = SimpleNamespace(status=lambda: told)
     nothing = SimpleNamespace()
     host = SimpleNamespace(status=lambda: {"short": "1 GB"}, notes=lambda: ["memory is short: 1 GB available"])
-    port = LoopPort(loop, nothing, nothing, nothing, nothing, store, nothing, SchedulerConfig(), 0, nothing, host)
+    shown = BoxStatus(loop, nothing, nothing, store, host, 0, SchedulerConfig().bounds())
     notes = ["k: not serving: no memory; next try in 4 s", "m: No room.", "stop r1 waits"]
-    assert port.status()["notes"] == ["memory is short: 1 GB available", *notes]
-    assert port.status()["memory"]["host"] == {"short": "1 GB"}
+    assert shown.read()["notes"] == ["memory is short: 1 GB available", *notes]
+    assert shown.read()["memory"]["host"] == {"short": "1 GB"}
 
 
 async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, events, add_model, add_job):
@@ -47,11 +47,12 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
     add_job(allowed_sizes=[1, 2])
     deployments.update(db, "starter", min_replicas=1, max_replicas=1)
     world = World(box_of(3))
-    states = SqliteStateStore(db, events, lambda _: Demand(), 0, 3, EngineConfig(), lambda: None)
+    states = SqliteStateStore(db, events, BoxSize(0, 3, 1), Live(lambda _: Demand()), lambda: None)
     write_mode(db, Mode("serve"))
-    trigger = HandoverTrigger(lambda: loop.status())
+    loop = SchedulerLoop(SystemClock(), SchedulerConfig())
+    trigger = HandoverTrigger(loop.status)
     journal = SqliteJournal(db, trigger.now)
-    loop = SchedulerLoop(FakeEffects(world), states, journal, SystemClock(), SchedulerConfig())
+    loop.connect(FakeEffects(world), states, journal)
     nothing = SimpleNamespace(
         inflight=lambda _: 0,
         refresh=lambda: None,
@@ -60,7 +61,8 @@ async def test_drains_and_modes_move_devices_and_hand_overs_say_who_asked(db, ev
         status=dict,
         notes=list,
     )
-    port = LoopPort(loop, nothing, journal, nothing, nothing, nothing, db, SchedulerConfig(), 0, trigger, nothing)
+    shown = BoxStatus(loop, nothing, nothing, nothing, nothing, 0, SchedulerConfig().bounds())
+    port = LoopPort(loop, nothing, journal, nothing, db, trigger, shown)
     running = asyncio.create_task(loop.run())
     await loop.wait_settled(loop.nudge())
     (device,) = [d["id"] for d in port.status()["devices"] if d["holder"]]

@@ -9,11 +9,10 @@ from appliance.controller.interfaces.ports import Mode
 from appliance.store.objects import job_records, jobs, models
 from appliance.store.records import box, canaries, deployments, windows
 from appliance.store.rows import CanaryRow, CheckpointRow, VersionRow, WindowRow
-from appliance.wiring.state_store import CORDONED, SqliteStateStore
+from appliance.wiring.state_store import CORDONED, BoxSize, Live, SqliteStateStore
 from scheduler.core.failures import Trouble
 from scheduler.core.workload import Demand, Policy
 from scheduler.loop.mode_schedule import Window
-from serve.core.config import EngineConfig
 
 PUBLISHED = {"event": "published", "version": "step-5", "step": 5, "path": "/p", "bytes": 9, "seconds": 0.1, "epoch": 1}
 
@@ -28,10 +27,8 @@ def states(db, events, refreshed):
     return SqliteStateStore(
         db,
         events,
-        lambda model: Demand(held=3 if model == "starter" else 0),
-        1,
-        8,
-        EngineConfig(max_replicas=2),
+        BoxSize(serving_floor=1, devices=8, max_replicas=2),
+        Live(lambda model: Demand(held=3 if model == "starter" else 0)),
         lambda: refreshed.append(1),
     )
 

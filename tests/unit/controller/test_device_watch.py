@@ -8,8 +8,8 @@ import pytest
 
 from appliance.controller.devices import cordons, lost_nodes
 from appliance.controller.devices.cordons import CORDONED, FAILING
+from appliance.controller.devices.device_watch import DeviceWatch
 from appliance.store.records import audit, box
-from appliance.wiring.device_watch import DeviceWatch
 from runtime.devices.kind import Reading
 from scheduler.core.config import SchedulerConfig
 from scheduler.devices.discovery import logical_devices

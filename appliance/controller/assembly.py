@@ -1,0 +1,249 @@
+"""The controller's parts, built in order of dependency: each takes only what stands above it.
+
+What happens later and concerns several parts goes through the event hub (`Signals`); `_connect` at the end says who
+hears of what. The scheduler's loop is asked by many and asks many, so it is built first and connected last.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from dataclasses import dataclass
+from functools import partial
+
+from appliance.boot.box_state import read_troubles
+from appliance.config import BoxConfig
+from appliance.controller.access.spending import Spending
+from appliance.controller.bus.bus import Bus, first_generation
+from appliance.controller.context.context import ControllerContext
+from appliance.controller.devices.device_watch import DeviceWatch
+from appliance.controller.interfaces.signals import Signals
+from appliance.controller.jobs.events import JobEvents
+from appliance.controller.models.capacity import BoxFacts
+from appliance.models.hub import HubSettings
+from appliance.models.library import ModelLibrary
+from appliance.paths import BoxPaths
+from appliance.store.database import Database
+from appliance.store.rows import JobRow
+from appliance.tiers.flow import TierFlow
+from appliance.tiers.levels import make_levels
+from appliance.tiers.restore import TierReturn
+from appliance.tiers.tiers import Tiers
+from appliance.wiring.adapter_source import AdapterSource
+from appliance.wiring.batch_engines import SocketEngines, circumstances
+from appliance.wiring.box_status import BoxStatus
+from appliance.wiring.demand_learning import DemandLearning
+from appliance.wiring.handover_trigger import HandoverTrigger
+from appliance.wiring.host_memory import HostMemory, Means
+from appliance.wiring.job_admission import JobAdmission
+from appliance.wiring.job_runs import JobRuns
+from appliance.wiring.journal import SqliteJournal
+from appliance.wiring.model_work import LibraryOps
+from appliance.wiring.node_config import node_config_of, weight_budget_bytes
+from appliance.wiring.routing_table import BusRouting
+from appliance.wiring.scheduler_port import LoopPort
+from appliance.wiring.state_store import BoxSize, Live, SqliteStateStore
+from appliance.wiring.version_provider import VersionProvider
+from runtime.background_tasks import BackgroundTasks
+from scheduler.core.inventory import Device
+from scheduler.core.workload import Demand, DeploymentView
+from scheduler.devices.discovery import discover_devices
+from scheduler.handover.ports import SystemClock
+from scheduler.loop.loop import SchedulerLoop
+from scheduler.ray.effects import RayEffects
+from scheduler.ray.nodes import Nodes
+from weights.memory.store import WeightStore
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What the controller's process starts, runs and ends."""
+
+    db: Database
+    devices: tuple[Device, ...]
+    background: BackgroundTasks
+    signals: Signals
+    loop: SchedulerLoop
+    bus: Bus
+    spending: Spending
+    routing: BusRouting
+    lines: SocketEngines
+    flow: TierFlow
+    adapters: AdapterSource
+    runs: JobRuns
+    nodes: Nodes
+    effects: RayEffects
+    memory: HostMemory
+    health: DeviceWatch
+    states: SqliteStateStore
+    box_status: BoxStatus
+    context: ControllerContext
+
+
+def assemble(config: BoxConfig, paths: BoxPaths) -> Parts:
+    """Ray must be initialised. Nothing runs or listens yet."""
+    floor = config.box.serving_floor
+
+    # What everything stands on: the truth on disk, shared memory, the devices, and who hears of what.
+    db = Database(paths.database)
+    db.keep_reserve(config.controller.database_reserve_bytes)
+    store = _open_store(config, paths)
+    devices = discover_devices(config.box.devices)
+    background, signals = BackgroundTasks(), Signals()
+    loop = SchedulerLoop(SystemClock(), config.scheduler)
+
+    # Gateways: the bus to them, what requests cost, which engine answers which name.
+    bus = Bus(
+        paths.bus_socket,
+        config.controller,
+        first_generation=first_generation(db),
+        on_load=signals.load_reported,
+        on_table=signals.table_changed,
+        on_usage=signals.usage_reported,
+        background=background,
+    )
+    spending = Spending(db, signals.keys_changed)
+    routing = BusRouting(bus, db, config.gateway.holds.hold_s, config.serve.max_model_len, loop.trouble)
+    lines = SocketEngines(
+        bus,
+        config.controller,
+        config.gateway.limits,
+        routing.host,
+        partial(circumstances, db, floor, loop.status),
+        loop.nudge,
+    )
+
+    # Weights: shared memory, the tiers below it, and what engines and jobs read and write.
+    tiers = Tiers(db, store, make_levels(config.weights, paths), jobs_dir=paths.jobs)
+    back = TierReturn(tiers)
+    provider = VersionProvider(db, store, back, config, devices[0])
+    flow = TierFlow(db, tiers, owner=paths.box_id, is_held=provider.holds, background=background)
+    adapters = AdapterSource(paths.adapter_socket, db, store, back)
+    hub = HubSettings(allowed=not config.box.hub_offline, endpoint=config.box.hub_endpoint)
+    model_ops = LibraryOps(ModelLibrary(paths.models, hub_settings=hub), store, tiers, flow, provider.let_go)
+    events = JobEvents(db, paths.files, config.controller.organization)
+    runs = JobRuns(db, store, paths.jobs, paths.shm_root, events, tiers, back, signals.published)
+
+    # The scheduler: its hands (Ray), what it reads in every round, and its record.
+    nodes = Nodes(node_config_of(config, paths, devices), signals.node_changed)
+    effects = RayEffects(nodes, routing, provider, runs, config.serve)
+    health = DeviceWatch(db, nodes.readings, config.scheduler, loop.nudge)
+    admission = JobAdmission(db, store, _facts(devices, store))
+    means = Means(
+        engine_bytes=provider.host_bytes,
+        job_bytes=admission.host_bytes,
+        loop_status=loop.status,
+        parked=effects,
+        nudge=loop.nudge,
+        on_enough=partial(loop.retry, "memory"),
+        save=tiers.nudge,
+    )
+    memory = HostMemory(db, store, config.box.memory_reserve_bytes, means)
+    learning = DemandLearning(routing.traffic, config.scheduler, len(devices))
+
+    def demand(model: str) -> Demand:
+        return lines.demand(model, routing.demand(model))
+
+    def job_lacks(row: JobRow) -> str:
+        return memory.waits_for(row) or admission.waits_for(row)
+
+    def bounded(deployments: tuple[DeploymentView, ...]) -> tuple[DeploymentView, ...]:
+        return memory.bounded(learning.learned(deployments))
+
+    states = SqliteStateStore(
+        db,
+        events,
+        BoxSize(floor, len(devices), config.serve.max_replicas),
+        Live(demand, job_lacks, bounded, nodes.alike, memory.max_asleep),
+        signals.models_changed,
+    )
+    trigger = HandoverTrigger(loop.status)
+    journal = SqliteJournal(db, trigger.now)
+    loop.connect(effects, states, journal, memory.admits)
+
+    # What the routes need of all that.
+    box_status = BoxStatus(loop, effects, bus, store, memory, floor, config.scheduler.bounds())
+    context = ControllerContext(
+        db=db,
+        files_dir=paths.files,
+        jobs_dir=paths.jobs,
+        uploads_dir=paths.uploads,
+        batches_dir=paths.batches,
+        scheduler=LoopPort(loop, effects, journal, routing, db, trigger, box_status),
+        model_ops=model_ops,
+        key_sink=bus,
+        tiers=tiers,
+        batch_engines=lines,
+        adapter_rank_limit=provider.adapter_rank_limit,
+        load=bus.load,
+        models_shared=signals.models_changed,
+        config=config.controller,
+        background=background,
+        main_troubles=partial(read_troubles, paths.state_file),
+        box={
+            "id": paths.box_id,
+            "version": importlib.metadata.version("appliance"),
+            "url": f"http://{config.box.host}:{config.box.port}/v1",
+            "data_dir": str(paths.data_dir),
+        },
+    )
+    parts = Parts(
+        db=db,
+        devices=devices,
+        background=background,
+        signals=signals,
+        loop=loop,
+        bus=bus,
+        spending=spending,
+        routing=routing,
+        lines=lines,
+        flow=flow,
+        adapters=adapters,
+        runs=runs,
+        nodes=nodes,
+        effects=effects,
+        memory=memory,
+        health=health,
+        states=states,
+        box_status=box_status,
+        context=context,
+    )
+    _connect(parts)
+    return parts
+
+
+def _connect(parts: Parts) -> None:
+    """Who hears of what, in the order in which they hear it."""
+    signals = parts.signals
+    signals.load_reported.connect(parts.loop.nudge, parts.lines.load_changed)
+    signals.table_changed.connect(parts.lines.load_changed)
+    signals.usage_reported.connect(parts.spending.take)
+    signals.keys_changed.connect(parts.context.publish_keys)
+    # A key may call what its jobs made.
+    signals.models_changed.connect(parts.routing.refresh, parts.context.publish_keys)
+    signals.published.connect(parts.routing.refresh, parts.loop.nudge)
+    signals.node_changed.connect(parts.health.node_changed)
+    parts.effects.on_death(partial(_report_death, parts.background, parts.health))
+
+
+def _report_death(
+    background: BackgroundTasks, health: DeviceWatch, device_ids: tuple[str, ...], holder: str, reason: str
+) -> None:
+    """Whoever noticed the death has more to do about it than to count it against a device."""
+    with background.guard("health of devices"):
+        health.died(device_ids, holder, reason)
+
+
+def _open_store(config: BoxConfig, paths: BoxPaths) -> WeightStore:
+    budget_bytes = weight_budget_bytes(config, paths)
+    store = WeightStore(paths.shm_root, budget_bytes=budget_bytes, pool_bytes=config.weights.pool_bytes)
+    for error in store.sweep().damaged:
+        log.error("shared memory holds a damaged version: %s", error)
+    return store
+
+
+def _facts(devices: tuple[Device, ...], store: WeightStore) -> BoxFacts:
+    memory_bytes = min(device.memory_bytes for device in devices)
+    return BoxFacts(len(devices), devices[0].kind, memory_bytes, store.budget_bytes, store.room_bytes())

@@ -1,0 +1,46 @@
+"""The controller's event hub: what happens, and who is called when it does.
+
+A part that makes something happen calls the signal; a part that must know connects to it. Neither knows the other, so
+the parts can be built in order of dependency. Questions are not asked this way: who needs an answer gets the part that
+has it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Generic, ParamSpec
+
+from scheduler.core.inventory import Device, NodeChange
+
+P = ParamSpec("P")
+
+
+class Signal(Generic[P]):
+    """One kind of event. A call reaches the connected handlers at once, in the order in which they connected; an
+    exception of a handler reaches the caller, and the handlers after it are not called."""
+
+    def __init__(self) -> None:
+        self._handlers: list[Callable[P, Any]] = []
+
+    def connect(self, *handlers: Callable[P, Any]) -> None:
+        self._handlers.extend(handlers)
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        for handler in self._handlers:
+            handler(*args, **kwargs)
+
+
+class Signals:
+    """load_reported: a gateway reported its load. table_changed: the models of the routing table changed.
+    usage_reported: gateways counted what requests cost (rows of the bus; a handler raises ValueError for others).
+    models_changed: which models can be called, or by whom, changed. keys_changed: what keys may do changed.
+    published: a run's weights became a version. node_changed: a node with these devices came or went."""
+
+    def __init__(self) -> None:
+        self.load_reported: Signal[[]] = Signal()
+        self.table_changed: Signal[[]] = Signal()
+        self.usage_reported: Signal[[list[dict[str, Any]]]] = Signal()
+        self.models_changed: Signal[[]] = Signal()
+        self.keys_changed: Signal[[]] = Signal()
+        self.published: Signal[[]] = Signal()
+        self.node_changed: Signal[[str, NodeChange, tuple[Device, ...]]] = Signal()

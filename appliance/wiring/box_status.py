@@ -1,0 +1,70 @@
+"""What `status` shows of the scheduler: the loop's view, with loads, memory and what a person should know now."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from appliance.controller.bus.bus import Bus
+from appliance.controller.interfaces.ports import SchedulerStatus
+from appliance.wiring.host_memory import HostMemory
+from runtime.devices.cpu import host_memory_bytes
+from scheduler.loop.loop import SchedulerLoop
+from scheduler.ray.effects import RayEffects
+from weights.memory.store import WeightStore
+
+RSS_EVERY_S = 5.0
+
+
+class BoxStatus:
+    """serving_floor, bounds: as configured."""
+
+    def __init__(
+        self,
+        loop: SchedulerLoop,
+        effects: RayEffects,
+        bus: Bus,
+        weights: WeightStore,
+        host: HostMemory,
+        serving_floor: int,
+        bounds: dict[str, Any],
+    ):
+        self._loop, self._effects, self._bus, self._weights, self._host = loop, effects, bus, weights, host
+        self._serving_floor, self._bounds = serving_floor, bounds
+        self._rss: dict[str, int] = {}
+
+    async def read_memory(self) -> None:
+        """Each replica's resident memory (bytes); called every `RSS_EVERY_S`."""
+        self._rss = await self._effects.resident_bytes()
+
+    def read(self) -> SchedulerStatus:
+        now, usage = self._loop.status(), self._weights.usage()
+        return {
+            "devices": now["devices"],
+            "replicas": [
+                {
+                    **replica,
+                    "inflight": self._bus.inflight(replica["id"]),
+                    "rss_bytes": self._rss.get(replica["id"], 0),
+                }
+                for replica in now["replicas"]
+            ],
+            "memory": {
+                "budget_bytes": usage.budget_bytes,
+                "used_bytes": usage.used_bytes,
+                "room_bytes": self._weights.room_bytes(),
+                "host_bytes": host_memory_bytes(),
+                "host": self._host.status(),
+            },
+            "handover": str(now["handovers"][-1]) if now["handovers"] else None,
+            "serving_floor": self._serving_floor,
+            "queue": now["jobs"],
+            "bounds": self._bounds,
+            "troubles": now["troubles"],
+            "notes": [
+                *self._host.notes(),
+                *(f"{trouble['model']}: {trouble['message']}" for trouble in now["troubles"]),
+                *(f"{model}: {text}" for model, text in now["notes"].items()),
+                *now["waits"],
+            ],
+            "plan_s": now["plan_s"],
+        }
