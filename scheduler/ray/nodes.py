@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +33,7 @@ NAMESPACE = "appliance"
 WARM_TIMEOUT_S = 180.0
 LOOK_EVERY_S = 1.0
 ANSWER_S = 1.0  # how long a look waits for a node's answer
+START_S = 60.0  # how long it waits for an agent that starts
 EMPTY_EVERY_S = 0.5
 
 
@@ -95,7 +96,7 @@ class Nodes:
             if find_actor(NODE + name) is None:  # only its agent died: engines and ranks there go on
                 try:
                     self._known[name] = replace(known, actor=await _start(known.place, known.ray_id))
-                except RayError:
+                except (RayError, TimeoutError):
                     if name == self.home.name:
                         raise
                     log.warning("its agent does not start; it seems to be dying", extra={"node": name})
@@ -108,8 +109,7 @@ class Nodes:
 
     async def _asks_to_leave(self, name: str) -> bool:
         try:
-            async with asyncio.timeout(ANSWER_S):
-                return await self._known[name].actor.leaves.remote()
+            return await _within(ANSWER_S, self._known[name].actor.leaves.remote())
         except (RayError, TimeoutError):
             return False  # it is dying or busy: the next look will show
 
@@ -118,9 +118,9 @@ class Nodes:
         if actor is None:
             return
         try:
-            place = await actor.place.remote()
-        except RayError:
-            return  # it died just now
+            place = await _within(START_S if name == self.home.name else ANSWER_S, actor.place.remote())
+        except (RayError, TimeoutError):
+            return  # it died just now or is stopped: the next look asks again
         ray_id = _ray_id(place, alive)
         if ray_id is not None:
             if name != self.home.name:
@@ -173,9 +173,10 @@ class Nodes:
     async def readings(self) -> tuple[Reading, ...]:
         """The health of every GPU as the drivers of all nodes report it. Nodes that do not answer are left out."""
         actors = [known.actor for known in self._known.values()]
-        answers = await asyncio.gather(*(actor.readings.remote() for actor in actors), return_exceptions=True)
+        asked = (_within(ANSWER_S, actor.readings.remote()) for actor in actors)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
         for answer in answers:
-            if isinstance(answer, BaseException) and not isinstance(answer, RayError):
+            if isinstance(answer, BaseException) and not isinstance(answer, (RayError, TimeoutError)):
                 raise answer
         return tuple(one for answer in answers if not isinstance(answer, BaseException) for one in answer)
 
@@ -306,8 +307,14 @@ async def _joined(place: NodeConfig, head: str) -> AsyncIterator[None]:
 
 async def _start(place: NodeConfig, ray_id: str) -> Any:
     actor = named_actor(Node, NODE + place.name, ray_id, place)
-    await actor.start.remote()
+    await _within(START_S, actor.start.remote())
     return actor
+
+
+async def _within(seconds: float, answer: Awaitable[Any]) -> Any:
+    """The answer of a node's agent. Raises TimeoutError: a stopped agent must not hold up the look at all others."""
+    async with asyncio.timeout(seconds):
+        return await answer
 
 
 async def _alive() -> dict[str, set[str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -18,13 +19,15 @@ class Agent:
     """A handle to the actor of a node: what is called on it, and what it answers."""
 
     def __init__(self, place):
-        self.it, self.calls, self.going = place, [], False
+        self.it, self.calls, self.going, self.stopped = place, [], False, False
 
     def __getattr__(self, method):
         class Call:
             @staticmethod
             async def remote(*arguments):
                 self.calls.append((method, *arguments))
+                if self.stopped:
+                    await asyncio.Event().wait()
                 match method:
                     case "place":
                         return self.it
@@ -32,6 +35,8 @@ class Agent:
                         return self.going
                     case "tunnel_address":
                         return self.it.address, 7000
+                    case "readings":
+                        return ()
                 return None
 
         return Call
@@ -140,3 +145,16 @@ async def test_tunnels_are_opened_again_when_an_agent_at_one_end_was_started_ane
     assert opened(ray.agents) == ([1, 2] if dies == "n0" else [2, 1]), "of the living: the one that was there, the new"
     await nodes.mend_socket(nodes.home, "r0")
     assert opened(ray.agents) == ([1, 2] if dies == "n0" else [2, 1]), "what is at home has no tunnel"
+
+
+async def test_a_stopped_agent_holds_up_neither_the_look_nor_the_readings(ray, nodes, monkeypatch):
+    monkeypatch.setattr(ray_nodes, "ANSWER_S", 0.01)
+    ray.start(place("n3"))
+    for name in ("n1", "n3"):
+        ray.agents[f"node:{name}"].stopped = True
+    await asyncio.wait_for(nodes.look(), 5)
+    assert nodes.place("n1") is not None and nodes.place("n3") is None
+    assert await asyncio.wait_for(nodes.readings(), 5) == ()
+    ray.agents["node:n3"].stopped = False
+    await nodes.look()
+    assert nodes.place("n3") is not None
