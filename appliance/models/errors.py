@@ -13,6 +13,7 @@ ModelError
 │   ├── UnsupportedModel    an architecture that is neither generating nor embedding text
 │   └── TemplateRefused     a chat template that is broken, or does not end in time or memory
 ├── NotEnoughDisk           carries the numbers
+├── NotEnoughMemory         carries the numbers
 ├── HubError
 │   ├── HubDisallowed       the box is offline towards hubs (the default)
 │   ├── HubNotFound         no such repository, revision, or no access
@@ -81,6 +82,17 @@ class NotEnoughDisk(ModelError):
             f"{kept_bytes / 1e6:,.0f} MB stay free: free some (`appliance model rm`) or use another data directory"
         )
         self.needed_bytes, self.free_bytes = needed_bytes, free_bytes
+
+
+class NotEnoughMemory(ModelError):
+    """Less host memory than a conversion needs."""
+
+    def __init__(self, file: str, needed_bytes: int, available_bytes: int):
+        super().__init__(
+            f"converting {file} needs {needed_bytes / 1e9:,.1f} GB of host memory, {available_bytes / 1e9:,.1f} GB are "
+            "available: stop other programs or let models sleep (`appliance mode train`), or import the safetensors"
+        )
+        self.needed_bytes, self.available_bytes = needed_bytes, available_bytes
 
 
 class HubError(ModelError):

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from appliance.models import hub, starter_process
+from appliance.models import hub, maker_process
 from appliance.models.checkpoint import Facts, Task, choose_files, examine
 from appliance.models.errors import InvalidModelName, NotEnoughDisk, SourceNotFound
 from appliance.models.recorded import check_same, recorded
 from appliance.models.template_trial import try_template
+from train.convert.gguf import is_gguf
 from weights.format.files import sync_directory
 from weights.format.layout import Layout
 from weights.format.manifest import Manifest
@@ -72,12 +73,12 @@ class ModelLibrary:
     def import_model(
         self, source: str, *, name: str | None = None, revision: str | None = None, report: Report = silent
     ) -> ModelVersion:
-        """Imports the directory at `source` if there is one, else a hub repository. Raises ModelError,
+        """Imports the directory or GGUF file at `source` if there is one, else a hub repository. Raises ModelError,
         IntegrityError."""
         path = Path(source).expanduser()
         if path.exists() or source.startswith((".", "/", "~")):
             if revision is not None:
-                raise SourceNotFound(f"{source} is a directory; a revision can only be given for a hub repository")
+                raise SourceNotFound(f"{source} is a path; a revision can only be given for a hub repository")
             return self.import_path(path, name=name, report=report)
         return self.import_hub(source, name=name, revision=revision, report=report)
 
@@ -89,11 +90,24 @@ class ModelLibrary:
         Raises CheckpointRefused, weights.format.errors.IntegrityError (a damaged or hostile weight file, by name),
         NotEnoughDisk, InvalidModelName, SourceNotFound.
         """
+        if (file := _gguf(path)) is not None:
+            return self._import_gguf(file, name, report)
         if not path.is_dir():
-            what = "is a file" if path.exists() else "does not exist"
-            raise SourceNotFound(f"{path} {what}; expected the directory of a checkpoint (config.json, *.safetensors)")
+            what = "is a file and no GGUF" if path.exists() else "does not exist"
+            raise SourceNotFound(
+                f"{path} {what}; expected the directory of a checkpoint (config.json, *.safetensors) or a .gguf file"
+            )
         chosen_name = check_name(name if name is not None else _name_of(path.resolve().name))
         return self._take_in(path.resolve(), chosen_name, source=str(path.resolve()), meta={}, report=report)
+
+    def _import_gguf(self, file: Path, name: str | None, report: Report) -> ModelVersion:
+        """Converts a GGUF file to bfloat16 in a process of its own and takes the result in."""
+        chosen_name = check_name(name if name is not None else _name_of(file.stem))
+        # At the least: bfloat16 has 16 bits for what the file may have in 4.
+        with self._made("gguf", file.stat().st_size) as made:
+            facts = maker_process.convert_gguf(file, made, report)
+            meta = {"converted_from": "gguf"} | facts
+            return self._take_in(made, chosen_name, source=str(file), meta=meta, report=report, move=True)
 
     def import_hub(
         self, repository: str, *, name: str | None = None, revision: str | None = None, report: Report = silent
@@ -126,13 +140,20 @@ class ModelLibrary:
 
     def make_starter(self, *, minutes: float | None = None, report: Report = silent) -> ModelVersion:
         """Pretrains the small model `starter` in a process of its own and takes it in. Raises StarterFailed."""
-        self._sweep()
-        self._require_space(0)
-        made = self._private(self._root / ".staging") / f"starter-{os.getpid()}-{uuid.uuid4().hex}"
-        try:
-            result = starter_process.run(made, STARTER_MINUTES if minutes is None else minutes, report)
+        with self._made("starter", 0) as made:
+            result = maker_process.make_starter(made, STARTER_MINUTES if minutes is None else minutes, report)
             meta = {"pretraining": result}
             return self._take_in(made, STARTER_NAME, source="made here", meta=meta, report=report, move=True)
+
+    @contextlib.contextmanager
+    def _made(self, kind: str, least_bytes: int) -> Iterator[Path]:
+        """A path where another process makes a checkpoint of at least so many bytes; what is left there goes. Raises
+        NotEnoughDisk."""
+        self._sweep()
+        self._require_space(least_bytes)
+        made = self._private(self._root / ".staging") / f"{kind}-{os.getpid()}-{uuid.uuid4().hex}"
+        try:
+            yield made
         finally:
             shutil.rmtree(made, ignore_errors=True)
 
@@ -314,6 +335,19 @@ def check_name(name: str) -> str:
             f"at most {MAX_NAME_CHARACTERS} characters; give another with --name"
         )
     return name
+
+
+def _gguf(path: Path) -> Path | None:
+    """The GGUF file that a path means: itself, or the only one in a directory without safetensors."""
+    if path.is_file():
+        return path.resolve() if is_gguf(path) else None
+    if not path.is_dir() or any(path.glob("*.safetensors")):
+        return None
+    found = sorted(path.glob("*.gguf"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise SourceNotFound(f"{path} has {len(found)} GGUF files ({names}); give the path of the one to import")
+    return found[0].resolve() if found and is_gguf(found[0]) else None
 
 
 def _name_of(directory_name: str) -> str:

@@ -79,6 +79,7 @@ SUBPACKAGES = (
     "scheduler.autoscale",
     "scheduler.core",
     "train.starter",
+    "train.convert",
     "train.run",
     "train.state",
     "train.control",

@@ -1,0 +1,96 @@
+"""A checkpoint that a process of its own makes: the pretraining of `starter`, the conversion of a GGUF file.
+
+The process prints one JSON object per line: its progress, and at the end {"event": "done", …}. It dies with the caller.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from appliance.models.errors import CheckpointRefused, NotEnoughMemory, StarterFailed
+
+Report = Callable[[float, float | None, str, str], None]
+
+
+class MakerFailed(Exception):
+    """The process ended without a result. code: its exit status; output: the end of what it wrote to stderr."""
+
+    def __init__(self, code: int, output: str):
+        super().__init__(f"ended with code {code}: {output}")
+        self.code, self.output = code, output
+
+
+def make_starter(out: Path, minutes: float, report: Report) -> dict[str, Any]:
+    """Pretrains the small model into the new directory `out`; returns what the pretraining says of it. Raises
+    StarterFailed."""
+    vocabulary = resources.files("appliance") / "demo_data" / "gsm8k_train.jsonl"
+    options = ["--out", str(out), "--minutes", str(minutes), "--vocabulary-text", str(vocabulary), "--die-with-parent"]
+
+    def on_event(event: dict[str, Any]) -> None:
+        report(event["fraction"], 1.0, "fraction", _pretraining(event))
+
+    try:
+        result = _run("train.starter.main", options, on_event)
+    except MakerFailed as error:
+        raise StarterFailed(f"pretraining {error}") from None
+    return {key: value for key, value in result.items() if key != "path"}
+
+
+def convert_gguf(file: Path, out: Path, report: Report) -> dict[str, Any]:
+    """Writes the model in `file` as a checkpoint directory into the new directory `out`; returns what the file says of
+    itself. Raises CheckpointRefused, NotEnoughMemory."""
+
+    def on_event(event: dict[str, Any]) -> None:
+        report(event["done"], event["total"], "tensors", "dequantising")
+
+    try:
+        result = _run("train.convert.gguf", [str(file), str(out)], on_event)
+    except MakerFailed as error:
+        raise CheckpointRefused(file.name, f"its conversion {error}") from None
+    if "refused" in result:
+        raise CheckpointRefused(file.name, result["refused"])
+    if "needed_bytes" in result:
+        raise NotEnoughMemory(file.name, result["needed_bytes"], result["available_bytes"])
+    return result
+
+
+def _run(module: str, options: Sequence[str], on_event: Callable[[dict[str, Any]], None]) -> dict[str, Any]:
+    result = None
+    # Threads that wait for each other sleep. When they spun, two took three times the processor time of one for the
+    # same steps, from whoever else is at work on the box.
+    environment = {**os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *options], stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        )
+        assert process.stdout is not None
+        try:
+            for line in process.stdout:
+                event = json.loads(line)
+                if event.pop("event") == "done":
+                    result = event
+                else:
+                    on_event(event)
+            process.wait()
+        finally:
+            process.kill()
+            process.wait()
+            process.stdout.close()
+        errors.seek(0)
+        if process.returncode != 0 or result is None:
+            raise MakerFailed(process.returncode, errors.read().strip()[-1000:])
+    return result
+
+
+def _pretraining(event: Mapping[str, Any]) -> str:
+    if "loss" in event:
+        return f"pretraining: step {event['step']}, loss {event['loss']:.2f}, {event['tokens_per_s']} tokens/s"
+    return {"tokenizer": "making the vocabulary", "threads": "beginning to pretrain", "save": "saving"}[event["stage"]]

@@ -1,0 +1,113 @@
+"""GGUF files become checkpoints that compute what the model computed that they were written from."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from appliance.models.errors import CheckpointRefused, NotEnoughMemory, SourceNotFound
+from appliance.models.library import ModelLibrary
+from tests.unit.train import gguf_files
+from train.convert import gguf as convert
+
+TOKENS = torch.tensor([[1, 20, 33, 41, 5, 60, 7, 19]])
+
+
+@pytest.fixture
+def library(tmp_path: Path) -> ModelLibrary:
+    return ModelLibrary(tmp_path / "models")
+
+
+def logits(model) -> torch.Tensor:
+    with torch.no_grad():
+        return model(TOKENS).logits.float()
+
+
+@pytest.mark.parametrize("family", gguf_files.FAMILIES)
+def test_logits_are_those_of_the_model_in_the_file(family, tmp_path, capsys):
+    made = gguf_files.model(family)
+    file = gguf_files.write(tmp_path / "m.gguf", made, family)
+    convert._convert(file, tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter.copy_(parameter.bfloat16())
+    assert torch.allclose(logits(found), logits(made), atol=1e-5)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert tokenizer.decode(tokenizer.encode("AB", add_special_tokens=False)) == "AB"
+    assert tokenizer.chat_template == gguf_files.TEMPLATE and tokenizer.eos_token == "<eos>"
+
+
+def test_the_scaled_rotary_embedding_of_llama_3_is_kept(tmp_path, capsys):
+    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 32.0, "low_freq_factor": 1.0}
+    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+    made = gguf_files.model("llama", rope_parameters=rope)
+    plain = 1 / 500000.0 ** (torch.arange(4) / 4)
+    factors = plain / made.model.rotary_emb.inv_freq
+    assert factors.max() > 31
+    file = gguf_files.write(tmp_path / "m.gguf", made, "llama", **{"rope_freqs.weight": factors})
+    convert._convert(file, tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert torch.allclose(found.model.rotary_emb.inv_freq, made.model.rotary_emb.inv_freq)
+    other = gguf_files.write(tmp_path / "o.gguf", made, "llama", **{"rope_freqs.weight": factors * 1.1})
+    with pytest.raises(convert._Refused, match="rotary"):
+        convert._convert(other, tmp_path / "other")
+
+
+def test_a_file_and_a_directory_with_one_are_imported(library, tmp_path):
+    folder = tmp_path / "some-model-GGUF"
+    folder.mkdir()
+    file = gguf_files.write(folder / "tiny.Q8.gguf", gguf_files.model("llama"), "llama")
+    seen: list[str] = []
+    made = library.import_model(str(file), report=lambda done, total, unit, message: seen.append(message))
+    assert (made.name, made.version, made.arch, made.task) == ("tiny.Q8", "v1", "LlamaForCausalLM", "generate")
+    assert made.max_model_len == 128 and made.source == str(file) and "dequantising" in seen
+    assert library.import_model(str(folder), name="other").name == "other"
+    (folder / "second.gguf").write_bytes(file.read_bytes())
+    with pytest.raises(SourceNotFound, match="second.gguf, tiny.Q8.gguf"):
+        library.import_model(str(folder))
+    assert not list((tmp_path / "models" / ".staging").iterdir())
+
+
+def test_files_that_are_no_whole_model_are_refused_by_name(library, tmp_path):
+    made = gguf_files.model("llama")
+    sound = gguf_files.write(tmp_path / "sound.gguf", made, "llama").read_bytes()
+    cut = tmp_path / "cut.gguf"
+    cut.write_bytes(sound[: len(sound) // 2])
+    with pytest.raises(CheckpointRefused, match="cut.gguf.*no sound GGUF"):
+        library.import_model(str(cut))
+    hostile = tmp_path / "hostile.gguf"
+    hostile.write_bytes(b"GGUF\x03\0\0\0" + b"\xff" * 64)
+    with pytest.raises(CheckpointRefused, match="hostile.gguf.*no sound GGUF"):
+        library.import_model(str(hostile))
+    odd = gguf_files.write(tmp_path / "odd.gguf", made, "llama", **{"general.type": "adapter"})
+    with pytest.raises(CheckpointRefused, match="odd.gguf.*'adapter', not a model"):
+        library.import_model(str(odd))
+    text = tmp_path / "text.gguf"
+    text.write_text("no model")
+    with pytest.raises(SourceNotFound, match="no GGUF"):
+        library.import_model(str(text))
+
+
+def test_a_model_larger_than_memory_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    file = gguf_files.write(tmp_path / "m.gguf", gguf_files.model("llama"), "llama")
+    monkeypatch.setattr(convert, "die_with_parent", lambda: None)
+    monkeypatch.setattr(convert, "_limit_memory", lambda nbytes: None)
+    monkeypatch.setattr(convert, "_available_bytes", lambda: 1 << 30)
+    said: list[dict] = []
+    monkeypatch.setattr(convert, "_say", lambda event, **fields: said.append(fields))
+    monkeypatch.setattr(sys, "stdout", sys.stdout)
+    convert.main(file, tmp_path / "out")
+    assert said[0]["needed_bytes"] > said[0]["available_bytes"] == 1 << 30 and not (tmp_path / "out").exists()
+    assert "2.1 GB" in str(NotEnoughMemory("m.gguf", 2_100_000_000, 1_000_000_000))
+
+
+def test_an_unknown_architecture_names_those_that_are_known():
+    with pytest.raises(convert._Refused, match="'rwkv6'.*llama, "):
+        convert._check_architecture("rwkv6")
+    for known in ("llama", "qwen2moe", "gpt-oss", "gemma3"):
+        convert._check_architecture(known)

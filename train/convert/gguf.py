@@ -1,0 +1,194 @@
+"""Turns a GGUF file into a checkpoint directory: `python -m train.convert.gguf FILE OUT`, a process of its own.
+
+GGUF is llama.cpp's format (https://github.com/ggml-org/ggml/blob/master/docs/gguf.md). transformers reads it and
+dequantises it (https://huggingface.co/docs/transformers/gguf); what is written is bfloat16 safetensors and a fast
+tokenizer, which engines and trainers load like any other checkpoint. The file is hostile until proven otherwise: this
+process has a limit of memory, runs no code of the file, and its caller tries the chat template apart.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from runtime.processes.kernel import die_with_parent
+
+MAGIC = b"GGUF"
+_FIXED_BYTES = 2 << 30  # torch, transformers and one tensor in float32
+_HEADER_BYTES = 4 << 30  # for reading what is in the file: names, vocabulary, shapes
+_AVAILABLE_SHARE = 0.9
+
+
+class _Refused(Exception):
+    """The file cannot become a checkpoint; the text says why."""
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file begins as GGUF files do. Raises OSError."""
+    with open(path, "rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def main(file: Path, out: Path) -> None:
+    die_with_parent()
+    sys.stdout = sys.stderr  # where libraries that print may print to
+    available = _available_bytes()
+    _limit_memory(min(available, _HEADER_BYTES))
+    try:
+        parameters = _parameters(file)
+        needed = 2 * 2 * parameters + _FIXED_BYTES  # bfloat16, once as read and once in the model
+        if needed > _AVAILABLE_SHARE * available:
+            _say("done", needed_bytes=needed, available_bytes=available)
+            return
+        _limit_memory(available)
+        _say("done", **_convert(file, out))
+    except _Refused as error:
+        _say("done", refused=str(error))
+
+
+def _parameters(file: Path) -> int:
+    try:
+        reader = _reader(file)
+        parts = reader.get_field("split.count")
+        architecture = reader.get_field("general.architecture")
+        kind = reader.get_field("general.type")
+        found = [str(field.contents()) if field else "" for field in (architecture, kind)]
+        count = sum(int(tensor.n_elements) for tensor in reader.tensors)
+    except (ValueError, KeyError, IndexError, OverflowError, MemoryError, TypeError, UnicodeDecodeError) as error:
+        raise _Refused(f"is no sound GGUF file: {type(error).__name__}: {str(error)[:200]}") from error
+    if parts is not None and int(parts.contents()) > 1:
+        raise _Refused(
+            f"is one of {int(parts.contents())} parts; join them (`llama-gguf-split --merge`) and import the whole"
+        )
+    if found[1] not in ("", "model"):
+        raise _Refused(f"holds a {found[1]!r}, not a model")
+    _check_architecture(found[0])
+    return count
+
+
+def _check_architecture(name: str) -> None:
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    known = sorted(set(GGUF_SUPPORTED_ARCHITECTURES) - {"general", "tokenizer"})
+    # transformers writes some names with an underscore where llama.cpp has none (qwen2moe, gpt-oss).
+    if name.replace("-", "").replace("_", "") not in {one.replace("_", "") for one in known}:
+        raise _Refused(
+            f"is of architecture {name!r}, which transformers cannot read from GGUF; it reads {', '.join(known)}. "
+            "Import the model's safetensors instead"
+        )
+
+
+def _convert(file: Path, out: Path) -> dict[str, Any]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    modeling_gguf_pytorch_utils.tqdm = _told  # its only sign of progress
+    place = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(**place)
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            **place, **_head_size(file), dtype=torch.bfloat16, output_loading_info=True
+        )
+    except (ValueError, KeyError, IndexError, NotImplementedError, RuntimeError, TypeError) as error:
+        raise _Refused(f"cannot be read by transformers: {type(error).__name__}: {str(error)[:300]}") from error
+    if wrong := sorted({*loaded["missing_keys"], *map(str, loaded["mismatched_keys"])}):
+        raise _Refused(f"has no fitting tensor for {', '.join(wrong[:3])} ({len(wrong)} in all); is it damaged?")
+    _scale_gemma(model.config)
+    scaled = next((tensor for tensor in _reader(file).tensors if tensor.name == "rope_freqs.weight"), None)
+    if scaled is not None:
+        model.config.rope_parameters = _llama3_rope(model.config, [float(factor) for factor in scaled.data.ravel()])
+    # It is no quantised model any more; the quantiser would refuse to save it.
+    model.hf_quantizer, model.is_quantized = None, False
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    return {"parameters": model.num_parameters(), "architecture": model.config.model_type}
+
+
+def _head_size(file: Path) -> dict[str, int]:
+    """The size of a head where transformers takes a default instead of the file's: Qwen3's other sizes than 128."""
+    from transformers import CONFIG_MAPPING
+    from transformers.integrations import GGUF_CONFIG_MAPPING
+
+    reader = _reader(file)
+    arch = reader.get_field("general.architecture").contents()
+    length = reader.get_field(f"{arch}.attention.key_length")
+    name = {"qwen3moe": "qwen3_moe"}.get(arch, arch)
+    if length is None or "attention.key_length" in GGUF_CONFIG_MAPPING.get(name, {}):
+        return {}
+    if name not in CONFIG_MAPPING or not hasattr(CONFIG_MAPPING[name](), "head_dim"):
+        return {}
+    return {"head_dim": int(length.contents())}
+
+
+def _scale_gemma(config: Any) -> None:
+    """GGUF has no `query_pre_attn_scalar`; llama.cpp knows it by the model's size (`f_attention_scale` in
+    src/models/gemma2.cpp and gemma3.cpp), transformers takes 256."""
+    if config.model_type in ("gemma2", "gemma3_text"):
+        is_27b = config.num_hidden_layers == {"gemma2": 46, "gemma3_text": 62}[config.model_type]
+        heads = config.num_attention_heads
+        config.query_pre_attn_scalar = config.hidden_size // heads if is_27b else config.head_dim
+
+
+def _llama3_rope(config: Any, factors: Sequence[float]) -> dict[str, Any]:
+    """The scaled rotary embedding of Llama 3.1 and later, which GGUF keeps as one factor per frequency and transformers
+    leaves out. The formula is transformers' `_compute_llama3_parameters`."""
+    given = {**config.rope_parameters}
+    rope = given | {
+        "rope_type": "llama3",
+        "factor": max(factors),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    for i, found in enumerate(factors):
+        wavelength = 2 * math.pi * given["rope_theta"] ** (i / len(factors))
+        smooth = min(max((8192 / wavelength - 1.0) / 3.0, 0.0), 1.0)
+        expected = 1 / ((1 - smooth) / rope["factor"] + smooth)
+        if not math.isclose(found, expected, rel_tol=1e-3):
+            raise _Refused(
+                f"scales its rotary embedding in a way that is not Llama 3.1's (frequency {i}: {found:g}, expected "
+                f"{expected:g}); import the model's safetensors instead"
+            )
+    return rope
+
+
+def _reader(file: Path) -> Any:
+    import gguf
+
+    return gguf.GGUFReader(str(file))
+
+
+def _told(tensors: Iterable[Any], **_: Any) -> Iterator[Any]:
+    tensors = list(tensors)
+    for number, tensor in enumerate(tensors, 1):
+        yield tensor
+        if number == len(tensors) or number % 10 == 0:
+            _say("progress", done=number, total=len(tensors))
+
+
+def _say(event: str, **fields: Any) -> None:
+    print(json.dumps({"event": event} | fields), flush=True, file=sys.__stdout__)
+
+
+def _available_bytes() -> int:
+    return psutil.virtual_memory().available
+
+
+def _limit_memory(nbytes: int) -> None:
+    """Of what this process allocates; files that it maps do not count (setrlimit(2), RLIMIT_DATA)."""
+    resource.setrlimit(resource.RLIMIT_DATA, (int(nbytes), resource.getrlimit(resource.RLIMIT_DATA)[1]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
