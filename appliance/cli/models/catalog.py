@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from appliance.cli import formats, output
 from appliance.cli.command import OUTPUT, examples, group
 from appliance.cli.errors import CommandFailed
-from appliance.models import catalog
-from appliance.models.errors import ModelError
+from appliance.cli.models import catalog_models as catalog
 
 app = group("")
 
@@ -83,8 +82,4 @@ def fetched(source: str, name: str | None, is_local: bool) -> Iterator[Fetched]:
     with tempfile.TemporaryDirectory(prefix="appliance-catalog-") as folder:
         Path(folder).chmod(0o755)  # the box may run as another user
         output.say(f"downloading {formats.size(model.download_bytes)}, {model.origin} ({model.licence})")
-        try:
-            file = catalog.fetch(model.source, Path(folder))
-        except ModelError as error:
-            raise CommandFailed(str(error)) from error
-        yield Fetched(str(file), name or model.name, True)
+        yield Fetched(str(catalog.fetch(model.source, Path(folder))), name or model.name, True)

