@@ -11,6 +11,7 @@ from typing import Any
 
 from runtime.devices.kinds import kind_of
 from serve.core.spec import ReplicaSpec
+from weights.format.tool_template import with_tools
 
 # Which of vLLM's tool-call parsers reads what a model family writes (vllm/tool_parsers; docs "Tool Calling").
 # A family that is not known gets none: tools then work with tool_choice "required" or a named function.
@@ -61,7 +62,8 @@ def tool_parser(model_type: str | None, chat_template: str | None) -> str | None
 
     Several families are fine-tuned with the Hermes tags whatever their architecture, and their chat template
     says so: the tag wins over the family. A family's own parser is used only with a template that mentions
-    tools, otherwise text that merely looks like a call would be taken for one.
+    tools, otherwise text that merely looks like a call would be taken for one. A template that does not mention them
+    has been given a way to show them, with the same tags (weights.format.tool_template).
     """
     template = chat_template or ""
     if "<tool_call>" in template:
@@ -145,7 +147,10 @@ def engine_arguments(spec: ReplicaSpec, model_config: Mapping[str, Any], chat_te
         # For its renderer, which counts the tokens of an input (/v1/responses/input_tokens); the gateway lets nobody
         # through to the other routes that come with it.
         args += ["--enable-scale-out"]
-        parser = tool_parser(model_config.get("model_type"), chat_template)
+        shown = with_tools(chat_template)
+        if shown != chat_template and "--chat-template" not in spec.extra_args:
+            args += ["--chat-template", str(shown)]
+        parser = tool_parser(model_config.get("model_type"), shown)
         if parser is not None and "--tool-call-parser" not in spec.extra_args:
             args += ["--enable-auto-tool-choice", "--tool-call-parser", parser]
     return [*args, *spec.extra_args]

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from train.data.formats import BadRecord
 from train.plan.errors import UnsupportedModel
+from weights.format.tool_template import with_tools
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -36,6 +37,8 @@ class ChatEncoder:
                 "the model has no fast tokenizer (tokenizer.json), which is needed to tell which tokens are whose"
             )
         self.tokenizer = tokenizer
+        # The same that engines render requests with: a call that a template left out would be learnt from silently.
+        self._template = with_tools(template) if isinstance(template, str) else None
         self._marks = _GENERATION.search(str(template)) is not None
 
     def encode(self, example: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -55,6 +58,7 @@ class ChatEncoder:
         messages = [_for_template(message) for message in example["messages"]]
         tools = example.get("tools")
         text = self._render(messages, tools)
+        _refuse_lost_calls(messages, text)
         if self._marks:
             return text, self._marked_spans(example["messages"], messages, tools, text)
         spans, cursor = [], 0
@@ -125,9 +129,19 @@ class ChatEncoder:
 
     def _call(self, messages: list[dict], tools: Any, **options: Any) -> Any:
         try:
-            return self.tokenizer.apply_chat_template(messages, tools=tools, **options)
+            return self.tokenizer.apply_chat_template(messages, tools=tools, chat_template=self._template, **options)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, IndexError) as error:
             raise BadRecord(f"is refused by the model's chat template: {error}") from error
+
+
+def _refuse_lost_calls(messages: list[dict[str, Any]], text: str) -> None:
+    for number, message in enumerate(messages, 1):
+        for call in message.get("tool_calls") or ():
+            if str(call["function"]["name"]) not in text:
+                raise BadRecord(
+                    f"calls {call['function']['name']!r} in message {number}, which the model's chat template does not "
+                    "write: nothing of the call would be learnt; give the model a chat template with tool calls"
+                )
 
 
 def _for_template(message: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from train.plan.errors import InvalidTrainingData
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 _MAX_LISTED_ERRORS = 20
-FORMAT = 2
+FORMAT = 3
 Encode = Callable[[ChatEncoder, Record], tuple[np.ndarray, np.ndarray]]
 LayOut = Callable[..., Row]
 

@@ -62,6 +62,24 @@ class Refused(Rule):
             )
 
 
+class FunctionTools(Items):
+    """Tools that the client runs. The server has none of its own, and an engine would leave others out in silence."""
+
+    def check(self, name: str, value: Any) -> None:
+        super().check(name, value)
+        if not isinstance(value, list):
+            return
+        for place, tool in enumerate(value):
+            kind = tool.get("type") if isinstance(tool, dict) else None
+            if isinstance(kind, str) and kind != "function":
+                raise errors.bad_request(
+                    f"{name}[{place}] is of type '{kind[:64]}', which this server does not run; it takes tools of type "
+                    "'function', which your program runs.",
+                    param=f"{name}[{place}].type",
+                    code="unsupported_tool",
+                )
+
+
 PASSES: Final = Rule()
 # Words of a text are as many tokens, and each is looked for in every sequence at every step.
 _WORDS: Final = Items(64, 256)
@@ -161,6 +179,7 @@ _TOKENWISE: Final[dict[str, Rule]] = {
 }
 
 _TOOLS: Final = Items(512, 512)
+_FUNCTION_TOOLS: Final = FunctionTools(512, 512)
 _KWARGS: Final = Items(64, 4096)
 
 FIELDS: Final[dict[str, dict[str, Rule]]] = {
@@ -189,7 +208,7 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
             PASSES,
         ),
         "best_of": PASSES,
-        "tools": _TOOLS,
+        "tools": _FUNCTION_TOOLS,
         "functions": _TOOLS,
         "documents": Items(256, 1 << 16),
         "chat_template_kwargs": _KWARGS,
@@ -238,7 +257,7 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
         "logprobs": PASSES,
         "metadata": Items(16, 512),
         "include": Items(32, 128),
-        "tools": _TOOLS,
+        "tools": _FUNCTION_TOOLS,
         "chat_template_kwargs": _KWARGS,
         "chat_template": Refused(_TEMPLATE),
         "media_io_kwargs": Refused(_MEDIA),

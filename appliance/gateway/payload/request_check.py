@@ -139,6 +139,13 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
         if completion >= 0:
             return Checked(model, False, completion, 1, body_bytes // 4, data["messages"])
     check_fields(route.name, data)
+    if data.get("functions") and data.get("function_call") != "none":
+        raise errors.bad_request(
+            "`functions` and `function_call` are OpenAI's older names, which no engine reads: send `tools` and "
+            "`tool_choice` instead.",
+            param="functions",
+            code="unsupported_parameter",
+        )
     fields = data.keys()
     for key in fields & number_rules.keys():
         if data[key] is not None:

@@ -463,3 +463,18 @@ def test_forms_that_people_ask_for_pass(number: int) -> None:
 )
 def test_what_a_regular_expression_repeats_is_read_off(pattern: str, measured: tuple[int, int]) -> None:
     assert measure_regex("x", pattern) == measured
+
+
+def test_tools_that_nobody_would_run_are_refused_by_name():
+    asked = {"model": "m", "input": "x", "tools": [{"type": "function", "name": "f"}, {"type": "web_search"}]}
+    error = refusal(RESPONSES, asked)
+    assert (error.param, error.code) == ("tools[1].type", "unsupported_tool") and "web_search" in error.message
+    function = {"type": "function", "function": {"name": "f"}}
+    assert refusal(CHAT, chat(tools=[{"type": "custom", "custom": {"name": "f"}}])).code == "unsupported_tool"
+    assert check_body(CHAT, orjson.dumps(chat(tools=[function])), LIMITS).model == "m"
+
+
+def test_functions_of_the_older_kind_are_refused_instead_of_forgotten():
+    error = refusal(CHAT, chat(functions=[{"name": "f"}]))
+    assert error.param == "functions" and "`tools`" in error.message
+    assert check_body(CHAT, orjson.dumps(chat(functions=[{"name": "f"}], function_call="none")), LIMITS).model == "m"

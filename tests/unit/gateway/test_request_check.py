@@ -149,7 +149,7 @@ def test_other_routes_have_their_own_inputs() -> None:
     assert refused(EMBEDDINGS, {"input": ["x"] * 2049}) == "input"
     assert refused(EMBEDDINGS, {"input": []}) == "input"
     assert refused(RESPONSES, {"input": 3}) == "input"
-    assert refused(RESPONSES, {"input": "x", "tools": [{"type": "mcp", "server_url": "http://x"}]}) == "server_url"
+    assert refused(RESPONSES, {"input": "x", "tools": [{"type": "mcp", "server_url": "http://x"}]}) == "tools[0].type"
     source = {"type": "url", "url": "http://x"}
     message = {"role": "user", "content": [{"type": "image", "source": source}]}
     assert refused(MESSAGES, {"messages": [message], "max_tokens": 5}) == "source.url"

@@ -165,3 +165,10 @@ def test_adapters_of_one_batch_stay_loaded_and_only_linear_layers_take_them():
     assert "--enable-lora" not in engine_arguments(ReplicaSpec.from_json(GOOD), {}, None)
     with pytest.raises(InvalidReplicaSpec, match="adapters_resident"):
         ReplicaSpec.from_json({**GOOD, **adapters, "adapters_resident": 1})
+
+
+def test_a_template_without_tools_gets_a_way_to_show_them_and_its_parser():
+    args = pairs(engine_arguments(ReplicaSpec.from_json(GOOD), {"model_type": "llama"}, "{{ messages }}"))
+    assert args["--tool-call-parser"] == "hermes" and args["--chat-template"].endswith("{{ messages }}")
+    known = pairs(engine_arguments(ReplicaSpec.from_json(GOOD), {"model_type": "llama"}, "{{ tools }}"))
+    assert known["--tool-call-parser"] == "llama3_json" and "--chat-template" not in known

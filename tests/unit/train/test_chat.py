@@ -87,3 +87,33 @@ def test_what_cannot_be_learnt_from():
         ChatEncoder(tokenizer("{{ raise_exception('no tools here') }}")).encode(TALK)
     with pytest.raises(BadRecord, match="hides"):
         ChatEncoder(tokenizer("{{ messages[0]['content'] }}")).encode(TALK)
+
+
+PLAIN = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n"
+    "{{ message['content'] or '' }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOOL_CALL = {"id": "c", "type": "function", "function": {"name": "lookup", "arguments": '{"q": "x"}'}}
+
+
+def test_a_template_without_tools_shows_and_learns_calls_all_the_same():
+    asked = [
+        {"role": "user", "content": "Look x up."},
+        {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]},
+    ]
+    encoder = ChatEncoder(tokenizer(PLAIN))
+    text, spans = encoder.spans({"messages": asked, "tools": [{"type": "function", "function": {"name": "lookup"}}]})
+    (start, end), *rest = spans
+    assert not rest and '<tool_call>\n{"name": "lookup", "arguments": {"q": "x"}}\n</tool_call>' in text[start:end]
+    assert "<tools>" in text[:start]
+
+
+def test_a_call_that_the_template_drops_is_refused():
+    encoder = ChatEncoder(tokenizer("{# knows no tool_calls #}" + PLAIN))
+    asked = [
+        {"role": "user", "content": "Look x up."},
+        {"role": "assistant", "content": None, "tool_calls": [TOOL_CALL]},
+    ]
+    with pytest.raises(BadRecord, match="calls 'lookup' in message 2.*does not write"):
+        encoder.encode({"messages": asked})
