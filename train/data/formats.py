@@ -94,7 +94,7 @@ def check_chat(record: Record) -> Record:
     messages = record.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRecord("'messages' must be a list with at least one message")
-    checked = [_message(index, message) for index, message in enumerate(messages)]
+    checked = [_message(index, _with_tool_call(index, message)) for index, message in enumerate(messages)]
     if not any(m["role"] == "assistant" for m in checked):
         raise BadRecord("has no assistant message, so there is nothing to learn")
     if checked[-1]["role"] != "assistant":
@@ -102,9 +102,30 @@ def check_chat(record: Record) -> Record:
     if all(m.get("weight") == 0 for m in checked if m["role"] == "assistant"):
         raise BadRecord("every assistant message has weight 0, so there is nothing to learn")
     result: Record = {"messages": checked}
-    if record.get("tools") is not None:
-        result["tools"] = _tools(record["tools"])
+    tools = record.get("tools")
+    if record.get("functions") is not None:
+        if tools is not None:
+            raise BadRecord("has both 'tools' and 'functions', which is OpenAI's older name of the same")
+        functions = record["functions"]
+        tools = [{"type": "function", "function": f} for f in functions] if isinstance(functions, list) else functions
+    if tools is not None:
+        result["tools"] = _tools(tools)
     return result
+
+
+def _with_tool_call(index: int, message: Any) -> Any:
+    """OpenAI's older `function_call` and role `function` as `tool_calls` and role `tool`, which templates know."""
+    if not isinstance(message, dict):
+        return message
+    if message.get("role") == "function":
+        message = {**message, "role": "tool", "tool_call_id": message.get("tool_call_id", f"call_{index - 1}")}
+    call = message.get("function_call")
+    if call is None:
+        return message
+    if message.get("tool_calls") is not None:
+        raise BadRecord(f"messages[{index}] has both 'tool_calls' and 'function_call'")
+    kept = {key: value for key, value in message.items() if key != "function_call"}
+    return kept | {"tool_calls": [{"id": f"call_{index}", "type": "function", "function": call}]}
 
 
 def _message(index: int, message: Any) -> Record:

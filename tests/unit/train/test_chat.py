@@ -4,7 +4,7 @@ import pytest
 
 from tests.train_support.tiny import CHATML, tokenizer
 from train.data.chat import ChatEncoder
-from train.data.formats import BadRecord
+from train.data.formats import BadRecord, check_chat
 from train.plan.errors import UnsupportedModel
 
 TALK = {
@@ -117,3 +117,26 @@ def test_a_call_that_the_template_drops_is_refused():
     ]
     with pytest.raises(BadRecord, match="calls 'lookup' in message 2.*does not write"):
         encoder.encode({"messages": asked})
+
+
+def test_rows_in_the_older_form_of_calls_become_tool_calls():
+    row = {
+        "messages": [
+            {"role": "user", "content": "Look x up."},
+            {"role": "assistant", "content": None, "function_call": {"name": "lookup", "arguments": '{"q": "x"}'}},
+            {"role": "function", "name": "lookup", "content": "found"},
+            {"role": "assistant", "content": "It is found."},
+        ],
+        "functions": [{"name": "lookup", "parameters": {}}],
+    }
+    chat = check_chat(row)
+    assert chat["tools"] == [{"type": "function", "function": row["functions"][0]}]
+    call, answer = chat["messages"][1:3]
+    assert call["tool_calls"][0] == {
+        "id": "call_1",
+        "type": "function",
+        "function": row["messages"][1]["function_call"],
+    }
+    assert (answer["role"], answer["tool_call_id"]) == ("tool", "call_1")
+    with pytest.raises(BadRecord, match="both 'tools' and 'functions'"):
+        check_chat(row | {"tools": chat["tools"]})
