@@ -63,7 +63,12 @@ class Refused(Rule):
 
 
 class FunctionTools(Items):
-    """Tools that the client runs. The server has none of its own, and an engine would leave others out in silence."""
+    """Tools that the client runs. The server has none of its own, and an engine would leave others out in silence.
+    named: their type must be given, because the engine knows fifteen and would hold a tool without one against all."""
+
+    def __init__(self, most: int, chars: int, named: bool) -> None:
+        super().__init__(most, chars)
+        self.named = named
 
     def check(self, name: str, value: Any) -> None:
         super().check(name, value)
@@ -71,10 +76,11 @@ class FunctionTools(Items):
             return
         for place, tool in enumerate(value):
             kind = tool.get("type") if isinstance(tool, dict) else None
-            if isinstance(kind, str) and kind != "function":
+            if kind != "function" and (self.named or kind is not None):
+                given = f"the type '{kind[:64]}'" if isinstance(kind, str) else "no type"
                 raise errors.bad_request(
-                    f"{name}[{place}] is of type '{kind[:64]}', which this server does not run; it takes tools of type "
-                    "'function', which your program runs.",
+                    f"{name}[{place}] has {given}; this server takes tools of type 'function', which your program "
+                    "runs, and runs none itself.",
                     param=f"{name}[{place}].type",
                     code="unsupported_tool",
                 )
@@ -178,8 +184,10 @@ _TOKENWISE: Final[dict[str, Rule]] = {
     "repetition_detection": Refused(_UNUSED),
 }
 
-_TOOLS: Final = Items(512, 512)
-_FUNCTION_TOOLS: Final = FunctionTools(512, 512)
+# OpenAI takes as many.
+_TOOLS: Final = Items(128, 512)
+_FUNCTION_TOOLS: Final = FunctionTools(128, 512, False)
+_NAMED_TOOLS: Final = FunctionTools(128, 512, True)
 _KWARGS: Final = Items(64, 4096)
 
 FIELDS: Final[dict[str, dict[str, Rule]]] = {
@@ -257,7 +265,7 @@ FIELDS: Final[dict[str, dict[str, Rule]]] = {
         "logprobs": PASSES,
         "metadata": Items(16, 512),
         "include": Items(32, 128),
-        "tools": _FUNCTION_TOOLS,
+        "tools": _NAMED_TOOLS,
         "chat_template_kwargs": _KWARGS,
         "chat_template": Refused(_TEMPLATE),
         "media_io_kwargs": Refused(_MEDIA),

@@ -22,7 +22,14 @@ from appliance.gateway.payload.body_weight import check_weight
 from appliance.gateway.payload.continuation import CHAT, Continuation, continuation_of
 from appliance.gateway.payload.fields import check_fields
 from appliance.gateway.payload.nesting import walk
-from appliance.gateway.payload.shapes import check_items, check_messages
+from appliance.gateway.payload.shapes import (
+    check_items,
+    check_messages,
+    check_others,
+    check_system,
+    check_tools,
+    same_kind,
+)
 from appliance.gateway.payload.structure import check_structure
 from appliance.gateway.payload.transcript import Transcript, transcript_of
 from appliance.gateway.payload.usage import TokenRequest
@@ -146,6 +153,11 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
             param="functions",
             code="unsupported_parameter",
         )
+    check_others(data)
+    if isinstance(data.get("tools"), list):
+        check_tools(data["tools"])
+    if "system" in data:
+        check_system(data["system"])
     fields = data.keys()
     for key in fields & number_rules.keys():
         if data[key] is not None:
@@ -179,6 +191,8 @@ def check_object(route: Route, data: dict[str, Any], body_bytes: int, limits: Li
 
 # A chat request with none but numbers, these and its messages needs those looked at, and no more.
 _PLAIN_TEXT: Final = frozenset({"model", "stream", "user"})
+_PLAIN_FIELDS: Final = frozenset({"role", "content", "name"})
+_PLAIN_ROLES: Final = frozenset({"system", "developer", "user", "assistant"})
 _PLAIN_NUMBERS: Final = frozenset(
     {"max_tokens", "max_completion_tokens", "temperature", "top_p", "seed", "frequency_penalty", "presence_penalty"}
 )
@@ -210,8 +224,8 @@ def _plain_messages(messages: Any) -> bool:
     for message in messages:
         if type(message) is not dict or "role" not in message:
             return False
-        for part in message.values():
-            if type(part) is not str:
+        for name, part in message.items():
+            if type(part) is not str or name not in _PLAIN_FIELDS or (name == "role" and part not in _PLAIN_ROLES):
                 return False
     return True
 
@@ -319,6 +333,8 @@ def _inputs(route: Route, data: dict[str, Any], limits: Limits) -> int:
         return 1
     if not isinstance(value, list) or not value:
         raise _bad(name, value, "a string, or a non-empty array of strings, tokens or token arrays")
+    if not same_kind(value):
+        raise _bad(name, value, "a string, or an array of strings alone, tokens alone or token arrays alone")
     if isinstance(value[0], int):
         return 1
     if name == "input":

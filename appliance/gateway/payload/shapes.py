@@ -45,32 +45,188 @@ _ANNOTATIONS: Final = frozenset({"file_citation", "url_citation", "container_fil
 # Fields that are texts wherever they stand, and may be null in an item but not in a part of a file.
 _CALL_TEXTS: Final = ("id", "namespace", "name")
 _FILE_TEXTS: Final = ("file_data", "file_url", "filename")
+_MESSAGE_ROLES: Final = frozenset({"system", "developer", "user", "assistant", "tool", "function"})
+_MESSAGE_OBJECTS: Final = ("audio", "function_call")
+_FEW: Final = 16
+# The one field that says what a part of this type is.
+_TEXT_OF: Final = {"text": "text", "refusal": "refusal", "thinking": "thinking", "redacted_thinking": "data"}
+_OBJECT_OF: Final = {
+    "image_url": "image_url",
+    "input_audio": "input_audio",
+    "audio_url": "audio_url",
+    "file": "file",
+    "image": "source",
+}
+_TOOL_FIELDS: Final = frozenset({"function", "parameters", "input_schema"})
+_BOTH: Final = (True, False)
+# What is counted by a check of its own: texts and tokens, and the forms of answers (structure.py).
+_MEASURED: Final = frozenset(
+    {
+        "messages",
+        "input",
+        "prompt",
+        "tools",
+        "functions",
+        "system",
+        "response_format",
+        "structured_outputs",
+        "text",
+        "output_config",
+        "chat_template_kwargs",
+    }
+)
+# At 13 µs each, the most that was measured.
+_OTHER_VALUES: Final = 2048
 _MESSAGE_TEXTS: Final = ("name", "tool_call_id", "refusal", "reasoning", "reasoning_content")
+
+
+class _Odd:
+    """What of a field has no shape that an engine knows at once: how many places, and values in them at any depth."""
+
+    def __init__(self, name: str, places: int, values: int) -> None:
+        self._name = name
+        self._places = places
+        self._values = values
+        self._found = 0
+
+    def add(self, value: Any) -> None:
+        """Raises HttpError 400 when there are too many."""
+        self._found += 1
+        if isinstance(value, list | dict):
+            self._values -= _values(value, self._values)
+        if self._found > self._places or self._values < 0:
+            raise _odd(self._name, self._found)
 
 
 def check_messages(messages: list[Any], limits: Limits) -> None:
     """Of chat and of Anthropic's messages. Raises HttpError 400."""
     if len(messages) > limits.messages:
         raise _too_many("messages", "messages", len(messages), limits.messages)
-    parts, odd = 0, 0
+    parts, odd = 0, _Odd("messages", _ODD_PARTS, _ODD_VALUES)
     for message in messages:
         content = message.get("content")
         if isinstance(content, list):
             parts += len(content)
             for part in content:
-                if not isinstance(part, dict) or part.get("type") not in _PARTS or not _texts(part):
-                    odd += 1
+                if not isinstance(part, dict) or not _known_part(part):
+                    odd.add(part)
         elif content is not None and not isinstance(content, str):
-            odd += 1
-        if not isinstance(message.get("role"), str) or not all(_text_or_none(message, name) for name in _MESSAGE_TEXTS):
-            odd += 1
+            odd.add(content)
+        role = message.get("role")
+        if not isinstance(role, str) or role not in _MESSAGE_ROLES:
+            odd.add(role)
+        for name in _MESSAGE_TEXTS:
+            if not _text_or_none(message, name):
+                odd.add(message[name])
+        for name in _MESSAGE_OBJECTS:
+            value = message.get(name)
+            if value is not None and not (isinstance(value, dict) and len(value) <= _FEW):
+                odd.add(value)
         calls = message.get("tool_calls")
         if isinstance(calls, list):
             parts += len(calls)
+            for call in calls:
+                if not isinstance(call, dict) or not _known_call(call):
+                    odd.add(call)
+        elif calls is not None:
+            odd.add(calls)
     if parts > limits.messages:
         raise _too_many("messages", "parts of messages", parts, limits.messages)
-    if odd > _ODD_PARTS:
-        raise _odd("messages", odd)
+
+
+def check_tools(tools: list[Any]) -> None:
+    """Of every route. Raises HttpError 400."""
+    odd = _Odd("tools", _ODD_ITEMS, _ODD_VALUES)
+    for tool in tools:
+        if not isinstance(tool, dict):
+            odd.add(tool)
+            continue
+        function = tool.get("function")
+        holder: dict[str, Any] = function if isinstance(function, dict) else tool
+        schema = holder.get("input_schema", holder.get("parameters"))
+        strict = holder.get("strict")
+        whole = isinstance(holder.get("name"), str) and _text_or_none(holder, "description")
+        if not whole or not (schema is None or isinstance(schema, dict)) or not (strict is None or strict in _BOTH):
+            odd.add(tool)
+            continue
+        for name, value in tool.items():
+            if name not in _TOOL_FIELDS and isinstance(value, list | dict) and _values(value, _FEW) > _FEW:
+                odd.add(value)
+
+
+def check_system(system: Any) -> None:
+    """Of Anthropic's messages. Raises HttpError 400."""
+    if isinstance(system, list):
+        odd = _Odd("system", _ODD_PARTS, _ODD_VALUES)
+        for part in system:
+            if not isinstance(part, dict) or not _known_part(part):
+                odd.add(part)
+
+
+def check_others(data: dict[str, Any]) -> None:
+    """All other fields together: an engine may hold each value in them against several types. Raises HttpError 400."""
+    values = 0
+    for name, value in data.items():
+        if isinstance(value, list | dict) and name not in _MEASURED:
+            values += _values(value, _OTHER_VALUES)
+            if values > _OTHER_VALUES:
+                raise _too_many(name, "values", values, _OTHER_VALUES)
+
+
+def same_kind(values: list[Any]) -> bool:
+    """Whether a prompt is tokens alone, texts alone, or lists of tokens alone. values: not empty."""
+    kind = type(values[0])
+    if kind is list:
+        for tokens in values:
+            if type(tokens) is not list or not _numbers(tokens):
+                return False
+        return True
+    if kind is int:
+        return _numbers(values)
+    for value in values:
+        if type(value) is not str:
+            return False
+    return True
+
+
+def _numbers(values: list[Any]) -> bool:
+    for value in values:
+        if type(value) is not int:
+            return False
+    return True
+
+
+def _known_part(part: dict[str, Any]) -> bool:
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in _PARTS:
+        return False
+    if kind in _TEXT_OF:
+        return isinstance(part.get(_TEXT_OF[kind]), str)
+    if kind in _OBJECT_OF:
+        value = part.get(_OBJECT_OF[kind])
+        return isinstance(value, str) or (isinstance(value, dict) and _values(value, _FEW) <= _FEW)
+    if kind == "tool_use":
+        return isinstance(part.get("name"), str) and isinstance(part.get("input"), dict)
+    if kind == "tool_result":
+        content = part.get("content")
+        if isinstance(content, list):
+            for inner in content:
+                if not isinstance(inner, dict):
+                    return False
+            return True
+        return content is None or isinstance(content, str)
+    return True
+
+
+def _known_call(call: dict[str, Any]) -> bool:
+    function = call.get("function")
+    return (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and _text_or_none(function, "arguments")
+        and _text_or_none(call, "id")
+        and call.get("type", "function") == "function"
+    )
 
 
 def check_items(items: list[Any], limits: Limits) -> None:
@@ -217,10 +373,6 @@ def _told(parts: Any) -> bool:
     if not isinstance(parts, list):
         return False
     return all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in parts)
-
-
-def _texts(part: dict[str, Any]) -> bool:
-    return part.get("type") != "text" or isinstance(part.get("text"), str)
 
 
 def _too_many(name: str, what: str, given: int, limit: int) -> HttpError:
