@@ -37,6 +37,8 @@ WEIGHT_SUFFIX, INDEX_SUFFIX = ".safetensors", ".safetensors.index.json"
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 OTHER_WEIGHTS = (".gguf", ".ggml", ".h5", ".msgpack", ".onnx", ".npz")
 KEPT_TEXT = ("README.md",)
+# Vocabularies: large, and read by tokenizers alone.
+_NO_SETTINGS = ("tokenizer.json", "vocab.json", "tekken.json")
 # Any one of these sets of files makes a tokenizer.
 TOKENIZERS = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("tekken.json",), ("vocab.txt",))
 _CLASS_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,99}")
@@ -193,6 +195,7 @@ def examine(directory: Path, layout: Layout) -> Facts:
         tokenizer = read_json(directory / "tokenizer_config.json", "tokenizer_config.json", MAX_CONFIG_BYTES)
         _refuse_code(tokenizer, "tokenizer_config.json")
     _require_tokenizer(directory)
+    _refuse_code_elsewhere(directory)
     template = _chat_template(directory, tokenizer)
     if template is None and task == "generate":
         warnings.append(
@@ -230,6 +233,18 @@ def _refuse_code(body: Mapping[str, Any], name: str) -> None:
             "has 'auto_map', that is, it wants Python code of the checkpoint to be run, which never happens here. If "
             "transformers knows this architecture by now, remove 'auto_map' from the file and import again",
         )
+
+
+def _refuse_code_elsewhere(directory: Path) -> None:
+    """generation_config.json and those of processors may ask for code too. They are read only if they name the key."""
+    for path in sorted(directory.glob("*.json")):
+        if path.name in _NO_SETTINGS or path.name.endswith(".index.json"):
+            continue
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise NotACheckpoint(path.name, f"{path.stat().st_size} bytes; at most {MAX_CONFIG_BYTES} are read")
+        if any(key in path.read_bytes() for key in (b"auto_map", b"custom_generate", b"\\u")):
+            body = read_json(path, path.name, MAX_CONFIG_BYTES)
+            _refuse_code({"auto_map": body.get("auto_map") or body.get("custom_generate")}, path.name)
 
 
 def _task(arch: str) -> Task:

@@ -11,6 +11,7 @@ import json
 import resource
 import subprocess
 import sys
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -24,6 +25,29 @@ CONVERSATION = (
     {"role": "user", "content": "Hello."},
     {"role": "assistant", "content": "Hello, how can I help?"},
     {"role": "user", "content": "What is 2 + 3?"},
+)
+_TOOL = {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
+_CALL = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 3}}}
+# Of what a request may have, by what a template may tell apart: one that was quick with three messages and endless with
+# eight took its engine off the air for everybody.
+OTHERS: tuple[dict[str, Any], ...] = (
+    {"messages": CONVERSATION[:1]},
+    {"messages": ({"role": "system", "content": "Be brief."}, *CONVERSATION)},
+    *({"messages": (*CONVERSATION[:2] * turns, CONVERSATION[0])} for turns in (2, 4, 8, 16, 64, 256)),
+    {"messages": ({"role": "user", "content": "word " * 4000},)},
+    {"messages": CONVERSATION, "tools": [_TOOL]},
+    {"messages": CONVERSATION, "tools": [_TOOL] * 16},
+    {
+        "messages": (
+            CONVERSATION[2],
+            {"role": "assistant", "content": "", "tool_calls": [_CALL]},
+            {"role": "tool", "content": "5", "tool_call_id": "call00000"},
+        ),
+        "tools": [_TOOL],
+    },
+    {"messages": CONVERSATION, "documents": [{"title": "a", "text": "b"}] * 4},
+    {"messages": CONVERSATION, "add_generation_prompt": False},
+    {"messages": CONVERSATION, "enable_thinking": False},
 )
 
 
@@ -42,14 +66,15 @@ def try_template(template: str) -> str | None:
         done = subprocess.run(command, input=json.dumps(template), capture_output=True, text=True, timeout=WALL_S)
     except subprocess.TimeoutExpired as error:
         raise TemplateRefused(
-            "chat template", f"three short messages took more than {WALL_S:.0f} s, or {CPU_S} s of CPU"
+            "chat template", f"{1 + len(OTHERS)} short conversations took more than {WALL_S:.0f} s, or {CPU_S} s of CPU"
         ) from error
     try:
         verdict = json.loads(done.stdout.splitlines()[-1])
     except (IndexError, ValueError) as error:
         raise TemplateRefused(
             "chat template",
-            f"rendering three short messages took more than {CPU_S} s of CPU or {MEMORY_BYTES >> 20} MB of memory",
+            f"rendering {1 + len(OTHERS)} short conversations took more than {CPU_S} s of CPU or "
+            f"{MEMORY_BYTES >> 20} MB of memory",
         ) from error
     if verdict["kind"] == "refused":
         raise TemplateRefused("chat template", verdict["reason"])
@@ -81,13 +106,23 @@ def _render(template: str) -> dict[str, str | None]:
         compiled = environment.from_string(template)
     except jinja2.TemplateSyntaxError as error:
         return {"kind": "refused", "reason": f"line {error.lineno}: {error.message}"}
+    verdict = _one(compiled, {"messages": CONVERSATION})
+    for given in OTHERS if verdict["kind"] != "refused" else ():
+        other = _one(compiled, given)
+        if other["kind"] == "refused":
+            return other
+    return verdict
+
+
+def _one(compiled: jinja2.Template, given: dict[str, Any]) -> dict[str, str | None]:
+    """One conversation; that a template raises an error is no more than a warning."""
+    common = {"add_generation_prompt": True, "bos_token": "", "eos_token": "", "tools": None, "documents": None}
     try:
         length = 0
-        given = {"messages": CONVERSATION, "add_generation_prompt": True, "bos_token": "", "eos_token": ""}
-        for piece in compiled.generate(**given, tools=None, documents=None):
+        for piece in compiled.generate(**common | given):
             length += len(piece)
             if length > MAX_OUTPUT_CHARACTERS:
-                return {"kind": "refused", "reason": f"makes more than {MAX_OUTPUT_CHARACTERS} characters of 50"}
+                return {"kind": "refused", "reason": f"makes more than {MAX_OUTPUT_CHARACTERS} characters of 20,000"}
     except jinja2.sandbox.SecurityError as error:
         return {"kind": "refused", "reason": f"reaches outside of the template: {error}"}
     except MemoryError:

@@ -52,28 +52,48 @@ class Quotas:
         self._files(key_id, bounds)
         self._bytes(key_id, bounds, 2 * announced_bytes)
 
-    def check_batch(self, caller: Principal) -> None:
-        self.disk.check()
-        if (key_id := _bounded(caller)) is not None:
-            _number(
-                "batches",
-                "batches in progress",
-                holdings.batches(self._db, key_id),
-                self.bounds(key_id).batches,
-                "Wait for the end of one or cancel it.",
-                retry=True,
-            )
+    def check_batch(self, caller: Principal, input_bytes: int) -> None:
+        """One more batch. Its answers become files of the owner, so there must be room for one as large as its input:
+        error files of batches that cost nothing once filled the disk past every bound."""
+        self.disk.check(input_bytes)
+        if (key_id := _bounded(caller)) is None:
+            return
+        bounds = self.bounds(key_id)
+        _number(
+            "batches",
+            "batches in progress",
+            holdings.batches(self._db, key_id),
+            bounds.batches,
+            "Wait for the end of one or cancel it.",
+            retry=True,
+        )
+        self._files(key_id, bounds)
+        self._bytes(key_id, bounds, input_bytes)
 
     def check_job(self, caller: Principal) -> None:
+        """One more job, and the model that it will make beside those that there are."""
         self.disk.check()
-        if (key_id := _bounded(caller)) is not None:
-            _number(
-                "jobs",
-                "fine-tuning jobs that have not ended",
-                holdings.jobs(self._db, key_id),
-                self.bounds(key_id).jobs,
-                "Wait for the end of one or cancel it.",
-                retry=True,
+        if (key_id := _bounded(caller)) is None:
+            return
+        bounds, unfinished = self.bounds(key_id), holdings.jobs(self._db, key_id)
+        _number(
+            "jobs",
+            "fine-tuning jobs that have not ended",
+            unfinished,
+            bounds.jobs,
+            "Wait for the end of one or cancel it.",
+            retry=True,
+        )
+        made, size = holdings.models(self._db, key_id)
+        _number("models", "fine-tuned models", made + unfinished, bounds.models, "Delete one first.")
+        if size >= bounds.model_bytes:
+            raise ApiError(
+                413,
+                f"Versions of your fine-tuned models hold {size} of at most {bounds.model_bytes} bytes. Delete a model "
+                f"first. {_ASK.format('model_bytes')}",
+                code="limit_reached",
+                param="model_bytes",
+                headers=dict(NEVER_RETRY),
             )
 
     def check_job_data(self, caller: Principal, held: int, more: int) -> None:

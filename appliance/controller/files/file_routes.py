@@ -22,6 +22,8 @@ from appliance.store.objects import batches, files
 
 ROUTE = "files"
 
+_SECONDS_DIGITS = 20
+
 
 def routes(context: ControllerContext) -> APIRouter:
     router = make_router("/v1/files", FINE_TUNING)
@@ -128,11 +130,14 @@ def _keep_s(fields: dict[str, str]) -> float | None:
             param="expires_after.anchor",
             code="invalid_value",
         )
-    if seconds is None or not seconds.isascii() or not seconds.isdigit() or int(seconds[:20]) not in storage.EXPIRY_S:
+    # What is checked is what is returned: of a number of 400 digits the first 20 once passed, and the file never ended.
+    short = seconds is not None and len(seconds) <= _SECONDS_DIGITS and seconds.isascii() and seconds.isdigit()
+    kept_s = int(seconds) if seconds is not None and short else -1
+    if kept_s not in storage.EXPIRY_S:
         raise BadRequest(
             f"Invalid value for 'expires_after.seconds': {shown(seconds)}; expected a number from "
             f"{storage.EXPIRY_S.start} to {storage.EXPIRY_S.stop - 1}.",
             param="expires_after.seconds",
             code="invalid_value",
         )
-    return float(seconds)
+    return float(kept_s)

@@ -27,6 +27,10 @@ class OwnerBounds(BaseModel):
     """Batches that have not ended."""
     jobs: int = Field(200, ge=0)
     """Fine-tuning jobs that have not ended."""
+    models: int = Field(500, ge=0)
+    """Fine-tuned models; each job that has not ended counts as one."""
+    model_bytes: int = Field(1024 * GIB, ge=0)
+    """Of all versions of fine-tuned models; past it no new job begins."""
     background: int = Field(200, ge=0)
     """Responses in background that have not ended."""
     responses: int = Field(50_000, ge=0)

@@ -70,7 +70,7 @@ def routes(context: ControllerContext, runner: BatchRunner) -> APIRouter:
             earlier = idempotency.find(db, attempt, context.config)
             row = batches.find(db, earlier, viewer=caller.viewer) if earlier else None
             if row is None:
-                context.quotas.check_batch(caller)
+                context.quotas.check_batch(caller, file.bytes)
                 now_s = time.time()
                 row = BatchRow(
                     id=new_id("batch_"),

@@ -65,6 +65,13 @@ def jobs(db: Database, key_id: str) -> int:
     return _number(db, f"jobs WHERE phase IN ({_one_of(_LIVE_PHASES)}) AND {_OF}", key_id)
 
 
+def models(db: Database, key_id: str) -> tuple[int, int]:
+    """Number of fine-tuned models, and bytes of all their versions."""
+    owned = "models WHERE kind = 'fine-tuned' AND owner IN (SELECT owner FROM keys WHERE id = ?1)"
+    sizes = f"versions WHERE model IN (SELECT id FROM {owned})"
+    return _number(db, owned, key_id), _number_and_bytes(db, sizes, key_id)[1]
+
+
 def _number(db: Database, where: str, key_id: str) -> int:
     return db.execute(f"SELECT count(*) FROM {where}", [key_id]).fetchone()[0]
 
