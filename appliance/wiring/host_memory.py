@@ -80,6 +80,8 @@ class HostMemory:
         self._state = MemoryState()
         self._wanted: dict[str, tuple[int, float]] = {}
         self._starting: deque[tuple[float, int]] = deque()
+        self._waiting_jobs: dict[str, tuple[int, float]] = {}
+        self._parked: frozenset[str] = frozenset()
         self._barren: dict[str, float] = {}
         self._told: deque[dict[str, Any]] = deque(maxlen=20)
         self._others: int | None = None
@@ -98,8 +100,11 @@ class HostMemory:
         if self._state.short:
             return f"Memory is short{self._why()}; it starts by itself when there is enough."
         needed = min(self._means.job_bytes(row), self._reading.total // 2)
-        if needed <= self._room():
+        # Parked ranks have their memory; a job once waited for as much again for as long as its own ranks held it.
+        if needed <= self._room() or row.id in self._parked:
+            self._waiting_jobs.pop(row.id, None)
             return ""
+        self._waiting_jobs[row.id] = (needed, self._clock())
         return (
             f"Needs about {gb(needed)} of host memory; {gb(max(0, self._room()))} can be given now "
             f"({gb(self._reading.available)} available{self._of_others()}, {gb(self.reserve)} kept in reserve)."
@@ -155,8 +160,9 @@ class HostMemory:
         self._reading = self._read()
         self._forget(now_s)
         wanted = sum(needed for needed, _ in self._wanted.values())
+        await self._look_at_parked()
         enough = self._reading.available >= self.reserve * memory_policy.ENOUGH_OF_RESERVE + wanted
-        if enough and not self._state.holds_back:
+        if enough and not self._state.holds_back and not self._waiting_jobs:
             self._exhausted = False
             if self._wanted:
                 self._means.nudge()
@@ -212,7 +218,8 @@ class HostMemory:
             )
 
     async def _holdings(self, status: Mapping[str, Any], wanted: int) -> Holdings:
-        if not self._is_or_may_be_short(wanted):
+        job_wanted = next((needed for needed, _ in self._waiting_jobs.values()), 0)
+        if not self._is_or_may_be_short(max(wanted, job_wanted)):
             return Holdings(wanted=wanted)
         pool, versions = await asyncio.to_thread(self._stored)
         running = [job["id"] for job in status["jobs"] if job["devices"] or job["phase"] == "running"]
@@ -224,7 +231,17 @@ class HostMemory:
             running=tuple(reversed(running)),  # in the order of the queue: the last yields first
             spare={model: count for model, count in self._awake(status).items() if count > 1},
             wanted=wanted,
+            job_wanted=job_wanted,
         )
+
+    async def _look_at_parked(self) -> None:
+        """Only while a job waits: whether it is one whose ranks are there already."""
+        if not self._waiting_jobs:
+            return
+        self._parked = frozenset(await self._means.parked.parked())
+        for job_id in self._parked & self._waiting_jobs.keys():
+            del self._waiting_jobs[job_id]
+            self._means.nudge()
 
     def _is_or_may_be_short(self, wanted: int) -> bool:
         return self._reading.available < self.reserve * memory_policy.ENOUGH_OF_RESERVE + wanted
@@ -236,6 +253,9 @@ class HostMemory:
 
     def _forget(self, now_s: float) -> None:
         self._wanted = {model: (n, at_s) for model, (n, at_s) in self._wanted.items() if now_s - at_s < WANTED_FOR_S}
+        self._waiting_jobs = {
+            job: (n, at_s) for job, (n, at_s) in self._waiting_jobs.items() if now_s - at_s < WANTED_FOR_S
+        }
         self._barren = {kind: until_s for kind, until_s in self._barren.items() if until_s > now_s}
         while self._starting and now_s - self._starting[0][0] >= STARTING_FOR_S:
             self._starting.popleft()

@@ -13,6 +13,8 @@ the other, and looks whether that was enough before the next:
                                               (2) gives that back too
     6. engines beyond the first of a model    the last one is never taken
 
+A job that waits for memory gets what 1 to 4 bring, and never what others compute with.
+
 It takes back in the other order, one thing after the other, once there has been clearly more than the reserve for a
 while; that while doubles each time that training was taken for nothing.
 """
@@ -21,7 +23,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from functools import partial
+from typing import Any, Literal
 
 Kind = Literal["pool", "versions", "sleeper", "parked", "job", "engine"]
 
@@ -60,7 +63,7 @@ class MemoryReading:
 class Holdings:
     """What the box could give back now. sleepers: sleeping engines. running: jobs with ranks, first to yield first.
     spare: awake engines by model, for models with more than one. wanted: bytes that engines need for which somebody
-    waits."""
+    waits. job_wanted: bytes that the first job needs that waits for memory."""
 
     pool: int = 0
     versions: int = 0
@@ -69,6 +72,7 @@ class Holdings:
     running: tuple[str, ...] = ()
     spare: Mapping[str, int] = field(default_factory=dict)
     wanted: int = 0
+    job_wanted: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +127,12 @@ def decide(
             return state, None
         return _give(reading, holdings, state, now_s, reserve)
     state = replace(state, short="", since_s=None)
+    lacking = holdings.job_wanted + reserve - reading.available
+    if holdings.job_wanted and lacking > 0:
+        if now_s < state.next_s:
+            return state, None
+        why = f"a job waits for {gb(holdings.job_wanted)}, {gb(reading.available)} of {reading.where} available"
+        return _give_idle(holdings, state, now_s, max(LEAST_BYTES, lacking), why) or (state, None)
     if not state.holds_back:
         return replace(state, calm_since_s=None), None
     if reading.available < int(reserve * ENOUGH_OF_RESERVE) + holdings.wanted:
@@ -149,21 +159,10 @@ def _give(
     reading: MemoryReading, holdings: Holdings, state: MemoryState, now_s: float, reserve: int
 ) -> tuple[MemoryState, Action | None]:
     lacking = max(LEAST_BYTES, int(reserve * ENOUGH_OF_RESERVE) + holdings.wanted - reading.available)
-
-    def act(kind: Kind, why: str, changed: MemoryState = state, **fields: object) -> tuple[MemoryState, Action]:
-        action = Action(kind, False, f"{why}: memory is short, {state.short}", **fields)  # type: ignore[arg-type]
-        return replace(changed, next_s=now_s + SETTLE_S[kind]), action
-
-    if holdings.pool >= LEAST_BYTES:
-        return act("pool", f"{gb(holdings.pool)} of freed segments are given back", nbytes=holdings.pool)
-    if holdings.versions >= LEAST_BYTES:
-        freed = min(lacking, holdings.versions)
-        return act("versions", f"versions that nobody reads leave shared memory ({gb(freed)})", nbytes=freed)
-    if holdings.sleepers and (state.sleepers is None or state.sleepers >= holdings.sleepers):
-        bound = holdings.sleepers - 1
-        return act("sleeper", "a sleeping engine is ended", replace(state, sleepers=bound), bound=bound)
-    if holdings.parked:
-        return act("parked", f"parked ranks of {', '.join(holdings.parked)} are ended")
+    why = f"memory is short, {state.short}"
+    if (idle := _give_idle(holdings, state, now_s, lacking, why)) is not None:
+        return idle
+    act = partial(_act, state, now_s, why)
     leaving = [job for job in holdings.running if job in state.jobs]
     if leaving and now_s - state.suspended_s < SUSPEND_LIMIT_S:
         return state, None
@@ -178,6 +177,37 @@ def _give(
             changed = replace(state, engines={**state.engines, model: awake - 1})
             return act("engine", f"{model} keeps {awake - 1} of {awake} engines", changed, what=model, bound=awake - 1)
     return state, None
+
+
+def _give_idle(
+    holdings: Holdings, state: MemoryState, now_s: float, lacking: int, why: str
+) -> tuple[MemoryState, Action] | None:
+    """What nobody computes with; None when nothing of it is left."""
+    act = partial(_act, state, now_s, why)
+    if holdings.pool >= LEAST_BYTES:
+        return act("pool", f"{gb(holdings.pool)} of freed segments are given back", nbytes=holdings.pool)
+    if holdings.versions >= LEAST_BYTES:
+        freed = min(lacking, holdings.versions)
+        return act("versions", f"versions that nobody reads leave shared memory ({gb(freed)})", nbytes=freed)
+    if holdings.sleepers and (state.sleepers is None or state.sleepers >= holdings.sleepers):
+        bound = holdings.sleepers - 1
+        return act("sleeper", "a sleeping engine is ended", replace(state, sleepers=bound), bound=bound)
+    if holdings.parked:
+        return act("parked", f"parked ranks of {', '.join(holdings.parked)} are ended")
+    return None
+
+
+def _act(
+    state: MemoryState,
+    now_s: float,
+    why: str,
+    kind: Kind,
+    what_is_done: str,
+    changed: MemoryState | None = None,
+    **fields: Any,
+) -> tuple[MemoryState, Action]:
+    action = Action(kind, False, f"{what_is_done}: {why}", **fields)
+    return replace(changed or state, next_s=now_s + SETTLE_S[kind]), action
 
 
 def _take(reading: MemoryReading, state: MemoryState, now_s: float) -> tuple[MemoryState, Action | None]:

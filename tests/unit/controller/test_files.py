@@ -161,6 +161,17 @@ async def test_names_that_are_no_plain_names_are_refused(control: Control, filen
             "expires_after.seconds",
             "invalid_value",
         ),
+        # Its first twenty digits are 3600; the rest once made a file that never ends and a list that answered 500.
+        (
+            form(
+                file_part(),
+                PURPOSE,
+                field(b"expires_after[anchor]", b"created_at"),
+                field(b"expires_after[seconds]", b"0" * 16 + b"3600" + b"9" * 400),
+            ),
+            "expires_after.seconds",
+            "invalid_value",
+        ),
     ],
 )
 async def test_malformed_forms_are_named_and_leave_nothing(control: Control, body: bytes, param: str, code: str):

@@ -18,10 +18,11 @@ from appliance.controller.access.disk import GIB, Disk, floor_of
 from appliance.controller.app import create_app
 from appliance.controller.http.peers import FromBox
 from appliance.controller.interfaces.errors import ApiError
+from appliance.controller.interfaces.principal import Principal
 from appliance.store.database import Database
-from appliance.store.objects import responses
+from appliance.store.objects import models, responses
 from appliance.store.records import keys
-from appliance.store.rows import ResponseRow
+from appliance.store.rows import ModelRow, ResponseRow, VersionRow
 from tests.simulator.control_plane import simulated_context
 from tests.unit.controller.conftest import ADMIN, Control, chat_lines
 
@@ -31,6 +32,8 @@ BOUNDS = {
     "uploads": 2,
     "batches": 1,
     "jobs": 2,
+    "models": 3,
+    "model_bytes": 1_000_000,
     "background": 2,
     "responses": 3,
     "responses_bytes": 100_000,
@@ -277,3 +280,54 @@ async def test_what_jobs_copy_is_bounded_although_the_files_are_deleted(control:
     await retention.keep_house(control.context, time.time() + 1)
     assert copies() == 1, "those of jobs that have ended are gone"
     assert (await submit(ann)).status_code == 200
+
+
+async def test_a_batch_needs_room_for_its_answers(control: Control, db: Database) -> None:
+    """Batches whose every line is refused cost nothing and left files past every bound."""
+    ann = caller(db, "ann")
+    made = await file(control, ann, LINE, "batch")
+    batch = {"input_file_id": made.json()["id"], "endpoint": "/v1/chat/completions", "completion_window": "24h"}
+    for _ in range(2):
+        assert (await file(control, ann, b"x")).status_code == 200
+    assert refused(await control.http.post("/v1/batches", headers=ann, json=batch), 429, "files")
+    ben = caller(db, "ben")
+    made = await file(control, ben, LINE, "batch")
+    assert (await file(control, ben, b"x" * (BOUNDS["file_bytes"] - len(LINE) - 5))).status_code == 200
+    batch["input_file_id"] = made.json()["id"]
+    assert refused(await control.http.post("/v1/batches", headers=ben, json=batch), 413, "file_bytes")
+
+
+def fine_tuned(db: Database, owner: str, number: int, size: int) -> None:
+    row = ModelRow(
+        id=f"ft:{owner}:{number}",
+        kind="fine-tuned",
+        base="starter",
+        arch="x",
+        params=1,
+        bytes=size,
+        owned_by="org",
+        source="job",
+        created_s=1.0,
+        task="generate",
+        job_id=None,
+        owner=owner,
+        max_model_len=None,
+        info={},
+    )
+    models.insert(db, row)
+    models.insert_version(db, VersionRow(model=row.id, version="v1", source="job", bytes=size, created_s=1.0))
+
+
+def test_models_that_jobs_made_are_bounded_by_number_and_bytes(control: Control, db: Database) -> None:
+    quotas = control.context.quotas
+    rows = {name: keys.create(db, name, ["fine_tuning"], name)[0] for name in ("ann", "ben")}
+    callers = {name: Principal(row.id, frozenset({"fine_tuning"}), "req", name) for name, row in rows.items()}
+    quotas.check_job(callers["ann"])
+    for number in range(3):
+        fine_tuned(db, "ann", number, 10)
+    with pytest.raises(ApiError, match="3 fine-tuned models of at most 3.*Delete one first"):
+        quotas.check_job(callers["ann"])
+    fine_tuned(db, "ben", 9, 1_000_000)
+    with pytest.raises(ApiError, match="hold 1000000 of at most 1000000 bytes") as found:
+        quotas.check_job(callers["ben"])
+    assert found.value.param == "model_bytes"

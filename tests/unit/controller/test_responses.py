@@ -231,6 +231,25 @@ async def test_a_page_parses_the_turns_that_it_is_in_and_no_others(control: Cont
     assert parsed == [name(5), name(4), name(3)]
 
 
+async def test_a_cursor_that_stands_in_every_turn_parses_few_of_them(control: Control, monkeypatch: pytest.MonkeyPatch):
+    """`after=type` parsed a whole conversation: whoever asks chooses what the turns are searched for."""
+    await send(control, *(copy(n, f"q{n}", text=f"a{n}", previous=n - 1 or None) for n in range(1, 41)))
+    parsed: list[str] = []
+    seen = response_items.listed
+
+    def listed(row: Any, *, answered: bool) -> Any:
+        parsed.append(row.id)
+        return seen(row, answered=answered)
+
+    monkeypatch.setattr("appliance.controller.openai.response_routes.listed", listed)
+    url = f"/v1/responses/{name(40)}/input_items"
+    for cursor in ("type", "message", "e", "user"):
+        parsed.clear()
+        answer = await control.http.get(url, params={"after": cursor, "limit": 1})
+        assert answer.status_code == 400 and answer.json()["error"]["code"] == "invalid_cursor"
+        assert len(parsed) <= 17
+
+
 async def test_what_an_answer_goes_on_from_is_put_together_turn_by_turn(
     control: Control, monkeypatch: pytest.MonkeyPatch
 ):

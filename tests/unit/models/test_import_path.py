@@ -390,3 +390,24 @@ def test_what_transformers_writes_comes_in_and_loads_from_the_library(library, t
     tokens = torch.arange(10)[None]
     with torch.no_grad():
         np.testing.assert_array_equal(loaded(tokens).logits.numpy(), model.eval()(tokens).logits.numpy())
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "processor_config.json", "anything_else.json"])
+@pytest.mark.parametrize(
+    "text", ['{"auto_map": {"A": "x.B"}}', '{"\\u0061uto_map": {"A": "x.B"}}', '{"custom_generate": "x"}']
+)
+def test_remote_code_is_refused_wherever_it_is_asked_for(library, source, file, text):
+    (source / file).write_text(text)
+    with pytest.raises(RemoteCodeRefused, match=file):
+        library.import_path(source)
+
+
+@pytest.mark.parametrize(
+    "when", ["messages|length > 7", "messages|length > 200", "tools", "messages[0].content|length > 9999"]
+)
+def test_a_template_that_runs_away_only_for_some_conversations_is_refused(library, tmp_path, when):
+    """One request of eight messages took the engine off the air for everybody."""
+    loop = "{% for a in range(40000) %}{% for b in range(40000) %}{% endfor %}{% endfor %}"
+    template = "{% if " + when + " %}" + loop + "{% endif %}{{ messages[0].content }}"
+    with pytest.raises(TemplateRefused, match="CPU|RANGE|Range|range"):
+        library.import_path(checkpoints.write(tmp_path / "slow", template=template))

@@ -222,3 +222,38 @@ async def test_engines_beyond_the_first_are_bounded_and_the_first_never(host, wo
     world.replicas = world.replicas[1:3]
     assert await looks(host, world, GB // 2, 60) == []
     assert await looks(host, world, 20 * GB, 25) == ["+engine", "+sleeper"] and host.max_asleep() is None
+
+
+async def test_a_job_whose_ranks_are_parked_waits_for_no_memory(host, world, db, add_model, add_job):
+    """Its ranks held 11 GB; it waited for as much again, for ever."""
+    add_model()
+    add_job("ftjob-1")
+    jobs.set_phase(db, "ftjob-1", "suspended")
+    job = jobs.get(db, "ftjob-1")
+    await looks(host, world, 5 * GB, 1)
+    assert "6.0 GB" in host.waits_for(job)
+    world.parked_jobs = (job.id,)
+    nudges = world.nudges
+    await looks(host, world, 5 * GB, 1)
+    assert host.waits_for(job) == "" and world.nudges > nudges
+
+
+async def test_for_a_job_that_waits_what_nobody_computes_with_is_given_back(host, world, db, add_model, add_job):
+    add_model()
+    add_job("ftjob-1")
+    job = jobs.get(db, "ftjob-1")
+    world.replicas = [{"model": "base", "state": "asleep"}, {"model": "base", "state": "open"}]
+    world.jobs = [{"id": "job-running", "devices": ["n0/0"], "phase": "running"}]
+    await looks(host, world, 5 * GB, 1)
+    assert host.max_asleep() is None
+    assert host.waits_for(job)
+    await looks(host, world, 5 * GB, 1)
+    assert host.max_asleep() == 0
+    world.replicas, world.parked_jobs = world.replicas[1:], ("job-other",)
+    assert host.waits_for(job)
+    await looks(host, world, 5 * GB, 4)
+    assert world.parked_jobs == () and world.saved == 0
+    # Jobs and engines that compute go on: nothing else is left to be given.
+    assert host.waits_for(job)
+    await looks(host, world, 5 * GB, 30)
+    assert host.status()["waiting_jobs"] == [] and host.status()["short"] == ""
