@@ -9,9 +9,8 @@ the effect before the next:
     2. versions that nobody reads             a lower tier has them; reading one in again takes seconds
     3. sleeping engines                       least recently used first; their next start is a cold one
     4. parked ranks                           their job starts with new processes
-    5. training, last in the queue first      suspended to shared memory, from where its snapshot is copied to disk;
-    then
-                                              (2) frees the snapshot too
+    5. training, last in the queue first      suspended to shared memory; once its snapshot is copied from there
+                                              to disk, (2) frees the snapshot too
     6. engines beyond the first of a model    the last one is never stopped
 
 It takes back in reverse order, one item at a time, once clearly more than the reserve has been available for a calm
@@ -74,8 +73,7 @@ class Holdings:
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """what: the job, the model, or "". bound: allowed number of sleepers, or of engines of the model. why: for
-    users."""
+    """what: the job, the model, or "". bound: allowed number of sleepers, or of the model's engines. why: for users."""
 
     kind: Kind
     back: bool
