@@ -1,6 +1,6 @@
-"""The controller's series for Prometheus, read from the store and the scheduler at each scrape.
+"""The controller's Prometheus series, read from the store and the scheduler at each scrape.
 
-Nothing is counted here: what grows is counted in the store, so it goes on over restarts.
+Nothing is counted here: the store keeps the counters, so they survive restarts.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POLICIES = ("serve", "train", "split", "auto")
 
 
 def registry_of(context: ControllerContext) -> CollectorRegistry:
-    """A registry of this context's own, with the process' memory, CPU time and descriptors."""
+    """A separate registry for this context, with the process's memory, CPU time and descriptors."""
     registry = CollectorRegistry()
     registry.register(ControllerCollector(context))
     ProcessCollector(namespace="appliance_controller", registry=registry)

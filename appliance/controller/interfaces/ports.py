@@ -162,26 +162,26 @@ class ModelOps(Protocol):
         """Pretrain the small model named `starter`."""
 
     async def verify(self, name: str, places: list[VersionPaths], report: Report) -> dict[str, Any]:
-        """Compare bytes with checksums, in every tier; returns {"versions": [{"version", "path", "tensors", "bytes"}],
-        "unsealed": copies that have no checksums yet, "tensors", "bytes"}. Raises OperationFailed naming every damaged
-        copy with file and tensor."""
+        """Compare bytes with checksums in every tier; returns {"versions": [{"version", "path", "tensors", "bytes"}],
+        "unsealed": copies without checksums yet, "tensors", "bytes"}. Raises OperationFailed naming file and tensor of
+        every damaged copy."""
 
     async def verify_tiers(self, report: Report) -> dict[str, Any]:
         """The same for all versions, adapters and snapshots; returns {"copies", "unsealed", "tensors", "bytes"}."""
 
     async def remove(self, name: str, places: list[VersionPaths]) -> None:
-        """Give back the bytes of these versions. Idempotent."""
+        """Delete the bytes of these versions. Idempotent."""
 
     def let_go(self, name: str) -> None:
-        """No engine serves by this name any more: the box needs its bytes in shared memory no longer."""
+        """No engine serves this name any more: the box no longer needs its bytes in shared memory."""
 
 
 class KeySink(Protocol):
-    """Who must know which keys are live (the bus, for the gateways)."""
+    """Receives the set of live keys (the bus, for the gateways)."""
 
     def keys_changed(self, keys: dict[str, dict[str, Any]]) -> None:
-        """keys: SHA-256 in hex -> {"id", "name", "scopes"} and what binds of "models", "requests_per_minute",
-        "tokens_per_minute", "spent_until_s"; replaces what was known before."""
+        """keys: SHA-256 in hex -> {"id", "name", "scopes"} and those of "models", "requests_per_minute",
+        "tokens_per_minute", "spent_until_s" that limit the key; replaces the previous set."""
 
 
 class TierPort(Protocol):
@@ -195,12 +195,12 @@ class TierPort(Protocol):
         """Names of the tiers that have a version."""
 
     def nudge(self) -> None:
-        """What is to be kept has changed."""
+        """The set of versions to keep has changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchCapacity:
-    """How many lines of batches a model's engines may work on now. why: what they wait for where it is 0."""
+    """How many batch lines a model's engines may process now. why: what they wait for if it is 0."""
 
     lines: int
     why: str = ""
@@ -208,7 +208,7 @@ class BatchCapacity:
 
 @dataclass(frozen=True, slots=True)
 class EngineAnswer:
-    """body: the JSON of the answer. version: of the replica that gave it, empty if none did."""
+    """body: the answer's JSON. version: of the replica that gave it, empty if none did."""
 
     status: int
     body: Any
@@ -216,7 +216,7 @@ class EngineAnswer:
 
 
 class LineReturned(Exception):
-    """A line was not answered: its engine was wanted for something else (`yielded`), or died. Send it again."""
+    """A line got no answer: its engine was wanted for something else (`yielded`), or died. Send it again."""
 
     def __init__(self, reason: str, *, yielded: bool):
         super().__init__(reason)
@@ -224,17 +224,17 @@ class LineReturned(Exception):
 
 
 class BatchEngines(Protocol):
-    """Engines for lines of batches, which take what interactive requests leave idle."""
+    """Engines for batch lines, on the capacity that interactive requests leave idle."""
 
     def room(self, model: str) -> BatchCapacity:
-        """Of all batches together."""
+        """Total over all batches."""
 
     async def send(self, model: str, url: str, body: dict[str, Any], request_id: str) -> EngineAnswer:
         """The answer to one line, after the checks that every request passes. Raises LineReturned."""
 
     def wants(self, models: list[str], asker: str = "batches") -> None:
-        """Models with lines left, that of the oldest first: they may be woken where nobody is in the way. Replaces what
-        the same asker wanted before."""
+        """Models with lines left, in order of their oldest batch: they may be woken if that disturbs nobody. Replaces
+        what the same asker wanted before."""
 
     async def changed(self, timeout_s: float) -> None:
         """Returns when room may have changed, or after this time."""

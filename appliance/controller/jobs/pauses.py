@@ -1,4 +1,4 @@
-"""Why a job that is paused waits: somebody asked for it, or its key was revoked."""
+"""Why a paused job waits: by request, or because its key was revoked."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ KEY_REVOKED = (
 
 
 def reason(db: Database, row: JobRow) -> str | None:
-    """Instead of what the planner says; None: that is right."""
+    """Overrides the planner's reason; None: the planner's applies."""
     revoked = row.wanted == "pause" and row.key_id is not None and keys.is_revoked(db, row.key_id)
     return KEY_REVOKED if revoked else None
