@@ -124,7 +124,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _write_all(handle: int, data: bytes) -> None:
-    """Write all of it, synced, or nothing: after a full disk, the next line would otherwise be joined to half a line."""
+    """Write all of it, synced, or nothing: after a full disk, the next line would else be joined to half a line."""
     before, view = os.fstat(handle).st_size, memoryview(data)
     try:
         while view:

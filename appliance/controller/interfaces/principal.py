@@ -37,7 +37,7 @@ class Principal:
 
     @property
     def viewer(self) -> str | None:
-        """For the store's `viewer`: the owner whose objects alone this request may see; None for an admin (sees all)."""
+        """For the store's `viewer`: the request sees only this owner's objects; None for an admin, who sees all."""
         return None if self.is_admin else self.owner
 
     @property
