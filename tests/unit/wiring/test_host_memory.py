@@ -135,7 +135,7 @@ async def test_a_job_waits_says_why_and_goes_on_by_itself(host, world, db, add_m
     world.parked_jobs = ("ftjob-0",)
     assert await looks(host, world, GB // 2, 2) == ["-parked", "-job"] and world.parked_jobs == ()
     waits = host.waits_for(jobs.get(db, "ftjob-2"))
-    assert waits.startswith("Memory is short (0.5 GB available") and "goes on by itself" in waits
+    assert waits.startswith("Memory is short (0.5 GB available") and "continues by itself" in waits
     assert host.waits_for(jobs.get(db, "ftjob-1")) == "", "one after the other"
     (note,) = host.notes()
     assert note.startswith("memory is short: 0.5 GB available") and note.endswith("; training waits")
